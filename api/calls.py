@@ -254,6 +254,11 @@ def drain(node: str, seconds: float) -> Call[schemas.Node]:
     return Call(schemas.Node, "POST", f"/v1/nodes/{quote(node, safe='')}/drain", body={"deadline_seconds": seconds})
 
 
+def plans(document: Any) -> Call[schemas.Plans]:
+    """What a layout takes, or which are best."""
+    return Call(schemas.Plans, "POST", "/v1/plans", body=document, patience=60.0)
+
+
 def cluster() -> Call[schemas.Cluster]:
     """The machines and what runs on them."""
     return Call(schemas.Cluster, "GET", "/v1/cluster")

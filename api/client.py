@@ -35,6 +35,7 @@ from api.schemas import (
     LogLine,
     MetricSeries,
     Node,
+    Plans,
     Problem,
     Rank,
     Recovery,
@@ -243,6 +244,10 @@ class MantaClient:
     def drain(self, node: str, seconds: float = 120.0) -> Node:
         """Have all jobs leave a node, an id or the start of one, within `seconds`."""
         return self.send(calls.drain(node, seconds))
+
+    def plans(self, document: Any) -> Plans:
+        """What a layout takes in time and memory, or with `parallel: auto` which are best."""
+        return self.send(calls.plans(document))
 
     def cluster(self) -> Cluster:
         """The machines and what runs on them."""

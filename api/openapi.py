@@ -22,6 +22,7 @@ _READ_BY_ROUTES = (
     requests.JobChanges,
     requests.FaultRequest,
     requests.DrainRequest,
+    requests.PlanDocument,
     requests.NewProject,
     requests.NewKey,
     schemas.Problem,

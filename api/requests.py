@@ -3,7 +3,7 @@ error: a slip of the hand is not taken for a wish."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -23,6 +23,34 @@ class Resize(BaseModel):
 
 def _without_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
+
+
+class PlannedCluster(BaseModel):
+    """Where a job would run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    accelerator: str | None = None
+    """Such as a100-80gb or h100-80gb."""
+    nodes: Annotated[int, Field(strict=True, ge=1, le=100_000)] = 1
+    """Number of nodes."""
+    gpus_per_node: Annotated[int, Field(strict=True, ge=1, le=64)] | None = None
+    """Accelerators of a node; default: as many as such nodes have."""
+    current: Annotated[bool, Field(strict=True)] = False
+    """The cluster of this service, instead; with GPUs, `accelerator` says which."""
+
+
+class PlanDocument(BaseModel):
+    """What is to be planned. A job's other sections may be there too, and are checked."""
+
+    model: dict[str, Any]
+    """As in a JobSpec."""
+    train: dict[str, Any] = {}
+    """The same; steps may be left out."""
+    cluster: PlannedCluster
+    """Where."""
+    parallel: dict[str, Any] | Literal["auto"] = "auto"
+    """A layout, or auto: the best ones are found."""
 
 
 class JobChanges(BaseModel):

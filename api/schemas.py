@@ -221,6 +221,78 @@ class DryRun(Answer):
     """Its layout."""
 
 
+class PlanMemory(Answer):
+    """Bytes that the rank needs which needs most."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept from forward to backward, with the logits."""
+    buffers: int
+    """Beside them for a moment."""
+    total: int
+
+
+class StepParts(Answer):
+    """Where a step's seconds go."""
+
+    pipeline: float
+    """Forwards, backwards and the waiting between them."""
+    gradients: float
+    """Reduction over the replicas, as far as nothing hides it."""
+    tied_embedding: float
+    """Summing the gradients of an embedding that two stages hold."""
+    optimizer: float
+    waiting: float
+    """For the slowest replica."""
+
+
+class Plan(Answer):
+    """A layout that fits, and what it is expected to do."""
+
+    parallel: dict[str, Any]
+    """The layout, as in a JobSpec."""
+    micro_batch_size: int
+    gpus: int
+    """Ranks of the layout."""
+    step_seconds: float
+    tokens_per_second: float
+    tflops_per_gpu: float
+    """10^12 FLOP/s of the model, attention in full."""
+    hardware_tflops_per_gpu: float
+    """The same with what is recomputed."""
+    mfu_full: float
+    mfu_causal: float
+    hfu_full: float
+    bubble_ratio: float
+    """Part of the pipeline's time in which its busiest stage waits."""
+    memory_bytes: PlanMemory
+    host_memory_bytes: int
+    """Of a node, for snapshots."""
+    step_parts: StepParts
+    hours: float
+    """For train.steps steps."""
+    gpu_hours: float
+
+
+class RejectedPlan(Answer):
+    """A layout that is not among the best."""
+
+    parallel: dict[str, Any]
+    reason: str
+    """Why, as a sentence."""
+
+
+class Plans(Answer):
+    """What a plan was asked for."""
+
+    plans: list[Plan]
+    """Best first; empty where nothing fits."""
+    rejected: list[RejectedPlan]
+    """Of each other tensor and pipeline size the layout that came nearest."""
+
+
 class MetricSeries(Answer):
     """Metrics over steps."""
 

@@ -124,7 +124,7 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Submit a training job."""
-    document = _read(file)
+    document = read_file(file)
     with connect(url) as client:
         if dry_run:
             checked = client.dry_run(document)
@@ -339,7 +339,7 @@ def inject(
     show(made, as_json, lambda console: console.print(f"{made.id}: {made.message}", highlight=False))
 
 
-def _read(file: Path) -> Any:
+def read_file(file: Path) -> Any:
     """The spec in `file`, or in standard input for -, with its relative data paths made absolute."""
     try:
         if file == Path("-"):
@@ -374,7 +374,7 @@ def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
 
 def command_line() -> typer.Typer:
     """`manta` with all of its commands."""
-    from api.cli import access, checkpoints, doctor, inference, nodes, service, tokenize, track, version
+    from api.cli import access, checkpoints, doctor, inference, nodes, plan, service, tokenize, track, version
     from api.cli.db import db
 
     app.callback()(version.options)
@@ -383,6 +383,7 @@ def command_line() -> typer.Typer:
     doctor.register(app)
     inference.register(app)
     nodes.register(app)
+    plan.register(app)
     service.register(app)
     tokenize.register(app)
     track.register(app)

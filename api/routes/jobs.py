@@ -26,10 +26,12 @@ from api.parameters import (
     digest_of,
     versions_in,
 )
+from api.planning import current_cluster
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.rendered_jobs import rendered_jobs_of
 from api.rendered_pages import rendered_pages_of
 from api.threads import read_threads_of
+from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout
 from service.states import STATE_NAMES
 from service.store import edits, failed_jobs, jobs, pauses
 from service.store.tables import Job
@@ -65,6 +67,7 @@ KnownState = Annotated[str | None, Query(pattern=_STATE, description="With `wait
             "invalid_parameter",
             "invalid_spec",
             "unsupported",
+            "cluster_unavailable",
             "database_unavailable",
         ),
     },
@@ -80,7 +83,7 @@ async def submit_job(
     """Check a JobSpec and store it as a QUEUED job of the key's project; with `dry_run` only check it and show its
     layout."""
     about = request_of_caller(request)
-    spec = await _checked(document, control)
+    spec = await _checked_and_laid_out(document, control)
     if dry_run:
         about.changes_nothing = True
         return _json(views.dry_run_view(spec), 200)
@@ -230,6 +233,15 @@ def _json(answer: BaseModel, status: int, **headers: str) -> Response:
 def _changed(control: ControlPlane, change: Callable[[Any], Job]) -> schemas.Job:
     """The job as `change` leaves it in the database."""
     return control.store.write(lambda session: views.job_view(session, change(session)))
+
+
+async def _checked_and_laid_out(document: Any, control: ControlPlane) -> JobSpec:
+    """The JobSpec in `document`, with a layout that fits where it says `parallel: auto`. Raises SpecError."""
+    if not asks_for_layout(document):
+        return await _checked(document, control)
+    spec = await _checked(without_layout(document), control)
+    cluster = await run_in_threadpool(current_cluster(control), None)
+    return await run_in_threadpool(with_layout, spec, bounds_in(document), cluster)
 
 
 async def _checked(document: Any, control: ControlPlane) -> JobSpec:

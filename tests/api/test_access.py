@@ -26,7 +26,7 @@ NEEDS = {
     **dict.fromkeys(
         ("list_jobs", "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
          "list_checkpoints", "get_ledger", "list_recoveries", "get_cluster", "list_projects", "create_link", "get_me",
-         "end_session", "get_prometheus_metrics"), ("read",),
+         "end_session", "get_prometheus_metrics", "make_plans"), ("read",),
     ),
     **dict.fromkeys(
         ("submit_job", "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job", "retry_job", "resize_job"),
@@ -41,6 +41,7 @@ BODIES = {
     "resize_job": {"data": 1},
     "inject_fault": {"kind": "kill", "rank": 0},
     "drain_node": {"deadline_seconds": 1},
+    "make_plans": {"model": DOCUMENT["model"], "cluster": {"current": True}},
     "create_project": {"name": "another"},
     "create_key": {"name": "a key", "scope": "read"},
 }
@@ -50,6 +51,8 @@ STATES = {
     "resize_job": ("STARTING", "RUNNING"), "delete_job": ("CANCELLED",),
 }  # fmt: skip
 """In which the job is for an operation to work; else it runs."""
+CHANGE_NOTHING = ("make_plans",)
+"""Though their method says otherwise."""
 MARK = "nobody else may see this"
 UNKNOWN_JOB = "job_000000000000"
 
@@ -157,7 +160,7 @@ def test_key_of_another_project_sees_nothing_and_changes_nothing(theirs, operati
         assert answer.status_code == 201 and answer.json()["project"] == "ours"
     elif operation_id != "create_link":
         assert theirs.everything() == before
-    if operation.method != "GET":
+    if operation.method != "GET" and operation_id not in CHANGE_NOTHING:
         assert [line[0] for line in theirs.audited()] == ["ours"] * len(theirs.audited()) != []
 
 

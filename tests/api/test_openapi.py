@@ -18,7 +18,7 @@ OPERATIONS = [
     "submit_job", "list_jobs", "get_job", "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job",
     "retry_job", "resize_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
     "list_checkpoints", "get_ledger", "list_recoveries", "inject_fault", "get_cluster", "check_cluster",
-    "drain_node",
+    "drain_node", "make_plans",
     "create_project", "list_projects", "create_key", "list_keys", "revoke_key", "list_audit", "create_link",
     "open_link", "get_me", "end_session", "get_health", "get_readiness", "get_prometheus_metrics",
 ]  # fmt: skip
@@ -89,6 +89,7 @@ def test_bodies_that_routes_read_themselves_are_described(api):
         "resize_job": "Resize",
         "inject_fault": "FaultRequest",
         "drain_node": "DrainRequest",
+        "make_plans": "PlanDocument",
         "create_project": "NewProject",
         "create_key": "NewKey",
     }

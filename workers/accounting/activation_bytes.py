@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 from workers.accounting.flops import padded_vocabulary
 from workers.config import JobSpec, ModelConfig
-from workers.parallel.pipeline.schedules import schedule
+from workers.parallel.pipeline.schedules import compute_of_rank
 from workers.parallel.pipeline.stages import stage_layers, virtual_stage
 from workers.parallel.recompute.policy import recomputed
 from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, parameter_names
@@ -183,23 +183,26 @@ def rank_bytes(spec: JobSpec) -> tuple[int, ...]:
 
     A pass whose weights' half is put off counts in full until that is done, though less is left of it.
     """
-    layout, micro_batches = spec.layout, spec.micro_batches
+    return tuple(bytes_of_rank(spec, rank, spec.micro_batches) for rank in range(spec.layout.pipeline))
+
+
+def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
+    """The same of one pipeline rank, in a step of so many micro-batches."""
+    layout = spec.layout
     kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
-    peaks = []
-    for rank, actions in enumerate(schedule(kind, stages, virtual_stages, micro_batches)):
-        again = recomputed(actions, layout)
-        sizes = {
-            (chunk, recompute): chunk_bytes(spec, virtual_stage(kind, stages, virtual_stages, rank, chunk), recompute)
-            for chunk in range(virtual_stages)
-            for recompute in (False, True)
-        }
-        held = most = 0
-        for action in actions:
-            size = sizes[action.chunk, (action.micro_batch, action.chunk) in again]
-            held += {"forward": size, "backward": -size, "backward_weight": -size}.get(action.kind, 0)
-            most = max(most, held)
-        peaks.append(most)
-    return tuple(peaks)
+    actions = compute_of_rank(kind, rank, stages, virtual_stages, micro_batches)
+    again = recomputed(actions, layout)
+    sizes = {
+        (chunk, recompute): chunk_bytes(spec, virtual_stage(kind, stages, virtual_stages, rank, chunk), recompute)
+        for chunk in range(virtual_stages)
+        for recompute in (False, True)
+    }
+    held = most = 0
+    for action in actions:
+        size = sizes[action.chunk, (action.micro_batch, action.chunk) in again]
+        held += {"forward": size, "backward": -size, "backward_weight": -size}.get(action.kind, 0)
+        most = max(most, held)
+    return most
 
 
 def _tokens(spec: JobSpec) -> tuple[int, int]:

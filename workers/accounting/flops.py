@@ -65,15 +65,16 @@ def parameter_count(spec: JobSpec) -> int:
 def rank_parameters(spec: JobSpec) -> tuple[int, ...]:
     """Parameters that each tensor rank of each pipeline rank holds, with copies of key-value heads, the second copy
     of a tied embedding and the padding of the vocabulary."""
-    return tuple(_stage_parameters(spec, rank) for rank in range(spec.layout.pipeline))
+    return tuple(parameters_of_rank(spec, rank) for rank in range(spec.layout.pipeline))
 
 
 def frozen_parameters(spec: JobSpec) -> tuple[int, ...]:
     """Those of `rank_parameters` that are not trained."""
-    return tuple(_frozen_parameters(spec, rank) for rank in range(spec.layout.pipeline))
+    return tuple(frozen_parameters_of_rank(spec, rank) for rank in range(spec.layout.pipeline))
 
 
-def _frozen_parameters(spec: JobSpec, rank: int) -> int:
+def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
+    """Those of pipeline rank `rank`."""
     frozen, model = frozen_names(spec), spec.model
     if not frozen:
         return 0
@@ -117,7 +118,8 @@ def _layer_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
     return sizes | {f"{block}_norm.{part}": h for block in ("attention", "mlp") for part in ("weight", "bias")}
 
 
-def _stage_parameters(spec: JobSpec, rank: int) -> int:
+def parameters_of_rank(spec: JobSpec, rank: int) -> int:
+    """Those of pipeline rank `rank`."""
     model, layout, h = spec.model, spec.layout, spec.model.hidden_size
     count = layout.pipeline * layout.virtual_stages
     indices = _virtual_stages(spec, rank)

@@ -59,7 +59,9 @@ def _unsupported_model(spec: JobSpec) -> Iterator[Problem]:
 def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
     layout = spec.parallel
     if isinstance(layout, str):
-        yield _not_built("parallel", layout, "{tensor: 1, pipeline: 1, data: 1}")
+        smallest = "{tensor: 1, pipeline: 1, data: 1}"
+        rule = "the engine needs an explicit layout; `manta plan FILE` finds one, and so does the service at submission"
+        yield Problem("parallel", rule, smallest, unsupported=True)
         return
     if layout.context != 1:
         yield _not_built("parallel.context", layout.context, "1")

@@ -570,6 +570,7 @@ def test_what_is_not_built_says_what_works(section, key, value):
 def test_a_layout_that_is_to_be_planned_is_not_built():
     (problem,) = problems_of({**document(), "parallel": "auto"})
     assert (problem.path, problem.unsupported) == ("parallel", True)
+    assert "manta plan" in problem.rule
     assert problems_of(follow({**document(), "parallel": "auto"}, problem)) == []
 
 

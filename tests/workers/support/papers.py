@@ -114,3 +114,5 @@ BUBBLE_RATES = (
     {"model": "28.3B", "p": 32, "m": 256, "1F1B": 0.1352, "ZB-H1": 0.0594},
 )
 """arXiv:2401.10241, table 5: (cost - m (TF + TB + TW)) / cost."""
+BUBBLE_RATES_ZB_H2 = (0.1083, 0.0837, 0.0444, 0.0698, 0.0559, 0.0294, 0.0672, 0.0516, 0.0266, 0.0641, 0.049, 0.0257)
+"""The column ZB-H2 of the same rows."""

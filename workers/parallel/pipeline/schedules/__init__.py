@@ -39,14 +39,19 @@ def schedule(kind: str, stages: int, virtual_stages: int, micro_batches: int) ->
     `stages` ranks hold `virtual_stages` chunks each. Raises ValueError for what `kind` cannot do.
     """
     _check_sizes(kind, stages, virtual_stages, micro_batches)
+    passes = [compute_of_rank(kind, rank, stages, virtual_stages, micro_batches) for rank in range(stages)]
+    return with_messages(passes, kind, virtual_stages)
+
+
+def compute_of_rank(kind: str, rank: int, stages: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+    """What one pipeline rank computes, in order, without its messages. Raises ValueError for what `kind` cannot do."""
+    _check_sizes(kind, stages, virtual_stages, micro_batches)
     if kind == "interleaved" and micro_batches % stages:
         raise ValueError(
             f"schedule interleaved needs a number of micro-batches that is a multiple of the {stages} pipeline stages, "
             f"not {micro_batches}"
         )
-    order = _ORDERS[kind]
-    passes = [list(order(rank, stages, virtual_stages, micro_batches)) for rank in range(stages)]
-    return with_messages(passes, kind, virtual_stages)
+    return list(_ORDERS[kind](rank, stages, virtual_stages, micro_batches))
 
 
 def forward_only(kind: str, stages: int, virtual_stages: int, micro_batches: int) -> list[list[Action]]:

@@ -1,0 +1,77 @@
+"""`manta plan`: which layouts are best for a job, or what one would take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from api import schemas
+from api.cli import render
+from api.cli.main import Json, Url, connect, read_file, show
+from service.planner.answer import to_json
+from service.planner.hardware import GIB, Cluster
+from service.planner.request import read_request
+from workers.spec.problems import Problem, SpecError
+from workers.weights.submitted import with_shape_of_weights
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(plan)
+
+
+def plan(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="YAML file with model, train, cluster, and parallel (a layout, or auto); a JobSpec will do. -: "
+            "standard input.",
+            dir_okay=False,
+            allow_dash=True,
+        ),
+    ],
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Find the best layouts of a job, or say what its own takes in time and memory, before it runs. For a cluster that
+    the file describes no service is needed; without one the service is asked about its own."""
+    answer = _answer(read_file(file), url)
+    show(answer, as_json, lambda console: plans_page(console, answer))
+
+
+def _answer(document: Any, url: str | None) -> schemas.Plans:
+    cluster = document.get("cluster", {"current": True}) if isinstance(document, dict) else None
+    if isinstance(cluster, dict) and cluster.get("current") is True:
+        with connect(url) as client:
+            return client.plans({**document, "cluster": cluster})
+    wanted = read_request(with_shape_of_weights(document), _nowhere)
+    return schemas.Plans.model_validate(to_json(wanted, wanted.answer()))
+
+
+def _nowhere(_accelerator: str | None) -> Cluster:
+    raise SpecError([Problem("cluster.current", "only a service knows its own cluster", "false")])
+
+
+def plans_page(console: Console, answer: schemas.Plans) -> None:
+    """What `manta plan` says to people."""
+    rows = [
+        (
+            render.layout_name(each.parallel),
+            f"{each.parallel['schedule']} x {each.parallel['virtual_stages']}",
+            each.micro_batch_size,
+            each.parallel["recompute"],
+            f"{each.step_seconds:.4g} s",
+            f"{each.tokens_per_second:,.0f}",
+            f"{each.mfu_full:.1%}",
+            f"{each.bubble_ratio:.1%}",
+            f"{each.memory_bytes.total / GIB:.1f} GiB",
+        )
+        for each in answer.plans
+    ]
+    heads = ("LAYOUT", "SCHEDULE", "MICRO-BATCH", "RECOMPUTE", "STEP", "TOKENS/S", "MFU", "BUBBLE", "MEMORY")
+    render.table(console, heads, rows, "no layout fits")
+    for each in answer.rejected:
+        console.print(f"{render.layout_name(each.parallel)}: {each.reason}", highlight=False)

@@ -1,0 +1,39 @@
+"""Plans: what a layout would take, or which is best, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+
+from api import requests, schemas
+from api.access import request_of_caller
+from api.openapi import json_request
+from api.parameters import Body, Control
+from api.planning import current_cluster
+from api.problem_codes import changes
+from service.planner.answer import to_json
+from service.planner.request import read_request
+from workers.weights.submitted import with_shape_of_weights
+
+router = APIRouter(prefix="/v1/plans", tags=["plans"])
+
+
+@router.post(
+    "",
+    openapi_extra=json_request(requests.PlanDocument),
+    responses=changes("malformed_json", "invalid_spec", "unsupported", "cluster_unavailable", "database_unavailable"),
+)
+async def make_plans(request: Request, control: Control, document: Body) -> schemas.Plans:
+    """Say what a layout takes in time and memory on a cluster, or with `parallel: auto` find the best ones. Nothing is
+    stored."""
+    request_of_caller(request).changes_nothing = True
+
+    def plans(document: Any) -> schemas.Plans:
+        if isinstance(document, dict) and isinstance(document.get("model"), dict) and "from" in document["model"]:
+            document = with_shape_of_weights(document, control.data_roots)
+        wanted = read_request(document, current_cluster(control))
+        return schemas.Plans.model_validate(to_json(wanted, wanted.answer()))
+
+    return await run_in_threadpool(plans, document)

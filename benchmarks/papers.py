@@ -1,0 +1,93 @@
+"""The published figures beside what this project's arithmetic, simulator and planner say of the same cases.
+
+Every row of the tables that can be predicted is listed under `samples`, with its error; figures count the rows of each
+table that agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.published import arithmetic, bubbles, memory, times
+from benchmarks.support.published.rows import Row
+from benchmarks.support.published.tables import Tables
+from benchmarks.support.report import ROOT, Report, deliver, parser
+
+MARKDOWN_HEAD = """Written by `python -m benchmarks.papers --markdown docs/planner_tables.md`; what the rows mean, and
+why some are missed, is in `docs/planner.md`. Errors are relative to what was published, or differences where they have
+no percent sign."""
+FAMILIES: dict[str, Callable[[Tables], Iterator[Row]]] = {
+    "arithmetic": arithmetic.rows,
+    "memory": memory.rows,
+    "bubbles": bubbles.rows,
+    "times": times.rows,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison; returns the exit status."""
+    options = parser("papers", __doc__)
+    options.add_argument(
+        "--tables", type=Path, default=ROOT.parent / "shared" / "papers", help="folder of the published tables"
+    )
+    options.add_argument("--rows", action="store_true", help="print every row too (without --json)")
+    options.add_argument("--markdown", type=Path, metavar="FILE", help="also write every row to FILE, as tables")
+    return deliver(measure, options.parse_args(arguments))
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Compare every row."""
+    report = Report("papers", options.seed)
+    tables = Tables(options.tables)
+    for family, rows_of in FAMILIES.items():
+        rows = list(rows_of(tables))
+        report.samples[family] = [row.to_json() for row in rows]
+        for reference in dict.fromkeys(row.reference for row in rows):
+            add_summary(report, family, [row for row in rows if row.reference == reference])
+        if options.rows and not options.json:
+            print("\n".join(map(line, rows)))
+    if options.markdown is not None:
+        options.markdown.write_text(as_markdown(report.samples), encoding="utf-8")
+    report.settings = {"tables": options.tables.name}
+    return report
+
+
+def add_summary(report: Report, family: str, rows: list[Row]) -> None:
+    """Note how many rows of one table disagree, of those that are held to something."""
+    held = [row for row in rows if row.met is not None]
+    name = f"{family}_{rows[0].reference}"
+    report.add(f"{name}_rows", len(rows), "rows")
+    if held:
+        report.add(f"{name}_missed", sum(not row.met for row in held), "rows", 0)
+
+
+def as_markdown(samples: dict[str, list[dict[str, Any]]]) -> str:
+    """Every row, a table each family and published table."""
+    text = ["# Published figures beside ours\n", MARKDOWN_HEAD]
+    for family, rows in samples.items():
+        for reference in dict.fromkeys(row["reference"] for row in rows):
+            text.append(f"\n## {reference}: {family}\n")
+            text.append("| case | published | predicted | unit | error | |\n|---|---|---|---|---|---|")
+            for row in rows:
+                if row["reference"] == reference:
+                    verdict = {True: "", False: "missed", None: "shown only"}[row["met"]]
+                    error = f"{row['error']:+.4f}" if row["measure"] == "absolute" else f"{row['error']:+.1%}"
+                    numbers = f"{row['published']:.6g} | {row['predicted']:.4g}"
+                    text.append(f"| {row['case']} | {numbers} | {row['unit']} | {error} | {verdict} |")
+    return "\n".join(text) + "\n"
+
+
+def line(row: Row) -> str:
+    """A row for people."""
+    verdict = {True: "met", False: "MISSED", None: ""}[row.met]
+    error = f"{row.error:+.4f}" if row.measure == "absolute" else f"{row.error:+.2%}"
+    shown = f"{row.reference}: {row.case}"
+    return f"  {shown:<90} {row.published:>10.6g} {row.predicted:>10.6g} {row.unit:<16} {error:>9} {verdict}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

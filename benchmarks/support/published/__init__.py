@@ -1,0 +1,1 @@
+"""Published figures, and what this project's arithmetic and planner make of the same cases."""

@@ -1,0 +1,50 @@
+"""A plan as a JSON document. Pure Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.planner.memory import host_bytes
+from service.planner.request import PlanRequest
+from service.planner.search import Answer, Plan
+
+
+def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
+    """In the form of `api.schemas.Plans`."""
+    return {
+        "plans": [_plan(plan, request) for plan in answer.plans],
+        "rejected": [
+            {"parallel": each.spec.layout.model_dump(mode="json"), "reason": each.reason} for each in answer.rejected
+        ],
+    }
+
+
+def _plan(plan: Plan, request: PlanRequest) -> dict[str, Any]:
+    spec, seconds, flops = plan.spec, plan.time.seconds, plan.flops
+    tokens = spec.train.global_batch_size * spec.model.sequence_length
+    model, hardware = plan.rate(flops.model_full), plan.rate(flops.hardware_full)
+    hours = seconds * spec.train.steps / 3600
+    return {
+        "parallel": spec.layout.model_dump(mode="json"),
+        "micro_batch_size": spec.train.micro_batch_size,
+        "gpus": spec.layout.world_size,
+        "step_seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "tflops_per_gpu": model / 1e12,
+        "hardware_tflops_per_gpu": hardware / 1e12,
+        "mfu_full": model / plan.peak_flops,
+        "mfu_causal": plan.rate(flops.model_causal) / plan.peak_flops,
+        "hfu_full": hardware / plan.peak_flops,
+        "bubble_ratio": plan.time.bubble_ratio,
+        "memory_bytes": plan.memory.parts(),
+        "host_memory_bytes": host_bytes(spec, request.cluster.gpus_per_node),
+        "step_parts": {
+            "pipeline": plan.time.pipeline,
+            "gradients": plan.time.gradients,
+            "tied_embedding": plan.time.tied,
+            "optimizer": plan.time.optimizer,
+            "waiting": plan.time.waiting,
+        },
+        "hours": hours,
+        "gpu_hours": hours * spec.layout.world_size,
+    }

@@ -1,0 +1,44 @@
+"""`parallel: auto`: the layout of a job is found once, when it is submitted. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from service.planner.hardware import Cluster
+from service.planner.search import search, smallest_cluster
+from workers.config import ElasticConfig, JobSpec
+from workers.spec.problems import Problem, SpecError, problems_of
+
+
+def asks_for_layout(document: Any) -> bool:
+    """Whether a job's document says `parallel: auto`."""
+    return isinstance(document, dict) and document.get("parallel") == "auto"
+
+
+def without_layout(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with the smallest layout, so that everything else can be checked."""
+    return {name: value for name, value in document.items() if name not in ("parallel", "elastic")}
+
+
+def bounds_in(document: dict[str, Any]) -> ElasticConfig:
+    """The document's bounds for changes of size. Raises SpecError."""
+    try:
+        return ElasticConfig.model_validate(document.get("elastic", {}))
+    except ValidationError as error:
+        found = problems_of(error)
+        raise SpecError([replace(each, path=f"elastic.{each.path}".rstrip(".")) for each in found]) from error
+
+
+def with_layout(spec: JobSpec, elastic: ElasticConfig, cluster: Cluster) -> JobSpec:
+    """`spec` with the fastest layout that fits on `cluster` and into `elastic`. Raises SpecError without one."""
+    job = spec.model_copy(update={"parallel": "auto", "elastic": elastic})
+    found = search(job, cluster, limit=1)
+    if found.plans:
+        return found.plans[0].spec
+    reason = found.rejected[0].reason if found.rejected else "the rules of the spec leave no layout"
+    larger = smallest_cluster(job, cluster)
+    tail = f"; {larger}" if larger else ""
+    raise SpecError([Problem("parallel", f"no layout of this job fits on this cluster: {reason}{tail}")])

@@ -1,0 +1,104 @@
+"""How long ranks take to exchange tensors, by where they are. Pure Python."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from service.planner.hardware import BETWEEN_LATENCY, INSIDE_LATENCY, Cluster
+from service.planner.software import Software
+from workers.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate with one another."""
+
+    size: int
+    per_node: int
+    """Its members on one node."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that it spans."""
+        return -(-self.size // self.per_node)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one layout on a cluster, and how its messages go."""
+
+    cluster: Cluster
+    tensor: Group
+    data: Group
+    stage_stride: int
+    """Ranks between a rank and the same one of the next stage."""
+
+    def stages_share_node(self, stage: int) -> bool:
+        """Whether the first ranks of stages `stage` and the one behind it are on one node."""
+        per_node = self.cluster.gpus_per_node
+        return stage * self.stage_stride // per_node == (stage + 1) * self.stage_stride // per_node
+
+
+def groups_of(layout: ParallelConfig, cluster: Cluster, software: Software) -> Groups:
+    """Tensor groups are innermost; behind them the replicas of a stage, or all stages of a replica."""
+    t, p, d = layout.tensor, layout.pipeline, layout.data
+    data_stride, stage_stride = (t, t * d) if software.replicas_inside else (t * p, t)
+    return Groups(
+        cluster,
+        Group(t, _members_on_node(t, 1, cluster.gpus_per_node)),
+        Group(d, _members_on_node(d, data_stride, cluster.gpus_per_node)),
+        stage_stride,
+    )
+
+
+def _members_on_node(size: int, stride: int, gpus_per_node: int) -> int:
+    return max(1, min(size, gpus_per_node // stride))
+
+
+def bus_bandwidth(group: Group, cluster: Cluster) -> float:
+    """Bytes/s at which a ring over the group goes round, while all other groups of its kind do the same."""
+    machine, constants = cluster.machine, cluster.machine.constants
+    inside = machine.accelerator.link_bandwidth * constants.inside
+    if group.nodes == 1:
+        return inside
+    # A node's groups share its adapters; the ring of each leaves the node once over each adapter of its own. Groups of
+    # whole nodes have their nodes side by side; those with a part of each are spread over the cluster.
+    adapters = machine.adapters_each * group.per_node
+    reached = constants.message if group.per_node == cluster.gpus_per_node else constants.collective
+    return min(inside, adapters * machine.adapter_bandwidth * reached)
+
+
+def _ring_latency(group: Group) -> float:
+    """Seconds of one way round a ring for an empty tensor."""
+    between = group.nodes if group.nodes > 1 else 0
+    return (group.size - between) * INSIDE_LATENCY + between * BETWEEN_LATENCY
+
+
+def _tree_latency(group: Group) -> float:
+    """Seconds up a tree over the nodes and down again, with chains inside them."""
+    inside = (min(group.per_node, group.size) - 1) * INSIDE_LATENCY
+    return 2 * (inside + math.ceil(math.log2(group.nodes)) * BETWEEN_LATENCY)
+
+
+def gather_seconds(group: Group, cluster: Cluster, size: float) -> float:
+    """All-gather or reduce-scatter of a tensor of `size` bytes: (n - 1)/n of it over the bus."""
+    if group.size == 1:
+        return 0.0
+    return (group.size - 1) / group.size * size / bus_bandwidth(group, cluster) + _ring_latency(group)
+
+
+def reduce_seconds(group: Group, cluster: Cluster, size: float) -> float:
+    """All-reduce of `size` bytes: as much as a reduce-scatter and an all-gather move."""
+    if group.size == 1:
+        return 0.0
+    return 2 * (group.size - 1) / group.size * size / bus_bandwidth(group, cluster) + _tree_latency(group)
+
+
+def message_seconds(cluster: Cluster, size: float, same_node: bool) -> float:
+    """One rank to another."""
+    machine, constants = cluster.machine, cluster.machine.constants
+    if same_node:
+        return size / (machine.accelerator.link_bandwidth * constants.inside) + INSIDE_LATENCY
+    bandwidth = min(1.0, machine.adapters_each) * machine.adapter_bandwidth * constants.message
+    return size / bandwidth + BETWEEN_LATENCY

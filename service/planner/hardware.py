@@ -1,0 +1,184 @@
+"""The machines that the planner knows: what their makers say, and at most eight constants each of what of that is
+reached. Pure Python.
+
+Data-sheet values are no constants in that sense. The eight are those of `Constants`; which rows each was fitted on, or
+where else it comes from, is said in `docs/planner.md` and, per machine, at `MACHINES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from workers.accounting.device_table import known_peak
+from workers.errors import MantaError
+
+GIB = 2**30
+
+
+class UnknownMachine(MantaError):
+    """A cluster of machines that the planner does not know; the message lists those that it does."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device, from its data sheet."""
+
+    name: str
+    memory_bytes: float
+    """Memory that a process finds, less what context and libraries take of it."""
+    peak_16bit: float
+    """Dense matrix products of 16-bit numbers, FLOP/s."""
+    peak_fp32: float
+    """Products of fp32 without TF32, FLOP/s."""
+    memory_bandwidth: float
+    """Bytes/s."""
+    multiprocessors: int
+    """Units that work on one tile of a product at a time."""
+    link_bandwidth: float
+    """Bytes/s that leave one device towards the others of its node."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What of a data sheet is reached. The first five are ratios to it."""
+
+    product: float
+    """Of the peak rate: a large matrix product that fills all multiprocessors."""
+    memory: float
+    """Of the memory's bandwidth: element-wise kernels on large tensors."""
+    inside: float
+    """Of the links inside a node: bus bandwidth of collectives on large tensors."""
+    message: float
+    """Of a network adapter: a message between two ranks of different nodes."""
+    collective: float
+    """Of a network adapter: bus bandwidth of collectives across nodes, while all of a node's devices communicate."""
+    spread: float
+    """Standard deviation of a replica's step, as a part of it: the slowest of many is waited for."""
+    skew_seconds: float
+    """What a collective inside a node waits for the last of its ranks, while nothing else runs."""
+    host_seconds: float
+    """Host time of one operation, which is hidden while the device has work queued."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node with accelerators."""
+
+    accelerator: Accelerator
+    devices: int
+    """Accelerators of a node as it is sold; a cluster may use fewer."""
+    adapters: float
+    """Network adapters of such a node for its accelerators."""
+    adapter_bandwidth: float
+    """Bytes/s of one adapter, each way."""
+    constants: Constants
+
+    @property
+    def adapters_each(self) -> float:
+        """Adapters for one accelerator."""
+        return self.adapters / self.devices
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many nodes of one kind."""
+
+    machine: Machine
+    nodes: int
+    gpus_per_node: int
+
+    @property
+    def gpus(self) -> int:
+        """Accelerators in all."""
+        return self.nodes * self.gpus_per_node
+
+
+INSIDE_LATENCY, BETWEEN_LATENCY = 3.4e-6, 14.0e-6
+"""Seconds of one hop of a ring inside a node and between two: what NCCL's own tuning model assumes (its simple
+protocol; github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
+
+
+def _accelerator(
+    name: str, gibibytes: float, terabytes: float, multiprocessors: int, link: float, peak_name: str | None = None
+) -> Accelerator:
+    peak, wide = known_peak(peak_name or name), known_peak(peak_name or name, "fp32")
+    assert peak is not None and wide is not None
+    return Accelerator(name, gibibytes * GIB, peak, wide, terabytes * 1e12, multiprocessors, link * 1e9)
+
+
+V100 = Constants(
+    product=0.92,
+    memory=0.8,
+    inside=0.77,
+    message=0.745,
+    collective=0.5,
+    spread=0.02,
+    skew_seconds=2e-4,
+    host_seconds=6e-5,
+)
+"""product and skew_seconds: fitted on the four V100 rows of Megatron-LM's README of September 2020 (its peak is that of
+the data sheet; those GPUs have a higher power limit). The others as of the A100."""
+A100 = Constants(
+    product=0.82,
+    memory=0.8,
+    inside=0.77,
+    message=0.745,
+    collective=0.5,
+    spread=0.02,
+    skew_seconds=2.25e-4,
+    host_seconds=6e-5,
+)
+"""product and skew_seconds: fitted on the four A100 rows of the README's tensor-parallel table, spread on the four of
+its data-parallel table. message and collective: from the text of arXiv:2104.04473, section 5.9: 892 GB/s through the 48
+links between two stages, 12.9 TB/s through the 2 x 512 links of its rings at their narrowest. inside: 230 GB/s of 300
+that nccl-tests report for eight GPUs. memory: 1.6 TB/s of 2.0. host_seconds: 16 operations take about 1 ms in a layer
+without graphs; nothing was fitted."""
+HOPPER = replace(A100, product=0.70, skew_seconds=1e-4, host_seconds=3e-5)
+"""Nothing was fitted: products reach a smaller part of a higher peak under the same power limits, hosts are faster."""
+
+MACHINES = {
+    # DGX-2: arXiv:1909.08053, section 5 (32 GB, NVSwitch of 300 GB/s both ways, 8 adapters of 100 Gb/s).
+    "v100-32gb": Machine(_accelerator("v100-32gb", 31.7, 0.900, 80, 150, "v100-sxm"), 16, 8, 12.5e9, V100),
+    "v100-16gb": Machine(_accelerator("v100-16gb", 15.8, 0.900, 80, 150, "v100-sxm"), 8, 4, 12.5e9, V100),
+    # DGX A100: NVSwitch of 600 GB/s both ways, 8 adapters of 200 Gb/s (arXiv:2104.04473, section 5).
+    "a100-80gb": Machine(_accelerator("a100-80gb", 79.2, 2.039, 108, 300, "a100"), 8, 8, 25e9, A100),
+    "a100-40gb": Machine(_accelerator("a100-40gb", 39.4, 1.555, 108, 300, "a100"), 8, 8, 25e9, A100),
+    # DGX H100 and its successors: NVLink of 900 GB/s both ways, 8 adapters of 400 Gb/s.
+    "h100-80gb": Machine(_accelerator("h100-80gb", 79.1, 3.35, 132, 450, "h100"), 8, 8, 50e9, HOPPER),
+    "h200-141gb": Machine(_accelerator("h200-141gb", 139.8, 4.8, 132, 450, "h200"), 8, 8, 50e9, HOPPER),
+    "b200-180gb": Machine(_accelerator("b200-180gb", 178.0, 8.0, 148, 900, "b200"), 8, 8, 50e9, HOPPER),
+    # PCIe 4.0 x16 to the host and no links between devices.
+    "l40s-48gb": Machine(_accelerator("l40s-48gb", 44.4, 0.864, 142, 25, "l40s"), 8, 2, 25e9, HOPPER),
+}
+"""By the name that a cluster is asked for with."""
+
+
+CPU = Constants(
+    product=0.8,
+    memory=0.5,
+    inside=0.5,
+    message=0.5,
+    collective=0.5,
+    spread=0.02,
+    skew_seconds=3e-4,
+    host_seconds=1e-5,
+)
+"""Nothing was fitted and nothing measured: a place holder until this machine is calibrated."""
+
+
+def cpu_machine(slots: int, cores: int, memory_bytes: float) -> Machine:
+    """A node whose ranks compute with a thread of a CPU each. `memory_bytes`: of the node. Where there are more slots
+    than cores they share them."""
+    share = min(1.0, cores / slots)
+    device = Accelerator("cpu", memory_bytes / slots, 50e9 * share, 50e9 * share, 10e9 * share, 1, 2e9)
+    return Machine(device, slots, 1, 1e9, CPU)
+
+
+def machine_of(name: str) -> Machine:
+    """The machine with accelerators called `name`; `a100` and the like mean the one with most memory. Raises
+    UnknownMachine."""
+    wanted = name.lower()
+    fitting = [known for known in MACHINES if known == wanted or known.split("-")[0] == wanted]
+    if not fitting:
+        raise UnknownMachine(f"no accelerator {name!r} is known; known are {', '.join(MACHINES)}")
+    return MACHINES[max(fitting, key=lambda known: MACHINES[known].accelerator.memory_bytes)]

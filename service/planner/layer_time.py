@@ -1,0 +1,306 @@
+"""Seconds of one micro-batch through a layer, the embedding and the output layer, forward and backward. Pure Python.
+
+Shapes: n tokens of the micro-batch, o those that a rank has outside of the tensor-parallel blocks, h hidden, a heads of
+the rank, d head size, f inner width of the MLP on the rank, s sequence, v vocabulary of the rank. "Bytes" of element-
+wise kernels count each tensor that is read or written once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from service.planner.communication import Groups, gather_seconds, reduce_seconds
+from service.planner.operations import Budget, memory_seconds, product_seconds
+from service.planner.pipeline import StageTimes
+from service.planner.software import Software
+from workers.accounting.flops import key_value_copies, padded_vocabulary
+from workers.config import JobSpec
+
+MASK = 1
+"""Bytes of an element of a dropout mask."""
+WIDE = 4
+"""Bytes of fp32."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One micro-batch through each part of the model."""
+
+    forward: Budget
+    """One layer's."""
+    backward_input: Budget
+    backward_weight: Budget
+    first_forward: Budget
+    """What the first virtual stage has beside layers: the embedding."""
+    first_backward: Budget
+    last_forward: Budget
+    """What the last one has: final norm, logits, loss."""
+    last_backward: Budget
+
+    def of_stage(self, layers: int, first: bool, last: bool, host_seconds: float) -> StageTimes:
+        """The times of a virtual stage of so many layers, at one end of the model or both."""
+        forward, backward = Budget().plus(self.forward, layers), Budget().plus(self.backward_input, layers)
+        if first:
+            forward, backward = forward.plus(self.first_forward), backward.plus(self.first_backward)
+        if last:
+            forward, backward = forward.plus(self.last_forward), backward.plus(self.last_backward)
+        weight = Budget().plus(self.backward_weight, layers)
+        return StageTimes(*(each.wait_for_host(host_seconds).seconds for each in (forward, backward, weight)))
+
+
+@dataclass
+class LayerTime:
+    """Times of the parts of one job's model on one rank of a cluster."""
+
+    spec: JobSpec
+    groups: Groups
+    software: Software
+
+    def __post_init__(self) -> None:
+        spec, t = self.spec, self.spec.layout.tensor
+        model = spec.model
+        self.machine = self.groups.cluster.machine
+        self.width = 4 if spec.train.precision == "fp32" else 2
+        self.tokens = spec.train.micro_batch_size * model.sequence_length
+        self.outside = self.tokens // t if spec.layout.sequence_parallel_on else self.tokens
+        self.hidden, self.inner = model.hidden_size, model.ffn_size // t
+        self.heads = max(1, model.heads // t)
+        self.attention_width = self.heads * model.head_size
+        copies = key_value_copies(model, t)
+        self.key_values = 2 * model.key_value_heads * model.head_size * copies // t
+        self.up_matrices = 2 if model.parts.gated_mlp else 1
+        self.has_dropout = model.dropout > 0
+
+    def passes(self) -> Passes:
+        """All of them."""
+        return Passes(
+            self.forward(),
+            self.backward_input(),
+            self.backward_weight(),
+            self.embedding_forward(),
+            self.embedding_backward(),
+            self.output_forward(),
+            self.output_backward(),
+        )
+
+    # What passes are made of.
+
+    def _product(self, budget: Budget, m: int, n: int, k: int) -> None:
+        budget.products += product_seconds(self.machine, m, n, k, 1, self.width)
+        budget.operations += 1
+
+    def _elements(self, budget: Budget, moved: float) -> None:
+        budget.elementwise += memory_seconds(self.machine, moved)
+        budget.operations += 1
+
+    @cached_property
+    def _boundary(self) -> float:
+        """Seconds of one collective of a whole activation over the tensor group: an all-reduce, or with sequence
+        parallelism an all-gather or a reduce-scatter."""
+        size = self.tokens * self.hidden * self.width
+        tensor, cluster = self.groups.tensor, self.groups.cluster
+        if self.spec.layout.sequence_parallel_on:
+            return gather_seconds(tensor, cluster, size)
+        return reduce_seconds(tensor, cluster, size)
+
+    def _communicate(self, budget: Budget, times: int) -> None:
+        """So many collectives, while nothing else runs."""
+        if self.groups.tensor.size > 1:
+            # A gather follows a scatter closely, so that only one of them finds ranks apart.
+            waits = times / 2 if self.spec.layout.sequence_parallel_on else times
+            budget.tensor += times * self._boundary + waits * self.machine.constants.skew_seconds
+            budget.operations += times
+
+    def _communicate_beside(self, budget: Budget, times: int, work: float) -> None:
+        """So many collectives beside so many seconds of products, as far as the engine does that."""
+        hidden = self.software.overlaps_tensor
+        if not hidden:
+            self._communicate(budget, times)
+        elif self.groups.tensor.size > 1:
+            whole = times * self._boundary
+            budget.tensor += whole - hidden * min(whole, work)
+            budget.operations += times
+
+    # A layer.
+
+    def forward(self) -> Budget:
+        """One layer's forward."""
+        budget, width, h = Budget(), self.width, self.hidden
+        columns = self.attention_width + self.key_values
+        for _ in range(2):
+            self._elements(budget, 2 * width * self.outside * h)  # norm
+        self._product(budget, self.tokens, columns, h)
+        self._elements(budget, 2 * width * self.tokens * columns)  # bias, or turning and splitting
+        self._attention_forward(budget)
+        self._product(budget, self.tokens, h, self.attention_width)
+        for _ in range(self.up_matrices):
+            self._product(budget, self.tokens, self.inner, h)
+        activation = 2 if self.software.fused else 4
+        self._elements(budget, (activation + self.up_matrices - 1) * width * self.tokens * self.inner)
+        self._product(budget, self.tokens, h, self.inner)
+        for _ in range(2):
+            self._elements(budget, self._residual_bytes())
+        gathers = 4 if self.spec.layout.sequence_parallel_on else 2
+        self._communicate(budget, gathers)
+        return budget
+
+    def _residual_bytes(self) -> float:
+        """Bias, dropout and residual behind a block."""
+        tensors = 3 if self.software.fused or not self.has_dropout else 7
+        return (tensors * self.width + (MASK if self.has_dropout else 0)) * self.outside * self.hidden
+
+    def _attention_products(self, budget: Budget, scores: int, context: int) -> None:
+        """Batched products over [s, s] scores: `scores` that make such, `context` that read them."""
+        model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
+        s, d = model.sequence_length, model.head_size
+        budget.attention += scores * product_seconds(self.machine, s, s, d, count, self.width)
+        budget.attention += context * product_seconds(self.machine, s, d, s, count, self.width)
+        budget.operations += scores + context
+
+    def _score_bytes(self, tensors: float, masks: float = 0.0) -> float:
+        model = self.spec.model
+        scores = self.spec.train.micro_batch_size * self.heads * model.sequence_length**2
+        return scores * (tensors * self.width + masks * MASK)
+
+    def _attention_forward(self, budget: Budget) -> None:
+        if not self.spec.attention_is_explicit:
+            self._fused_attention(budget, 1.0)
+            return
+        self._attention_products(budget, 1, 1)
+        softmax = 2 if self.software.fused else 6
+        budget.attention += memory_seconds(self.machine, self._score_bytes(softmax))
+        if self.has_dropout:
+            budget.attention += memory_seconds(self.machine, self._score_bytes(2, 1))
+        budget.attention += memory_seconds(self.machine, 2 * self.width * self.tokens * self.attention_width)
+        budget.operations += 3
+
+    def _attention_backward(self, budget: Budget) -> None:
+        if not self.spec.attention_is_explicit:
+            self._fused_attention(budget, 2.5)
+            return
+        self._attention_products(budget, 1, 3)
+        softmax = 3 if self.software.fused else 7
+        budget.attention += memory_seconds(self.machine, self._score_bytes(softmax))
+        if self.has_dropout:
+            budget.attention += memory_seconds(self.machine, self._score_bytes(2, 1))
+        budget.attention += memory_seconds(self.machine, 2 * self.width * self.tokens * self.attention_width)
+        budget.operations += 3
+
+    def _fused_attention(self, budget: Budget, times: float) -> None:
+        """Kernels that hold no scores and leave out what the causal mask hides; a backward has five products where a
+        forward has two (arXiv:2205.14135, section 3). They reach about half of the rate of a large product (arXiv:
+        2307.08691, section 4)."""
+        model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
+        s, d = model.sequence_length, model.head_size
+        arithmetic = product_seconds(self.machine, s, s, d, count, self.width)
+        budget.attention += times * 2 * arithmetic / 2 / 0.5
+        moved = (2 * self.attention_width + self.key_values) * self.tokens * self.width
+        budget.attention += times * memory_seconds(self.machine, moved)
+        budget.operations += 1
+
+    def backward_input(self) -> Budget:
+        """The half of one layer's backward that makes gradients of activations, with what is recomputed."""
+        budget, width, h = Budget(), self.width, self.hidden
+        columns = self.attention_width + self.key_values
+        for _ in range(2):
+            # The norm's two kernels, for its input and its weights; the sum with the residual's gradient.
+            self._elements(budget, (5 + 3) * width * self.outside * h)
+            masks = MASK if self.has_dropout else 0
+            self._elements(budget, ((3 if self.has_dropout else 1) * width + masks) * self.outside * h)
+        self._product(budget, self.tokens, h, columns)
+        self._attention_backward(budget)
+        self._product(budget, self.tokens, self.attention_width, h)
+        for _ in range(self.up_matrices):
+            self._product(budget, self.tokens, h, self.inner)
+        activation = 4 if self.software.fused else 6
+        self._elements(budget, (activation + self.up_matrices - 1) * width * self.tokens * self.inner)
+        self._product(budget, self.tokens, self.inner, h)
+        self._tensor_backward(budget)
+        return budget.plus(self.recomputed())
+
+    def _tensor_backward(self, budget: Budget) -> None:
+        """Gradients of blocks' inputs are reduced; with sequence parallelism those of their outputs are gathered
+        first, and the inputs again for the weights' gradients."""
+        weights = self.weight_products()
+        if self.spec.layout.sequence_parallel_on:
+            self._communicate(budget, 2)
+            self._communicate_beside(budget, 4, 2 * weights)
+        else:
+            self._communicate_beside(budget, 2, weights)
+
+    def weight_products(self) -> float:
+        """Seconds of all products for the weights' gradients of a layer."""
+        h, columns, sizes = self.hidden, self.attention_width + self.key_values, []
+        sizes += [(columns, h), (h, self.attention_width), (h, self.inner)] + self.up_matrices * [(self.inner, h)]
+        return sum(product_seconds(self.machine, m, n, self.tokens, 1, self.width) for m, n in sizes)
+
+    def backward_weight(self) -> Budget:
+        """The half that makes gradients of weights, and adds them up."""
+        budget = Budget(products=self.weight_products(), operations=2 * (3 + self.up_matrices))
+        self._elements(budget, self.width * self.tokens * (self.attention_width + self.key_values))  # biases
+        parameters = self.hidden * (2 * self.attention_width + self.key_values + (1 + self.up_matrices) * self.inner)
+        budget.accumulation = memory_seconds(self.machine, self.software.accumulation_bytes * parameters)
+        return budget
+
+    def recomputed(self) -> Budget:
+        """What a layer's backward computes again."""
+        layout = self.spec.layout
+        if layout.recompute == "none":
+            return Budget()
+        if layout.recompute == "full":
+            again = self.forward()
+            return Budget(
+                recomputation=again.device_seconds - again.tensor, tensor=again.tensor, operations=again.operations
+            )
+        again = Budget()
+        if "core_attention" in layout.recompute_modules:
+            self._attention_forward(again)
+        if "norm" in layout.recompute_modules:
+            self._elements(again, 4 * self.width * self.outside * self.hidden)
+        if "mlp_activation" in layout.recompute_modules:
+            self._elements(again, 2 * self.width * self.tokens * self.inner)
+        return Budget(recomputation=again.device_seconds, operations=again.operations)
+
+    # The ends of the model.
+
+    def embedding_forward(self) -> Budget:
+        """Rows of the table, over the tensor group a sum; positions and dropout."""
+        budget = Budget()
+        self._elements(budget, 6 * self.width * self.outside * self.hidden)
+        self._communicate(budget, 1)
+        return budget
+
+    def embedding_backward(self) -> Budget:
+        """Gradients back into rows."""
+        budget = Budget()
+        self._elements(budget, 6 * self.width * self.tokens * self.hidden)
+        return budget
+
+    @property
+    def _vocabulary(self) -> int:
+        return padded_vocabulary(self.spec) // self.spec.layout.tensor
+
+    def output_forward(self) -> Budget:
+        """Final norm, logits, cross-entropy in fp32."""
+        budget = Budget()
+        self._elements(budget, 2 * self.width * self.outside * self.hidden)
+        if self.spec.layout.sequence_parallel_on:
+            self._communicate(budget, 1)
+        self._product(budget, self.tokens, self._vocabulary, self.hidden)
+        # To fp32, largest, difference, exponentials, their sum, quotient.
+        self._elements(budget, (self.width + 9 * WIDE) * self.tokens * self._vocabulary)
+        return budget
+
+    def output_backward(self) -> Budget:
+        """The same, back."""
+        budget = Budget()
+        self._elements(budget, (3 * WIDE + self.width) * self.tokens * self._vocabulary)
+        self._product(budget, self.tokens, self.hidden, self._vocabulary)
+        weights = product_seconds(self.machine, self._vocabulary, self.hidden, self.tokens, 1, self.width)
+        budget.products += weights
+        self._communicate_beside(budget, 1, weights)
+        self._elements(budget, 8 * self.width * self.outside * self.hidden)
+        moved = self.software.accumulation_bytes * self._vocabulary * self.hidden
+        budget.accumulation = memory_seconds(self.machine, moved)
+        return budget

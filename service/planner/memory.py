@@ -1,0 +1,204 @@
+"""Memory of a job's ranks by part, before it runs, and what would make it fit. Pure Python.
+
+Gradients are sums in fp32 (decision 0003); with 16-bit compute the optimizer keeps fp32 weights beside the parameters;
+the optimizer's part is split over the replicas with `zero: 1` (`workers/parallel/data/zero.py`). Activations are those
+of `workers/accounting/activation_bytes.py` at the moment when a rank holds most of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from service.planner.hardware import GIB, Cluster
+from workers.accounting.activation_bytes import bytes_of_rank, layer_bytes, layer_terms
+from workers.accounting.flops import (
+    frozen_parameters_of_rank,
+    padded_vocabulary,
+    parameters_of_rank,
+    rank_parameters,
+    waiting_gradient_buffers,
+)
+from workers.accounting.snapshot_bytes import SLOTS, STATE_BYTES
+from workers.config import JobSpec
+from workers.parallel.pipeline.stages import stage_layers, virtual_stage
+
+RESERVE = 0.04
+"""Part of a device's memory that stays free for what the allocator cannot use: it keeps blocks of the sizes that it was
+asked for."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that one rank needs on its device."""
+
+    rank: int
+    """Its pipeline index."""
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Kept from forward to backward, with the logits."""
+    buffers: float
+    """Beside them for a moment: gradients of activations, a layer that is recomputed, messages, copies of parameters on
+    their way to other replicas."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+    def parts(self) -> dict[str, int]:
+        """By name, in bytes, with the total."""
+        names = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
+        return {name: round(getattr(self, name)) for name in names}
+
+
+def usable_bytes(cluster: Cluster) -> float:
+    """What a rank may take of a device's memory."""
+    return cluster.machine.accelerator.memory_bytes * (1 - RESERVE)
+
+
+def worst_rank(spec: JobSpec) -> RankMemory:
+    """The rank that needs most."""
+    return max((memory_of(spec, rank) for rank in _candidates(spec)), key=lambda each: each.total)
+
+
+def _candidates(spec: JobSpec) -> Iterator[int]:
+    """Ranks one of which needs most: both ends, and of those with equally many layers the first, which holds most
+    micro-batches."""
+    layout = spec.layout
+    seen: set[int] = set()
+    for rank in range(layout.pipeline):
+        layers = _layers_of(spec, rank)
+        if layers not in seen or rank == layout.pipeline - 1:
+            seen.add(layers)
+            yield rank
+    if layout.pipeline > 2:
+        yield 1
+
+
+def _layers_of(spec: JobSpec, rank: int) -> int:
+    layout = spec.layout
+    kind, p, v = layout.schedule, layout.pipeline, layout.virtual_stages
+    indices = (virtual_stage(kind, p, v, rank, chunk) for chunk in range(v))
+    return sum(len(stage_layers(spec.model.layers, p * v, index)) for index in indices)
+
+
+def memory_of(spec: JobSpec, rank: int) -> RankMemory:
+    """What pipeline rank `rank` needs."""
+    layout, train = spec.layout, spec.train
+    width = 4 if train.precision == "fp32" else 2
+    count = parameters_of_rank(spec, rank)
+    trained = count - frozen_parameters_of_rank(spec, rank)
+    # Gradients of one's own part lie apart from the whole, where there are several replicas.
+    gradients = 4.0 * trained * (1 + (1 / layout.data if layout.data > 1 else 0) + waiting_gradient_buffers(spec))
+    held = trained / layout.data if layout.zero else trained
+    optimizer = held * (8 + (0 if width == 4 else 4))
+    published = width * held if layout.data > 1 and layout.zero else 0
+    return RankMemory(
+        rank=rank,
+        parameters=float(width * count),
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=float(bytes_of_rank(spec, rank, _enough(spec))),
+        buffers=published + _working_bytes(spec, rank, width),
+    )
+
+
+def _enough(spec: JobSpec) -> int:
+    """As many micro-batches as there can be in flight, but for gpipe, where all are."""
+    layout, m = spec.layout, spec.micro_batches
+    if layout.schedule == "gpipe":
+        return m
+    most = 3 * layout.pipeline
+    return min(m, most if m % layout.pipeline == 0 else most + m % layout.pipeline)
+
+
+def _working_bytes(spec: JobSpec, rank: int, width: int) -> float:
+    """What a pass holds beside what is kept: the layer that is computed again, the gradients of its largest two
+    tensors; on the last stage the logits in fp32 and their gradient; two messages each way."""
+    layout, model = spec.layout, spec.model
+    terms = sorted(layer_terms(spec).values())
+    layer = 2.0 * terms[-1] + (layer_bytes(spec) if layout.recompute != "none" else 0)
+    tokens = spec.train.micro_batch_size * model.sequence_length
+    last = layout.pipeline - 1 if layout.schedule != "zb-v" else 0
+    logits = (4 + width) * tokens * padded_vocabulary(spec) // layout.tensor if rank == last else 0
+    outside = tokens // layout.tensor if layout.sequence_parallel_on else tokens
+    messages = 4.0 * outside * model.hidden_size * width if layout.pipeline > 1 else 0.0
+    gathered = 2.0 * tokens * model.hidden_size * width if layout.sequence_parallel_on else 0.0
+    return max(layer, float(logits)) + messages + gathered
+
+
+def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
+    """Bytes of a node's memory that the snapshots of its ranks take."""
+    held = max(rank_parameters(spec)) / (spec.layout.data if spec.layout.zero else 1)
+    return round(SLOTS * STATE_BYTES * held * min(gpus_per_node, spec.layout.world_size))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a job fits, and if not, by how much it misses and what would help."""
+
+    memory: RankMemory
+    usable: float
+    """Bytes of a device that a rank may take."""
+    change: str | None = None
+    """The smallest change that makes it fit; None where it fits, or where none was found."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the rank that needs most finds room."""
+        return self.missing <= 0
+
+    @property
+    def missing(self) -> float:
+        """Bytes that are missing; negative where some are left."""
+        return self.memory.total - self.usable
+
+    def __str__(self) -> str:
+        if self.fits:
+            return f"fits, with {-self.missing / GIB:.1f} GiB to spare"
+        parts = self.memory.parts()
+        largest = max((name for name in parts if name != "total"), key=lambda name: parts[name])
+        advice = f" (try: {self.change})" if self.change else ""
+        return (
+            f"{self.missing / GIB:.1f} GiB more than the {self.usable / GIB:.1f} GiB that a GPU has; the largest part "
+            f"is {largest}, {parts[largest] / GIB:.1f} GiB{advice}"
+        )
+
+
+def fits(spec: JobSpec, cluster: Cluster) -> Fit:
+    """Whether `spec` fits on the devices of `cluster`; where it does not, with the smallest change that helps."""
+    found = Fit(worst_rank(spec), usable_bytes(cluster))
+    if found.fits:
+        return found
+    for change, other in _changes(spec):
+        if worst_rank(other).total <= found.usable:
+            return Fit(found.memory, found.usable, change)
+    return found
+
+
+def _changes(spec: JobSpec) -> Iterator[tuple[str, JobSpec]]:
+    """One change at a time, from those that cost least to those that take another cluster."""
+    layout, size = spec.layout, spec.train.micro_batch_size
+
+    def with_layout(**values: object) -> JobSpec:
+        return spec.model_copy(update={"parallel": layout.model_copy(update=values)})
+
+    if layout.data > 1 and not layout.zero:
+        yield "parallel.zero: 1", with_layout(zero=1)
+    if layout.recompute == "none" and spec.attention_is_explicit:
+        yield "parallel.recompute: selective", with_layout(recompute="selective")
+    while size > 1:
+        size //= 2
+        smaller = spec.train.model_copy(update={"micro_batch_size": size})
+        yield f"train.micro_batch_size: {size}", spec.model_copy(update={"train": smaller})
+    if layout.recompute != "full":
+        yield "parallel.recompute: full", with_layout(recompute="full", recompute_every=1, recompute_keep=0)
+    for times in (2, 4, 8, 16, 32, 64):
+        tensor, pipeline = layout.tensor * times, layout.pipeline * times
+        if spec.model.heads % tensor == 0 and spec.model.ffn_size % tensor == 0:
+            yield f"parallel.tensor: {tensor}", with_layout(tensor=tensor)
+        if pipeline * layout.virtual_stages <= spec.model.layers and layout.schedule != "interleaved":
+            yield f"parallel.pipeline: {pipeline}", with_layout(pipeline=pipeline)

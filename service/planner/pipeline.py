@@ -1,0 +1,146 @@
+"""Event simulation of a pipeline whose stages differ, over the schedules that the engine runs. Pure Python.
+
+`workers.parallel.pipeline.schedules.simulate` times one kind of stage with messages that never block; here every
+virtual stage has times of its own, and messages may take the time of both their ends. Where both apply they agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from workers.parallel.pipeline.schedules import compute_of_rank
+from workers.parallel.pipeline.stages import place, virtual_stage
+
+FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
+"""Passes, as the simulation tells them apart."""
+_PASSES: dict[str, int] = {
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "backward_input": INPUT,
+    "backward_weight": WEIGHT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of one micro-batch on one virtual stage."""
+
+    forward: float
+    backward_input: float
+    """The half of backward that makes gradients of activations, with what is recomputed."""
+    backward_weight: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all passes."""
+        return self.forward + self.backward_input + self.backward_weight
+
+    @property
+    def backward(self) -> float:
+        """Both halves of backward."""
+        return self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A step's pipeline on one replica."""
+
+    kind: str
+    stages: int
+    virtual_stages: int
+    times: tuple[StageTimes, ...]
+    """Of each virtual stage, in the model's order."""
+    messages: tuple[float, ...]
+    """Seconds of a message from each virtual stage to the one behind it, and back."""
+    blocking: bool
+    """Whether a message takes the time of both ends: then no other pass, and no other message, runs there."""
+
+    def seconds(self, micro_batches: int) -> float:
+        """From the first start to the last end. Beyond a few times as many micro-batches as stages every further one
+        takes equally long, so that not all are simulated."""
+        p = self.stages
+        few, more = (4 * p, 2 * p) if p <= 8 else (3 * p, p)
+        few += micro_batches % p
+        if micro_batches <= few + more:
+            return self.simulated_seconds(micro_batches)
+        first, second = self.simulated_seconds(few), self.simulated_seconds(few + more)
+        return first + (second - first) * (micro_batches - few) / more
+
+    def simulated_seconds(self, micro_batches: int) -> float:
+        """The same as `seconds`, with every micro-batch simulated."""
+        ranks = _orders(self.kind, self.stages, self.virtual_stages, micro_batches)
+        count = len(self.times)
+        seconds = [
+            [each.forward for each in self.times],
+            [each.backward_input + each.backward_weight for each in self.times],
+            [each.backward_input for each in self.times],
+            [each.backward_weight for each in self.times],
+        ]
+        arriving, leaving = self._occupied()
+        # A message that does not block delays only who waits for it.
+        delays = [[0.0] * count] * 2 if self.blocking else arriving
+        if not self.blocking:
+            arriving = leaving = [[0.0] * count] * 2
+        # When the pass of each micro-batch on each virtual stage is done: [backward or not][virtual stage].
+        done = [[[-1.0] * micro_batches for _ in range(count)] for _ in range(2)]
+        now, reached = [0.0] * self.stages, [0] * self.stages
+        waiting = True
+        while waiting:
+            waiting = False
+            for rank, passes in enumerate(ranks):
+                at, clock, end = reached[rank], now[rank], len(passes)
+                while at < end:
+                    kind, index, micro_batch = passes[at]
+                    if kind == WEIGHT:
+                        clock += seconds[WEIGHT][index]
+                    else:
+                        way = kind != FORWARD
+                        source = index + 1 if way else index - 1
+                        if 0 <= source < count:
+                            ready = done[way][source][micro_batch]
+                            if ready < 0:
+                                waiting = True
+                                break
+                            ready += delays[way][index]
+                            clock = (ready if ready > clock else clock) + arriving[way][index]
+                        clock += seconds[kind][index]
+                        done[way][index][micro_batch] = clock
+                        clock += leaving[way][index]
+                    at += 1
+                reached[rank], now[rank] = at, clock
+        return max(now)
+
+    def work(self, micro_batches: int) -> float:
+        """Most seconds that any rank computes in the step, messages that block not counted."""
+        return max(self.rank_work()) * micro_batches
+
+    def rank_work(self) -> list[float]:
+        """Seconds that each rank computes for one micro-batch."""
+        total = [0.0] * self.stages
+        for index, each in enumerate(self.times):
+            rank, _ = place(self.kind, self.stages, self.virtual_stages, index)
+            total[rank] += each.seconds
+        return total
+
+    def _occupied(self) -> tuple[list[list[float]], list[list[float]]]:
+        """Seconds of the message that comes into, and that leaves, each virtual stage: [backward or not][index].
+        None passes between virtual stages of the same rank."""
+        count = len(self.times)
+        ranks = [place(self.kind, self.stages, self.virtual_stages, index)[0] for index in range(count)]
+        between = [self.messages[i] if ranks[i] != ranks[i + 1] else 0.0 for i in range(count - 1)]
+        before, behind = [0.0, *between], [*between, 0.0]
+        return [before, behind], [behind, before]
+
+
+@lru_cache(maxsize=64)
+def _orders(
+    kind: str, stages: int, virtual_stages: int, micro_batches: int
+) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """For each rank its passes in order: what, on which virtual stage, of which micro-batch."""
+    ranks = []
+    for rank in range(stages):
+        index = [virtual_stage(kind, stages, virtual_stages, rank, chunk) for chunk in range(virtual_stages)]
+        actions = compute_of_rank(kind, rank, stages, virtual_stages, micro_batches)
+        ranks.append(tuple((_PASSES[action.kind], index[action.chunk], action.micro_batch) for action in actions))
+    return tuple(ranks)

@@ -1,0 +1,175 @@
+"""What a plan is asked for with, as a document: a model, a batch, a cluster, and a layout or `auto`. Pure Python."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from service.planner.candidates import MOST_STAGES
+from service.planner.hardware import MACHINES, Cluster, UnknownMachine, cpu_machine, machine_of
+from service.planner.search import Answer, evaluate, search, smallest_cluster
+from workers.config import JobSpec, ParallelConfig
+from workers.spec.problems import Problem, SpecError, kind_of, problems_of
+from workers.spec.rules import find_problems
+
+CurrentCluster = Callable[[str | None], Cluster]
+"""The cluster that a service runs on; it may have to be told which accelerators those are. Raises SpecError."""
+
+SECTIONS = ("model", "train", "data", "parallel", "cluster")
+"""What is read. A job's other sections may be there too, so that its file can be planned as it is."""
+MOST_LAYERS, MOST_NODES, MOST_MICRO_BATCHES = 1000, 100_000, 100_000
+_KEYS = {"accelerator", "nodes", "gpus_per_node", "current"}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be planned."""
+
+    job: JobSpec
+    """With the layout, or `auto`."""
+    cluster: Cluster
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether a layout is to be found."""
+        return isinstance(self.job.parallel, str)
+
+    def answer(self, limit: int = 5) -> Answer:
+        """The plans. Where nothing fits, the first of the rejected also says which cluster would do."""
+        if not self.is_auto:
+            return evaluate(self.job, self.cluster)
+        found = search(self.job, self.cluster, limit=limit)
+        if not found.plans and found.rejected and (larger := smallest_cluster(self.job, self.cluster)):
+            first = found.rejected[0]
+            return Answer((), (type(first)(first.spec, f"{first.reason}; {larger}"), *found.rejected[1:]))
+        return found
+
+
+def read_request(document: Any, current: CurrentCluster) -> PlanRequest:
+    """Check `document`. Raises SpecError with everything that is wrong with it."""
+    if not isinstance(document, dict):
+        raise SpecError([Problem("", f"a plan is asked for with a mapping, not {kind_of(document)}", "model: {...}")])
+    job = _job_in(document)
+    cluster = read_cluster(document.get("cluster"), current)
+    problems = _too_large(job, cluster)
+    if problems:
+        raise SpecError(problems)
+    return PlanRequest(job, cluster)
+
+
+def _job_in(document: Mapping[str, Any]) -> JobSpec:
+    sections = {name: document[name] for name in document if name in JobSpec.model_fields}
+    train = sections.get("train")
+    sections["train"] = {"steps": 1} | train if isinstance(train, dict) else train or {"steps": 1}
+    sections.setdefault("data", _data_for(sections.get("model")))
+    sections.setdefault("parallel", "auto")
+    unknown = [
+        Problem(name, f"unknown key; known are those of a job, and {SECTIONS[-1]}")
+        for name in document
+        if name not in JobSpec.model_fields and name != "cluster"
+    ]
+    try:
+        job = JobSpec.model_validate(sections)
+    except ValueError as error:
+        raise SpecError([*unknown, *problems_of(error)]) from error  # type: ignore[arg-type]
+    if job.model.family == "custom":
+        problem = "what a user's model is made of is not known, so that nothing can be said of its time or memory"
+        unknown.append(Problem("model.family", problem, "gpt", unsupported=True))
+    elif not unknown:
+        # A layout that is to be found is none that breaks rules; those of the model are found with the smallest.
+        judged = job if not isinstance(job.parallel, str) else job.model_copy(update={"parallel": ParallelConfig()})
+        unknown += [problem for problem in find_problems(judged) if not problem.path.startswith(("data", "elastic"))]
+        if job.model.vocabulary_size is None and job.data.token_ids is None:
+            problem = "the vocabulary's size is in the tokenizer's file, which is not read for a plan"
+            unknown.append(Problem("model.vocabulary_size", problem, "50257"))
+    if unknown:
+        raise SpecError(unknown)
+    return job
+
+
+def _data_for(model: Any) -> dict[str, Any]:
+    """A corpus for a job that names none: of tokens, where the model says how many there are."""
+    if isinstance(model, dict) and model.get("vocabulary_size") is not None:
+        return {"source": "megatron", "paths": ["corpus.bin"]}
+    return {"source": "python-stdlib"}
+
+
+def read_cluster(document: Any, current: CurrentCluster) -> Cluster:
+    """The cluster that `document` describes; {current: true} is the one that `current` gives. Raises SpecError."""
+    example = "{accelerator: a100-80gb, nodes: 8, gpus_per_node: 8}"
+    if not isinstance(document, dict):
+        what = "required, but missing" if document is None else f"must be a mapping, not {kind_of(document)}"
+        raise SpecError([Problem("cluster", what, example)])
+    problems = [
+        Problem(f"cluster.{key}", f"unknown key; known are {', '.join(sorted(_KEYS))}")
+        for key in sorted(map(str, document.keys() - _KEYS))
+    ]
+    name, is_current = document.get("accelerator"), document.get("current", False)
+    if not isinstance(is_current, bool):
+        problems.append(Problem("cluster.current", f"must be true or false, not {kind_of(is_current)}", "true"))
+    if name is not None and not isinstance(name, str):
+        problems.append(Problem("cluster.accelerator", f"must be a string, not {kind_of(name)}", "a100-80gb"))
+    sizes = {}
+    for key, most in (("nodes", MOST_NODES), ("gpus_per_node", 64)):
+        value = document.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            problems.append(
+                Problem(f"cluster.{key}", f"must be an integer from 1 to {most}, not {kind_of(value)}", "8")
+            )
+        sizes[key] = value
+    if problems:
+        raise SpecError(problems)
+    if is_current:
+        return current(name)
+    return _named_cluster(name, sizes)
+
+
+def _named_cluster(name: str | None, sizes: dict[str, int]) -> Cluster:
+    if name is None:
+        known = ", ".join(MACHINES)
+        problem = f"which accelerators the nodes have must be said: {known}; or current: true"
+        raise SpecError([Problem("cluster.accelerator", problem, "a100-80gb")])
+    try:
+        machine = machine_of(name)
+    except UnknownMachine as error:
+        raise SpecError([Problem("cluster.accelerator", str(error), "a100-80gb")]) from error
+    return Cluster(machine, sizes.get("nodes", 1), sizes.get("gpus_per_node", machine.devices))
+
+
+def _too_large(job: JobSpec, cluster: Cluster) -> list[Problem]:
+    """What would take longer to plan than anybody waits."""
+    problems = []
+    if job.model.layers > MOST_LAYERS:
+        problems.append(Problem("model.layers", f"plans are made for up to {MOST_LAYERS} layers", str(MOST_LAYERS)))
+    if isinstance(job.parallel, str):
+        return problems
+    if job.layout.pipeline > MOST_STAGES:
+        problems.append(
+            Problem("parallel.pipeline", f"plans are made for up to {MOST_STAGES} stages", str(MOST_STAGES))
+        )
+    if job.micro_batches > MOST_MICRO_BATCHES:
+        problem = f"plans are made for up to {MOST_MICRO_BATCHES} micro-batches a replica, not {job.micro_batches}"
+        problems.append(Problem("train.global_batch_size", problem))
+    return problems
+
+
+def cluster_of_nodes(
+    nodes: Sequence[Mapping[str, Any]], accelerator: str | None, cores: int, memory_bytes: float
+) -> Cluster:
+    """The cluster of which the control plane sees `nodes` (in the form of `api.schemas.Node`), as far as they are
+    equal: of the size that most have. `cores`, `memory_bytes`: of a node without GPUs. Raises SpecError."""
+    sizes = Counter(int(node["total"]) for node in nodes if node.get("alive") and int(node["total"]) > 0)
+    if not sizes:
+        raise SpecError([Problem("cluster.current", "this cluster has no node with free places", "false")])
+    size = max(sizes, key=lambda each: (sizes[each] * each, each))
+    count = sum(number for each, number in sizes.items() if each >= size)
+    if any(node.get("accelerator") == "gpu" for node in nodes):
+        if accelerator is None:
+            problem = "this cluster has GPUs, of which the control plane does not know the type: say it"
+            raise SpecError([Problem("cluster.accelerator", problem, "h100-80gb")])
+        return _named_cluster(accelerator, {"nodes": count, "gpus_per_node": size})
+    return Cluster(cpu_machine(size, cores, memory_bytes), count, size)

@@ -1,0 +1,175 @@
+"""The fastest layouts of a job on a cluster, and why the others are not among them. Pure Python.
+
+Candidates come in the order of the least that they can take; each is held against the rules, its memory counted and its
+step simulated, until the next cannot be among the best any more. So the answer is that of trying all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from service.planner.candidates import Bounds, Candidate, axes, candidates
+from service.planner.hardware import GIB, Cluster
+from service.planner.memory import Fit, RankMemory, fits, usable_bytes, worst_rank
+from service.planner.software import MANTA, Software
+from service.planner.step_time import StepModel, StepTime
+from workers.accounting.flops import StepFlops, step_flops
+from workers.config import JobSpec
+from workers.spec.rules import find_problems
+
+MOST_REJECTED = 20
+SLACK = 1 - 1e-9
+"""Bounds are sums in another order than what they bound."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout that fits, and what a step of it takes."""
+
+    spec: JobSpec
+    """The job with the layout and the micro-batch size."""
+    time: StepTime
+    memory: RankMemory
+    """Of the rank that needs most."""
+    peak_flops: float
+    """Of one device at the job's precision."""
+
+    @property
+    def flops(self) -> StepFlops:
+        """Of a step."""
+        return step_flops(self.spec)
+
+    def rate(self, flops: float) -> float:
+        """FLOP/s of a device that does its part of `flops` in a step."""
+        return flops / self.spec.layout.world_size / self.time.seconds
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that is not among the best, and why."""
+
+    spec: JobSpec
+    reason: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search found."""
+
+    plans: tuple[Plan, ...]
+    """Best first."""
+    rejected: tuple[Rejected, ...]
+    """One for each tensor and pipeline size that has no plan, the one that came nearest."""
+
+
+def plan_of(spec: JobSpec, cluster: Cluster, software: Software = MANTA, model: StepModel | None = None) -> Plan:
+    """The plan of a job with a layout, whether it fits or not."""
+    device = cluster.machine.accelerator
+    peak = device.peak_fp32 if spec.train.precision == "fp32" else device.peak_16bit
+    model = model or StepModel(spec, cluster, software)
+    return Plan(spec, model.time(), worst_rank(spec), peak)
+
+
+def evaluate(spec: JobSpec, cluster: Cluster, software: Software = MANTA) -> Answer:
+    """A job whose layout is given: its plan, or why it is none."""
+    problem = _no_room(spec, cluster)
+    if problem is None:
+        found = fits(spec, cluster)
+        problem = None if found.fits else f"does not fit: {found}"
+    if problem is not None:
+        return Answer((), (Rejected(spec, problem),))
+    return Answer((plan_of(spec, cluster, software),), ())
+
+
+def _no_room(spec: JobSpec, cluster: Cluster) -> str | None:
+    layout = spec.layout
+    groups = cluster.nodes * (cluster.gpus_per_node // layout.tensor)
+    needed = layout.pipeline * layout.data * layout.context
+    if needed <= groups:
+        return None
+    return (
+        f"needs {layout.world_size} GPUs in groups of {layout.tensor} on one node; {cluster.nodes} nodes of "
+        f"{cluster.gpus_per_node} have room for {groups} such groups, not {needed}"
+    )
+
+
+def search(job: JobSpec, cluster: Cluster, software: Software = MANTA, limit: int = 5) -> Answer:
+    """The `limit` fastest layouts that the rules allow and that fit, over tensor, pipeline, virtual stages, data,
+    micro-batch, recomputation and schedule. Deterministic: between equals the simpler layout comes first."""
+    bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
+    too_large: dict[tuple[int, int], tuple[float, Candidate]] = {}
+    left = []
+    for candidate in candidates(job, cluster):
+        least = bounds.least_bytes(candidate)
+        if least <= usable:
+            left.append((bounds.least_seconds(candidate), candidate))
+        else:
+            _keep_least(too_large, candidate, least)
+    left.sort()
+    found: list[tuple[float, Candidate, Plan]] = []
+    slower: dict[tuple[int, int], tuple[float, Candidate]] = {}
+    enough: set[Candidate] = set()
+    for seconds, candidate in left:
+        if candidate.without_recomputation in enough:
+            continue  # the same that recomputes less fits
+        if len(found) >= limit and SLACK * seconds > found[limit - 1][0]:
+            _keep_least(slower, candidate, seconds)
+            continue
+        spec = candidate.spec(job)
+        if find_problems(spec):
+            continue
+        memory = worst_rank(spec)
+        if memory.total > usable:
+            _keep_least(too_large, candidate, memory.total)
+            continue
+        enough.add(candidate.without_recomputation)
+        plan = plan_of(spec, cluster, software, bounds.model(candidate))
+        found.append((plan.time.seconds, candidate, plan))
+        found.sort(key=lambda each: each[:2])
+        for worse in found[limit:]:
+            _keep_least(slower, worse[1], worse[0])
+        del found[limit:]
+    plans = tuple(plan for _, _, plan in found)
+    return Answer(plans, tuple(_rejected(job, cluster, plans, slower, too_large)))
+
+
+def _keep_least(of: dict[tuple[int, int], tuple[float, Candidate]], candidate: Candidate, value: float) -> None:
+    """Note `candidate` where it has the least value of those of its tensor and pipeline size."""
+    key = candidate.tensor, candidate.pipeline
+    if key not in of or (value, candidate) < of[key]:
+        of[key] = value, candidate
+
+
+def _rejected(
+    job: JobSpec,
+    cluster: Cluster,
+    plans: Iterable[Plan],
+    slower: dict[tuple[int, int], tuple[float, Candidate]],
+    too_large: dict[tuple[int, int], tuple[float, Candidate]],
+) -> list[Rejected]:
+    """The fastest of the others first, then those that come nearest to fitting."""
+    chosen = {(plan.spec.layout.tensor, plan.spec.layout.pipeline) for plan in plans}
+    best = min((plan.time.seconds for plan in plans), default=0.0)
+    answers = []
+    for key, (seconds, candidate) in sorted(slower.items(), key=lambda item: item[1]):
+        if key not in chosen:
+            reason = f"takes at least {seconds:.3g} s a step, {seconds / best:.2f} times as long as the best"
+            answers.append(Rejected(candidate.spec(job), reason))
+    for key, (_, candidate) in sorted(too_large.items(), key=lambda item: item[1]):
+        if key not in chosen and key not in slower and len(answers) < MOST_REJECTED:
+            spec = candidate.spec(job)
+            answers.append(Rejected(spec, f"does not fit: {Fit(worst_rank(spec), usable_bytes(cluster))}"))
+    return answers[:MOST_REJECTED]
+
+
+def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:
+    """With how many more nodes the job would fit, as a sentence; None where it never would."""
+    for times in (2, 4, 8, 16, 32, 64, 128, 256, 512):
+        larger = Cluster(cluster.machine, cluster.nodes * times, cluster.gpus_per_node)
+        bounds, usable = Bounds(job, larger, MANTA), usable_bytes(larger)
+        for tensor, pipeline, data in axes(job, larger):
+            candidate = Candidate(pipeline, tensor, data, 1, "1f1b", 1, "full")
+            if bounds.least_bytes(candidate) <= usable and worst_rank(candidate.spec(job)).total <= usable:
+                return f"{larger.nodes} nodes of {larger.gpus_per_node} ({usable / GIB:.0f} GiB a GPU) would do"
+    return None

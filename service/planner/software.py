@@ -1,0 +1,89 @@
+"""How engines differ in what they do with the same layout: fused kernels, what runs beside what, how messages go. Pure
+Python.
+
+The planner plans for `MANTA`. The others are the engines that published tables were measured on, so that the machines'
+constants can be held against them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Software:
+    """What an engine does."""
+
+    name: str
+    fused: bool = True
+    """Whether element-wise operations that follow one another are one kernel: bias and GELU; bias, dropout and
+    residual; scale, mask and softmax."""
+    overlaps_tensor: float = 0.0
+    """Part of the reduction of an input's gradient over the tensor group that the product for the weights hides, where
+    that takes long enough. The rest is what both lose by sharing the device."""
+    blocks_on_messages: bool = True
+    """Whether messages between stages take the time of both ends, one message after the other."""
+    scatters_messages: bool = False
+    """Whether a message's parts go by different adapters and are gathered behind them (arXiv:2104.04473, section
+    4.1)."""
+    overlaps_gradients: bool = False
+    """Whether gradients are reduced over the replicas beside the last backward."""
+    gradient_bytes: int = 2
+    """Of an element that is reduced over the replicas."""
+    accumulation_bytes: float = 6.0
+    """Memory traffic of a parameter for adding one micro-batch's gradient, beside the product's own output."""
+    optimizer_bytes: float = 62.0
+    """Memory traffic of a parameter for one update: scaling, norm, clipping, Adam, copies between precisions."""
+    replicas_inside: bool = True
+    """Whether the ranks of one stage's replicas follow one another, so that they share nodes; else whole replicas
+    do."""
+    shards_optimizer: bool = False
+    """Whether layouts with `zero: 1` update a part of the parameters each and gather them (an all-gather of 16-bit
+    parameters)."""
+
+
+MEGATRON_2020 = Software("megatron-2020", overlaps_gradients=True)
+"""Megatron-LM as of September 2020 (its README's tables): torch's DistributedDataParallel."""
+MEGATRON_2021 = Software("megatron-2021")
+"""arXiv:2104.04473: local gradients in 16 bits, reduced after backward; blocking messages."""
+MEGATRON_2021_SCATTER = Software("megatron-2021-scatter-gather", scatters_messages=True)
+"""The same with the scatter/gather optimization of its section 4.1."""
+MEGATRON_2022 = Software(
+    "megatron-2022",
+    overlaps_tensor=0.75,
+    scatters_messages=True,
+    gradient_bytes=4,
+    accumulation_bytes=0.0,
+    optimizer_bytes=58.0,
+)
+"""arXiv:2205.05198: sums of gradients in fp32, added to by the product itself; reduction beside weight gradients."""
+MEGATRON_DEEPSPEED_2021 = Software(
+    "megatron-deepspeed-2021", gradient_bytes=4, accumulation_bytes=26.0, optimizer_bytes=58.0
+)
+"""arXiv:2201.11990: DeepSpeed's pipeline, bf16. Gradients are kept in 16 bits (6 bytes to add, 2 to clear) and added to
+sums in fp32 after each micro-batch (18, with a copy in fp32 between)."""
+MANTA = Software(
+    "manta",
+    fused=False,
+    overlaps_tensor=0.75,
+    blocks_on_messages=False,
+    overlaps_gradients=True,
+    gradient_bytes=4,
+    accumulation_bytes=12.0,
+    replicas_inside=False,
+    shards_optimizer=True,
+)
+"""This engine."""
+
+PROFILES = {
+    each.name: each
+    for each in (
+        MEGATRON_2020,
+        MEGATRON_2021,
+        MEGATRON_2021_SCATTER,
+        MEGATRON_2022,
+        MEGATRON_DEEPSPEED_2021,
+        MANTA,
+    )
+}
+"""By name."""

@@ -1,0 +1,162 @@
+"""Seconds of one optimizer step of a job on a cluster, and where they go. Pure Python."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from service.planner.communication import (
+    Group,
+    Groups,
+    gather_seconds,
+    groups_of,
+    message_seconds,
+    reduce_seconds,
+)
+from service.planner.hardware import Cluster
+from service.planner.layer_time import LayerTime, Passes
+from service.planner.operations import memory_seconds
+from service.planner.pipeline import Pipeline, StageTimes
+from service.planner.software import MANTA, Software
+from workers.accounting.flops import padded_vocabulary, rank_parameters
+from workers.config import JobSpec
+from workers.parallel.pipeline.stages import stage_layers
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """What a step takes, by part; seconds."""
+
+    seconds: float
+    pipeline: float
+    """Forwards, backwards and the waiting between them."""
+    work: float
+    """Of that, what the busiest stage computes."""
+    gradients: float
+    """Reduction over the replicas, as far as nothing hides it."""
+    tied: float
+    """Summing the gradients of an embedding that first and last stage share."""
+    optimizer: float
+    """The update, with gathering of parameters."""
+    waiting: float
+    """For the slowest replica."""
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Part of the pipeline's time in which its busiest stage waits."""
+        return max(0.0, 1 - self.work / self.pipeline)
+
+
+@lru_cache(maxsize=4096)
+def layer_counts(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each virtual stage."""
+    return tuple(len(stage_layers(layers, stages, index)) for index in range(stages))
+
+
+@lru_cache(maxsize=4096)
+def stage_totals(layers: int, pipeline: int, virtual_stages: int) -> tuple[int, ...]:
+    """Layers of each rank whose chunks go round robin."""
+    counts = layer_counts(layers, pipeline * virtual_stages)
+    return tuple(sum(counts[rank::pipeline]) for rank in range(pipeline))
+
+
+def slowest_of(replicas: int, cluster: Cluster) -> float:
+    """How much longer the slowest of so many replicas takes than most: the largest of n normally distributed numbers
+    lies about sqrt(2 ln n) deviations above their mean."""
+    return 1 + cluster.machine.constants.spread * math.sqrt(2 * math.log(replicas))
+
+
+class StepModel:
+    """The step of one job on one cluster."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        cluster: Cluster,
+        software: Software = MANTA,
+        passes: Passes | None = None,
+        parameters: int | None = None,
+    ):
+        """`passes` and `parameters` (most of a rank), where they are known from a job that has the same."""
+        self.spec, self.cluster, self.software = spec, cluster, software
+        self.groups: Groups = groups_of(spec.layout, cluster, software)
+        self.layer = LayerTime(spec, self.groups, software)
+        self.passes = passes or self.layer.passes()
+        self.parameters = parameters or max(rank_parameters(spec))
+
+    def pipeline(self) -> Pipeline:
+        """The pipeline, with the times of every virtual stage."""
+        layout, host = self.spec.layout, self.cluster.machine.constants.host_seconds
+        counts = layer_counts(self.spec.model.layers, layout.pipeline * layout.virtual_stages)
+        last = len(counts) - 1
+        known: dict[tuple[int, bool, bool], StageTimes] = {}
+        stages = []
+        for index, layers in enumerate(counts):
+            key = layers, index == 0, index == last
+            if key not in known:
+                known[key] = self.passes.of_stage(*key, host)
+            stages.append(known[key])
+        return Pipeline(
+            layout.schedule,
+            layout.pipeline,
+            layout.virtual_stages,
+            tuple(stages),
+            tuple(self.message(index) for index in range(last)),
+            self.software.blocks_on_messages,
+        )
+
+    def message(self, index: int) -> float:
+        """Seconds of the message from virtual stage `index` to the next."""
+        layout, layer = self.spec.layout, self.layer
+        size = layer.outside * layer.hidden * layer.width
+        same_node = self.groups.stages_share_node(index % layout.pipeline)
+        launch = 2 * self.cluster.machine.constants.host_seconds if self.software.blocks_on_messages else 0.0
+        if self.software.scatters_messages and not layout.sequence_parallel_on and layout.tensor > 1:
+            part = message_seconds(self.cluster, size / layout.tensor, same_node)
+            return part + gather_seconds(self.groups.tensor, self.cluster, size) + launch
+        return message_seconds(self.cluster, size, same_node) + launch
+
+    def time(self) -> StepTime:
+        """The whole step."""
+        layout, m = self.spec.layout, self.spec.micro_batches
+        pipeline = self.pipeline()
+        seconds, work = pipeline.seconds(m), pipeline.work(m)
+        last = min(each.backward_input + each.backward_weight for each in pipeline.times)
+        gradients, optimizer = self.gradient_seconds(last), self.optimizer_seconds()
+        tied = self.tied_seconds()
+        total = seconds + gradients + optimizer + tied
+        waiting = total * (slowest_of(layout.data, self.cluster) - 1)
+        return StepTime(total + waiting, seconds, work, gradients, tied, optimizer, waiting)
+
+    def gradient_seconds(self, backward: float) -> float:
+        """Reduction over the replicas, as far as it is not hidden; `backward`: least of a virtual stage."""
+        size, data = self.parameters * self.software.gradient_bytes, self.groups.data
+        if self.software.shards_optimizer:
+            whole = gather_seconds(data, self.cluster, size)
+        else:
+            whole = reduce_seconds(data, self.cluster, size)
+        if not self.software.overlaps_gradients:
+            return whole
+        # Beside the backward of the step's last micro-batch, in which gradients become complete.
+        return max(0.0, whole - backward * self.spec.layout.virtual_stages)
+
+    def optimizer_seconds(self) -> float:
+        """The update, and bringing it to all replicas."""
+        layout, machine = self.spec.layout, self.cluster.machine
+        split = layout.data if self.software.shards_optimizer and layout.zero else 1
+        update = memory_seconds(machine, self.software.optimizer_bytes * self.parameters / split)
+        if not self.software.shards_optimizer:
+            return update
+        # What each replica has updated, or without ZeRO what each has summed up, goes to all the others.
+        width = self.layer.width if layout.zero else self.software.gradient_bytes
+        return update + gather_seconds(self.groups.data, self.cluster, self.parameters * width)
+
+    def tied_seconds(self) -> float:
+        """Summing up the gradients of an embedding that two stages hold."""
+        layout, model = self.spec.layout, self.spec.model
+        if layout.pipeline == 1 or not model.tie_embeddings:
+            return 0.0
+        size = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size * self.software.gradient_bytes
+        ends = self.groups.stage_stride * (layout.pipeline - 1) < self.cluster.gpus_per_node
+        return reduce_seconds(Group(2, 2 if ends else 1), self.cluster, size)

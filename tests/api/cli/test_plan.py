@@ -1,0 +1,67 @@
+"""`manta plan` needs no service for a cluster that its file describes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from api.cli.main import command_line
+from tests.api.conftest import DOCUMENT
+from tests.api.support.keys import ADMIN
+
+PLAN = {
+    "model": {"layers": 4, "hidden_size": 256, "heads": 4, "sequence_length": 128, "vocabulary_size": 1000},
+    "train": {"global_batch_size": 16},
+    "cluster": {"accelerator": "a100-80gb", "nodes": 1, "gpus_per_node": 4},
+}
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """`manta plan` on a document; checks the exit code, returns what it printed."""
+    monkeypatch.delenv("MANTA_URL", raising=False)
+    monkeypatch.setenv("MANTA_HOME", str(tmp_path / "home"))
+
+    def run(document, *options, code=0):
+        file = tmp_path / "plan.yaml"
+        file.write_text(yaml.safe_dump(document))
+        result = CliRunner().invoke(command_line(), ["plan", str(file), *options])
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return run
+
+
+def test_the_best_layouts_are_printed(plan):
+    answer = json.loads(plan(PLAN, "--json"))
+    assert answer["plans"][0]["step_seconds"] <= answer["plans"][-1]["step_seconds"]
+    table = plan(PLAN)
+    assert table.splitlines()[0].split()[:3] == ["LAYOUT", "SCHEDULE", "MICRO-BATCH"]
+
+
+def test_a_layout_that_does_not_fit_says_why(plan):
+    large = PLAN["model"] | {"layers": 96, "hidden_size": 12288, "heads": 96}
+    output = plan(PLAN | {"model": large, "parallel": {"tensor": 4}})
+    assert output.startswith("no layout fits")
+    assert "4x1x1: does not fit: " in output
+
+
+def test_mistakes_are_sentences(plan):
+    assert "cluster.accelerator: no accelerator 'abacus' is known" in plan(
+        PLAN | {"cluster": {"accelerator": "abacus"}}, code=2
+    )
+
+
+def test_without_a_cluster_the_service_is_asked_and_must_be_there(plan):
+    assert "cannot reach Manta" in plan(
+        {key: PLAN[key] for key in ("model", "train")}, "--url", "http://127.0.0.1:9", code=3
+    )
+
+
+def test_a_job_is_planned_for_the_cluster_of_the_service(plan, service, monkeypatch):
+    monkeypatch.setenv("MANTA_API_KEY", ADMIN)
+    answer = json.loads(plan(DOCUMENT | {"parallel": "auto"}, "--json", "--url", service.url))
+    assert answer["plans"]

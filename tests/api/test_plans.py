@@ -1,0 +1,52 @@
+"""`POST /v1/plans`, and jobs that leave their layout to the service."""
+
+from tests.api.conftest import DOCUMENT
+
+PLAN = {
+    "model": {"layers": 4, "hidden_size": 256, "heads": 4, "sequence_length": 128, "vocabulary_size": 1000},
+    "train": {"global_batch_size": 16},
+    "cluster": {"accelerator": "a100-80gb", "nodes": 1, "gpus_per_node": 4},
+}
+
+
+def test_plans_come_best_first(service):
+    answer = service.http.post("/v1/plans", json=PLAN)
+    assert answer.status_code == 200
+    plans = answer.json()["plans"]
+    assert [plan["step_seconds"] for plan in plans] == sorted(plan["step_seconds"] for plan in plans)
+    assert all(plan["parallel"]["tensor"] <= 4 for plan in plans)
+    assert service.http.get("/v1/jobs").json()["items"] == []
+
+
+def test_the_current_cluster_is_that_of_the_service(service):
+    answer = service.http.post("/v1/plans", json=PLAN | {"cluster": {"current": True}})
+    assert max(plan["gpus"] for plan in answer.json()["plans"]) <= 16
+
+
+def test_what_is_wrong_is_a_problem_with_its_path(service):
+    answer = service.http.post("/v1/plans", json=PLAN | {"cluster": {"accelerator": "abacus"}})
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
+    (error,) = answer.json()["errors"]
+    assert error["path"] == "cluster.accelerator" and "known are" in error["rule"]
+    answer = service.http.post("/v1/plans", json=PLAN | {"parallel": {"context": 2}})
+    assert answer.json()["code"] == "unsupported"
+    assert service.http.post("/v1/plans", json=[]).status_code == 422
+
+
+def test_a_job_without_a_layout_gets_one_before_it_is_stored(service):
+    document = DOCUMENT | {"parallel": "auto"}
+    dry = service.http.post("/v1/jobs", params={"dry_run": "true"}, json=document).json()
+    assert dry["spec"]["parallel"]["tensor"] >= 1
+    job = service.http.post("/v1/jobs", json=document)
+    assert job.status_code == 201
+    parallel = job.json()["spec"]["parallel"]
+    assert parallel["tensor"] * parallel["pipeline"] * parallel["data"] <= 16
+    assert parallel == dry["spec"]["parallel"]
+
+
+def test_a_job_that_fits_nowhere_is_refused_with_the_reason(service):
+    large = {"layers": 96, "hidden_size": 12288, "heads": 96, "sequence_length": 2048}
+    answer = service.http.post("/v1/jobs", json=DOCUMENT | {"model": large, "parallel": "auto"})
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
+    (error,) = answer.json()["errors"]
+    assert error["path"] == "parallel" and "GiB more than" in error["rule"]

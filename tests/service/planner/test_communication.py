@@ -1,0 +1,72 @@
+"""Where ranks are decides how fast they exchange tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from service.planner.communication import (
+    Group,
+    bus_bandwidth,
+    gather_seconds,
+    groups_of,
+    message_seconds,
+    reduce_seconds,
+)
+from service.planner.software import MANTA, MEGATRON_2021
+from tests.service.support.planned import a100s
+from workers.config import ParallelConfig
+
+GB = 1e9
+
+
+def layout(tensor: int = 1, pipeline: int = 1, data: int = 1) -> ParallelConfig:
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, data=data)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "software", "tensor", "data"),
+    [
+        ((8, 2, 4), MEGATRON_2021, (1, 8), (4, 1)),
+        ((2, 2, 8), MEGATRON_2021, (1, 2), (2, 4)),
+        ((2, 2, 8), MANTA, (1, 2), (4, 2)),  # whole replicas follow one another: two on a node
+        ((16, 1, 4), MEGATRON_2021, (2, 8), (4, 1)),
+        ((1, 2, 32), MEGATRON_2021, (1, 1), (4, 8)),
+    ],
+)
+def test_groups_span_the_nodes_that_their_order_says(sizes, software, tensor, data):
+    groups = groups_of(layout(*sizes), a100s(8), software)
+    assert (groups.tensor.nodes, groups.tensor.per_node) == tensor
+    assert (groups.data.nodes, groups.data.per_node) == data
+
+
+def test_neighbouring_stages_share_a_node_where_they_fit():
+    groups = groups_of(layout(4, 4, 1), a100s(2), MEGATRON_2021)
+    assert [groups.stages_share_node(stage) for stage in range(3)] == [True, False, True]
+    groups = groups_of(layout(4, 4, 2), a100s(4), MEGATRON_2021)
+    assert not any(groups.stages_share_node(stage) for stage in range(3))
+
+
+def test_rings_across_nodes_share_the_adapters():
+    cluster = a100s(8)
+    constants = cluster.machine.constants
+    assert bus_bandwidth(Group(8, 8), cluster) == pytest.approx(300 * GB * constants.inside)
+    assert bus_bandwidth(Group(8, 1), cluster) == pytest.approx(25 * GB * constants.collective)
+    assert bus_bandwidth(Group(16, 4), cluster) == pytest.approx(100 * GB * constants.collective)
+    assert bus_bandwidth(Group(16, 8), cluster) == pytest.approx(200 * GB * constants.message)
+
+
+def test_a_reduction_moves_its_tensor_twice_and_a_lone_rank_nothing():
+    cluster, size = a100s(), 1e9
+    once = 7 / 8 * size / bus_bandwidth(Group(8, 8), cluster)
+    assert gather_seconds(Group(8, 8), cluster, size) == pytest.approx(once, rel=0.01)
+    assert reduce_seconds(Group(8, 8), cluster, size) == pytest.approx(2 * once, rel=0.01)
+    assert reduce_seconds(Group(1, 1), cluster, size) == gather_seconds(Group(1, 1), cluster, size) == 0
+
+
+def test_two_devices_with_one_adapter_halve_it():
+    cluster = a100s(2)
+    halved = dataclasses.replace(cluster, machine=dataclasses.replace(cluster.machine, adapters=4))
+    assert message_seconds(halved, 1e9, False) == pytest.approx(2 * message_seconds(cluster, 1e9, False), rel=0.01)
+    assert message_seconds(cluster, 1e9, True) < message_seconds(cluster, 1e9, False) / 10

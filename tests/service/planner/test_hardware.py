@@ -1,0 +1,37 @@
+"""Machines are found by the names that people use, and have no more constants than allowed."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from service.planner.hardware import MACHINES, Constants, UnknownMachine, machine_of
+
+
+def test_a_machine_has_at_most_eight_constants():
+    assert len(fields(Constants)) <= 8
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("a100-80gb", "a100-80gb"), ("A100", "a100-80gb"), ("v100", "v100-32gb")],
+)
+def test_a_name_without_memory_means_the_larger_one(name, known):
+    assert machine_of(name) is MACHINES[known]
+
+
+def test_an_unknown_accelerator_is_answered_with_the_known_ones():
+    with pytest.raises(UnknownMachine, match="no accelerator 'a1000' is known; known are v100-32gb"):
+        machine_of("a1000")
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_numbers_have_their_units(name):
+    machine = MACHINES[name]
+    device, constants = machine.accelerator, machine.constants
+    assert 1e13 < device.peak_16bit < 1e16 and 1e12 < device.peak_fp32 < device.peak_16bit
+    assert 1e10 < device.memory_bytes < 1e12 and 5e11 < device.memory_bandwidth < 1e13
+    assert 1e10 <= device.link_bandwidth <= 1e12 and 1e9 < machine.adapter_bandwidth < 1e12
+    for part in ("product", "memory", "inside", "message", "collective"):
+        assert 0 < getattr(constants, part) <= 1

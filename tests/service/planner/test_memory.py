@@ -1,0 +1,98 @@
+"""Memory by part follows the engine's buffers; what does not fit says by how much, and what helps."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.planner.memory import fits, host_bytes, memory_of, usable_bytes, worst_rank
+from tests.service.support.planned import a100s, job
+from workers.accounting.activation_bytes import rank_bytes
+from workers.accounting.flops import rank_parameters
+
+
+def test_state_is_counted_as_the_engine_keeps_it():
+    """bf16: 2 bytes of parameters, 4 of gradients, 12 of masters and moments; the last split over the replicas."""
+    alone, count = memory_of(job(), 0), rank_parameters(job())[0]
+    assert (alone.parameters, alone.gradients, alone.optimizer) == (2 * count, 4 * count, 12 * count)
+    split = memory_of(job(data=4), 0)
+    assert (split.parameters, split.gradients, split.optimizer) == (2 * count, 5 * count, 3 * count)
+    whole = memory_of(job(data=4, zero=0), 0)
+    assert whole.optimizer == 12 * count
+    wide = memory_of(job(train={"precision": "fp32"}), 0)
+    assert (wide.parameters, wide.optimizer) == (4 * count, 8 * count)
+
+
+def test_frozen_parameters_have_neither_gradients_nor_moments():
+    frozen = memory_of(job(train={"frozen": ("layers.0-6", "embedding.position")}), 0)
+    assert frozen.parameters == memory_of(job(), 0).parameters
+    assert frozen.gradients < 0.6 * memory_of(job(), 0).gradients
+    assert frozen.optimizer == 3 * frozen.gradients
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]),
+    st.integers(1, 6),
+    st.integers(1, 20),
+    st.integers(12, 30),
+    st.sampled_from(["none", "selective", "full"]),
+)
+def test_the_rank_that_needs_most_is_found_without_looking_at_all(kind, stages, rounds, layers, recompute):
+    virtual_stages = {"interleaved": 2, "zb-v": 2}.get(kind, 1)
+    layout = {"pipeline": stages, "schedule": kind, "virtual_stages": virtual_stages, "recompute": recompute}
+    spec = job(layers, train={"global_batch_size": stages * rounds}, **layout)
+    ranks = [memory_of(spec, rank) for rank in range(stages)]
+    assert worst_rank(spec).total == pytest.approx(max(each.total for each in ranks))
+    assert [each.activations for each in ranks] == list(rank_bytes(spec))
+
+
+def test_a_job_that_fits_says_so_in_milliseconds():
+    spec = job(96, 12288, 96, tensor=8, pipeline=16, data=8, model={"sequence_length": 2048}, train={
+        "global_batch_size": 1536})  # fmt: skip
+    cluster = a100s(128)
+    assert fits(spec, cluster).fits
+    began = time.perf_counter()
+    for _ in range(5):
+        fits(spec, cluster)
+    assert (time.perf_counter() - began) / 5 < 0.1, "far above what it takes, for slow machines"
+
+
+def test_what_does_not_fit_says_by_how_much_and_in_which_part():
+    answer = fits(job(96, 12288, 96, tensor=8), a100s())
+    assert not answer.fits and answer.missing > 0
+    assert answer.change == "parallel.pipeline: 8"
+    assert "GiB more than the 76.0 GiB that a GPU has; the largest part is optimizer" in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("sections", "change"),
+    [
+        ({"data": 8, "zero": 0, "layers": 24, "hidden": 4096, "heads": 32}, "parallel.zero: 1"),
+        (
+            {"train": {"micro_batch_size": 64}, "model": {"sequence_length": 2048}, "layers": 16, "hidden": 2048},
+            "train.micro_batch_size: 16",
+        ),
+        ({"model": {"sequence_length": 65536}, "layers": 32}, "parallel.recompute: full"),
+    ],
+)
+def test_the_smallest_change_that_helps_is_named_and_does(sections, change):
+    spec, cluster = job(**sections), a100s()
+    answer = fits(spec, cluster)
+    assert answer.change == change
+    path, _, value = change.partition(": ")
+    section, key = path.split(".")
+    part = getattr(spec, section).model_copy(update={key: int(value) if value.isdigit() else value})
+    assert fits(spec.model_copy(update={section: part}), cluster).fits
+
+
+def test_a_reserve_of_the_device_stays_free():
+    assert usable_bytes(a100s()) == pytest.approx(0.96 * 79.2 * 2**30)
+
+
+def test_snapshots_take_host_memory_for_two_slots():
+    spec = job(tensor=2, data=4)
+    assert host_bytes(spec, 8) == pytest.approx(2 * 12 * rank_parameters(spec)[0] / 4 * 8)

@@ -1,0 +1,54 @@
+"""Products take what their tiles and waves make of them, and never less than arithmetic or memory allow."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.planner.operations import Budget, memory_seconds, product_seconds
+from tests.service.support.planned import a100s
+
+MACHINE = a100s().machine
+sizes = st.integers(1, 20_000)
+
+
+@given(sizes, sizes, sizes, st.integers(1, 64))
+def test_nothing_is_faster_than_the_device(m, n, k, batch):
+    device, seconds = MACHINE.accelerator, product_seconds(MACHINE, m, n, k, batch)
+    assert seconds >= 2 * m * n * k * batch / device.peak_16bit
+    assert seconds >= 2 * batch * (m * k + k * n + m * n) / device.memory_bandwidth
+
+
+@given(sizes, sizes, sizes)
+def test_more_rows_never_take_less(m, n, k):
+    assert product_seconds(MACHINE, m + 128, n, k) >= product_seconds(MACHINE, m, n, k)
+
+
+def test_a_tile_in_a_wave_of_its_own_costs_a_wave():
+    # 256 x 128 tiles: 12 x 9 fill 108 multiprocessors once, a row more needs a second wave.
+    full = product_seconds(MACHINE, 12 * 256, 9 * 128, 8192)
+    more = product_seconds(MACHINE, 12 * 256 + 1, 9 * 128, 8192)
+    assert 1.3 * full < more <= 2 * full
+
+
+def test_large_products_reach_the_constant_and_thin_ones_the_memory():
+    rate = 2 * 8192**3 / product_seconds(MACHINE, 8192, 8192, 8192)
+    assert rate == pytest.approx(MACHINE.constants.product * 312e12, rel=0.06)
+    thin = product_seconds(MACHINE, 8192, 8192, 1)
+    assert thin == pytest.approx(memory_seconds(MACHINE, 2 * (8192 * 8192 + 2 * 8192)))
+
+
+def test_fp32_goes_by_its_own_peak():
+    assert product_seconds(MACHINE, 4096, 4096, 4096, 1, 4) > 10 * product_seconds(MACHINE, 4096, 4096, 4096)
+
+
+def test_a_pass_takes_at_least_what_its_host_needs():
+    budget = Budget(products=1e-3, operations=100).wait_for_host(1e-4)
+    assert budget.seconds == pytest.approx(1e-2) and budget.host == pytest.approx(9e-3)
+    assert Budget(products=1.0, operations=100).wait_for_host(1e-4).seconds == 1.0
+
+
+def test_budgets_add_up():
+    total = Budget(products=1.0, operations=2).plus(Budget(products=2.0, tensor=0.5, operations=3), 2)
+    assert total == Budget(products=5.0, tensor=1.0, operations=8)

@@ -1,0 +1,83 @@
+"""The simulation of unequal stages is the engine's own where they are equal, and goes on by steps where it need not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.planner.pipeline import Pipeline, StageTimes
+from service.planner.step_time import layer_counts
+from workers.parallel.pipeline.schedules import schedule
+from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
+
+KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+times = st.floats(0.1, 5.0)
+
+
+def even(kind: str, stages: int, virtual_stages: int, passes: PassTimes, blocking: bool = False) -> Pipeline:
+    """Stages of `passes` each, cut into chunks."""
+    count = stages * virtual_stages
+    each = (passes.forward, passes.backward_input, passes.backward_weight)
+    chunk = StageTimes(*(seconds / virtual_stages for seconds in each))
+    return Pipeline(kind, stages, virtual_stages, (chunk,) * count, (passes.communication,) * (count - 1), blocking)
+
+
+def chunks_of(kind: str) -> int:
+    return {"interleaved": 3, "zb-v": 2}.get(kind, 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(1, 4), times, times, times, st.floats(0, 1))
+def test_even_stages_take_what_the_engines_simulation_says(kind, stages, rounds, f, b, w, message):
+    v, m, passes = chunks_of(kind), stages * rounds, PassTimes(f, b, w, message)
+    expected = simulate(schedule(kind, stages, v, m), kind, v, passes).makespan
+    assert even(kind, stages, v, passes).simulated_seconds(m) == pytest.approx(expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.integers(0, 20),
+    st.tuples(times, times, times),
+    st.tuples(st.floats(0, 3), st.floats(0, 3)),
+    st.floats(0, 1),
+    st.booleans(),
+)
+def test_many_micro_batches_go_on_as_the_first_few_did(kind, stages, rounds, layers, layer, ends, message, blocking):
+    """Of stages as models have them: a layer more or less, and something at both ends."""
+    v, m = chunks_of(kind), stages * rounds
+    count = stages * v
+    more = [ends[0], *[0.0] * (count - 2), ends[1]][:count]
+    stage_times = tuple(
+        StageTimes(*(seconds * number + extra for seconds in layer))
+        for number, extra in zip(layer_counts(2 * count + layers % count, count), more, strict=True)
+    )
+    pipeline = Pipeline(kind, stages, v, stage_times, (message,) * (count - 1), blocking)
+    whole = pipeline.simulated_seconds(m)
+    # The first few may still be on their way to the rhythm of the slowest stage.
+    assert pipeline.seconds(m) == pytest.approx(whole, rel=0.02)
+    assert whole >= pipeline.work(m) - 1e-9
+
+
+@pytest.mark.parametrize("m", [1, 4, 100])
+def test_messages_that_block_take_the_time_of_both_ends(m):
+    """Each micro-batch takes a stage in the middle a forward, a backward and four messages."""
+    passes = PassTimes(1.0, 1.0, 1.0, communication=0.25)
+    free, blocking = even("1f1b", 4, 1, passes), even("1f1b", 4, 1, passes, True)
+    assert blocking.seconds(m) >= free.seconds(m)
+    assert blocking.seconds(101) - blocking.seconds(100) == pytest.approx(4.0)
+    assert free.seconds(101) - free.seconds(100) < 4.0
+
+
+def test_the_slowest_stage_sets_the_pace():
+    quick, slow = StageTimes(1.0, 1.0, 1.0), StageTimes(2.0, 1.0, 1.0)
+    pipeline = Pipeline("1f1b", 4, 1, (quick, quick, slow, quick), (0.0,) * 3, False)
+    assert pipeline.seconds(200) - pipeline.seconds(199) == pytest.approx(4.0)
+    assert pipeline.rank_work() == [3.0, 3.0, 4.0, 3.0]
+
+
+def test_one_stage_is_the_sum_of_its_passes():
+    assert Pipeline("1f1b", 1, 1, (StageTimes(1.0, 2.0, 3.0),), (), False).seconds(1000) == pytest.approx(6000)

@@ -1,0 +1,175 @@
+"""What a plan is asked for with: every mistake is a sentence with its path, and answers have the contract's keys."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from service.planner.answer import to_json
+from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout
+from service.planner.hardware import Cluster, cpu_machine, machine_of
+from service.planner.request import PlanRequest, cluster_of_nodes, read_request
+from tests.service.support.planned import a100s, job
+from workers.config import ElasticConfig
+from workers.spec.problems import SpecError
+from workers.spec.rules import find_problems
+
+DOCUMENT: dict[str, Any] = {
+    "model": {"layers": 8, "hidden_size": 1024, "heads": 16, "sequence_length": 512, "vocabulary_size": 32000},
+    "train": {"global_batch_size": 64, "precision": "bf16", "steps": 100},
+    "cluster": {"accelerator": "a100-80gb", "nodes": 2, "gpus_per_node": 8},
+    "parallel": "auto",
+}
+
+
+DEEP = DOCUMENT["model"] | {"layers": 600}
+
+
+def here(accelerator: str | None) -> Cluster:
+    """The current cluster, of CPU slots or of what is said."""
+    return Cluster(machine_of(accelerator) if accelerator else cpu_machine(4, 4, 8e9), 1, 4)
+
+
+def read(**changes: Any) -> PlanRequest:
+    return read_request({**copy.deepcopy(DOCUMENT), **changes}, here)
+
+
+def broken(**changes: Any) -> dict[str, str]:
+    with pytest.raises(SpecError) as caught:
+        read(**changes)
+    return {problem.path: problem.rule for problem in caught.value.problems}
+
+
+def test_plans_have_the_keys_of_the_contract():
+    wanted = read()
+    answer = to_json(wanted, wanted.answer())
+    best = answer["plans"][0]
+    assert {
+        "parallel", "micro_batch_size", "step_seconds", "tokens_per_second", "tflops_per_gpu",
+        "hardware_tflops_per_gpu", "mfu_full", "mfu_causal", "hfu_full", "bubble_ratio", "memory_bytes",
+    } <= best.keys()  # fmt: skip
+    assert {"parameters", "gradients", "optimizer", "activations", "total"} <= best["memory_bytes"].keys()
+    assert 0 < best["mfu_causal"] < best["mfu_full"] <= best["hfu_full"] < 1
+    assert best["tokens_per_second"] == pytest.approx(64 * 512 / best["step_seconds"])
+    assert best["tflops_per_gpu"] == pytest.approx(312 * best["mfu_full"])
+    assert best["gpu_hours"] == pytest.approx(best["gpus"] * best["step_seconds"] * 100 / 3600)
+    assert sum(best["step_parts"].values()) == pytest.approx(best["step_seconds"])
+    assert {"parallel", "reason"} == answer["rejected"][0].keys()
+    json.dumps(answer, allow_nan=False)
+
+
+def test_a_layout_is_planned_as_it_is():
+    wanted = read(parallel={"tensor": 2, "pipeline": 2, "data": 4}, train={"global_batch_size": 64})
+    (plan,) = wanted.answer().plans
+    layout = plan.spec.layout
+    assert (layout.tensor, layout.pipeline, layout.data, plan.spec.train.micro_batch_size) == (2, 2, 4, 1)
+
+
+def test_a_jobs_own_file_can_be_planned():
+    jobs_own = {"name": "mine", "data": {"source": "python-stdlib"}, "checkpoint": {"keep": 2}, "priority": 3}
+    assert read(**jobs_own).answer().plans
+
+
+@pytest.mark.parametrize(
+    ("cluster", "path", "words"),
+    [
+        (None, "cluster", "required, but missing"),
+        ("a100", "cluster", "must be a mapping"),
+        ({"accelerator": "a1000"}, "cluster.accelerator", "known are v100-32gb"),
+        ({"nodes": 2}, "cluster.accelerator", "must be said"),
+        ({"accelerator": 7, "nodes": 1}, "cluster.accelerator", "must be a string"),
+        ({"accelerator": "a100", "nodes": 0}, "cluster.nodes", "must be an integer from 1"),
+        ({"accelerator": "a100", "nodes": True}, "cluster.nodes", "must be an integer from 1"),
+        ({"accelerator": "a100", "gpus_per_node": 65}, "cluster.gpus_per_node", "from 1 to 64"),
+        ({"accelerator": "a100", "racks": 3}, "cluster.racks", "unknown key"),
+        ({"current": "yes"}, "cluster.current", "must be true or false"),
+    ],
+)
+def test_a_cluster_that_is_none_is_said_where_and_why(cluster, path, words):
+    assert words in broken(cluster=cluster)[path]
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        ({"modle": {}}, "modle", "unknown key"),
+        ({"model": {"layers": 2}}, "model.hidden_size", "required, but missing"),
+        ({"model": DOCUMENT["model"] | {"heads": 7}}, "model.heads", "must divide hidden_size"),
+        ({"model": DOCUMENT["model"] | {"family": "custom", "entrypoint": "a:b"}}, "model.family", "not known"),
+        ({"model": DOCUMENT["model"] | {"layers": 1001}}, "model.layers", "up to 1000 layers"),
+        ({"train": {"global_batch_size": 0}}, "train.global_batch_size", "must be above 0"),
+        ({"train": 3}, "train", "must be a mapping"),
+        ({"parallel": "best"}, "parallel", "must be a mapping"),
+        ({"parallel": {"tensor": 3}}, "parallel.tensor", "must divide model.heads"),
+        ({"parallel": {"zero": 3}}, "parallel.zero", "not supported yet"),
+        ({"parallel": {"pipeline": 300}, "model": DEEP}, "parallel.pipeline", "up to 256"),
+        ({"train": {"global_batch_size": 200_001}, "parallel": {}}, "train.global_batch_size", "micro-batches"),
+        (
+            {"model": {key: value for key, value in DOCUMENT["model"].items() if key != "vocabulary_size"},
+             "data": {"source": "text", "paths": ["a.txt"], "tokenizer": "mine.json"}},
+            "model.vocabulary_size",
+            "is not read for a plan",
+        ),
+    ],
+)  # fmt: skip
+def test_a_job_that_is_none_is_said_where_and_why(changes, path, words):
+    assert words in broken(**changes)[path]
+
+
+def test_a_document_that_is_no_mapping_is_a_sentence():
+    with pytest.raises(SpecError, match="asked for with a mapping, not a list"):
+        read_request([DOCUMENT], here)
+
+
+def test_the_current_cluster_is_asked_for():
+    assert read(cluster={"current": True}).cluster.machine.accelerator.name == "cpu"
+    assert read(cluster={"current": True, "accelerator": "h100"}).cluster.machine is machine_of("h100")
+
+
+def node(accelerator: str, total: int, alive: bool = True) -> dict[str, Any]:
+    return {"accelerator": accelerator, "total": total, "alive": alive}
+
+
+def test_a_cluster_is_what_most_of_its_nodes_are():
+    nodes = [node("cpu", 16), node("cpu", 16), node("cpu", 2), node("cpu", 16, alive=False), node("cpu", 0)]
+    cluster = cluster_of_nodes(nodes, None, 8, 32e9)
+    assert (cluster.nodes, cluster.gpus_per_node) == (2, 16)
+    assert cluster.machine.accelerator.memory_bytes == 2e9
+    with pytest.raises(SpecError, match="no node"):
+        cluster_of_nodes([], None, 8, 32e9)
+
+
+def test_gpus_of_an_unknown_type_have_to_be_named():
+    with pytest.raises(SpecError, match="does not know the type: say it"):
+        cluster_of_nodes([node("gpu", 8)], None, 8, 32e9)
+    assert cluster_of_nodes([node("gpu", 8)], "h100", 8, 32e9).machine is machine_of("h100")
+
+
+def test_what_fits_nowhere_names_a_cluster_that_would_do():
+    huge = {"layers": 128, "hidden_size": 25600, "heads": 160, "sequence_length": 2048, "vocabulary_size": 51200}
+    wanted = read(model=huge, train={"global_batch_size": 512})
+    answer = wanted.answer()
+    assert answer.plans == () and "nodes of 8" in answer.rejected[0].reason
+
+
+def test_a_layout_is_found_for_a_job_within_its_bounds():
+    spec = job(train={"global_batch_size": 64})
+    found = with_layout(spec, ElasticConfig(min_data=2, max_data=2), a100s())
+    assert found.layout.data == 2 and find_problems(found) == []
+    assert found.elastic.min_data == 2
+
+
+def test_a_job_for_which_there_is_no_layout_is_refused():
+    with pytest.raises(SpecError, match=r"parallel: no layout .* GiB more than the"):
+        with_layout(job(96, 12288, 96), ElasticConfig(), a100s())
+
+
+def test_only_auto_asks_for_a_layout():
+    assert asks_for_layout({"parallel": "auto"})
+    assert not asks_for_layout({"parallel": {"tensor": 2}}) and not asks_for_layout([1])
+    assert without_layout({"name": "a", "parallel": "auto", "elastic": {"min_data": 2}}) == {"name": "a"}
+    with pytest.raises(SpecError, match=r"elastic\.min_data"):
+        bounds_in({"elastic": {"min_data": 0}})

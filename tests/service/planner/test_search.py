@@ -1,0 +1,159 @@
+"""The search finds what trying everything finds, quickly, always the same, and says why others lost."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from service.planner.candidates import Bounds, Candidate, candidates
+from service.planner.hardware import Cluster
+from service.planner.memory import usable_bytes, worst_rank
+from service.planner.search import evaluate, search, smallest_cluster
+from service.planner.software import MANTA
+from service.planner.step_time import StepModel
+from tests.service.support.planned import a100s, job
+from workers.config import JobSpec
+from workers.spec.rules import divisors, find_problems
+
+PAPERS = {"sequence_length": 2048, "vocabulary_size": 51200, "dropout": 0.1}
+
+
+def paper(layers: int, hidden: int, heads: int, batch: int) -> JobSpec:
+    return job(layers, hidden, heads, model=PAPERS, train={"global_batch_size": batch})
+
+
+def sizes(spec: JobSpec) -> tuple[int, int, int]:
+    return spec.layout.tensor, spec.layout.pipeline, spec.layout.data
+
+
+def everything(spec: JobSpec, cluster: Cluster) -> Iterator[JobSpec]:
+    """All layouts that the rules allow and that fit."""
+    model, batch = spec.model, spec.train.global_batch_size
+    for tensor in divisors(model.heads):
+        groups = cluster.nodes * (cluster.gpus_per_node // tensor)
+        for pipeline in range(1, min(groups, model.layers) + 1):
+            for data in range(1, min(groups // pipeline, batch) + 1):
+                for micro_batch in divisors(-(-batch // data)):
+                    yield from _variants(spec, cluster, (tensor, pipeline, data, micro_batch))
+
+
+def _variants(spec: JobSpec, cluster: Cluster, at: tuple[int, int, int, int]) -> Iterator[JobSpec]:
+    tensor, pipeline, data, micro_batch = at
+    kinds = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2)]
+    kinds += [("interleaved", v) for v in range(2, spec.model.layers // pipeline + 1)]
+    for schedule, virtual_stages in kinds if pipeline > 1 else kinds[:1]:
+        for recompute in ("none", "selective", "full"):
+            candidate = Candidate(pipeline, tensor, data, virtual_stages, schedule, micro_batch, recompute)
+            found = candidate.spec(spec)
+            if not find_problems(found) and worst_rank(found).total <= usable_bytes(cluster):
+                yield found
+
+
+def drawn(seed: int) -> tuple[JobSpec, Cluster]:
+    """A small job on a small cluster whose memory may be short."""
+    draw = random.Random(seed)
+    heads = draw.choice([4, 6, 8, 12])
+    spec = job(
+        draw.randint(2, 8),
+        heads * draw.choice([64, 128]),
+        heads,
+        model={"dropout": draw.choice([0.0, 0.1]), "vocabulary_size": draw.choice([1000, 32000, 100000])},
+        train={"global_batch_size": draw.choice([6, 8, 12, 16, 24])},
+    )
+    cluster = a100s(draw.randint(1, 3), draw.choice([2, 3, 4]))
+    device = replace(cluster.machine.accelerator, memory_bytes=draw.choice([1e9, 4e9, 80e9]))
+    return spec, replace(cluster, machine=replace(cluster.machine, accelerator=device))
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.soak) for seed in range(50)]
+)
+def test_nothing_is_more_than_two_percent_faster_than_what_is_found(seed):
+    spec, cluster = drawn(seed)
+    every = [StepModel(each, cluster).time().seconds for each in everything(spec, cluster)]
+    plans = search(spec, cluster).plans
+    assert bool(plans) == bool(every)
+    if every:
+        assert plans[0].time.seconds <= 1.02 * min(every)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bounds_are_bounds(seed):
+    spec, cluster = drawn(seed)
+    bounds = Bounds(spec, cluster, MANTA)
+    for candidate in candidates(spec, cluster):
+        found = candidate.spec(spec)
+        if not find_problems(found):
+            assert bounds.least_bytes(candidate) <= worst_rank(found).total
+            assert bounds.least_seconds(candidate) <= bounds.model(candidate).time().seconds * (1 + 1e-9)
+            assert bounds.model(candidate).time() == StepModel(found, cluster).time()
+
+
+def test_a_trillion_parameters_on_3072_gpus_take_seconds():
+    spec, cluster = paper(128, 25600, 160, 3072), a100s(384)
+    began = time.process_time()
+    answer = search(spec, cluster)
+    assert time.process_time() - began < 8, "about 1.5 s on an idle core"
+    assert sizes(answer.plans[0].spec) == (8, 64, 6), "the layout of arXiv:2104.04473, table 1"
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes", "expected"), [((32, 20480, 128, 128), 8, (8, 8, 1)), ((105, 20480, 128, 280), 35, (8, 35, 1))]
+)
+def test_the_papers_choices_come_out(shape, nodes, expected):
+    """162B on 64 GPUs (arXiv:2104.04473, figure 13); 530B on 280 (arXiv:2205.05198, table 3)."""
+    plan = search(paper(*shape), a100s(nodes), limit=1).plans[0]
+    assert sizes(plan.spec) == expected
+
+
+def test_answers_are_the_same_every_time():
+    spec, cluster = drawn(11)
+    assert search(spec, cluster) == search(spec, cluster)
+
+
+@pytest.mark.parametrize(("nodes", "gpus_per_node"), [(3, 6), (1, 1), (1, 7), (13, 1), (5, 3)])
+def test_odd_clusters_get_the_best_of_what_is_possible(nodes, gpus_per_node):
+    plans = search(job(heads=12, hidden=768), a100s(nodes, gpus_per_node)).plans
+    assert plans
+    for plan in plans:
+        assert find_problems(plan.spec) == []
+        layout = plan.spec.layout
+        assert layout.pipeline * layout.data <= nodes * (gpus_per_node // layout.tensor)
+
+
+def test_plans_come_best_first_and_others_say_why_they_lost():
+    answer = search(paper(32, 20480, 128, 128), a100s(8))
+    seconds = [plan.time.seconds for plan in answer.plans]
+    assert seconds == sorted(seconds) and len(seconds) == 5
+    reasons = {sizes(each.spec): each.reason for each in answer.rejected}
+    assert "times as long as the best" in " ".join(reasons.values())
+    assert any(reason.startswith("does not fit: ") for reason in reasons.values())
+    assert not {sizes(plan.spec)[:2] for plan in answer.plans} & {key[:2] for key in reasons}
+
+
+def test_a_model_that_fits_nowhere_says_by_how_much_and_where_it_would():
+    spec, cluster = paper(128, 25600, 160, 512), a100s(4)
+    answer = search(spec, cluster)
+    assert answer.plans == ()
+    assert "GiB more than the" in answer.rejected[0].reason
+    assert "nodes of 8" in (smallest_cluster(spec, cluster) or "")
+
+
+def test_a_micro_batch_size_that_is_given_stays():
+    spec = job(train={"micro_batch_size": 3})
+    assert {plan.spec.train.micro_batch_size for plan in search(spec, a100s()).plans} == {3}
+
+
+def test_a_layout_that_is_given_is_judged_alone():
+    spec = paper(32, 20480, 128, 128)
+    given = spec.model_copy(update={"parallel": job(tensor=8, pipeline=8, recompute="full").layout})
+    (plan,) = evaluate(given, a100s(8)).plans
+    assert plan.time.seconds >= search(spec, a100s(8)).plans[0].time.seconds
+    (rejected,) = evaluate(given, a100s(2)).rejected
+    assert "needs 64 GPUs in groups of 8 on one node; 2 nodes of 8 have room for 2" in rejected.reason
+    alone = spec.model_copy(update={"parallel": job(tensor=8).layout})
+    assert evaluate(alone, a100s(8)).rejected[0].reason.startswith("does not fit: ")

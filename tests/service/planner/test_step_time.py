@@ -1,0 +1,90 @@
+"""A step's time moves with what a layout, a batch and an engine change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from service.planner.layer_time import LayerTime
+from service.planner.software import MANTA, MEGATRON_2021, MEGATRON_2021_SCATTER, MEGATRON_2022, Software
+from service.planner.step_time import StepModel, StepTime
+from tests.service.support.planned import a100s, job
+from workers.accounting.flops import step_flops
+from workers.config import JobSpec
+
+
+def step(spec: JobSpec, nodes: int = 1, software: Software = MANTA) -> StepTime:
+    return StepModel(spec, a100s(nodes), software).time()
+
+
+def layer(spec: JobSpec, software: Software = MANTA) -> LayerTime:
+    return StepModel(spec, a100s(), software).layer
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        {"tensor": 8},
+        {"pipeline": 4, "data": 2},
+        {"pipeline": 4, "virtual_stages": 2, "schedule": "interleaved"},
+        {"pipeline": 4, "virtual_stages": 2, "schedule": "zb-v"},
+        {"tensor": 2, "pipeline": 2, "data": 2, "schedule": "zb-h1", "recompute": "selective"},
+    ],
+)
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_the_parts_are_the_whole_and_no_step_beats_the_peak(parallel, family):
+    spec = job(model={"family": family, "kv_heads": 8 if family == "llama" else None}, **parallel)
+    found = step(spec)
+    parts = found.pipeline + found.gradients + found.tied + found.optimizer + found.waiting
+    assert found.seconds == pytest.approx(parts)
+    assert found.seconds > step_flops(spec).hardware_causal / spec.layout.world_size / 312e12
+    assert 0 <= found.bubble_ratio < 1
+
+
+def test_twice_the_batch_takes_about_twice_as_long():
+    small, large = (step(job(train={"global_batch_size": size})).pipeline for size in (64, 128))
+    assert large == pytest.approx(2 * small)
+
+
+def test_recomputation_costs_a_forward_and_no_more():
+    plain, full = layer(job()), layer(job(recompute="full"))
+    again = full.backward_input().seconds - plain.backward_input().seconds
+    assert again == pytest.approx(plain.forward().seconds)
+
+
+def test_tensor_groups_that_leave_the_node_pay_for_it():
+    inside, outside = step(job(tensor=8, data=2), 2), step(job(tensor=16), 2)
+    assert outside.pipeline / 64 > inside.pipeline / 32 / 2
+
+
+def test_scatter_gather_shortens_messages_between_nodes_only():
+    spec = job(tensor=8, pipeline=2, sequence_parallel=False, model={"sequence_length": 2048})
+    plain, scattered = (StepModel(spec, a100s(2), each) for each in (MEGATRON_2021, MEGATRON_2021_SCATTER))
+    assert scattered.message(0) < plain.message(0)
+
+
+def test_reduction_beside_weight_gradients_hides_most_of_it():
+    spec = job(tensor=8, hidden=8192, heads=64, sequence_parallel=False)
+    apart = replace(MEGATRON_2022, overlaps_tensor=0.0)
+    hidden, seen = (layer(spec, each).backward_input().tensor for each in (MEGATRON_2022, apart))
+    assert 0 < hidden < 0.5 * seen
+
+
+def test_zero_divides_the_update_over_the_replicas():
+    whole, split = step(job(data=8, zero=0)), step(job(data=8, zero=1))
+    assert split.optimizer < whole.optimizer
+
+
+def test_a_small_layer_waits_for_its_host():
+    model = StepModel(job(hidden=64, heads=4, model={"sequence_length": 32}), a100s())
+    passes = model.pipeline().times
+    operations = model.layer.forward().operations * 8
+    assert passes[0].forward >= operations * model.cluster.machine.constants.host_seconds
+
+
+def test_stages_with_the_ends_of_the_model_take_longer():
+    times = StepModel(job(pipeline=4), a100s()).pipeline().times
+    assert times[1] == times[2]
+    assert times[0].forward > times[1].forward and times[3].forward > times[1].forward

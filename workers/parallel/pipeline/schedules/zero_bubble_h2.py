@@ -1,0 +1,31 @@
+"""ZB-H2, zero-bubble pipelining in twice the memory of 1F1B (Qi et al., arXiv:2401.10241, section 2.2). Pure Python.
+
+The engine does not run it: its first rank holds 2p - 1 micro-batches where that of 1F1B and ZB-H1 holds p. It is here
+to be timed beside the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from workers.parallel.pipeline.schedules.action import Action
+from workers.parallel.pipeline.schedules.one_forward_one_backward import alternate
+
+
+def zero_bubble_h2(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
+    """1F1B with twice the warm-up, whose rank r does the weights' half 2 r micro-batches later.
+
+    The warm-up's forwards fill what was the bubble at the start, the weights' halves put off the one at the end.
+    """
+    forwards = [Action("forward", index) for index in range(micro_batches)]
+    backwards = [Action("backward", index) for index in range(micro_batches)]
+    late = 2 * rank
+    for action in alternate(forwards, backwards, 2 * (stages - rank - 1)):
+        if action.kind == "forward":
+            yield action
+            continue
+        yield Action("backward_input", action.micro_batch)
+        if action.micro_batch >= late:
+            yield Action("backward_weight", action.micro_batch - late)
+    for index in range(max(0, micro_batches - late), micro_batches):
+        yield Action("backward_weight", index)
