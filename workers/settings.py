@@ -1,5 +1,6 @@
 """What the environment says to the engine when it runs without the service: torchrun's variables; to a node about where
-it runs: Kubernetes' and Slurm's; and where tokens of corpora are kept on a machine. No other module of `workers` takes
+it runs: Kubernetes' and Slurm's; which of its NCCL backends torch takes; and where tokens of corpora are kept on a
+machine. No other module of `workers` takes
 a setting from the environment; `service/settings.py` reads that of the service."""
 
 from __future__ import annotations
@@ -74,3 +75,8 @@ def read_slurm_job_end() -> float | None:
     """When the Slurm job that the process belongs to reaches its time limit, in Unix seconds; None outside of Slurm."""
     text = os.environ.get("SLURM_JOB_END_TIME", "")
     return float(text) if text.isdigit() else None
+
+
+def nccl_is_the_second() -> bool:
+    """Whether torch takes the second of its backends for NCCL (TORCH_DIST_USE_NCCL2=1; torch 2.14 and later)."""
+    return os.environ.get("TORCH_DIST_USE_NCCL2") == "1"

@@ -161,6 +161,10 @@ class Comm:
             self._backend = self._work_links = None
         self.shared_work = SharedWork()
 
+    def forget(self) -> None:
+        """Let go, after `close`, of what was kept for a later generation: another object joins it."""
+        self._regroup.forget()
+
     @property
     def own_seconds(self) -> float:
         """Time of the step so far that this rank did not wait for others; 0 over process groups,

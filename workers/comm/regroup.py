@@ -13,7 +13,8 @@ of torch 2.11, 2.13 and 2.14.
   2.13.0, 2.14.1.
 - `_world.group_count`: goes into keys that all ranks have in common. Tried: 2.13.0, 2.14.1.
 - Groups that stay and are given new members, from 2.14 on: `_new_process_group_helper(enable_reconfigure=True)`,
-  `_get_reconfigure_handle`, `_reconfigure`. Tried: 2.14.1 over gloo.
+  `_get_reconfigure_handle`, `_reconfigure`. Tried: 2.14.1 over gloo. Of NCCL, torch's second backend alone can do it
+  (`TORCH_DIST_USE_NCCL2=1`).
 
 Whether all of that works where a job runs is tried there, before the job relies on it (`repair_self_test.py`).
 """
@@ -21,6 +22,7 @@ Whether all of that works where a job runs is tried there, before the job relies
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -29,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from workers.settings import nccl_is_the_second
 from workers.system.connections import Connection, break_connections, open_connections
 
 MEETING_TIMEOUT = timedelta(seconds=20)
@@ -87,7 +90,8 @@ class GlooBreaking:
         return None
 
     def break_off(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
-        own, before, port = self._own, self._before, _port_of(store)
+        own, before = self._own, self._before
+        port = None if store is None else _server_of(store).port
 
         def wanted(connection: Connection) -> bool:
             if own is not None:
@@ -129,10 +133,13 @@ class NcclBreaking:
             return
         # Together: of two communicators that wait for each other, one alone would not come to its end.
         first: Any = groups[0]._get_backend(self._device)
-        first._group_start()
+        together = isinstance(first, dist.ProcessGroupNCCL)  # torch's second NCCL backend knows no such bracket
+        if together:
+            first._group_start()
         for group in reversed(groups):
             group.abort()
-        first._group_end()
+        if together:
+            first._group_end()
 
     def drain(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -206,26 +213,117 @@ class NewGroups:
     def leave(self) -> None:
         self.break_off()
         self._groups, self._store = {}, None
-        if dist.is_initialized():
-            if self._kind == "nccl":
-                distributed_c10d._abort_process_group()  # a destroyed one would wait for its peers
-            else:
-                dist.destroy_process_group()
+        _forget_all(self._kind)
         self._breaking.drain()
 
     def forget(self) -> None:
         """Nothing is left."""
 
 
+class LastingGroups:
+    """The same groups in every generation, whose members are reconfigured: torch 2.14 and later.
+
+    A group goes on meeting through the store that it began with, so the groups are others where that is another, and
+    where anything goes wrong while they are made."""
+
+    way = "reconfigure"
+
+    def __init__(self, kind: str, breaking: Breaking):
+        self._kind, self._breaking = kind, breaking
+        self._groups: Groups = {}
+        self._store: dist.Store | None = None
+        self._address: tuple[str, int] | None = None
+
+    def make(self, store: dist.Store, rank: int, world: int, members: Members) -> Groups:
+        server, everybody = _server_of(store), {"world": list(range(world)), **members}
+        if self._address != (server.host, server.port):
+            self.forget()
+        self._store, self._address = store, (server.host, server.port)
+        self._breaking.begin()
+        try:
+            if not self._groups:
+                distributed_c10d._world.group_count = 0
+                shared = dist.PrefixStore("lasting-groups", server)
+                for name, ranks in everybody.items():
+                    self._groups[name] = self._empty(name, shared, rank, ranks)
+            for name, ranks in everybody.items():
+                self._join(name, dist.PrefixStore(f"{name} of {ranks[0]}", store), ranks.index(rank), len(ranks))
+        except BaseException:
+            self._breaking.break_off(list(self._groups.values()), store)
+            self.forget()
+            raise
+        self._breaking.made()
+        self._store = None
+        return dict(self._groups)
+
+    def _empty(self, name: str, store: dist.Store, rank: int, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A group that knows no peers yet."""
+        options: dict[str, Any] = {"enable_reconfigure": True}
+        if name == "world":
+            options |= {"pg_options": self._breaking.options(), "timeout": MEETING_TIMEOUT}
+            dist.init_process_group(self._kind, store=store, rank=rank, world_size=len(ranks), **options)
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        options |= {"backend_options": self._breaking.options(), "timeout": MEETING_TIMEOUT, "group_desc": name}
+        private: Any = distributed_c10d  # what `new_group` calls, which does not hand the flag on
+        group: dist.ProcessGroup
+        group, _ = private._new_process_group_helper(
+            *(len(ranks), ranks.index(rank), list(ranks), self._kind, store, f"{name} of {ranks[0]}"), **options
+        )
+        distributed_c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
+        return group
+
+    def _join(self, name: str, store: dist.Store, index: int, size: int) -> None:
+        """Make this rank and its peers, who do the same, members number `index` and so on of the group."""
+        private: Any = distributed_c10d
+        group = self._groups[name]
+        store.set(f"handle/{index}", private._get_reconfigure_handle(group))
+        if index == 0:
+            store.set("uuid", str(secrets.randbits(62)))
+        handles = [store.get(f"handle/{each}").decode() for each in range(size)]
+        uuid = int(store.get("uuid"))
+        private._reconfigure(uuid, handles, group, timeout=MEETING_TIMEOUT).wait()
+        group.set_timeout(COLLECTIVE_TIMEOUT)
+
+    def break_off(self) -> None:
+        self._breaking.break_off(list(self._groups.values()), self._store)
+
+    def leave(self) -> None:
+        self.break_off()
+        self._store = None
+        self._breaking.drain()
+
+    def forget(self) -> None:
+        if self._groups:
+            _forget_all(self._kind)
+        self._groups, self._address = {}, None
+
+
 def regroup_for(device: torch.device, in_place: bool) -> Regroup:
     """For ranks on `device`. `in_place`: whether its process is to survive the loss of a peer."""
-    if device.type == "cuda":
-        return NewGroups("nccl", NcclBreaking(device, in_place))
-    return NewGroups("gloo", GlooBreaking())
+    lasting = in_place and hasattr(distributed_c10d, "_reconfigure")
+    if device.type == "cpu":
+        return LastingGroups("gloo", GlooBreaking()) if lasting else NewGroups("gloo", GlooBreaking())
+    # In torch 2.14 only the second of its NCCL backends, which is not its default, takes new members.
+    lasting = lasting and nccl_is_the_second()
+    breaking = NcclBreaking(device, in_place)
+    return LastingGroups("nccl", breaking) if lasting else NewGroups("nccl", breaking)
 
 
-def _port_of(store: dist.Store | None) -> int | None:
-    """Of the server behind `store`."""
+def _forget_all(kind: str) -> None:
+    """What torch knows of groups that were broken off."""
+    if not dist.is_initialized():
+        return
+    if kind == "nccl":
+        distributed_c10d._abort_process_group()  # a destroyed one would wait for its peers
+    else:
+        dist.destroy_process_group()
+
+
+def _server_of(store: dist.Store) -> dist.TCPStore:
+    """The connection to the server behind `store`."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return store.port if isinstance(store, dist.TCPStore) else None
+    if not isinstance(store, dist.TCPStore):
+        raise TypeError(f"ranks of a gang meet through a TCPStore, not through a {type(store).__name__}")
+    return store

@@ -231,6 +231,8 @@ class TrainerProcess:
         # The agent watches the record of this rank, which therefore goes on being the same.
         before = self._comm
         progress = before.progress if before is not None and before.rank == order.rank else None
+        if before is not None:
+            before.forget()
         self._comm = self._trainer = before = None  # before the new ones, so that memory never holds both
         self._comm, self._trainer = self._build_rank(order, progress, self.reporter)
         self._built = order

@@ -17,12 +17,26 @@ GPU = torch.device("cuda:0")
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
+class FirstNccl:
+    """Stands in for torch's first NCCL backend."""
+
+    def __init__(self, asked, name):
+        self._asked, self._name = asked, name
+
+    def _group_start(self):
+        self._asked.append(f"{self._name} begins")
+
+    def _group_end(self):
+        self._asked.append(f"{self._name} ends")
+
+
 @pytest.fixture
 def asked(monkeypatch):
     """What was asked of NCCL and of the device so far."""
     calls: list[str] = []
     monkeypatch.delenv(HANDLING, raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(f"drain {device}"))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FirstNccl, raising=False)
     monkeypatch.setattr(regroup.distributed_c10d, "_abort_process_group", lambda: calls.append("forget"))
     return calls
 
@@ -31,9 +45,7 @@ def groups(asked, names):
     """Groups that note what is asked of them."""
 
     def group(name):
-        backend = SimpleNamespace(
-            _group_start=lambda: asked.append(f"{name} begins"), _group_end=lambda: asked.append(f"{name} ends")
-        )
+        backend = FirstNccl(asked, name)
         return SimpleNamespace(abort=lambda: asked.append(f"abort {name}"), _get_backend=lambda device: backend)
 
     return [group(name) for name in names]
@@ -86,5 +98,28 @@ def test_a_device_that_does_not_recover_says_so_itself(asked, monkeypatch):
         NewGroups("nccl", NcclBreaking(GPU, wanted=True)).leave()
 
 
-def test_gpus_have_nccl_and_cpus_gloo():
-    assert [regroup_for(torch.device(name), True)._kind for name in ("cuda:0", "cpu")] == ["nccl", "gloo"]
+@pytest.mark.parametrize(
+    ("device", "in_place", "reconfigures", "second", "expected"),
+    [
+        ("cpu", True, False, False, ("gloo", "abort and new groups")),
+        ("cpu", True, True, False, ("gloo", "reconfigure")),
+        ("cpu", False, True, False, ("gloo", "abort and new groups")),
+        ("cuda:0", True, False, False, ("nccl", "abort and new groups")),
+        ("cuda:0", True, True, False, ("nccl", "abort and new groups")),
+        ("cuda:0", True, True, True, ("nccl", "reconfigure")),
+        ("cuda:0", False, True, True, ("nccl", "abort and new groups")),
+    ],
+)
+def test_groups_last_where_torch_gives_them_new_members(monkeypatch, device, in_place, reconfigures, second, expected):
+    monkeypatch.delattr(regroup.distributed_c10d, "_reconfigure", raising=False)
+    if reconfigures:
+        monkeypatch.setattr(regroup.distributed_c10d, "_reconfigure", None, raising=False)
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1" if second else "0")
+    made = regroup_for(torch.device(device), in_place)
+    assert (made._kind, made.way) == expected
+
+
+def test_the_second_nccl_backend_is_aborted_without_brackets(asked, monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", str)
+    NcclBreaking(GPU, wanted=True).break_off(groups(asked, ["world", "data"]), None)
+    assert asked == ["abort data", "abort world"]

@@ -67,6 +67,9 @@ class FakeComm:
     def close(self):
         self.closed += 1
 
+    def forget(self):
+        """Nothing was kept."""
+
     def cut(self, seconds):
         self.cuts.append(seconds)
 
