@@ -35,6 +35,10 @@ class PeerLost(MantaError):
     """A collective failed because another rank is gone. This rank is not the culprit."""
 
 
+class DeviceLost(MantaError):
+    """This rank's device answers everything with an error: the process is of no use any more, its state is."""
+
+
 class NonFiniteError(MantaError):
     """A step's loss or gradient is not finite; the message names the step and its samples."""
 

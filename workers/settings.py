@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from workers.paths import Paths
 
@@ -80,3 +81,9 @@ def read_slurm_job_end() -> float | None:
 def nccl_is_the_second() -> bool:
     """Whether torch takes the second of its backends for NCCL (TORCH_DIST_USE_NCCL2=1; torch 2.14 and later)."""
     return os.environ.get("TORCH_DIST_USE_NCCL2") == "1"
+
+
+def read_backend() -> Literal["process_groups"] | None:
+    """What ranks on CPU slots communicate with where it is not our links (MANTA_PROCESS_GROUPS_FOR_TESTS=1): for tests
+    and benchmarks of the path of the GPUs, over gloo. A node's trainers have it from who started the node."""
+    return "process_groups" if os.environ.get("MANTA_PROCESS_GROUPS_FOR_TESTS") == "1" else None

@@ -23,6 +23,7 @@ from workers.comm.links_backend import LinksBackend, linked_through_first
 from workers.comm.lost_peers import naming_lost_peers
 from workers.comm.process_groups import ProcessGroups
 from workers.comm.regroup import regroup_for
+from workers.comm.repair_self_test import RepairSelfTest, try_repair
 from workers.comm.secret import Secret
 from workers.comm.shared_work import SharedWork
 from workers.errors import PeerLost
@@ -92,13 +93,31 @@ class Comm:
         self.shared_work = SharedWork(self._work_links, self.size("world"))
         self.raise_if_over()
 
+    def try_repair(self, store: dist.Store, generation: int) -> RepairSelfTest:
+        """Before `connect` to `generation`, with all its ranks: try whether its groups can be repaired in place. Where
+        they can't, the process is not to survive the loss of a peer."""
+        self.progress.belongs_to(generation)
+        self.step.enter("connecting")
+        self.generation = generation
+        apart = dist.PrefixStore(f"repair-self-test-{generation}", store)
+        result = try_repair(*(self._new_groups, apart, self.rank, self.size("world"), self.device), self._regroup.way)
+        with self._lock:
+            self._backend = None
+        if not result.passed:
+            self._regroup.forget()
+            self._regroup = regroup_for(self.device, in_place=False)
+        return result
+
+    def _new_groups(self) -> ProcessGroups:
+        groups = ProcessGroups(self.grid, self.rank, self.device, self._regroup, self.progress)
+        with self._lock:
+            self._backend = groups  # from here on it can be interrupted
+        self.raise_if_over()
+        return groups
+
     def _connect_backend(self, store: dist.Store, host: str, secret: Secret) -> None:
         if self._kind == "process_groups":
-            groups = ProcessGroups(self.grid, self.rank, self.device, self._regroup, self.progress)
-            with self._lock:
-                self._backend = groups  # from here on it can be interrupted
-            self.raise_if_over()
-            groups.connect(store)
+            self._new_groups().connect(store)
             return
         links = LinksBackend(self.grid, self.rank, store, secret, host, self._is_over, self.progress, self._ports)
         self._backend = links if self.device.type == "cpu" else HostStaged(links)

@@ -23,7 +23,7 @@ from workers.liveness.progress import CONNECTING_CHANNEL, Progress
 # Messages towards later and towards earlier ranks of a pipeline: on GPUs each has its own communicator, so that two
 # neighbours that send to each other never wait for each other.
 _DIRECTIONS = ("pipeline_up", "pipeline_down")
-_LOOK = timedelta(seconds=0.1)
+_LOOK = timedelta(seconds=0.5)
 """How often who waits for others to come looks whether its generation is over."""
 
 

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from workers.errors import DeviceLost
 from workers.settings import nccl_is_the_second
 from workers.system.connections import Connection, break_connections, open_connections
 
@@ -66,7 +67,7 @@ class Breaking(Protocol):
         ...
 
     def drain(self) -> None:
-        """Return once nothing of them runs any more. Raises what the device says where it is beyond repair."""
+        """Return once nothing of them runs any more. Raises DeviceLost."""
         ...
 
 
@@ -142,7 +143,12 @@ class NcclBreaking:
             first._group_end()
 
     def drain(self) -> None:
-        torch.cuda.synchronize(self._device)
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as error:  # an error of the device that it does not forget
+            raise DeviceLost(
+                f"the GPU answers with an error after communication was broken off: {str(error).splitlines()[0]}"
+            ) from error
 
 
 class Regroup(Protocol):
@@ -160,7 +166,7 @@ class Regroup(Protocol):
         ...
 
     def leave(self) -> None:
-        """Break off and have nothing run any more; `make` may follow. Raises what the device says."""
+        """Break off and have nothing run any more; `make` may follow. Raises DeviceLost."""
         ...
 
     def forget(self) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from workers.comm import regroup
 from workers.comm.regroup import NcclBreaking, NewGroups, regroup_for
+from workers.errors import DeviceLost
 
 GPU = torch.device("cuda:0")
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -94,7 +95,7 @@ def test_a_device_that_does_not_recover_says_so_itself(asked, monkeypatch):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+    with pytest.raises(DeviceLost, match=r"with an error after .* illegal memory access was encountered$"):
         NewGroups("nccl", NcclBreaking(GPU, wanted=True)).leave()
 
 
