@@ -329,7 +329,10 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
         progress = Progress.shared(order.snapshot_folder, order.rank)
     spec = parse_job_spec(order.spec)
     in_place = order.in_place or order.tries_repair
-    comm = Comm(RankGrid(spec.layout), order.rank, device, read_backend(), progress, order.ports, in_place)
+    backend = read_backend()
+    if backend is not None:
+        print(f"rank {order.rank} communicates over process groups, since a test wants that", flush=True)
+    comm = Comm(RankGrid(spec.layout), order.rank, device, backend, progress, order.ports, in_place)
     peak = order.peak_flops or measure_peak_flops(device.type).flops
     record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
     cache = Path(order.token_cache) if order.token_cache else None
