@@ -3,10 +3,13 @@ over the links are: whatever is killed, stopped or cut, who survives keeps its p
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from api.cli.service import stop_service
 from tests.e2e.conftest import EVERY_STEP, Manta
+from workers.protocol.messages import BETWEEN_STEPS, FAULT_PHASES
 
 OVER_GROUPS = {"MANTA_PROCESS_GROUPS_FOR_TESTS": "1"}
 FOUR = (2, 1, 2)
@@ -46,6 +49,33 @@ def test_killed_stopped_and_cut_ranks_cost_no_other_process_and_no_bit(manta, cl
     assert [event.rank for event in manta.events(job, "rank_hung")] == [1]
     assert manta.curve(job) == clean
     assert manta.leftovers(job) == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_hundred_faults_cost_no_other_process_and_no_bit(manta):
+    """Kind, rank and phase are drawn from a seed; of what is killed or stopped, all but one process stays."""
+    faults, between = 100, 6
+    sections = {"checkpoint": EVERY_STEP, "recovery": {"max_restarts": 2 * faults}}
+    document = manta.spec(faults * between + 20, FOUR, **sections)
+    undisturbed = manta.submit(document)
+    manta.until_state(undisturbed, "SUCCEEDED", seconds=600.0)
+    job, choice = manta.submit(document), random.Random(15)
+    phases = [phase for phase in FAULT_PHASES if phase not in (*BETWEEN_STEPS, "checkpoint")]
+    struck = []
+    for number in range(1, faults + 1):
+        kind, rank, phase = (
+            choice.choice(["kill", "kill", "stop", "partition"]),
+            choice.randrange(4),
+            choice.choice(phases),
+        )
+        manta.inject(job, kind, rank, at_step=number * between, phase=phase)
+        manta.until_generation(job, number + 1)
+        struck.append(None if kind == "partition" else rank)
+    manta.until_state(job, "SUCCEEDED", seconds=600.0)
+    kept = survivors(manta, job)
+    assert kept == [[rank for rank in range(4) if rank != lost] for lost in struck]
+    assert manta.curve(job) == manta.curve(undisturbed)
 
 
 def test_resized_job_keeps_the_processes_that_stay(manta):
