@@ -22,6 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the whole suite."""
     parser.addoption("--soak", action="store_true", help="run what is exhaustive (marked soak) instead of the rest")
     parser.addoption("--record-curves", action="store_true", help="record test_golden_curves.py's curves anew")
+    parser.addoption("--other-torch", help="a Python with another torch, whose process groups are tested with --soak")
     parser.addoption(
         "--allowed-skips",
         type=Path,
