@@ -1,5 +1,5 @@
-"""What a failure costs: a killed rank, a stopped one, a killed control plane; and the same kill under torchrun and Ray
-Train, on the same machine in the same run.
+"""What a failure costs: a killed rank, also over process groups, a stopped one, a killed control plane; and the same
+kill under torchrun and Ray Train, on the same machine in the same run.
 
 Times run from the signal to the next committed step by the clock of the ranks, for the baselines to the next completed
 step in their own log, also when it is an old one that is done again; after a SIGSTOP until the step is seen over REST.
@@ -29,6 +29,8 @@ FOURS = {"tensor_data": (2, 1, 2), "pipeline_data": (1, 2, 2)}
 EIGHT = (2, 2, 2)
 FOUR_P95, EIGHT_P95 = 0.9, 1.8
 NOTICED_TARGET, STOPPED_TARGET, CONTROL_TARGET = 3.0, 5.0, 5.0
+GROUPS_TIMES_LINKS = 2.0
+OVER_GROUPS = {"MANTA_PROCESS_GROUPS_FOR_TESTS": "1"}
 AWAY_SECONDS = 3.0
 """How long the control plane is gone."""
 LONG_STEPS = 100_000
@@ -39,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser("recovery", __doc__)
     options.add_argument("--kills", type=int, default=20, help="kills for each layout of 4 ranks (default: 20)")
     options.add_argument("--kills-eight", type=int, default=10, help="kills for 8 ranks (default: 10)")
+    options.add_argument("--kills-groups", type=int, default=20, help="kills over process groups (default: 20)")
     options.add_argument("--stops", type=int, default=5, help="SIGSTOPs of a rank (default: 5)")
     options.add_argument("--control-kills", type=int, default=3, help="kills of the control plane (default: 3)")
     options.add_argument("--baseline-kills", type=int, default=5, help="kills of each baseline; 0: none (default: 5)")
@@ -56,6 +59,9 @@ def measure(options: argparse.Namespace) -> Report:
             _stops(report, service, options, choice)
         if options.control_kills:
             _control_kills(report, service, options)
+    if options.kills_groups:
+        with own_service(environment=OVER_GROUPS) as service:
+            _kills_over_groups(report, service, options, choice)
     if options.baseline_kills:
         _baselines(report, options, choice)
     report.settings = {
@@ -76,6 +82,18 @@ def _kills(report: Report, service: OwnService, options: argparse.Namespace, cho
         if kills:
             document = quickstart(layout, STEPS_BETWEEN * (kills + 1), options.seed)
             kills_of(service, document, math.prod(layout), kills, choice).report(report, name, most=most)
+
+
+def _kills_over_groups(report: Report, service: OwnService, options: argparse.Namespace, choice: random.Random) -> None:
+    """The kills of 4 ranks again, over process groups on gloo, as GPUs have them over NCCL."""
+    for name, layout in FOURS.items():
+        document = quickstart(layout, STEPS_BETWEEN * (options.kills_groups + 1), options.seed)
+        kills_of(service, document, math.prod(layout), options.kills_groups, choice).report(report, f"groups_{name}")
+        over_links = report.figures.get(f"kill_to_next_step_{name}_median")
+        if over_links is not None:
+            median = float(report.figures[f"kill_to_next_step_groups_{name}_median"].value)
+            times = round(median / float(over_links.value), 2)
+            report.add(f"groups_times_links_{name}", times, "ratio", GROUPS_TIMES_LINKS)
 
 
 @dataclass

@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="a Python with our requirements and a torch that is built for CUDA",
     )
     parser.addoption("--record-curves", action="store_true", help="record test_golden_curves.py's curves anew")
+    parser.addoption("--other-torch", help="a Python with another torch, whose process groups are tested with --soak")
     parser.addoption(
         "--allowed-skips",
         type=Path,

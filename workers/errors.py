@@ -40,6 +40,10 @@ class AskedToRest(PeerLost):
     they communicate with, nobody waits for anybody."""
 
 
+class DeviceLost(MantaError):
+    """This rank's device answers everything with an error: the process is of no use any more, its state is."""
+
+
 class NonFiniteError(MantaError):
     """A step's loss or gradient is not finite; the message names the step and its samples."""
 

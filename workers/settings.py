@@ -1,12 +1,14 @@
 """What the environment says to the engine when it runs without the service: torchrun's variables; to a node about where
-it runs: Kubernetes' and Slurm's; where tokens of corpora are kept on a machine; and, in tests, that there are no GPUs.
-No other module of `workers` takes a setting from the environment; `service/settings.py` reads that of the service."""
+it runs: Kubernetes' and Slurm's; which of its NCCL backends torch takes; where tokens of corpora are kept on a machine;
+and, in tests, that there are no GPUs, or that ranks on slots communicate as those on GPUs do. No other module of
+`workers` takes a setting from the environment; `service/settings.py` reads that of the service."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from workers.paths import Paths
 
@@ -85,3 +87,14 @@ def read_computes_on_cpu() -> bool:
 def read_visible_gpus() -> str:
     """The GPUs that the process may use, as CUDA_VISIBLE_DEVICES names them; empty: none, or all where nobody says."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+def nccl_is_the_second() -> bool:
+    """Whether torch takes the second of its backends for NCCL (TORCH_DIST_USE_NCCL2=1; torch 2.14 and later)."""
+    return os.environ.get("TORCH_DIST_USE_NCCL2") == "1"
+
+
+def read_backend() -> Literal["process_groups"] | None:
+    """What ranks on CPU slots communicate with where it is not our links (MANTA_PROCESS_GROUPS_FOR_TESTS=1): for tests
+    and benchmarks of the path of the GPUs, over gloo. A node's trainers have it from who started the node."""
+    return "process_groups" if os.environ.get("MANTA_PROCESS_GROUPS_FOR_TESTS") == "1" else None

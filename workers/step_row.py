@@ -64,6 +64,7 @@ def mean_part_seconds(comm: Comm, snapshot_seconds: float) -> dict[str, float]:
     shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=comm.device)
     comm.all_reduce("world", shared)
     means = (shared / comm.size("world")).tolist()
+    comm.confirm()
     return {f"{part}_seconds": mean for part, mean in zip(seconds, means, strict=True)}
 
 

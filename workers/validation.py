@@ -34,7 +34,9 @@ class Validation:
                 self._add(text, sums, places, mine)
             self.comm.all_reduce("world", together)
         sums_of_each = zip(texts, together.split(lengths), strict=True)
-        return {text.metric: float(sum_of_halves(sums[1:]) / sums[0]) for text, sums in sums_of_each}
+        losses = {text.metric: float(sum_of_halves(sums[1:]) / sums[0]) for text, sums in sums_of_each}
+        self.comm.confirm()
+        return losses
 
     def _add(self, text: HeldOut, sums: torch.Tensor, places: int, mine: range) -> None:
         """Put into `sums` what this rank knows of a text: its tokens, then the losses of each batch."""

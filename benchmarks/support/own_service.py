@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil  # type: ignore[import-untyped]
 
@@ -34,14 +36,16 @@ class JobWentWrong(MantaError):
 class OwnService:
     """The service, its client and its folders."""
 
-    def __init__(self, home: Path, allow_faults: bool = False):
+    def __init__(self, home: Path, allow_faults: bool = False, environment: Mapping[str, str] | None = None):
+        """`environment`: of the service, and so of its ranks, beside this process's."""
         self.home, self.paths = home, Paths.of(home)
-        self._allow_faults = allow_faults
+        self._allow_faults, self._environment = allow_faults, environment or {}
         self.start()
 
     def start(self) -> None:
         """Start it, also after its process was killed; it is ready when this returns."""
-        start_service(self.home, "127.0.0.1", 0, None, None, self._allow_faults)
+        with patch.dict(os.environ, self._environment):
+            start_service(self.home, "127.0.0.1", 0, None, None, self._allow_faults)
         self.client = MantaClient.of_home(self.home)
 
     def kill(self) -> None:
@@ -136,12 +140,13 @@ class OwnService:
 
 
 @contextlib.contextmanager
-def own_service(allow_faults: bool = False) -> Iterator[OwnService]:
-    """Start a service that is up when this yields, and gone with all that it left afterwards."""
+def own_service(allow_faults: bool = False, environment: Mapping[str, str] | None = None) -> Iterator[OwnService]:
+    """Start a service that is up when this yields, and gone with all that it left afterwards. `environment`: see
+    OwnService."""
     with tempfile.TemporaryDirectory(prefix="manta-benchmark-") as folder:
         home = Path(folder)
         try:
-            service = OwnService(home, allow_faults)
+            service = OwnService(home, allow_faults, environment)
             yield service
             service.client.close()
         finally:

@@ -31,6 +31,7 @@ HEAR_OUT_TURN_SECONDS = 0.5
 # Kinds of failure whose message is a sentence that needs no exception's name before it.
 SAY_ALL = frozenset(
     {"no_shared_memory", "bad_data", "bad_checkpoint", "unreadable_checkpoint", "not_saved", "not_finite", "spike"}
+    | {"device_lost"}
 )
 
 Question = Callable[[AgentClient], Awaitable[object]]

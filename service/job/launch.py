@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from service.backups import rank_backups
@@ -31,6 +31,20 @@ STARTING, RUNNING, EXITED = "starting", "running", "exited"
 # A launch that takes longer has an agent in it that does not answer; a node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0
 FROM_THE_START = Resume()
+
+
+@dataclass(frozen=True)
+class RepairOverGroups:
+    """What is known of repair in place over NCCL, which depends on drivers, NCCL and the network of the nodes. Links do
+    without."""
+
+    is_tried: bool = False
+    """Whether the ranks try it now, in the first generation of a job. Where that goes wrong, later ones do not."""
+    works: bool = False
+    """Whether they have, and it worked."""
+
+
+UNTRIED = RepairOverGroups()
 
 
 class LaunchFailed(MantaError):
@@ -61,9 +75,10 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
         launch.cause, launch.counts, resume, start.source, gang.layout, launch.incident, expected
     )
     roll_backs = await record.rolled_back()
+    repair = RepairOverGroups(next_one == 1, await record.repair_works())
     secret = secrets.token_hex(SECRET_LENGTH // 2)
     orders = {
-        rank: order_for(job, rank, place, gang.spec, generation, resume, store, roll_backs, secret)
+        rank: order_for(job, rank, place, gang.spec, generation, resume, store, roll_backs, secret, repair)
         for rank, place in where.items()
     }
     running = watch_generation(job, generation, resume.step)
@@ -135,10 +150,11 @@ def order_for(
     store: StoreAddress | None = None,
     roll_backs: Sequence[dict[str, Any]] = (),
     secret: str | None = None,
+    repair: RepairOverGroups = UNTRIED,
 ) -> LaunchOrder:
     """The order for the agent of `rank`, which is at `where`. `spec`: in the layout of `generation`; `store`: where its
     ranks meet; `roll_backs`: what the events of steps that were rolled back say; `secret`: what its ranks know each
-    other by."""
+    other by; `repair`: what goes for ranks on GPUs."""
     paths = job.cluster.paths
     return LaunchOrder(
         job=job.id,
@@ -155,7 +171,8 @@ def order_for(
         device="cuda:0" if where.devices else "cpu",
         # A node's is that of its CPU: a rank with a GPU finds out itself what that one can do.
         peak_flops=None if where.devices else job.cluster.peak_flops.get(where.node or ""),
-        in_place=not where.devices,  # over NCCL a survivor cannot leave a collective
+        in_place=repair.works or not where.devices,
+        tries_repair=repair.is_tried and bool(where.devices) and job.gang.layout.world_size > 1,
     )
 
 

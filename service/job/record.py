@@ -21,6 +21,7 @@ from service.store.tables import Checkpoint, Generation, Job
 from workers.checkpoint.catalog import Listing
 from workers.config import ParallelConfig
 from workers.protocol.messages import Resume
+from workers.protocol.reports import REPAIR_SELF_TEST
 
 Outcome = Mapping[str, Any]
 """How a job ends: `state`, `reason`, `message`."""
@@ -73,6 +74,11 @@ class JobRecord:
     async def rolled_back(self) -> list[dict[str, Any]]:
         """What the events of steps that were rolled back say, oldest first."""
         return await self.read(lambda s: events.data_of(s, self.id, "rolled_back"))
+
+    async def repair_works(self) -> bool:
+        """Whether the ranks have tried repair in place over process groups, and it worked."""
+        tried = await self.read(lambda s: events.data_of(s, self.id, REPAIR_SELF_TEST))
+        return bool(tried) and bool(tried[-1].get("passed"))
 
     async def event(
         self,

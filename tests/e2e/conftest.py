@@ -178,7 +178,7 @@ class Manta:
             with contextlib.suppress(psutil.NoSuchProcess):
                 zygote.resume()
 
-    def until_state(self, job: str, *states: str) -> Any:
+    def until_state(self, job: str, *states: str, seconds: float = SECONDS) -> Any:
         """Wait until the job is in one of `states`; the job."""
 
         def reached() -> Any:
@@ -188,7 +188,7 @@ class Manta:
 
         every = POLL_SECONDS if all(is_final(state) for state in states) else OFTEN_SECONDS
         try:
-            return self.until(f"{job} being {' or '.join(states)}", reached, every=every)
+            return self.until(f"{job} being {' or '.join(states)}", reached, seconds, every)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.story(job)}") from None
 

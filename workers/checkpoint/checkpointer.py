@@ -134,7 +134,9 @@ class Checkpointer:
             condition, _, _ = catalog.look_at(catalog.checkpoint_path(self.folder, step, self.comm.generation))
             seen.fill_(float(condition is Condition.WHOLE))
         self.comm.all_reduce("world", seen)
-        return bool(seen.item())
+        answer = bool(seen.item())
+        self.comm.confirm()
+        return answer
 
     def start(self, step: int, numbers: dict[str, Any] | None = None, if_it_fails: str | None = None) -> None:
         """Begin to copy the state of committed step `step` aside and to write it, with its `numbers` in the manifest;
@@ -167,7 +169,9 @@ class Checkpointer:
             self._patience = max(0.0, self._patience - (time.monotonic() - began))
         writing = torch.full((1,), float(self.writing), device=self.comm.device)
         self.comm.all_reduce("world", writing)
-        return not writing.item()
+        answer = not writing.item()
+        self.comm.confirm()
+        return answer
 
     def _report_delay(self, step: int) -> None:
         seconds = time.monotonic() - self._started

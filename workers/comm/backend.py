@@ -6,25 +6,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from workers.comm.grid import Axis
-from workers.errors import PeerLost
 
 Tensors = Sequence[torch.Tensor]
-
-_DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
 class Handle(Protocol):
     """A communication under way; its tensors must not be touched before `wait` has returned.
 
-    On a CPU `wait` raises PeerLost when the other side is gone. With NCCL only the compute stream waits, and a lost
-    peer ends the process through NCCL's watchdog.
+    On a CPU `wait` raises PeerLost when the other side is gone. With NCCL only the compute stream waits: a lost peer is
+    noticed by its agent, and whoever has waited for the device asks `Backend.confirm`.
     """
 
     def wait(self) -> None: ...
@@ -86,22 +82,15 @@ class Backend(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Called by another thread: whoever waits here, and whoever will, gets PeerLost where the backend can do that.
-        The peers notice at once."""
+        """Called by another thread: whoever waits here, and whoever will, gets PeerLost; who waits for a device goes
+        on, and learns it from `confirm`. On a CPU the peers notice at once."""
+        ...
+
+    def confirm(self) -> None:
+        """Called where the host has waited for the device, before it believes what came: raises PeerLost where
+        communication was broken off, after which results on a device mean nothing."""
         ...
 
     def close(self) -> None:
         """Leave the generation; the peers notice at once."""
         ...
-
-
-@contextmanager
-def naming_lost_peers() -> Iterator[None]:
-    """Turn the RuntimeErrors of torch.distributed into PeerLost: inside a collective they mean that a peer went away,
-    unless it is the device that speaks."""
-    try:
-        yield
-    except _DEVICE_ERRORS:
-        raise
-    except RuntimeError as error:
-        raise PeerLost(f"communication failed: {str(error).splitlines()[0]}") from error

@@ -15,12 +15,15 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from workers.comm.backend import DONE, Backend, Handle, Tensors, Transfer, naming_lost_peers
+from workers.comm.backend import DONE, Backend, Handle, Tensors, Transfer
 from workers.comm.grid import AXES, Axis, RankGrid
 from workers.comm.host_staged import HostStaged
 from workers.comm.links import Links
 from workers.comm.links_backend import LinksBackend, linked_through_first
+from workers.comm.lost_peers import naming_lost_peers
 from workers.comm.process_groups import ProcessGroups
+from workers.comm.regroup import regroup_for
+from workers.comm.repair_self_test import RepairSelfTest, try_repair
 from workers.comm.secret import Secret
 from workers.comm.shared_work import SharedWork
 from workers.errors import PeerLost
@@ -45,11 +48,13 @@ class Comm:
         backend: BackendKind | None = None,
         progress: Progress | None = None,
         ports: PortRange | None = None,
+        in_place: bool = False,
     ):
         """`backend`: our links, through host memory where `device` is a GPU, which several ranks may then share; or
         process groups of torch.distributed. Where none is named, the links on a CPU and process groups on a GPU.
         `progress`: record of where this rank stands, for whoever watches it; private where there is none; `ports`: on
-        which our links listen, None: any."""
+        which our links listen, None: any; `in_place`: whether the process is to survive the loss of a peer over NCCL,
+        which it does over everything else."""
         self.grid, self.rank, self.device, self._ports = grid, rank, device, ports
         self.generation = 0
         self._kind = backend or ("links" if device.type == "cpu" else "process_groups")
@@ -61,6 +66,7 @@ class Comm:
         self._ranks = {axis: grid.group(axis, rank) for axis in (*AXES, "context")}
         self._sizes: dict[str, int] = {axis: len(ranks) for axis, ranks in self._ranks.items()}
         self._indices: dict[str, int] = {axis: ranks.index(rank) for axis, ranks in self._ranks.items()}
+        self._regroup = regroup_for(device, in_place)
         self._backend: Backend | None = None
         self._work_links: Links | None = None
         self._over = -1
@@ -78,24 +84,46 @@ class Comm:
         self.raise_if_over()
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
         host = address_towards(store_host)
-        with naming_lost_peers():
-            self._backend = self._connected_backend(prefixed, host, Secret(secret, generation, "training"))
+        with naming_lost_peers(self._is_over):
+            self._connect_backend(prefixed, host, Secret(secret, generation, "training"))
             peers, beside = linked_through_first(self.grid, self.rank), dist.PrefixStore("shared-work", prefixed)
             shared = Secret(secret, generation, "shared work")
             self._work_links = Links(self.rank, peers, beside, shared, host, self._is_over, ports=self._ports)
         self.shared_work = SharedWork(self._work_links, self.size("world"))
         self.raise_if_over()
 
-    def _connected_backend(self, store: dist.Store, host: str, secret: Secret) -> Backend:
+    def try_repair(self, store: dist.Store, generation: int) -> RepairSelfTest:
+        """Before `connect` to `generation`, with all its ranks: try whether its groups can be repaired in place. Where
+        they can't, the process is not to survive the loss of a peer."""
+        self.progress.belongs_to(generation)
+        self.step.enter("connecting")
+        self.generation = generation
+        apart = dist.PrefixStore(f"repair-self-test-{generation}", store)
+        result = try_repair(*(self._new_groups, apart, self.rank, self.size("world"), self.device), self._regroup.way)
+        with self._lock:
+            self._backend = None
+        if not result.passed:
+            self._regroup.forget()
+            self._regroup = regroup_for(self.device, in_place=False)
+        return result
+
+    def _new_groups(self) -> ProcessGroups:
+        groups = ProcessGroups(self.grid, self.rank, self.device, self._regroup, self.progress)
+        with self._lock:
+            self._backend = groups  # from here on it can be interrupted
+        self.raise_if_over()
+        return groups
+
+    def _connect_backend(self, store: dist.Store, host: str, secret: Secret) -> None:
         if self._kind == "process_groups":
-            return ProcessGroups(self.grid, self.rank, self.device, store)
+            self._new_groups().connect(store)
+            return
         links = LinksBackend(self.grid, self.rank, store, secret, host, self._is_over, self.progress, self._ports)
-        return links if self.device.type == "cpu" else HostStaged(links)
+        self._backend = links if self.device.type == "cpu" else HostStaged(links)
 
     def end(self, generation: int) -> None:
         """Called by another thread: all generations up to this one are over. Whoever communicates in one gets
-        PeerLost, at the latest with the next micro-batch, and cannot connect to one. Over process groups a wait that
-        has begun is not ended: there the process is killed."""
+        PeerLost, at the latest with the next micro-batch, and cannot connect to one."""
         with self._lock:
             self._over = max(self._over, generation)
             if self._is_over():
@@ -156,6 +184,10 @@ class Comm:
                     connections.close()
             self._backend = self._work_links = None
         self.shared_work = SharedWork()
+
+    def forget(self) -> None:
+        """Let go, after `close`, of what was kept for a later generation: another object joins it."""
+        self._regroup.forget()
 
     @property
     def own_seconds(self) -> float:
@@ -243,6 +275,13 @@ class Comm:
         here = torch.zeros(1, device=self.device)
         self.all_reduce("world", here)
         here.item()  # on a GPU only this makes the host wait
+        self.confirm()
+
+    def confirm(self) -> None:
+        """To be called where the host has waited for what a communication brought to the device, before it believes
+        it: raises PeerLost where communication was broken off meanwhile, after which that means nothing."""
+        if self._backend is not None:
+            self._backend.confirm()
 
     def _entered(self, what: str) -> Backend:
         """The backend, for one more of `what`, as the record counts them."""

@@ -44,6 +44,9 @@ class HostStaged:
     def interrupt(self) -> None:
         self._hosts.interrupt()
 
+    def confirm(self) -> None:
+        self._hosts.confirm()
+
     def close(self) -> None:
         self._hosts.close()
 

@@ -71,5 +71,8 @@ class LinksBackend:
     def interrupt(self) -> None:
         self.links.interrupt()
 
+    def confirm(self) -> None:
+        """Nothing: every wait has said so itself."""
+
     def close(self) -> None:
         self.links.close()

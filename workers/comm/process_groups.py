@@ -1,37 +1,42 @@
 """Communication over process groups of torch.distributed: NCCL on GPUs, gloo on a CPU.
 
-Every axis has a communicator of its own, and on GPUs a stream with it.
+Every axis has a communicator of its own, and on GPUs a stream with it. How they are made, left and made again is in
+`regroup.py`; what of their errors is a lost peer, in `lost_peers.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from workers.comm.backend import Handle, Started, Tensors, Transfer, naming_lost_peers
+from workers.comm.backend import Handle, Started, Tensors, Transfer
 from workers.comm.compat import all_gather_single, reduce_scatter_single
 from workers.comm.grid import AXES, Axis, RankGrid
+from workers.comm.lost_peers import naming_lost_peers
+from workers.comm.regroup import Regroup
+from workers.errors import PeerLost
+from workers.liveness.progress import CONNECTING_CHANNEL, Progress
 
-# A dead peer is noticed through its process long before this; it only bounds a wait that nobody supervises.
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 # Messages towards later and towards earlier ranks of a pipeline: on GPUs each has its own communicator, so that two
 # neighbours that send to each other never wait for each other.
 _DIRECTIONS = ("pipeline_up", "pipeline_down")
+_LOOK = timedelta(seconds=0.5)
+"""How often who waits for others to come looks whether its generation is over."""
 
 
 class _Work:
     """A torch.distributed operation under way."""
 
-    def __init__(self, work: dist.Work | None, *tensors: torch.Tensor):
-        self._work = work
+    def __init__(self, work: dist.Work | None, interrupted: Callable[[], bool], *tensors: torch.Tensor):
+        self._work, self._interrupted = work, interrupted
         self._tensors = tensors  # the backend uses them until the wait is over
 
     def wait(self) -> None:
         if self._work is not None:
-            with naming_lost_peers():
+            with naming_lost_peers(self._interrupted):
                 self._work.wait()
 
     @property
@@ -40,42 +45,52 @@ class _Work:
 
 
 class ProcessGroups:
-    """The process groups of one rank. An interrupt does not end a wait that has begun: there the process is killed."""
+    """The process groups of one rank in one generation."""
 
-    def __init__(self, grid: RankGrid, rank: int, device: torch.device, store: dist.Store):
-        """Meet the other ranks through `store`. Raises PeerLost."""
-        self._device = device
+    def __init__(
+        self, grid: RankGrid, rank: int, device: torch.device, regroup: Regroup, progress: Progress | None = None
+    ):
+        """`regroup`: makes the groups; it stays, where `connect` to a later generation shall follow. `progress` learns
+        who is waited for before that."""
+        self._grid, self._rank, self._device, self._regroup = grid, rank, device, regroup
+        self._progress = progress or Progress()
         self._ranks: dict[Axis, list[int]] = {axis: grid.group(axis, rank) for axis in AXES}
         self._indices = {axis: ranks.index(rank) for axis, ranks in self._ranks.items()}
-        self._groups: dict[str, dist.ProcessGroup | None] = {}
-        with naming_lost_peers():
-            dist.init_process_group(
-                backend="nccl" if device.type == "cuda" else "gloo",
-                store=store,
-                rank=rank,
-                world_size=grid.world_size,
-                timeout=COLLECTIVE_TIMEOUT,
-            )
-            try:
-                self._make_groups()
-                if device.type == "cuda":
-                    self._open_channels()
-            except BaseException:
-                self.close()
-                raise
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._is_interrupted = False
 
-    def _make_groups(self) -> None:
-        self._groups["world"] = dist.group.WORLD
+    def connect(self, store: dist.Store) -> None:
+        """Meet the other ranks through `store`. May be interrupted. Raises PeerLost."""
+        with naming_lost_peers(self._interrupted):
+            self._wait_for_all(store)
+            self._groups = self._regroup.make(store, self._rank, self._grid.world_size, self._members())
+            if self._device.type == "cuda":
+                self._open_channels()
+        self.confirm()
+
+    def _wait_for_all(self, store: dist.Store) -> None:
+        """Return once all ranks are here: from then on, who does not answer is dead, and is not waited for longer."""
+        missing, last = 0, self._grid.world_size - 1
+        store.set(f"here/{self._rank}", "")
+        if store.add("here", 1) > last:
+            store.set("all-here", "")
+        while True:
+            self.confirm()
+            try:
+                store.wait(["all-here"], _LOOK)
+                return
+            except dist.DistStoreError:
+                while missing < last and store.check([f"here/{missing}"]):
+                    missing += 1
+                self._progress.waits_for(missing, CONNECTING_CHANNEL, sending=False)
+
+    def _members(self) -> dict[str, list[int]]:
         # A group's name counts the groups that its members have made before, so all must have made as many: the
         # embedding's, which ranks between the ends do not have, comes last.
         named: list[tuple[str, Axis]] = [("tensor", "tensor"), ("data", "data")]
         named += [(direction, "pipeline") for direction in _DIRECTIONS]
-        for name, axis in (*named, ("embedding", "embedding")):
-            if len(self._ranks[axis]) > 1:
-                # Only the members meet, and order along the axis is the order of ranks.
-                self._groups[name] = dist.new_group(
-                    self._ranks[axis], timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True, group_desc=name
-                )
+        named.append(("embedding", "embedding"))
+        return {name: self._ranks[axis] for name, axis in named if len(self._ranks[axis]) > 1}
 
     def _open_channels(self) -> None:
         """Use every NCCL communicator once, in one order on all ranks: each is made at its first use, in which its
@@ -95,16 +110,25 @@ class ProcessGroups:
 
     def start_all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool) -> Handle:
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        with naming_lost_peers():
-            return _Work(dist.all_reduce(tensor, op=op, group=self._groups[axis], async_op=True), tensor)
+        with naming_lost_peers(self._interrupted):
+            return _Work(
+                dist.all_reduce(tensor, op=op, group=self._groups[axis], async_op=True), self._interrupted, tensor
+            )
 
     def start_all_gather(self, axis: Axis, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        with naming_lost_peers():
-            return _Work(all_gather_single(out, tensor, group=self._groups[axis], async_op=True), out, tensor)
+        with naming_lost_peers(self._interrupted):
+            return _Work(
+                all_gather_single(out, tensor, group=self._groups[axis], async_op=True), self._interrupted, out, tensor
+            )
 
     def start_reduce_scatter(self, axis: Axis, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        with naming_lost_peers():
-            return _Work(reduce_scatter_single(out, tensor, group=self._groups[axis], async_op=True), out, tensor)
+        with naming_lost_peers(self._interrupted):
+            return _Work(
+                reduce_scatter_single(out, tensor, group=self._groups[axis], async_op=True),
+                self._interrupted,
+                out,
+                tensor,
+            )
 
     def start_all_to_all(self, axis: Axis, outgoing: Sequence[Tensors], incoming: Sequence[Tensors]) -> Handle:
         group, peers = self._groups[axis], self._ranks[axis]
@@ -115,23 +139,32 @@ class ProcessGroups:
             if index != self._indices[axis]
             for tensor in tensors[index]
         ]
-        with naming_lost_peers():
+        with naming_lost_peers(self._interrupted):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return Started([_Work(work) for work in works])
+        return Started([_Work(work, self._interrupted) for work in works])
 
     def send(self, stage: int, tensor: torch.Tensor) -> Transfer:
         group = self._groups[_DIRECTIONS[stage < self._indices["pipeline"]]]
-        with naming_lost_peers():
-            return _Work(dist.isend(tensor, self._ranks["pipeline"][stage], group=group), tensor)
+        with naming_lost_peers(self._interrupted):
+            return _Work(dist.isend(tensor, self._ranks["pipeline"][stage], group=group), self._interrupted, tensor)
 
     def receive(self, stage: int, tensor: torch.Tensor) -> Handle:
         group = self._groups[_DIRECTIONS[stage > self._indices["pipeline"]]]
-        with naming_lost_peers():
-            return _Work(dist.irecv(tensor, self._ranks["pipeline"][stage], group=group), tensor)
+        with naming_lost_peers(self._interrupted):
+            return _Work(dist.irecv(tensor, self._ranks["pipeline"][stage], group=group), self._interrupted, tensor)
 
     def interrupt(self) -> None:
-        """Nothing: torch.distributed ends no wait from another thread."""
+        self._is_interrupted = True
+        self._regroup.break_off()
+
+    def _interrupted(self) -> bool:
+        return self._is_interrupted
+
+    def confirm(self) -> None:
+        if self._is_interrupted:
+            raise PeerLost("communication was broken off")
 
     def close(self) -> None:
+        self._is_interrupted = True
         self._groups.clear()
-        dist.destroy_process_group()
+        self._regroup.leave()

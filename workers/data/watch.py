@@ -38,7 +38,9 @@ def check_same_tokens(corpus: Corpus, comm: Comm) -> None:
     sums = torch.tensor([*words, *(-word for word in words)], dtype=torch.float64, device=comm.device)
     comm.all_reduce("world", sums, largest=True)
     highest, lowest = sums[:8], -sums[8:]
-    if not torch.equal(highest, lowest):
+    same = torch.equal(highest, lowest)
+    comm.confirm()
+    if not same:
         raise DataError(
             "the nodes of this job have made different tokens: the files of the corpus, or of the tokenizer, are not "
             "the same on all of them"

@@ -139,6 +139,9 @@ class LaunchOrder:
     in_place: bool = False
     """Whether a trainer that loses a peer comes to rest and waits for the next order, instead of ending. One that was
     asked to rest between two steps does so anyway."""
+    tries_repair: bool = False
+    """Whether the ranks try repair in place before anything else, which a trainer then does as with `in_place`, if all
+    of them could; else it ends when it loses a peer."""
     ports: PortRange | None = None
     """On which the rank listens for its peers; None: any. Its agent fills that in."""
     protocol: int = PROTOCOL

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
 
+REPAIR_SELF_TEST = "repair_self_test"
+"""Type of the event with which rank 0 says whether repair in place works where a job runs."""
 EXIT_SAVED = 77
 """Status with which a trainer exits that was asked to save its state and end before the job's last step, and has."""
 
@@ -93,6 +95,7 @@ class Failure:
         "not_finite",
         "spike",
         "corrupt",
+        "device_lost",
     ]
     """exception: user or program error; peer_lost: a collective failed because another rank died, so this rank is
     not the culprit; the others are typed errors whose message is one clear sentence."""

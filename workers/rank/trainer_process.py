@@ -31,6 +31,7 @@ from workers.errors import (
     CheckpointError,
     CheckpointNotSaved,
     DataError,
+    DeviceLost,
     NonFiniteError,
     PeerLost,
     ReplicaDiffers,
@@ -43,6 +44,7 @@ from workers.protocol.json_codec import JsonObject, from_json
 from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TrainerArgument
 from workers.protocol.reports import (
     EXIT_SAVED,
+    REPAIR_SELF_TEST,
     Event,
     Failure,
     Finished,
@@ -66,7 +68,7 @@ from workers.rank.faults import (
 from workers.rank.priority import give_way
 from workers.rank.report_lines import report_lines, reports_of
 from workers.reporter import Reporter
-from workers.settings import read_computes_on_cpu, read_visible_gpus
+from workers.settings import read_backend, read_computes_on_cpu, read_visible_gpus
 from workers.spec.reading import parse_job_spec
 from workers.storage.places import place_of
 from workers.system import gpu
@@ -81,6 +83,7 @@ _KINDS: dict[type[BaseException], str] = {
     NonFiniteError: "not_finite",
     SpikeError: "spike",
     ReplicaDiffers: "corrupt",
+    DeviceLost: "device_lost",
     UnreadableCheckpoint: "unreadable_checkpoint",
     CheckpointError: "bad_checkpoint",
     CheckpointNotSaved: "not_saved",
@@ -219,10 +222,24 @@ class TrainerProcess:
             except RuntimeError as error:
                 where = f"{order.store_host}:{order.store_port} from {socket.gethostname()}"
                 raise PeerLost(f"no rendezvous store answers at {where}: {str(error).splitlines()[0]}") from error
+            if order.tries_repair:
+                self._try_repair(store)
             self._comm.connect(store, order.generation, order.store_host, order.secret)
         self._connected_at = time.time()
         self._comm.generation = order.generation
         self._trainer.restore(order.resume, order.roll_backs)
+
+    def _try_repair(self, store: dist.Store) -> None:
+        """Find out with the other ranks whether a lost peer can be repaired in place. Raises PeerLost where this
+        process can't be used any more after that."""
+        assert self._comm is not None
+        result = self._comm.try_repair(store, self.order.generation)
+        self._print(result.sentence)
+        if self.order.rank == 0:
+            self.reporter.event(REPAIR_SELF_TEST, self.order.resume.step, result.sentence, result.to_json())
+        if not result.usable:
+            raise PeerLost(f"the self-test of repair in place went wrong: {result.problem}")
+        self.order = replace(self.order, in_place=result.passed)
 
     def _build(self) -> None:
         """Make what the order needs, unless it is there: another layout needs another rank's model."""
@@ -234,6 +251,8 @@ class TrainerProcess:
         # The agent watches the record of this rank, which therefore goes on being the same.
         before = self._comm
         progress = before.progress if before is not None and before.rank == order.rank else None
+        if before is not None:
+            before.forget()
         self._comm = self._trainer = before = None  # before the new ones, so that memory never holds both
         self._comm, self._trainer = self._build_rank(order, progress, self.reporter)
         self._built = order
@@ -310,7 +329,10 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
         answer_with_stacks(order.snapshot_folder, order.rank)
         progress = Progress.shared(order.snapshot_folder, order.rank)
     spec = parse_job_spec(order.spec)
-    comm = Comm(RankGrid(spec.layout), order.rank, device, backend, progress, order.ports)
+    in_place = order.in_place or order.tries_repair
+    if backend is None and (backend := read_backend()) is not None:
+        print(f"rank {order.rank} communicates over process groups, since a test wants that", flush=True)
+    comm = Comm(RankGrid(spec.layout), order.rank, device, backend, progress, order.ports, in_place)
     peak = order.peak_flops or measure_peak_flops(device.type).flops
     record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
     cache = Path(order.token_cache) if order.token_cache else None

@@ -191,7 +191,7 @@ class TrainerSlot:
             occupant.trainer.run_alongside(occupant.watch.run())
         if occupant.watch is not None:
             occupant.watch.ranks = math.prod(order.sizes)
-        if order.in_place and not occupant.has_successor:
+        if (order.in_place or order.tries_repair) and not occupant.has_successor:
             occupant.has_successor = True
             successor = asyncio.create_task(self._prepare_successor(occupant.trainer), name="successor")
             self._successors.add(successor)

@@ -78,4 +78,6 @@ class SnapshotInterval:
         mine = [statistics.median(self._stalls or [0.0]), statistics.median(self._steps)]
         shared = torch.tensor(mine, dtype=torch.float64, device=comm.device)
         comm.all_reduce("world", shared, largest=True)
-        self.every = steps_between(*shared.tolist())
+        agreed = shared.tolist()
+        comm.confirm()
+        self.every = steps_between(*agreed)

@@ -469,6 +469,7 @@ def test_agent_that_is_silent_when_others_have_saved_is_not_waited_for_as_long(m
         ("not_saved", "m"),
         ("not_finite", "m"),
         ("spike", "m"),
+        ("device_lost", "m"),
     ],
 )
 def test_failures_whose_message_says_all_are_not_introduced_by_their_exception(kind, message):

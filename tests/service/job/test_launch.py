@@ -10,7 +10,14 @@ from service.job import hangs_and_stragglers, launch
 from service.job.actions import Launch, launch_after
 from service.job.context import JobContext
 from service.job.incident import Incident
-from service.job.launch import LaunchFailed, finish_launch, launch_generation, order_for, watch_generation
+from service.job.launch import (
+    LaunchFailed,
+    RepairOverGroups,
+    finish_launch,
+    launch_generation,
+    order_for,
+    watch_generation,
+)
 from service.recovery.budgets import PastFailure
 from service.recovery.decisions import Death
 from service.recovery.timeline import RecoveryTimeline
@@ -51,12 +58,48 @@ def test_order_says_where_the_rank_is_and_what_its_device_can_do(job, cluster):
     assert job.id in order.snapshot_folder and job.id in order.checkpoint_folder
 
 
-def test_rank_with_a_gpu_computes_there_and_does_not_rest_in_place(job):
-    job.cluster.peak_flops["one"] = 1e12
-    at = AgentDescription("host", "127.0.0.1", 1, "one")
-    order = order_for(job, 0, dataclasses.replace(at, devices=["3"]), job.submitted, 1)
-    assert (order.device, order.in_place) == ("cuda:0", False)
-    assert order.peak_flops is None, "what its node's CPU can do is nothing to a GPU"
+def test_rank_with_a_gpu_computes_there_and_rests_in_place_only_where_that_was_tried(job):
+    job.cluster.peak_flops["one"] = 1e12  # what its node's CPU can do is nothing to a GPU
+    at = AgentDescription("host", "127.0.0.1", 1, "one", devices=("3",))
+    order = order_for(job, 0, at, job.submitted, 1)
+    assert (order.device, order.in_place, order.peak_flops) == ("cuda:0", False, None)
+    asked = {
+        repair: order_for(job, 0, at, job.submitted, 1, repair=repair)
+        for repair in (RepairOverGroups(), RepairOverGroups(is_tried=True), RepairOverGroups(works=True))
+    }
+    assert [(order.in_place, order.tries_repair) for order in asked.values()] == [
+        (False, False), (False, True), (True, False)
+    ]  # fmt: skip
+    on_slot = order_for(job, 0, dataclasses.replace(at, devices=()), job.submitted, 1, repair=RepairOverGroups(True))
+    assert (on_slot.in_place, on_slot.tries_repair) == (True, False), "links need not be tried"
+
+
+def test_repair_over_nccl_is_tried_by_the_first_generation_and_relied_on_where_it_worked(job, monkeypatch):
+    real = [agent.describe for agent in job.gang.agents]
+
+    def with_gpu(describe):
+        async def described():
+            return dataclasses.replace(await describe(), devices=("0",))
+
+        return described
+
+    for agent, describe in zip(job.gang.agents, real, strict=True):
+        monkeypatch.setattr(agent, "describe", with_gpu(describe))
+
+    async def generation():
+        await (await launch_generation(job, Launch("submitted", counts=False))).close()
+
+    def say(passed):
+        data = {"passed": passed}
+        job.record.store.write(lambda s: events.append(s, job.id, "repair_self_test", "tried", data=data))
+
+    said = []
+    for result in (None, False, True):
+        if result is not None:
+            say(result)
+        story(generation)
+        said += [(order.tries_repair, order.in_place) for order in [job.gang.agents[0].orders[-1]]]
+    assert said == [(True, False), (False, False), (False, True)]
 
 
 def test_launch_writes_who_runs_where(job, cluster):

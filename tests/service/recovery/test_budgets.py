@@ -164,7 +164,7 @@ def test_faults_are_read_from_the_generations_that_they_led_to():
 @pytest.mark.parametrize(
     ("cause", "kinds"),
     [
-        ("machine", ["killed", "hung", "straggler", "agent_lost", "peer_lost", "corrupt"]),
+        ("machine", ["killed", "hung", "straggler", "agent_lost", "peer_lost", "corrupt", "device_lost"]),
         ("user", ["exception", "bad_data", "not_finite", "spike"]),
         ("checkpoint", ["bad_checkpoint", "unreadable_checkpoint", "not_saved"]),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from rank_processes import HOST, SECRET
 from rank_programs import train_job
 
 from workers.comm.comm import Comm
+from workers.comm.process_groups import ProcessGroups
 from workers.config import ParallelConfig
 from workers.errors import PeerLost
 from workers.protocol.messages import Resume
@@ -90,7 +93,7 @@ def train_in_two_generations(comm: Comm, document: dict[str, Any], folder: str, 
     comm.close()
     trainer.rest()
     assert trainer.settled_step == 2
-    assert not dist.is_initialized()
+    assert dist.is_initialized() == (comm._regroup.way == "reconfigure")
     comm.connect(dist.TCPStore(HOST, port, is_master=False), comm.generation + 1_000_000, HOST, SECRET)
     trainer.restore(Resume("snapshot", 2))
     losses += [trainer.train_step().loss for _ in range(STEPS - 2)]
@@ -113,3 +116,74 @@ def test_ranks_meet_again_in_the_next_generation(ranks, corpus, tmp_path: Path, 
     again = (str(tmp_path), ranks.port, lost)
     for losses in ranks.run(layout, train_in_two_generations, spec, *again, backend="process_groups"):
         assert losses == clean
+
+
+def interrupted_wait(comm: Comm, where: str, port: int) -> tuple[str, float, float]:
+    """Waits for the last rank, which takes no part, until another thread ends the generation; then the same process
+    adds up ones in the next one. Returns what the wait said, after how many seconds, and the sum."""
+    tensor, generation = torch.zeros(4), comm.generation
+    if comm.rank == comm.size("world") - 1:
+        time.sleep(0.6)  # it lives, and says nothing
+        why, seconds = "", 0.0
+    else:
+        threading.Timer(0.3, comm.end, [generation]).start()
+        began = time.monotonic()
+        with pytest.raises(PeerLost) as caught:
+            comm.receive(1, tensor).wait() if where == "message" else comm.all_reduce("world", tensor)
+        why, seconds = str(caught.value), time.monotonic() - began
+    comm.close()
+    assert dist.is_initialized() == (comm._regroup.way == "reconfigure")
+    comm.connect(dist.TCPStore(HOST, port, is_master=False), generation + 1_000_000, HOST, SECRET)
+    tensor.fill_(1.0)
+    comm.all_reduce("world", tensor)
+    return why, seconds, tensor[0].item()
+
+
+@pytest.mark.parametrize(("where", "layout"), [("message", (1, 2, 1)), ("sum", (2, 1, 2))])
+def test_a_wait_is_ended_by_another_thread_and_the_process_goes_on(ranks, where, layout):
+    program = (interrupted_wait, where, ranks.port)
+    results = ranks.run(ParallelConfig(**axes(layout)), *program, backend="process_groups", seconds=30)
+    for why, seconds, total in results:
+        assert total == len(results)
+        if why:
+            assert why.startswith("communication failed: ")
+            assert 0.25 < seconds < 5.0
+
+
+def waits_for_nobody(comm: Comm, at: str, port: int) -> tuple[str, float]:
+    """In the next generation rank 1 does not come, or stops after it has come."""
+    generation, stop = comm.generation + 1_000_000, threading.Event()
+    comm.close()
+    store = dist.TCPStore(HOST, port, is_master=False)
+    if comm.rank == 1:
+        if at == "groups":
+            absent = ProcessGroups(comm.grid, 1, comm.device, comm._regroup)
+            absent._wait_for_all(dist.PrefixStore(f"generation-{generation}", store))
+        stop.wait(1.0)
+        return "", 0.0
+    threading.Timer(0.5, comm.end, [generation]).start()
+    began = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        comm.connect(store, generation, HOST, SECRET)
+    comm.close()
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("at", ["the meeting", "groups"])
+def test_who_waits_for_a_rank_to_join_is_freed_too(ranks, at):
+    layout = ParallelConfig(**axes((1, 2, 1)))
+    (why, seconds), _ = ranks.run(layout, waits_for_nobody, at, ranks.port, backend="process_groups", seconds=30)
+    assert why and 0.4 < seconds < 5.0
+
+
+def gathers_into_too_little(comm: Comm) -> str:
+    """What torch says to a result that does not fit; the ranks still have each other after that."""
+    with pytest.raises(RuntimeError) as caught:
+        comm.all_gather("tensor", torch.ones(2), torch.ones(3))
+    comm.barrier()
+    return str(caught.value)
+
+
+def test_a_result_of_a_wrong_size_is_no_lost_peer(ranks):
+    for said in ranks.run(ParallelConfig(**axes((2, 1, 1))), gathers_into_too_little, backend="process_groups"):
+        assert "size" in said

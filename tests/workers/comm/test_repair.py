@@ -29,10 +29,20 @@ def corpus(tmp_path_factory) -> str:
     return str(path)
 
 
+CASES = [
+    *(("links", "tensor-data", "soak"), ("links", "tensor-data-zero-0", "soak"), ("links", "pipeline-data", "")),
+    *(("links", "zb-v-dropout", ""), ("links", "everything", "")),
+    *(("process_groups", "tensor-data", ""), ("process_groups", "pipeline-data", "")),
+    *(("process_groups", "tensor-data-zero-0", "soak"), ("process_groups", "zb-v-dropout", "soak")),
+    ("process_groups", "everything", "soak"),
+]
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] if name.startswith("tensor-data") else []) for name in LAYOUTS]
+    ("backend", "name"),
+    [pytest.param(backend, name, marks=[pytest.mark.soak] if soak else []) for backend, name, soak in CASES],
 )
-def test_cut_at_any_message_changes_no_bit(ranks, corpus, tmp_path, name):
+def test_cut_at_any_message_changes_no_bit(ranks, corpus, tmp_path, backend, name):
     sizes, parallel, model = LAYOUTS[name]
     job = document(
         model=model,
@@ -41,7 +51,7 @@ def test_cut_at_any_message_changes_no_bit(ranks, corpus, tmp_path, name):
         parallel={**sizes, **parallel},
     )
     layout = ParallelConfig(**sizes, **parallel)
-    clean = ranks.run(layout, train_through, job, folder(tmp_path, "clean"), ranks.port, [])
+    clean = ranks.run(layout, train_through, job, folder(tmp_path, "clean"), ranks.port, [], backend=backend)
     choice = random.Random(name)
     messages = [trained.messages for trained in clean]
     cuts = []
@@ -49,7 +59,7 @@ def test_cut_at_any_message_changes_no_bit(ranks, corpus, tmp_path, name):
         rank = choice.randrange(layout.world_size)
         # Of what is left after the cuts before, and never after the last step is committed.
         cuts.append(Cut(generation, rank, choice.randrange(1, messages[rank] * 2 // 5)))
-    broken = ranks.run(layout, train_through, job, folder(tmp_path, "broken"), ranks.port, cuts)
+    broken = ranks.run(layout, train_through, job, folder(tmp_path, "broken"), ranks.port, cuts, backend=backend)
     for trained, expected in zip(broken, clean, strict=True):
         assert trained.generations == 4, cuts
         assert trained.state == expected.state, cuts

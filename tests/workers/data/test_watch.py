@@ -71,6 +71,9 @@ class SaidTogether:
     def size(self, axis):
         return self._count
 
+    def confirm(self):
+        """Nothing is broken off."""
+
     def all_reduce(self, axis, tensor, largest):
         assert largest
         with self._lock:

@@ -7,6 +7,7 @@ import queue
 import signal
 import socket
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,14 @@ import torch
 from engine_specs import document
 
 from workers.checkpoint.checksums import UnreadableCheckpoint
+from workers.comm.repair_self_test import RepairSelfTest
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import (
     AskedToRest,
     CheckpointError,
     CheckpointNotSaved,
     DataError,
+    DeviceLost,
     NonFiniteError,
     PeerLost,
     ReplicaDiffers,
@@ -44,7 +47,8 @@ class FakeComm:
     def __init__(self, order, progress):
         self.rank, self.progress = order.rank, progress if progress is not None else Progress()
         self.world, self.generation = order.spec.get("world", 1), 0
-        self.ended, self.closed, self.connected, self.cuts = [], 0, [], []
+        self.ended, self.closed, self.forgotten, self.connected, self.cuts = [], 0, 0, [], []
+        self.repair = order.spec.get("repair") and RepairSelfTest(**order.spec["repair"])
         self.ends, self.after_step = queue.SimpleQueue(), queue.SimpleQueue()
         self.asked = queue.SimpleQueue()
         self.step = SimpleNamespace(on_phase=None)
@@ -67,6 +71,13 @@ class FakeComm:
 
     def close(self):
         self.closed += 1
+
+    def forget(self):
+        self.forgotten += 1
+
+    def try_repair(self, store, generation):
+        self.connected.append(("tries repair", store, generation))
+        return self.repair
 
     def cut(self, seconds):
         self.cuts.append(seconds)
@@ -197,6 +208,7 @@ def test_a_job_that_ends_well_is_started_finished_and_exits_with_0(rig):
         (NonFiniteError("m"), "not_finite"),
         (SpikeError("m"), "spike"),
         (ReplicaDiffers("m"), "corrupt"),
+        (DeviceLost("m"), "device_lost"),
         (CheckpointError("m"), "bad_checkpoint"),
         (UnreadableCheckpoint("m"), "unreadable_checkpoint"),
         (CheckpointNotSaved("m"), "not_saved"),
@@ -258,6 +270,7 @@ def test_an_order_for_another_rank_or_layout_builds_anew_and_closes_what_was(rig
     run.say(Go(order(2, in_place=True, **change)))
     run.hear()
     run.hear()
+    assert [trainer.comm.forgotten for trainer in run.built] == [1, 0]
     assert run.ended() == 0
     before, after = run.built
     assert before.closed
@@ -391,6 +404,57 @@ def test_several_ranks_meet_at_the_store_and_one_that_does_not_answer_is_a_lost_
     where = f"h:7 from {socket.gethostname()}"
     assert (failure.kind, failure.message) == ("peer_lost", f"no rendezvous store answers at {where}: timed out")
     assert run.ended() == EXIT_PEER_LOST
+
+
+REPAIR = {"seconds": 0.5, "way": "by hand", "torch_version": "2.13.0", "nccl_version": None}
+WORKS = {**REPAIR, "passed": True, "problem": ""}
+FAILS = {**REPAIR, "passed": False, "problem": "rank 2: no"}
+
+
+def tries_repair(monkeypatch, found, rank=0):
+    """An order to try repair in place, with what its ranks find out."""
+    monkeypatch.setattr(trainer_process.dist, "TCPStore", lambda host, port, is_master, timeout: (host, port))
+    meeting = {"store_host": "h", "store_port": 7, "secret": "s"}
+    return order(1, rank, spec={"world": 4, "repair": found}, tries_repair=True, **meeting)
+
+
+def test_where_repair_was_tried_and_works_a_lost_peer_brings_it_to_rest(rig, monkeypatch):
+    run = rig(lose_peer, finish)
+    run.start(tries_repair(monkeypatch, WORKS))
+    event, started, resting = (run.hear().payload for _ in range(3))
+    assert (event.type, event.data, event.step) == ("repair_self_test", WORKS, 0)
+    assert event.message == "repair in place works here (by hand, tried in 0.5 s)"
+    assert isinstance(started, Started) and resting == Resting(4, "rank 1 is gone")
+    (trainer,) = run.built
+    assert trainer.comm.connected == [("tries repair", ("h", 7), 1), (("h", 7), 1, "h", "s")], "in that order"
+    run.say(Go(replace(run.process.order, generation=2, in_place=True, tries_repair=False)))
+    assert [type(run.hear().payload) for _ in range(2)] == [Started, Finished]
+    assert run.built == [trainer] and len(trainer.comm.connected) == 3, "and is not tried again"
+
+
+def test_where_it_does_not_work_the_job_goes_on_and_a_lost_peer_ends_the_process(rig, monkeypatch):
+    run = rig(lose_peer)
+    run.start(tries_repair(monkeypatch, FAILS))
+    event, started, failure = (run.hear().payload for _ in range(3))
+    assert event.data == FAILS
+    assert event.message == "no repair in place: rank 2: no; after a failure all ranks are started again"
+    assert isinstance(started, Started) and failure.kind == "peer_lost"
+    assert run.ended() == EXIT_PEER_LOST
+
+
+def test_a_process_that_can_not_be_used_after_it_ends_before_it_trains(rig, monkeypatch):
+    run = rig(finish)
+    run.start(tries_repair(monkeypatch, {**FAILS, "usable": False}))
+    assert run.hear().payload.type == "repair_self_test"
+    failure = run.hear().payload
+    assert (failure.kind, failure.message) == ("peer_lost", "the self-test of repair in place went wrong: rank 2: no")
+    assert run.ended() == EXIT_PEER_LOST
+
+
+def test_one_rank_tells_for_all(rig, monkeypatch):
+    run = rig(finish)
+    run.start(tries_repair(monkeypatch, WORKS, rank=3))
+    assert isinstance(run.hear().payload, Started)
 
 
 @pytest.mark.parametrize("given", [{}, {"store_host": "h", "store_port": 7}, {"secret": "s"}], ids=str)

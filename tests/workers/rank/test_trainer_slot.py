@@ -399,6 +399,16 @@ def test_where_nothing_is_repaired_in_place_a_killed_trainer_has_no_successor(ri
     asyncio.run(body())
 
 
+def test_where_it_may_be_it_has_one(rig):
+    async def body():
+        await rig.slot.launch(order(1, in_place=False, tries_repair=True))
+        rig.trainers[0].end(signal=9)
+        await settled()
+        assert len(rig.trainers) == 2
+
+    asyncio.run(body())
+
+
 def test_a_trainer_that_goes_on_for_several_generations_has_one_successor(rig):
     async def body():
         for generation in (1, 2, 3):

@@ -155,7 +155,7 @@ def _outcome(order: bytes) -> tuple[str, Any]:
     comm: Comm | None = None
     try:
         rank, layout, port, generation, program, arguments, backend = pickle.loads(order)
-        comm = Comm(RankGrid(layout), rank, torch.device("cpu"), backend)
+        comm = Comm(RankGrid(layout), rank, torch.device("cpu"), backend, in_place=True)
         if layout.world_size > 1:
             comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST, SECRET)
         return "returned", program(comm, *arguments)
@@ -166,5 +166,6 @@ def _outcome(order: bytes) -> tuple[str, Any]:
     finally:
         if comm is not None:
             comm.close()
+            comm.forget()
         if dist.is_initialized():  # the program's own
             dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from rank_processes import HOST, SECRET
 from reported import rows_of
 
+from workers.comm.backend import Backend
 from workers.comm.comm import Comm
 from workers.comm.links_backend import LinksBackend
 from workers.errors import PeerLost
@@ -91,14 +93,48 @@ def _agreed(trainer: Trainer, store: dist.Store, key: str) -> Resume:
 
 def _cut(comm: Comm, lived: Lived, cuts: list[Cut]) -> None:
     """Count the messages that the rank waits for from now on, and raise PeerLost at the one that a cut names."""
-    assert isinstance(comm._backend, LinksBackend)
-    links = comm._backend.links
-    wait, lived.messages = links.wait, 0
+    lived.messages = 0
 
-    def counted(operation: Any) -> None:
+    def count() -> None:
         lived.messages += 1
         if any(cut.message == lived.messages for cut in cuts):
             raise PeerLost("the test has cut the connection")
-        wait(operation)
 
-    links.wait = counted  # type: ignore[method-assign]
+    assert comm._backend is not None
+    if isinstance(comm._backend, LinksBackend):
+        links = comm._backend.links
+        wait = links.wait
+
+        def counted(operation: Any) -> None:
+            count()
+            wait(operation)
+
+        links.wait = counted  # type: ignore[method-assign]
+    else:
+        comm._backend = CountedWaits(comm._backend, count)
+
+
+class CountedWaits:
+    """A backend that calls `count` whenever what it began is waited for."""
+
+    def __init__(self, backend: Backend, count: Callable[[], None]):
+        self._backend, self._count = backend, count
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._backend, name)
+        if not (name.startswith("start_") or name in ("send", "receive")):
+            return method
+        return lambda *arguments: _CountedWork(method(*arguments), self._count)
+
+
+class _CountedWork:
+    def __init__(self, work: Any, count: Callable[[], None]):
+        self._work, self._count = work, count
+
+    def wait(self) -> None:
+        self._count()
+        self._work.wait()
+
+    @property
+    def done(self) -> bool:
+        return bool(self._work.done)

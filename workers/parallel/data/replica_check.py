@@ -89,6 +89,7 @@ class ReplicaCheck:
                 named[0 if certain else 1, rank] = 1
         self.comm.all_reduce("world", named)
         certain_ones, others = (torch.nonzero(row).flatten().tolist() for row in named.cpu())
+        self.comm.confirm()
         return (certain_ones, True) if certain_ones else (others, False)
 
     def _hash(self, ranges: Sequence[Range]) -> torch.Tensor:

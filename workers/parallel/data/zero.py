@@ -142,7 +142,9 @@ class ZeroOptimizer:
             self.updating = True
             self._update(gradient, learning_rate, clipping.refused)
             self.publish_parameters()
-            return _read(agreed, clipping, loss.z_losses_m is not None)
+            statistics = _read(agreed, clipping, loss.z_losses_m is not None)
+            self.comm.confirm()
+            return statistics
 
     def _update(self, gradient: torch.Tensor, learning_rate: float, refused: torch.Tensor) -> None:
         """AdamW on the held ranges, which does nothing where `refused`."""

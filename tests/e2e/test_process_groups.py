@@ -1,0 +1,96 @@
+"""Jobs whose ranks communicate over process groups (gloo, as GPUs use NCCL) are repaired and changed in place, as those
+over the links are: whatever is killed, stopped or cut, who survives keeps its process, and the curve shows nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from api.cli.service import stop_service
+from tests.e2e.conftest import EVERY_STEP, Manta
+from workers.protocol.messages import BETWEEN_STEPS, FAULT_PHASES
+
+OVER_GROUPS = {"MANTA_PROCESS_GROUPS_FOR_TESTS": "1"}
+FOUR = (2, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def manta(tmp_path_factory, corpus):
+    """A service whose ranks communicate so."""
+    running = Manta(tmp_path_factory.mktemp("groups"), corpus, 4, environment=OVER_GROUPS)
+    yield running
+    stop_service(running.home)
+
+
+@pytest.fixture(scope="module")
+def clean(manta):
+    """The curve of a job to which nothing happens."""
+    job = manta.submit(manta.spec(layout=FOUR, checkpoint=EVERY_STEP))
+    manta.until_state(job, "SUCCEEDED")
+    said = [line.text for line in manta.client.logs(job).items]
+    assert sum("communicates over process groups" in text for text in said) == 4
+    return manta.curve(job)
+
+
+def survivors(manta, job):
+    """Of each recovery, who kept its process."""
+    return [event.data["kept"] for event in manta.events(job, "ranks_replaced")]
+
+
+def test_killed_stopped_and_cut_ranks_cost_no_other_process_and_no_bit(manta, clean, kill):
+    job = manta.submit(manta.spec(layout=FOUR, checkpoint=EVERY_STEP))
+    manta.inject(job, "kill", 3, at_step=8, phase="backward")
+    manta.inject(job, "stop", 1, at_step=20, phase="forward")
+    manta.inject(job, "partition", 2, at_step=32, phase="reduction", seconds=0.2)
+    manta.inject(job, "kill", 0, at_step=44, phase="optimizer")
+    manta.until_state(job, "SUCCEEDED")
+    assert survivors(manta, job) == [[0, 1, 2], [0, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
+    assert [event.rank for event in manta.events(job, "rank_hung")] == [1]
+    assert manta.curve(job) == clean
+    assert manta.leftovers(job) == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_hundred_faults_cost_no_other_process_and_no_bit(manta):
+    """Kind, rank and phase are drawn from a seed; of what is killed or stopped, all but one process stays."""
+    faults, between = 100, 6
+    sections = {"checkpoint": EVERY_STEP, "recovery": {"max_restarts": 2 * faults}}
+    document = manta.spec(faults * between + 20, FOUR, **sections)
+    undisturbed = manta.submit(document)
+    manta.until_state(undisturbed, "SUCCEEDED", seconds=600.0)
+    job, choice = manta.submit(document), random.Random(15)
+    phases = [phase for phase in FAULT_PHASES if phase not in (*BETWEEN_STEPS, "checkpoint")]
+    struck = []
+    for number in range(1, faults + 1):
+        kind, rank, phase = (
+            choice.choice(["kill", "kill", "stop", "partition"]),
+            choice.randrange(4),
+            choice.choice(phases),
+        )
+        manta.inject(job, kind, rank, at_step=number * between, phase=phase)
+        manta.until_generation(job, number + 1)
+        struck.append(None if kind == "partition" else rank)
+    manta.until_state(job, "SUCCEEDED", seconds=600.0)
+    kept = survivors(manta, job)
+    assert kept == [[rank for rank in range(4) if rank != lost] for lost in struck]
+    assert manta.curve(job) == manta.curve(undisturbed)
+
+
+def test_resized_job_keeps_the_processes_that_stay(manta):
+    train = {"deterministic": "elastic", "micro_batch_size": 2}
+    job = manta.submit(manta.spec(100_000, (1, 1, 2), train=train, elastic={"min_data": 1, "max_data": 3}))
+    manta.leave_room(job)
+    manta.until_step(job, 10)
+    before = manta.pids(job)
+    for replicas, kept in ((1, 1), (3, 1), (2, 2)):
+        manta.client.resize(job, replicas)
+        manta.until(f"{replicas} replicas", lambda n=replicas: manta.client.job(job).parallel["data"] == n)
+        manta.until_step(job, manta.client.job(job).step + 5)
+        now = manta.pids(job)
+        assert now[:kept] == before[:kept]
+        before = now
+    manta.client.cancel(job)
+    assert manta.until_state(job, "CANCELLED").restarts == 0
+    assert manta.leftovers(job) == []

@@ -1,0 +1,126 @@
+"""What is asked of NCCL when groups are broken off, in which order. It is played here: nothing of this has run on a
+GPU. What gloo does is in `test_process_groups.py` and `test_repair.py`."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from workers.comm import regroup
+from workers.comm.regroup import NcclBreaking, NewGroups, regroup_for
+from workers.errors import DeviceLost
+
+GPU = torch.device("cuda:0")
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class FirstNccl:
+    """Stands in for torch's first NCCL backend."""
+
+    def __init__(self, asked, name):
+        self._asked, self._name = asked, name
+
+    def _group_start(self):
+        self._asked.append(f"{self._name} begins")
+
+    def _group_end(self):
+        self._asked.append(f"{self._name} ends")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What was asked of NCCL and of the device so far."""
+    calls: list[str] = []
+    monkeypatch.delenv(HANDLING, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(f"drain {device}"))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FirstNccl, raising=False)
+    monkeypatch.setattr(regroup.distributed_c10d, "_abort_process_group", lambda: calls.append("forget"))
+    return calls
+
+
+def groups(asked, names):
+    """Groups that note what is asked of them."""
+
+    def group(name):
+        backend = FirstNccl(asked, name)
+        return SimpleNamespace(abort=lambda: asked.append(f"abort {name}"), _get_backend=lambda device: backend)
+
+    return [group(name) for name in names]
+
+
+def test_all_communicators_are_aborted_together_the_newest_first(asked):
+    NcclBreaking(GPU, wanted=True).break_off(groups(asked, ["world", "tensor", "data"]), None)
+    assert asked == ["world begins", "abort data", "abort tensor", "abort world", "world ends"]
+
+
+def test_where_nothing_is_made_yet_there_is_nothing_to_abort(asked):
+    NcclBreaking(GPU, wanted=True).break_off([], dist.HashStore())
+    assert asked == []
+
+
+def test_where_the_process_is_not_to_survive_it_is_left_to_torch(asked, monkeypatch):
+    monkeypatch.setenv(HANDLING, "0")  # of groups before, of a self-test that has failed
+    breaking = NcclBreaking(GPU, wanted=False)
+    breaking.begin()
+    breaking.break_off(groups(asked, ["world"]), None)
+    assert (asked, breaking.options()) == ([], None)
+    assert HANDLING not in os.environ
+
+
+def test_where_it_is_the_watchdog_only_reports_and_communicators_do_not_block(asked, monkeypatch):
+    options = SimpleNamespace(config=SimpleNamespace(blocking=1), _timeout=None)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
+    breaking = NcclBreaking(GPU, wanted=True)
+    breaking.begin()
+    assert breaking.options() is options
+    assert (options.config.blocking, options._timeout) == (0, regroup.MEETING_TIMEOUT)
+    assert os.environ[HANDLING] == "0"
+    monkeypatch.delenv(HANDLING)
+
+
+def test_groups_are_left_by_abort_and_then_the_device_is_drained(asked, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    left = NewGroups("nccl", NcclBreaking(GPU, wanted=True))
+    left._groups = dict(zip(["world", "data"], groups(asked, ["world", "data"]), strict=True))
+    left.leave()
+    assert asked == ["world begins", "abort data", "abort world", "world ends", "forget", "drain cuda:0"]
+
+
+def test_a_device_that_does_not_recover_says_so_itself(asked, monkeypatch):
+    def synchronize(device):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(DeviceLost, match=r"with an error after .* illegal memory access was encountered$"):
+        NewGroups("nccl", NcclBreaking(GPU, wanted=True)).leave()
+
+
+@pytest.mark.parametrize(
+    ("device", "in_place", "reconfigures", "second", "expected"),
+    [
+        ("cpu", True, False, False, ("gloo", "abort and new groups")),
+        ("cpu", True, True, False, ("gloo", "reconfigure")),
+        ("cpu", False, True, False, ("gloo", "abort and new groups")),
+        ("cuda:0", True, False, False, ("nccl", "abort and new groups")),
+        ("cuda:0", True, True, False, ("nccl", "abort and new groups")),
+        ("cuda:0", True, True, True, ("nccl", "reconfigure")),
+        ("cuda:0", False, True, True, ("nccl", "abort and new groups")),
+    ],
+)
+def test_groups_last_where_torch_gives_them_new_members(monkeypatch, device, in_place, reconfigures, second, expected):
+    monkeypatch.delattr(regroup.distributed_c10d, "_reconfigure", raising=False)
+    if reconfigures:
+        monkeypatch.setattr(regroup.distributed_c10d, "_reconfigure", None, raising=False)
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1" if second else "0")
+    made = regroup_for(torch.device(device), in_place)
+    assert (made._kind, made.way) == expected
+
+
+def test_the_second_nccl_backend_is_aborted_without_brackets(asked, monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", str)
+    NcclBreaking(GPU, wanted=True).break_off(groups(asked, ["world", "data"]), None)
+    assert asked == ["abort data", "abort world"]

@@ -1,0 +1,73 @@
+"""Which errors of torch.distributed mean that a peer is lost.
+
+torch raises RuntimeErrors and says in words what went wrong. Only what a rank can see when another one goes away, or
+does not answer, is a lost peer, from which the job recovers. Everything else (shapes that do not fit, two ranks on one
+GPU, memory that NCCL does not get) would happen again after every recovery: it keeps its own type, and ends the job as
+what it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from workers.errors import PeerLost
+
+_OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+"""A device's own: they stay what they are, whoever else is gone."""
+_OF_THE_STORE = (dist.DistNetworkError, dist.DistStoreError)
+"""The rendezvous store, or a rank that was waited for there, does not answer."""
+
+_LOST = re.compile(
+    r"connection (closed|reset|refused|was likely closed|timed out)|closed by (remote )?peer|broken pipe|"
+    r"no route to host|(network|host) is (unreachable|down)|timed out waiting|operation timed out|"
+    r"(connect|socket|wait) timeout|timeout caused pair closure|timed out in monitoredbarrier|"
+    r"collective operation timeout|ncclremoteerror|remote process exit|communicator was aborted",
+    re.IGNORECASE,
+)
+"""How torch 2.11 to 2.14, its gloo, and NCCL 2.27 to 2.30 say it."""
+_OWN = re.compile(
+    r"ncclinvalidargument|ncclinvalidusage|ncclunhandledcudaerror|duplicate gpu|out of memory|enforce fail",
+    re.IGNORECASE,
+)
+"""What is this rank's own although such words may stand beside it."""
+_ANY_REASON = re.compile(r"ncclsystemerror|ncclinternalerror", re.IGNORECASE)
+"""Sockets, memory, libraries: what it was stands in NCCL's last error."""
+_LAST_ERROR = re.compile(r"last error:(.*)", re.IGNORECASE | re.DOTALL)
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether `error`, raised inside of torch.distributed, says that another rank, or the store, is gone or silent."""
+    if isinstance(error, _OF_THE_DEVICE):
+        return False
+    if isinstance(error, _OF_THE_STORE):
+        return True
+    text = str(error)
+    if _OWN.search(text):
+        return False
+    if _ANY_REASON.search(text):
+        said = _LAST_ERROR.search(text)
+        return said is not None and _LOST.search(said.group(1)) is not None
+    return _LOST.search(text) is not None
+
+
+@contextmanager
+def naming_lost_peers(interrupted: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Turn what means a lost peer into PeerLost. `interrupted`: whether another thread has broken this rank's
+    communication off, which then fails in whatever words; a device's own errors stay what they are even so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, _OF_THE_DEVICE) or not (interrupted() or is_lost_peer(error)):
+            raise
+        raise PeerLost(f"communication failed: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What `error` says, without the stack that torch adds to it."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

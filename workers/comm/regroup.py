@@ -1,0 +1,335 @@
+"""The process groups of one rank, through the generations that its process survives: made, broken off by another
+thread, and made anew.
+
+torch.distributed has no public way to do that, so this module alone uses what is private or experimental in it. Tried
+means: with these versions, by the tests. Nothing of NCCL has been tried, since no GPU was at hand; the names are those
+of torch 2.11, 2.13 and 2.14.
+
+- NCCL: `ProcessGroup.abort` between `ProcessGroupNCCL._group_start` and `_group_end` ends communicators whose kernels
+  wait, all of them together; `_abort_process_group` does that and forgets them. `Options.config.blocking`: a
+  communicator can be broken off while it is made. `TORCH_NCCL_ASYNC_ERROR_HANDLING`: NCCL's watchdog, which must not
+  end the process.
+- gloo, which cannot be aborted: its connections, as the kernel names them (`workers/system/connections.py`). Tried:
+  2.13.0, 2.14.1.
+- `_world.group_count`: goes into keys that all ranks have in common. Tried: 2.13.0, 2.14.1.
+- Groups that stay and are given new members, from 2.14 on: `_new_process_group_helper(enable_reconfigure=True)`,
+  `_get_reconfigure_handle`, `_reconfigure`. Tried: 2.14.1 over gloo. Of NCCL, torch's second backend alone can do it
+  (`TORCH_DIST_USE_NCCL2=1`).
+
+Whether all of that works where a job runs is tried there, before the job relies on it (`repair_self_test.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from workers.errors import DeviceLost
+from workers.settings import nccl_is_the_second
+from workers.system.connections import Connection, break_connections, open_connections
+
+MEETING_TIMEOUT = timedelta(seconds=20)
+"""All members are there when a group is made, so who does not answer then is dead or stopped."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""A dead peer is noticed through its process long before this; it only bounds a wait that nobody supervises."""
+_REPORTED_ONLY = "0"
+
+Members = Mapping[str, Sequence[int]]
+"""By name of a group: global ranks, in order. All members of a group have the groups that they share in one order."""
+Groups = dict[str, dist.ProcessGroup]
+
+
+class Breaking(Protocol):
+    """How communication over one kind of groups is broken off."""
+
+    def begin(self) -> None:
+        """Groups are about to be made."""
+        ...
+
+    def made(self) -> None:
+        """They are."""
+        ...
+
+    def options(self) -> Any:
+        """What torch takes as `pg_options` of such a group."""
+        ...
+
+    def break_off(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
+        """Called by any thread: free whoever waits in one of `groups`, or is about to make them. `store`: through which
+        they are being made; None once they are."""
+        ...
+
+    def drain(self) -> None:
+        """Return once nothing of them runs any more. Raises DeviceLost."""
+        ...
+
+
+class GlooBreaking:
+    """Gloo knows no abort. But an error on a connection ends every wait on it, here and at its other end, as a peer's
+    death would: so all connections that were opened for the groups are shut. Their destruction, which waits for gloo's
+    own threads, takes milliseconds then, and otherwise as long as the longest wait."""
+
+    def __init__(self) -> None:
+        self._before: set[Connection] = set()
+        self._own: set[Connection] | None = None
+
+    def begin(self) -> None:
+        self._before, self._own = open_connections(), None
+
+    def made(self) -> None:
+        """No more are opened: later ones belong to somebody else."""
+        self._own = open_connections() - self._before
+
+    def options(self) -> Any:
+        return None
+
+    def break_off(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
+        own, before = self._own, self._before
+        port = None if store is None else _server_of(store).port
+
+        def wanted(connection: Connection) -> bool:
+            if own is not None:
+                return connection in own
+            return connection not in before or connection.there[1] == port
+
+        break_connections(wanted)
+
+    def drain(self) -> None:
+        """Nothing: waits have ended by an error."""
+
+
+class NcclBreaking:
+    """NCCL aborts communicators: their kernels end, and what they have written means nothing. Where `wanted` is not
+    set, it stays with torch's own way, which is that its watchdog ends the process."""
+
+    def __init__(self, device: torch.device, wanted: bool):
+        self._device, self._wanted = device, wanted
+
+    def begin(self) -> None:
+        if self._wanted:
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = _REPORTED_ONLY
+        else:
+            os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
+
+    def made(self) -> None:
+        """Nothing: communicators are known by their groups."""
+
+    def options(self) -> Any:
+        if not self._wanted:
+            return None
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = MEETING_TIMEOUT  # torch warns where it is not what `timeout` says
+        options.config.blocking = 0
+        return options
+
+    def break_off(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
+        if not self._wanted or not groups:
+            return
+        # Together: of two communicators that wait for each other, one alone would not come to its end.
+        first: Any = groups[0]._get_backend(self._device)
+        together = isinstance(first, dist.ProcessGroupNCCL)  # torch's second NCCL backend knows no such bracket
+        if together:
+            first._group_start()
+        for group in reversed(groups):
+            group.abort()
+        if together:
+            first._group_end()
+
+    def drain(self) -> None:
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as error:  # an error of the device that it does not forget
+            raise DeviceLost(
+                f"the GPU answers with an error after communication was broken off: {str(error).splitlines()[0]}"
+            ) from error
+
+
+class Regroup(Protocol):
+    """Makes the groups of one generation after the other."""
+
+    way: str
+    """In a word, for people."""
+
+    def make(self, store: dist.Store, rank: int, world: int, members: Members) -> Groups:
+        """The group of all `world` ranks as "world", and `members`; all their ranks are here. Raises RuntimeError."""
+        ...
+
+    def break_off(self) -> None:
+        """Called by any thread: whoever waits in a group, or makes them, gets an error; a device's kernels end."""
+        ...
+
+    def leave(self) -> None:
+        """Break off and have nothing run any more; `make` may follow. Raises DeviceLost."""
+        ...
+
+    def forget(self) -> None:
+        """After `leave`: no `make` follows."""
+        ...
+
+
+class NewGroups:
+    """Other groups in every generation."""
+
+    way = "abort and new groups"
+
+    def __init__(self, kind: str, breaking: Breaking):
+        self._kind, self._breaking = kind, breaking
+        self._groups: Groups = {}
+        self._store: dist.Store | None = None
+
+    def make(self, store: dist.Store, rank: int, world: int, members: Members) -> Groups:
+        self._store = store
+        self._breaking.begin()
+        distributed_c10d._world.group_count = 0  # it goes into keys, and counts also what was broken off while made
+        dist.init_process_group(
+            self._kind,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=MEETING_TIMEOUT,
+            pg_options=self._breaking.options(),
+        )
+        assert dist.group.WORLD is not None
+        self._groups = {"world": dist.group.WORLD}
+        for name, ranks in members.items():
+            # Only the members meet, and order along the axis is the order of ranks.
+            self._groups[name] = dist.new_group(
+                list(ranks),
+                timeout=MEETING_TIMEOUT,
+                pg_options=self._breaking.options(),
+                use_local_synchronization=True,
+                group_desc=name,
+            )
+        for group in self._groups.values():
+            group.set_timeout(COLLECTIVE_TIMEOUT)
+        self._breaking.made()
+        self._store = None
+        return dict(self._groups)
+
+    def break_off(self) -> None:
+        self._breaking.break_off(list(self._groups.values()), self._store)
+
+    def leave(self) -> None:
+        self.break_off()
+        self._groups, self._store = {}, None
+        _forget_all(self._kind)
+        self._breaking.drain()
+
+    def forget(self) -> None:
+        """Nothing is left."""
+
+
+class LastingGroups:
+    """The same groups in every generation, whose members are reconfigured: torch 2.14 and later.
+
+    A group goes on meeting through the store that it began with, so the groups are others where that is another, and
+    where anything goes wrong while they are made."""
+
+    way = "reconfigure"
+
+    def __init__(self, kind: str, breaking: Breaking):
+        self._kind, self._breaking = kind, breaking
+        self._groups: Groups = {}
+        self._store: dist.Store | None = None
+        self._address: tuple[str, int] | None = None
+
+    def make(self, store: dist.Store, rank: int, world: int, members: Members) -> Groups:
+        server, everybody = _server_of(store), {"world": list(range(world)), **members}
+        if self._address != (server.host, server.port):
+            self.forget()
+        self._store, self._address = store, (server.host, server.port)
+        self._breaking.begin()
+        try:
+            if not self._groups:
+                distributed_c10d._world.group_count = 0
+                shared = dist.PrefixStore("lasting-groups", server)
+                for name, ranks in everybody.items():
+                    self._groups[name] = self._empty(name, shared, rank, ranks)
+            for name, ranks in everybody.items():
+                self._join(name, dist.PrefixStore(f"{name} of {ranks[0]}", store), ranks.index(rank), len(ranks))
+        except BaseException:
+            self._breaking.break_off(list(self._groups.values()), store)
+            self.forget()
+            raise
+        self._breaking.made()
+        self._store = None
+        return dict(self._groups)
+
+    def _empty(self, name: str, store: dist.Store, rank: int, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A group that knows no peers yet."""
+        options: dict[str, Any] = {"enable_reconfigure": True}
+        if name == "world":
+            options |= {"pg_options": self._breaking.options(), "timeout": MEETING_TIMEOUT}
+            dist.init_process_group(self._kind, store=store, rank=rank, world_size=len(ranks), **options)
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        options |= {"backend_options": self._breaking.options(), "timeout": MEETING_TIMEOUT, "group_desc": name}
+        private: Any = distributed_c10d  # what `new_group` calls, which does not hand the flag on
+        group: dist.ProcessGroup
+        group, _ = private._new_process_group_helper(
+            *(len(ranks), ranks.index(rank), list(ranks), self._kind, store, f"{name} of {ranks[0]}"), **options
+        )
+        distributed_c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
+        return group
+
+    def _join(self, name: str, store: dist.Store, index: int, size: int) -> None:
+        """Make this rank and its peers, who do the same, members number `index` and so on of the group."""
+        private: Any = distributed_c10d
+        group = self._groups[name]
+        store.set(f"handle/{index}", private._get_reconfigure_handle(group))
+        if index == 0:
+            store.set("uuid", str(secrets.randbits(62)))
+        handles = [store.get(f"handle/{each}").decode() for each in range(size)]
+        uuid = int(store.get("uuid"))
+        private._reconfigure(uuid, handles, group, timeout=MEETING_TIMEOUT).wait()
+        group.set_timeout(COLLECTIVE_TIMEOUT)
+
+    def break_off(self) -> None:
+        self._breaking.break_off(list(self._groups.values()), self._store)
+
+    def leave(self) -> None:
+        self.break_off()
+        self._store = None
+        self._breaking.drain()
+
+    def forget(self) -> None:
+        if self._groups:
+            _forget_all(self._kind)
+        self._groups, self._address = {}, None
+
+
+def regroup_for(device: torch.device, in_place: bool) -> Regroup:
+    """For ranks on `device`. `in_place`: whether its process is to survive the loss of a peer."""
+    lasting = in_place and hasattr(distributed_c10d, "_reconfigure")
+    if device.type == "cpu":
+        return LastingGroups("gloo", GlooBreaking()) if lasting else NewGroups("gloo", GlooBreaking())
+    # In torch 2.14 only the second of its NCCL backends, which is not its default, takes new members.
+    lasting = lasting and nccl_is_the_second()
+    breaking = NcclBreaking(device, in_place)
+    return LastingGroups("nccl", breaking) if lasting else NewGroups("nccl", breaking)
+
+
+def _forget_all(kind: str) -> None:
+    """What torch knows of groups that were broken off."""
+    if not dist.is_initialized():
+        return
+    if kind == "nccl":
+        distributed_c10d._abort_process_group()  # a destroyed one would wait for its peers
+    else:
+        dist.destroy_process_group()
+
+
+def _server_of(store: dist.Store) -> dist.TCPStore:
+    """The connection to the server behind `store`."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        raise TypeError(f"ranks of a gang meet through a TCPStore, not through a {type(store).__name__}")
+    return store

@@ -1,0 +1,165 @@
+"""Whether process groups can be repaired in place where a job runs: tried by all its ranks, before the job relies on
+it.
+
+They make groups, wait in a sum in which the last rank takes no part, break it off from another thread, make the groups
+anew in the same processes, and compare a sum. What can go wrong with drivers, NCCL and the network of a machine then
+does so before the first step, where it costs nothing but the repair in place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workers.comm.lost_peers import first_line
+from workers.comm.process_groups import ProcessGroups
+from workers.errors import MantaError, PeerLost
+
+BLOCKED_SECONDS = 0.3
+"""How long a sum must not return without the last rank."""
+PATIENCE = timedelta(seconds=20)
+"""How long a rank is waited for that ends its part, and a wait that was broken off."""
+
+_OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+
+class _Stuck(MantaError):
+    """What was broken off goes on: nothing else can be done with this process."""
+
+
+@dataclass(frozen=True)
+class RepairSelfTest:
+    """What all ranks know after it."""
+
+    passed: bool
+    problem: str
+    """Of the first rank that had one; empty where it passed."""
+    seconds: float
+    """All of it, on this rank."""
+    way: str
+    """See `Regroup.way`."""
+    torch_version: str
+    nccl_version: str | None
+    """None where it is not NCCL."""
+    usable: bool = True
+    """Whether this process can go on without it."""
+
+    @property
+    def sentence(self) -> str:
+        """For the user."""
+        if self.passed:
+            return f"repair in place works here ({self.way}, tried in {self.seconds:.1f} s)"
+        return f"no repair in place: {self.problem}; after a failure all ranks are started again"
+
+    def to_json(self) -> dict[str, Any]:
+        """Data of the event."""
+        return {name: value for name, value in asdict(self).items() if name != "usable"}
+
+
+def try_repair(
+    make: Callable[[], ProcessGroups], store: dist.Store, rank: int, world: int, device: torch.device, way: str
+) -> RepairSelfTest:
+    """Try it with all other ranks. `make`: groups that are not connected yet; `store`: of this test alone. Leaves no
+    groups behind."""
+    began = time.monotonic()
+
+    def over_new_groups(part: Callable[[ProcessGroups], str], name: str) -> tuple[str, bool]:
+        """What is wrong on some rank, if anything, and whether this process can be used after it."""
+        apart, usable = dist.PrefixStore(name, store), True
+        try:
+            problem = _over(make(), apart, part)
+        except (_Stuck, *_OF_THE_DEVICE) as error:
+            problem, usable = first_line(error), False
+        except (RuntimeError, MantaError) as error:
+            problem = first_line(error)
+        return _of_all(apart, rank, world, problem), usable
+
+    def broken_off(groups: ProcessGroups) -> str:
+        if _sum(groups, 1.0, device) != world:
+            return "a sum was wrong before anything was broken off"
+        try:
+            if rank < world - 1:
+                _break_off(groups, device)
+        finally:
+            _say(store, "free", world)
+        store.wait(["all-free"], PATIENCE)  # the last rank's end would free the others
+        return ""
+
+    def anew(groups: ProcessGroups) -> str:
+        right = _sum(groups, rank + 1.0, device) == world * (world + 1) / 2
+        return "" if right else "the sum over the groups that were made anew is wrong"
+
+    problem, usable = over_new_groups(broken_off, "broken-off")
+    if not problem:
+        problem, usable = over_new_groups(anew, "made-anew")
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
+    seconds = round(time.monotonic() - began, 3)
+    return RepairSelfTest(not problem, problem, seconds, way, torch.__version__, nccl, usable)
+
+
+def _over(groups: ProcessGroups, store: dist.Store, part: Callable[[ProcessGroups], str]) -> str:
+    try:
+        groups.connect(store)
+        return part(groups)
+    finally:
+        groups.close()
+
+
+def _sum(groups: ProcessGroups, number: float, device: torch.device) -> float:
+    tensor = torch.full((1,), number, device=device, dtype=torch.float64)
+    groups.start_all_reduce("world", tensor, largest=False).wait()
+    total = tensor.item()
+    groups.confirm()
+    return total
+
+
+def _break_off(groups: ProcessGroups, device: torch.device) -> None:
+    """Break a sum off that waits. Raises _Stuck when that does not end it, RuntimeError when it did not wait, or ended
+    as if it had been whole."""
+    ended: list[BaseException | None] = []
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        try:
+            _sum(groups, 1.0, device)
+            ended.append(None)
+        except (RuntimeError, MantaError) as error:
+            ended.append(error)
+
+    waiting = threading.Thread(target=wait, name="repair self-test", daemon=True)
+    waiting.start()
+    waiting.join(BLOCKED_SECONDS)
+    if ended and not isinstance(ended[0], PeerLost):  # a peer may have been faster, whose end is an error here
+        raise RuntimeError(f"a sum did not wait for a rank that took no part ({ended[0] or 'it returned'})")
+    groups.interrupt()
+    waiting.join(PATIENCE.total_seconds())
+    if not ended:
+        raise _Stuck(f"a sum that was broken off still waited after {PATIENCE.total_seconds():g} s")
+    if not isinstance(ended[0], PeerLost):
+        raise RuntimeError(f"a sum that was broken off ended otherwise than by an error ({ended[0] or 'it returned'})")
+
+
+def _say(store: dist.Store, what: str, wanted: int) -> None:
+    """Note that this rank is so far; who is the last of `wanted` says so to all."""
+    if store.add(what, 1) == wanted:
+        store.set(f"all-{what}", "")
+
+
+def _of_all(store: dist.Store, rank: int, world: int, problem: str) -> str:
+    """The first problem of any rank; what keeps one from saying whether it has one is a problem too."""
+    try:
+        if problem:
+            store.compare_set("problem", "", f"rank {rank}: {problem}")
+        _say(store, "done", world)
+        store.wait(["all-done"], 2 * PATIENCE)
+        return store.get("problem").decode() if store.check(["problem"]) else ""
+    except RuntimeError as error:
+        return problem or f"not all ranks came to the end of the self-test ({first_line(error)})"
