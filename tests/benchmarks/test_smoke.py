@@ -15,6 +15,7 @@ from s3_server import S3Server, environment_of, reached_at
 from benchmarks import (
     api,
     bubbles,
+    checkpoint_plan,
     control_plane,
     elastic_sums,
     layouts,
@@ -50,6 +51,14 @@ def test_layouts_agree_for_a_step() -> None:
     report = layouts.measure(argparse.Namespace(seed=1, steps=1), [(1, 1, 1), (1, 1, 2)])
     assert report.figures["loss_distance_1x1x2"].met and report.figures["grad_norm_distance_1x1x2"].met
     assert report.figures["same_bits_twice_1x1x1"].met and report.figures["same_bits_twice_1x1x2"].met
+
+
+def test_a_checkpoint_of_many_ranks_is_planned_and_read() -> None:
+    shape = {"layers": 8, "hidden_size": 64, "heads": 4, "sequence_length": 16, "vocabulary_size": 256}
+    report = checkpoint_plan.measure(argparse.Namespace(seed=1), shape, {"tensor": 2, "pipeline": 4, "data": 3})
+    assert report.settings["messages"] == 24
+    assert report.figures["rectangles_in_the_same_rows"].value > 0
+    assert report.figures["join_memory"].met
 
 
 @pytest.mark.soak
