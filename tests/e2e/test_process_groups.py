@@ -4,11 +4,13 @@ over the links are: whatever is killed, stopped or cut, who survives keeps its p
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from api.cli.service import stop_service
 from tests.e2e.conftest import EVERY_STEP, Manta
+from tests.e2e.ray_nodes import Node
 from workers.protocol.messages import BETWEEN_STEPS, FAULT_PHASES
 
 OVER_GROUPS = {"MANTA_PROCESS_GROUPS_FOR_TESTS": "1"}
@@ -94,3 +96,39 @@ def test_resized_job_keeps_the_processes_that_stay(manta):
     manta.client.cancel(job)
     assert manta.until_state(job, "CANCELLED").restarts == 0
     assert manta.leftovers(job) == []
+
+
+@pytest.fixture
+def further_nodes(manta, monkeypatch):
+    """Two of them, with room for one replica each. On this machine's own network, since gloo listens where the
+    machine's name leads to."""
+    for name, value in OVER_GROUPS.items():
+        monkeypatch.setenv(name, value)
+    network, made = SimpleNamespace(usable=False, plugged_in=[]), []
+    for _ in range(2):
+        made.append(Node(manta, network).registered().started())
+    yield made
+    for node in made:
+        node.close()
+
+
+@pytest.mark.soak
+def test_drained_node_is_left_between_two_steps_by_its_own_ranks_alone(manta, clean, further_nodes):
+    blocker = manta.submit(manta.spec(100_000, (1, 1, 2)))  # half of the first node
+    manta.leave_room(blocker)
+    manta.until_step(blocker, 1)
+    job = manta.submit(manta.spec(layout=FOUR, checkpoint=EVERY_STEP))
+    manta.hold(job, 0, 10, seconds=0.2)
+    before = manta.pids(job)
+    ranks_on = {
+        node: [rank for rank, pid in enumerate(before) if pid in {process.pid for process in node.processes()}]
+        for node in further_nodes
+    }
+    leaving, moved = next((node, ranks) for node, ranks in ranks_on.items() if ranks)
+    manta.client.drain(leaving.id)
+    manta.until("the next generation", lambda: len(manta.events(job, "first_step")) == 2)
+    kept = [rank for rank, pid in enumerate(manta.pids(job)) if pid == before[rank]]
+    assert kept == [rank for rank in range(4) if rank not in moved]
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert (ended.generation, ended.restarts) == (2, 0)
+    assert manta.curve(job) == clean

@@ -11,6 +11,7 @@ from engine_specs import spec
 from one_layer import lone_rank
 
 from workers.engine import Engine
+from workers.errors import PeerLost
 from workers.parallel.data.loss_scaling import INITIAL
 from workers.parallel.data.step_statistics import Loss
 
@@ -120,3 +121,17 @@ def test_buckets_of_gpus_keep_a_link_busy(replicas, on_gpu, megabytes):
         spec(parallel={"data": replicas}, train={"global_batch_size": 384}).layout.bucket_bytes(on_gpu)
         == megabytes * 1e6
     )
+
+
+def test_numbers_of_a_communication_that_was_broken_off_commit_nothing(monkeypatch):
+    """On a GPU such a one ends without an error, and with whatever lay in memory; the host learns it only now."""
+    engine = engine_of("fp32")
+    engine.settle()
+
+    def confirm():
+        raise PeerLost("communication was broken off")
+
+    monkeypatch.setattr(engine.optimizer.comm, "confirm", confirm)
+    with pytest.raises(PeerLost):
+        step(engine, (64.0, 1.0))
+    assert not engine.settled, "the state goes on from a snapshot"

@@ -6,7 +6,7 @@ Every axis has a communicator of its own, and on GPUs a stream with it. How they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from workers.comm.backend import Handle, Started, Tensors, Transfer
 from workers.comm.compat import all_gather_single, reduce_scatter_single
+from workers.comm.gloo_waits import GlooWaits
 from workers.comm.grid import AXES, Axis, RankGrid
 from workers.comm.lost_peers import naming_lost_peers
 from workers.comm.regroup import Regroup
@@ -30,14 +31,13 @@ _LOOK = timedelta(seconds=0.5)
 class _Work:
     """A torch.distributed operation under way."""
 
-    def __init__(self, work: dist.Work | None, interrupted: Callable[[], bool], *tensors: torch.Tensor):
-        self._work, self._interrupted = work, interrupted
+    def __init__(self, groups: ProcessGroups, work: dist.Work | None, is_message: bool, *tensors: torch.Tensor):
+        self._groups, self._work, self._is_message = groups, work, is_message
         self._tensors = tensors  # the backend uses them until the wait is over
 
     def wait(self) -> None:
         if self._work is not None:
-            with naming_lost_peers(self._interrupted):
-                self._work.wait()
+            self._groups.wait(self._work, self._is_message)
 
     @property
     def done(self) -> bool:
@@ -58,6 +58,7 @@ class ProcessGroups:
         self._indices = {axis: ranks.index(rank) for axis, ranks in self._ranks.items()}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._is_interrupted = False
+        self._gloo_waits = GlooWaits(self._interrupted) if device.type == "cpu" else None
 
     def connect(self, store: dist.Store) -> None:
         """Meet the other ranks through `store`. May be interrupted. Raises PeerLost."""
@@ -111,24 +112,20 @@ class ProcessGroups:
     def start_all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool) -> Handle:
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         with naming_lost_peers(self._interrupted):
-            return _Work(
-                dist.all_reduce(tensor, op=op, group=self._groups[axis], async_op=True), self._interrupted, tensor
-            )
+            return self._begun(dist.all_reduce(tensor, op=op, group=self._groups[axis], async_op=True), tensor)
 
     def start_all_gather(self, axis: Axis, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
         with naming_lost_peers(self._interrupted):
-            return _Work(
-                all_gather_single(out, tensor, group=self._groups[axis], async_op=True), self._interrupted, out, tensor
-            )
+            return self._begun(all_gather_single(out, tensor, group=self._groups[axis], async_op=True), out, tensor)
 
     def start_reduce_scatter(self, axis: Axis, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
         with naming_lost_peers(self._interrupted):
-            return _Work(
-                reduce_scatter_single(out, tensor, group=self._groups[axis], async_op=True),
-                self._interrupted,
-                out,
-                tensor,
-            )
+            return self._begun(reduce_scatter_single(out, tensor, group=self._groups[axis], async_op=True), out, tensor)
+
+    def _begun(self, work: dist.Work | None, *tensors: torch.Tensor) -> Handle:
+        if work is not None and self._gloo_waits is not None:
+            self._gloo_waits.begun(work)
+        return _Work(self, work, False, *tensors)
 
     def start_all_to_all(self, axis: Axis, outgoing: Sequence[Tensors], incoming: Sequence[Tensors]) -> Handle:
         group, peers = self._groups[axis], self._ranks[axis]
@@ -141,17 +138,27 @@ class ProcessGroups:
         ]
         with naming_lost_peers(self._interrupted):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return Started([_Work(work, self._interrupted) for work in works])
+        return Started([_Work(self, work, True) for work in works])
 
     def send(self, stage: int, tensor: torch.Tensor) -> Transfer:
         group = self._groups[_DIRECTIONS[stage < self._indices["pipeline"]]]
         with naming_lost_peers(self._interrupted):
-            return _Work(dist.isend(tensor, self._ranks["pipeline"][stage], group=group), self._interrupted, tensor)
+            return _Work(self, dist.isend(tensor, self._ranks["pipeline"][stage], group=group), True, tensor)
 
     def receive(self, stage: int, tensor: torch.Tensor) -> Handle:
         group = self._groups[_DIRECTIONS[stage > self._indices["pipeline"]]]
         with naming_lost_peers(self._interrupted):
-            return _Work(dist.irecv(tensor, self._ranks["pipeline"][stage], group=group), self._interrupted, tensor)
+            return _Work(self, dist.irecv(tensor, self._ranks["pipeline"][stage], group=group), True, tensor)
+
+    def wait(self, work: dist.Work, is_message: bool) -> None:
+        """Return once `work` is done, over NCCL once it is queued. Raises PeerLost."""
+        with naming_lost_peers(self._interrupted):
+            if self._gloo_waits is None:
+                work.wait()
+            elif is_message:
+                self._gloo_waits.message(work)
+            else:
+                self._gloo_waits.collective(work)
 
     def interrupt(self) -> None:
         self._is_interrupted = True
@@ -165,6 +172,7 @@ class ProcessGroups:
             raise PeerLost("communication was broken off")
 
     def close(self) -> None:
-        self._is_interrupted = True
+        self.interrupt()
         self._groups.clear()
-        self._regroup.leave()
+        all_ended = self._gloo_waits is None or self._gloo_waits.end()
+        self._regroup.leave(all_ended)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -40,6 +41,7 @@ MEETING_TIMEOUT = timedelta(seconds=20)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """A dead peer is noticed through its process long before this; it only bounds a wait that nobody supervises."""
 _REPORTED_ONLY = "0"
+_END_SECONDS = 0.5
 
 Members = Mapping[str, Sequence[int]]
 """By name of a group: global ranks, in order. All members of a group have the groups that they share in one order."""
@@ -72,9 +74,10 @@ class Breaking(Protocol):
 
 
 class GlooBreaking:
-    """Gloo knows no abort. But an error on a connection ends every wait on it, here and at its other end, as a peer's
-    death would: so all connections that were opened for the groups are shut. Their destruction, which waits for gloo's
-    own threads, takes milliseconds then, and otherwise as long as the longest wait."""
+    """Gloo knows no abort. But an error on a connection ends the waits on it, here and at its other end, as a peer's
+    death would: so all connections that were opened for the groups are shut. The destruction of groups, which waits for
+    gloo's own threads, takes milliseconds then, and otherwise as long as the longest wait. Of waits that go on all the
+    same: `gloo_waits.py`."""
 
     def __init__(self) -> None:
         self._before: set[Connection] = set()
@@ -165,8 +168,9 @@ class Regroup(Protocol):
         """Called by any thread: whoever waits in a group, or makes them, gets an error; a device's kernels end."""
         ...
 
-    def leave(self) -> None:
-        """Break off and have nothing run any more; `make` may follow. Raises DeviceLost."""
+    def leave(self, all_ended: bool = True) -> None:
+        """After `break_off`: have nothing of the groups run any more; `make` may follow. `all_ended`: whether what was
+        broken off has; what has not, is left to itself. Raises DeviceLost."""
         ...
 
     def forget(self) -> None:
@@ -216,10 +220,9 @@ class NewGroups:
     def break_off(self) -> None:
         self._breaking.break_off(list(self._groups.values()), self._store)
 
-    def leave(self) -> None:
-        self.break_off()
-        self._groups, self._store = {}, None
-        _forget_all(self._kind)
+    def leave(self, all_ended: bool = True) -> None:
+        groups, self._groups, self._store = list(self._groups.values()), {}, None
+        _forget_all(self._kind, groups)
         self._breaking.drain()
 
     def forget(self) -> None:
@@ -294,15 +297,16 @@ class LastingGroups:
     def break_off(self) -> None:
         self._breaking.break_off(list(self._groups.values()), self._store)
 
-    def leave(self) -> None:
-        self.break_off()
+    def leave(self, all_ended: bool = True) -> None:
         self._store = None
+        if not all_ended:
+            self.forget()
         self._breaking.drain()
 
     def forget(self) -> None:
-        if self._groups:
-            _forget_all(self._kind)
-        self._groups, self._address = {}, None
+        groups, self._groups, self._address = list(self._groups.values()), {}, None
+        if groups:
+            _forget_all(self._kind, groups)
 
 
 def regroup_for(device: torch.device, in_place: bool) -> Regroup:
@@ -316,14 +320,17 @@ def regroup_for(device: torch.device, in_place: bool) -> Regroup:
     return LastingGroups("nccl", breaking) if lasting else NewGroups("nccl", breaking)
 
 
-def _forget_all(kind: str) -> None:
-    """What torch knows of groups that were broken off."""
-    if not dist.is_initialized():
-        return
-    if kind == "nccl":
-        distributed_c10d._abort_process_group()  # a destroyed one would wait for its peers
-    else:
-        dist.destroy_process_group()
+def _forget_all(kind: str, groups: list[dist.ProcessGroup]) -> None:
+    """Whatever torch knows of `groups`, which were broken off."""
+    if dist.is_initialized():
+        if kind == "nccl":
+            distributed_c10d._abort_process_group()  # a destroyed one would wait for its peers
+        else:
+            dist.destroy_process_group()
+    # The end of a group waits for its threads, of which one may be in a collective that does not end.
+    ending = threading.Thread(target=groups.clear, name="ends of groups", daemon=True)
+    ending.start()
+    ending.join(_END_SECONDS)
 
 
 def _server_of(store: dist.Store) -> dist.TCPStore:

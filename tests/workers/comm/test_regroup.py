@@ -86,6 +86,7 @@ def test_groups_are_left_by_abort_and_then_the_device_is_drained(asked, monkeypa
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     left = NewGroups("nccl", NcclBreaking(GPU, wanted=True))
     left._groups = dict(zip(["world", "data"], groups(asked, ["world", "data"]), strict=True))
+    left.break_off()
     left.leave()
     assert asked == ["world begins", "abort data", "abort world", "world ends", "forget", "drain cuda:0"]
 

@@ -652,6 +652,16 @@ def test_a_rank_with_a_gpu_computes_on_the_cpu_where_a_test_says_so_over_what_it
     assert (comm._kind, capsys.readouterr().out) == ("links", "")
 
 
+@pytest.mark.parametrize(("said", "kind"), [(None, "links"), ("0", "links"), ("1", "process_groups")])
+def test_ranks_on_slots_talk_over_links_unless_a_test_wants_it_otherwise(build, monkeypatch, capsys, said, kind):
+    monkeypatch.delenv("MANTA_PROCESS_GROUPS_FOR_TESTS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("MANTA_PROCESS_GROUPS_FOR_TESTS", said)
+    comm, _ = build()
+    assert comm._kind == kind
+    assert ("communicates over process groups" in capsys.readouterr().out) == (kind == "process_groups")
+
+
 def test_one_that_goes_on_keeps_its_record_and_one_without_shared_memory_has_a_private_one(build, tmp_path):
     shared, own = str(tmp_path / "shared"), Progress()
     comm, made = build(own, snapshot_folder=shared)

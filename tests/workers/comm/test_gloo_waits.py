@@ -1,0 +1,99 @@
+"""A wait that nothing ends is left when communication was broken off, and one that ends is not held up."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from workers.comm import gloo_waits
+from workers.comm.gloo_waits import GlooWaits
+from workers.errors import PeerLost
+
+SECONDS = 10.0
+
+
+class Endless:
+    """A collective, or message, of which gloo forgets that its connection is gone."""
+
+    def __init__(self):
+        self.turns, self.released = 0, threading.Event()
+
+    def wait(self, timeout=None):
+        if timeout is None:
+            assert self.released.wait(SECONDS)
+            return
+        self.turns += 1
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return False
+
+
+class Ending(Endless):
+    """One that is not there yet when it is first asked, and then `says` so, an error or nothing."""
+
+    def __init__(self, says=None):
+        super().__init__()
+        self._says = says
+
+    def wait(self, timeout=None):
+        self.turns += 1
+        if timeout is not None and self.turns == 1:
+            raise RuntimeError("Operation timed out!")
+        if self._says is not None:
+            raise RuntimeError(self._says)
+
+    def is_completed(self):
+        return self.turns > 1
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Of a rank whose communication is broken off in the third look at it."""
+    monkeypatch.setattr(gloo_waits, "END_SECONDS", 0.01)
+    looks = []
+
+    def interrupted():
+        looks.append(None)
+        return len(looks) >= 3
+
+    return GlooWaits(interrupted)
+
+
+def test_a_collective_that_does_not_end_is_left_and_known_to_go_on(waits):
+    endless = Endless()
+    waits.begun(endless)
+    with pytest.raises(PeerLost, match="broken off"):
+        waits.collective(endless)
+    assert endless.turns == 3
+    assert not waits.end()
+
+
+def test_a_message_that_does_not_end_is_left_to_the_thread_that_waits_for_it(waits):
+    endless = Endless()
+    with pytest.raises(PeerLost, match="broken off"):
+        waits.message(endless)
+    assert waits.end(), "no thread of gloo's is in it"
+    endless.released.set()
+
+
+def test_what_ends_is_waited_for(waits):
+    for work, wait in ((Ending(), waits.collective), (Ending(), waits.message)):
+        wait(work)
+    assert waits.end()
+
+
+@pytest.mark.parametrize("kind", ["collective", "message"])
+@pytest.mark.parametrize("says", ["Connection closed by peer", "Operation timed out!"])
+def test_an_error_of_its_own_is_raised_also_one_that_reads_like_a_turn(waits, kind, says):
+    work = Ending(says)
+    with pytest.raises(RuntimeError, match=says):
+        getattr(waits, kind)(work)
+
+
+def test_what_was_begun_and_not_waited_for_is_given_a_moment_to_end(waits):
+    work = Ending("Connection closed by peer")
+    waits.begun(work)
+    work.turns = 1
+    assert waits.end()

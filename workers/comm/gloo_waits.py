@@ -1,0 +1,105 @@
+"""Waits over gloo that another thread can end.
+
+An error on a connection ends gloo's waits on it, but for that whose message was half received or half sent at that
+moment: it goes on until its time-out (torch 2.13 and 2.14, gloo of 2026-04: `Pair::signalException` passes over the
+operation under way). So a rank waits in turns, and looks in between whether its communication was broken off.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from workers.errors import PeerLost
+
+TURN = timedelta(seconds=0.1)
+END_SECONDS = 0.3
+"""How long what was broken off may take to end, before it counts as one that does not."""
+_NOT_YET = "Operation timed out"
+
+
+class GlooWaits:
+    """Those of one rank in one generation."""
+
+    def __init__(self, interrupted: Callable[[], bool]):
+        """`interrupted`: whether the communication was broken off."""
+        self._interrupted = interrupted
+        self._collectives: set[dist.Work] = set()
+        self._messages: queue.SimpleQueue[_Wait | None] | None = None
+
+    def begun(self, collective: dist.Work) -> None:
+        """It has; a thread of gloo's is in it until it ends."""
+        self._collectives.add(collective)
+
+    def collective(self, work: dist.Work) -> None:
+        """Wait for a collective. Raises PeerLost, RuntimeError."""
+        while True:
+            try:
+                work.wait(TURN)
+                break
+            except RuntimeError as error:
+                if work.is_completed() or not str(error).startswith(_NOT_YET):
+                    raise
+            self._raise_if_interrupted()
+        self._collectives.discard(work)
+
+    def message(self, work: dist.Work) -> None:
+        """Wait for a send or a receive: these take no short time-out, which would end all of their group, so another
+        thread waits. Raises PeerLost, RuntimeError."""
+        if self._messages is None:
+            self._messages = queue.SimpleQueue()
+            threading.Thread(target=_wait_for_each, args=(self._messages,), name="messages", daemon=True).start()
+        wait = _Wait(work)
+        self._messages.put(wait)
+        while not wait.ended.wait(TURN.total_seconds()):
+            self._raise_if_interrupted()
+        if wait.error is not None:
+            raise wait.error
+
+    def _raise_if_interrupted(self) -> None:
+        if self._interrupted():
+            raise PeerLost("communication was broken off while this rank waited")
+
+    def end(self) -> bool:
+        """After it was broken off: whether all collectives have ended. Those that have not keep a thread of gloo's, and
+        the memory that they use, until their time-out."""
+        if self._messages is not None:
+            self._messages.put(None)
+        deadline = time.monotonic() + END_SECONDS
+        for work in self._collectives:
+            _ended_by(work, deadline)
+        return all(work.is_completed() for work in self._collectives)
+
+
+class _Wait:
+    """For one message."""
+
+    def __init__(self, work: dist.Work):
+        self.work = work
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+
+
+def _wait_for_each(waits: queue.SimpleQueue[_Wait | None]) -> None:
+    while (wait := waits.get()) is not None:
+        try:
+            wait.work.wait()
+        except RuntimeError as error:
+            wait.error = error
+        wait.ended.set()
+
+
+def _ended_by(work: Any, deadline: float) -> None:
+    """Return once `work` has ended, however, and at `deadline` at the latest."""
+    left = deadline - time.monotonic()
+    if left > 0 and not work.is_completed():
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError:
+            return
