@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -171,7 +170,7 @@ class Runs:
         """Losses on the test text, both by transformers: after a training by plain PyTorch; of exported weights."""
         from transformers import AutoModelForCausalLM
 
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(1)  # as each rank of the engine
         document = self.document(size, "alone")
         spec, batches = parse_job_spec(document), self._batches(document)
         model = AutoModelForCausalLM.from_pretrained(self.folder / size, dtype=torch.float32)
