@@ -25,6 +25,7 @@ from workers.comm import process_groups
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.comm.process_groups import ProcessGroups
+from workers.comm.regroup import NewGroups
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
@@ -65,13 +66,12 @@ def _function_of_engine() -> str:
 @contextmanager
 def pretended_gpu() -> Iterator[HostSyncs]:
     """Within the block tensors have no memory and say that they lie on a GPU; process groups are fake."""
-    init, syncs = dist.init_process_group, HostSyncs()
-
-    def of_fakes(backend: str, store: Any, rank: int, world_size: int, timeout: Any = None, **_: Any) -> None:
-        init(backend="fake", store=FakeStore(), rank=rank, world_size=world_size)
-
+    syncs = HostSyncs()
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(dist, "init_process_group", of_fakes))
+        # Nobody else comes, and of gloo, whose waits are looked after by turns, there is nothing.
+        stack.enter_context(mock.patch.object(process_groups, "GlooWaits", lambda _: None))
+        stack.enter_context(mock.patch.object(ProcessGroups, "_wait_for_all", lambda *_: None))
+        stack.enter_context(mock.patch.object(dist.ProcessGroup, "set_timeout", lambda *_: None))
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *_: None))
         # What is sent has left by the time of the next look, and its memory is free.
         stack.enter_context(mock.patch.object(process_groups._Work, "done", True))
@@ -100,7 +100,9 @@ class FakeRank:
         grid = RankGrid(spec.layout)
         self.spec, self.tracker = spec, tracker_of_bytes()
         self.comm = Comm(grid, rank, CPU, backend="process_groups")
-        self.comm._backend = groups = ProcessGroups(grid, rank, CPU, dist.HashStore())
+        breaking = mock.MagicMock(options=lambda: None)
+        self.comm._backend = groups = ProcessGroups(grid, rank, CPU, NewGroups("fake", breaking))
+        groups.connect(FakeStore())
         groups._open_channels()
         with self.tracker:
             self.engine = Engine(spec, self.comm)

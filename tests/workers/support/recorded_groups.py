@@ -1,5 +1,5 @@
-"""Stands in for torch.distributed below `workers.comm.process_groups`, for one rank whose peers are not there, and
-records what NCCL would have been asked to do (`group_programs.py`).
+"""Stands in for torch.distributed below `workers.comm.process_groups`, and for what makes its groups (`regroup.py`),
+for one rank whose peers are not there, and records what NCCL would have been asked to do (`group_programs.py`).
 
 Which communicator and which stream an operation gets is what torch's ProcessGroupNCCL does (torch 2.11 to 2.13, no
 `device_id` bound): one communicator a group for collectives and for batches of messages, one a pair of ranks for single
@@ -15,7 +15,6 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.comm import process_groups
 from workers.comm.comm import Comm
+from workers.comm.regroup import Members
 
 _OF_COMMUNICATION = "workers/comm/"
 _NORM_AT = 3
@@ -89,28 +89,36 @@ class Recorder:
         self.rank, self.program, self._bad_agreements = rank, Program(), bad_agreements
         self._agreements = 0
         self._world = Group("world", tuple(range(world)))
-        self._groups_made = 0
         self._communicators: set[Communicator] = set()
         self._operations = 0
         self._watched: dict[int, list[_Watched]] = {}
         self.label = ""
         """What a message that is started now carries."""
 
-    # The names of torch.distributed.
+    # As `Regroup`.
 
-    def init_process_group(self, *_: Any, **__: Any) -> None:
-        """The ranks meet."""
+    way = "recorded"
+
+    def make(self, store: Any, rank: int, world: int, members: Members) -> dict[str, Group]:
+        """The ranks meet, and then the members of each group, under a name that counts the groups which each has made
+        before."""
         self.program.append(Meet("world", self._world.ranks, code_line()))
+        groups = {"world": self._world}
+        for number, (name, ranks) in enumerate(members.items(), start=1):
+            groups[name] = Group(f"{name} (group {number})", tuple(ranks))
+            self.program.append(Meet(groups[name].name, groups[name].ranks, code_line()))
+        return groups
 
-    def new_group(self, ranks: list[int], *_: Any, group_desc: str = "", **__: Any) -> Group:
-        """Its members meet under a name that counts the groups which each has made before."""
-        self._groups_made += 1
-        made = Group(f"{group_desc} (group {self._groups_made})", tuple(ranks))
-        self.program.append(Meet(made.name, made.ranks, code_line()))
-        return made
+    def break_off(self) -> None:
+        """Nothing waits."""
 
-    def destroy_process_group(self, *_: Any) -> None:
+    def leave(self, all_ended: bool = True) -> None:
         """Nothing more is recorded of them."""
+
+    def forget(self) -> None:
+        """The same."""
+
+    # The names of torch.distributed.
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **_: Any) -> _Work:
         """The tensor stays as it is."""
@@ -250,7 +258,7 @@ class _Uses(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-_NAMES = ("init_process_group", "new_group", "destroy_process_group", "all_reduce", "isend", "irecv")
+_NAMES = ("all_reduce", "isend", "irecv", "batch_isend_irecv")
 
 
 @dataclass(frozen=True)
@@ -266,10 +274,9 @@ class _Operation:
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Within the block, process groups are those of `recorder`, and what torch computes is told to it."""
-    stand_ins = {name: getattr(recorder, name) for name in (*_NAMES, "batch_isend_irecv")}
+    stand_ins = {name: getattr(recorder, name) for name in _NAMES}
     with ExitStack() as stack:
-        group = SimpleNamespace(WORLD=recorder._world)
-        stack.enter_context(mock.patch.multiple(dist, **stand_ins, P2POp=_Operation, group=group))
+        stack.enter_context(mock.patch.multiple(dist, **stand_ins, P2POp=_Operation))
         for name in ("all_gather_single", "reduce_scatter_single"):
             stack.enter_context(mock.patch.object(process_groups, name, getattr(recorder, name)))
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *_: None))

@@ -47,19 +47,28 @@ class _AllAlike(SharedWork):
 
 
 def recorded_rank(
-    spec: JobSpec, rank: int, steps: int, folder: Path | None = None, bad_agreements: Collection[int] = ()
+    spec: JobSpec,
+    rank: int,
+    steps: int,
+    folder: Path | None = None,
+    bad_agreements: Collection[int] = (),
+    recorder: Recorder | None = None,
 ) -> Program:
     """What one rank of `spec` does from its start to its end after `steps` steps. `folder`: for snapshots and
-    checkpoints, without which there are none; `bad_agreements`: see `Recorder`."""
+    checkpoints, without which there are none; `bad_agreements`: see `Recorder`; `recorder`: another one."""
     grid = RankGrid(spec.layout)
     comm = Comm(grid, rank, CPU, backend="process_groups")
-    recorder = Recorder(rank, grid.world_size, bad_agreements)
+    recorder = recorder or Recorder(rank, grid.world_size, bad_agreements)
     places = Places() if folder is None else Places("test", str(folder / "snapshots"), str(folder / "checkpoints"))
     reporter = Reporter(lambda messages: None)
     # A save is waited for, so that no rank finds another one slow.
     patience = mock.patch.object(checkpointer, "PATIENCE_SECONDS", 60.0)
-    with recording(recorder), mock.patch("workers.comm.comm.Links"), patience:
-        comm.connect(dist.HashStore(), 1, HOST, SECRET)
+    comm._regroup = recorder
+    # Nobody else comes, and of gloo, whose waits are looked after by turns, there is nothing.
+    here = mock.patch.object(ProcessGroups, "_wait_for_all", lambda *_: None)
+    with recording(recorder), here, mock.patch("workers.comm.comm.Links"), patience:
+        with mock.patch("workers.comm.process_groups.GlooWaits", lambda _: None):
+            comm.connect(dist.HashStore(), 1, HOST, SECRET)
         comm.shared_work = _AllAlike(rank, grid.world_size)
         if isinstance(comm._backend, ProcessGroups):
             comm._backend._open_channels()  # which on a CPU it has no need to
