@@ -179,10 +179,8 @@ def _output_bytes(spec: JobSpec) -> int:
 
 
 def rank_bytes(spec: JobSpec) -> tuple[int, ...]:
-    """Most bytes of activations that a rank of each pipeline stage holds at once in a step.
-
-    A pass whose weights' half is put off counts in full until that is done, though less is left of it.
-    """
+    """Most bytes of activations that a rank of each pipeline stage holds at once in a step, with what the weights' half
+    of a backward pass needs where that is put off."""
     return tuple(bytes_of_rank(spec, rank, spec.micro_batches) for rank in range(spec.layout.pipeline))
 
 
@@ -192,17 +190,44 @@ def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
     kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
     actions = compute_of_rank(kind, rank, stages, virtual_stages, micro_batches)
     again = recomputed(actions, layout)
+    indices = [virtual_stage(kind, stages, virtual_stages, rank, chunk) for chunk in range(virtual_stages)]
     sizes = {
-        (chunk, recompute): chunk_bytes(spec, virtual_stage(kind, stages, virtual_stages, rank, chunk), recompute)
-        for chunk in range(virtual_stages)
+        (chunk, recompute): chunk_bytes(spec, index, recompute)
+        for chunk, index in enumerate(indices)
         for recompute in (False, True)
     }
+    put_off = [put_off_bytes(spec, index) for index in indices]
     held = most = 0
     for action in actions:
-        size = sizes[action.chunk, (action.micro_batch, action.chunk) in again]
-        held += {"forward": size, "backward": -size, "backward_weight": -size}.get(action.kind, 0)
+        size, later = sizes[action.chunk, (action.micro_batch, action.chunk) in again], put_off[action.chunk]
+        changes = {"forward": size, "backward": -size, "backward_input": later - size, "backward_weight": -later}
+        held += changes.get(action.kind, 0)
         most = max(most, held)
     return most
+
+
+def put_off_bytes(spec: JobSpec, index: int) -> int:
+    """Bytes that are left of one full micro-batch in virtual stage `index` between the halves of its backward pass:
+    inputs of the products and gradients of their results. What comes out of a row-parallel product is whole on each
+    tensor rank; frozen weights are counted as if they were trained."""
+    model, layout, width = spec.model, spec.layout, _width(spec)
+    t, h, count = layout.tensor, model.hidden_size, layout.pipeline * layout.virtual_stages
+    tokens, outside = _tokens(spec)
+    inner = model.ffn_size // t
+    heads = (_heads(spec) + _value_heads(spec)) * model.head_size
+    attention = outside * h + tokens * (heads + model.attention_width // t + h)
+    mlp = outside * h + tokens * (inner * (3 if model.parts.gated_mlp else 2) + h)
+    layers = [
+        layer
+        for layer in stage_layers(model.layers, count, index)
+        if layer >= first_trained_layer(model, spec.train.frozen)
+    ]
+    total = len(layers) * (attention + mlp)
+    if index == 0:
+        total += tokens * h
+    if index == count - 1:
+        total += outside * h + tokens * padded_vocabulary(spec) // t
+    return total * width
 
 
 def _tokens(spec: JobSpec) -> tuple[int, int]:

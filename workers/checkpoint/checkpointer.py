@@ -27,6 +27,7 @@ from workers.comm.shared_work import SharedWork
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointError, MantaError
+from workers.snapshot.pinned import PinnedMemory
 from workers.snapshot.state_copy import Ready, copy_tensors, event_after
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, place_of
@@ -62,6 +63,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
         self._aside: SharedRoom | None = None
+        self._pinned: PinnedMemory | None = None
         self._uploads: Uploads | None = None
         self._copied = threading.Event()
         self._copied.set()
@@ -205,6 +207,8 @@ class Checkpointer:
     def close(self) -> None:
         """End the writing thread, after the save under way."""
         self._writer.shutdown()
+        if self._pinned is not None:
+            self._pinned.release()
         if self._uploads is not None:
             self._uploads.close()
 
@@ -241,6 +245,7 @@ class Checkpointer:
         if self._aside is None:
             length = len(self.optimizer.exp_avg)
             self._aside = SharedRoom((len(durable.KINDS), length), self.optimizer.exp_avg.dtype)
+            self._pinned = PinnedMemory(self._aside.tensor, self.optimizer.exp_avg.is_cuda)
         if self._uploads is None and isinstance(place_of(self.folder), ObjectPath):
             self._uploads = Uploads(self._aside)
             self._uploads.start()

@@ -102,7 +102,9 @@ class ProcessGroups:
             if axis in self._groups:
                 self.start_all_reduce(axis, probe, largest=False).wait()
         mine, stages = self._indices["pipeline"], len(self._ranks["pipeline"])
-        for source, to in ((a, b) for a in range(stages) for b in range(stages) if (a - b) % stages in (1, stages - 1)):
+        neighbours = (1, stages - 1)
+        pairs = [(a, b) for a in range(stages) for b in range(stages) if a != b and (a - b) % stages in neighbours]
+        for source, to in pairs:
             if mine == source:
                 self.send(to, probe).wait()
             elif mine == to:

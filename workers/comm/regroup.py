@@ -125,11 +125,12 @@ class NcclBreaking:
         """Nothing: communicators are known by their groups."""
 
     def options(self) -> Any:
-        if not self._wanted:
-            return None
-        options = dist.ProcessGroupNCCL.Options()
+        # High priority: a product that was started before must not keep all processors from a message that others wait
+        # for. And torch takes such streams from another pool than those of copies (`workers/snapshot/state_copy.py`).
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = MEETING_TIMEOUT  # torch warns where it is not what `timeout` says
-        options.config.blocking = 0
+        if self._wanted:
+            options.config.blocking = 0
         return options
 
     def break_off(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:

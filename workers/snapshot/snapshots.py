@@ -25,8 +25,9 @@ from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.errors import CheckpointError
 from workers.snapshot.files import snapshot_path
 from workers.snapshot.notification import notification_path, notify
+from workers.snapshot.pinned import PinnedMemory
 from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
-from workers.snapshot.state_copy import StateCopier, copy_tensors
+from workers.snapshot.state_copy import Done, Ready, StateCopier, copy_tensors
 
 
 class _Constants:
@@ -91,8 +92,9 @@ class Snapshots:
         self._file = self._opened(form) or SnapshotFile.create(self.path, form)
         self._slots = [self._views(slot) for slot in range(SLOTS)]
         """For each slot, a tensor over its memory for each tensor of the state."""
+        self._pinned = self._pin()
         self.stall_seconds = 0.0
-        """For how long the last snapshot held the training thread up."""
+        """For how long the last snapshot held the training up: the thread, on a GPU the device."""
         self.copy_seconds = 0.0
         """What the last copy took, beside the training."""
         self.sum_seconds = 0.0
@@ -119,6 +121,10 @@ class Snapshots:
         self._unusable = CheckpointError(f"{self.path} was of another job or layout")
         return None
 
+    def _pin(self) -> PinnedMemory:
+        whole = torch.frombuffer(self._file.memory, dtype=torch.uint8)
+        return PinnedMemory(whole, on_gpu=bool(self.state) and self.state[0].is_cuda)
+
     def _views(self, slot: int) -> list[torch.Tensor]:
         position, views = self._file.form.payload_at(slot), []
         for tensor in self.state:
@@ -142,10 +148,9 @@ class Snapshots:
 
     def finish(self) -> bool:
         """Return once the copy that was begun is whole, and whether there was one; raises what kept it from that."""
-        began = time.perf_counter()
         if not self._copier.finish():
             return False
-        self.stall_seconds = self._stalled + time.perf_counter() - began
+        self.stall_seconds = self._stalled + self._copier.stall_seconds
         return True
 
     def save(self, step: int, note: bytes = b"") -> None:
@@ -153,17 +158,18 @@ class Snapshots:
         self.start(step, note)
         self.finish()
 
-    def _copy(self, step: int, note: bytes, then: Callable[[], object] | None, ready: torch.cuda.Event | None) -> None:
+    def _copy(self, step: int, note: bytes, then: Callable[[], object] | None, ready: Ready) -> Done:
         began, slot = time.perf_counter(), self._file.oldest()
         turn = self._begin(slot)
         count = self._constants.to_copy(slot)
-        copy_tensors(self._slots[slot][:count], self.state[:count], ready)
+        done = copy_tensors(self._slots[slot][:count], self.state[:count], ready)
         self._file.write_note(slot, note)
         self._file.commit(slot, step)
         self.copy_seconds = time.perf_counter() - began
         if then is not None:
             then()
         self._summing = self._summer.submit(self._seal, slot, step, turn)
+        return done
 
     def _begin(self, slot: int) -> int:
         with self._lock:
@@ -243,8 +249,10 @@ class Snapshots:
     def _go_on_in(self, file: SnapshotFile) -> None:
         self.wait_for_sums()
         self._constants.forget()
+        self._pinned.release()
         before, self._file = self._file, file
         self._slots = [self._views(slot) for slot in range(SLOTS)]
+        self._pinned = self._pin()
         before.close()
 
     def wait_for_sums(self) -> None:
@@ -268,4 +276,5 @@ class Snapshots:
         self._copier.close()
         self._summer.shutdown()
         self._slots = []
+        self._pinned.release()
         self._file.close()

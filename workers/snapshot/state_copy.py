@@ -1,16 +1,23 @@
-"""HostCopies of a rank's state that are made beside the training, on a thread, while the state rests."""
+"""Copies of a rank's state that are made beside the training, on a thread, while the state rests.
+
+On a GPU they are made on a stream of their own, the one of the process: torch hands out streams from a pool of 32 again
+and again, so that a new one for each copy would sooner or later be one that something else waits for. What is copied
+into should be registered (`pinned.py`), else the driver copies it twice.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import cache
 
 import torch
 
 Ready = torch.cuda.Event | None
 """On a GPU, an event after all work on the state so far."""
+Done = torch.cuda.Event | None
+"""On a GPU, an event after a copy that is made."""
 
 
 class StateCopier:
@@ -18,11 +25,15 @@ class StateCopier:
 
     def __init__(self, name: str):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._copying: Future[None] | None = None
+        self._copying: Future[Done] | None = None
+        self._state: Sequence[torch.Tensor] = ()
+        self.stall_seconds = 0.0
+        """For how long the training stood still at the last `finish`: the thread, or on a GPU the device."""
 
-    def start(self, state: Sequence[torch.Tensor], copy: Callable[[Ready], None]) -> None:
-        """Begin `copy`, which is called on the thread with what to wait for before it reads `state`. The state must not
-        change before `finish`, and the copy before must be finished."""
+    def start(self, state: Sequence[torch.Tensor], copy: Callable[[Ready], Done]) -> None:
+        """Begin `copy`, which is called on the thread with what to wait for before it reads `state`, and returns what
+        `copy_tensors` does. The state must not change before `finish`, and the copy before must be finished."""
+        self._state = state
         self._copying = self._thread.submit(copy, event_after(state))
 
     def finish(self) -> bool:
@@ -30,7 +41,10 @@ class StateCopier:
         if self._copying is None:
             return False
         copying, self._copying = self._copying, None
-        copying.result()
+        # A host is ahead of its GPU: that it waits here says nothing about whether the GPU has nothing to do.
+        began, reached = time.perf_counter(), event_after(self._state, timed=True)
+        done = copying.result()
+        self.stall_seconds = time.perf_counter() - began if done is None else _seconds_between(reached, done)
         return True
 
     def close(self) -> None:
@@ -38,23 +52,47 @@ class StateCopier:
         self._thread.shutdown()
 
 
-def event_after(state: Sequence[torch.Tensor]) -> Ready:
-    """On a GPU, an event after all work on `state` so far. For the training thread."""
+def _seconds_between(reached: Ready, done: torch.cuda.Event) -> float:
+    """For how long the device had reached the one event and not yet the other, which it has now."""
+    if reached is None or not reached.query():
+        return 0.0  # it still computes
+    return max(0.0, reached.elapsed_time(done) / 1000)
+
+
+def event_after(state: Sequence[torch.Tensor], timed: bool = False) -> Ready:
+    """On a GPU, an event after all work on `state` so far, with its time where it is `timed`. For the training
+    thread."""
     if not state or not state[0].is_cuda:
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(enable_timing=timed)
     event.record(torch.cuda.current_stream(state[0].device))
     return event
 
 
-def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], ready: Ready) -> None:
-    """Copy each source into its target. `ready` is waited for on a stream beside that of the training thread, so that
-    no copy waits for the forward pass that was queued before it."""
-    beside: AbstractContextManager[Any] = nullcontext()
-    if ready is not None:
-        stream = torch.cuda.Stream(sources[0].device)
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which this process copies state, as torch's streams belong to the process."""
+    return torch.cuda.Stream(device)
+
+
+def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], ready: Ready) -> Done:
+    """Copy each source into its target, and return once that is done, with what it was done at.
+
+    With `ready` this is waited for on a stream beside that of the training thread, so that no copy waits for the
+    forward pass that was queued before it; the copies are queued together, and the host waits once, for the last.
+    """
+    with torch.no_grad():
+        if ready is None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            return None
+        stream = copy_stream(sources[0].device)
         stream.wait_event(ready)
-        beside = torch.cuda.stream(stream)
-    with torch.no_grad(), beside:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+        with torch.cuda.stream(stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        # Blocking: a thread that spins would take a core from the one that trains.
+        done = torch.cuda.Event(enable_timing=True, blocking=True)
+        done.record(stream)
+    done.synchronize()
+    return done

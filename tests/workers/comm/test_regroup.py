@@ -62,21 +62,36 @@ def test_where_nothing_is_made_yet_there_is_nothing_to_abort(asked):
     assert asked == []
 
 
+class NcclOptions(SimpleNamespace):
+    """Those of one group, which torch for CPUs does not have."""
+
+    def __init__(self, **given: bool):
+        super().__init__(config=SimpleNamespace(blocking=1), _timeout=None, **given)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_streams_of_communicators_have_high_priority(monkeypatch, wanted):
+    """Each group has options of its own, which torch fills in."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
+    first, second = (NcclBreaking(GPU, wanted).options() for _ in range(2))
+    assert first is not second
+    assert first.is_high_priority_stream
+
+
 def test_where_the_process_is_not_to_survive_it_is_left_to_torch(asked, monkeypatch):
     monkeypatch.setenv(HANDLING, "0")  # of groups before, of a self-test that has failed
     breaking = NcclBreaking(GPU, wanted=False)
     breaking.begin()
     breaking.break_off(groups(asked, ["world"]), None)
-    assert (asked, breaking.options()) == ([], None)
+    assert asked == []
     assert HANDLING not in os.environ
 
 
 def test_where_it_is_the_watchdog_only_reports_and_communicators_do_not_block(asked, monkeypatch):
-    options = SimpleNamespace(config=SimpleNamespace(blocking=1), _timeout=None)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
     breaking = NcclBreaking(GPU, wanted=True)
     breaking.begin()
-    assert breaking.options() is options
+    options = breaking.options()
     assert (options.config.blocking, options._timeout) == (0, regroup.MEETING_TIMEOUT)
     assert os.environ[HANDLING] == "0"
     monkeypatch.delenv(HANDLING)

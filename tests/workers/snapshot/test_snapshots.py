@@ -219,7 +219,8 @@ def test_the_stall_is_the_time_that_the_training_thread_waits_and_no_other(tmp_p
         now[0] += 7.0
         held.released.set()
 
-    monkeypatch.setattr("workers.snapshot.snapshots.time", SimpleNamespace(perf_counter=clock))
+    for module in ("snapshots", "state_copy"):
+        monkeypatch.setattr(f"workers.snapshot.{module}.time", SimpleNamespace(perf_counter=clock))
     held = Held(snapshots)
     releasing = threading.Thread(target=let_go)
     releasing.start()

@@ -1,0 +1,87 @@
+"""What a rank is told to take on its device is what a step takes, by torch's MemTracker, on tensors without memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine_specs import spec
+from fake_rank import CPU, FakeRank, pretended_gpu
+
+from workers.accounting.device_bytes import device_bytes
+from workers.config import JobSpec
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": {"family": "gpt"},
+    "llama": {"family": "llama", "kv_heads": 4, "ffn_hidden_size": 5504},
+    "qwen": {"family": "qwen", "kv_heads": 4, "head_dim": 128, "ffn_hidden_size": 6144},
+}
+LAYOUT = {"tensor": 2, "pipeline": 2, "data": 2}
+ALL_MODULES = ("norm", "mlp_activation", "core_attention")
+
+
+def job(family: str = "llama", micro_batches: int = 8, parallel: dict[str, Any] | None = None, **train: Any) -> JobSpec:
+    """A model of 0.5e9 parameters, in bf16."""
+    layout = LAYOUT | (parallel or {})
+    model = {"layers": 8, "hidden_size": 2048, "heads": 16, "sequence_length": 2048, "vocabulary_size": 32000}
+    numbers = {"precision": "bf16", "global_batch_size": micro_batches * layout["data"], "micro_batch_size": 1}
+    return spec(model=model | FAMILIES[family], train=numbers | train, parallel=layout)
+
+
+JOBS = {
+    "1f1b": job(),
+    "zb-h1": job(parallel={"schedule": "zb-h1"}),
+    "full": job("gpt", parallel={"recompute": "full", "pipeline": 4}),
+    "gpipe": job(parallel={"schedule": "gpipe"}),
+    "interleaved": job(parallel={"schedule": "interleaved", "virtual_stages": 2}),
+    "zb-v": job(parallel={"schedule": "zb-v", "virtual_stages": 2}),
+    "gpt": job("gpt"),
+    "qwen": job("qwen"),
+    "fp32": job(precision="fp32"),
+    "selective": job(parallel={"recompute": "selective", "recompute_modules": ALL_MODULES}),
+    "whole layers of llama": job(parallel={"recompute": "full"}),
+    "whole sequences": job(parallel={"sequence_parallel": False}),
+    "one tensor rank": job(parallel={"tensor": 1}),
+    "zero 0": job(parallel={"zero": 0}),
+    "one stage": job(parallel={"pipeline": 1}),
+    "one replica": job(parallel={"data": 1}),
+    "elastic sums": job(deterministic="elastic"),
+    "frozen": job(frozen=["embedding", "layers.0-3"]),
+    "two samples": job(micro_batches=16, micro_batch_size=2),
+    "four stages": job(parallel={"pipeline": 4}),
+}
+
+
+def assert_as_told(job_spec: JobSpec, stage: int) -> None:
+    """What rests is told to 0.1%, the peak to 3%."""
+    told = device_bytes(job_spec)[stage]
+    with pretended_gpu():
+        rank = FakeRank(job_spec, stage * job_spec.layout.tensor)
+        resting = rank.tracker.get_tracker_snapshot("current")[CPU]["Total"]
+        peak = rank.step()["Total"]
+        if job_spec.train.deterministic == "elastic":  # whose buffers are made in the first step, and stay
+            peak = max(peak, rank.step()["Total"])
+        else:
+            assert told.parameters + told.gradients + told.optimizer == pytest.approx(resting, rel=0.005)
+    assert told.total == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "stage"), [("1f1b", 0), ("zb-h1", 0), ("full", 3)])
+def test_the_peak_of_a_step_is_what_is_told(name, stage):
+    assert_as_told(JOBS[name], stage)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", JOBS)
+def test_the_peaks_of_twenty_jobs_are_what_is_told(name):
+    for stage in sorted({0, JOBS[name].layout.pipeline - 1}):
+        assert_as_told(JOBS[name], stage)
+
+
+def test_masters_and_moments_are_shared_by_replicas():
+    """6 + 16/d bytes a parameter in bf16: parameter, gradient, and of a part the sum, master weight and two moments."""
+    for replicas in (2, 8):
+        told = device_bytes(job(parallel={"data": replicas}))[0]
+        parameters = told.parameters / 2
+        resting = told.parameters + told.gradients + told.optimizer
+        assert resting == pytest.approx((6 + 16 / replicas) * parameters, rel=1e-6)

@@ -1,0 +1,104 @@
+"""Whole steps over torch.distributed's own process groups at any size, one rank of each role, on tensors without memory
+that say that they lie on a GPU: nothing breaks, the host waits for the device nowhere but where it is meant to, and the
+peak of memory is what is told before."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from engine_specs import spec
+from fake_rank import FakeRank, pretended_gpu
+
+from workers.accounting.device_bytes import device_bytes
+from workers.comm.grid import Coordinates, RankGrid
+from workers.config import JobSpec
+
+MEANT = {
+    "workers/parallel/data/zero.py _read": "the step's numbers, once, when all of it is queued",
+    "workers/parallel/data/loss_scaling.py value": "the scale lies in host memory",
+    "workers/parallel/data/loss_scaling.py after_finite": "so do the good steps since",
+    "workers/parallel/data/loss_scaling.py after_overflow": "as above",
+}
+"""Where the host may wait in a step, and why."""
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+
+
+def roles(job: JobSpec) -> list[int]:
+    """A rank for each role: first, middle and last stage; first and another rank of tensor and data group."""
+    layout = job.layout
+    stages = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
+    places = itertools.product(range(min(2, layout.data)), stages, range(min(2, layout.tensor)))
+    grid = RankGrid(layout)
+    return [grid.rank(Coordinates(tensor, stage, data, 0)) for data, stage, tensor in places]
+
+
+def step_of(job: JobSpec, rank: int) -> int:
+    """A step of one rank; bytes at its peak."""
+    with pretended_gpu() as syncs:
+        peak = FakeRank(job, rank).step()["Total"]
+    assert set(syncs.by_function) <= set(MEANT)
+    return peak
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "qwen"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_runs_and_waits_where_it_is_meant_to(schedule, family):
+    """Families and schedules with what differs between them in turn; each time another rank of eight."""
+    number = list(SCHEDULES).index(schedule) + len(family)
+    layout = {"tensor": 2, "pipeline": 2, "data": 2, "schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
+    layout |= {"recompute": ("none", "selective", "full")[number % 3], "zero": number % 2}
+    layout |= {"sequence_parallel": number % 4 > 0}
+    train = {"precision": ("bf16", "fp16")[number % 2], "deterministic": ("layout", "elastic")[number % 3 == 0]}
+    numbers = {"global_batch_size": 8, "micro_batch_size": 1, "z_loss": (0.0, 1e-4)[number % 2]}
+    job = spec(model={"family": family, "layers": 4}, train=train | numbers, parallel=layout)
+    ranks = roles(job)
+    step_of(job, ranks[number % len(ranks)])
+
+
+LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "Llama 70B on 512 ranks": (
+        {
+            "family": "llama",
+            "layers": 80,
+            "hidden_size": 8192,
+            "heads": 64,
+            "kv_heads": 8,
+            "ffn_hidden_size": 28672,
+            "sequence_length": 4096,
+            "vocabulary_size": 32000,
+        },
+        {"tensor": 8, "pipeline": 8, "data": 8},
+        16,
+    ),
+    "GPT 530B on 2,240 ranks": (
+        {
+            "family": "gpt",
+            "layers": 105,
+            "hidden_size": 20480,
+            "heads": 128,
+            "sequence_length": 2048,
+            "vocabulary_size": 51200,
+        },
+        {"tensor": 8, "pipeline": 35, "data": 8, "recompute": "full"},
+        40,
+    ),
+}
+"""Model, layout, micro-batches."""
+
+
+def large(name: str) -> JobSpec:
+    """A job of LARGE."""
+    model, layout, micro_batches = LARGE[name]
+    train = {"precision": "bf16", "global_batch_size": micro_batches * layout["data"], "micro_batch_size": 1}
+    return spec(model=model, train=train, parallel=layout)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "role"), [(name, role) for name in LARGE for role in range(len(roles(large(name))))])
+def test_real_sizes_run_and_take_what_is_told(name, role):
+    job = large(name)
+    rank = roles(job)[role]
+    told = device_bytes(job)[RankGrid(job.layout).coordinates(rank).pipeline].total
+    assert told == pytest.approx(step_of(job, rank), rel=0.03)

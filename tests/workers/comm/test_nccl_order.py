@@ -1,0 +1,132 @@
+"""No job's process groups would hang over NCCL, or bring one operation's bytes to another: the programs of all ranks
+are recorded and replayed under NCCL's rules (`tests/workers/support/nccl_rules.py`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+from group_programs import Start, Sum
+from job_cover import FACTORS, LAYOUTS, SCHEDULES, Row, covering, job_of
+from nccl_rules import findings, least_kernels_at_once
+from recorded_jobs import Programs, recorded_job
+from spoiled_programs import SPOILERS, spoiled
+
+from workers.config import JobSpec
+
+PLAIN: Row = {name: values[0] for name, values in FACTORS.items()}
+STEPS = 2
+
+
+@cache
+def cover(corpus: str) -> list[tuple[Row, JobSpec]]:
+    """Drawn once for all tests of this process."""
+    return covering(corpus)
+
+
+def row(schedule: str, layout: tuple[int, int, int], **more: object) -> Row:
+    """A plain job of a schedule in a layout."""
+    return PLAIN | {"schedule": schedule, "layout": layout, "sequence_parallel": layout[0] > 1} | more
+
+
+def assert_sound(programs: Programs) -> None:
+    """Nothing is wrong, and two operations at the same time suffice: one along the pipeline, and one that computing
+    waits for."""
+    assert [str(each) for each in findings(programs)] == []
+    assert least_kernels_at_once(programs) <= 2
+
+
+def test_jobs_of_all_kinds_keep_to_the_rules_of_nccl(corpus, tmp_path):
+    """Every schedule, family, stage of ZeRO, ... with every other, all ranks, with validation, snapshots, checkpoints
+    and comparisons of replicas."""
+    for number, (_, job) in enumerate(cover(corpus)):
+        assert_sound(recorded_job(job, 1, tmp_path / str(number)))
+
+
+def test_the_jobs_have_every_schedule_in_every_layout_with_a_pipeline(corpus):
+    together = {(row["schedule"], row["layout"]) for row, _ in cover(corpus)}
+    assert {(schedule, layout) for schedule in SCHEDULES for layout in LAYOUTS if layout[1] > 1} <= together
+    for name, values in FACTORS.items():
+        assert {row[name] for row, _ in cover(corpus)} == set(values), name
+
+
+def test_what_is_recorded_is_what_the_job_does(corpus):
+    """Four micro-batches a replica, of which each goes up the pipeline once and its gradient comes down once."""
+    programs = recorded_job(job_of(row("1f1b", (1, 2, 2)), corpus, train={"validate_every": 0}), 1)
+    operations = [each.what for each in programs[0] if isinstance(each, Start)]
+    messages = Counter((what[0].sends, what[0].label) for what in operations if not isinstance(what, Sum))
+    probes = {(True, ""): 1, (False, ""): 1}
+    assert messages == probes | {
+        (sends, f"{direction} of micro-batch {number}"): 1
+        for sends, direction in ((True, "forward"), (False, "backward"))
+        for number in range(4)
+    }
+    scattered = [what for what in operations if isinstance(what, Sum) and what.kind == "reduce_scatter"]
+    assert len(scattered) == 2  # the head's one bucket, and the tail
+
+
+def test_without_a_pipeline_a_rank_sends_itself_nothing(corpus):
+    programs = recorded_job(job_of(row("1f1b", (1, 1, 4)), corpus), 1)
+    assert all(isinstance(each.what, Sum) for program in programs for each in program if isinstance(each, Start))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_steps_with_bad_numbers_keep_to_the_rules(corpus, tmp_path, precision):
+    """In fp16 a step is tried again with a smaller scale; else the job rolls back."""
+    job = job_of(row("1f1b", (2, 2, 2), precision=precision, rolls_back=True), corpus, train={"steps": STEPS})
+    assert_sound(recorded_job(job, STEPS, tmp_path, bad_agreements=(1,)))
+
+
+def test_the_interval_of_snapshots_is_agreed_upon_in_one_order(corpus, tmp_path):
+    """After sixteen steps."""
+    job = job_of(row("1f1b", (1, 1, 4)), corpus, train={"steps": 17, "validate_every": 0, "time_parts_every": 0})
+    programs = recorded_job(job, 17, tmp_path)
+    assert_sound(programs)
+    lines = {each.line.partition(":")[0] for each in programs[0] if isinstance(each, Start)}
+    assert "workers/snapshot/interval.py" in lines
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_mistake_is_found_and_its_lines_are_named(corpus, schedule):
+    """Of about ninety in all."""
+    programs = recorded_job(job_of(row(schedule, (2, 2, 2), zero=0), corpus), 1)
+    assert findings(programs) == []
+    names = set()
+    for name, with_mistake in spoiled(programs, seed=1):
+        names.add(name)
+        found = findings(with_mistake)
+        assert found, name
+        for each in found:
+            assert len(each.lines) >= 2 and all(line.startswith("workers/") for line in each.lines), (name, each)
+    # With two chunks a rank sends the next one on the same way meanwhile.
+    assert set(SPOILERS) - names <= {"an answer is waited for before the question"}
+
+
+def _large_jobs() -> list[tuple[str, tuple[int, int, int], int, str]]:
+    """Schedule, layout, stage of ZeRO and family: on 16 ranks each with each, on 64 families take turns."""
+    kinds = list(itertools.product(SCHEDULES, FACTORS["zero"], FACTORS["family"]))
+    jobs = [(schedule, (2, 4, 2), zero, family) for schedule, zero, family in kinds]
+    for number, layout in enumerate([(4, 4, 4), (2, 8, 4), (1, 8, 8), (8, 2, 4)]):
+        jobs += [(schedule, layout, zero, family) for schedule, zero, family in kinds[number % 3 :: 3]]
+    return jobs
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("schedule", "layout", "zero", "family"), _large_jobs(), ids=str)
+def test_jobs_on_up_to_64_ranks_keep_to_the_rules(corpus, schedule, layout, zero, family):
+    model = {"heads": 8, "layers": layout[1] * SCHEDULES[schedule]}
+    job = job_of(row(schedule, layout, zero=zero, family=family), corpus, model=model, train={"steps": STEPS})
+    assert_sound(recorded_job(job, STEPS))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_mistakes_at_other_places_are_found(corpus, seed, tmp_path: Path):
+    schedule = list(SCHEDULES)[seed % len(SCHEDULES)]
+    programs = recorded_job(job_of(row(schedule, LAYOUTS[seed % 3], recompute="full"), corpus), 1, tmp_path)
+    for name, with_mistake in spoiled(programs, seed):
+        # One stream is enough where everything goes up before anything comes down.
+        assert findings(with_mistake) or name == "both directions share a communicator", name

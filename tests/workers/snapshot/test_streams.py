@@ -1,0 +1,161 @@
+"""On a GPU, nothing of what is copied beside the training is used without a wait; all copies share one stream, into
+memory that the driver has pinned. Streams and events are pretended (`tests/workers/support/stream_races.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from job_cover import FACTORS, SCHEDULES, job_of
+from recorded_jobs import recorded_rank
+from stream_races import COMPUTE, OrderedWork, PretendedCuda, RaceRecorder, pretended_streams
+
+from workers.snapshot import state_copy
+from workers.snapshot.snapshots import Snapshots
+
+IDENTITY = b"0123456789abcdef"
+PLAIN = {name: values[0] for name, values in FACTORS.items()}
+
+
+def opened(folder: Path) -> Snapshots:
+    """Of a state of two tensors."""
+    return Snapshots(folder, 0, [torch.zeros(100), torch.zeros(7)], IDENTITY)
+
+
+def update(snapshots: Snapshots) -> None:
+    """What an optimizer does, on the compute stream."""
+    for tensor in snapshots.state:
+        tensor.add_(1.0)
+
+
+def commit_reads(snapshots: Snapshots, cuda: PretendedCuda) -> None:
+    """The marker says that all of a slot is there: as if its thread read it then."""
+    commit = snapshots._file.commit
+
+    def committed(slot: int, step: int) -> None:
+        cuda.order.runs("thread snapshot", [(view, False) for view in snapshots._slots[slot]], "thread snapshot")
+        commit(slot, step)
+
+    snapshots._file.commit = committed
+
+
+def test_snapshots_wait_and_are_waited_for(tmp_path):
+    with pretended_streams() as cuda:
+        snapshots = opened(tmp_path)
+        commit_reads(snapshots, cuda)
+        for step in range(1, 6):
+            update(snapshots)
+            snapshots.start(step)
+            snapshots.state[0].sum()  # forward and backward read meanwhile
+            snapshots.finish()
+        snapshots.load(5)
+        update(snapshots)
+        snapshots.close()
+    assert cuda.order.races == []
+
+
+def test_all_copies_of_a_process_are_made_on_one_stream(tmp_path):
+    with pretended_streams() as cuda:
+        both = [opened(tmp_path / name) for name in "ab"]
+        for step in range(1, 40):  # more than torch has streams
+            for snapshots in both:
+                snapshots.save(step)
+        for snapshots in both:
+            snapshots.close()
+    assert cuda.made == 1
+
+
+def test_slots_are_pinned_until_they_are_let_go(tmp_path):
+    with pretended_streams() as cuda:
+        snapshots = opened(tmp_path)
+        assert len(cuda.registered) == 1
+        assert snapshots._slots[0][0].data_ptr() >= cuda.registered[0]
+        snapshots.close()
+        assert cuda.registered == []
+
+
+def test_a_stall_is_what_the_device_waits_not_what_the_host_does(tmp_path):
+    """By the events: the copy was done two seconds after the compute stream had come so far."""
+    with pretended_streams() as cuda:
+        snapshots = opened(tmp_path)
+        snapshots.save(1)
+        assert snapshots.stall_seconds == pytest.approx(2.0, abs=0.5)
+        cuda.Event.query = lambda _: False  # the device still computes
+        snapshots.save(2)
+        assert snapshots.stall_seconds < 0.5
+        snapshots.close()
+
+
+def test_memory_that_cannot_be_pinned_is_copied_into_all_the_same(tmp_path, capsys):
+    with pretended_streams() as cuda:
+        cuda.cudaHostRegister = lambda *_: 2
+        snapshots = opened(tmp_path)
+        update(snapshots)
+        snapshots.save(1)
+        assert snapshots.kept(1)[0][0] == 1.0
+        snapshots.close()
+    assert "cannot be pinned (CUDA error 2)" in capsys.readouterr().out
+
+
+def test_a_copy_that_does_not_wait_for_the_state_is_found(tmp_path, monkeypatch):
+    with pretended_streams() as cuda:
+        monkeypatch.setattr(cuda.Stream, "wait_event", lambda *_: None)
+        snapshots = opened(tmp_path)
+        update(snapshots)
+        snapshots.save(1)
+        snapshots.close()
+    assert any(race.startswith(f"{COMPUTE} writes") and "stream 1 reads" in race for race in cuda.order.races)
+
+
+def test_an_update_that_does_not_wait_for_the_copy_is_found(tmp_path):
+    with pretended_streams() as cuda:
+        snapshots = opened(tmp_path)
+        snapshots.start(1)
+        snapshots._copier._copying.exception()  # it is made by now, and nobody has waited
+        update(snapshots)
+        snapshots.close()
+    assert any(race.startswith("stream 1 reads") and f"{COMPUTE} writes" in race for race in cuda.order.races)
+
+
+def test_a_marker_that_does_not_wait_for_the_copy_is_found(tmp_path, monkeypatch):
+    with pretended_streams() as cuda:
+        monkeypatch.setattr(cuda.Event, "synchronize", lambda _: None)
+        snapshots = opened(tmp_path)
+        commit_reads(snapshots, cuda)
+        snapshots.save(1)
+        snapshots.close()
+    assert any(race.startswith("stream 1 writes") and "thread snapshot reads" in race for race in cuda.order.races)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_whole_steps_use_nothing_without_a_wait(corpus, tmp_path, schedule):
+    """Snapshots, checkpoints, each communicator and the compute stream of every kind of rank."""
+    layout = {"layout": (2, 2, 2), "schedule": schedule, "sequence_parallel": True}
+    job = job_of(PLAIN | layout, corpus, train={"steps": 2})
+    for rank in (0, 3):
+        with pretended_streams() as cuda:
+            recorder = RaceRecorder(rank, job.layout.world_size)
+            recorder.order = cuda.order
+            recorded_rank(job, rank, 2, tmp_path / str(rank), recorder=recorder)
+        assert cuda.order.races == []
+        assert cuda.made == 1
+
+
+def test_a_collective_that_nobody_waits_for_is_found(corpus, monkeypatch):
+    job = job_of(PLAIN | {"layout": (1, 2, 2), "sequence_parallel": False}, corpus)
+    with pretended_streams() as cuda:
+        monkeypatch.setattr(OrderedWork, "wait", lambda _: True)
+        recorder = RaceRecorder(0, 4)
+        recorder.order = cuda.order
+        recorded_rank(job, 0, 1, recorder=recorder)
+    assert any(race.startswith("data") and COMPUTE in race for race in cuda.order.races)
+
+
+def test_a_stream_of_another_process_is_another_one():
+    """The stream belongs to a process, and a test's to its block."""
+    with pretended_streams():
+        first = state_copy.copy_stream(torch.device("cpu"))
+        assert state_copy.copy_stream(torch.device("cpu")) is first
+    with pretended_streams():
+        assert state_copy.copy_stream(torch.device("cpu")) is not first

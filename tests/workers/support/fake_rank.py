@@ -1,0 +1,125 @@
+"""A rank of a job of any size, by itself and without its numbers: tensors are torch's fake ones, which have a shape and
+no memory, and process groups are of torch's `fake` backend, which answers at once.
+
+The device is a CPU that says it is a GPU where the engine asks a tensor: torch without CUDA cannot run a backward pass
+on fake tensors of one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from workers.comm import process_groups
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.comm.process_groups import ProcessGroups
+from workers.comm.regroup import NewGroups
+from workers.config import JobSpec
+from workers.data.batches import MicroBatch
+from workers.engine import Engine
+
+CPU = torch.device("cpu")
+_TENSOR = torch.Tensor
+_ONES = {_TENSOR.item: 1.0, _TENSOR.__float__: 1.0, _TENSOR.__int__: 1, _TENSOR.__bool__: True}
+_OTHERS = (_TENSOR.cpu, _TENSOR.numpy, torch.equal, _TENSOR.equal, torch.nonzero, _TENSOR.nonzero, _TENSOR.__index__)
+
+
+class HostSyncs(TorchFunctionMode):
+    """Counts where the host would wait for a GPU, by the function of the engine, and answers with ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_function: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (*_ONES, *_OTHERS) or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        self.by_function[_function_of_engine()] += 1
+        if func in _ONES:
+            return _ONES[func]
+        return func(*args, **(kwargs or {}))
+
+
+def _function_of_engine() -> str:
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        at = path.rfind("workers/")
+        if at >= 0 and "/tests/" not in path:
+            return f"{path[at:]} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "outside of the engine"
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[HostSyncs]:
+    """Within the block tensors have no memory and say that they lie on a GPU; process groups are fake."""
+    syncs = HostSyncs()
+    with ExitStack() as stack:
+        # Nobody else comes, and of gloo, whose waits are looked after by turns, there is nothing.
+        stack.enter_context(mock.patch.object(process_groups, "GlooWaits", lambda _: None))
+        stack.enter_context(mock.patch.object(ProcessGroups, "_wait_for_all", lambda *_: None))
+        stack.enter_context(mock.patch.object(dist.ProcessGroup, "set_timeout", lambda *_: None))
+        stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *_: None))
+        # What is sent has left by the time of the next look, and its memory is free.
+        stack.enter_context(mock.patch.object(process_groups._Work, "done", True))
+        stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(lambda _: True), create=True))
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(syncs)
+        try:
+            yield syncs
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def tracker_of_bytes() -> MemTracker:
+    """A MemTracker that does not say in which module what was made: it cannot where, as in a pipeline, a module runs
+    forward for one micro-batch before its backward for another."""
+    tracker = MemTracker()
+    tracker._mod_tracker = mock.MagicMock(is_bw=False, parents=())
+    return tracker
+
+
+class FakeRank:
+    """The engine of one rank of a job; call within `pretended_gpu`."""
+
+    def __init__(self, spec: JobSpec, rank: int):
+        grid = RankGrid(spec.layout)
+        self.spec, self.tracker = spec, tracker_of_bytes()
+        self.comm = Comm(grid, rank, CPU, backend="process_groups")
+        breaking = mock.MagicMock(options=lambda: None)
+        self.comm._backend = groups = ProcessGroups(grid, rank, CPU, NewGroups("fake", breaking))
+        groups.connect(FakeStore())
+        groups._open_channels()
+        with self.tracker:
+            self.engine = Engine(spec, self.comm)
+
+    def batch(self) -> list[MicroBatch]:
+        """This replica's micro-batches of a step."""
+        train, length = self.spec.train, self.spec.model.sequence_length
+        size = train.micro_batch_size
+        tokens = [
+            torch.empty(length, size, dtype=torch.int64) if self.engine.model.reads_tokens else None
+            for _ in range(self.spec.micro_batches)
+        ]
+        return [MicroBatch(range(n * size, (n + 1) * size), each, each) for n, each in enumerate(tokens)]
+
+    def step(self) -> dict[str, int]:
+        """A whole optimizer step. Bytes at its peak, by MemTracker's kinds."""
+        with self.tracker:
+            self.engine.step(self.batch(), self.spec.train.global_batch_size, 1e-4, 0)
+        kinds = self.tracker.get_tracker_snapshot("peak")[CPU]
+        return {str(getattr(kind, "value", kind)): size for kind, size in kinds.items()}

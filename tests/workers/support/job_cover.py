@@ -1,0 +1,101 @@
+"""Jobs such that every value of every factor below meets every value of every other one, as far as rules allow."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+from engine_specs import document
+
+from workers.config import JobSpec
+from workers.spec.problems import SpecError
+from workers.spec.reading import parse_job_spec
+
+Factors = dict[str, tuple[Any, ...]]
+Row = dict[str, Any]
+
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+"""Each with its virtual stages."""
+LAYOUTS = ((2, 2, 2), (1, 4, 2), (4, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))
+FACTORS: Factors = {
+    "schedule": tuple(SCHEDULES),
+    "layout": LAYOUTS,
+    "family": ("gpt", "llama", "qwen"),
+    "zero": (1, 0),
+    "sequence_parallel": (True, False),
+    "recompute": ("none", "selective", "full"),
+    "deterministic": ("layout", "elastic"),
+    "tied": (True, False),
+    "precision": ("fp32", "bf16", "fp16"),
+    "z_loss": (0.0, 1e-4),
+    "frozen": ((), ("embedding",), ("embedding", "layers.0-1")),
+    "rolls_back": (False, True),
+}
+_CANDIDATES, _SEED = 20, 7
+
+
+class NotWanted(Exception):
+    """A row that another one stands for."""
+
+
+def job_of(row: Row, corpus: str, **more: dict[str, Any]) -> JobSpec:
+    """The small job that a row stands for; `more`: keys of sections. Raises SpecError for a row that no job has,
+    NotWanted."""
+    tensor, pipeline, data = row["layout"]
+    if pipeline == 1 and row["schedule"] != "1f1b":
+        raise NotWanted("without a pipeline all schedules are one")
+    layout = {"tensor": tensor, "pipeline": pipeline, "data": data, "virtual_stages": SCHEDULES[row["schedule"]]}
+    layout |= {key: row[key] for key in ("schedule", "sequence_parallel", "recompute", "zero")}
+    train = {key: row[key] for key in ("deterministic", "precision", "z_loss")} | {"frozen": list(row["frozen"])}
+    per_step = pipeline * data * (1 if data > 2 else 2)
+    numbers = {"steps": 1, "global_batch_size": per_step, "micro_batch_size": 1, "time_parts_every": 1}
+    sections: dict[str, dict[str, Any]] = {
+        "model": {
+            "family": row["family"],
+            "layers": max(4, pipeline * SCHEDULES[row["schedule"]]),
+            "tie_embeddings": row["tied"],
+            "kv_heads": 2 if row["family"] != "gpt" else None,
+        },
+        "data": {"paths": [corpus], "validation_fraction": 0.2},
+        "train": train | numbers | {"validate_every": 1, "validation_batches": 1},
+        "parallel": layout,
+        "checkpoint": {"every_steps": 1},
+        "recovery": {"check_replicas_every": 1, "nonfinite": "roll_back" if row["rolls_back"] else "fail"},
+    }
+    for section, values in more.items():
+        sections[section] = sections.get(section, {}) | values
+    return parse_job_spec(document(**sections))
+
+
+def covering(corpus: str, factors: Factors = FACTORS) -> list[tuple[Row, JobSpec]]:
+    """Rows with their jobs. Drawn from a fixed seed: each is the best of some that meet a pair nobody has met yet."""
+    draw = random.Random(_SEED)
+    names = sorted(factors)
+    left = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
+    rows: list[tuple[Row, JobSpec]] = []
+    while left:
+        wanted = min(left, key=repr)
+        candidates = [(row, job) for row, job in _drawn(wanted, factors, draw, corpus)]
+        if not candidates:
+            left.discard(wanted)  # no job has both
+            continue
+        row, job = max(candidates, key=lambda each: len(_pairs(each[0]) & left))
+        left -= _pairs(row)
+        rows.append((row, job))
+    return rows
+
+
+def _pairs(row: Row) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    return set(itertools.combinations(sorted(row.items()), 2))
+
+
+def _drawn(wanted: Any, factors: Factors, draw: random.Random, corpus: str) -> list[tuple[Row, JobSpec]]:
+    found = []
+    for _ in range(_CANDIDATES):
+        row = {name: draw.choice(values) for name, values in factors.items()} | dict(wanted)
+        try:
+            found.append((row, job_of(row, corpus)))
+        except (SpecError, NotWanted):
+            continue
+    return found

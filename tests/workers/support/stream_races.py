@@ -1,0 +1,302 @@
+"""A GPU's streams and events, stood in for while torch computes on a CPU, and whether anything is used without a wait.
+
+What runs on a stream, or on a thread of the host, comes after what that stream or thread has waited for, and after
+nothing else; two uses of the same bytes, of which one writes, must have an order. Streams are those of each
+communicator, the compute stream, and those that the engine makes; threads are whoever asks for a copy and waits for it.
+
+torch's own sanitizer (`torch.cuda._sanitizer`) knows a tensor by its first byte, so to it a bucket and the parameters
+that lie in it have nothing to do with each other; here bytes are compared.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from recorded_groups import Recorder, _ends, _Work, code_line
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workers.checkpoint import checkpointer
+from workers.snapshot import state_copy
+
+Clock = dict[str, int]
+"""How far each actor had come."""
+COMPUTE = "compute"
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for actor, count in other.items():
+        clock[actor] = max(clock.get(actor, 0), count)
+
+
+@dataclass
+class _Use:
+    """One use of some bytes."""
+
+    start: int
+    end: int
+    writes: bool
+    actor: str
+    count: int
+    line: str
+
+
+@dataclass
+class Order:
+    """What comes before what on one rank, as far as its waits say."""
+
+    races: list[str] = field(default_factory=list)
+    """Pairs of uses without an order, in words."""
+    _clocks: dict[str, Clock] = field(default_factory=lambda: defaultdict(dict), repr=False)
+    _uses: dict[int, list[_Use]] = field(default_factory=lambda: defaultdict(list), repr=False)
+    _kept: list[Any] = field(default_factory=list, repr=False)
+    """Memory that was used, so that its address means nothing else."""
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    def clock(self, actor: str) -> Clock:
+        """A copy of what `actor` comes after."""
+        with self._lock:
+            return dict(self._clocks[actor])
+
+    def after(self, actor: str, clock: Clock) -> None:
+        """From now on `actor` comes after all of `clock`."""
+        with self._lock:
+            _join(self._clocks[actor], clock)
+
+    def runs(self, actor: str, uses: list[tuple[torch.Tensor, bool]], asked_by: str) -> None:
+        """`actor` uses tensors, each written or not; the host's thread `asked_by` has it do so."""
+        with self._lock:
+            clock = self._clocks[actor]
+            _join(clock, self._clocks[asked_by])
+            clock[actor] = clock.get(actor, 0) + 1
+            for tensor, writes in uses:
+                self._note(tensor, writes, actor, clock)
+
+    def _note(self, tensor: torch.Tensor, writes: bool, actor: str, clock: Clock) -> None:
+        storage, (start, end) = tensor.untyped_storage(), _ends(tensor)
+        known = self._uses[storage.data_ptr()]
+        if not known:
+            self._kept.append(storage)
+        now, left = _Use(start, end, writes, actor, clock[actor], code_line()), []
+        for before in known:
+            apart = before.end <= start or end <= before.start
+            ordered = before.count <= clock.get(before.actor, 0)
+            if not apart and not ordered and (writes or before.writes):
+                self.races.append(f"{_words(before)}, and without a wait {_words(now)}")
+            if (
+                apart
+                or not ordered
+                or not (start <= before.start and before.end <= end)
+                or (before.writes and not writes)
+            ):
+                left.append(before)  # what is all covered by a later use needs no more looks
+        self._uses[storage.data_ptr()] = [*left, now]
+
+
+def _words(use: _Use) -> str:
+    return f"{use.actor} {'writes' if use.writes else 'reads'} at {use.line}"
+
+
+def _thread() -> str:
+    return f"thread {threading.current_thread().name.partition('_')[0]}"
+
+
+class _Streams(threading.local):
+    """The current stream of each thread."""
+
+    name = COMPUTE
+
+
+class PretendedCuda:
+    """In the place of what the engine uses of torch.cuda."""
+
+    def __init__(self, order: Order):
+        self.order, self.current, self.made, self.registered = order, _Streams(), 0, []
+        outer = self
+
+        class Stream:
+            """One stream."""
+
+            def __init__(self, device: Any = None, name: str | None = None):
+                outer.made += name is None
+                self.name = name or f"stream {outer.made}"
+
+            def wait_event(self, event: Any) -> None:
+                """What is given to it from now on comes after the event."""
+                outer.order.after(self.name, event.clock)
+
+        class Event:
+            """One event."""
+
+            def __init__(self, **_: Any):
+                self.clock: Clock = {}
+
+            def record(self, stream: Any = None) -> None:
+                """After all that the stream was given."""
+                name = outer.current.name if stream is None else stream.name
+                # The stream also comes after what the thread knew when it gave it its work.
+                self.clock = outer.order.clock(name)
+
+            def synchronize(self) -> None:
+                """The thread waits."""
+                outer.order.after(_thread(), self.clock)
+
+            def query(self) -> bool:
+                """It has been reached."""
+                return True
+
+            def elapsed_time(self, other: Any) -> float:
+                """Milliseconds."""
+                return 2000.0
+
+        self.Stream, self.Event = Stream, Event
+        self.cudaHostRegister = lambda address, size, flags: self.registered.append(address) or 0
+        self.cudaHostUnregister = lambda address: self.registered.remove(address) or 0
+
+    def current_stream(self, device: Any = None) -> Any:
+        """Of this thread."""
+        return self.Stream(name=self.current.name)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        """Within the block, work of this thread goes to `stream`."""
+        before, self.current.name = self.current.name, stream.name
+        try:
+            yield
+        finally:
+            self.current.name = before
+
+    def cudart(self) -> Any:
+        """The driver's functions."""
+        return self
+
+
+class _Kernels(TorchDispatchMode):
+    """Tells the order which memory this thread's kernels use, on its current stream."""
+
+    def __init__(self, cuda: PretendedCuda):
+        super().__init__()
+        self._cuda = cuda
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not func.is_view:
+            schema = func._schema.arguments
+            named = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+            uses = [
+                (each, argument.alias_info is not None and argument.alias_info.is_write)
+                for argument, value in named
+                for each in (value if isinstance(value, list | tuple) else (value,))
+                if isinstance(each, torch.Tensor)
+            ]
+            self._cuda.order.runs(self._cuda.current.name, uses, _thread())
+        return func(*args, **kwargs)
+
+
+def _threads_of(cuda: PretendedCuda) -> type[ThreadPoolExecutor]:
+    """Executors whose threads come after whoever gives them work, and before whoever asks for its result."""
+
+    class Threads(ThreadPoolExecutor):
+        def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            asked, over = cuda.order.clock(_thread()), {}
+
+            def run() -> Any:
+                cuda.order.after(_thread(), asked)
+                try:
+                    with _Kernels(cuda):
+                        return work(*args, **kwargs)
+                finally:
+                    over.update(cuda.order.clock(_thread()))
+
+            future = super().submit(run)
+            result = future.result
+
+            def joined(timeout: float | None = None) -> Any:
+                value = result(timeout)
+                cuda.order.after(_thread(), over)
+                return value
+
+            future.result = joined  # type: ignore[method-assign]
+            return future
+
+    return Threads
+
+
+def _flags_of(cuda: PretendedCuda) -> type[threading.Event]:
+    """Flags between threads: whoever sees one set comes after whoever has set it."""
+
+    class Flag(threading.Event):
+        clock: Clock
+
+        def set(self) -> None:
+            self.clock = cuda.order.clock(_thread())
+            super().set()
+
+        def is_set(self) -> bool:
+            there = super().is_set()
+            if there:
+                cuda.order.after(_thread(), self.clock)
+            return there
+
+        def wait(self, timeout: float | None = None) -> bool:
+            super().wait(timeout)
+            return self.is_set()
+
+    return Flag
+
+
+class RaceRecorder(Recorder):
+    """Process groups whose operations run on their communicator's stream."""
+
+    order: Order
+
+    def _started(self, on: Any, what: Any, touched: Any) -> Any:
+        work = super()._started(on, what, touched)
+        # NCCL's stream waits for what the compute stream was given.
+        self.order.after(str(on), self.order.clock(COMPUTE))
+        self.order.runs(str(on), touched, _thread())
+        return OrderedWork(self, work._number, self.order.clock(str(on)))
+
+
+class OrderedWork(_Work):
+    """An operation on its communicator's stream."""
+
+    def __init__(self, recorder: RaceRecorder, number: int, clock: Clock):
+        super().__init__(recorder, number)
+        self._order, self._clock = recorder.order, clock
+
+    def wait(self) -> bool:
+        """The compute stream comes after it."""
+        self._order.after(COMPUTE, self._clock)
+        return super().wait()
+
+
+@contextmanager
+def pretended_streams() -> Iterator[PretendedCuda]:
+    """Within the block tensors say that they lie on a GPU, whose streams are pretended; races are in `order.races`."""
+    cuda = PretendedCuda(Order())
+    state_copy.copy_stream.cache_clear()
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True), create=True))
+        for name in ("Stream", "Event", "current_stream", "stream", "cudart"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, getattr(cuda, name)))
+        for module in (state_copy, checkpointer):
+            stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", _threads_of(cuda)))
+        flags = SimpleNamespace(Event=_flags_of(cuda))
+        stack.enter_context(mock.patch.object(checkpointer, "threading", flags))
+        stack.enter_context(_Kernels(cuda))
+        yield cuda
+    state_copy.copy_stream.cache_clear()
