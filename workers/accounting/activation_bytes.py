@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 from workers.accounting.flops import padded_vocabulary
 from workers.config import JobSpec, ModelConfig
-from workers.parallel.pipeline.schedules import compute_of_rank
+from workers.parallel.pipeline.schedules import SPLIT_BACKWARD, compute_of_rank
 from workers.parallel.pipeline.stages import stage_layers, virtual_stage
 from workers.parallel.recompute.policy import recomputed
 from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, parameter_names
@@ -196,7 +196,8 @@ def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
         for chunk, index in enumerate(indices)
         for recompute in (False, True)
     }
-    put_off = [put_off_bytes(spec, index) for index in indices]
+    splits = kind in SPLIT_BACKWARD
+    put_off = [put_off_bytes(spec, index) if splits else 0 for index in indices]
     held = most = 0
     for action in actions:
         size, later = sizes[action.chunk, (action.micro_batch, action.chunk) in again], put_off[action.chunk]
@@ -217,11 +218,8 @@ def put_off_bytes(spec: JobSpec, index: int) -> int:
     heads = (_heads(spec) + _value_heads(spec)) * model.head_size
     attention = outside * h + tokens * (heads + model.attention_width // t + h)
     mlp = outside * h + tokens * (inner * (3 if model.parts.gated_mlp else 2) + h)
-    layers = [
-        layer
-        for layer in stage_layers(model.layers, count, index)
-        if layer >= first_trained_layer(model, spec.train.frozen)
-    ]
+    first = first_trained_layer(model, spec.train.frozen)
+    layers = [layer for layer in stage_layers(model.layers, count, index) if layer >= first]
     total = len(layers) * (attention + mlp)
     if index == 0:
         total += tokens * h

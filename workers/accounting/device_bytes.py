@@ -85,7 +85,18 @@ def _workspace(spec: JobSpec, stage: int) -> int:
     most = product(gates * tokens * inner, h * inner) + _recomputed_layer(spec)
     if stage == _last_rank(spec):
         most = max(most, product(0, h * padded_vocabulary(spec) // t))  # logits count as activations
-    return most
+    return max(most, _written_out_attention(spec))
+
+
+def _written_out_attention(spec: JobSpec) -> int:
+    """Gradients of the scores and of the weights, and where these are computed again, they too; fused kernels keep
+    none."""
+    if not spec.attention_is_explicit:
+        return 0
+    model, layout, width = spec.model, spec.layout, 4 if spec.train.precision == "fp32" else 2
+    scores = spec.train.micro_batch_size * model.heads // layout.tensor * model.sequence_length**2 * width
+    again = layout.recompute == "selective" and "core_attention" in layout.recompute_modules
+    return (3 if again else 2) * scores
 
 
 def _recomputed_layer(spec: JobSpec) -> int:
