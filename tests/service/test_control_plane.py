@@ -391,7 +391,7 @@ def test_cluster_shows_nodes_slots_and_ranks(start, cluster, submit):
     plane.submitted(job.id)
     until(plane, job, "RUNNING")
     view = plane.cluster()
-    assert view["totals"] == {"total": 8, "free": 6}
+    assert view["totals"] == {"total": 8, "free": 6, "slots_total": 8, "slots_free": 6}
     assert [(node["id"], node["free"], len(node["ranks"])) for node in view["nodes"]] == [
         ("node_a", 2, 2), ("node_b", 4, 0)
     ]  # fmt: skip
