@@ -2,7 +2,8 @@
 
 What rests between steps is exact up to alignment; activations are those of `activation_bytes.py`; the workspace is what
 the backward pass of the widest products needs beside them. What torch and NCCL take for themselves (contexts, kernels,
-buffers of communicators, memory lost between blocks) comes on top.
+buffers of communicators, memory lost between blocks) comes on top. Left out are the keys and values that a GPU repeats
+for grouped heads in fp32 and under masks (`workers/model/core_attention.py`).
 
 Shapes as in `activation_bytes.py`.
 """

@@ -37,7 +37,7 @@ JOBS = {
     "zb-v": job(parallel={"schedule": "zb-v", "virtual_stages": 2}),
     "gpt": job("gpt"),
     "qwen": job("qwen"),
-    "fp32": job(precision="fp32"),
+    "fp32": job("gpt", precision="fp32"),
     "selective": job(parallel={"recompute": "selective", "recompute_modules": ALL_MODULES}),
     "whole layers of llama": job(parallel={"recompute": "full"}),
     "whole sequences": job(parallel={"sequence_parallel": False}),
