@@ -7,6 +7,7 @@ operation under way). So a rank waits in turns, and looks in between whether its
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -39,14 +40,9 @@ class GlooWaits:
 
     def collective(self, work: dist.Work) -> None:
         """Wait for a collective. Raises PeerLost, RuntimeError."""
-        while True:
-            try:
-                work.wait(TURN)
-                break
-            except RuntimeError as error:
-                if work.is_completed() or not str(error).startswith(_NOT_YET):
-                    raise
+        while not _ended_within(work, TURN):
             self._raise_if_interrupted()
+        work.wait()  # it may have ended right after its turn: what it ended with is told now
         self._collectives.discard(work)
 
     def message(self, work: dist.Work) -> None:
@@ -95,11 +91,20 @@ def _wait_for_each(waits: queue.SimpleQueue[_Wait | None]) -> None:
         wait.ended.set()
 
 
+def _ended_within(work: Any, time_out: timedelta) -> bool:
+    """Whether it has ended, after `time_out` at the latest. Raises what it ended with, if that is an error."""
+    try:
+        work.wait(time_out)
+    except RuntimeError as error:
+        if not str(error).startswith(_NOT_YET):
+            raise
+        return bool(work.is_completed())
+    return True
+
+
 def _ended_by(work: Any, deadline: float) -> None:
     """Return once `work` has ended, however, and at `deadline` at the latest."""
     left = deadline - time.monotonic()
     if left > 0 and not work.is_completed():
-        try:
+        with contextlib.suppress(RuntimeError):
             work.wait(timedelta(seconds=left))
-        except RuntimeError:
-            return

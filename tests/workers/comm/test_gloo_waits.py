@@ -92,6 +92,14 @@ def test_an_error_of_its_own_is_raised_also_one_that_reads_like_a_turn(waits, ki
         getattr(waits, kind)(work)
 
 
+def test_a_collective_that_ends_right_after_its_turn_is_whole(waits):
+    """Its turn was an error, and then it had ended."""
+    work = Ending()
+    work.is_completed = lambda: True
+    waits.collective(work)
+    assert work.turns == 2
+
+
 def test_what_was_begun_and_not_waited_for_is_given_a_moment_to_end(waits):
     work = Ending("Connection closed by peer")
     waits.begun(work)
