@@ -20,6 +20,7 @@ import torch.distributed as dist
 from workers.errors import PeerLost
 
 TURN = timedelta(seconds=0.1)
+_SHORT_TURN = timedelta(milliseconds=10)  # to torch, less than a millisecond is no time-out at all
 END_SECONDS = 0.3
 """How long what was broken off may take to end, before it counts as one that does not."""
 _NOT_YET = "Operation timed out"
@@ -32,49 +33,51 @@ class GlooWaits:
         """`interrupted`: whether the communication was broken off."""
         self._interrupted = interrupted
         self._collectives: set[dist.Work] = set()
-        self._messages: queue.SimpleQueue[_Wait | None] | None = None
+        self._others: set[dist.Work] = set()
+        self._waits: queue.SimpleQueue[_Wait | None] | None = None
 
-    def begun(self, collective: dist.Work) -> None:
-        """It has; a thread of gloo's is in it until it ends."""
-        self._collectives.add(collective)
+    def begun(self, collective: dist.Work, heeds_time_outs: bool) -> None:
+        """It has; a thread of gloo's is in it until it ends. `heeds_time_outs`: see `by_thread`."""
+        (self._collectives if heeds_time_outs else self._others).add(collective)
 
-    def collective(self, work: dist.Work) -> None:
+    def in_turns(self, work: dist.Work) -> None:
         """Wait for a collective. Raises PeerLost, RuntimeError."""
         while not _ended_within(work, TURN):
             self._raise_if_interrupted()
         work.wait()  # it may have ended right after its turn: what it ended with is told now
         self._collectives.discard(work)
 
-    def message(self, work: dist.Work) -> None:
-        """Wait for a send or a receive: these take no short time-out, which would end all of their group, so another
-        thread waits. Raises PeerLost, RuntimeError."""
-        if self._messages is None:
-            self._messages = queue.SimpleQueue()
-            threading.Thread(target=_wait_for_each, args=(self._messages,), name="messages", daemon=True).start()
+    def by_thread(self, work: dist.Work) -> None:
+        """Wait for what takes no short time-out, in another thread: a send or a receive, where it would end all of the
+        group, and a reduce-scatter, which pays no heed to it. Raises PeerLost, RuntimeError."""
+        if self._waits is None:
+            self._waits = queue.SimpleQueue()
+            threading.Thread(target=_wait_for_each, args=(self._waits,), name="gloo waits", daemon=True).start()
         wait = _Wait(work)
-        self._messages.put(wait)
+        self._waits.put(wait)
         while not wait.ended.wait(TURN.total_seconds()):
             self._raise_if_interrupted()
         if wait.error is not None:
             raise wait.error
+        self._others.discard(work)
 
     def _raise_if_interrupted(self) -> None:
         if self._interrupted():
             raise PeerLost("communication was broken off while this rank waited")
 
     def end(self) -> bool:
-        """After it was broken off: whether all collectives have ended. Those that have not keep a thread of gloo's, and
-        the memory that they use, until their time-out."""
-        if self._messages is not None:
-            self._messages.put(None)
+        """After it was broken off: whether all collectives have ended, as far as is known. One that has not keeps a
+        thread of gloo's, and the memory that it uses, until its time-out."""
+        if self._waits is not None:
+            self._waits.put(None)
         deadline = time.monotonic() + END_SECONDS
         for work in self._collectives:
             _ended_by(work, deadline)
-        return all(work.is_completed() for work in self._collectives)
+        return not self._others and all(work.is_completed() for work in self._collectives)
 
 
 class _Wait:
-    """For one message."""
+    """For one of those."""
 
     def __init__(self, work: dist.Work):
         self.work = work
@@ -104,7 +107,6 @@ def _ended_within(work: Any, time_out: timedelta) -> bool:
 
 def _ended_by(work: Any, deadline: float) -> None:
     """Return once `work` has ended, however, and at `deadline` at the latest."""
-    left = deadline - time.monotonic()
-    if left > 0 and not work.is_completed():
+    while not work.is_completed() and time.monotonic() < deadline:
         with contextlib.suppress(RuntimeError):
-            work.wait(timedelta(seconds=left))
+            work.wait(_SHORT_TURN)

@@ -23,13 +23,14 @@ _OF_THE_STORE = (dist.DistNetworkError, dist.DistStoreError)
 """The rendezvous store, or a rank that was waited for there, does not answer."""
 
 _LOST = re.compile(
-    r"connection (closed|reset|refused|was likely closed|timed out)|closed by (remote )?peer|broken pipe|"
-    r"no route to host|(network|host) is (unreachable|down)|timed out waiting|operation timed out|"
-    r"(connect|socket|wait) timeout|timeout caused pair closure|timed out in monitoredbarrier|"
+    r"gloo/transport/|socket (unexpectedly )?closed|connection (closed|reset|refused|was likely closed|timed out)|"
+    r"closed by (remote )?peer|broken pipe|no route to host|(network|host) is (unreachable|down)|timed out waiting|"
+    r"operation timed out|(connect|socket|wait) timeout|timeout caused pair closure|timed out in monitoredbarrier|"
     r"collective operation timeout|ncclremoteerror|remote process exit|communicator was aborted",
     re.IGNORECASE,
 )
-"""How torch 2.11 to 2.14, its gloo, and NCCL 2.27 to 2.30 say it."""
+"""How torch 2.11 to 2.14, its gloo, and NCCL 2.27 to 2.30 say it. What gloo's transport says, with the file in front of
+it, is always of a connection."""
 _OWN = re.compile(
     r"ncclinvalidargument|ncclinvalidusage|ncclunhandledcudaerror|duplicate gpu|out of memory|enforce fail",
     re.IGNORECASE,

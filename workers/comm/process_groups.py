@@ -31,13 +31,14 @@ _LOOK = timedelta(seconds=0.5)
 class _Work:
     """A torch.distributed operation under way."""
 
-    def __init__(self, groups: ProcessGroups, work: dist.Work | None, is_message: bool, *tensors: torch.Tensor):
-        self._groups, self._work, self._is_message = groups, work, is_message
+    def __init__(self, groups: ProcessGroups, work: dist.Work | None, heeds_time_outs: bool, *tensors: torch.Tensor):
+        """`heeds_time_outs`: over gloo; see `GlooWaits`."""
+        self._groups, self._work, self._heeds_time_outs = groups, work, heeds_time_outs
         self._tensors = tensors  # the backend uses them until the wait is over
 
     def wait(self) -> None:
         if self._work is not None:
-            self._groups.wait(self._work, self._is_message)
+            self._groups.wait(self._work, self._heeds_time_outs)
 
     @property
     def done(self) -> bool:
@@ -114,20 +115,22 @@ class ProcessGroups:
     def start_all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool) -> Handle:
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         with naming_lost_peers(self._interrupted):
-            return self._begun(dist.all_reduce(tensor, op=op, group=self._groups[axis], async_op=True), tensor)
+            return self._begun(dist.all_reduce(tensor, op=op, group=self._groups[axis], async_op=True), True, tensor)
 
     def start_all_gather(self, axis: Axis, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
         with naming_lost_peers(self._interrupted):
-            return self._begun(all_gather_single(out, tensor, group=self._groups[axis], async_op=True), out, tensor)
+            work = all_gather_single(out, tensor, group=self._groups[axis], async_op=True)
+            return self._begun(work, True, out, tensor)
 
     def start_reduce_scatter(self, axis: Axis, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
         with naming_lost_peers(self._interrupted):
-            return self._begun(reduce_scatter_single(out, tensor, group=self._groups[axis], async_op=True), out, tensor)
+            work = reduce_scatter_single(out, tensor, group=self._groups[axis], async_op=True)
+            return self._begun(work, False, out, tensor)
 
-    def _begun(self, work: dist.Work | None, *tensors: torch.Tensor) -> Handle:
+    def _begun(self, work: dist.Work | None, heeds_time_outs: bool, *tensors: torch.Tensor) -> Handle:
         if work is not None and self._gloo_waits is not None:
-            self._gloo_waits.begun(work)
-        return _Work(self, work, False, *tensors)
+            self._gloo_waits.begun(work, heeds_time_outs)
+        return _Work(self, work, heeds_time_outs, *tensors)
 
     def start_all_to_all(self, axis: Axis, outgoing: Sequence[Tensors], incoming: Sequence[Tensors]) -> Handle:
         group, peers = self._groups[axis], self._ranks[axis]
@@ -140,27 +143,27 @@ class ProcessGroups:
         ]
         with naming_lost_peers(self._interrupted):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return Started([_Work(self, work, True) for work in works])
+        return Started([_Work(self, work, False) for work in works])
 
     def send(self, stage: int, tensor: torch.Tensor) -> Transfer:
         group = self._groups[_DIRECTIONS[stage < self._indices["pipeline"]]]
         with naming_lost_peers(self._interrupted):
-            return _Work(self, dist.isend(tensor, self._ranks["pipeline"][stage], group=group), True, tensor)
+            return _Work(self, dist.isend(tensor, self._ranks["pipeline"][stage], group=group), False, tensor)
 
     def receive(self, stage: int, tensor: torch.Tensor) -> Handle:
         group = self._groups[_DIRECTIONS[stage > self._indices["pipeline"]]]
         with naming_lost_peers(self._interrupted):
-            return _Work(self, dist.irecv(tensor, self._ranks["pipeline"][stage], group=group), True, tensor)
+            return _Work(self, dist.irecv(tensor, self._ranks["pipeline"][stage], group=group), False, tensor)
 
-    def wait(self, work: dist.Work, is_message: bool) -> None:
+    def wait(self, work: dist.Work, heeds_time_outs: bool) -> None:
         """Return once `work` is done, over NCCL once it is queued. Raises PeerLost."""
         with naming_lost_peers(self._interrupted):
             if self._gloo_waits is None:
                 work.wait()
-            elif is_message:
-                self._gloo_waits.message(work)
+            elif heeds_time_outs:
+                self._gloo_waits.in_turns(work)
             else:
-                self._gloo_waits.collective(work)
+                self._gloo_waits.by_thread(work)
 
     def interrupt(self) -> None:
         self._is_interrupted = True

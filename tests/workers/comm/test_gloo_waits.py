@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import pytest
 
@@ -23,6 +24,7 @@ class Endless:
         if timeout is None:
             assert self.released.wait(SECONDS)
             return
+        assert timeout >= timedelta(milliseconds=1), "to torch, that is no time-out at all"
         self.turns += 1
         raise RuntimeError("Operation timed out!")
 
@@ -63,9 +65,9 @@ def waits(monkeypatch):
 
 def test_a_collective_that_does_not_end_is_left_and_known_to_go_on(waits):
     endless = Endless()
-    waits.begun(endless)
+    waits.begun(endless, heeds_time_outs=True)
     with pytest.raises(PeerLost, match="broken off"):
-        waits.collective(endless)
+        waits.in_turns(endless)
     assert endless.turns == 3
     assert not waits.end()
 
@@ -73,18 +75,27 @@ def test_a_collective_that_does_not_end_is_left_and_known_to_go_on(waits):
 def test_a_message_that_does_not_end_is_left_to_the_thread_that_waits_for_it(waits):
     endless = Endless()
     with pytest.raises(PeerLost, match="broken off"):
-        waits.message(endless)
+        waits.by_thread(endless)
     assert waits.end(), "no thread of gloo's is in it"
     endless.released.set()
 
 
+def test_what_pays_no_heed_to_time_outs_is_not_waited_for_at_the_end(waits):
+    scatter = Endless()
+    waits.begun(scatter, heeds_time_outs=False)
+    with pytest.raises(PeerLost, match="broken off"):
+        waits.by_thread(scatter)
+    assert not waits.end() and scatter.turns == 0
+    scatter.released.set()
+
+
 def test_what_ends_is_waited_for(waits):
-    for work, wait in ((Ending(), waits.collective), (Ending(), waits.message)):
+    for work, wait in ((Ending(), waits.in_turns), (Ending(), waits.by_thread)):
         wait(work)
     assert waits.end()
 
 
-@pytest.mark.parametrize("kind", ["collective", "message"])
+@pytest.mark.parametrize("kind", ["in_turns", "by_thread"])
 @pytest.mark.parametrize("says", ["Connection closed by peer", "Operation timed out!"])
 def test_an_error_of_its_own_is_raised_also_one_that_reads_like_a_turn(waits, kind, says):
     work = Ending(says)
@@ -96,12 +107,12 @@ def test_a_collective_that_ends_right_after_its_turn_is_whole(waits):
     """Its turn was an error, and then it had ended."""
     work = Ending()
     work.is_completed = lambda: True
-    waits.collective(work)
+    waits.in_turns(work)
     assert work.turns == 2
 
 
 def test_what_was_begun_and_not_waited_for_is_given_a_moment_to_end(waits):
     work = Ending("Connection closed by peer")
-    waits.begun(work)
+    waits.begun(work, heeds_time_outs=True)
     work.turns = 1
     assert waits.end()

@@ -24,6 +24,8 @@ LOST = {
     ),
     "a peer's kernel": RuntimeError(f"{GLOO}/pair.cc:547] Read error [127.0.0.1]:1183: Connection reset by peer"),
     "a message to nobody": RuntimeError(f"{GLOO}/pair.cc:460] writev [127.0.0.1]:1183: Broken pipe"),
+    "a message over what is closed": RuntimeError(f"{GLOO}/pair.cc:812] Socket closed [127.0.0.1]:1183"),
+    "a connection that is closed while it is made": RuntimeError("Socket unexpectedly closed [127.0.0.1]:1183"),
     "silence": RuntimeError(
         f"{GLOO}/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete. This typically "
         "indicates a remote process crash."
@@ -52,7 +54,8 @@ LOST = {
 
 OWN = {
     "shapes": RuntimeError(
-        f"{GLOO}/pair.cc:446] op.preamble.length <= op.nbytes. 400 vs 40. Got a message larger than its place"
+        "[enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= "
+        "op.nbytes. 400 vs 40. Received data size doesn't match expected size."
     ),
     "enforced": RuntimeError("[enforce fail at ../gloo/transport/tcp/pair.cc:446] connection closed: no such thing"),
     "sizes": ValueError("output tensor size must be equal to world_size times input tensor size"),

@@ -185,6 +185,8 @@ def cut_in_the_middle(comm: Comm, kind: str, port: int) -> float:
     with pytest.raises(PeerLost):
         if kind == "sum":
             comm.all_reduce("tensor", large)
+        elif kind == "parts of a sum":
+            comm.reduce_scatter("tensor", large)
         elif comm.rank == 1:
             comm.send(0, large).wait()
         else:
@@ -197,7 +199,9 @@ def cut_in_the_middle(comm: Comm, kind: str, port: int) -> float:
     return seconds
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("message", (1, 2, 1)), ("sum", (2, 1, 1))])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("message", (1, 2, 1)), ("sum", (2, 1, 1)), ("parts of a sum", (2, 1, 1))]
+)
 def test_a_message_that_was_half_there_holds_nobody_up(ranks, kind, layout):
     program = (cut_in_the_middle, kind, ranks.port)
     for seconds in ranks.run(ParallelConfig(**axes(layout)), *program, backend="process_groups", seconds=30):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,7 @@ def train_through(comm: Comm, document: dict[str, Any], folder: str, port: int, 
 
     reporter = Reporter(take)
     store = dist.TCPStore(HOST, port, is_master=False)
+    agent = _Agent(comm, port)
     trainer = Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", snapshots=folder))
     resume = Resume()
     while True:
@@ -68,11 +70,13 @@ def train_through(comm: Comm, document: dict[str, Any], folder: str, port: int, 
             trainer.train()
             break
         except PeerLost:
+            agent.tell_the_others()
             comm.close()
             trainer.rest()
         resume = _agreed(trainer, store, f"repair-{first}-{lived.generations}")
         lived.steps_redone += trainer.step - resume.step
         comm.connect(store, first * 1000 + lived.generations, HOST, SECRET)
+    agent.end()
     reporter.close()
     state = hashlib.sha256()
     for tensor in (*trainer.engine.state(), trainer.engine.flat.parameters):
@@ -80,6 +84,32 @@ def train_through(comm: Comm, document: dict[str, Any], folder: str, port: int, 
     lived.state, lived.rows = state.hexdigest(), rows
     trainer.close()
     return lived
+
+
+class _Agent:
+    """Tells this rank that a peer has left, as an agent does: over gloo it may not notice."""
+
+    def __init__(self, comm: Comm, port: int):
+        self._comm, self._ended = comm, threading.Event()
+        self._store = dist.TCPStore(HOST, port, is_master=False)
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._ended.wait(0.1):
+            generation = self._comm.generation
+            if self._store.check([f"left-{generation}"]):
+                self._comm.end(generation)
+
+    def tell_the_others(self) -> None:
+        """That this rank leaves its generation."""
+        self._comm.end(self._comm.generation)
+        dist.TCPStore(HOST, self._store.port, is_master=False).set(f"left-{self._comm.generation}", "")
+
+    def end(self) -> None:
+        """Nobody is told anything any more."""
+        self._ended.set()
+        self._thread.join()
 
 
 def _agreed(trainer: Trainer, store: dist.Store, key: str) -> Resume:
