@@ -14,15 +14,15 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.support.faked_comm import FakedComm
 from benchmarks.support.report import Report, deliver, parser
+from benchmarks.support.resident_memory import forget_peak, status_bytes
 from workers.checkpoint.catalog import Manifest
-from workers.checkpoint.contents import Contents, StoredRectangle, WrittenRectangles, merged, written
+from workers.checkpoint.contents import Contents, StoredRectangle, WrittenRectangles, as_text, merged
 from workers.checkpoint.durable import KINDS, Written
 from workers.checkpoint.rectangles import Rectangle, rectangles_of
 from workers.comm.grid import Coordinates, RankGrid
@@ -73,16 +73,11 @@ def measure(options: argparse.Namespace, shape: dict[str, Any] = SHAPE, layout: 
 
 
 def _joined(messages: list[bytes]) -> tuple[Any, float, int]:
-    Path("/proc/self/clear_refs").write_text("5")  # the highest mark becomes what it is now
-    before, began = _status("VmRSS"), time.perf_counter()
+    forget_peak()
+    before, began = status_bytes("VmRSS"), time.perf_counter()
     ranks = [from_json(Written, json.loads(message)) for message in messages]
     whole = merged((each.file, each.tensors) for each in ranks)
-    return whole, time.perf_counter() - began, _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return whole, time.perf_counter() - began, status_bytes("VmHWM") - before
 
 
 def _messages(spec: JobSpec) -> tuple[list[bytes], list[Rectangle], dict[str, int]]:
@@ -136,7 +131,7 @@ def _said(rectangles: list[tuple[str, Rectangle]], file: str) -> tuple[dict[str,
             shapes[f"{kind}.{name}"] = each.shape
             tensors.setdefault(f"{kind}.{name}", []).append(StoredRectangle(each.offsets, each.sizes, file, at, size))
             at += size
-    return {name: written(shapes[name], "float32", those) for name, those in tensors.items()}, at
+    return {name: as_text(shapes[name], "float32", those) for name, those in tensors.items()}, at
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ import torch
 
 from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.report import Report, deliver, parser
+from benchmarks.support.resident_memory import bytes_in, forget_peak, status_bytes
 from workers.checkpoint import durable
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
 from workers.checkpoint.rectangles import rectangles_of
@@ -192,18 +193,10 @@ def _save(engine: Engine, spec: JobSpec, comm: Comm, folder: str) -> None:
 @contextmanager
 def _peak() -> Iterator[list[int]]:
     """Resident bytes of this process before, and the most within."""
-    Path("/proc/self/clear_refs").write_text("5")  # the highest mark becomes what it is now
-    memory = [_status("VmRSS")]
+    forget_peak()
+    memory = [status_bytes("VmRSS")]
     yield memory
-    memory.append(_status("VmHWM"))
-
-
-def _status(name: str) -> int:
-    return _bytes_of(Path("/proc/self/status").read_text(), name)
-
-
-def _bytes_of(status: str, name: str) -> int:
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:"))
+    memory.append(status_bytes("VmHWM"))
 
 
 def _measure_out(report: Report, folder: Path, options: argparse.Namespace, largest: int) -> None:
@@ -247,7 +240,7 @@ def _run(program: str, *arguments: str) -> tuple[int, float, float]:
     seconds = time.perf_counter() - began
     if done.returncode:
         raise MantaError(f"{program!r} ended with exit code {done.returncode}")
-    return _bytes_of(done.stdout, "VmHWM"), seconds, _children() - before
+    return bytes_in(done.stdout, "VmHWM"), seconds, _children() - before
 
 
 def _children() -> float:

@@ -15,6 +15,7 @@ import psutil  # type: ignore[import-untyped]
 
 from benchmarks.support.plain_store import READ_SECONDS
 from benchmarks.support.report import ROOT
+from benchmarks.support.resident_memory import forget_peak, status_bytes
 from workers.checkpoint.checkpointer import Checkpointer
 from workers.comm.comm import Comm
 from workers.config import JobSpec
@@ -27,8 +28,6 @@ from workers.storage.places import place_of
 from workers.trainer import Places, Trainer
 
 WARM_UP_STEPS = 3
-_FORGET_PEAK = "5"
-"""To clear_refs: the peak of the resident memory begins anew (proc(5))."""
 
 Beside = Callable[[], bool]
 """Whether it still goes on. Raises MantaError where it has failed."""
@@ -115,7 +114,7 @@ class _Rank:
     def turn(self, arm: str, to: str) -> Turn:
         """Train while something is brought to `to`, if that is not "alone"."""
         self.rows.rows.clear()
-        Path("/proc/self/clear_refs").write_text(_FORGET_PEAK)
+        forget_peak()
         turn = Turn(arm)
         goes_on = self._begin(arm, to, turn)
         began = time.perf_counter()
@@ -175,9 +174,5 @@ def _plain(checkpoint: Path, to: str) -> Beside:
 def _peak() -> int:
     """Of this process, and of those that it has started what they do not share with it."""
     beside = [child.pid for child in psutil.Process().children()]
-    return _status("self", "VmHWM") + sum(_status(pid, "VmHWM") - _status(pid, "RssShmem") for pid in beside)
-
-
-def _status(process: int | str, name: str) -> int:
-    lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
+    alone = sum(status_bytes("VmHWM", pid) - status_bytes("RssShmem", pid) for pid in beside)
+    return status_bytes("VmHWM") + alone

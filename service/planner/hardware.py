@@ -106,18 +106,6 @@ def _accelerator(
     return Accelerator(name, gibibytes * GIB, peak, wide, terabytes * 1e12, multiprocessors, link * 1e9)
 
 
-V100 = Constants(
-    product=0.92,
-    memory=0.8,
-    inside=0.77,
-    message=0.745,
-    collective=0.5,
-    spread=0.02,
-    skew_seconds=2e-4,
-    host_seconds=6e-5,
-)
-"""product and skew_seconds: fitted on the four V100 rows of Megatron-LM's README of September 2020 (its peak is that of
-the data sheet; those GPUs have a higher power limit). The others as of the A100."""
 A100 = Constants(
     product=0.82,
     memory=0.8,
@@ -133,6 +121,9 @@ its data-parallel table. message and collective: from the text of arXiv:2104.044
 links between two stages, 12.9 TB/s through the 2 x 512 links of its rings at their narrowest. inside: 230 GB/s of 300
 that nccl-tests report for eight GPUs. memory: 1.6 TB/s of 2.0. host_seconds: 16 operations take about 1 ms in a layer
 without graphs; nothing was fitted."""
+V100 = replace(A100, product=0.92, skew_seconds=2e-4)
+"""product and skew_seconds: fitted on the four V100 rows of Megatron-LM's README of September 2020 (its peak is that of
+the data sheet; those GPUs have a higher power limit). The others as of the A100."""
 HOPPER = replace(A100, product=0.70, skew_seconds=1e-4, host_seconds=3e-5)
 """Nothing was fitted: products reach a smaller part of a higher peak under the same power limits, hosts are faster."""
 

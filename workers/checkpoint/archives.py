@@ -16,12 +16,11 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from workers.checkpoint.read_only_bytes import ReadOnlyBytes
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Of an element, by the dtypes that a checkpoint holds, as torch calls them."""
@@ -113,34 +112,17 @@ def _place(read: Read, record: zipfile.ZipInfo) -> tuple[int, int]:
     return record.header_offset + _HEADER_BYTES + beside, record.file_size
 
 
-class _Archive(io.RawIOBase):
+class _Archive(ReadOnlyBytes):
     """The bytes that `read` reads, as a file."""
 
     def __init__(self, read: Read, size: int):
-        self._read, self._size, self._position = read, size, 0
+        super().__init__(size)
+        self._read = read
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        if position < 0:
-            raise OSError(f"there is no byte {position}")
-        self._position = position
-        return position
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        wanted = memoryview(buffer).cast("B")
-        count = max(0, min(len(wanted), self._size - self._position))
-        wanted[:count] = self._read(self._position, count).data
-        self._position += count
-        return count
+    def fill(self, wanted: memoryview, at: int) -> int:
+        """All of it."""
+        wanted[:] = self._read(at, len(wanted)).data
+        return len(wanted)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from workers.checkpoint.read_only_bytes import ReadOnlyBytes
 from workers.errors import CheckpointError
 from workers.storage.files import Reader, Writer, files_of
 from workers.storage.places import Place
@@ -210,41 +211,22 @@ class CheckedFile(io.RawIOBase):
             raise damaged(self._file, f"is not what was written, in the {len(block)} bytes from byte {at}")
 
 
-class Window(io.RawIOBase):
+class Window(ReadOnlyBytes):
     """The bytes of `stream` from `start` on, `size` of them, as a file of their own."""
 
     def __init__(self, stream: CheckedFile, start: int, size: int):
-        self._stream, self._start, self._size = stream, start, size
-        self._position = 0
+        super().__init__(size)
+        self._stream, self._start = stream, start
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        if position < 0:
-            raise ValueError(f"there is no byte {position}")
-        self._position = position
-        return position
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Fill `buffer`, less only at the end. Raises DamagedCheckpoint."""
-        wanted = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
-        self._stream.seek(self._start + self._position)
-        count = self._stream.readinto(wanted)
-        self._position += count
-        return count
+    def fill(self, wanted: memoryview, at: int) -> int:
+        """Raises DamagedCheckpoint."""
+        self._stream.seek(self._start + at)
+        return self._stream.readinto(wanted)
 
     def read(self, size: int | None = -1, /) -> bytes:
         """As any file's. Here because torch.load, where `readinto` has raised, finds no `read` that is inherited, and
         raises that instead."""
-        left = max(0, self._size - self._position)
+        left = max(0, self.size - self.tell())
         content = bytearray(left if size is None or size < 0 else min(size, left))
         return bytes(content[: self.readinto(content)])
 

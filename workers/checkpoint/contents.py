@@ -162,7 +162,7 @@ def checked_types(tensors: dict[str, StoredTensor]) -> Contents:
     return Contents(from_json(_OldContents, to_json(_OldContents(tensors))).tensors)
 
 
-def written(shape: tuple[int, ...], dtype: str, rectangles: Iterable[StoredRectangle]) -> WrittenRectangles:
+def as_text(shape: tuple[int, ...], dtype: str, rectangles: Iterable[StoredRectangle]) -> WrittenRectangles:
     """What a rank says of its `rectangles` of a tensor, which all lie in its one file."""
     rows = [[*each.offsets, *each.sizes, each.at, each.bytes] for each in rectangles]
     return WrittenRectangles(shape, dtype, json.dumps(rows, separators=(",", ":")))
@@ -203,7 +203,7 @@ def _entry(tensor: StoredTensor) -> _Entry:
     by_file: dict[str, list[StoredRectangle]] = {}
     for each in tensor.rectangles:
         by_file.setdefault(each.file, []).append(each)
-    rows = {file: written(tensor.shape, tensor.dtype, those).rows for file, those in by_file.items()}
+    rows = {file: as_text(tensor.shape, tensor.dtype, those).rows for file, those in by_file.items()}
     return _Entry(tensor.shape, tensor.dtype, rows)
 
 

@@ -19,8 +19,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from workers.checkpoint.catalog import Manifest, manifest_of
 from workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint, FileSums, SummedFiles, Window
-from workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, WrittenRectangles, merged
-from workers.checkpoint.contents import written as of_rank
+from workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, WrittenRectangles, as_text, merged
 from workers.checkpoint.dcp_metadata import metadata_file
 from workers.checkpoint.old_metadata import METADATA
 from workers.checkpoint.opening import opened, read_contents, sentence
@@ -110,7 +109,7 @@ def _write_rectangles(
                 torch.save(_alone(each.view(part)), stream)
             stored = StoredRectangle(each.offsets, each.sizes, file, at, stream.tell() - at)
             tensors.setdefault(_name(kind, each), (each.shape, dtype, []))[2].append(stored)
-    return {name: of_rank(*tensor) for name, tensor in tensors.items()}
+    return {name: as_text(*tensor) for name, tensor in tensors.items()}
 
 
 def _name(kind: str, rectangle: Rectangle) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.checkpoint.catalog import Manifest
-from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor, merged, written
+from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor, as_text, merged
 from workers.protocol.json_codec import MalformedMessage
 
 MANIFEST = Manifest("job", 1, 1, {"a": 1000, "b": 1000}, {})
@@ -23,7 +23,7 @@ def rows_of(file: str, *rows: tuple[int, int]) -> list[StoredRectangle]:
 
 def of_two_ranks() -> bytes:
     one, other = rows_of("a", (0, 2), (5, 1)), rows_of("b", (2, 3))
-    parts = [(file, {"it": written((6, 3), "float32", those)}) for file, those in (("a", one), ("b", other))]
+    parts = [(file, {"it": as_text((6, 3), "float32", those)}) for file, those in (("a", one), ("b", other))]
     whole = merged(parts)
     assert whole.rectangles == 3
     return whole.content
@@ -68,7 +68,7 @@ def test_a_text_that_makes_no_sense_is_named_when_its_tensor_is_read(rows, probl
     ],
 )
 def test_ranks_that_disagree_or_say_something_else_are_found_out(change, problem):
-    said = written((6, 3), "float32", rows_of("a", (0, 2)))
+    said = as_text((6, 3), "float32", rows_of("a", (0, 2)))
     with pytest.raises(MalformedMessage, match=problem):
         merged([("a", {"it": said}), ("b", {"it": replace(said, **change)})])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
@@ -14,12 +14,18 @@ def zero_bubble_h1(rank: int, stages: int, virtual_stages: int, micro_batches: i
     So gradients reach the ranks before sooner, the activations of 1F1B's first rank are the most any rank holds, and
     the weights' halves put off fill what was 1F1B's bubble at the end.
     """
-    for action in one_forward_one_backward(rank, stages, virtual_stages, micro_batches):
+    return with_late_weights(one_forward_one_backward(rank, stages, virtual_stages, micro_batches), rank, micro_batches)
+
+
+def with_late_weights(actions: Iterable[Action], late: int, micro_batches: int) -> Iterator[Action]:
+    """`actions`, in which each backward pass is its inputs' half, and its weights' half follows `late` micro-batches
+    later."""
+    for action in actions:
         if action.kind == "forward":
             yield action
             continue
         yield Action("backward_input", action.micro_batch)
-        if action.micro_batch >= rank:
-            yield Action("backward_weight", action.micro_batch - rank)
-    for index in range(max(0, micro_batches - rank), micro_batches):
+        if action.micro_batch >= late:
+            yield Action("backward_weight", action.micro_batch - late)
+    for index in range(max(0, micro_batches - late), micro_batches):
         yield Action("backward_weight", index)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.schedules.one_forward_one_backward import alternate
+from workers.parallel.pipeline.schedules.zero_bubble_h1 import with_late_weights
 
 
 def zero_bubble_h2(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
@@ -19,13 +20,4 @@ def zero_bubble_h2(rank: int, stages: int, virtual_stages: int, micro_batches: i
     """
     forwards = [Action("forward", index) for index in range(micro_batches)]
     backwards = [Action("backward", index) for index in range(micro_batches)]
-    late = 2 * rank
-    for action in alternate(forwards, backwards, 2 * (stages - rank - 1)):
-        if action.kind == "forward":
-            yield action
-            continue
-        yield Action("backward_input", action.micro_batch)
-        if action.micro_batch >= late:
-            yield Action("backward_weight", action.micro_batch - late)
-    for index in range(max(0, micro_batches - late), micro_batches):
-        yield Action("backward_weight", index)
+    return with_late_weights(alternate(forwards, backwards, 2 * (stages - rank - 1)), 2 * rank, micro_batches)
