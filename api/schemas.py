@@ -291,6 +291,8 @@ class Plans(Answer):
     """Best first; empty where nothing fits."""
     rejected: list[RejectedPlan]
     """Of each other tensor and pipeline size the layout that came nearest."""
+    note: str | None = None
+    """What to know of these times: on machines that the planner has no measurements of."""
 
 
 class MetricSeries(Answer):

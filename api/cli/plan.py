@@ -75,3 +75,5 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
     render.table(console, heads, rows, "no layout fits")
     for each in answer.rejected:
         console.print(f"{render.layout_name(each.parallel)}: {each.reason}", highlight=False)
+    if answer.note is not None:
+        console.print(f"Note: {answer.note}", highlight=False)

@@ -8,10 +8,16 @@ from service.planner.memory import host_bytes
 from service.planner.request import PlanRequest
 from service.planner.search import Answer, Plan
 
+ASSUMED = (
+    "what this machine reaches of its data sheet is assumed, and was neither fitted nor measured: times compare "
+    "layouts, and may be far from what a clock will show"
+)
+
 
 def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
     """In the form of `api.schemas.Plans`."""
     return {
+        "note": ASSUMED if request.cluster.machine.is_assumed else None,
         "plans": [_plan(plan, request) for plan in answer.plans],
         "rejected": [
             {"parallel": each.spec.layout.model_dump(mode="json"), "reason": each.reason} for each in answer.rejected

@@ -78,6 +78,11 @@ class Machine:
         """Adapters for one accelerator."""
         return self.adapters / self.devices
 
+    @property
+    def is_assumed(self) -> bool:
+        """Whether nothing was fitted or measured on such a machine."""
+        return self.constants in (HOPPER, CPU)
+
 
 @dataclass(frozen=True)
 class Cluster:

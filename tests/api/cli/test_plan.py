@@ -42,6 +42,14 @@ def test_the_best_layouts_are_printed(plan):
     assert table.splitlines()[0].split()[:3] == ["LAYOUT", "SCHEDULE", "MICRO-BATCH"]
 
 
+def test_times_of_machines_that_nobody_has_measured_come_with_a_note(plan):
+    untried = PLAN | {"cluster": PLAN["cluster"] | {"accelerator": "h100-80gb"}}
+    assert "neither fitted nor measured" in json.loads(plan(untried, "--json"))["note"]
+    assert "Note: what this machine reaches of its data sheet is assumed" in plan(untried)
+    assert json.loads(plan(PLAN, "--json"))["note"] is None
+    assert "Note:" not in plan(PLAN)
+
+
 def test_a_layout_that_does_not_fit_says_why(plan):
     large = PLAN["model"] | {"layers": 96, "hidden_size": 12288, "heads": 96}
     output = plan(PLAN | {"model": large, "parallel": {"tensor": 4}})
