@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from benchmarks import (
     layouts,
     metrics,
     nanogpt,
+    perplexity,
     snapshots,
     step,
     step_gpu,
@@ -68,6 +70,19 @@ def test_elastic_sums_give_the_same_bits() -> None:
     report = elastic_sums.measure(options, model)
     assert report.figures["same_bits_elastic"].met
     assert (report.figures["gradient_buffers_1"].value, report.figures["gradient_buffers_2"].value) == (2, 1)
+
+
+@pytest.mark.soak
+def test_layouts_and_transformers_train_the_same_llama(tmp_path: Path) -> None:
+    words = random.Random(1).choices([f"word{number}" for number in range(300)], k=4000)
+    for name in ("train.txt", "test.txt"):
+        (tmp_path / name).write_text(" ".join(words[:3000] if name == "train.txt" else words[3000:]))
+    report = perplexity.measure(
+        argparse.Namespace(seed=1, steps=3, train=tmp_path / "train.txt", test=tmp_path / "test.txt")
+    )
+    assert report.figures["fp64_most_apart"].met
+    for name in ("fp32_most_apart", "fp32_most_from_transformers", "exported_from_own"):
+        assert report.figures[name].value < 1e-5
 
 
 @pytest.mark.soak
