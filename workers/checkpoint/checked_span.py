@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy
 
-from workers.checkpoint.checksums import CheckedFile
+from workers.checkpoint.checksums import BLOCK_BYTES, CheckedFile
 
 ALIGNMENT = 64
 """Of the address, in bytes, of a piece for which room is made; others lie where their block does."""
 
 
-SPAN_BYTES = 12 * 2**20
-"""Memory of a span, unless a piece needs more: little, so that it stays in the processor's cache."""
+SPAN_BYTES = 4 * BLOCK_BYTES + 2 * ALIGNMENT
+"""Memory of a span, unless a piece needs more: some blocks, since a part of the last one is moved to the beginning when
+there is no room; not many, so that they stay in the processor's cache."""
 
 
 class CheckedSpan:

@@ -1,18 +1,20 @@
-"""Files whose damage is found: a CRC-32 a block is taken of what is written, and checked in what is read. Pure Python.
+"""Files whose damage is found: a CRC-32 a block is taken of what is written, and checked in what is read.
 
 The sums are of the bytes handed to the kernel, not of a file read back, so whatever changes on the way to the disk, on
-it, or on the way back differs from them. Python's crc32 runs at about 4 GB/s and without the interpreter's lock.
+it, or on the way back differs from them. zlib-ng's crc32 runs at about 20 GB/s (Python's own, which gives the same
+numbers, at 4), and without the interpreter's lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from zlib_ng import zlib_ng
 
 from workers.checkpoint.read_only_bytes import ReadOnlyBytes
 from workers.errors import CheckpointError
@@ -95,7 +97,7 @@ class SummingFile(io.RawIOBase):
             if filled == 0:
                 self._blocks.append(0)
             part = content[: BLOCK_BYTES - filled]
-            self._blocks[-1] = zlib.crc32(part, self._blocks[-1])
+            self._blocks[-1] = zlib_ng.crc32(part, self._blocks[-1])
             self._size += len(part)
             content = content[len(part) :]
         self._wrote()
@@ -133,7 +135,7 @@ class CheckedFile(io.RawIOBase):
         self._file, self._stream, self._sums = file, stream, sums
         self._position = 0
         # The last two blocks, newest last: readers of archives go from their ends to their beginnings and back.
-        self._blocks = [(-1, memoryview(bytearray(min(sums.block_bytes, sums.size)))) for _ in range(2)]
+        self._blocks = [(-1, memoryview(b"")) for _ in range(2)]
 
     @property
     def size(self) -> int:
@@ -192,6 +194,7 @@ class CheckedFile(io.RawIOBase):
             self._blocks.reverse()
         elif number != self._blocks[1][0]:
             _, buffer = self._blocks.pop(0)
+            buffer = buffer or memoryview(bytearray(min(self._sums.block_bytes, self._sums.size)))
             self._blocks.append((-1, buffer))
             self.read_block(number, buffer)
             self._blocks[1] = (number, buffer)
@@ -207,7 +210,7 @@ class CheckedFile(io.RawIOBase):
             raise unreadable(self._file, error, at) from error
         if count != len(block):
             raise damaged(self._file, f"is cut off at byte {at + count}: it should have {self._sums.size} bytes")
-        if self._sums.blocks is not None and zlib.crc32(block) != self._sums.blocks[number]:
+        if self._sums.blocks is not None and zlib_ng.crc32(block) != self._sums.blocks[number]:
             raise damaged(self._file, f"is not what was written, in the {len(block)} bytes from byte {at}")
 
 

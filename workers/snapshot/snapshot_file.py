@@ -1,5 +1,5 @@
 """The file of one rank's snapshots: what lies where, which steps are whole, and whether they are as they were written.
-Pure Python, for agents that have no torch.
+For agents, which have no torch.
 
     head      magic, version, identity, sizes, sums of itself and of the table; markers and seals of the slots
     table     JSON: what the payload consists of
@@ -20,12 +20,13 @@ import os
 import shutil
 import struct
 import sys
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from zlib_ng import zlib_ng
 
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.errors import CheckpointError, SharedMemoryError
@@ -52,7 +53,7 @@ def damaged_at(path: Path, at: int, problem: str) -> DamagedCheckpoint:
 def _marker_of(step: int) -> int:
     """One word, so that it is there as a whole or not at all: step + 1 and 24 bits of its sum. 0: no step."""
     number = step + 1
-    return number | (zlib.crc32(_WORD.pack(number)) & 0xFFFFFF) << _STEP_BITS
+    return number | (zlib_ng.crc32(_WORD.pack(number)) & 0xFFFFFF) << _STEP_BITS
 
 
 def _step_of(marker: int) -> int | None:
@@ -87,8 +88,8 @@ class Form:
     @cached_property
     def head(self) -> bytes:
         """The first bytes of the file."""
-        fields = _HEAD.pack(_MAGIC, _VERSION, self.identity, self.payload, len(self.table), zlib.crc32(self.table))
-        return fields + _SUM.pack(zlib.crc32(fields))
+        fields = _HEAD.pack(_MAGIC, _VERSION, self.identity, self.payload, len(self.table), zlib_ng.crc32(self.table))
+        return fields + _SUM.pack(zlib_ng.crc32(fields))
 
     @cached_property
     def blocks(self) -> int:
@@ -129,7 +130,7 @@ class Form:
         if len(head) < length:
             raise damaged_at(path, len(head), "it is cut off")
         magic, version, identity, payload, table, _ = _HEAD.unpack_from(head)
-        if magic != _MAGIC or _SUM.unpack_from(head, _HEAD.size)[0] != zlib.crc32(head[: _HEAD.size]):
+        if magic != _MAGIC or _SUM.unpack_from(head, _HEAD.size)[0] != zlib_ng.crc32(head[: _HEAD.size]):
             raise damaged_at(path, 0, f"its first {length} bytes are not what was written")
         if version != _VERSION:
             raise CheckpointError(f"{path} has format {version} of snapshots, this program reads {_VERSION}")
@@ -290,7 +291,7 @@ class SnapshotFile:
                     continue
                 start, end = self._range(slot, block)
                 with memory[start:end] as content:
-                    block_sum = zlib.crc32(content)
+                    block_sum = zlib_ng.crc32(content)
                 yield block_sum
 
     def seal(self, slot: int, step: int, sums: list[int]) -> None:
@@ -325,7 +326,7 @@ class SnapshotFile:
         """Compare one block of the payload with its sum. Raises DamagedCheckpoint."""
         start, end = self._range(slot, block)
         with memoryview(self.memory) as memory, memory[start:end] as content:
-            self._compare(slot, block, zlib.crc32(content), sums)
+            self._compare(slot, block, zlib_ng.crc32(content), sums)
 
     def _compare(self, slot: int, block: int, block_sum: int, sums: tuple[int, ...]) -> None:
         if block_sum != sums[block]:
@@ -335,7 +336,7 @@ class SnapshotFile:
 
 
 def _seal_sum(marker: int, packed: bytes) -> int:
-    return zlib.crc32(packed, zlib.crc32(_WORD.pack(marker)))
+    return zlib_ng.crc32(packed, zlib_ng.crc32(_WORD.pack(marker)))
 
 
 def _form_of_file(path: Path, descriptor: int) -> Form:

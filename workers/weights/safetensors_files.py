@@ -111,7 +111,8 @@ class NewFiles:
     def _make(self, stream: IO[bytes], tensors: Iterable[NewTensor]) -> None:
         header, places, end = _header(tensors, self._dtype)
         _write_at(stream.fileno(), header, 0)
-        os.truncate(stream.fileno(), len(header) + end)
+        # Places on the disk, taken at once: a disk that is too small says so now, and none is looked for meanwhile.
+        os.posix_fallocate(stream.fileno(), 0, len(header) + end)
         self._unflushed[stream] = 0
         for name, (first, last) in places.items():
             self._at[name] = stream, len(header) + first, last - first
