@@ -16,8 +16,10 @@ import torch
 
 from workers.comm.comm import Comm
 
-# Rows of 16-bit logits that are widened at once.
 BLOCK_ROWS = 256
+"""Rows of 16-bit logits that are widened at once, at least: on a CPU they stay in its caches."""
+BLOCK_ELEMENTS = 2**24
+"""Of a block on a GPU, 64 MB in fp32: that a step is not thousands of small kernels."""
 
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
@@ -104,8 +106,9 @@ def _unscaled_probabilities(
 
 
 def _blocks(logits_nv: torch.Tensor) -> Iterator[slice]:
-    for first in range(0, len(logits_nv), BLOCK_ROWS):
-        yield slice(first, first + BLOCK_ROWS)
+    rows = max(BLOCK_ROWS, BLOCK_ELEMENTS // logits_nv.shape[1]) if logits_nv.is_cuda else BLOCK_ROWS
+    for first in range(0, len(logits_nv), rows):
+        yield slice(first, first + rows)
 
 
 def vocabulary_parallel_cross_entropy(

@@ -16,6 +16,9 @@ import torch.nn.functional as F
 
 Gelu = Literal["gelu", "gelu_tanh"]
 """Exact by erf, or approximated by tanh."""
+ADDS_WIDER = torch.__version__ >= "2.13"  # compared as a version
+"""Whether a product of 16-bit matrices can be added to an fp32 matrix as it leaves a GPU's tensor cores, without a
+matrix in between."""
 APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
 """As torch calls them."""
 
@@ -96,10 +99,13 @@ class TorchProducts:
         self, total_oi: torch.Tensor, grads_no: torch.Tensor, inputs_ni: torch.Tensor, keep: bool
     ) -> None:
         """Add grads^T inputs."""
+        left, beta = grads_no.t(), int(keep)
         if total_oi.dtype == grads_no.dtype:
-            total_oi.addmm_(grads_no.t(), inputs_ni, beta=int(keep))
+            total_oi.addmm_(left, inputs_ni, beta=beta)
+        elif total_oi.is_cuda and ADDS_WIDER:
+            torch.addmm(total_oi, left, inputs_ni, beta=beta, out_dtype=total_oi.dtype, out=total_oi)
         else:
-            product_oi = _wide_product(grads_no.t(), inputs_ni, total_oi.dtype)
+            product_oi = _wide_product(left, inputs_ni, total_oi.dtype)
             total_oi.add_(product_oi) if keep else total_oi.copy_(product_oi)
 
     def add_bias_gradient(self, total_o: torch.Tensor, grads_no: torch.Tensor, keep: bool) -> None:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from engine_specs import layout_of, spec
 from rank_programs import micro_batches
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
@@ -62,6 +64,35 @@ def test_gradients_are_added_or_take_the_place_of_what_is_there(keep, dtype):
     tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 2**-7}
     torch.testing.assert_close(weight, old + grads.float().t() @ inputs.float(), **tolerance)
     torch.testing.assert_close(bias, old[:, 0] + grads.float().sum(0), **tolerance)
+
+
+class Asked(TorchDispatchMode):
+    """What is asked of torch; a product that is added on a GPU is only written down."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls.append((function, args, kwargs or {}))
+        if function is torch.ops.aten.addmm.dtype_out:
+            return kwargs["out"]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_on_a_gpu_a_16_bit_product_is_added_to_wide_gradients_as_it_is_made(keep):
+    with FakeTensorMode(), Asked() as asked:
+        total = torch.empty(3, 5, device="cuda")
+        grads, inputs = (torch.empty(6, width, device="cuda", dtype=torch.bfloat16) for width in (3, 5))
+        asked.calls.clear()
+        TorchProducts().add_weight_gradient(total, grads, inputs, keep)
+    *before, (function, (added_to, left, right, dtype), options) = asked.calls
+    assert {each.name() for each, *_ in before} <= {"aten::t", "aten::detach", "prim::device"}, "no other kernel"
+    assert function is torch.ops.aten.addmm.dtype_out
+    assert added_to is options["out"] is total
+    assert (left.shape, right.shape, dtype) == ((3, 6), (6, 5), torch.float32)
+    assert options.get("beta", 1) == int(keep)
 
 
 def test_a_residual_is_added_and_not_changed():
