@@ -9,6 +9,7 @@ from typing import Any
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import Batches
+from workers.data.prefetch import Prefetch
 from workers.data.skipped_samples import SkippedSamples
 from workers.data.watch import DataWatch, check_same_tokens
 from workers.engine import Engine
@@ -42,6 +43,7 @@ class Trainer:
             *(spec, comm.index("data"), comm.device, reads, places.corpus_record, records, places.token_cache),
             DataWatch(comm, reporter),
         )
+        self.prefetch = Prefetch(self.batches, spec.train.steps)
         self.state = RankState(spec, self.engine, comm, reporter, places)
         self.guard = self.state.guard
         self.validation = Validation(self.engine, self.batches, comm)
@@ -101,7 +103,7 @@ class Trainer:
         self.comm.step.begin(step, self._measures(step))
         rate = learning_rate(self.spec.train.optimizer, step, self.spec.train.steps)
         with self.comm.step.phase("data"):
-            batch = self.batches.training(step)
+            batch = self.prefetch.training(step)
         sequences = self.batches.plan.size(step)
         self.guard.begin_step()
         statistics = self.engine.step(batch, sequences, rate, memory_in_use(self.comm.device), self._before_update)
@@ -183,4 +185,5 @@ class Trainer:
 
     def close(self) -> None:
         """End all threads; the object is of no use any more."""
+        self.prefetch.close()
         self.state.close()

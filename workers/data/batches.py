@@ -5,6 +5,7 @@ Shapes: s sequence, b micro-batch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +48,7 @@ def with_documents_apart(batch: MicroBatch, end: int) -> MicroBatch:
     there that its own document could tell."""
     inputs_sb, targets_sb = batch.inputs_sb, batch.targets_sb
     assert inputs_sb is not None and targets_sb is not None
-    documents = Documents.of(inputs_sb.t().cpu().numpy(), end)
+    documents = Documents.of(inputs_sb.t().numpy(), end)
     return replace(batch, targets_sb=targets_sb.masked_fill(inputs_sb == end, NO_TARGET), documents=documents)
 
 
@@ -57,15 +58,26 @@ def with_marks(batch: MicroBatch, marks: Sequence[Marks], apart: bool) -> MicroB
     targets_sb = batch.targets_sb
     assert targets_sb is not None
     learned_bs = np.stack([each.learned[1:] for each in marks])
-    learned_sb = torch.from_numpy(learned_bs).t().to(targets_sb.device)
+    learned_sb = torch.from_numpy(learned_bs).t()
     length = len(targets_sb)
     starts = tuple(tuple(start for start in each.begins if start < length) for each in marks)
     documents = Documents(starts, length) if apart else None
     return replace(batch, targets_sb=targets_sb.masked_fill(~learned_sb, NO_TARGET), documents=documents)
 
 
+def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The same micro-batch with its tokens on `device`; the host does not wait until they are there."""
+    if device.type == "cpu" or batch.inputs_sb is None or batch.targets_sb is None:
+        return batch
+    inputs_sb, targets_sb = (
+        tokens.pin_memory().to(device, non_blocking=True) for tokens in (batch.inputs_sb, batch.targets_sb)
+    )
+    return replace(batch, inputs_sb=inputs_sb, targets_sb=targets_sb)
+
+
 class Batches:
-    """Reads a replica's micro-batches for any step, in any order. Raises DataError when the corpus does not do."""
+    """Reads a replica's micro-batches for any step, in any order, from any thread. Raises DataError when the corpus
+    does not do."""
 
     def __init__(
         self,
@@ -100,6 +112,8 @@ class Batches:
         self.order = blended(shares, self.corpus.begins, training, spec.model.sequence_length, spec.train.seed, shifts)
         self.held_out = self._held_out([split[1] for split in splits], cache, record, records, watcher)
         """What validation losses are measured with; nothing where none are."""
+        self._reading = threading.Lock()
+        """Held by the one thread that reads."""
         self.skipped = SkippedSamples()
         """Training samples that are not used; the same on all ranks."""
 
@@ -145,12 +159,14 @@ class Batches:
         if not self.reads_tokens:
             return [MicroBatch(part) for part in parts]
         text = corpus or self.corpus
-        return [self._micro_batch(text, part, [start_of(sample) for sample in part]) for part in parts]
+        with self._reading:
+            here = [self._micro_batch(text, part, [start_of(sample) for sample in part]) for part in parts]
+        return [_on_device(batch, self.device) for batch in here]
 
     def _micro_batch(self, corpus: Corpus, samples: range, starts: list[int]) -> MicroBatch:
         length = self.spec.model.sequence_length
         windows_bs = np.stack([corpus.read(start, length + 1) for start in starts])
-        tokens_sb = torch.from_numpy(windows_bs).t().contiguous().to(self.device)
+        tokens_sb = torch.from_numpy(windows_bs).t().contiguous()
         batch = MicroBatch(samples, tokens_sb[:-1], tokens_sb[1:])
         marks = [each for start in starts if (each := corpus.marks(start, length + 1)) is not None]
         if marks:

@@ -78,7 +78,7 @@ def train(
 
 def _harm(trainer: Trainer, bad: dict[int, float], once: bool) -> None:
     batches, optimizer, flat = trainer.batches, trainer.engine.optimizer, trainer.engine.flat
-    usual_batch, usual_step = batches.training, optimizer.step
+    usual_batch, usual_step = trainer.prefetch.training, optimizer.step
     now: list[float] = []
 
     def training(step: int) -> Any:
@@ -93,7 +93,7 @@ def _harm(trainer: Trainer, bad: dict[int, float], once: bool) -> None:
             flat.gradients[flat.slots[-1].start] += now[0]  # of the tail, which is reduced last
         return usual_step(*arguments)
 
-    batches.training, optimizer.step = training, step  # type: ignore[method-assign]
+    trainer.prefetch.training, optimizer.step = training, step  # type: ignore[method-assign]
 
 
 def flip(comm: Comm, document: dict[str, Any], culprit: int, name: str, at_step: int, snapshots: str | None) -> Any:

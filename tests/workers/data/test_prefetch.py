@@ -1,0 +1,99 @@
+"""The next step's micro-batches are made beside the step, and are those that it would have read itself."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from engine_specs import spec
+
+from workers.data.batches import Batches
+from workers.data.prefetch import Prefetch
+from workers.data.skipped_samples import SkippedSamples
+from workers.errors import DataError
+
+SECONDS = 60.0
+
+
+class Watched(Batches):
+    """Says which steps were read, by which thread."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.read: list[tuple[int, bool]] = []
+        """Step, and whether another thread than the test's read it."""
+        self.changed = threading.Condition()
+        self.fails: set[int] = set()
+
+    def training(self, step):
+        beside = threading.current_thread() is not threading.main_thread()
+        try:
+            if step in self.fails:
+                raise DataError(f"step {step} cannot be read")
+            return super().training(step)
+        finally:
+            with self.changed:
+                self.read.append((step, beside))
+                self.changed.notify_all()
+
+    def wait_for(self, step):
+        """Return once `step` has been read beside the steps."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: (step, True) in self.read, SECONDS)
+
+
+@pytest.fixture
+def batches(tmp_path):
+    path = tmp_path / "corpus.bin"
+    path.write_bytes(bytes(n % 251 for n in range(1000)))
+    job = spec(data={"paths": [str(path)]}, parallel={"data": 2})
+    return Watched(job, 1, torch.device("cpu"))
+
+
+def of_its_own(batches, step):
+    """What the step reads by itself."""
+    return [part.inputs_sb.tolist() for part in Batches.training(batches, step)]
+
+
+def asked_for(prefetch, step):
+    return [part.inputs_sb.tolist() for part in prefetch.training(step)]
+
+
+def test_the_next_step_is_read_before_it_is_asked_for_and_none_after_the_last(batches):
+    prefetch = Prefetch(batches, 3)
+    for step in (1, 2, 3):
+        assert asked_for(prefetch, step) == of_its_own(batches, step)
+        if step < 3:
+            batches.wait_for(step + 1)
+    prefetch.close()
+    assert batches.read == [(1, False), (2, True), (3, True)]
+
+
+def test_a_step_that_was_not_expected_is_read_at_once(batches):
+    prefetch = Prefetch(batches, 100)
+    for step in (1, 7, 7, 2, 3):
+        assert asked_for(prefetch, step) == of_its_own(batches, step)
+    prefetch.close()
+
+
+def test_what_was_read_before_samples_were_skipped_is_not_used(batches):
+    prefetch = Prefetch(batches, 100)
+    prefetch.training(1)
+    batches.wait_for(2)
+    before = of_its_own(batches, 2)
+    batches.skipped = SkippedSamples.of([range(8, 24)])
+    after = asked_for(prefetch, 2)
+    assert after == of_its_own(batches, 2) != before
+    prefetch.close()
+
+
+def test_what_cannot_be_read_fails_the_step_that_needs_it_alone(batches):
+    prefetch = Prefetch(batches, 100)
+    batches.fails = {2}
+    prefetch.training(1)
+    batches.wait_for(2)
+    with pytest.raises(DataError, match="step 2 cannot be read"):
+        prefetch.training(2)
+    assert asked_for(prefetch, 3) == of_its_own(batches, 3)
+    prefetch.close()
