@@ -62,6 +62,13 @@ class Options(dict[str, bool | int | float | str]):
         return hash(frozenset(self.items()))
 
 
+class Environment(dict[str, str]):
+    """Variables that nobody changes, for the same reason."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
 class RopeScaling(Section):
     """How rotary positions are stretched for sequences longer than those that a model was first trained on."""
 
@@ -479,6 +486,9 @@ class ResourcesConfig(Section):
 
     accelerator: Accelerator = "auto"
     """auto: GPUs where the cluster has any, else CPU slots."""
+    environment: Annotated[dict[str, str], AfterValidator(Environment)] = Field(default_factory=Environment)
+    """Environment variables of the trainers: those of NCCL, gloo and the GPU's allocator that docs/parallelism.md
+    lists, such as NCCL_SOCKET_IFNAME."""
 
 
 class CheckpointConfig(Section):

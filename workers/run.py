@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import sys
 from pathlib import Path
@@ -96,6 +97,7 @@ def train(
     cache: Path | None = None,
 ) -> Trainer:
     """Train `spec` in this process as the rank that `launcher` names; returns the trainer after its last step."""
+    os.environ.update(spec.resources.environment)  # nothing that reads it has been used yet
     # One computation thread, so that bits do not depend on the machine's load.
     torch.set_num_threads(1)
     device = pick_device(spec, launcher.local_rank if launcher else 0)

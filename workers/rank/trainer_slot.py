@@ -175,7 +175,8 @@ class TrainerSlot:
         socket_path = zygote_socket(self._runtime_folder, host.node)
         argument = to_json(TrainerArgument(order, prepare=prepared))
         wait = PREPARE_WAIT_SECONDS if prepared else ZYGOTE_WAIT_SECONDS
-        process = await fork(socket_path, "trainer", argument, visible(host.devices), timeout=wait)
+        environment = order.spec.get("resources", {}).get("environment", {}) | visible(host.devices)
+        process = await fork(socket_path, "trainer", argument, environment, timeout=wait)
         self._occupant = _Occupant(TrainerHandle(order, process, self._reports, self._log, prepared, self._struck))
         return self._occupant
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from workers.config import BYTE_VOCABULARY, END_OF_TEXT, LEAST_WINDOW, NO_TOKEN, DataConfig, JobSpec
 from workers.spec.chat_rules import CHAT_RULES
+from workers.spec.environment import environment_is_allowed
 from workers.spec.families import FAMILIES
 from workers.spec.problems import Problem
 from workers.spec.recipe_rules import RECIPE_RULES
@@ -518,6 +519,7 @@ FITTING: tuple[Rule, ...] = (
     _tokenizer_is_whole,
     _paths_match_source,
     _weights_match_paths,
+    environment_is_allowed,
     *CHAT_RULES,
     *RECIPE_RULES,
     _elastic_bounds_hold,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -277,6 +278,14 @@ def test_without_devices_of_its_own_a_trainer_sees_none_whatever_its_node_has(ri
     monkeypatch.setattr(trainer_slot, "this_host", lambda: Host("machine", "192.0.2.7", None, ()))
     asyncio.run(rig.slot.launch(order(1)))
     assert [environment for _, _, environment, _ in rig.forks] == [{"CUDA_VISIBLE_DEVICES": ""}]
+
+
+def test_a_trainer_has_the_variables_of_its_job_but_the_devices_of_its_node(rig, monkeypatch):
+    monkeypatch.setattr(trainer_slot, "this_host", lambda: Host("machine", "192.0.2.7", None, ("1",)))
+    spec = {"resources": {"environment": {"NCCL_SOCKET_IFNAME": "eth1", "CUDA_VISIBLE_DEVICES": "0"}}}
+    asyncio.run(rig.slot.launch(replace(order(1), spec=spec)))
+    ((_, _, environment, _),) = rig.forks
+    assert environment == {"NCCL_SOCKET_IFNAME": "eth1", "CUDA_VISIBLE_DEVICES": "1"}
 
 
 def test_a_trainer_that_runs_is_all_that_there_is_to_prepare(rig):

@@ -1,0 +1,51 @@
+"""Environment variables that a job may set for its trainers. Pure Python.
+
+They are for NCCL, gloo and the GPU's allocator, which read them when they are first used, and take no settings
+otherwise. A name is allowed where its value changes how fast, or over which network: none that names a file to be
+written or a library to be loaded, since trainers have the operator's rights.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from workers.config import JobSpec
+from workers.spec.problems import Problem
+
+_NCCL = (
+    "ALGO", "ALLOC_P2P_NET_LL_BUFFERS", "BUFFSIZE", "CGA_CLUSTER_SIZE", "COLLNET_ENABLE", "CROSS_NIC",
+    "CUMEM_ENABLE", "DEBUG", "DEBUG_SUBSYS", "DMABUF_ENABLE", "GRAPH_MIXING_SUPPORT", "GRAPH_REGISTER",
+    "IB_ADAPTIVE_ROUTING", "IB_AR_THRESHOLD", "IB_DISABLE", "IB_FIFO_TC", "IB_GID_INDEX", "IB_HCA",
+    "IB_MERGE_NICS", "IB_PCI_RELAXED_ORDERING", "IB_QPS_PER_CONNECTION", "IB_RETRY_CNT", "IB_SL",
+    "IB_SPLIT_DATA_ON_QPS", "IB_TC", "IB_TIMEOUT", "IGNORE_CPU_AFFINITY", "LOCAL_REGISTER", "MAX_CTAS",
+    "MAX_NCHANNELS", "MAX_P2P_NCHANNELS", "MIN_CTAS", "MIN_NCHANNELS", "MIN_P2P_NCHANNELS", "MNNVL_ENABLE",
+    "NCHANNELS_PER_NET_PEER", "NET_GDR_C2C", "NET_GDR_LEVEL", "NET_GDR_READ", "NSOCKS_PERTHREAD", "NTHREADS",
+    "NVB_DISABLE", "NVLS_CHUNKSIZE", "NVLS_ENABLE", "OOB_NET_IFNAME", "P2P_DISABLE", "P2P_LEVEL",
+    "P2P_NET_CHUNKSIZE", "PROTO", "PXN_DISABLE", "SHM_DISABLE", "SOCKET_FAMILY", "SOCKET_IFNAME",
+    "SOCKET_NTHREADS", "SOCKET_RETRY_CNT", "WORK_FIFO_BYTES",
+)  # fmt: skip
+_OTHERS = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "GLOO_SOCKET_IFNAME",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+ALLOWED = frozenset({*(f"NCCL_{name}" for name in _NCCL), *_OTHERS})
+"""Names that `resources.environment` may have."""
+MOST_CHARACTERS = 1000
+"""Of a value."""
+
+
+def environment_is_allowed(spec: JobSpec) -> Iterator[Problem]:
+    """Whether all names are known to do no harm, and values are such that a process can be given."""
+    for name, value in spec.resources.environment.items():
+        path = f"resources.environment.{name}"
+        if name not in ALLOWED:
+            near = difflib.get_close_matches(name.upper(), sorted(ALLOWED), 1)
+            rule = "a job may set those of NCCL, gloo and the allocator that docs/parallelism.md lists, not this one"
+            yield Problem(path, rule, near[0] if near else None)
+        elif len(value) > MOST_CHARACTERS or not value.isprintable():
+            yield Problem(path, f"a value has at most {MOST_CHARACTERS} characters, all of them printable")
