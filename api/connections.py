@@ -7,7 +7,6 @@ A connection that is refused is answered before anything of it is read.
 from __future__ import annotations
 
 import asyncio
-import resource
 from http import HTTPStatus
 
 from fastapi import Response
@@ -15,24 +14,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from api.problems import problem
 from api.rest_version import HEADER, REST
+from workers.system.open_files import raise_limit
 
 HEAD_SECONDS = 15.0
 """How long a connection may take to say all that comes before a request's body, the first time and each time after."""
 MOST_CONNECTIONS = 8192
 _OTHER_FILES = 256
 """What the service opens beside connections: its database, logs, Ray."""
-_WANTED_FILES = MOST_CONNECTIONS + _OTHER_FILES
 
 
 def connections_at_once() -> int:
     """How many the process can hold, of the files that it may open; that limit is raised as far as is needed and
     allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = (_WANTED_FILES if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
-    if soft < min(hard, _WANTED_FILES):
-        soft = min(hard, _WANTED_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    return max(1, min(MOST_CONNECTIONS, soft - _OTHER_FILES))
+    return max(1, raise_limit(MOST_CONNECTIONS + _OTHER_FILES) - _OTHER_FILES)
 
 
 class LimitedConnection(HttpToolsProtocol):

@@ -23,6 +23,10 @@ class SharedMemoryError(MantaError):
     """The node's shared memory has no room for the snapshots; the message says how much is missing."""
 
 
+class OpenFilesError(MantaError):
+    """The process may not open as many files as its gang takes; the message says how many would do."""
+
+
 class CheckpointError(MantaError):
     """A checkpoint or snapshot cannot be used; the message names the file."""
 

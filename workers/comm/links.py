@@ -25,6 +25,7 @@ from workers.comm.meeting import Meeting
 from workers.comm.secret import Secret
 from workers.errors import MantaError, PeerLost
 from workers.liveness.progress import Progress
+from workers.system.open_files import make_room
 from workers.system.ports import PortRange
 
 _HEADER = struct.Struct("<QQ")  # channel, payload bytes
@@ -122,10 +123,12 @@ class Links:
     ):
         """Connect to `peers`, meeting them through `store` (already prefixed by generation). `secret`: what they know
         too; `host`: this rank's address, where it listens on one of `ports`; `progress` learns for whom and how long it
-        waits. Raises PeerLost when a peer goes away meanwhile, and once `is_over()`."""
+        waits. Raises PeerLost when a peer goes away meanwhile, and once `is_over()`; OpenFilesError."""
         self.rank = rank
         self._progress = progress or Progress()
-        meeting = Meeting(rank, set(peers) - {rank}, store, secret, host, is_over, self._progress, ports)
+        peers = set(peers) - {rank}
+        make_room(len(peers))
+        meeting = Meeting(rank, peers, store, secret, host, is_over, self._progress, ports)
         self._links = {peer: _Link(peer, each) for peer, each in meeting.connections().items()}
         self._progress.moved()
 

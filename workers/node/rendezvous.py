@@ -9,9 +9,12 @@ from torch.distributed import TCPStore
 
 from workers.protocol.json_codec import JsonObject, from_json, to_json
 from workers.protocol.messages import StoreArgument, StorePort
+from workers.system.open_files import OTHERS, raise_limit
 from workers.system.ports import listen
 
 BACKLOG = 1024
+MOST_CONNECTIONS = 16_384
+"""That the store makes room for, where that is allowed: a rank has some of its own."""
 
 
 def run(argument: JsonObject, control: socket.socket) -> int:
@@ -22,6 +25,7 @@ def run(argument: JsonObject, control: socket.socket) -> int:
     """
     wanted = from_json(StoreArgument, argument)
     # Our own listening socket, because TCPStore's would be open on every interface of the machine.
+    raise_limit(MOST_CONNECTIONS + OTHERS)
     listener = listen(wanted.host, wanted.ports, BACKLOG)
     port = listener.getsockname()[1]
     store = TCPStore(
