@@ -219,7 +219,7 @@ class Bounds:
     def least_bytes(self, candidate: Candidate) -> float:
         """Less than the rank needs that needs most: state, and activations of what it has in flight at least."""
         count, data, width = self.parameters(candidate), candidate.data, self._width
-        state = count * (width + 4 + (4 / data if data > 1 else 0) + (8 + (4 if width == 2 else 0)) / data)
+        state = count * (width + 4 + (8 + (4 if width == 2 else 0)) / data)
         p, v = candidate.pipeline, candidate.virtual_stages
         layers = self.job.model.layers // (p * v) * v
         m = candidate.micro_batches(self.job)

@@ -91,8 +91,7 @@ def memory_of(spec: JobSpec, rank: int) -> RankMemory:
     width = 4 if train.precision == "fp32" else 2
     count = parameters_of_rank(spec, rank)
     trained = count - frozen_parameters_of_rank(spec, rank)
-    # Gradients of one's own part lie apart from the whole, where there are several replicas.
-    gradients = 4.0 * trained * (1 + (1 / layout.data if layout.data > 1 else 0) + waiting_gradient_buffers(spec))
+    gradients = 4.0 * trained * (1 + waiting_gradient_buffers(spec))
     held = trained / layout.data if layout.zero else trained
     optimizer = held * (8 + (0 if width == 4 else 4))
     published = width * held if layout.data > 1 and layout.zero else 0

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from workers.accounting.activation_bytes import layer_bytes, layer_input_bytes, rank_bytes
 from workers.accounting.flops import (
     frozen_parameters,
-    padded_vocabulary,
     rank_parameters,
     waiting_gradient_buffers,
 )
@@ -32,7 +31,7 @@ class DeviceBytes:
     parameters: int
     """In the precision of compute."""
     gradients: int
-    """The flat buffer, with several replicas this rank's part of the sums, and what elastic sums wait in."""
+    """The flat buffer, and what elastic sums wait in."""
     optimizer: int
     """Moments, and in 16 bits the master weights."""
     activations: int
@@ -56,21 +55,21 @@ def _of_stage(spec: JobSpec, stage: int, held: int, frozen: int, activations: in
     replicas, width = spec.layout.data, 4 if spec.train.precision == "fp32" else 2
     trained, part = held - frozen, (held - frozen) // replicas
     kept = part if spec.layout.zero else trained
-    gradients = WIDE * (trained * (1 + waiting_gradient_buffers(spec)) + (part if replicas > 1 else 0))
+    gradients = WIDE * trained * (1 + waiting_gradient_buffers(spec))
     masters = 0 if width == WIDE else kept
     # Without masters the weights that are updated are the parameters.
     optimizer = WIDE * (masters + 2 * kept)
     # Updated parts are copied to be gathered, when no activations are left.
     copies = width * part if spec.layout.zero and replicas > 1 else 0
-    computing = activations + _workspace(spec, stage)
+    computing = activations + _workspace(spec)
     workspace = max(computing, copies) - activations
     return DeviceBytes(width * held, gradients, optimizer, activations, workspace)
 
 
-def _workspace(spec: JobSpec, stage: int) -> int:
-    """What backward through the widest pair of products takes: the gradient of their result, their gathered input, its
-    gradient whole and reduced, and a weight's gradient before it is added; with a layer that is recomputed as a whole
-    that layer's activations too."""
+def _workspace(spec: JobSpec) -> int:
+    """What backward through the widest pair of products takes: the gradient of their result, their gathered input, and
+    its gradient whole and reduced (a weight's gradient is added as it is made, by torch 2.13 and later); with a layer
+    that is recomputed as a whole that layer's activations too."""
     model, layout = spec.model, spec.layout
     t, width, h = layout.tensor, 4 if spec.train.precision == "fp32" else 2, model.hidden_size
     tokens = model.sequence_length * spec.train.micro_batch_size
@@ -79,13 +78,8 @@ def _workspace(spec: JobSpec, stage: int) -> int:
     inner = model.ffn_size // t
     gates = 2 if model.parts.gated_mlp else 1
 
-    def product(result: int, weight: int) -> int:
-        wide = WIDE * weight if width < WIDE else 0
-        return width * (result + (gathered + tokens + outside) * h) + wide
-
-    most = product(gates * tokens * inner, h * inner) + _recomputed_layer(spec)
-    if stage == _last_rank(spec):
-        most = max(most, product(0, h * padded_vocabulary(spec) // t))  # logits count as activations
+    outside_of_result = (gathered + tokens + outside) * h  # the logits' own gradient counts as activations
+    most = width * (gates * tokens * inner + outside_of_result) + _recomputed_layer(spec)
     return max(most, _written_out_attention(spec))
 
 
@@ -103,8 +97,3 @@ def _written_out_attention(spec: JobSpec) -> int:
 def _recomputed_layer(spec: JobSpec) -> int:
     """Bytes that a layer keeps beside its input while it is recomputed as a whole."""
     return layer_bytes(spec) - layer_input_bytes(spec) if spec.layout.recompute == "full" else 0
-
-
-def _last_rank(spec: JobSpec) -> int:
-    """The pipeline rank with the last virtual stage."""
-    return 0 if spec.layout.schedule == "zb-v" else spec.layout.pipeline - 1

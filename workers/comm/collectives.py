@@ -59,23 +59,23 @@ class Collectives:
         self.start_all_gather(out, tensor).wait()
 
     def start_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, combine: Combine = add) -> Started:
-        """Begin to bring this rank's part of the sum of every rank's `tensor` into `out`; `tensor` must not change
-        until the wait is over."""
+        """Begin to bring this rank's part of the sum of every rank's `tensor` into `out`, which may be that part of
+        `tensor` itself; else `tensor` must not change until the wait is over."""
         parts = tensor.view(len(self._ranks), -1)
         received = parts.new_empty((len(self._others), parts.shape[1]))
         works = [self._receive(received[at], i) for at, i in enumerate(self._others)]
         works += [self._send(parts[i], i) for i in self._others]
 
         def finish() -> None:
-            by_rank = iter(received)
-            flat, first = out.view(-1), True
-            for i in range(len(self._ranks)):  # in the order of ranks: the same bits every time
-                part = parts[i] if i == self._index else next(by_rank)
-                if first:
-                    flat.copy_(part)
-                    first = False
-                else:
-                    combine(flat, part)
+            flat = out.view(-1)
+            # In the order of ranks: the same bits every time. The first one's memory, if it is ours, takes the sum:
+            # `out` may hold a part that is yet to be added.
+            in_order = [*received[: self._index], parts[self._index], *received[self._index :]]
+            total = flat.copy_(in_order[0]) if self._index == 0 else in_order[0]
+            for part in in_order[1:]:
+                combine(total, part)
+            if self._index > 0:
+                flat.copy_(total)
 
         return Started(works, finish)
 

@@ -19,7 +19,7 @@ def test_state_is_counted_as_the_engine_keeps_it():
     alone, count = memory_of(job(), 0), rank_parameters(job())[0]
     assert (alone.parameters, alone.gradients, alone.optimizer) == (2 * count, 4 * count, 12 * count)
     split = memory_of(job(data=4), 0)
-    assert (split.parameters, split.gradients, split.optimizer) == (2 * count, 5 * count, 3 * count)
+    assert (split.parameters, split.gradients, split.optimizer) == (2 * count, 4 * count, 3 * count)
     whole = memory_of(job(data=4, zero=0), 0)
     assert whole.optimizer == 12 * count
     wide = memory_of(job(train={"precision": "fp32"}), 0)

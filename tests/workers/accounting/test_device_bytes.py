@@ -79,9 +79,9 @@ def test_the_peaks_of_twenty_jobs_are_what_is_told(name):
 
 
 def test_masters_and_moments_are_shared_by_replicas():
-    """6 + 16/d bytes a parameter in bf16: parameter, gradient, and of a part the sum, master weight and two moments."""
+    """6 + 12/d bytes a parameter in bf16: parameter, gradient, and of a part the master weight and two moments."""
     for replicas in (2, 8):
         told = device_bytes(job(parallel={"data": replicas}))[0]
         parameters = told.parameters / 2
         resting = told.parameters + told.gradients + told.optimizer
-        assert resting == pytest.approx((6 + 16 / replicas) * parameters, rel=1e-6)
+        assert resting == pytest.approx((6 + 12 / replicas) * parameters, rel=1e-6)

@@ -85,6 +85,19 @@ def test_reduce_scatter_gives_each_rank_its_slice_of_the_sum(size, rows):
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_a_slice_of_the_sum_may_take_the_place_of_the_ranks_own(size):
+    def body(links: Links) -> tuple[torch.Tensor, torch.Tensor]:
+        tensor = part_of(links.rank, 2 * size)
+        before, own = tensor.clone(), slice(2 * links.rank, 2 * links.rank + 2)
+        along(links, size).reduce_scatter(tensor[own], tensor)
+        before[own] = in_order(size, 2 * size)[own]
+        return tensor, before
+
+    for tensor, expected in connected(size, body):
+        assert torch.equal(tensor, expected), "the same bits, and nothing else has changed"
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_all_to_all_brings_every_rank_what_the_others_have_for_it(size):
     """Rank i sends i + 1 tensors to each other rank, of lengths that depend on both."""
 

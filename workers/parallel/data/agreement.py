@@ -6,6 +6,8 @@ exchange at the same time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from workers.comm.comm import Comm
@@ -41,8 +43,8 @@ class StepSums:
     def __init__(self, comm: Comm, norm: SquaredNorm):
         self.comm, self.norm = comm, norm
 
-    def agree(self, gradient: torch.Tensor, loss: Loss, memory_bytes: int) -> Agreement:
-        """The sums over all ranks, of this rank's reduced `gradient` [elements of its parts] among others."""
+    def agree(self, gradient: Sequence[torch.Tensor], loss: Loss, memory_bytes: int) -> Agreement:
+        """The sums over all ranks, of this rank's reduced `gradient`, its part of each bucket, among others."""
         agreed = Agreement(self.comm)
         self._write_own(agreed, loss, memory_bytes)
         agreed.loss.copy_(loss.losses_m.sum())

@@ -11,7 +11,7 @@ Loss and squared norm are put together from single micro-batches and single rows
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -64,9 +64,8 @@ class ElasticReduction(GradientReduction):
     def added(self, parameter: nn.Parameter) -> None:
         """Nothing is reduced before the end of the step."""
 
-    def finish(self) -> torch.Tensor:
-        """Add up to the root, then sum up the tail within the replica, and return this rank's parts, one after the
-        other."""
+    def finish(self) -> list[torch.Tensor]:
+        """Add up to the root, then sum up the tail within the replica, and return this rank's part of each bucket."""
         assert all(each.complete for each in self._leaf_sums)
         if self.comm.size("data") == 1:
             self.shared.sum()
@@ -74,18 +73,15 @@ class ElasticReduction(GradientReduction):
         for number in range(len(self.flat.buckets)):
             self._reduce(number)
         start, end = self.flat.buckets[-1]
-        tail = self._reduced_part(len(self.flat.buckets) - 1)
-        self.comm.all_gather("data", tail, self.flat.gradients[start:end])
+        self.comm.all_gather("data", self.reduced[-1], self.flat.gradients[start:end])
         self.shared.sum()
-        start, end = self.parts[-1]
-        tail.copy_(self.flat.gradients[start:end])
         return self.reduced
 
     def _reduce(self, number: int) -> None:
         """Bring every replica's nodes of this rank's part of a bucket here, and add them in the tree's order."""
         size, me = self.comm.size("data"), self.comm.index("data")
         covers = [cover(self.leaves, *_ends(leaf_share(self.leaves, self.spec.layout, each))) for each in range(size)]
-        own, out = self._own_nodes(len(covers[me])), self._reduced_part(number)
+        own, out = self._own_nodes(len(covers[me])), self.reduced[number]
         outgoing = [[node[start:end] for node in own] for start, end in self._parts_of(number)]
         incoming = [[out.new_empty(len(out)) for _ in nodes] for nodes in covers]
         incoming[me] = outgoing[me]
@@ -113,12 +109,11 @@ class ElasticNorm:
         self._reduction, self._flat = reduction, reduction.flat
         self._elsewhere_ranges = self._flat.not_answered_for(tensor_index)
 
-    def square(self, gradient: torch.Tensor) -> torch.Tensor:
-        """fp64 scalar, of this rank's parts of the gradient."""
-        squares = row_squares(gradient)
-        rows = squares.new_empty(self._flat.size // ALIGNMENT)
-        by_bucket = squares.split([(end - start) // ALIGNMENT for start, end in self._reduction.parts])
-        self._reduction.gather(list(by_bucket), rows, row=ALIGNMENT)
+    def square(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """fp64 scalar, of this rank's part of each bucket's gradient."""
+        by_bucket = [row_squares(part) for part in parts]
+        rows = by_bucket[0].new_empty(self._flat.size // ALIGNMENT)
+        self._reduction.gather(by_bucket, rows, row=ALIGNMENT)
         for start, end in self._elsewhere_ranges:
             rows[start // ALIGNMENT : end // ALIGNMENT] = 0.0
         # Without the padding, whose length depends on the number of replicas.
@@ -134,8 +129,8 @@ class ElasticStepSums(StepSums):
         super().__init__(comm, ElasticNorm(reduction, comm.index("tensor")))
         self.reduction = reduction
 
-    def agree(self, gradient: torch.Tensor, loss: Loss, memory_bytes: int) -> Agreement:
-        """The sums over all ranks, of this rank's reduced `gradient` [elements of its parts] among others."""
+    def agree(self, gradient: Sequence[torch.Tensor], loss: Loss, memory_bytes: int) -> Agreement:
+        """The sums over all ranks, of this rank's reduced `gradient`, its part of each bucket, among others."""
         comm, mine = self.comm, self.reduction.mine
         square, replica_ranks = self.norm.square(gradient), comm.size("pipeline") * comm.size("tensor")
         leaves, z_losses_m = self.reduction.leaves, loss.z_losses_m

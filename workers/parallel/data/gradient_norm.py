@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,8 +13,8 @@ from workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range
 class SquaredNorm(Protocol):
     """The squared norm of what a rank has of the step's summed gradient."""
 
-    def square(self, gradient: torch.Tensor) -> torch.Tensor:
-        """fp64 scalar, of the gradient of the rank's parts, one after the other."""
+    def square(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """fp64 scalar, of the gradient of the rank's `parts`, in their order."""
         ...
 
 
@@ -32,8 +33,9 @@ class CountedNorm:
             mine = [rows[start // ALIGNMENT : end // ALIGNMENT] for start, end in owned]
             self._elsewhere = torch.cat(mine).to(flat.gradients.device)
 
-    def square(self, gradient: torch.Tensor) -> torch.Tensor:
+    def square(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """fp64 scalar, of the owned ranges' gradient."""
         # Short rows, summed in fp64: as exact as squaring in fp64, and forty times as fast on a CPU.
-        rows = torch.linalg.vector_norm(gradient.view(-1, ALIGNMENT), dim=1).double().square()
+        norms = [torch.linalg.vector_norm(part.view(-1, ALIGNMENT), dim=1) for part in parts]
+        rows = torch.cat(norms).double().square()
         return rows.sum() if self._elsewhere is None else rows.masked_fill(self._elsewhere, 0.0).sum()

@@ -24,11 +24,9 @@ class GradientReduction:
         """`uses`: how often a micro-batch adds to the gradient of each weight of the head."""
         self.flat, self.comm, self.shared, self.uses = flat, comm, shared, uses
         self.parts = flat.parts(comm.index("data"))
-        self.reduced = flat.gradients
-        """This rank's parts, one after the other."""
+        self.reduced = [flat.gradients[start:end] for start, end in self.parts]
+        """This rank's part of each bucket, where it lies: the sum takes the place of its own gradient."""
         self.overlaps = comm.size("data") > 1
-        if self.overlaps:
-            self.reduced = flat.gradients.new_empty(sum(end - start for start, end in self.parts))
         self._buckets_of = {
             slot.entry.parameter: [
                 number for number, (start, end) in enumerate(flat.buckets[:-1]) if start < slot.end and slot.start < end
@@ -68,9 +66,9 @@ class GradientReduction:
                 self._start(self._next)
                 self._next -= 1
 
-    def finish(self) -> torch.Tensor:
-        """Sum up the tail within the replica, reduce what is left, and return this rank's parts of the sum, one after
-        the other."""
+    def finish(self) -> list[torch.Tensor]:
+        """Sum up the tail within the replica, reduce what is left, and return this rank's part of each bucket's
+        sum."""
         clear_forgotten(self._written_over)
         self.shared.sum()
         if self.overlaps:
@@ -84,18 +82,12 @@ class GradientReduction:
 
     def _start(self, number: int) -> None:
         start, end = self.flat.buckets[number]
-        _, work = self.comm.start_reduce_scatter("data", self.flat.gradients[start:end], self._reduced_part(number))
+        _, work = self.comm.start_reduce_scatter("data", self.flat.gradients[start:end], self.reduced[number])
         self._started.append(work)
-
-    def _reduced_part(self, number: int) -> torch.Tensor:
-        """This rank's part of a bucket in `reduced`."""
-        first = sum(end - start for start, end in self.parts[:number])
-        start, end = self.parts[number]
-        return self.reduced[first : first + end - start]
 
     def gather(self, parts: list[torch.Tensor], into: torch.Tensor, row: int = 1) -> None:
         """Bring every replica's `parts`, one a bucket, into the flat buffer `into`, which has one element for each
-        `row` of the gradients'."""
+        `row` of the gradients'. They may lie where they will be."""
         works = []
         for part, (start, end) in zip(parts, self.flat.buckets, strict=True):
             works.append(self.comm.start_all_gather("data", part, into[start // row : end // row])[1])

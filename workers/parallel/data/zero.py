@@ -29,8 +29,8 @@ class _Piece:
     """A part of the held ranges with one rate of weight decay."""
 
     values: torch.Tensor
-    where: slice
-    """Its place in the held ranges, and so in the moments and in the gradient."""
+    gradient: torch.Tensor
+    """Its place in the flat buffer, where the reduction leaves the sum."""
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     steps: torch.Tensor
@@ -87,7 +87,8 @@ class ZeroOptimizer:
                 where = slice(position + first - start, position + last - start)
                 moments = self.exp_avg[where], self.exp_avg_sq[where]
                 steps = torch.zeros((), dtype=torch.float32, device=values.device)
-                piece = _Piece(values[first - start : last - start], where, *moments, steps)
+                gradient = self.flat.gradients[first:last]
+                piece = _Piece(values[first - start : last - start], gradient, *moments, steps)
                 groups.setdefault(self.config.weight_decay if decayed else 0.0, []).append(piece)
             position += end - start
         return groups
@@ -135,23 +136,22 @@ class ZeroOptimizer:
             agreed = self.sums.agree(gradient, loss, memory_bytes)
         with step.phase("optimizer"):
             clipping = clip(agreed, loss.scale, self.config.clip_norm, self.limits)
-            gradient.mul_(clipping.factor)
-            if len(gradient) < len(self.exp_avg):  # stage 0
-                self.reduction.gather(self._by_bucket(gradient), self.flat.gradients)
-                gradient = self.flat.gradients
+            torch._foreach_mul_(gradient, clipping.factor)
+            if sum(map(len, gradient)) < len(self.exp_avg):  # stage 0
+                self.reduction.gather(gradient, self.flat.gradients)
             self.updating = True
-            self._update(gradient, learning_rate, clipping.refused)
+            self._update(learning_rate, clipping.refused)
             self.publish_parameters()
             statistics = _read(agreed, clipping, loss.z_losses_m is not None)
             self.comm.confirm()
             return statistics
 
-    def _update(self, gradient: torch.Tensor, learning_rate: float, refused: torch.Tensor) -> None:
+    def _update(self, learning_rate: float, refused: torch.Tensor) -> None:
         """AdamW on the held ranges, which does nothing where `refused`."""
         for decay, pieces in self._groups.items():
             adamw(
                 [piece.values for piece in pieces],
-                [gradient[piece.where] for piece in pieces],
+                [piece.gradient for piece in pieces],
                 [piece.exp_avg for piece in pieces],
                 [piece.exp_avg_sq for piece in pieces],
                 [],
@@ -201,9 +201,6 @@ class ZeroOptimizer:
             # A copy also where no rounding is needed: the parts lie inside of what is gathered into.
             parts = [part.to(self.flat.parameters.dtype, copy=True) for part in self.parameters]
             self.reduction.gather(parts, self.flat.parameters)
-
-    def _by_bucket(self, gradient: torch.Tensor) -> list[torch.Tensor]:
-        return list(gradient.split([end - start for start, end in self.owned]))
 
 
 def _read(agreed: Agreement, clipping: Clipping, with_z_loss: bool) -> StepStatistics:

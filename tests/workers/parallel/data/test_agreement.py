@@ -49,9 +49,9 @@ def test_each_rank_tells_of_itself_in_its_own_place(monkeypatch):
     comm = Comm(RankGrid(layout_of(tensor=2, data=3)), 4, torch.device("cpu"))
     monkeypatch.setattr(comm, "all_reduce", lambda axis, values: None)
     loss = Loss(torch.tensor([6.0, 2.0]), torch.tensor(3.0), 1.0)
-    norm = SimpleNamespace(square=lambda gradient: gradient.sum() ** 2)
+    norm = SimpleNamespace(square=lambda parts: sum(part.sum() for part in parts) ** 2)
     for asks, asked in ((comm.ask_to_end, (0, 0)), (comm.ask_to_rest, (1, 0)), (None, (1, 1))):
-        agreed = StepSums(comm, norm).agree(torch.full((2,), 2.0), loss, memory_bytes=7)
+        agreed = StepSums(comm, norm).agree([torch.full((2,), 2.0)], loss, memory_bytes=7)
         assert agreed.memory_bytes.tolist() == [0, 0, 0, 0, 7, 0]
         assert [rank for rank, seconds in enumerate(agreed.own_seconds.tolist()) if seconds] == [4]
         assert [each.item() for each in (agreed.loss, agreed.tokens, agreed.square)] == [8.0, 3.0, 16.0]
@@ -72,12 +72,12 @@ def test_with_elastic_sums_a_replica_tells_of_its_micro_batches_and_only_the_fir
     engine = Engine(job, comm)
     engine.reduction.begin(2, 8)
     sums = engine.optimizer.sums
-    monkeypatch.setattr(sums.norm, "square", lambda gradient: torch.tensor(9.0))
+    monkeypatch.setattr(sums.norm, "square", lambda parts: torch.tensor(9.0))
     monkeypatch.setattr(
         Agreement, "sum", lambda agreed: agreed_sums.append((agreed.rank_squares, agreed.micro_batch_losses))
     )
     loss = Loss(torch.tensor([6.0, 2.0], dtype=torch.float64), torch.tensor(3.0), 1.0)
-    agreed = sums.agree(torch.zeros(1), loss, memory_bytes=7)
+    agreed = sums.agree([torch.zeros(1)], loss, memory_bytes=7)
     ((squares, losses),) = agreed_sums
     assert squares.tolist() == [9.0 if each == rank else 0.0 for each in range(4)]
     assert losses.tolist() == ([6.0, 2.0, 0.0, 0.0] if rank < 4 else [0.0, 0.0, 6.0, 2.0])

@@ -63,7 +63,7 @@ def test_statistics_tell_each_ranks_own_time_whether_anything_changed_and_whethe
     def statistics(loss: float):
         engine.comm.step.begin(1)
         engine.reduction.begin(1, 8)
-        engine.reduction.reduced.zero_()  # nothing comes from the other replica, which is not there
+        engine.flat.gradients.zero_()  # nothing comes from the other replica, which is not there
         agreed_loss = Loss(torch.tensor([loss], dtype=torch.float64), torch.tensor(64.0, dtype=torch.float64), 1.0)
         return engine.optimizer.step(1e-3, agreed_loss, memory_bytes=10**9)
 
