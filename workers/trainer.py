@@ -110,7 +110,7 @@ class Trainer:
         bad = self.guard.judge(step, statistics)
         if bad is not None and not self._apply_policy(step, bad):
             return statistics
-        self.comm.progress.commit(step)
+        self.comm.progress.commit(step, self.comm.device_step_seconds)
         self._name_stragglers(step, statistics)
         more = mean_part_seconds(self.comm, self.state.stall_seconds) if self._measures(step) else {}
         if self.validation.due(step):

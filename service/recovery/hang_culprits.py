@@ -2,17 +2,22 @@
 
 Ranks that wait name the rank that they wait for, so what they say is a graph, and the culprit is where its paths end:
 a rank that waits for nobody, or whose process is stopped, and has stood still for longer than its own agent allows.
-Where the backend does not tell who waits for whom (NCCL), a rank counts as waiting for every peer that has entered
-fewer of the collectives that they share: the culprit did not enter the one in which the others wait.
+
+Over NCCL it is the devices that wait, and for one peer alone only where that sends or takes a message. One that waits
+in a collective waits for the peer whose device was ready for the fewest of those along that axis. Where all were ready
+and it does not end, it is the network or NCCL, and nobody's fault, unless NCCL's own records tell of ranks that
+disagree (`flight_matching.py`). Where the backend tells nothing, a rank counts as waiting for every peer that has
+entered fewer of the collectives that they share: the culprit did not enter the one in which the others wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from workers.comm.grid import AXES, Axis
+from workers.liveness.progress import DeviceRecord
 from workers.liveness.trainer_status import TrainerStatus
 
 Group = Callable[[Any, int], Sequence[int]]
@@ -35,9 +40,13 @@ class Look:
     step: int = 0
     """Step that it computes."""
     counts: Mapping[str, int] | None = None
-    """Collectives entered by axis."""
+    """Collectives entered by axis, or those that its device was ready for."""
     heartbeat: int | None = None
     """Grows with every change."""
+    on_device: bool = False
+    """Whether it is known how far its device is."""
+    waits_in: tuple[Axis, int] | None = None
+    """Axis and number of the collective that its device waits for."""
 
     @classmethod
     def of(cls, rank: int, status: TrainerStatus | None) -> Look:
@@ -47,7 +56,7 @@ class Look:
         record = status.record
         if record is None:
             return cls(rank, overdue=status.overdue, stopped=status.stopped)
-        return cls(
+        look = cls(
             rank,
             overdue=status.overdue,
             stopped=status.stopped,
@@ -56,6 +65,15 @@ class Look:
             counts=record.counts,
             heartbeat=record.heartbeat,
         )
+        return look if record.device is None else look._with_device(record.device)
+
+    def _with_device(self, device: DeviceRecord) -> Look:
+        known = replace(self, on_device=True, counts=device.counts, waits_for=None)
+        if not device.fresh or device.channel is None:
+            return known  # what it waited for when somebody looked may be over
+        if device.waits_for is not None:
+            return replace(known, waits_for=device.waits_for)
+        return replace(known, waits_in=(AXES[device.channel], device.number))
 
 
 @dataclass(frozen=True)
@@ -85,11 +103,14 @@ def find_culprits(looks: Sequence[Look], group: Group) -> Verdict:
             cycles.append(path[path.index(path[-1]) : -1])
         else:
             roots.add(path[-1])
-    guilty = sorted(root for root in roots if looks[root].overdue or not looks[root].answered)
+    stuck = {root for root in roots if looks[root].waits_in is not None and not looks[root].stopped}
+    guilty = sorted(root for root in roots - stuck if looks[root].overdue or not looks[root].answered)
     if guilty:
         return _among_roots(looks, guilty, set(edges.values()))
-    if roots:
-        return Verdict("nobody", why=f"{_names(sorted(roots))} may still go on")
+    if able := sorted(root for root in roots if not looks[root].overdue):
+        return Verdict("nobody", why=f"{_names(able)} may still go on")
+    if stuck:
+        return Verdict("gang", tuple(look.rank for look in looks), _unended(looks, min(stuck)))
     return _least(looks, sorted({rank for cycle in cycles for rank in cycle}), "they wait for each other")
 
 
@@ -101,10 +122,30 @@ def waiting_for(looks: Sequence[Look], culprit: int, group: Group) -> list[int]:
 
 def _edges(looks: Sequence[Look], group: Group) -> dict[int, int]:
     known = {look.rank: look.waits_for for look in looks if look.waits_for is not None and not look.stopped}
-    if known:
+    known |= _edges_of_devices(looks, group)
+    if known or any(look.on_device for look in looks):
         return known
     last = {axis: _last_of_groups(axis, looks, group) for axis in AXES}
     return {look.rank: to for look in looks if look.overdue and (to := _behind(look, looks, last)) is not None}
+
+
+def _edges_of_devices(looks: Sequence[Look], group: Group) -> dict[int, int]:
+    """From each rank whose device waits in a collective to the peer that came least far, where one has not come to it;
+    else to one whose agent is silent."""
+    waiting = {look.rank: look.waits_in for look in looks if look.waits_in is not None and not look.stopped}
+    axes = {axis for axis, _ in waiting.values()}
+    last = {axis: _last_of_groups(axis, looks, group) for axis in axes}
+    silent = [look.rank for look in looks if not look.answered]
+    beside = {axis: {peer: rank for rank in silent for peer in group(axis, rank)} for axis in axes}
+    edges = {}
+    for rank, (axis, number) in waiting.items():
+        peer = last[axis][rank]
+        counts = looks[peer].counts
+        if peer != rank and counts is not None and counts[axis] < number:
+            edges[rank] = peer
+        elif rank in beside[axis]:
+            edges[rank] = beside[axis][rank]
+    return edges
 
 
 def _last_of_groups(axis: Axis, looks: Sequence[Look], group: Group) -> dict[int, int]:
@@ -147,6 +188,14 @@ def _among_roots(looks: Sequence[Look], guilty: list[int], awaited: set[int]) ->
         ranks = tuple(sure or guilty)
         return Verdict("ranks", ranks, _reason(looks[ranks[0]], bool(sure)))
     return _least(looks, guilty, "none of them waits for another")
+
+
+def _unended(looks: Sequence[Look], rank: int) -> str:
+    axis, number = looks[rank].waits_in or ("world", 0)
+    return (
+        f"all that share collective {number} along {axis} with rank {rank} have come to it, and it does not end: "
+        "the network or NCCL is at fault, and no rank"
+    )
 
 
 def _reason(look: Look, awaited: bool) -> str:

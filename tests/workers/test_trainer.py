@@ -254,6 +254,17 @@ def test_the_record_and_the_statistics_tell_where_the_step_went(tmp_path):
     reader.close()
 
 
+def test_where_a_device_has_timed_a_step_the_record_keeps_that(tmp_path, monkeypatch):
+    trainer = _trainer(_two_step_job(tmp_path), Places(), Progress.shared(tmp_path, 0))
+    monkeypatch.setattr(Comm, "device_step_seconds", (8.0, 3.0))
+    trainer.restore(Resume())
+    trainer.train_step()
+    reader = ProgressReader(progress_path(tmp_path, 0))
+    record = reader.read()
+    assert (record.step_seconds, record.own_seconds) == ((8.0,), (3.0,))
+    reader.close()
+
+
 @pytest.mark.parametrize("recovery", [{}, {"nonfinite": "roll_back"}])
 @pytest.mark.parametrize("engine", [{}, {"recompute": "full"}, {"deterministic": "elastic"}])
 def test_a_closed_trainer_is_freed_without_the_garbage_collector(tmp_path, recovery, engine):

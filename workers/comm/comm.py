@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from workers.comm.backend import DONE, Backend, Handle, Tensors, Transfer
+from workers.comm.device_marks import Marked, MarkedTransfer, trail_for
 from workers.comm.grid import AXES, Axis, RankGrid
 from workers.comm.host_staged import HostStaged
 from workers.comm.links import Links
@@ -59,7 +60,8 @@ class Comm:
         self.generation = 0
         self._kind = backend or ("links" if device.type == "cpu" else "process_groups")
         self.progress = progress or Progress()
-        self.step = StepPhases(device, self.progress)
+        self._trail = trail_for(device, self.progress) if self._kind == "process_groups" else None
+        self.step = StepPhases(device, self.progress, trail=self._trail)
         """What this rank does at every moment; `progress` follows it."""
         self.shared_work = SharedWork()
         """Of all ranks, for the thread that writes checkpoints: its messages must not mix with a step's."""
@@ -177,6 +179,8 @@ class Comm:
     def close(self) -> None:
         """Leave this generation; peers that are still in it notice at once. `connect` to a later one may follow."""
         self.step.enter("resting")
+        if self._trail is not None:
+            self._trail.forget()
         self.end(self.generation)  # frees the thread that writes checkpoints
         with self._lock:
             for connections in (self._backend, self._work_links):
@@ -191,9 +195,17 @@ class Comm:
 
     @property
     def own_seconds(self) -> float:
-        """Time of the step so far that this rank did not wait for others; 0 over process groups,
-        whose host does not know."""
-        return self.progress.own_seconds() if self._kind == "links" else 0.0
+        """Time of the step so far that this rank did not wait for others. Over process groups the host does not know:
+        on a GPU it is that of a step before, which the device has measured (`device_step_seconds`), on a CPU 0."""
+        if self._kind == "links":
+            return self.progress.own_seconds()
+        return self.device_step_seconds[1] if self.device_step_seconds is not None else 0.0
+
+    @property
+    def device_step_seconds(self) -> tuple[float, float] | None:
+        """Of the last step that was over on the GPU when this one began: its time, and what of it the GPU did not wait
+        for others; None where that is not known."""
+        return self._trail.step_seconds if self._trail is not None else None
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along `axis`."""
@@ -258,11 +270,18 @@ class Comm:
     def send(self, stage: int, tensor: torch.Tensor) -> Transfer:
         """Start sending `tensor` to rank `stage` of the same pipeline; never blocks. Messages between two ranks in one
         direction arrive in the order in which they were sent."""
-        return self._entered("sent").send(stage, tensor)
+        work = self._entered("sent").send(stage, tensor)
+        if self._trail is None:
+            return work
+        peer, number = self._ranks["pipeline"][stage], self.progress.count("sent")
+        return MarkedTransfer(work, self._trail, "pipeline", number, peer, sending=True)
 
     def receive(self, stage: int, tensor: torch.Tensor) -> Handle:
         """Start receiving into `tensor` from rank `stage` of the same pipeline."""
         work = self._entered("received").receive(stage, tensor)
+        if self._trail is not None:
+            peer, number = self._ranks["pipeline"][stage], self.progress.count("received")
+            work = Marked(work, self._trail, "pipeline", number, peer)
         if not self.step.parts.measuring:
             return work
         if self._kind == "links":
@@ -288,10 +307,14 @@ class Comm:
         if self._backend is None:
             raise PeerLost("this rank has not joined a generation, or has left it")
         self.progress.entered(what)
+        if self._trail is not None:
+            self._trail.arrives(what, self.progress.count(what))
         return self._backend
 
     def _timed(self, axis: Axis, work: Handle) -> Handle:
         """`work`, whose wait counts as communication along `axis` where the step is measured."""
+        if self._trail is not None:
+            work = Marked(work, self._trail, axis, self.progress.count(axis))
         return _Timed(work, self.step, _COUNTED_AS.get(axis, "other")) if self.step.parts.measuring else work
 
 

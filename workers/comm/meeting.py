@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from workers.comm.secret import PROOF_BYTES, Secret
 from workers.errors import PeerLost
-from workers.liveness.progress import CONNECTING_CHANNEL, Progress
+from workers.liveness.progress import Progress
+from workers.liveness.record_layout import CONNECTING_CHANNEL
 from workers.system.ports import PortRange, listen
 
 NONCE_BYTES = 32

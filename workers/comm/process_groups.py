@@ -19,7 +19,8 @@ from workers.comm.grid import AXES, Axis, RankGrid
 from workers.comm.lost_peers import naming_lost_peers
 from workers.comm.regroup import Regroup
 from workers.errors import PeerLost
-from workers.liveness.progress import CONNECTING_CHANNEL, Progress
+from workers.liveness.progress import Progress
+from workers.liveness.record_layout import CONNECTING_CHANNEL
 
 # Messages towards later and towards earlier ranks of a pipeline: on GPUs each has its own communicator, so that two
 # neighbours that send to each other never wait for each other.

@@ -9,16 +9,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from workers.liveness.hang_timeouts import STOPPED_SECONDS, Standstill, hang_timeout
 from workers.liveness.process_state import ProcessState, process_state
-from workers.liveness.progress import ProgressReader, Record, progress_path
+from workers.liveness.progress import DeviceRecord, ProgressReader, Record, progress_path
 from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
 
 LOOK_SECONDS = 0.25
 COMMIT_LOOK_SECONDS = 0.01
 COMMIT_SECONDS = 60.0
+DEVICE_SECONDS = 2.0
+"""What was seen of a device is believed so long: a process whose interpreter is held up looks no more."""
 
 ReportStatus = Callable[[TrainerStatus], None]
 """Takes the payload of a `stalled` report."""
@@ -88,11 +91,21 @@ class TrainerWatch:
     @property
     def allowed(self) -> float:
         """Seconds that the process may stand still where it is now."""
-        record, burning = self._record, self._still.burning
+        record, burning, device = self._record, self._still.burning, self._device
         if record is None:
             return hang_timeout("starting", (), self._compiles, burning, waiting=False)
         waits = record.waits_for is not None
+        if device is not None and device.fresh and device.pending:
+            # The host is ahead, and may well spin until its device is done: what the device does counts.
+            burning, waits = False, device.waits
         return hang_timeout(record.phase, record.step_seconds, self._compiles, burning, waits, self.ranks)
+
+    @property
+    def _device(self) -> DeviceRecord | None:
+        record = self._record
+        if record is None or record.device is None:
+            return None
+        return replace(record.device, fresh=time.monotonic() - record.looked_at < DEVICE_SECONDS)
 
     @property
     def overdue(self) -> bool:
@@ -109,6 +122,6 @@ class TrainerWatch:
             stopped=self._still.stopped_seconds >= STOPPED_SECONDS,
             standing_seconds=round(max(self._still.seconds, self._still.stopped_seconds), 2),
             burning=self._still.burning,
-            record=Position.of(self._record) if self._record is not None else None,
+            record=Position.of(self._record, self._device) if self._record is not None else None,
             process=ProcessUse.of(self._process) if self._process is not None else None,
         )

@@ -38,8 +38,11 @@ LONG: Mapping[str, float] = {
 }
 """Seconds of phases that are long by nature. Data that is prepared, also by another process, says so all the time. Rest
 has no end of its own: whoever ordered it watches over it."""
-CONNECTING_SECONDS_A_RANK = 0.25
-"""Of "connecting", for each rank but one, beside those in LONG: a large gang's communicators take minutes to set up."""
+SET_UP = frozenset({"connecting", "restoring"})
+"""Phases in which ranks meet for the first time."""
+SET_UP_SECONDS_A_RANK = 0.25
+"""Of those, and of a process's first step, for each rank but one: a large gang's communicators take minutes to set up,
+and some are made when they are used first."""
 FIRST_STEP_SECONDS = 60.0
 """Of each phase of a process's first step, in which everything is done for the first time."""
 COMPILED = frozenset({"forward", "backward", "validation"})
@@ -52,13 +55,17 @@ def hang_timeout(
     """Seconds that a rank of a gang of `ranks` may stand still in `phase`.
 
     `step_seconds`: durations of the process's last steps, none before its first; `compiles`: the job's model is
-    compiled; `burning`: the process uses the processor; `waiting`: it waits for another rank.
+    compiled; `burning`: the process uses the processor; `waiting`: it, or its device, waits for another rank.
     """
     if compiles and phase in COMPILED and (burning or not step_seconds):
         return LONG["compiling"]
+    set_up = SET_UP_SECONDS_A_RANK * (ranks - 1)
     if phase in LONG:
-        return LONG[phase] + (CONNECTING_SECONDS_A_RANK * (ranks - 1) if phase == "connecting" else 0.0)
-    allowed = max(LEAST_SECONDS, STEPS * slowest_ordinary(step_seconds)) if step_seconds else FIRST_STEP_SECONDS
+        return LONG[phase] + (set_up if phase in SET_UP else 0.0)
+    if step_seconds:
+        allowed = max(LEAST_SECONDS, STEPS * slowest_ordinary(step_seconds))
+    else:
+        allowed = FIRST_STEP_SECONDS + set_up
     if compiles and phase in COMPILED:
         allowed = max(allowed, FIRST_STEP_SECONDS)  # the compiler's helpers burn, not the process
     return allowed * (BURNING_FACTOR if burning else WAITING_FACTOR if waiting else 1)

@@ -9,108 +9,52 @@ record is torn. Pure Python without torch: agents import it.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from workers.liveness.record_layout import (
+    CHANGED_AT,
+    CHANNEL_BITS,
+    COMMITS,
+    COMMITTED,
+    COMMITTED_AT,
+    COUNTED,
+    COUNTS,
+    DEVICE_COUNTS,
+    DEVICE_LOOKED_AT,
+    DEVICE_MOVES,
+    DEVICE_NUMBER,
+    DEVICE_PENDING,
+    DEVICE_POSITION,
+    DEVICE_WAITING,
+    GENERATION,
+    MAGIC,
+    MAGIC_AT,
+    MICRO_BATCH_BITS,
+    MOVES,
+    PEER_BITS,
+    PHASE_BITS,
+    PHASE_NUMBERS,
+    PHASES,
+    PID,
+    POSITION,
+    RECENT,
+    RECORD_BYTES,
+    SENDING_BITS,
+    SEQUENCE,
+    STEP_TIMES,
+    WAITING,
+    Device,
+    Layout,
+    Phase,
+)
 from workers.paths import rank_stem
 
-Phase = Literal[
-    "starting",
-    "connecting",
-    "restoring",
-    "data",
-    "forward",
-    "backward",
-    "reduction",
-    "agreement",
-    "optimizer",
-    "snapshot",
-    "checkpoint",
-    "validation",
-    "resting",
-    "compiling",
-    "preparing",
-    "done",
-]
-PHASES: tuple[Phase, ...] = Phase.__args__  # type: ignore[attr-defined]
-COUNTED = ("tensor", "pipeline", "data", "embedding", "world", "sent", "received")
-"""What is counted: collectives entered along each axis, and messages of the pipeline."""
-CONNECTING_CHANNEL = 255
-"""In place of an axis's number: the peer is awaited while the generation's links are made."""
-RECENT = 32
-"""Steps whose times are kept."""
-
-_MAGIC = 0x4D414E5450524F47  # "MANTPROG"
-_PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
-_PHASE_BITS, _MICRO_BATCH_BITS, _STEP_BITS = 8, 20, 36
-_PEER_BITS, _CHANNEL_BITS, _SENDING_BITS = 32, 8, 1
 _LOOKS = 64
-
-
-class _Position(ctypes.Structure):
-    """Where in the job the rank is: one word, written as a whole."""
-
-    _fields_ = (
-        ("phase", ctypes.c_uint64, _PHASE_BITS),
-        ("micro_batch_plus_1", ctypes.c_uint64, _MICRO_BATCH_BITS),
-        ("step", ctypes.c_uint64, _STEP_BITS),
-    )
-
-
-class _Waiting(ctypes.Structure):
-    """For whom the rank waits, and why: one word, written as a whole; all 0 while it does not wait."""
-
-    _fields_ = (
-        ("peer_plus_1", ctypes.c_uint64, _PEER_BITS),
-        ("channel", ctypes.c_uint64, _CHANNEL_BITS),
-        ("sending", ctypes.c_uint64, _SENDING_BITS),
-    )
-
-
-class _StepTimes(ctypes.Structure):
-    """Nanoseconds of one step: all of it, and without the time spent waiting for others."""
-
-    _fields_ = (("all", ctypes.c_int64), ("own", ctypes.c_int64))
-
-
-class _Layout(ctypes.Structure):
-    """The record: the reader takes a copy as this, the writer stores single words of it."""
-
-    _fields_ = (
-        ("magic", ctypes.c_int64),
-        ("sequence", ctypes.c_int64),
-        ("pid", ctypes.c_int64),
-        ("generation", ctypes.c_int64),
-        ("position", _Position),
-        ("changed_at", ctypes.c_int64),
-        ("waiting", _Waiting),
-        ("moves", ctypes.c_int64),
-        ("committed", ctypes.c_int64),
-        ("committed_at", ctypes.c_int64),
-        ("commits", ctypes.c_int64),
-        ("counts", ctypes.c_int64 * len(COUNTED)),
-        ("step_times", _StepTimes * RECENT),
-    )
-
-
-RECORD_BYTES = ctypes.sizeof(_Layout)
-
-
-def _word(field: str) -> int:
-    """Number of the word in which `field` begins. The writer stores items of a memoryview: attributes of a Structure
-    take up to half as long again."""
-    return int(getattr(_Layout, field).offset) // 8
-
-
-_MAGIC_AT, _SEQUENCE, _PID, _GENERATION = _word("magic"), _word("sequence"), _word("pid"), _word("generation")
-_POSITION, _CHANGED_AT, _WAITING, _MOVES = _word("position"), _word("changed_at"), _word("waiting"), _word("moves")
-_COMMITTED, _COMMITTED_AT, _COMMITS = _word("committed"), _word("committed_at"), _word("commits")
-_COUNTS, _STEP_TIMES = _word("counts"), _word("step_times")
 
 
 def progress_path(folder: str | Path, rank: int) -> Path:
@@ -119,20 +63,21 @@ def progress_path(folder: str | Path, rank: int) -> Path:
 
 
 class Progress:
-    """The writer's end. One thread writes. Without a file the record is private memory, which nobody reads."""
+    """The writer's end. One thread writes, and whoever follows the device (`device_trail.py`) what is said of that.
+    Without a file the record is private memory, which nobody reads."""
 
     __slots__ = ("_began", "_count_at", "_idle_before", "_step_bits", "_words", "idle_seconds", "memory")
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None):
         self.memory = memory if memory is not None else bytearray(RECORD_BYTES)
         self._words = memoryview(self.memory).cast("q")
-        self._count_at = {name: _COUNTS + number for number, name in enumerate(COUNTED)}
+        self._count_at = {name: COUNTS + number for number, name in enumerate(COUNTED)}
         self._step_bits, self._began = 0, time.monotonic_ns()
         self.idle_seconds = self._idle_before = 0.0
         """Time spent waiting for other ranks without anything to move, where the backend tells; not in the record."""
-        self._words[_PID] = os.getpid()
+        self._words[PID] = os.getpid()
         self.at("starting")
-        self._words[_MAGIC_AT] = _MAGIC
+        self._words[MAGIC_AT] = MAGIC
 
     @classmethod
     def shared(cls, folder: str | Path, rank: int) -> Progress:
@@ -163,63 +108,135 @@ class Progress:
         """From now on this rank is one of `generation`. What it enters is counted from there on: by that the ranks of a
         generation are compared, and the processes of some may have lived through others before."""
         words = self._words
-        if words[_GENERATION] == generation:
+        if words[GENERATION] == generation:
             return
-        words[_SEQUENCE] += 1
-        words[_GENERATION] = generation
+        words[SEQUENCE] += 1
+        words[GENERATION] = generation
         for at in self._count_at.values():
-            words[_MOVES] += words[at]  # so that the heartbeat does not fall
+            words[MOVES] += words[at]  # so that the heartbeat does not fall
             words[at] = 0
-        words[_SEQUENCE] += 1
+        words[SEQUENCE] += 1
 
     @property
     def step(self) -> int:
         """Step that is computed."""
-        return self._step_bits >> _PHASE_BITS + _MICRO_BATCH_BITS
+        return self._step_bits >> PHASE_BITS + MICRO_BATCH_BITS
 
     def begin_step(self, step: int) -> None:
         """Step number `step` begins."""
         self._began, self._idle_before = time.monotonic_ns(), self.idle_seconds
-        self._step_bits = step << _PHASE_BITS + _MICRO_BATCH_BITS
+        self._step_bits = step << PHASE_BITS + MICRO_BATCH_BITS
         self.at("data")
 
     def at(self, phase: Phase, micro_batch: int = -1) -> None:
         """The rank is in `phase` now, at `micro_batch` where that means something."""
         words = self._words
-        words[_POSITION] = self._step_bits | (micro_batch + 1) << _PHASE_BITS | _PHASE_NUMBERS[phase]
-        words[_CHANGED_AT] = time.monotonic_ns()
-        words[_MOVES] += 1
+        words[POSITION] = self._step_bits | (micro_batch + 1) << PHASE_BITS | PHASE_NUMBERS[phase]
+        words[CHANGED_AT] = time.monotonic_ns()
+        words[MOVES] += 1
+
+    @property
+    def position(self) -> int:
+        """Step, phase and micro-batch as one word, for `device_at`."""
+        return self._words[POSITION]
 
     def entered(self, what: str) -> None:
         """One more of `what`, a name of COUNTED."""
         self._words[self._count_at[what]] += 1
 
+    def count(self, what: str) -> int:
+        """How many of `what` were entered in this generation."""
+        return self._words[self._count_at[what]]
+
     def waits_for(self, peer: int, channel: int, sending: bool) -> None:
         """Nothing can go on before `peer` sends on `channel` (the axis's number), or with `sending` before it takes
         what is sent."""
-        self._words[_WAITING] = 1 + peer | channel << _PEER_BITS | sending << _PEER_BITS + _CHANNEL_BITS
+        self._words[WAITING] = 1 + peer | channel << PEER_BITS | sending << PEER_BITS + CHANNEL_BITS
 
     def moved(self, waited: float = 0.0) -> None:
         """The wait of `waited` seconds is over, or bytes have moved."""
         self.idle_seconds += waited
         words = self._words
-        words[_WAITING] = 0
-        words[_MOVES] += 1
+        words[WAITING] = 0
+        words[MOVES] += 1
 
     def own_seconds(self) -> float:
         """Time of the step so far that was not spent waiting for others."""
         return (time.monotonic_ns() - self._began) / 1e9 - (self.idle_seconds - self._idle_before)
 
-    def commit(self, step: int) -> None:
-        """Step number `step` is committed."""
+    def commit(self, step: int, measured: tuple[float, float] | None = None) -> None:
+        """Step number `step` is committed. `measured`: seconds of a step on the device, all and its own
+        (`DeviceTrail.step_seconds`), in place of those of the host."""
         words, now = self._words, time.monotonic_ns()
-        own = now - self._began - int((self.idle_seconds - self._idle_before) * 1e9)
-        slot = _STEP_TIMES + 2 * (words[_COMMITS] % RECENT)
-        words[_SEQUENCE] += 1
-        words[slot], words[slot + 1] = now - self._began, own
-        words[_COMMITTED], words[_COMMITTED_AT] = step, now
-        words[_COMMITS] += 1
-        words[_SEQUENCE] += 1
+        took = now - self._began
+        own = took - int((self.idle_seconds - self._idle_before) * 1e9)
+        if measured is not None:
+            took, own = (int(seconds * 1e9) for seconds in measured)
+        slot = STEP_TIMES + 2 * (words[COMMITS] % RECENT)
+        words[SEQUENCE] += 1
+        words[slot], words[slot + 1] = took, own
+        words[COMMITTED], words[COMMITTED_AT] = step, now
+        words[COMMITS] += 1
+        words[SEQUENCE] += 1
+
+    def device_at(self, position: int) -> None:
+        """The device has come to `position`."""
+        self._words[DEVICE_POSITION] = position
+
+    def device_arrived(self, what: str, number: int) -> None:
+        """The device is done with all that comes before communication `number` of `what`, a name of COUNTED."""
+        self._words[DEVICE_COUNTS + COUNTED.index(what)] = number
+
+    def device_waits(self, channel: int, number: int, peer: int, sending: bool) -> None:
+        """The device does nothing more before communication `number` along the axis of number `channel` is over;
+        `peer`: who alone is needed for that, or NOBODY."""
+        waiting = 1 + peer | channel << PEER_BITS | sending << PEER_BITS + CHANNEL_BITS
+        self._words[DEVICE_NUMBER] = number
+        self._words[DEVICE_WAITING] = waiting | 1 << PEER_BITS + CHANNEL_BITS + SENDING_BITS
+
+    def device_goes_on(self) -> None:
+        """That wait is over."""
+        self._words[DEVICE_WAITING] = 0
+
+    def device_looked_at(self, moves: int, pending: int) -> None:
+        """Somebody has looked at the device: it has come `moves` marks further, and has `pending` before it."""
+        words = self._words
+        words[DEVICE_MOVES] += moves
+        words[DEVICE_PENDING] = pending
+        words[DEVICE_LOOKED_AT] = time.monotonic_ns()
+
+    def device_unknown(self) -> None:
+        """Nobody looks at the device any more, and it begins anew."""
+        words = self._words
+        words[DEVICE_LOOKED_AT] = words[DEVICE_PENDING] = words[DEVICE_WAITING] = 0
+        for number in range(len(COUNTED)):
+            words[DEVICE_COUNTS + number] = 0
+
+
+@dataclass(frozen=True)
+class DeviceRecord:
+    """How far the device of a process has come with what its host has queued; see `device_trail.py`."""
+
+    phase: Phase
+    step: int
+    """Phase and step that it computes in."""
+    micro_batch: int | None
+    pending: int
+    """Marks that were set and that it has not passed: with 0 it has nothing more to do."""
+    waits: bool
+    """Whether it does nothing before a communication is over."""
+    channel: int | None
+    """Number of that communication's axis; None while it does not wait."""
+    number: int
+    """Number of the communication among those along its axis, or among messages sent or received."""
+    waits_for: int | None
+    """Rank without which it cannot go on, where that is one."""
+    sending: bool
+    """Whether it waits for its message to be taken."""
+    counts: dict[str, int]
+    """Communications of this generation that it was ready for, by the names of COUNTED."""
+    fresh: bool = True
+    """Whether somebody has looked lately. Otherwise the process may be unable to, and it has come as far at least."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +277,10 @@ class Record:
     """Grows with every change."""
     torn: bool
     """Whether the process was in the middle of a change during every look: fields may not fit each other."""
+    device: DeviceRecord | None = None
+    """None where nobody looks at one."""
+    looked_at: float = 0.0
+    """CLOCK_MONOTONIC of the last look at the device, in seconds."""
 
     def to_json(self) -> dict[str, Any]:
         """For events and for the control plane: without the single steps' times."""
@@ -297,15 +318,15 @@ class ProgressReader:
         before = self._memory[:]
         for _ in range(_LOOKS):
             now = self._memory[:]
-            if now == before and not _Layout.from_buffer_copy(now).sequence % 2:
+            if now == before and not Layout.from_buffer_copy(now).sequence % 2:
                 return _parse(now, torn=False)
             before = now
         return _parse(before, torn=True)
 
 
 def _parse(memory: bytes, torn: bool) -> Record | None:
-    layout = _Layout.from_buffer_copy(memory)
-    if layout.magic != _MAGIC:
+    layout = Layout.from_buffer_copy(memory)
+    if layout.magic != MAGIC:
         return None
     position, waiting = layout.position, layout.waiting
     waits = waiting.peer_plus_1 > 0
@@ -327,6 +348,24 @@ def _parse(memory: bytes, torn: bool) -> Record | None:
         committed_at=layout.committed_at / 1e9,
         step_seconds=tuple(times.all / 1e9 for times in kept),
         own_seconds=tuple(times.own / 1e9 for times in kept),
-        heartbeat=layout.moves + layout.sequence // 2 + sum(counts.values()),
+        heartbeat=layout.moves + layout.sequence // 2 + sum(counts.values()) + layout.device.moves,
         torn=torn,
+        device=_parse_device(layout.device) if layout.device.looked_at else None,
+        looked_at=layout.device.looked_at / 1e9,
+    )
+
+
+def _parse_device(device: Device) -> DeviceRecord:
+    position, waiting = device.position, device.waiting
+    return DeviceRecord(
+        phase=PHASES[position.phase],
+        step=position.step,
+        micro_batch=position.micro_batch_plus_1 - 1 if position.micro_batch_plus_1 else None,
+        pending=device.pending,
+        waits=bool(waiting.waits),
+        channel=waiting.channel if waiting.waits else None,
+        number=device.number if waiting.waits else 0,
+        waits_for=waiting.peer_plus_1 - 1 if waiting.peer_plus_1 else None,
+        sending=bool(waiting.sending),
+        counts=dict(zip(COUNTED, device.counts, strict=True)),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from workers.liveness.process_state import ProcessState
-from workers.liveness.progress import Phase, Record
+from workers.liveness.progress import DeviceRecord, Phase, Record
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,12 @@ class Position:
     commits: int = 0
     heartbeat: int = 0
     torn: bool = False
+    device: DeviceRecord | None = None
 
     @classmethod
-    def of(cls, record: Record) -> Position:
-        """From a record as it was read."""
-        return cls(**record.to_json())
+    def of(cls, record: Record, device: DeviceRecord | None = None) -> Position:
+        """From a record as it was read; `device`: how far its device is, as far as that can be believed."""
+        return cls(**record.to_json(), device=device)
 
 
 @dataclass(frozen=True)

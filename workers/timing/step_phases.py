@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from workers.liveness.device_trail import DeviceTrail
 from workers.liveness.progress import Phase, Progress
 from workers.timing.step_clock import StepClock, Wait
 from workers.timing.step_parts import Part, StepParts
@@ -127,10 +128,17 @@ class _WaitSection(_Section):
 class StepPhases:
     """The phases of one rank. For its training thread."""
 
-    def __init__(self, device: torch.device, record: Progress, clock: Callable[[], float] = time.perf_counter):
-        """`clock`: a monotonic one, in seconds."""
+    def __init__(
+        self,
+        device: torch.device,
+        record: Progress,
+        clock: Callable[[], float] = time.perf_counter,
+        trail: DeviceTrail | None = None,
+    ):
+        """`clock`: a monotonic one, in seconds; `trail`: where the host runs ahead of its device, is told too."""
         self.record = record
         """What the rank's agent reads."""
+        self._trail = trail
         self.clock = StepClock(clock)
         self.parts = StepParts(device, clock)
         self.on_phase: OnPhase | None = None
@@ -145,6 +153,8 @@ class StepPhases:
     def begin(self, step: int, measure: bool = False) -> None:
         """Step number `step` begins; with `measure` its parts are measured, until `parts.end`."""
         self.record.begin_step(step)
+        if self._trail is not None:
+            self._trail.begin_step()
         if measure:
             self.parts.begin()
         else:
@@ -155,6 +165,8 @@ class StepPhases:
         section = self._sections[name]
         if section.record is not None:
             self.record.at(section.record, micro_batch)
+            if self._trail is not None:
+                self._trail.at(self.record.position)
             if self.on_phase is not None:
                 self.on_phase(self.record.step, section.record)
         return section

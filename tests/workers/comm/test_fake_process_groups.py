@@ -5,7 +5,9 @@ peak of memory is what is told before."""
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 from engine_specs import spec
@@ -14,6 +16,8 @@ from fake_rank import FakeRank, pretended_gpu
 from workers.accounting.device_bytes import device_bytes
 from workers.comm.grid import Coordinates, RankGrid
 from workers.config import JobSpec
+from workers.liveness.device_trail import DeviceTrail
+from workers.liveness.progress import Progress, ProgressReader, progress_path
 
 MEANT = {
     "workers/parallel/data/zero.py _read": "the step's numbers, once, when all of it is queued",
@@ -102,3 +106,45 @@ def test_real_sizes_run_and_take_what_is_told(name, role):
     rank = roles(job)[role]
     told = device_bytes(job)[RankGrid(job.layout).coordinates(rank).pipeline].total
     assert told == pytest.approx(step_of(job, rank), rel=0.03)
+
+
+class PassedAtOnce:
+    """An event of a device that is never behind its host."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: PassedAtOnce) -> float:
+        return 1000 * (later.at - self.at)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "train"), [("1f1b", {}), ("zb-v", {"deterministic": "elastic", "precision": "fp16"})]
+)
+def test_a_device_is_marked_at_all_that_a_step_communicates(tmp_path, schedule, train):
+    """Whatever a host enters, its device is ready for in the end, and waits for nothing any more."""
+    layout = {"tensor": 2, "pipeline": 2, "data": 2, "schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
+    numbers = {"global_batch_size": 8, "micro_batch_size": 1}
+    job = spec(model={"family": "gpt", "layers": 4}, train=train | numbers, parallel=layout)
+    progress = Progress.shared(tmp_path, 0)
+    trail = DeviceTrail(PassedAtOnce, progress)
+    with pretended_gpu(), mock.patch("workers.comm.comm.trail_for", lambda *_: trail):
+        rank = FakeRank(job, 0)
+        rank.comm.progress = rank.comm.step.record = progress
+        for step in (1, 2, 3):
+            rank.comm.step.begin(step)
+            rank.step()
+    trail.poll()
+    reader = ProgressReader(progress_path(tmp_path, 0))
+    record = reader.read()
+    reader.close()
+    took, own = trail.step_seconds
+    trail.forget()
+    assert record.device.counts == record.counts
+    assert min(record.counts[axis] for axis in ("tensor", "data", "world", "sent", "received")) > 0
+    assert (record.device.waits, record.device.pending) == (False, 0)
+    assert (record.device.phase, record.device.step) == (record.phase, 3) == ("optimizer", 3)
+    assert 0.0 < own < took

@@ -20,7 +20,8 @@ from workers.comm.links import Links
 from workers.comm.meeting import NONCE_BYTES, STRANGERS, Meeting
 from workers.comm.secret import PROOF_BYTES, Secret
 from workers.errors import PeerLost
-from workers.liveness.progress import CONNECTING_CHANNEL, Progress
+from workers.liveness.progress import Progress
+from workers.liveness.record_layout import CONNECTING_CHANNEL
 from workers.system.ports import PortRange
 
 GENERATION = 9

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from workers.liveness import hang_detection
-from workers.liveness.hang_detection import LOOK_SECONDS, TrainerWatch
-from workers.liveness.hang_timeouts import LEAST_SECONDS, STOPPED_SECONDS, WAITING_FACTOR
+from workers.liveness.hang_detection import DEVICE_SECONDS, LOOK_SECONDS, TrainerWatch
+from workers.liveness.hang_timeouts import BURNING_FACTOR, LEAST_SECONDS, STOPPED_SECONDS, WAITING_FACTOR, Standstill
 from workers.liveness.process_state import ProcessState
 from workers.liveness.progress import Progress
+from workers.liveness.record_layout import DEVICE_LOOKED_AT, NOBODY
 from workers.liveness.stacks import stacks_path, take_stacks
 
 ROOT = Path(__file__).parents[3]
@@ -256,3 +257,50 @@ def test_commit_that_is_waited_for_is_a_new_one(tmp_path, go, monkeypatch):
         assert await watch.next_commit()
 
     go(body)
+
+
+@pytest.fixture
+def device_of(look_at):
+    """Has the record say that the device was looked at just now, with so many marks before it."""
+    progress, _ = look_at
+
+    def tell(pending, moves=0):
+        progress.device_looked_at(moves, pending)
+        clock = memoryview(progress.memory).cast("q")
+        clock[DEVICE_LOOKED_AT] = round(hang_detection.time.monotonic() * 1e9)
+
+    return tell
+
+
+def test_a_host_that_spins_until_its_device_is_done_gets_no_more_time_for_it(look_at, device_of, monkeypatch):
+    progress, look = look_at
+    monkeypatch.setattr(Standstill, "burning", True)
+    progress.at("agreement")
+    device_of(pending=0)
+    assert look(0).allowed == BURNING_FACTOR * LEAST_SECONDS, "the device has nothing to do: the host computes"
+    device_of(pending=3)
+    assert look(0).allowed == LEAST_SECONDS
+    progress.device_waits(2, 7, NOBODY, sending=False)
+    assert look(0).allowed == WAITING_FACTOR * LEAST_SECONDS
+    assert look(0).describe().record.device.number == 7
+
+
+def test_what_was_seen_of_a_device_long_ago_is_not_believed(look_at, device_of, monkeypatch):
+    progress, look = look_at
+    monkeypatch.setattr(Standstill, "burning", True)
+    device_of(pending=3)
+    progress.device_waits(2, 7, 1, sending=False)
+    assert look(DEVICE_SECONDS / 2).describe().record.device.fresh
+    watch = look(DEVICE_SECONDS)
+    assert not watch.describe().record.device.fresh
+    assert watch.allowed == BURNING_FACTOR * LEAST_SECONDS
+
+
+def test_a_device_that_moves_keeps_its_host_from_standing_still(look_at, device_of):
+    progress, look = look_at
+    progress.at("agreement")
+    for _ in range(8):
+        device_of(pending=3, moves=1)
+        assert not look(LEAST_SECONDS / 2).overdue
+    device_of(pending=3)
+    assert look(2 * LEAST_SECONDS).overdue

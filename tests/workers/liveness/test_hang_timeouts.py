@@ -179,3 +179,11 @@ def test_a_large_gang_has_longer_to_connect():
     seconds = [hang_timeout("connecting", (), False, False, False, ranks) for ranks in (1, 8, 512, 3072)]
     assert seconds == [60.0, 61.75, 187.75, 827.75]
     assert hang_timeout("backward", [0.02], False, False, False, 3072) == LEAST_SECONDS
+
+
+def test_where_ranks_meet_for_the_first_time_patience_grows_with_their_number():
+    """Also in a first step: NCCL makes what was not used before when it is used."""
+    for phase, alone in (("restoring", LONG["restoring"]), ("forward", FIRST_STEP_SECONDS)):
+        assert [hang_timeout(phase, (), False, False, False, ranks) - alone for ranks in (1, 513)] == [0.0, 128.0]
+    assert hang_timeout("checkpoint", (), False, False, False, 513) == LONG["checkpoint"]
+    assert hang_timeout("agreement", (), False, False, True, 513) == WAITING_FACTOR * (FIRST_STEP_SECONDS + 128.0)

@@ -1,0 +1,118 @@
+"""The culprit of a hang over NCCL, where hosts run ahead: found by how far the devices have come, in drawn programs
+over real `Comm`s whose devices are pretended."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.recovery.hang_culprits import Look, find_culprits, waiting_for
+from tests.service.support.drawn_hangs import LAYOUTS, grid_of, hang
+from workers.comm.grid import AXES
+from workers.liveness.progress import Progress, ProgressReader, progress_path
+from workers.liveness.trainer_status import Position, TrainerStatus
+
+
+def looks(gang, tmp_path, known=True, unable=None):
+    """What the agents of a gang tell whose ranks are all overdue. `known`: whether somebody looks at the devices;
+    `unable`: a rank whose process cannot any more."""
+    seen = []
+    for rank in range(gang.grid.world_size):
+        reader = ProgressReader(progress_path(tmp_path, rank))
+        record = reader.read()
+        reader.close()
+        device = replace(record.device, fresh=rank != unable) if known else None
+        status = TrainerStatus(1, overdue=True, record=Position.of(record, device))
+        seen.append(Look.of(rank, status))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Where the records are."""
+    folder = tmp_path_factory.mktemp("records")
+    return folder, lambda rank: Progress.shared(folder, rank)
+
+
+@pytest.mark.parametrize("how", ["device", "host"])
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
+def test_the_rank_that_stands_is_found_whether_its_device_or_its_host_does(shared, how, layout, seed):
+    folder, progress = shared
+    gang, hung = hang(layout, seed, how, progress=progress)
+    seen = looks(gang, folder)
+    verdict = find_culprits(seen, gang.grid.group)
+    assert (verdict.kind, verdict.ranks) == ("ranks", (hung,))
+    waits = {look.rank for look in seen if look.waits_in or look.waits_for is not None}
+    assert set(waiting_for(seen, hung, gang.grid.group)) == waits - {hung}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
+def test_a_process_that_cannot_look_any_more_is_found(shared, layout, seed):
+    """Something holds its interpreter: what is known of its device was true before."""
+    folder, progress = shared
+    gang, hung = hang(layout, seed, "host", progress=progress)
+    verdict = find_culprits(looks(gang, folder, unable=hung), gang.grid.group)
+    assert (verdict.kind, verdict.ranks) == ("ranks", (hung,))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
+def test_a_rank_whose_agent_is_silent_is_found_once_others_wait_for_it(shared, layout, seed):
+    folder, progress = shared
+    gang, hung = hang(layout, seed, "device", progress=progress)
+    seen = looks(gang, folder)
+    seen[hung] = Look(hung, answered=False)
+    if any(look.waits_in or look.waits_for is not None for look in seen):
+        assert find_culprits(seen, gang.grid.group).ranks == (hung,)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
+def test_who_may_still_go_on_is_not_accused(shared, layout, seed):
+    folder, progress = shared
+    gang, hung = hang(layout, seed, "device", progress=progress)
+    seen = looks(gang, folder)
+    seen[hung] = replace(seen[hung], overdue=False)
+    assert find_culprits(seen, gang.grid.group).kind == "nobody"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
+def test_a_network_that_stops_for_all_at_once_is_no_ranks_fault(shared, layout, seed):
+    folder, progress = shared
+    last = random.Random(seed).randrange(1, 4)
+    gang, _ = hang(layout, seed, "nobody", lambda meeting: meeting[-1] >= last, progress)
+    seen = looks(gang, folder)
+    if not any(look.waits_in or look.waits_for is not None for look in seen):
+        return  # so little was said that all of it got through
+    verdict = find_culprits(seen, gang.grid.group)
+    assert verdict.kind == "gang", verdict
+
+
+def test_hosts_that_run_ahead_know_nothing(shared):
+    """What the marks are for: by what hosts have queued, all ranks are alike."""
+    folder, progress = shared
+    gang, hung = hang((1, 1, 4), 3, "device", progress=progress)
+    assert find_culprits(looks(gang, folder, known=False), gang.grid.group).kind == "gang"
+    assert find_culprits(looks(gang, folder), gang.grid.group).ranks == (hung,)
+
+
+def test_the_search_goes_through_each_group_once_however_many_devices_wait():
+    grid, seen = grid_of((8, 48, 8)), []
+
+    def group(axis, rank):
+        seen.append(len(grid.group(axis, rank)))
+        return grid.group(axis, rank)
+
+    counts = dict.fromkeys(AXES, 7)
+    ready = Look(0, overdue=True, counts=counts, on_device=True)
+    looks = [replace(ready, rank=rank, waits_in=("world", 7)) for rank in range(grid.world_size)]
+    assert find_culprits(looks, group).kind == "gang"
+    looks[2900] = replace(ready, rank=2900, counts={**counts, "world": 6})
+    verdict = find_culprits(looks, group)
+    assert (verdict.kind, verdict.ranks) == ("ranks", (2900,))
+    assert sum(seen) == 2 * grid.world_size

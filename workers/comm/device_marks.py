@@ -1,0 +1,50 @@
+"""Marks on a GPU where it waits for a communication, by which its progress is followed
+(`workers/liveness/device_trail.py`).
+
+The one place that makes CUDA events for that: a test puts others in the place of `new_event`.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import torch
+
+from workers.comm.backend import Handle, Transfer
+from workers.comm.grid import AXES, Axis
+from workers.liveness.device_trail import DeviceEvent, DeviceTrail
+from workers.liveness.progress import Progress
+from workers.liveness.record_layout import NOBODY
+
+H = TypeVar("H", bound=Handle)
+
+
+def new_event() -> DeviceEvent:
+    """An event of the current device, to be recorded on the current stream."""
+    return torch.cuda.Event(enable_timing=True)
+
+
+def trail_for(device: torch.device, progress: Progress) -> DeviceTrail | None:
+    """Follows `device` and tells `progress`; None where the host does not run ahead of it."""
+    return DeviceTrail(new_event, progress) if device.type == "cuda" else None
+
+
+class Marked(Generic[H]):
+    """A communication under way, whose wait is marked."""
+
+    def __init__(self, work: H, trail: DeviceTrail, axis: Axis, number: int, peer: int = NOBODY, sending: bool = False):
+        """`number` and what follows: see `DeviceTrail.waits`."""
+        self._work, self._trail, self._about = work, trail, (AXES.index(axis), number, peer, sending)
+
+    def wait(self) -> None:
+        self._trail.waits(*self._about)
+        self._work.wait()
+        self._trail.goes_on()
+
+
+class MarkedTransfer(Marked[Transfer]):
+    """A send under way."""
+
+    @property
+    def done(self) -> bool:
+        return self._work.done
