@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from service.leases.errors import LeaseLost
 from workers.errors import MantaError
+from workers.liveness.flight_record import FlightRecord
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject
 from workers.protocol.messages import (
@@ -96,6 +97,11 @@ class AgentClient(Protocol):
 
     async def stacks(self, pid: int) -> str:
         """The stacks of the trainer `pid`; empty when it is not this agent's."""
+        ...
+
+    async def flight_record(self, pid: int) -> FlightRecord | None:
+        """What NCCL's flight recorder in the trainer `pid` knows; None when it is not this agent's, or does not answer.
+        Agents of releases before do not know: AgentFailed."""
         ...
 
     async def kill(self, pid: int, kind: str, message: str, after_commit: bool = False) -> bool:
@@ -288,6 +294,9 @@ class RayAgent(RayActor):
 
     async def stacks(self, pid: int) -> str:
         return await self._call(AgentClient.stacks, pid=pid)
+
+    async def flight_record(self, pid: int) -> FlightRecord | None:
+        return await self._call(AgentClient.flight_record, pid=pid)
 
     async def kill(self, pid: int, kind: str, message: str, after_commit: bool = False) -> bool:
         return await self._call(AgentClient.kill, pid=pid, kind=kind, message=message, after_commit=after_commit)

@@ -14,7 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from service.cluster.agent_client import AgentClient, AgentError, AgentSilent, within
+from service.recovery.flight_matching import refined
 from service.recovery.hang_culprits import AXES, Group, Look, Verdict, find_culprits, waiting_for
+from workers.liveness.flight_record import FlightRecord
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject, to_json
 from workers.protocol.reports import Event, Report
@@ -26,12 +28,16 @@ CONFIRM_SECONDS = 0.3
 AGAIN_SECONDS = 1.0
 """Between two looks while ranks that stand still may yet go on."""
 STACKS_SECONDS = 5.0
+FLIGHT_RECORD_SECONDS = 5.0
 KILL_SECONDS = 5.0
 """An agent that takes longer to kill a trainer that hangs is silent."""
 REPLACE_SECONDS = 600.0
 """A rank is replaced as a straggler at most once in this time."""
 MOST_NAMED = 16
 """Ranks of a hung gang whose evidence is kept."""
+
+_FROM_RECORD = ("phase", "step", "micro_batch", "waits_for", "counts", "committed", "device")
+"""Fields of a trainer's record that an event keeps."""
 
 Answers = dict[int, TrainerStatus | None]
 
@@ -100,6 +106,8 @@ class HangWatch:
                 continue
             seen = (verdict.kind, verdict.ranks, tuple(looks[rank].heartbeat for rank in verdict.ranks))
             if seen == suspects:
+                if verdict.kind == "gang" and any(look.on_device for look in looks):
+                    verdict = refined(verdict, await self._flight_records(answers), self._group)
                 await self._end(verdict, answers, looks)
                 return
             suspects = seen
@@ -159,6 +167,18 @@ class HangWatch:
                 return await within(STACKS_SECONDS, agent.stacks(answer.pid))
         return ""
 
+    async def _flight_records(self, answers: Answers) -> dict[int, FlightRecord]:
+        """What NCCL's recorders know, of the ranks that tell."""
+        records = await asyncio.gather(*(self._flight_record(rank, answers) for rank in answers))
+        return {rank: record for rank, record in zip(answers, records, strict=True) if record is not None}
+
+    async def _flight_record(self, rank: int, answers: Answers) -> FlightRecord | None:
+        agent, answer = self._agents[rank], answers[rank]
+        with contextlib.suppress(AgentError):
+            if agent is not None and answer is not None:
+                return await within(FLIGHT_RECORD_SECONDS, agent.flight_record(answer.pid))
+        return None
+
     async def _kill_hung(self, rank: int, answer: TrainerStatus | None) -> bool:
         """Whether its agent answers; an agent that said a moment ago where its trainer stands may not any more."""
         try:
@@ -195,9 +215,11 @@ def _standing(answer: TrainerStatus | None) -> str:
     if answer is None:
         return "stands still, and its agent does not answer"
     record, how = answer.record, "was stopped" if answer.stopped else "stood still"
-    where: str = record.phase if record is not None else "starting"
-    if record is not None and record.micro_batch is not None:
-        where += f" of micro-batch {record.micro_batch}"
+    # The host may be far ahead of a device that stands.
+    place = record.device if record is not None and record.device is not None and record.device.pending else record
+    where: str = place.phase if place is not None else "starting"
+    if place is not None and place.micro_batch is not None:
+        where += f" of micro-batch {place.micro_batch}"
     return f"{how} for {answer.standing_seconds:.1f} s in {where}"
 
 
@@ -209,7 +231,7 @@ def _evidence(rank: int, answer: TrainerStatus | None, stacks: str) -> JsonObjec
     axis = AXES[channel] if channel is not None and channel < len(AXES) else None
     return {
         "rank": rank,
-        **{name: record.get(name) for name in ("phase", "step", "micro_batch", "waits_for", "counts", "committed")},
+        **{name: record.get(name) for name in _FROM_RECORD},
         "axis": axis,
         **{name: status.get(name) for name in ("stopped", "burning", "standing_seconds", "process")},
         "stacks": stacks,

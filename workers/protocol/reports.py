@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from workers.liveness.flight_record import FlightRecord
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
 
@@ -135,7 +136,19 @@ class Exited:
     """Where its agent killed it on request."""
 
 
-Payload = Prepared | Started | Metrics | Event | Printed | TrainerStatus | Resting | Finished | Failure | Exited
+Payload = (
+    Prepared
+    | Started
+    | Metrics
+    | Event
+    | Printed
+    | TrainerStatus
+    | FlightRecord
+    | Resting
+    | Finished
+    | Failure
+    | Exited
+)
 
 
 @dataclass(frozen=True)
@@ -154,14 +167,15 @@ PAYLOADS: dict[str, Any] = {
     "event": Event,
     "printed": Printed,
     "stalled": TrainerStatus,
+    "flight_record": FlightRecord,
     "resting": Resting,
     "finished": Finished,
     "failure": Failure,
     "exit": Exited,
 }
 """By kind. A trainer's status is reported when it stands still for longer than it may, or moves on after it did. The
-last report of a rank in a generation is `resting` or `exit`. `prepared` and `failure` stay with the agent, which puts
-the failure into the exit."""
+last report of a rank in a generation is `resting` or `exit`. `prepared`, `flight_record` and `failure` stay with the
+agent, which puts the failure into the exit."""
 _KINDS = {payload: kind for kind, payload in PAYLOADS.items()}
 
 

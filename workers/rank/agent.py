@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from workers.liveness.flight_record import FlightRecord
 from workers.liveness.trainer_status import TrainerStatus
 from workers.node.host import this_host
 from workers.protocol.json_codec import JsonObject
@@ -119,6 +120,11 @@ class Agent:
         """The stacks of all threads of the trainer `pid`, or what the kernel tells about a process that does not
         answer; empty when it is not this agent's. They are written into the rank's log too."""
         return await self._slot.stacks(pid)
+
+    async def flight_record(self, pid: int) -> FlightRecord | None:
+        """What NCCL's flight recorder in the trainer `pid` knows; None when it is not this agent's, or does not
+        answer."""
+        return await self._slot.flight_record(pid)
 
     async def kill(self, pid: int, kind: str, message: str, after_commit: bool = False) -> bool:
         """SIGKILL the trainer `pid`, after the next step that it commits with `after_commit`; its exit report says why.

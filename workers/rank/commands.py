@@ -40,8 +40,19 @@ class Arm:
     fault: Fault
 
 
-Command = Go | Rest | SaveAndEnd | Arm
-_COMMANDS: dict[str, Any] = {"go": Go, "rest": Rest, "save_and_end": SaveAndEnd, "fault": Arm}
+@dataclass(frozen=True)
+class TellFlight:
+    """Report what NCCL's flight recorder knows."""
+
+
+Command = Go | Rest | SaveAndEnd | Arm | TellFlight
+_COMMANDS: dict[str, Any] = {
+    "go": Go,
+    "rest": Rest,
+    "save_and_end": SaveAndEnd,
+    "fault": Arm,
+    "tell_flight": TellFlight,
+}
 _WORDS = {command: word for word, command in _COMMANDS.items()}
 
 

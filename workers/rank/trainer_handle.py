@@ -9,18 +9,20 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
+from workers.liveness.flight_record import FlightRecord
 from workers.protocol.json_codec import MalformedMessage
 from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
 from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
-from workers.rank.commands import Arm, Command, Go, Rest, SaveAndEnd, command_line
+from workers.rank.commands import Arm, Command, Go, Rest, SaveAndEnd, TellFlight, command_line
 from workers.rank.rank_log import LineSink, LineSplitter
 from workers.rank.report_buffer import ReportBuffer
 from workers.zygote.client import Exit, ForkedProcess
 
 DRAIN_SECONDS = 2.0
 """How long to read on after a trainer's end. Its channels close with it, unless a grandchild holds on to them."""
+FLIGHT_RECORD_SECONDS = 3.0
 CHUNK_BYTES = 65536
-KINDS = frozenset({"prepared", "started", "metrics", "event", "resting", "failure", "finished"})
+KINDS = frozenset({"prepared", "started", "metrics", "event", "flight_record", "resting", "failure", "finished"})
 """What a trainer says; the other kinds of reports are its agent's own."""
 
 
@@ -46,6 +48,7 @@ class TrainerHandle:
         if prepared:
             self._resting.set()
         self._prepared = asyncio.Event()
+        self._flight_record: asyncio.Future[FlightRecord] | None = None
         self._alongside: asyncio.Task[None] | None = None
         self.stopped = False
         """Whether its end was asked for."""
@@ -126,6 +129,19 @@ class TrainerHandle:
         if not self.process.ended:
             self._send(Arm(fault))
 
+    async def flight_record(self) -> FlightRecord | None:
+        """What NCCL's flight recorder in the process knows; None where the process does not say within
+        FLIGHT_RECORD_SECONDS."""
+        if self._flight_record is None or self._flight_record.done():
+            if self.process.ended:
+                return None
+            self._flight_record = asyncio.get_running_loop().create_future()
+            self._send(TellFlight())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLIGHT_RECORD_SECONDS):
+                return await asyncio.shield(self._flight_record)
+        return None
+
     async def stop(self) -> Exit:
         """SIGKILL the process and wait until it is reaped and reported."""
         self.stopped = True
@@ -179,6 +195,10 @@ class TrainerHandle:
         match report.payload:
             case Prepared():
                 self._prepared.set()
+                return
+            case FlightRecord() as record:
+                if self._flight_record is not None and not self._flight_record.done():
+                    self._flight_record.set_result(record)
                 return
             case Failure() as failure:
                 self._failure = replace(failure, at=report.time)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from workers.accounting.device_peak import measure_peak_flops
 from workers.checkpoint.checksums import UnreadableCheckpoint
 from workers.comm.comm import BackendKind, Comm
+from workers.comm.flight_recorder import take_flight_record
 from workers.comm.grid import RankGrid
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import (
@@ -38,6 +39,7 @@ from workers.errors import (
     SharedMemoryError,
     SpikeError,
 )
+from workers.liveness.flight_record import FlightRecord
 from workers.liveness.progress import Progress
 from workers.liveness.stacks import answer_with_stacks
 from workers.protocol.json_codec import JsonObject, from_json
@@ -128,7 +130,7 @@ class TrainerProcess:
         self._ended_generation = self._last_to_save = -1
         self._sending = threading.Lock()
         self._faults = Faults(self._strike)
-        self._commands = CommandReader(control, self._end, self._save_and_end, self._arm, orphaned)
+        self._commands = CommandReader(control, self._end, self._save_and_end, self._arm, self._tell_flight, orphaned)
 
     def run(self, prepare: bool = False) -> int:
         """Carry out the order, or with `prepare` get ready for one like it and carry that out; returns the exit status.
@@ -287,6 +289,15 @@ class TrainerProcess:
     def _arm(self, fault: Fault) -> None:
         self._faults.arm([fault])
         self._watch_for_faults()
+
+    def _tell_flight(self) -> None:
+        """On a thread of its own: commands that may free this rank must not wait for NCCL's recorder."""
+
+        def tell() -> None:
+            record = take_flight_record() or FlightRecord()
+            self._send([Report(record, self.order.generation, self.order.rank, time.time())])
+
+        threading.Thread(target=tell, name="flight record", daemon=True).start()
 
     def _watch_for_faults(self) -> None:
         if self._comm is not None and self._faults.armed:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from workers.errors import MantaError
+from workers.liveness.flight_record import FlightRecord
 from workers.liveness.hang_detection import TrainerWatch
 from workers.liveness.stacks import stacks_path, take_stacks
 from workers.liveness.trainer_status import TrainerStatus
@@ -161,6 +162,13 @@ class TrainerSlot:
         stacks = await take_stacks(pid, stacks_path(self._snapshot_folder, self.rank))
         self._log.write(self.generation, "agent", stacks.splitlines())
         return stacks
+
+    async def flight_record(self, pid: int) -> FlightRecord | None:
+        """What NCCL's flight recorder in the trainer `pid` knows; None when it is not here, or does not answer."""
+        occupant = self._running()
+        if occupant is None or occupant.trainer.process.pid != pid:
+            return None
+        return await occupant.trainer.flight_record()
 
     async def close(self) -> None:
         """End the trainer, and leave nothing open."""

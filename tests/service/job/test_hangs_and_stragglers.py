@@ -10,7 +10,10 @@ from service.job import hangs_and_stragglers
 from service.job.hangs_and_stragglers import HangWatch
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.waiting import reached
+from tests.workers.support.flight_dumps import FlightDump
 from workers.comm.grid import AXES
+from workers.liveness.flight_record import FlightRecord, read_flight_record
+from workers.liveness.progress import DeviceRecord
 from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
 from workers.protocol.reports import Event, KillReason, Report
 
@@ -296,3 +299,51 @@ def test_ranks_that_stand_still_again_later_are_looked_at_again(monkeypatch):
 
     asyncio.run(asyncio.wait_for(body(), 10))
     assert events == ["rank_hung"]
+
+
+def on_device(waits=True, kind="all_reduce", pending=3, known=True):
+    """The agent of an overdue rank over NCCL, whose device waits in the third collective of the world, to which all
+    have come; the last one is `kind`. `known`: whether it tells what NCCL has recorded."""
+    place = {"channel": AXES.index("world"), "number": 3} if waits else {"channel": None, "number": 0}
+    counts = {**COUNTS, "world": 3}
+    device = DeviceRecord("forward", 11, 2, pending, waits, waits_for=None, sending=False, counts=counts, **place)
+    made, dump = FakeAgent(), FlightDump()
+    record = Position(100, 1, "backward", step=12, micro_batch=1, counts=counts, heartbeat=7, device=device)
+    made.status = TrainerStatus(100, True, standing_seconds=1.6, record=record, process=ProcessUse("R"))
+    for _ in range(2):
+        dump.collective("default_pg", range(3))
+    dump.collective("default_pg", range(3), kind, state="scheduled")
+    made.flight = read_flight_record(dump.text) if known else None
+    return made
+
+
+def test_where_devices_wait_for_each_other_nccls_records_say_who_called_something_else(watch):
+    agents = [on_device(), on_device(kind="all_gather"), on_device()]
+    ((hung,), _) = watch(agents, lambda events, lost: agents[1].kills)
+    assert (hung.kind, hung.rank) == ("rank_hung", 1)
+    assert hung.data["why"] == "at number 3 of world all_gather meets all_reduce"
+    assert hung.data["device"]["number"] == 3
+    assert not agents[0].kills + agents[2].kills
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_where_they_say_nothing_the_network_is_at_fault_and_the_whole_gang_goes(watch, known):
+    agents = [on_device(known=known) for _ in range(3)]
+    if not known:
+        agents[1].refuse("flight_record", "is of a release before")
+    ((hung,), _) = watch(agents, lambda events, lost: all(agent.kills for agent in agents))
+    assert hung.kind == "gang_hung"
+    assert "all that share collective 3 along world with rank 0 have come to it, and it does not end" in hung.message
+
+
+def test_nccls_records_are_not_asked_for_where_the_culprit_is_known(watch):
+    agents = [on_device(), on_device(waits=False), on_device()]
+    agents[1].flight = FlightRecord()
+    ((hung,), _) = watch(agents, lambda events, lost: agents[1].kills)
+    assert (hung.rank, hung.message) == (1, "rank 1 stood still for 1.6 s in forward of micro-batch 2")
+
+
+def test_a_device_that_has_done_all_is_where_its_host_is(watch):
+    agents = [on_device(), on_device(waits=False, pending=0), on_device()]
+    ((hung,), _) = watch(agents, lambda events, lost: agents[1].kills)
+    assert hung.message == "rank 1 stood still for 1.6 s in backward of micro-batch 1"

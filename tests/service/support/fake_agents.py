@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 from service.cluster.agent_client import AgentFailed, AgentLost
+from workers.liveness.flight_record import FlightRecord
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.messages import AgentDescription, BackupAddress, Fault, Launched, LaunchOrder, StoredSnapshot
 from workers.protocol.reports import (
@@ -38,6 +39,7 @@ class FakeAgent:
         """`rank`: until an order names another; `host`, `node`, `group`: where it is."""
         self.rank, self.generation = rank, 0
         self.description = AgentDescription(host, "127.0.0.1", 1000 + rank, node, group=group)
+        self.flight: FlightRecord | None = None
         self.status: TrainerStatus | Callable[[int], TrainerStatus | None] | None = None
         """What `progress` answers, or what makes that of how often it was asked."""
         self.on_launch: Callable[[FakeAgent], None] = FakeAgent.begin
@@ -183,6 +185,10 @@ class FakeAgent:
     async def stacks(self, pid: int) -> str:
         await self._answer("stacks")
         return f"stacks of {pid}"
+
+    async def flight_record(self, pid: int) -> FlightRecord | None:
+        await self._answer("flight_record")
+        return self.flight
 
     async def kill(self, pid: int, kind: str, message: str, after_commit: bool = False) -> bool:
         await self._answer("kill")

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from workers.liveness.flight_record import FlightOperation, FlightRecord, FlightSequence
+from workers.liveness.progress import DeviceRecord
 from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
 from workers.protocol.json_codec import MalformedMessage
 from workers.protocol.reports import (
@@ -22,12 +24,17 @@ from workers.protocol.reports import (
 )
 
 FAILURE = Failure("spike", 4, "SpikeError", "too high", "Traceback", 12.5)
+DEVICE = DeviceRecord("forward", 3, None, 5, True, 2, 7, None, False, {"data": 7}, fresh=False)
 EXAMPLES = [
     Prepared(),
     Started(7, 1.5),
     Metrics(({"step": 1, "loss": float("inf"), "seconds": {"wall": 0.1}},)),
     Event("straggler", "rank 1 holds up the others", 3, {"straggler": 1}),
     TrainerStatus(7, True, False, 1.5, True, Position(7, 2, "backward", counts={"data": 3}), ProcessUse("S", 1.0)),
+    TrainerStatus(7, True, record=Position(7, 2, "backward", device=DEVICE)),
+    FlightRecord(
+        (FlightSequence("world", "collectives", 9, (FlightOperation(9, "all_reduce", "", "started"),)),), False
+    ),
     Printed("stderr", ("one line", "another")),
     Resting(None, "a peer is gone"),
     Finished(9, {"wall": 0.5}),

@@ -429,6 +429,7 @@ def test_an_agent_hands_on_what_it_is_asked_about_its_trainer(parts, go):
         assert await agent.progress() == "status"
         assert await agent.kill(100, "hung", "stood still", after_commit=True) == "kill"
         assert await agent.stacks(100) == "stacks"
+        assert await agent.flight_record(100) == "flight_record"
 
     go(body)
     assert asked == [
@@ -439,6 +440,7 @@ def test_an_agent_hands_on_what_it_is_asked_about_its_trainer(parts, go):
         ("status",),
         ("kill", 100, KillReason("hung", "stood still"), True),
         ("stacks", 100),
+        ("flight_record", 100),
     ]
 
 

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
+from workers.liveness.flight_record import FlightRecord
 from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
 from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting, Started
 from workers.rank import trainer_handle
-from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, read_command
+from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, TellFlight, read_command
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.trainer_handle import TrainerHandle
 from workers.zygote.client import Exit
@@ -319,5 +320,33 @@ def test_reports_keep_the_time_at_which_they_were_made_and_the_rank_that_the_age
         rig.process.say(Started(100), time=11.0)
         (report,) = await rig.reports.read(0, SECONDS)
         assert (report.time, report.rank) == (11.0, 1)
+
+    story(body)
+
+
+def test_a_flight_record_is_asked_for_once_and_handed_to_all_who_ask():
+    record = FlightRecord(whole=False)
+
+    async def body(rig):
+        asking = [asyncio.create_task(rig.trainer.flight_record()) for _ in range(2)]
+        await until(lambda: rig.process.commands)
+        rig.process.say(record)
+        assert await asyncio.gather(*asking) == [record, record]
+        assert rig.process.commands == [TellFlight()]
+        rig.process.say(FlightRecord())  # nobody has asked
+        rig.process.on_command = lambda command: rig.process.say(FlightRecord())
+        assert await rig.trainer.flight_record() == FlightRecord()
+        assert await rig.reports.read(0, 0.0, None) == [], "it stays here"
+
+    story(body)
+
+
+def test_a_trainer_that_does_not_tell_its_flight_record_has_none(monkeypatch):
+    monkeypatch.setattr(trainer_handle, "FLIGHT_RECORD_SECONDS", 0.01)
+
+    async def body(rig):
+        assert await rig.trainer.flight_record() is None
+        assert await rig.trainer.flight_record() is None
+        assert rig.process.commands == [TellFlight()], "it has been asked"
 
     story(body)

@@ -29,12 +29,13 @@ from workers.errors import (
     SharedMemoryError,
     SpikeError,
 )
+from workers.liveness.flight_record import FlightRecord
 from workers.liveness.progress import Progress, ProgressReader, progress_path
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Fault, LaunchOrder, Resume, TrainerArgument
 from workers.protocol.reports import EXIT_SAVED, Event, Failure, Finished, Metrics, Prepared, Report, Resting, Started
 from workers.rank import trainer_process
-from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, command_line
+from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, TellFlight, command_line
 from workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST, TrainerProcess, build_rank
 from workers.trainer import Places
 
@@ -671,3 +672,33 @@ def test_one_that_goes_on_keeps_its_record_and_one_without_shared_memory_has_a_p
     _, ((_, _, _, peak, places),) = build()
     assert places == Places("job-1")
     assert peak > 0, "measured, since nobody has said it"
+
+
+@pytest.mark.parametrize("taken", [FlightRecord(whole=False), None])
+def test_the_flight_record_is_told_while_it_trains_and_keeps_no_command_waiting(rig, monkeypatch, taken):
+    asked, go_on = threading.Event(), threading.Event()
+
+    def take():
+        asked.set()
+        assert go_on.wait(SECONDS)
+        return taken
+
+    monkeypatch.setattr(trainer_process, "take_flight_record", take)
+
+    def wait_for_the_end(trainer):
+        while trainer.comm.ends.get(timeout=SECONDS) < 1:
+            continue  # of no generation before
+        go_on.set()
+        trainer.comm.ends.get(timeout=SECONDS)
+        trainer.step = 10
+
+    run = rig(wait_for_the_end)
+    run.start(order(2))
+    assert isinstance(run.hear().payload, Started)
+    run.say(TellFlight())
+    assert asked.wait(SECONDS)
+    run.say(Rest(1))
+    told = run.hear()
+    assert (told.payload, told.generation, told.rank) == (taken or FlightRecord(), 2, 3)
+    run.say(Rest(1))
+    assert isinstance(run.hear().payload, Finished)

@@ -47,6 +47,9 @@ class FakeHandle:
     def arm(self, fault):
         self.armed.append(fault.id)
 
+    async def flight_record(self):
+        return f"flight record of {self.process.pid}"
+
     def kill(self, reason):
         self.killed_for = reason
         self.end(signal=9)
@@ -381,6 +384,16 @@ def test_stacks_are_taken_of_the_trainer_and_written_into_its_log(rig, monkeypat
         ("here", "agent", 4, 3),
         ("there", "agent", 4, 3),
     ]
+
+
+def test_a_flight_record_is_that_of_the_trainer_that_runs(rig):
+    async def body():
+        assert await rig.slot.flight_record(100) is None
+        await rig.slot.launch(order(1))
+        assert await rig.slot.flight_record(100) == "flight record of 100"
+        assert await rig.slot.flight_record(7) is None
+
+    asyncio.run(body())
 
 
 def test_an_order_is_that_of_the_trainer_only_until_a_newer_one_is_under_way(rig):
