@@ -8,7 +8,7 @@ of torch 2.11, 2.13 and 2.14.
 - NCCL: `ProcessGroup.abort` between `ProcessGroupNCCL._group_start` and `_group_end` ends communicators whose kernels
   wait, all of them together; `_abort_process_group` does that and forgets them. `Options.config.blocking`: a
   communicator can be broken off while it is made. `TORCH_NCCL_ASYNC_ERROR_HANDLING`: NCCL's watchdog, which must not
-  end the process.
+  end the process. `TORCH_FR_BUFFER_SIZE`: how much its flight recorder remembers.
 - gloo, which cannot be aborted: its connections, as the kernel names them (`workers/system/connections.py`). Tried:
   2.13.0, 2.14.1.
 - `_world.group_count`: goes into keys that all ranks have in common. Tried: 2.13.0, 2.14.1.
@@ -41,6 +41,9 @@ MEETING_TIMEOUT = timedelta(seconds=20)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """A dead peer is noticed through its process long before this; it only bounds a wait that nobody supervises."""
 _REPORTED_ONLY = "0"
+_RECORDED_OPERATIONS = "8000"
+"""Of NCCL's flight recorder, unless somebody has said how many: a step of a large model has 2,000, which is torch's own
+number. Measured over gloo with torch 2.13: 10 MB."""
 _END_SECONDS = 0.5
 
 Members = Mapping[str, Sequence[int]]
@@ -116,6 +119,7 @@ class NcclBreaking:
         self._device, self._wanted = device, wanted
 
     def begin(self) -> None:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_OPERATIONS)
         if self._wanted:
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = _REPORTED_ONLY
         else:

@@ -140,3 +140,13 @@ def test_the_second_nccl_backend_is_aborted_without_brackets(asked, monkeypatch)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", str)
     NcclBreaking(GPU, wanted=True).break_off(groups(asked, ["world", "data"]), None)
     assert asked == ["abort data", "abort world"]
+
+
+@pytest.mark.parametrize(("said", "kept"), [(None, "8000"), ("50", "50")])
+def test_nccls_recorder_remembers_some_steps_unless_somebody_has_said_how_much(monkeypatch, said, kept):
+    monkeypatch.setenv(HANDLING, "1")
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", said or "")
+    if said is None:
+        monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
+    NcclBreaking(GPU, wanted=True).begin()
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == kept
