@@ -1,8 +1,7 @@
 """Files whose damage is found: a CRC-32 a block is taken of what is written, and checked in what is read.
 
 The sums are of the bytes handed to the kernel, not of a file read back, so whatever changes on the way to the disk, on
-it, or on the way back differs from them. zlib-ng's crc32 runs at about 20 GB/s (Python's own, which gives the same
-numbers, at 4), and without the interpreter's lock.
+it, or on the way back differs from them.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zlib_ng import zlib_ng
-
+from workers.checkpoint.crc import crc32
 from workers.checkpoint.read_only_bytes import ReadOnlyBytes
 from workers.errors import CheckpointError
 from workers.storage.files import Reader, Writer, files_of
@@ -97,7 +95,7 @@ class SummingFile(io.RawIOBase):
             if filled == 0:
                 self._blocks.append(0)
             part = content[: BLOCK_BYTES - filled]
-            self._blocks[-1] = zlib_ng.crc32(part, self._blocks[-1])
+            self._blocks[-1] = crc32(part, self._blocks[-1])
             self._size += len(part)
             content = content[len(part) :]
         self._wrote()
@@ -210,7 +208,7 @@ class CheckedFile(io.RawIOBase):
             raise unreadable(self._file, error, at) from error
         if count != len(block):
             raise damaged(self._file, f"is cut off at byte {at + count}: it should have {self._sums.size} bytes")
-        if self._sums.blocks is not None and zlib_ng.crc32(block) != self._sums.blocks[number]:
+        if self._sums.blocks is not None and crc32(block) != self._sums.blocks[number]:
             raise damaged(self._file, f"is not what was written, in the {len(block)} bytes from byte {at}")
 
 

@@ -26,9 +26,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zlib_ng import zlib_ng
-
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
+from workers.checkpoint.crc import crc32
 from workers.errors import CheckpointError, SharedMemoryError
 
 SLOTS = 2
@@ -53,7 +52,7 @@ def damaged_at(path: Path, at: int, problem: str) -> DamagedCheckpoint:
 def _marker_of(step: int) -> int:
     """One word, so that it is there as a whole or not at all: step + 1 and 24 bits of its sum. 0: no step."""
     number = step + 1
-    return number | (zlib_ng.crc32(_WORD.pack(number)) & 0xFFFFFF) << _STEP_BITS
+    return number | (crc32(_WORD.pack(number)) & 0xFFFFFF) << _STEP_BITS
 
 
 def _step_of(marker: int) -> int | None:
@@ -88,8 +87,8 @@ class Form:
     @cached_property
     def head(self) -> bytes:
         """The first bytes of the file."""
-        fields = _HEAD.pack(_MAGIC, _VERSION, self.identity, self.payload, len(self.table), zlib_ng.crc32(self.table))
-        return fields + _SUM.pack(zlib_ng.crc32(fields))
+        fields = _HEAD.pack(_MAGIC, _VERSION, self.identity, self.payload, len(self.table), crc32(self.table))
+        return fields + _SUM.pack(crc32(fields))
 
     @cached_property
     def blocks(self) -> int:
@@ -130,7 +129,7 @@ class Form:
         if len(head) < length:
             raise damaged_at(path, len(head), "it is cut off")
         magic, version, identity, payload, table, _ = _HEAD.unpack_from(head)
-        if magic != _MAGIC or _SUM.unpack_from(head, _HEAD.size)[0] != zlib_ng.crc32(head[: _HEAD.size]):
+        if magic != _MAGIC or _SUM.unpack_from(head, _HEAD.size)[0] != crc32(head[: _HEAD.size]):
             raise damaged_at(path, 0, f"its first {length} bytes are not what was written")
         if version != _VERSION:
             raise CheckpointError(f"{path} has format {version} of snapshots, this program reads {_VERSION}")
@@ -291,7 +290,7 @@ class SnapshotFile:
                     continue
                 start, end = self._range(slot, block)
                 with memory[start:end] as content:
-                    block_sum = zlib_ng.crc32(content)
+                    block_sum = crc32(content)
                 yield block_sum
 
     def seal(self, slot: int, step: int, sums: list[int]) -> None:
@@ -326,7 +325,7 @@ class SnapshotFile:
         """Compare one block of the payload with its sum. Raises DamagedCheckpoint."""
         start, end = self._range(slot, block)
         with memoryview(self.memory) as memory, memory[start:end] as content:
-            self._compare(slot, block, zlib_ng.crc32(content), sums)
+            self._compare(slot, block, crc32(content), sums)
 
     def _compare(self, slot: int, block: int, block_sum: int, sums: tuple[int, ...]) -> None:
         if block_sum != sums[block]:
@@ -336,7 +335,7 @@ class SnapshotFile:
 
 
 def _seal_sum(marker: int, packed: bytes) -> int:
-    return zlib_ng.crc32(packed, zlib_ng.crc32(_WORD.pack(marker)))
+    return crc32(packed, crc32(_WORD.pack(marker)))
 
 
 def _form_of_file(path: Path, descriptor: int) -> Form:
