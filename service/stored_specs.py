@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from service.store.tables import Job
 from workers.config import JobSpec
 from workers.errors import MantaError
+from workers.threads import BEFORE
 
 Document = Mapping[str, Any]
 
@@ -56,7 +57,7 @@ def not_default(spec: JobSpec) -> dict[str, Any]:
 
 def stored_spec(job: Job) -> StoredSpec:
     """The spec of `job`. Raises SpecNotUnderstood."""
-    document = dict(job.spec)
+    document = _with_threads(job.spec)
     left_out: list[str] = []
     while True:
         try:
@@ -75,6 +76,15 @@ def left_out_sentence(left_out: tuple[str, ...]) -> str:
     """What is said about keys that this release does without."""
     keys = ", ".join(sorted(left_out))
     return f"this release of Manta does not know {keys} of the spec, with the defaults of its release: it goes without"
+
+
+def _with_threads(document: Document) -> dict[str, Any]:
+    """`document` with the number of threads that its job computes with: releases that stored none know of no choice,
+    and a job that began under one keeps its bits."""
+    resources = document.get("resources") or {}
+    if not isinstance(resources, Mapping) or "threads" in resources:
+        return dict(document)
+    return {**document, "resources": {**resources, "threads": BEFORE}}
 
 
 def _unknown_keys(error: ValidationError, document: Document) -> list[tuple[str, ...]]:

@@ -30,6 +30,7 @@ Count = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
 JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
 Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
+Threads = Annotated[int, Field(gt=0, le=1024, strict=True)]
 
 BYTE_VOCABULARY = 256
 TRAINED_VOCABULARY = 8192
@@ -489,6 +490,10 @@ class ResourcesConfig(Section):
     environment: Annotated[dict[str, str], AfterValidator(Environment)] = Field(default_factory=Environment)
     """Environment variables of the trainers: those of NCCL, gloo and the GPU's allocator that docs/parallelism.md
     lists, such as NCCL_SOCKET_IFNAME."""
+    threads: Threads | Literal["auto"] = "auto"
+    """Threads that each rank computes with on a CPU. Bits depend on their number, so it is decided once for a job and
+    never changes with machine or layout. auto: when the job first starts, the cores of a node, divided by the most
+    ranks that the job may ever have there; 1 on GPUs and with train.deterministic: elastic (docs/training.md)."""
 
 
 class CheckpointConfig(Section):

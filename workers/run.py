@@ -38,6 +38,8 @@ from workers.spec.problems import SpecError
 from workers.spec.reading import load_job_spec
 from workers.storage.places import BadPlace, Place, place_of
 from workers.system import gpu
+from workers.system.cores import usable_cores
+from workers.threads import decided_threads, stored_threads, threads_of, with_threads
 from workers.trainer import Places, Trainer
 
 
@@ -98,8 +100,6 @@ def train(
 ) -> Trainer:
     """Train `spec` in this process as the rank that `launcher` names; returns the trainer after its last step."""
     os.environ.update(spec.resources.environment)  # nothing that reads it has been used yet
-    # One computation thread, so that bits do not depend on the machine's load.
-    torch.set_num_threads(1)
     device = pick_device(spec, launcher.local_rank if launcher else 0)
     # Every rank looks before the first of them can write.
     generation = next_generation(checkpoints) if checkpoints else 1
@@ -108,10 +108,14 @@ def train(
     backend: BackendKind | None = "links" if shared else None
     comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device, backend)
     comm.generation = generation
+    store = None
     if launcher is not None and launcher.world_size > 1:
         ask_for_none()
         is_host = launcher.rank == 0 and not launcher.store_is_running
         store = dist.TCPStore(launcher.host, launcher.port, launcher.world_size, is_host)
+    spec = _with_threads(spec, device, launcher, store, checkpoints)
+    torch.set_num_threads(threads_of(spec))
+    if launcher is not None and store is not None:
         comm.connect(store, generation, launcher.host, _shared_secret(store))
     with MetricsFile(metrics if comm.rank == 0 else None, spec.train.steps) as sink:
         reporter = Reporter(sink.write)
@@ -124,7 +128,7 @@ def train(
             spec,
             comm,
             reporter,
-            measure_peak_flops(device.type, "fp32" if spec.train.precision == "fp32" else "bf16").flops,
+            measured_peak(device, spec),
             places,
         )
         restore_newest(trainer, checkpoints)
@@ -132,6 +136,43 @@ def train(
         reporter.close()
     comm.close()
     return trainer
+
+
+def _with_threads(
+    spec: JobSpec, device: torch.device, launcher: Launcher | None, store: dist.Store | None, checkpoints: Place | None
+) -> JobSpec:
+    """`spec` with the number of threads that rank 0 finds for all ranks."""
+    if spec.resources.threads != "auto":
+        return spec
+    is_first = launcher is None or launcher.rank == 0
+    threads = _threads_for(spec, device, launcher, checkpoints) if is_first else 0
+    if store is not None:
+        if is_first:
+            store.set("manta/threads", str(threads))
+        threads = int(store.get("manta/threads"))
+    return with_threads(spec, threads)
+
+
+def _threads_for(spec: JobSpec, device: torch.device, launcher: Launcher | None, checkpoints: Place | None) -> int:
+    """What the job has begun with, else what suits this machine."""
+    begun_with = threads_begun_with(checkpoints) if checkpoints else None
+    if begun_with is not None:
+        return begun_with
+    ranks = launcher.local_world_size if launcher else 1
+    return decided_threads(spec, [(usable_cores(), ranks)] if device.type == "cpu" else [])
+
+
+def threads_begun_with(checkpoints: Place) -> int | None:
+    """Threads of the job that has saved checkpoints in this folder; None where none is whole."""
+    whole = whole_checkpoints(checkpoints)
+    return stored_threads(whole[-1][1].spec) if whole else None
+
+
+def measured_peak(device: torch.device, spec: JobSpec) -> float:
+    """Peak FLOP/s of a rank of the job on `device`, for MFU."""
+    precision = "fp32" if spec.train.precision == "fp32" else "bf16"
+    threads = threads_of(spec) if device.type == "cpu" else 1
+    return threads * measure_peak_flops(device.type, precision).flops
 
 
 def _shared_secret(store: dist.Store) -> str:

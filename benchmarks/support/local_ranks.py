@@ -23,6 +23,7 @@ from workers.errors import MantaError
 from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
+from workers.threads import threads_of
 from workers.trainer import Trainer
 
 Program = Callable[..., Any]
@@ -117,9 +118,9 @@ def _run_rank(
     document: dict[str, Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(1)
     ask_for_none()
     spec = parse_job_spec(document)
+    torch.set_num_threads(threads_of(spec))
     comm = Comm(RankGrid(spec.layout), rank, torch.device(device), "links")
     if spec.layout.world_size > 1:
         comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST, secret)

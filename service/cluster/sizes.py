@@ -38,6 +38,11 @@ def sizes_of(spec: JobSpec) -> range:
     return range(spec.elastic.min_data or data, (spec.elastic.max_data or data) + 1)
 
 
+def most_ranks(spec: JobSpec) -> int:
+    """How many ranks the job may ever have: with all replicas that `elastic` allows, since other shapes are smaller."""
+    return resized(spec, sizes_of(spec).stop - 1).layout.world_size
+
+
 def shapes_of(spec: JobSpec) -> list[JobSpec]:
     """`spec`, and where `elastic.reshape` allows it, with each smaller tensor x pipeline that divides its own and fits
     the rest of it: those of more ranks first, of as many those of the larger tensor size."""

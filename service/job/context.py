@@ -32,6 +32,8 @@ class JobContext:
     submitted: JobSpec
     record: JobRecord
     gang: Gang
+    threads: int | None = None
+    """With how many its ranks compute; None: that is decided when it first starts."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     """The user wants it to end."""
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,11 +77,13 @@ class JobContext:
         gang = Gang(cluster, job.id, in_use(submitted, job))
         record = JobRecord(store, job.id)
         retried_at = job.retried_at or 0.0
+        threads = submitted.resources.threads
         return cls(
             cluster,
             submitted,
             record,
             gang,
+            threads=None if threads == "auto" else threads,
             retried_at=retried_at,
             memory_seconds=memory_seconds,
             logs=logs,

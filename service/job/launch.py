@@ -11,6 +11,7 @@ from typing import Any
 
 from service.backups import rank_backups
 from service.cluster.agents import ask
+from service.cluster.sizes import most_ranks
 from service.job.actions import Launch
 from service.job.context import JobContext
 from service.job.generation import RunningGeneration
@@ -25,6 +26,7 @@ from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.protocol.messages import AgentDescription, LaunchOrder, Resume, StoreAddress
 from workers.protocol.reports import Report
+from workers.threads import decided_threads, threads_of, with_threads
 
 STARTING, RUNNING, EXITED = "starting", "running", "exited"
 """States of a rank."""
@@ -64,6 +66,8 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     too, and CheckpointsUnreadable where the state to go on from cannot be read now."""
     gang, record = job.gang, job.record
     where = await _where_all_are(job)
+    if job.threads is None:
+        job.threads = await job.record.decide_threads(await _threads_for(job, where))
     last_kind = None if launch.incident is None else launch.incident.culprit.kind
     start = await newest_state(job, last_kind)
     resume = replace(start.resume, began=beginning_of(start.resume, await record.generations()))
@@ -160,7 +164,7 @@ def order_for(
         job=job.id,
         generation=generation,
         rank=rank,
-        spec=spec.model_dump(mode="json"),
+        spec=with_threads(spec, job.threads or threads_of(spec)).model_dump(mode="json"),
         store_host=store.host if store else None,
         store_port=store.port if store else None,
         secret=secret,
@@ -186,6 +190,16 @@ async def _where_all_are(job: JobContext) -> dict[int, AgentDescription]:
         raise LaunchFailed(silent)
     job.gang.note_places(where)
     return where
+
+
+async def _threads_for(job: JobContext, where: Mapping[int, AgentDescription]) -> int:
+    """With how many threads the ranks of a job compute that starts for the first time, on these nodes."""
+    spec = job.submitted
+    capacity = await job.cluster.nodes.capacity(await job.gang.unit(), all_living=True)
+    units = {node: total for node, (total, _) in capacity.nodes.items()}
+    on_cpu = {place.node or place.host: place.cores for place in where.values() if not place.devices}
+    most = most_ranks(spec)
+    return decided_threads(spec, [(cores, min(most, units.get(node) or most)) for node, cores in on_cpu.items()])
 
 
 async def _start_store(job: JobContext, where: Mapping[int, AgentDescription], generation: int) -> StoreAddress | None:

@@ -80,6 +80,11 @@ class JobRecord:
         tried = await self.read(lambda s: events.data_of(s, self.id, REPAIR_SELF_TEST))
         return bool(tried) and bool(tried[-1].get("passed"))
 
+    async def decide_threads(self, threads: int) -> int:
+        """Note with how many threads its ranks compute, unless that is decided; the number that goes for it."""
+        decided: int = await self.write(lambda s: jobs.decide_threads(s, self.id, threads))
+        return decided
+
     async def event(
         self,
         kind: str,

@@ -20,6 +20,7 @@ from service.store.tables import Job
 from service.store.types import Reader
 from service.stored_specs import as_written, not_default, stored_spec
 from workers.config import Accelerator, JobSpec, ParallelConfig
+from workers.threads import stored_threads
 
 # Made once: to put these together takes longer than to run them.
 _COLUMNS = Job.__table__.columns
@@ -214,6 +215,17 @@ def decide_accelerator(session: Session, job_id: str, accelerator: str) -> None:
     if accelerator_of(job) == "auto":
         resources = job.spec.get("resources") or {}
         job.spec = {**job.spec, "resources": {**resources, "accelerator": accelerator}}
+
+
+def decide_threads(session: Session, job_id: str, threads: int) -> int:
+    """Note in the spec of a job that leaves it open (`resources.threads: auto`) with how many threads its ranks
+    compute; the number that it has from now on, which was decided before unless it left it open. Raises JobNotFound."""
+    job = get(session, job_id, lock=True)
+    resources = job.spec.get("resources") or {}
+    if resources.get("threads") != "auto":
+        return stored_threads(job.spec)
+    job.spec = {**job.spec, "resources": {**resources, "threads": threads}}
+    return threads
 
 
 def queue_positions(reader: Reader, some: Collection[Job | Row[Any]]) -> dict[str, int]:

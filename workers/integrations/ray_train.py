@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from ray.train.collective import broadcast_from_rank_zero
 
-from workers.accounting.device_peak import measure_peak_flops
 from workers.checkpoint import pruning
 from workers.checkpoint.catalog import checkpoint_path, next_generation
 from workers.comm.comm import Comm
@@ -36,12 +35,13 @@ from workers.errors import MantaError
 from workers.nonfinite import spell
 from workers.rank_state import Places
 from workers.reporter import Reporter
-from workers.run import restore_newest
+from workers.run import measured_peak, restore_newest, threads_begun_with
 from workers.settings import read_token_cache
 from workers.spec.reading import absolute_template, absolute_tokenizer, absolute_weights, parse_job_spec
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, Place, place_of
 from workers.system import gpu
+from workers.threads import threads_of, with_threads
 from workers.trainer import Trainer
 from workers.weights.submitted import with_shape_of_weights
 
@@ -103,10 +103,10 @@ def train(job: Mapping[str, Any], report_every_steps: int = 0, on_row: Callable[
     spec = _checked(job)
     context, reported = ray.train.get_context(), ray.train.get_checkpoint()
     _check_workers(spec, context.get_world_size())
-    torch.set_num_threads(1)  # so that bits do not depend on the machine's load
     folder, rows = _run_folder(), _Rows(on_row)
-    with _connected(spec, context.get_world_rank(), folder, reported) as comm:
-        peak = measure_peak_flops(comm.device.type, "fp32" if spec.train.precision == "fp32" else "bf16")
+    with _connected(spec, context.get_world_rank(), folder, reported) as (comm, threads):
+        spec = with_threads(spec, threads)
+        torch.set_num_threads(threads)
         places = Places(
             job=context.get_experiment_name(),
             checkpoints=str(folder),
@@ -114,7 +114,7 @@ def train(job: Mapping[str, Any], report_every_steps: int = 0, on_row: Callable[
             token_cache=read_token_cache(),
             deletes_old_checkpoints=False,  # Ray Train does, which knows what it was told of
         )
-        trainer = Trainer(spec, comm, rows, peak.flops, places)
+        trainer = Trainer(spec, comm, rows, measured_peak(comm.device, spec), places)
         restore_newest(trainer, folder)
         while trainer.step < spec.train.steps:
             trainer.train(_next_stop(spec, trainer.step, report_every_steps))
@@ -184,11 +184,16 @@ class _Meeting:
     """Of the rendezvous store."""
     secret: str
     generation: int
+    threads: int
+    """With how many each worker computes."""
 
 
 @contextlib.contextmanager
-def _connected(spec: JobSpec, rank: int, folder: Place, reported: ray.train.Checkpoint | None) -> Iterator[Comm]:
-    """This rank's communication with all others. Each start of the workers is a generation of its own."""
+def _connected(
+    spec: JobSpec, rank: int, folder: Place, reported: ray.train.Checkpoint | None
+) -> Iterator[tuple[Comm, int]]:
+    """This rank's communication with all others, and with how many threads all of them compute: with one where the job
+    does not say, as Ray Train gives a worker one CPU. Each start of the workers is a generation of its own."""
     ask_for_none()
     told, store = None, None
     if rank == 0:
@@ -196,7 +201,8 @@ def _connected(spec: JobSpec, rank: int, folder: Place, reported: ray.train.Chec
             pruning.remove_newer(folder, place_of(reported.path).name)  # of which Ray Train does not know
         store = dist.TCPStore(ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False)
         secret, generation = secrets.token_hex(SECRET_LENGTH // 2), next_generation(folder)
-        told = asdict(_Meeting(store.host, store.port, secret, generation))
+        begun_with = threads_begun_with(folder) if spec.resources.threads == "auto" else None
+        told = asdict(_Meeting(store.host, store.port, secret, generation, begun_with or threads_of(spec)))
     meeting = _Meeting(**broadcast_from_rank_zero(told))
     comm = Comm(RankGrid(spec.layout), rank, _device(spec))
     comm.generation = meeting.generation
@@ -206,7 +212,7 @@ def _connected(spec: JobSpec, rank: int, folder: Place, reported: ray.train.Chec
         store = store or dist.TCPStore(meeting.host, meeting.port, is_master=False)
         comm.connect(store, meeting.generation, meeting.host, meeting.secret)
     try:
-        yield comm
+        yield comm, meeting.threads
     finally:
         comm.close()
 

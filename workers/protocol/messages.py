@@ -130,7 +130,7 @@ class LaunchOrder:
     device: str = "cpu"
     """Torch device of the rank: cpu, or cuda:0 (its one visible GPU)."""
     peak_flops: float | None = None
-    """Peak FLOP/s of one rank's device, for MFU; None: measured at start."""
+    """Peak FLOP/s of one rank's device, for MFU, of a CPU that of one thread; None: measured at start."""
     faults: tuple[Fault, ...] = ()
     """Faults that were asked for and have not struck yet."""
     roll_backs: tuple[JsonObject, ...] = ()
@@ -197,6 +197,8 @@ class AgentDescription:
     """Of the last launch; None before the first."""
     sizes: tuple[int, ...] = ()
     """Its tensor-parallel size, pipeline stages and replicas."""
+    cores: int = 0
+    """Processors that it may keep busy; 0: one of a release that does not say."""
     owner_epoch: int = 0
     """Highest epoch of a control plane that has asked anything of it; 0: of none that has one."""
     protocol: int = PROTOCOL
@@ -299,7 +301,7 @@ class PeakRate:
     """What the process that measures a device answers."""
 
     peak_flops: float
-    """FLOP/s of it; of a CPU that of one rank."""
+    """FLOP/s of it; of a CPU that of one thread."""
     source: str
     """See `workers.accounting.device_peak.Peak`."""
 
@@ -364,7 +366,7 @@ class NodeDescription:
     shared_memory_bytes: int = 0
     shared_memory_free_bytes: int = 0
     peak_flops: float | None = None
-    """Peak FLOP/s of one rank on the CPU; None until measured, or when that failed."""
+    """Peak FLOP/s of one thread on the CPU; None until measured, or when that failed."""
     unshared: tuple[str, ...] = ()
     """Folders of the service that this node does not share, though it should."""
     code: str = ""

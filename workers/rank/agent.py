@@ -29,6 +29,7 @@ from workers.rank.report_buffer import ReportBuffer
 from workers.rank.snapshot_sharing import SnapshotSharing
 from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
 from workers.snapshot.backup import BackupProgress
+from workers.system.cores import usable_cores
 from workers.system.ports import PortRange
 from workers.zygote.client import Exit
 
@@ -76,6 +77,7 @@ class Agent:
             devices=host.devices,
             rank=None if order is None else order.rank,
             sizes=() if order is None else order.sizes,
+            cores=usable_cores(),
             owner_epoch=self._ownership.epoch,
         )
 

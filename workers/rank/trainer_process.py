@@ -74,6 +74,7 @@ from workers.settings import read_backend, read_computes_on_cpu, read_visible_gp
 from workers.spec.reading import parse_job_spec
 from workers.storage.places import place_of
 from workers.system import gpu
+from workers.threads import threads_of
 from workers.trainer import Places, Trainer
 
 EXIT_FAILED, EXIT_PEER_LOST = 1, 75
@@ -332,19 +333,20 @@ def _same_place(one: LaunchOrder, other: LaunchOrder) -> bool:
 
 def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter) -> tuple[Comm, Trainer]:
     """Communication and trainer of the order's rank. `progress`: the record that it goes on with; None: a new one."""
-    # One computation thread, so that bits do not depend on the machine's load.
-    torch.set_num_threads(1)
+    spec = parse_job_spec(order.spec)
+    torch.set_num_threads(threads_of(spec))
     device, backend = _device_of(order)
     gpu.use(device)
     if progress is None and order.snapshot_folder is not None:
         answer_with_stacks(order.snapshot_folder, order.rank)
         progress = Progress.shared(order.snapshot_folder, order.rank)
-    spec = parse_job_spec(order.spec)
     in_place = order.in_place or order.tries_repair
     if backend is None and (backend := read_backend()) is not None:
         print(f"rank {order.rank} communicates over process groups, since a test wants that", flush=True)
     comm = Comm(RankGrid(spec.layout), order.rank, device, backend, progress, order.ports, in_place)
     peak = order.peak_flops or measure_peak_flops(device.type).flops
+    if device.type == "cpu":
+        peak *= threads_of(spec)
     record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
     cache = Path(order.token_cache) if order.token_cache else None
     places = Places(order.job, order.snapshot_folder, order.checkpoint_folder, record, cache)
