@@ -63,6 +63,21 @@ def test_unknown_key_with_the_default_of_its_release_is_done_without(stored, new
     assert understood.spec.layout.tensor == 2 and understood.spec.train.steps == 10
 
 
+def test_job_of_a_release_that_knew_of_no_choice_of_threads_keeps_the_one_that_it_has(store, submit):
+    job_id = submit().id
+    assert stored_spec(store.write(lambda s: jobs.get(s, job_id))).spec.resources.threads == "auto"
+
+    def before(session, **sections):
+        job = jobs.get(session, job_id)
+        job.spec = {name: value for name, value in job.spec.items() if name != "resources"} | sections
+        return job
+
+    for sections in ({"resources": {"accelerator": "cpu"}}, {}):
+        spec = stored_spec(store.write(lambda s, more=sections: before(s, **more))).spec
+        assert spec.resources.threads == 1
+        assert store.write(lambda s: jobs.decide_threads(s, job_id, 8)) == 1, "it is decided"
+
+
 def test_several_unknown_keys_are_done_without(stored):
     job = stored(spec={"newer": 1, "train": {"newer": 1}, "recovery": {"newer": 1}})
     assert sorted(stored_spec(job).left_out) == ["newer", "recovery.newer", "train.newer"]

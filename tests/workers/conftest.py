@@ -15,7 +15,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-ENTRIES = ("echo", "fail", "leave", "wait", "trainer")
+ENTRIES = ("echo", "fail", "leave", "wait", "compute", "trainer")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from workers.system.process_end import ended
-from workers.zygote.server import ONE_THREAD
+from workers.threads import OF_COMPUTATION
 
 RESTART_SECONDS = 1.0
 """Pause before a zygote that died is started again, so that one that cannot start does not eat the node."""
@@ -79,7 +79,7 @@ class ZygoteOwner:
                     cwd="/",
                     env={
                         **os.environ,
-                        **ONE_THREAD,
+                        **OF_COMPUTATION,
                         "PYTHONPATH": os.pathsep.join(_import_path()),
                         **self._environment,
                     },

@@ -39,6 +39,7 @@ from workers.protocol.json_codec import MalformedMessage, from_json, to_json
 from workers.protocol.messages import PROTOCOL, ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
 from workers.system.parent_death import ParentDeathSignal
 from workers.system.process_end import kill_group
+from workers.threads import OF_COMPUTATION
 from workers.zygote.child import Entry, reset_signals, run_child
 
 DEFAULT_ENTRIES = {
@@ -53,8 +54,6 @@ DEFAULT_WARM = (
     "torch.distributed.checkpoint",
     "workers.comm.host_names:ask_for_none",
 )
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Environment of every process that computes on a CPU: results must not depend on the number of threads."""
 
 MAXIMUM_REQUEST_BYTES = 16 * 1024 * 1024
 DESCRIPTORS_PER_REQUEST = 3
@@ -321,7 +320,7 @@ def _resolve(table: Sequence[str]) -> dict[str, Entry]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Warm up and serve until the owner is gone."""
     options = _arguments(arguments)
-    os.environ.update(ONE_THREAD)
+    os.environ.update(OF_COMPUTATION)
     for item in options.warm or DEFAULT_WARM:
         module, _, function = item.partition(":")
         loaded = importlib.import_module(module)

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from service.cluster.errors import ClusterUnavailable
+from service.cluster.sizes import resized
 from service.job import hangs_and_stragglers, launch
 from service.job.actions import Launch, launch_after
 from service.job.context import JobContext
@@ -135,6 +136,67 @@ def test_launch_that_another_control_plane_began_is_noted_and_backed_up(job, clu
         (0, "one", 1, "running"), (1, "one", 1, "running"), (2, "two", 1, "running"), (3, "two", 1, "running")
     ]  # fmt: skip
     assert all(agent.backs_up_to is not None for agent in job.gang.agents)
+
+
+@pytest.fixture
+def with_cores(store, submit, tmp_path):
+    """A job of one node with three slots, each agent of which says that there are so many cores."""
+
+    def make(cores, devices=(), **sections):
+        context = JobContext.of(store, FakeCluster(tmp_path, one=3), submit(**sections))
+        asyncio.run(context.gang.place(1, context.submitted, ()))
+        for agent in context.gang.agents:
+            agent.description = dataclasses.replace(agent.description, cores=cores, devices=devices)
+        return context
+
+    return make
+
+
+def threads_launched(job):
+    """With how many threads each rank is told to compute in the next generation."""
+
+    async def body():
+        await (await launch_generation(job, Launch("submitted", counts=False))).close()
+
+    story(body)
+    return [agent.orders[-1].spec["resources"]["threads"] for agent in job.gang.agents]
+
+
+@pytest.mark.parametrize(
+    ("cores", "sections", "threads"),
+    [
+        (8, {"parallel": {"data": 2}}, 4),
+        (8, {"elastic": {"max_data": 2}}, 4),
+        (9, {"elastic": {"max_data": 4}}, 3),  # no more than its three slots are there
+        (3, {"parallel": {"data": 2}}, 1),
+        (0, {}, 1),
+        (8, {"resources": {"threads": 3}}, 3),
+        (8, {"train": {"steps": 10, "deterministic": "elastic"}}, 1),
+    ],
+)
+def test_threads_are_decided_when_a_job_first_starts(with_cores, cores, sections, threads):
+    job = with_cores(cores, **sections)
+    assert set(threads_launched(job)) == {threads}
+    stored = asyncio.run(job.record.job())
+    assert stored.spec["resources"]["threads"] == threads
+
+
+def test_threads_stay_whatever_the_machine_has_later_and_whoever_controls_the_job_then(with_cores, cluster):
+    job = with_cores(8)
+    assert threads_launched(job) == [8]
+    for agent in job.gang.agents:
+        agent.description = dataclasses.replace(agent.description, cores=2)
+    assert threads_launched(job) == [8]
+    next_one = JobContext.of(job.record.store, job.cluster, asyncio.run(job.record.job()))
+    assert next_one.threads == 8
+    assert asyncio.run(next_one.record.decide_threads(2)) == 8
+    larger = resized(job.submitted, 2)  # as a resize makes it, from what was submitted
+    at = job.gang.agents[0].description
+    assert order_for(job, 0, at, larger, 3).spec["resources"]["threads"] == 8
+
+
+def test_ranks_on_gpus_compute_with_one_thread_as_before(with_cores):
+    assert threads_launched(with_cores(64, devices=("0",))) == [1]
 
 
 def test_ranks_are_told_what_was_rolled_back(job):

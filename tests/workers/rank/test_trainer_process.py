@@ -630,7 +630,7 @@ def test_a_rank_is_built_with_its_places_and_the_record_that_its_agent_reads(bui
     torch.set_num_threads(2)
     shared, durable = str(tmp_path / "shared"), str(tmp_path / "job" / "checkpoints")
     comm, (stacks, trainer) = build(snapshot_folder=shared, checkpoint_folder=durable, peak_flops=5e9)
-    assert torch.get_num_threads() == 1, "bits do not depend on how many cores are free"
+    assert torch.get_num_threads() == 1, "as before a job could say it"
     assert (comm.rank, comm.size("data"), comm.device.type) == (1, 2, "cpu")
     assert stacks == ("stacks", shared, 1)
     record = tmp_path / "job" / CORPUS_RECORD
@@ -639,6 +639,13 @@ def test_a_rank_is_built_with_its_places_and_the_record_that_its_agent_reads(bui
     reader = ProgressReader(progress_path(shared, 1))
     assert reader.read().step == 7
     reader.close()
+
+
+def test_a_rank_computes_with_as_many_threads_as_its_job_says(build):
+    torch.set_num_threads(1)
+    spec = document(parallel={"data": 2}, resources={"threads": 3})
+    _, ((_, _, _, peak, _),) = build(spec=spec, peak_flops=5e9)
+    assert (torch.get_num_threads(), peak) == (3, 15e9), "what one thread can do, times threads"
 
 
 def test_a_rank_with_a_gpu_computes_on_the_cpu_where_a_test_says_so_over_what_it_would_use_on_the_gpu(

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from workers.comm.host_names import ask_for_none
 from workers.comm.secret import SECRET_LENGTH
 from workers.config import ParallelConfig
 from workers.errors import PeerLost
+from workers.threads import OF_COMPUTATION
 
 RANKS = 8
 HOST = "127.0.0.1"
@@ -92,7 +94,8 @@ class RankProcesses:
             ours, theirs = self._context.Pipe()
             trace = self._trace(len(self._processes))
             process = self._context.Process(target=_serve, args=(theirs, str(trace)), daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ, OF_COMPUTATION):  # for the server that forks them, which loads torch
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)

@@ -31,6 +31,7 @@ from workers.parallel.tensor.cross_entropy import cross_entropy_and_log_z, vocab
 from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
+from workers.threads import threads_of
 from workers.trainer import Places, Trainer
 
 START = Resume()
@@ -468,3 +469,13 @@ def fail_on_rank_one(comm: Comm) -> None:
     if comm.rank == 1:
         raise RuntimeError("rank one was told to fail")
     comm.barrier()
+
+
+def train_with_threads(comm: Comm, document: dict[str, Any], *arguments: Any) -> Trained:
+    """`train_job` with as many threads as the job says."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_of(parse_job_spec(document)))
+    try:
+        return train_job(comm, document, *arguments)
+    finally:
+        torch.set_num_threads(before)

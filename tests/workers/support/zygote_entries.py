@@ -50,6 +50,20 @@ def wait(argument: dict, control: socket.socket) -> int:
     return 0
 
 
+def compute(argument: dict, control: socket.socket) -> int:
+    """Multiplies with as many threads as the argument says; says how many the process had before and has then."""
+    import torch
+
+    def count():
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = count()
+    torch.set_num_threads(argument["threads"])
+    torch.ones(512, 512) @ torch.ones(512, 512)
+    _say(control, before=before, after=count(), spins=os.environ["GOMP_SPINCOUNT"])
+    return 0
+
+
 def trainer(argument: dict, control: socket.socket) -> int:
     """A stand-in for the trainer: does what the job's spec tells it to, as reports on the control socket."""
     order = argument["order"]

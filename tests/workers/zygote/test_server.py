@@ -41,6 +41,26 @@ def test_child_gets_argument_environment_and_channels(zygote, go):
     go(body)
 
 
+def test_children_compute_with_threads_of_their_own(tmp_path, start_zygote, go):
+    """OpenMP does not survive a fork of a process in which it has begun threads."""
+    zygote = start_zygote(tmp_path, "--warm=torch")
+
+    async def seen(threads):
+        child = await fork(zygote.socket, "compute", {"threads": threads})
+        said = json.loads(await child.control.readline())
+        assert await child.wait() == Exit(0, None)
+        child.close()
+        return said["before"], said["after"], said["spins"]
+
+    async def body():
+        one, two, three = [await seen(threads) for threads in (1, 2, 3)]
+        assert one == (1, 1, "1000")
+        assert two[0] == three[0] == 1, "the zygote has no thread beside its own"
+        assert 1 < two[1] < three[1]
+
+    go(body)
+
+
 def test_uncaught_exception_prints_traceback_and_exits_with_one(zygote, go):
     async def body():
         child = await fork(zygote.socket, "fail", {})
