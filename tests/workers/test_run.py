@@ -6,17 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from chat_files import CONVERSATIONS, chat_file, tokenizer_folder
 from engine_specs import document, spec
 from their_models import saved
 
 from workers import run
-from workers.checkpoint.catalog import whole_checkpoints
+from workers.accounting.device_peak import Peak
+from workers.checkpoint.catalog import seal, whole_checkpoints
 from workers.errors import MantaError
 from workers.protocol.reports import Event, Finished, Message, Metrics
 from workers.settings import Launcher
@@ -168,6 +171,55 @@ def test_two_ranks_under_torchrun_follow_the_curve_of_one(tmp_path):
     assert ended.returncode == 0, ended.stderr
     for row, other in zip(rows_of(one), rows_of(two), strict=True):
         assert other["loss"] == pytest.approx(row["loss"], rel=2e-6)
+
+
+def run_with_cores(monkeypatch, cores, config, folder=None):
+    """Train on a machine with so many cores; with how many threads, and what the newest checkpoint says of them."""
+    monkeypatch.setattr(run, "usable_cores", lambda: cores)
+    assert run.main([str(config), *([] if folder is None else ["--checkpoints", str(folder)])]) == 0
+    newest = whole_checkpoints(folder)[-1][1] if folder is not None else None
+    return torch.get_num_threads(), newest and newest.spec["resources"]["threads"]
+
+
+def test_a_process_alone_computes_with_all_cores_or_as_its_job_says(tmp_path, monkeypatch):
+    assert run_with_cores(monkeypatch, 3, job_file(tmp_path)) == (3, None)
+    assert run_with_cores(monkeypatch, 3, job_file(tmp_path, resources={"threads": 2})) == (2, None)
+    assert run_with_cores(monkeypatch, 3, job_file(tmp_path, train={"deterministic": "elastic"})) == (1, None)
+
+
+def test_a_run_that_goes_on_keeps_its_threads_unless_it_is_told_otherwise(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    assert run_with_cores(monkeypatch, 3, job_file(tmp_path), folder) == (3, 3)
+    assert run_with_cores(monkeypatch, 2, job_file(tmp_path, train={"steps": 6}), folder) == (3, 3)
+    told = job_file(tmp_path, train={"steps": 8}, resources={"threads": 1})
+    assert run_with_cores(monkeypatch, 2, told, folder) == (1, 1)
+
+
+def test_a_run_that_began_before_threads_could_be_chosen_keeps_one(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    run_with_cores(monkeypatch, 1, job_file(tmp_path), folder)
+    for path, manifest in whole_checkpoints(folder):
+        spec = {name: section for name, section in manifest.spec.items() if name != "resources"}
+        seal(path, replace(manifest, spec=spec))
+    assert run_with_cores(monkeypatch, 3, job_file(tmp_path, train={"steps": 6}), folder) == (1, 1)
+
+
+@pytest.mark.parametrize(("rank", "threads"), [(0, 4), (1, 5)])
+def test_ranks_on_other_machines_compute_as_rank_0_does(monkeypatch, rank, threads):
+    monkeypatch.setattr(run, "usable_cores", lambda: 8)
+    store = dist.HashStore()
+    if rank:
+        store.set("manta/threads", "5")
+    launcher = Launcher(rank, 2, 0, 2, "127.0.0.1", 1, store_is_running=False)
+    decided = run._with_threads(spec(), torch.device("cpu"), launcher, store, None)
+    assert (decided.resources.threads, int(store.get("manta/threads"))) == (threads, threads)
+
+
+def test_the_peak_of_a_rank_is_that_of_its_threads(monkeypatch):
+    monkeypatch.setattr(run, "measure_peak_flops", lambda device, precision: Peak(1e9, "measured"))
+    job = spec(resources={"threads": 3})
+    assert run.measured_peak(torch.device("cpu"), job) == 3e9
+    assert run.measured_peak(torch.device("cuda"), job) == 1e9
 
 
 @pytest.fixture
