@@ -3,13 +3,18 @@
 Both start from the same weights and see the same batches; they take turns in blocks of iterations, so that the
 machine's other work meets both. The loss is that of the whole held-out tenth of the text, in windows that do not
 overlap. nanoGPT publishes 1.88 from a small sample of it.
+
+With `--processes` nothing is compared but time: whole processes take turns, each started as its users start it, on one
+core and on two, `python -m workers.run` and a plain loop, or with `--nanogpt DIR` nanoGPT itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.support.jobs import SHAKESPEARE, nanogpt
+from benchmarks.support.nanogpt_processes import SETTLING, engine, plain_loop, take_turns, their_program
 from benchmarks.support.plain_gpt import PlainLoop
 from benchmarks.support.report import Report, deliver, parser
 from workers.comm.comm import Comm
@@ -33,6 +39,7 @@ from workers.trainer import Trainer
 
 STEPS = 2000
 BLOCK = 25
+TURNS, ITERATIONS = 4, 240
 EVALUATION_WINDOWS = 64
 
 
@@ -41,7 +48,37 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser("nanogpt", __doc__)
     options.add_argument("--text", type=Path, default=SHAKESPEARE, help="the text (default: tinyshakespeare)")
     options.add_argument("--steps", type=int, default=STEPS, help=f"iterations (default: {STEPS})")
-    return deliver(measure, options.parse_args(arguments))
+    options.add_argument("--processes", action="store_true", help="compare the time of whole processes, in turns")
+    options.add_argument("--nanogpt", type=Path, metavar="DIR", help="a copy of nanoGPT's repository; with --processes")
+    options.add_argument("--turns", type=int, default=TURNS, help=f"with --processes (default: {TURNS})")
+    chosen = options.parse_args(arguments)
+    if chosen.nanogpt is not None and not chosen.processes:
+        options.error("--nanogpt goes with --processes")
+    return deliver(measure_processes if chosen.processes else measure, chosen)
+
+
+def measure_processes(options: argparse.Namespace, iterations: int = ITERATIONS) -> Report:
+    """Let whole processes take turns. Raises DataError when the text is not there, ProcessFailed."""
+    report = Report("nanogpt_processes", options.seed)
+    document = nanogpt(options.text, iterations, options.seed)
+    cores = [count for count in (1, 2) if count <= len(os.sched_getaffinity(0))]
+    with tempfile.TemporaryDirectory(prefix="nanogpt-") as name:
+        folder = Path(name)
+        other = (
+            their_program(options.nanogpt, options.text, iterations, folder)
+            if options.nanogpt is not None
+            else plain_loop(options.text, iterations)
+        )
+        by_cores = take_turns((engine(document, options.text, folder), other), cores, options.turns)
+    what = "plain" if options.nanogpt is None else "nanogpt"
+    for count, turns in by_cores.items():
+        report.add(f"iteration_engine_{count}_cores", round(statistics.median(turns.engine), 3), "ms")
+        report.add(f"iteration_{what}_{count}_cores", round(statistics.median(turns.other), 3), "ms")
+        report.add(f"iteration_engine_to_{what}_{count}_cores", round(turns.ratio, 4), "ratio", 1.0)
+        report.samples[f"{count}_cores"] = [turns.engine, turns.other]
+    document["data"]["paths"] = [options.text.name]
+    report.settings = {"job": document, "turns": options.turns, "iterations": iterations, "settling": SETTLING}
+    return report
 
 
 def measure(options: argparse.Namespace) -> Report:

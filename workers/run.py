@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from workers.system import short_waits  # noqa: F401  # isort: skip  # before torch
+
 import torch
 import torch.distributed as dist
 

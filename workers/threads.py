@@ -13,18 +13,19 @@ from workers.config import JobSpec
 
 BEFORE = 1
 """Threads of all jobs that began under a release that did not let them be chosen."""
+SHORT_WAITS = {"GOMP_SPINCOUNT": "1000"}
+"""Environment of OpenMP, which is read when torch is loaded. A thread that waits for the others of its process looks up
+to 1,000 times before it sleeps, some microseconds: libgomp's own 300,000 keep a core from whoever has work, and where
+there are more threads than cores a step took ten times as long (decision 0019)."""
 OF_COMPUTATION = {
+    **SHORT_WAITS,
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_DYNAMIC": "FALSE",
-    "GOMP_SPINCOUNT": "1000",
 }
-"""Environment of processes that compute on a CPU, which OpenMP reads when torch is loaded. They have one thread until
-they say otherwise: a pool of threads would not survive the zygote's fork. Then they have that number whatever the load.
-A thread that waits for the others of its process looks up to 1,000 times before it sleeps, some microseconds: libgomp's
-own 300,000 keep a core from whoever has work, and where there are more threads than cores a step took ten times as
-long (decision 0019)."""
+"""The same of the zygote, and of what is forked from it: one thread until a child says otherwise, since a pool of
+threads would not survive the fork, and then that number whatever the load."""
 
 
 def decided_threads(spec: JobSpec, nodes: Iterable[tuple[int, int]]) -> int:

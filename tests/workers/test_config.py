@@ -321,3 +321,16 @@ def test_a_number_that_may_also_be_auto_is_told_once(value, rule):
     assert problem.path == "checkpoint.snapshot_every_steps"
     assert problem.rule.startswith(rule)
     assert spec(checkpoint={"snapshot_every_steps": "auto"}) == spec()
+
+
+@pytest.mark.parametrize(
+    ("value", "rule", "suggestion"),
+    [
+        (0, "must be above 0, not 0", "1"),
+        (5000, "must be at most 1024, not 5000", "1024"),
+        ("many", "must be an integer, not a string ('many')", "auto"),
+    ],
+)
+def test_a_number_of_threads_is_auto_or_at_least_one(value, rule, suggestion):
+    assert problems_of(with_value("resources.threads", value)) == [Problem("resources.threads", rule, suggestion)]
+    assert spec().resources.threads == "auto"

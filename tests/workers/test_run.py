@@ -204,6 +204,20 @@ def test_a_run_that_began_before_threads_could_be_chosen_keeps_one(tmp_path, mon
     assert run_with_cores(monkeypatch, 3, job_file(tmp_path, train={"steps": 6}), folder) == (1, 1)
 
 
+@pytest.mark.parametrize(("said", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_openmp_is_told_to_wait_a_short_time_before_torch_is_loaded(said, spins):
+    script = (
+        "import os, sys; from workers.system import short_waits; assert 'torch' not in sys.modules;"
+        "print(os.environ['GOMP_SPINCOUNT'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"} | said
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == [spins], done.stderr
+    lines = (ROOT / "workers" / "run.py").read_text().splitlines()
+    (told,) = [at for at, line in enumerate(lines) if line.startswith("from workers.system import short_waits")]
+    assert told < lines.index("import torch")
+
+
 @pytest.mark.parametrize(("rank", "threads"), [(0, 4), (1, 5)])
 def test_ranks_on_other_machines_compute_as_rank_0_does(monkeypatch, rank, threads):
     monkeypatch.setattr(run, "usable_cores", lambda: 8)

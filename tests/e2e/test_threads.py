@@ -1,0 +1,18 @@
+"""With how many threads a job computes is decided at its first start, and a repair changes no bit of it."""
+
+from tests.e2e.conftest import MIDDLE
+from workers.system.cores import usable_cores
+
+
+def test_a_killed_rank_goes_on_with_the_threads_that_the_job_began_with(manta):
+    """Tensors are large enough to be cut among threads: torch does that above 32,768 elements."""
+    model = {"hidden_size": 64, "sequence_length": 64, "dropout": 0.1}
+    described = manta.spec(MIDDLE + 10, (1, 1, 1), model=model, train={"micro_batch_size": 8, "validate_every": 5})
+    clean, job = manta.submit(described), manta.submit(described)
+    manta.inject(job, "kill", 0, at_step=MIDDLE, phase="backward")
+    assert manta.until_state(job, "SUCCEEDED").restarts == 1
+    manta.until_state(clean, "SUCCEEDED")
+    assert manta.curve(job) == manta.curve(clean)
+    validation = [manta.client.metrics(each, ["validation_loss"]).series for each in (job, clean)]
+    assert validation[0] == validation[1]
+    assert {manta.client.job(each).spec["resources"]["threads"] for each in (job, clean)} == {usable_cores()}
