@@ -35,9 +35,10 @@ NAMES = {
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch) -> None:
-    """Not started by torchrun; threads as before."""
+    """Not started by torchrun; threads as before, and one for a run: other tests share the cores."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(run, "usable_cores", lambda: 1)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -175,10 +176,12 @@ def test_two_ranks_under_torchrun_follow_the_curve_of_one(tmp_path):
 
 def run_with_cores(monkeypatch, cores, config, folder=None):
     """Train on a machine with so many cores; with how many threads, and what the newest checkpoint says of them."""
+    said = []
     monkeypatch.setattr(run, "usable_cores", lambda: cores)
+    monkeypatch.setattr(torch, "set_num_threads", said.append)  # some that wait would keep the cores from other tests
     assert run.main([str(config), *([] if folder is None else ["--checkpoints", str(folder)])]) == 0
     newest = whole_checkpoints(folder)[-1][1] if folder is not None else None
-    return torch.get_num_threads(), newest and newest.spec["resources"]["threads"]
+    return said[0], newest and newest.spec["resources"]["threads"]
 
 
 def test_a_process_alone_computes_with_all_cores_or_as_its_job_says(tmp_path, monkeypatch):
