@@ -31,8 +31,9 @@ class Peak:
 def measure_peak_flops(device: str = "cpu", precision: str | None = None) -> Peak:
     """Peak FLOP/s of `device` ("cpu" or "cuda[:n]") at `precision` ("fp32" or "bf16").
 
-    The default precision is fp32 on a CPU and bf16 on a GPU. A CPU is measured with one thread, as each rank computes
-    with one; a GPU comes from `workers/accounting/device_table.py`, and is measured when it is not in there.
+    The default precision is fp32 on a CPU and bf16 on a GPU. A CPU is measured with one thread, of which a
+    rank may have several; a GPU comes from `workers/accounting/device_table.py`, and is measured when it is not in
+    there.
     """
     kind = torch.device(device).type
     precision = precision or ("fp32" if kind == "cpu" else "bf16")
