@@ -15,8 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from workers.system import short_waits  # noqa: F401  # isort: skip  # before torch
-
 import torch
 import torch.distributed as dist
 

@@ -13,19 +13,17 @@ from workers.config import JobSpec
 
 BEFORE = 1
 """Threads of all jobs that began under a release that did not let them be chosen."""
-SHORT_WAITS = {"GOMP_SPINCOUNT": "1000"}
-"""Environment of OpenMP, which is read when torch is loaded. A thread that waits for the others of its process looks up
-to 1,000 times before it sleeps, some microseconds: libgomp's own 300,000 keep a core from whoever has work, and where
-there are more threads than cores a step took ten times as long (decision 0019)."""
 OF_COMPUTATION = {
-    **SHORT_WAITS,
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_DYNAMIC": "FALSE",
+    "GOMP_SPINCOUNT": "1000",
 }
-"""The same of the zygote, and of what is forked from it: one thread until a child says otherwise, since a pool of
-threads would not survive the fork, and then that number whatever the load."""
+"""Environment of the zygote and of what is forked from it, which OpenMP reads when torch is loaded. One thread until a
+child says otherwise, since a pool of threads would not survive the fork, and then that number whatever the load.
+Threads that wait for others of their process look up to 1,000 times before they sleep: libgomp's own 300,000 keep the
+cores from whoever has work, and beside one other busy process a step took seven times as long or more."""
 
 
 def decided_threads(spec: JobSpec, nodes: Iterable[tuple[int, int]]) -> int:

@@ -23,6 +23,7 @@ from workers.checkpoint.catalog import seal, whole_checkpoints
 from workers.errors import MantaError
 from workers.protocol.reports import Event, Finished, Message, Metrics
 from workers.settings import Launcher
+from workers.threads import OF_COMPUTATION
 from workers.weights.export import export
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +165,7 @@ def test_two_ranks_under_torchrun_follow_the_curve_of_one(tmp_path):
     assert run.main([str(job_file(tmp_path / "one")), "--metrics", str(one)]) == 0
     config = job_file(tmp_path / "two", parallel={"pipeline": 2})
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "workers.run"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **OF_COMPUTATION}
     ended = subprocess.run(
         [*command, str(config), "--metrics", str(two)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
@@ -205,20 +206,6 @@ def test_a_run_that_began_before_threads_could_be_chosen_keeps_one(tmp_path, mon
         spec = {name: section for name, section in manifest.spec.items() if name != "resources"}
         seal(path, replace(manifest, spec=spec))
     assert run_with_cores(monkeypatch, 3, job_file(tmp_path, train={"steps": 6}), folder) == (1, 1)
-
-
-@pytest.mark.parametrize(("said", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
-def test_openmp_is_told_to_wait_a_short_time_before_torch_is_loaded(said, spins):
-    script = (
-        "import os, sys; from workers.system import short_waits; assert 'torch' not in sys.modules;"
-        "print(os.environ['GOMP_SPINCOUNT'])"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"} | said
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == [spins], done.stderr
-    lines = (ROOT / "workers" / "run.py").read_text().splitlines()
-    (told,) = [at for at, line in enumerate(lines) if line.startswith("from workers.system import short_waits")]
-    assert told < lines.index("import torch")
 
 
 @pytest.mark.parametrize(("rank", "threads"), [(0, 4), (1, 5)])

@@ -16,6 +16,7 @@ from checkpoint_programs import job, lone
 
 from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
 from workers.protocol.messages import Resume
+from workers.threads import OF_COMPUTATION
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,9 +25,7 @@ def killed_while_saving(config: Path, folder: Path, seconds: float) -> None:
     """Start the job, let it get to a new checkpoint and `seconds` further, and kill it."""
     generation = next_generation(folder)
     command = [sys.executable, "-m", "workers.run", str(config), "--checkpoints", str(folder)]
-    with subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
-    ) as job:
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **OF_COMPUTATION}, stdout=subprocess.DEVNULL) as job:
         deadline = time.monotonic() + 120
         while not any(made.generation == generation for _, made in whole_checkpoints(folder)):
             assert job.poll() is None, "it ended by itself"
