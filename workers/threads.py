@@ -1,4 +1,4 @@
-"""How many threads a rank computes with (decision 0019). Pure Python.
+"""How many threads a rank computes with (decision 0021). Pure Python.
 
 Sums over a tensor are cut among threads, so bits depend on their number. It is therefore decided when a job first
 starts, and kept with the job: in the control plane's database, and in the JobSpec that each checkpoint holds.
