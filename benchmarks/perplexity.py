@@ -138,7 +138,9 @@ class Runs:
             "source": "text", "paths": [str(self.options.train.absolute())], "validation_fraction": 0.0,
             "tokenizer": "bpe", "tokenizer_vocabulary": VOCABULARY, "validation": [test],
         }  # fmt: skip
-        return {"model": model, "data": data, "train": {**train, "validate_every": steps}}
+        # Each rank computes alike in all layouts, and as the plain loop does.
+        resources = {"threads": 1}
+        return {"model": model, "data": data, "train": {**train, "validate_every": steps}, "resources": resources}
 
     def document(self, size: str, layout: str) -> dict[str, Any]:
         """The job of a size that begins with the random weights."""
