@@ -98,6 +98,11 @@ class Paths:
         return self.home / "cache" / "tokens"
 
     @property
+    def machines(self) -> Path:
+        """Folder of what calibrations have found, a file a type of node."""
+        return self.home / "machines"
+
+    @property
     def ray_record(self) -> Path:
         """File that says which Ray head is ours."""
         return self.home / "ray.json"

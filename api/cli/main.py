@@ -374,11 +374,24 @@ def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
 
 def command_line() -> typer.Typer:
     """`manta` with all of its commands."""
-    from api.cli import access, checkpoints, doctor, inference, nodes, plan, service, tokenize, track, version
+    from api.cli import (
+        access,
+        calibrate,
+        checkpoints,
+        doctor,
+        inference,
+        nodes,
+        plan,
+        service,
+        tokenize,
+        track,
+        version,
+    )
     from api.cli.db import db
 
     app.callback()(version.options)
     access.register(app)
+    calibrate.register(app)
     checkpoints.register(app)
     doctor.register(app)
     inference.register(app)

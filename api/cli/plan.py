@@ -11,9 +11,12 @@ from rich.console import Console
 from api import schemas
 from api.cli import render
 from api.cli.main import Json, Url, connect, read_file, show
+from service.machines import this_node
 from service.planner.answer import to_json
 from service.planner.hardware import GIB, Cluster
 from service.planner.request import read_request
+from service.settings import Settings
+from workers.paths import Paths
 from workers.spec.problems import Problem, SpecError
 from workers.weights.submitted import with_shape_of_weights
 
@@ -47,7 +50,8 @@ def _answer(document: Any, url: str | None) -> schemas.Plans:
     if isinstance(cluster, dict) and cluster.get("current") is True:
         with connect(url) as client:
             return client.plans({**document, "cluster": cluster})
-    wanted = read_request(with_shape_of_weights(document), _nowhere)
+    node = this_node(Paths.of(Settings.from_environment().home).machines)
+    wanted = read_request(with_shape_of_weights(document), _nowhere, node)
     return schemas.Plans.model_validate(to_json(wanted, wanted.answer()))
 
 

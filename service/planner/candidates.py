@@ -175,7 +175,6 @@ class Bounds:
         self._sizes: dict[int, _Sizes] = {}
         self._layer_bytes: dict[tuple[int, int, str], int] = {}
         self._stages: dict[tuple[int, int, str, int, bool, bool], StageTimes] = {}
-        self._host = cluster.machine.constants.host_seconds
 
     def passes(self, candidate: Candidate) -> Passes:
         """The times of the parts of the model."""
@@ -221,7 +220,8 @@ class Bounds:
         count, data, width = self.parameters(candidate), candidate.data, self._width
         state = count * (width + 4 + (8 + (4 if width == 2 else 0)) / data)
         p, v = candidate.pipeline, candidate.virtual_stages
-        layers = self.job.model.layers // (p * v) * v
+        # Under zb-v, of few micro-batches the last chunk's may be gone before the first chunk's have all come.
+        layers = self.job.model.layers // (p * v) * (1 if candidate.schedule == "zb-v" else v)
         m = candidate.micro_batches(self.job)
         return state + min(m, p) * layers * self._bytes_of_layer(candidate)
 
@@ -251,13 +251,15 @@ class Bounds:
     def _stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
         key = (candidate.tensor, candidate.micro_batch, candidate.recompute, layers, first, last)
         if key not in self._stages:
-            self._stages[key] = self.passes(candidate).of_stage(layers, first, last, self._host)
+            self._stages[key] = self.passes(candidate).of_stage(layers, first, last, self.cluster.machine)
         return self._stages[key]
 
     def least_seconds(self, candidate: Candidate) -> float:
         """No more than its step takes: the pipeline at least, and what comes behind it."""
         model = self.model(candidate)
         pipeline, backward = self._least_pipeline(candidate, model)
+        if self.cluster.machine.core is not None:  # where ranks share cores these may have more to do than any rank
+            pipeline = max(pipeline, model.pipeline().work(candidate.micro_batches(self.job)))
         rest = model.gradient_seconds(backward) + model.tied_seconds() + model.optimizer_seconds()
         return (pipeline + rest) * slowest_of(candidate.data, self.cluster)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from service.planner.hardware import BETWEEN_LATENCY, INSIDE_LATENCY, Cluster
+from service.planner.hardware import BETWEEN_LATENCY, INSIDE_LATENCY, Cluster, Core
 from service.planner.software import Software
 from workers.config import ParallelConfig
 
@@ -81,10 +81,18 @@ def _tree_latency(group: Group) -> float:
     return 2 * (inside + math.ceil(math.log2(group.nodes)) * BETWEEN_LATENCY)
 
 
+def _message_on_core(core: Core, size: float) -> float:
+    """Seconds of the core at one end of a message of `size` bytes: over the engine's own links (`workers/comm/
+    collectives.py`) every rank's part goes straight to whoever needs it."""
+    return core.message_seconds + size / core.link
+
+
 def gather_seconds(group: Group, cluster: Cluster, size: float) -> float:
     """All-gather or reduce-scatter of a tensor of `size` bytes: (n - 1)/n of it over the bus."""
     if group.size == 1:
         return 0.0
+    if (core := cluster.machine.core) is not None:
+        return 2 * (group.size - 1) * _message_on_core(core, size / group.size)
     return (group.size - 1) / group.size * size / bus_bandwidth(group, cluster) + _ring_latency(group)
 
 
@@ -92,11 +100,17 @@ def reduce_seconds(group: Group, cluster: Cluster, size: float) -> float:
     """All-reduce of `size` bytes: as much as a reduce-scatter and an all-gather move."""
     if group.size == 1:
         return 0.0
+    if (core := cluster.machine.core) is not None:
+        if group.size == 2:
+            return 2 * _message_on_core(core, size)
+        return 2 * gather_seconds(group, cluster, size)
     return 2 * (group.size - 1) / group.size * size / bus_bandwidth(group, cluster) + _tree_latency(group)
 
 
 def message_seconds(cluster: Cluster, size: float, same_node: bool) -> float:
-    """One rank to another."""
+    """One rank to another; where these are cores, of each of them."""
+    if (core := cluster.machine.core) is not None:
+        return _message_on_core(core, size) + (0.0 if same_node else size / cluster.machine.adapter_bandwidth)
     machine, constants = cluster.machine, cluster.machine.constants
     if same_node:
         return size / (machine.accelerator.link_bandwidth * constants.inside) + INSIDE_LATENCY

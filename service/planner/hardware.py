@@ -61,8 +61,35 @@ class Constants:
 
 
 @dataclass(frozen=True)
+class Core:
+    """What a rank reaches that computes on one core of a CPU: the eight constants of such a machine. There is no data
+    sheet of what a thread does, so they are no ratios. `docs/planner.md` says what each is measured on."""
+
+    product_fp32: float
+    """Matrix products of fp32, FLOP/s."""
+    product_16bit: float
+    """The same of bf16."""
+    attention_width: float
+    """Softmax within fused attention, as that much more width of each head in its products; elements."""
+    memory: float
+    """What element-wise kernels and the optimizer move, bytes/s."""
+    operation_seconds: float
+    """What an operation takes beside its arithmetic: Python, autograd, and the kernel's launch."""
+    link: float
+    """Bytes/s of a message at one of its ends, where it takes a core's time."""
+    message_seconds: float
+    """What a message takes of either end beside its bytes."""
+    all_busy: float
+    """Speed of a core while all cores compute, of that of one alone."""
+
+    def product_rate(self, width: int) -> float:
+        """Products of elements of so many bytes, FLOP/s."""
+        return self.product_16bit if width == 2 else self.product_fp32
+
+
+@dataclass(frozen=True)
 class Machine:
-    """A node with accelerators."""
+    """A node with accelerators, or with cores that take their place."""
 
     accelerator: Accelerator
     devices: int
@@ -72,6 +99,10 @@ class Machine:
     adapter_bandwidth: float
     """Bytes/s of one adapter, each way."""
     constants: Constants
+    core: Core | None = None
+    """Of a node whose ranks compute on cores, how they do; it takes the place of `constants`."""
+    cores: int = 0
+    """Such a node's cores, which its ranks share."""
 
     @property
     def adapters_each(self) -> float:
@@ -81,7 +112,7 @@ class Machine:
     @property
     def is_assumed(self) -> bool:
         """Whether nothing was fitted or measured on such a machine."""
-        return self.constants in (HOPPER, CPU)
+        return self.core == ASSUMED_CORE or (self.core is None and self.constants == HOPPER)
 
 
 @dataclass(frozen=True)
@@ -149,25 +180,40 @@ MACHINES = {
 """By the name that a cluster is asked for with."""
 
 
-CPU = Constants(
-    product=0.8,
-    memory=0.5,
-    inside=0.5,
-    message=0.5,
-    collective=0.5,
-    spread=0.02,
-    skew_seconds=3e-4,
-    host_seconds=1e-5,
+ASSUMED_CORE = Core(
+    product_fp32=50e9,
+    product_16bit=50e9,
+    attention_width=32.0,
+    memory=20e9,
+    operation_seconds=1e-5,
+    link=1.5e9,
+    message_seconds=3e-5,
+    all_busy=0.9,
 )
-"""Nothing was fitted and nothing measured: a place holder until this machine is calibrated."""
+"""Nothing was fitted and nothing measured: a place holder until a machine is calibrated."""
 
 
-def cpu_machine(slots: int, cores: int, memory_bytes: float) -> Machine:
-    """A node whose ranks compute with a thread of a CPU each. `memory_bytes`: of the node. Where there are more slots
-    than cores they share them."""
+@dataclass(frozen=True)
+class CpuNode:
+    """A node whose ranks compute on cores."""
+
+    cores: int
+    memory_bytes: float
+    core: Core = ASSUMED_CORE
+
+    def machine(self, slots: int) -> Machine:
+        """With room for so many ranks."""
+        return cpu_machine(slots, self.cores, self.memory_bytes, self.core)
+
+
+def cpu_machine(slots: int, cores: int, memory_bytes: float, core: Core = ASSUMED_CORE) -> Machine:
+    """A node whose ranks compute with a thread of a CPU each, on `cores` that they share. `memory_bytes`: of the
+    node."""
     share = min(1.0, cores / slots)
-    device = Accelerator("cpu", memory_bytes / slots, 50e9 * share, 50e9 * share, 10e9 * share, 1, 2e9)
-    return Machine(device, slots, 1, 1e9, CPU)
+    rates = (core.product_16bit * share, core.product_fp32 * share, core.memory * share)
+    device = Accelerator("cpu", memory_bytes / slots, *rates, 1, core.link)
+    reached = Constants(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, core.operation_seconds)
+    return Machine(device, slots, 1, 1e9, reached, core, cores)
 
 
 def machine_of(name: str) -> Machine:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from service.planner.communication import Groups, gather_seconds, reduce_seconds
+from service.planner.hardware import Machine
 from service.planner.operations import Budget, memory_seconds, product_seconds
 from service.planner.pipeline import StageTimes
 from service.planner.software import Software
@@ -38,7 +39,7 @@ class Passes:
     """What the last one has: final norm, logits, loss."""
     last_backward: Budget
 
-    def of_stage(self, layers: int, first: bool, last: bool, host_seconds: float) -> StageTimes:
+    def of_stage(self, layers: int, first: bool, last: bool, machine: Machine) -> StageTimes:
         """The times of a virtual stage of so many layers, at one end of the model or both."""
         forward, backward = Budget().plus(self.forward, layers), Budget().plus(self.backward_input, layers)
         if first:
@@ -46,7 +47,7 @@ class Passes:
         if last:
             forward, backward = forward.plus(self.last_forward), backward.plus(self.last_backward)
         weight = Budget().plus(self.backward_weight, layers)
-        return StageTimes(*(each.wait_for_host(host_seconds).seconds for each in (forward, backward, weight)))
+        return StageTimes(*(each.wait_for_host(machine).seconds for each in (forward, backward, weight)))
 
 
 @dataclass
@@ -192,9 +193,12 @@ class LayerTime:
         forward has two (arXiv:2205.14135, section 3). They reach about half of the rate of a large product (arXiv:
         2307.08691, section 4)."""
         model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
-        s, d = model.sequence_length, model.head_size
-        arithmetic = product_seconds(self.machine, s, s, d, count, self.width)
-        budget.attention += times * 2 * arithmetic / 2 / 0.5
+        s, d, core = model.sequence_length, model.head_size, self.machine.core
+        if core is None:
+            arithmetic = product_seconds(self.machine, s, s, d, count, self.width) / 2 / 0.5
+        else:  # over all scores, and the softmax counts
+            arithmetic = 2.0 * s * s * (d + core.attention_width) * count / core.product_rate(self.width)
+        budget.attention += times * 2 * arithmetic
         moved = (2 * self.attention_width + self.key_values) * self.tokens * self.width
         budget.attention += times * memory_seconds(self.machine, moved)
         budget.operations += 1
@@ -288,14 +292,15 @@ class LayerTime:
         if self.spec.layout.sequence_parallel_on:
             self._communicate(budget, 1)
         self._product(budget, self.tokens, self._vocabulary, self.hidden)
-        # To fp32, largest, difference, exponentials, their sum, quotient.
-        self._elements(budget, (self.width + 9 * WIDE) * self.tokens * self._vocabulary)
+        loss = self.software.loss_bytes[0] - WIDE + self.width
+        self._elements(budget, loss * self.tokens * self._vocabulary)
         return budget
 
     def output_backward(self) -> Budget:
         """The same, back."""
         budget = Budget()
-        self._elements(budget, (3 * WIDE + self.width) * self.tokens * self._vocabulary)
+        loss = self.software.loss_bytes[1] - WIDE + self.width
+        self._elements(budget, loss * self.tokens * self._vocabulary)
         self._product(budget, self.tokens, self.hidden, self._vocabulary)
         weights = product_seconds(self.machine, self._vocabulary, self.hidden, self.tokens, 1, self.width)
         budget.products += weights

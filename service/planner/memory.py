@@ -1,8 +1,6 @@
 """Memory of a job's ranks by part, before it runs, and what would make it fit. Pure Python.
 
-Gradients are sums in fp32 (decision 0003); with 16-bit compute the optimizer keeps fp32 weights beside the parameters;
-the optimizer's part is split over the replicas with `zero: 1` (`workers/parallel/data/zero.py`). Activations are those
-of `workers/accounting/activation_bytes.py` at the moment when a rank holds most of them.
+The arithmetic is that of `workers/accounting/device_bytes.py`, which torch's own count of a step is held against.
 """
 
 from __future__ import annotations
@@ -11,14 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from service.planner.hardware import GIB, Cluster
-from workers.accounting.activation_bytes import bytes_of_rank, layer_bytes, layer_terms
-from workers.accounting.flops import (
-    frozen_parameters_of_rank,
-    padded_vocabulary,
-    parameters_of_rank,
-    rank_parameters,
-    waiting_gradient_buffers,
-)
+from workers.accounting.activation_bytes import bytes_of_rank
+from workers.accounting.device_bytes import bytes_of_stage
+from workers.accounting.flops import frozen_parameters_of_rank, parameters_of_rank, rank_parameters
 from workers.accounting.snapshot_bytes import SLOTS, STATE_BYTES
 from workers.config import JobSpec
 from workers.parallel.pipeline.stages import stage_layers, virtual_stage
@@ -40,8 +33,8 @@ class RankMemory:
     activations: float
     """Kept from forward to backward, with the logits."""
     buffers: float
-    """Beside them for a moment: gradients of activations, a layer that is recomputed, messages, copies of parameters on
-    their way to other replicas."""
+    """Beside them for a moment: gradients of activations, a layer that is recomputed, copies of parameters on their way
+    to other replicas."""
 
     @property
     def total(self) -> float:
@@ -87,22 +80,10 @@ def _layers_of(spec: JobSpec, rank: int) -> int:
 
 def memory_of(spec: JobSpec, rank: int) -> RankMemory:
     """What pipeline rank `rank` needs."""
-    layout, train = spec.layout, spec.train
-    width = 4 if train.precision == "fp32" else 2
-    count = parameters_of_rank(spec, rank)
-    trained = count - frozen_parameters_of_rank(spec, rank)
-    gradients = 4.0 * trained * (1 + waiting_gradient_buffers(spec))
-    held = trained / layout.data if layout.zero else trained
-    optimizer = held * (8 + (0 if width == 4 else 4))
-    published = width * held if layout.data > 1 and layout.zero else 0
-    return RankMemory(
-        rank=rank,
-        parameters=float(width * count),
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=float(bytes_of_rank(spec, rank, _enough(spec))),
-        buffers=published + _working_bytes(spec, rank, width),
-    )
+    held, frozen = parameters_of_rank(spec, rank), frozen_parameters_of_rank(spec, rank)
+    found = bytes_of_stage(spec, rank, held, frozen, bytes_of_rank(spec, rank, _enough(spec)))
+    state = (found.parameters, found.gradients, found.optimizer)
+    return RankMemory(rank, *state, found.activations, found.workspace)
 
 
 def _enough(spec: JobSpec) -> int:
@@ -112,21 +93,6 @@ def _enough(spec: JobSpec) -> int:
         return m
     most = 3 * layout.pipeline
     return min(m, most if m % layout.pipeline == 0 else most + m % layout.pipeline)
-
-
-def _working_bytes(spec: JobSpec, rank: int, width: int) -> float:
-    """What a pass holds beside what is kept: the layer that is computed again, the gradients of its largest two
-    tensors; on the last stage the logits in fp32 and their gradient; two messages each way."""
-    layout, model = spec.layout, spec.model
-    terms = sorted(layer_terms(spec).values())
-    layer = 2.0 * terms[-1] + (layer_bytes(spec) if layout.recompute != "none" else 0)
-    tokens = spec.train.micro_batch_size * model.sequence_length
-    last = layout.pipeline - 1 if layout.schedule != "zb-v" else 0
-    logits = (4 + width) * tokens * padded_vocabulary(spec) // layout.tensor if rank == last else 0
-    outside = tokens // layout.tensor if layout.sequence_parallel_on else tokens
-    messages = 4.0 * outside * model.hidden_size * width if layout.pipeline > 1 else 0.0
-    gathered = 2.0 * tokens * model.hidden_size * width if layout.sequence_parallel_on else 0.0
-    return max(layer, float(logits)) + messages + gathered
 
 
 def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:

@@ -1,7 +1,8 @@
 """How long single operations take on one accelerator. Pure Python.
 
 A matrix product is cut into tiles, and each multiprocessor works on one tile at a time: the last wave of tiles need not
-fill them all (tile and wave quantization). An operation takes the larger of its arithmetic and its memory traffic.
+fill them all (tile and wave quantization). An operation takes the larger of its arithmetic and its memory traffic. On
+a core of a CPU products of all shapes have about the same rate, and come after what they read and write.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ RAMP = 32
 @lru_cache(maxsize=100_000)
 def product_seconds(machine: Machine, m: int, n: int, k: int, batch: int = 1, width: int = 2) -> float:
     """Seconds of `batch` products [m, k] x [k, n] of elements of `width` bytes."""
+    if (core := machine.core) is not None:
+        arithmetic = 2.0 * m * n * k * batch / core.product_rate(width)
+        return arithmetic + batch * width * (m * k + k * n + m * n) / core.memory
     device, constants = machine.accelerator, machine.constants
     peak = device.peak_16bit if width == 2 else device.peak_fp32
     rate = peak * constants.product / device.multiprocessors
@@ -37,6 +41,8 @@ def product_seconds(machine: Machine, m: int, n: int, k: int, batch: int = 1, wi
 
 def memory_seconds(machine: Machine, moved: float) -> float:
     """Seconds of an element-wise kernel that moves so many bytes."""
+    if machine.core is not None:
+        return moved / machine.core.memory
     return moved / (machine.accelerator.memory_bandwidth * machine.constants.memory)
 
 
@@ -70,9 +76,11 @@ class Budget:
         """Without waiting for the host."""
         return self.products + self.attention + self.elementwise + self.accumulation + self.recomputation + self.tensor
 
-    def wait_for_host(self, seconds_each: float) -> Budget:
-        """The same, at least as long as the host takes for all operations."""
-        self.host = max(0.0, self.operations * seconds_each - self.device_seconds)
+    def wait_for_host(self, machine: Machine) -> Budget:
+        """The same, at least as long as the host takes for all operations; where it is the host that computes, longer
+        by that."""
+        host = self.operations * machine.constants.host_seconds
+        self.host = host if machine.core is not None else max(0.0, host - self.device_seconds)
         return self
 
     def plus(self, other: Budget, times: int = 1) -> Budget:

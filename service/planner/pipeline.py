@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from service.planner.shared_cores import Pass, SharedCores, simulate
 from workers.parallel.pipeline.schedules import compute_of_rank
 from workers.parallel.pipeline.stages import place, virtual_stage
 
@@ -55,6 +56,8 @@ class Pipeline:
     """Seconds of a message from each virtual stage to the one behind it, and back."""
     blocking: bool
     """Whether a message takes the time of both ends: then no other pass, and no other message, runs there."""
+    cores: SharedCores | None = None
+    """What the ranks share; None: each has a device of its own."""
 
     def seconds(self, micro_batches: int) -> float:
         """From the first start to the last end. Beyond a few times as many micro-batches as stages every further one
@@ -69,6 +72,8 @@ class Pipeline:
 
     def simulated_seconds(self, micro_batches: int) -> float:
         """The same as `seconds`, with every micro-batch simulated."""
+        if self.cores is not None:
+            return self._on_shared_cores(micro_batches, self.cores)
         ranks = _orders(self.kind, self.stages, self.virtual_stages, micro_batches)
         count = len(self.times)
         seconds = [
@@ -111,9 +116,32 @@ class Pipeline:
                 reached[rank], now[rank] = at, clock
         return max(now)
 
+    def _on_shared_cores(self, micro_batches: int, cores: SharedCores) -> float:
+        """The same, where who computes shares cores with all others that do; messages take the time of both ends."""
+        count = len(self.times)
+        arriving, leaving = self._occupied()
+
+        def key(way: int, index: int, micro_batch: int) -> int:
+            return (way * count + index) * micro_batches + micro_batch
+
+        def of(kind: int, index: int, micro_batch: int) -> Pass:
+            times = self.times[index]
+            if kind == WEIGHT:
+                return times.backward_weight, (), ()
+            way = int(kind != FORWARD)
+            seconds = (times.forward, times.backward, times.backward_input)[kind]
+            source = index + 1 if way else index - 1
+            needed = (key(way, source, micro_batch),) if 0 <= source < count else ()
+            return seconds + arriving[way][index] + leaving[way][index], needed, (key(way, index, micro_batch),)
+
+        ranks = _orders(self.kind, self.stages, self.virtual_stages, micro_batches)
+        return simulate([[of(*each) for each in passes] for passes in ranks], 2 * count * micro_batches, cores)
+
     def work(self, micro_batches: int) -> float:
-        """Most seconds that any rank computes in the step, messages that block not counted."""
-        return max(self.rank_work()) * micro_batches
+        """Most seconds that any rank computes in the step, messages that block not counted; or that all cores do."""
+        ranks = self.rank_work()
+        together = sum(ranks) * self.cores.ranks / self.cores.most if self.cores is not None else 0.0
+        return max(*ranks, together) * micro_batches
 
     def rank_work(self) -> list[float]:
         """Seconds that each rank computes for one micro-batch."""

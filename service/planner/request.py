@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.planner.candidates import MOST_STAGES
-from service.planner.hardware import MACHINES, Cluster, UnknownMachine, cpu_machine, machine_of
+from service.planner.hardware import MACHINES, Cluster, CpuNode, UnknownMachine, machine_of
 from service.planner.search import Answer, evaluate, search, smallest_cluster
+from service.planner.software import engine_on
 from workers.config import JobSpec, ParallelConfig
 from workers.spec.problems import Problem, SpecError, kind_of, problems_of
 from workers.spec.rules import find_problems
@@ -17,6 +18,8 @@ from workers.spec.rules import find_problems
 CurrentCluster = Callable[[str | None], Cluster]
 """The cluster that a service runs on; it may have to be told which accelerators those are. Raises SpecError."""
 
+CPU = "cpu"
+"""The accelerator of a cluster of nodes like the one that plans, without GPUs; `gpus_per_node` are their ranks."""
 SECTIONS = ("model", "train", "data", "parallel", "cluster")
 """What is read. A job's other sections may be there too, so that its file can be planned as it is."""
 MOST_LAYERS, MOST_NODES, MOST_MICRO_BATCHES = 1000, 100_000, 100_000
@@ -38,21 +41,23 @@ class PlanRequest:
 
     def answer(self, limit: int = 5) -> Answer:
         """The plans. Where nothing fits, the first of the rejected also says which cluster would do."""
+        engine = engine_on(self.cluster.machine)
         if not self.is_auto:
-            return evaluate(self.job, self.cluster)
-        found = search(self.job, self.cluster, limit=limit)
+            return evaluate(self.job, self.cluster, engine)
+        found = search(self.job, self.cluster, engine, limit)
         if not found.plans and found.rejected and (larger := smallest_cluster(self.job, self.cluster)):
             first = found.rejected[0]
             return Answer((), (type(first)(first.spec, f"{first.reason}; {larger}"), *found.rejected[1:]))
         return found
 
 
-def read_request(document: Any, current: CurrentCluster) -> PlanRequest:
-    """Check `document`. Raises SpecError with everything that is wrong with it."""
+def read_request(document: Any, current: CurrentCluster, node: CpuNode) -> PlanRequest:
+    """Check `document`. `node`: the one that accelerator `cpu` means. Raises SpecError with everything that is wrong
+    with it."""
     if not isinstance(document, dict):
         raise SpecError([Problem("", f"a plan is asked for with a mapping, not {kind_of(document)}", "model: {...}")])
     job = _job_in(document)
-    cluster = read_cluster(document.get("cluster"), current)
+    cluster = read_cluster(document.get("cluster"), current, node)
     problems = _too_large(job, cluster)
     if problems:
         raise SpecError(problems)
@@ -96,7 +101,7 @@ def _data_for(model: Any) -> dict[str, Any]:
     return {"source": "python-stdlib"}
 
 
-def read_cluster(document: Any, current: CurrentCluster) -> Cluster:
+def read_cluster(document: Any, current: CurrentCluster, node: CpuNode) -> Cluster:
     """The cluster that `document` describes; {current: true} is the one that `current` gives. Raises SpecError."""
     example = "{accelerator: a100-80gb, nodes: 8, gpus_per_node: 8}"
     if not isinstance(document, dict):
@@ -125,12 +130,15 @@ def read_cluster(document: Any, current: CurrentCluster) -> Cluster:
         raise SpecError(problems)
     if is_current:
         return current(name)
+    if name == CPU:
+        slots = sizes.get("gpus_per_node", node.cores)
+        return Cluster(node.machine(slots), sizes.get("nodes", 1), slots)
     return _named_cluster(name, sizes)
 
 
 def _named_cluster(name: str | None, sizes: dict[str, int]) -> Cluster:
     if name is None:
-        known = ", ".join(MACHINES)
+        known = ", ".join([*MACHINES, CPU])
         problem = f"which accelerators the nodes have must be said: {known}; or current: true"
         raise SpecError([Problem("cluster.accelerator", problem, "a100-80gb")])
     try:
@@ -157,11 +165,9 @@ def _too_large(job: JobSpec, cluster: Cluster) -> list[Problem]:
     return problems
 
 
-def cluster_of_nodes(
-    nodes: Sequence[Mapping[str, Any]], accelerator: str | None, cores: int, memory_bytes: float
-) -> Cluster:
+def cluster_of_nodes(nodes: Sequence[Mapping[str, Any]], accelerator: str | None, cpu_node: CpuNode) -> Cluster:
     """The cluster of which the control plane sees `nodes` (in the form of `api.schemas.Node`), as far as they are
-    equal: of the size that most have. `cores`, `memory_bytes`: of a node without GPUs. Raises SpecError."""
+    equal: of the size that most have. `cpu_node`: what one without GPUs is. Raises SpecError."""
     sizes = Counter(int(node["total"]) for node in nodes if node.get("alive") and int(node["total"]) > 0)
     if not sizes:
         raise SpecError([Problem("cluster.current", "this cluster has no node with free places", "false")])
@@ -172,4 +178,4 @@ def cluster_of_nodes(
             problem = "this cluster has GPUs, of which the control plane does not know the type: say it"
             raise SpecError([Problem("cluster.accelerator", problem, "h100-80gb")])
         return _named_cluster(accelerator, {"nodes": count, "gpus_per_node": size})
-    return Cluster(cpu_machine(size, cores, memory_bytes), count, size)
+    return Cluster(cpu_node.machine(size), count, size)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from service.planner.candidates import Bounds, Candidate, axes, candidates
 from service.planner.hardware import GIB, Cluster
 from service.planner.memory import Fit, RankMemory, fits, usable_bytes, worst_rank
-from service.planner.software import MANTA, Software
+from service.planner.software import MANTA, Software, engine_on
 from service.planner.step_time import StepModel, StepTime
 from workers.accounting.flops import StepFlops, step_flops
 from workers.config import JobSpec
@@ -167,7 +167,7 @@ def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:
     """With how many more nodes the job would fit, as a sentence; None where it never would."""
     for times in (2, 4, 8, 16, 32, 64, 128, 256, 512):
         larger = Cluster(cluster.machine, cluster.nodes * times, cluster.gpus_per_node)
-        bounds, usable = Bounds(job, larger, MANTA), usable_bytes(larger)
+        bounds, usable = Bounds(job, larger, engine_on(larger.machine)), usable_bytes(larger)
         for tensor, pipeline, data in axes(job, larger):
             candidate = Candidate(pipeline, tensor, data, 1, "1f1b", 1, "full")
             if bounds.least_bytes(candidate) <= usable and worst_rank(candidate.spec(job)).total <= usable:

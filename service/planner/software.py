@@ -7,7 +7,9 @@ constants can be held against them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from service.planner.hardware import Machine
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class Software:
     """Memory traffic of a parameter for adding one micro-batch's gradient, beside the product's own output."""
     optimizer_bytes: float = 62.0
     """Memory traffic of a parameter for one update: scaling, norm, clipping, Adam, copies between precisions."""
+    loss_bytes: tuple[float, float] = (40.0, 16.0)
+    """Memory traffic of an fp32 logit for its loss, and for the gradient. Forward: to fp32, largest, difference,
+    exponentials, their sum, quotient."""
     replicas_inside: bool = True
     """Whether the ranks of one stage's replicas follow one another, so that they share nodes; else whole replicas
     do."""
@@ -74,6 +79,20 @@ MANTA = Software(
     shards_optimizer=True,
 )
 """This engine."""
+MANTA_ON_CPU = replace(
+    MANTA,
+    name="manta-on-cpu",
+    overlaps_tensor=0.0,
+    blocks_on_messages=True,
+    scatters_messages=True,
+    overlaps_gradients=False,
+    accumulation_bytes=0.0,
+    optimizer_bytes=40.0,
+    loss_bytes=(24.0, 8.0),
+)
+"""The same where ranks compute on cores: whatever is sent and received takes a core's time, so nothing hides it; sums
+of gradients are added to by the products; the update reads and writes what AdamW needs (28 bytes), the norm (4) and
+clipping (8)."""
 
 PROFILES = {
     each.name: each
@@ -84,6 +103,12 @@ PROFILES = {
         MEGATRON_2022,
         MEGATRON_DEEPSPEED_2021,
         MANTA,
+        MANTA_ON_CPU,
     )
 }
 """By name."""
+
+
+def engine_on(machine: Machine) -> Software:
+    """This engine as it runs on such a machine."""
+    return MANTA if machine.core is None else MANTA_ON_CPU

@@ -18,6 +18,7 @@ from service.planner.hardware import Cluster
 from service.planner.layer_time import LayerTime, Passes
 from service.planner.operations import memory_seconds
 from service.planner.pipeline import Pipeline, StageTimes
+from service.planner.shared_cores import SharedCores
 from service.planner.software import MANTA, Software
 from workers.accounting.flops import padded_vocabulary, rank_parameters
 from workers.config import JobSpec
@@ -87,7 +88,7 @@ class StepModel:
 
     def pipeline(self) -> Pipeline:
         """The pipeline, with the times of every virtual stage."""
-        layout, host = self.spec.layout, self.cluster.machine.constants.host_seconds
+        layout = self.spec.layout
         counts = layer_counts(self.spec.model.layers, layout.pipeline * layout.virtual_stages)
         last = len(counts) - 1
         known: dict[tuple[int, bool, bool], StageTimes] = {}
@@ -95,7 +96,7 @@ class StepModel:
         for index, layers in enumerate(counts):
             key = layers, index == 0, index == last
             if key not in known:
-                known[key] = self.passes.of_stage(*key, host)
+                known[key] = self.passes.of_stage(*key, self.cluster.machine)
             stages.append(known[key])
         return Pipeline(
             layout.schedule,
@@ -104,7 +105,21 @@ class StepModel:
             tuple(stages),
             tuple(self.message(index) for index in range(last)),
             self.software.blocks_on_messages,
+            self.cores(),
         )
+
+    def cores(self) -> SharedCores | None:
+        """What the ranks compute on together; None where each has a device of its own."""
+        core, layout = self.cluster.machine.core, self.spec.layout
+        if core is None:
+            return None
+        nodes = -(-layout.world_size // self.cluster.gpus_per_node)
+        return SharedCores(nodes * self.cluster.machine.cores, layout.tensor * layout.data, core.all_busy)
+
+    def _alike(self, seconds: float) -> float:
+        """What takes each rank so many seconds alone, while all do the same."""
+        cores = self.cores()
+        return seconds if cores is None else seconds / cores.speed(self.spec.layout.pipeline)
 
     def message(self, index: int) -> float:
         """Seconds of the message from virtual stage `index` to the next."""
@@ -137,7 +152,7 @@ class StepModel:
         else:
             whole = reduce_seconds(data, self.cluster, size)
         if not self.software.overlaps_gradients:
-            return whole
+            return self._alike(whole)
         # Beside the backward of the step's last micro-batch, in which gradients become complete.
         return max(0.0, whole - backward * self.spec.layout.virtual_stages)
 
@@ -147,10 +162,10 @@ class StepModel:
         split = layout.data if self.software.shards_optimizer and layout.zero else 1
         update = memory_seconds(machine, self.software.optimizer_bytes * self.parameters / split)
         if not self.software.shards_optimizer:
-            return update
+            return self._alike(update)
         # What each replica has updated, or without ZeRO what each has summed up, goes to all the others.
         width = self.layer.width if layout.zero else self.software.gradient_bytes
-        return update + gather_seconds(self.groups.data, self.cluster, self.parameters * width)
+        return self._alike(update + gather_seconds(self.groups.data, self.cluster, self.parameters * width))
 
     def tied_seconds(self) -> float:
         """Summing up the gradients of an embedding that two stages hold."""

@@ -1,6 +1,10 @@
 """`POST /v1/plans`, and jobs that leave their layout to the service."""
 
+from service.machines import Calibrated, save
+from service.planner.hardware import Core
 from tests.api.conftest import DOCUMENT
+from workers.paths import Paths
+from workers.system.processor import node_type
 
 PLAN = {
     "model": {"layers": 4, "hidden_size": 256, "heads": 4, "sequence_length": 128, "vocabulary_size": 1000},
@@ -21,6 +25,20 @@ def test_plans_come_best_first(service):
 def test_the_current_cluster_is_that_of_the_service(service):
     answer = service.http.post("/v1/plans", json=PLAN | {"cluster": {"current": True}})
     assert max(plan["gpus"] for plan in answer.json()["plans"]) <= 16
+
+
+def test_a_calibration_in_the_home_is_what_plans_go_by(service):
+    core = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
+    asked = PLAN | {"cluster": {"current": True}}
+    assert service.http.post("/v1/plans", json=asked).json()["note"] is not None
+    path = save(Paths.of(service.control.home).machines, Calibrated(node_type(), "Abacus", 2, core))
+    try:
+        assert service.http.post("/v1/plans", json=asked).json()["note"] is None
+        path.write_text("{}")
+        answer = service.http.post("/v1/plans", json=asked)
+        assert answer.status_code == 422 and "calibrate again" in answer.json()["errors"][0]["rule"]
+    finally:
+        path.unlink()
 
 
 def test_what_is_wrong_is_a_problem_with_its_path(service):

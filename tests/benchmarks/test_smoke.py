@@ -23,6 +23,7 @@ from benchmarks import (
     metrics,
     nanogpt,
     perplexity,
+    planned_layouts,
     snapshots,
     step,
     step_gpu,
@@ -61,6 +62,19 @@ def test_a_checkpoint_of_many_ranks_is_planned_and_read() -> None:
     assert report.settings["messages"] == 24
     assert report.figures["rectangles_in_the_same_rows"].value > 0
     assert report.figures["join_memory"].met
+
+
+@pytest.mark.soak
+def test_predictions_are_stored_before_the_runs(tmp_path: Path) -> None:
+    core = {"product_fp32": 5e10, "product_16bit": 5e10, "attention_width": 30.0, "memory": 2e10}
+    core |= {"operation_seconds": 1e-5, "link": 2e9, "message_seconds": 3e-5, "all_busy": 0.9}
+    machine, predictions = tmp_path / "machine.json", tmp_path / "predictions.json"
+    machine.write_text(json.dumps({"name": "abacus", "device": "Abacus", "cores": 2, "core": core}))
+    options = argparse.Namespace(seed=1, jobs=2, steps=1, machine=machine, predictions=predictions)
+    report = planned_layouts.measure(options)
+    stored = [each["seconds"] for each in json.loads(predictions.read_text())]
+    assert [row["predicted_seconds"] for row in report.samples["layouts"]] == stored
+    assert report.figures["memory_error_max"].value < 0.1
 
 
 @pytest.mark.soak

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from workers.accounting.activation_bytes import layer_bytes, layer_input_bytes, rank_bytes
 from workers.accounting.flops import (
     frozen_parameters,
+    padded_vocabulary,
     rank_parameters,
     waiting_gradient_buffers,
 )
 from workers.config import JobSpec
+from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 
 WIDE = 4
 """Bytes of an element of gradients, master weights and moments."""
@@ -48,10 +50,12 @@ class DeviceBytes:
 def device_bytes(spec: JobSpec) -> tuple[DeviceBytes, ...]:
     """Of a rank of each pipeline stage."""
     held, frozen, activations = rank_parameters(spec), frozen_parameters(spec), rank_bytes(spec)
-    return tuple(_of_stage(spec, *each) for each in zip(range(len(held)), held, frozen, activations, strict=True))
+    return tuple(bytes_of_stage(spec, *each) for each in zip(range(len(held)), held, frozen, activations, strict=True))
 
 
-def _of_stage(spec: JobSpec, stage: int, held: int, frozen: int, activations: int) -> DeviceBytes:
+def bytes_of_stage(spec: JobSpec, stage: int, held: int, frozen: int, activations: int) -> DeviceBytes:
+    """Of a rank of one stage that holds so many parameters, `frozen` of them not trained, and keeps so many bytes of
+    activations at once."""
     replicas, width = spec.layout.data, 4 if spec.train.precision == "fp32" else 2
     trained, part = held - frozen, (held - frozen) // replicas
     kept = part if spec.layout.zero else trained
@@ -61,12 +65,12 @@ def _of_stage(spec: JobSpec, stage: int, held: int, frozen: int, activations: in
     optimizer = WIDE * (masters + 2 * kept)
     # Updated parts are copied to be gathered, when no activations are left.
     copies = width * part if spec.layout.zero and replicas > 1 else 0
-    computing = activations + _workspace(spec)
+    computing = activations + _workspace(spec, stage)
     workspace = max(computing, copies) - activations
     return DeviceBytes(width * held, gradients, optimizer, activations, workspace)
 
 
-def _workspace(spec: JobSpec) -> int:
+def _workspace(spec: JobSpec, stage: int) -> int:
     """What backward through the widest pair of products takes: the gradient of their result, their gathered input, and
     its gradient whole and reduced (a weight's gradient is added as it is made, by torch 2.13 and later); with a layer
     that is recomputed as a whole that layer's activations too."""
@@ -79,7 +83,11 @@ def _workspace(spec: JobSpec) -> int:
     gates = 2 if model.parts.gated_mlp else 1
 
     outside_of_result = (gathered + tokens + outside) * h  # the logits' own gradient counts as activations
-    most = width * (gates * tokens * inner + outside_of_result) + _recomputed_layer(spec)
+    again = _recomputed_layer(spec)
+    if stage == _last_rank(spec) and layout.schedule not in SPLIT_BACKWARD:
+        # Where products for weights do not wait, the logits are gone before a layer is computed again.
+        again = max(0, again - width * tokens * padded_vocabulary(spec) // t)
+    most = width * (gates * tokens * inner + outside_of_result) + again
     return max(most, _written_out_attention(spec))
 
 
@@ -97,3 +105,8 @@ def _written_out_attention(spec: JobSpec) -> int:
 def _recomputed_layer(spec: JobSpec) -> int:
     """Bytes that a layer keeps beside its input while it is recomputed as a whole."""
     return layer_bytes(spec) - layer_input_bytes(spec) if spec.layout.recompute == "full" else 0
+
+
+def _last_rank(spec: JobSpec) -> int:
+    """The pipeline rank with the last virtual stage."""
+    return 0 if spec.layout.schedule == "zb-v" else spec.layout.pipeline - 1

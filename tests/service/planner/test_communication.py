@@ -14,6 +14,7 @@ from service.planner.communication import (
     message_seconds,
     reduce_seconds,
 )
+from service.planner.hardware import ASSUMED_CORE, Cluster, cpu_machine
 from service.planner.software import MANTA, MEGATRON_2021
 from tests.service.support.planned import a100s
 from workers.config import ParallelConfig
@@ -70,3 +71,14 @@ def test_two_devices_with_one_adapter_halve_it():
     halved = dataclasses.replace(cluster, machine=dataclasses.replace(cluster.machine, adapters=4))
     assert message_seconds(halved, 1e9, False) == pytest.approx(2 * message_seconds(cluster, 1e9, False), rel=0.01)
     assert message_seconds(cluster, 1e9, True) < message_seconds(cluster, 1e9, False) / 10
+
+
+def test_between_cores_every_part_goes_straight_to_whoever_needs_it():
+    """Each rank sends its part to all others and receives theirs; two that sum up exchange all they have."""
+    core = dataclasses.replace(ASSUMED_CORE, message_seconds=1.0, link=100.0)
+    cluster = Cluster(cpu_machine(4, 4, 1e9, core), 1, 4)
+    assert message_seconds(cluster, 100.0, True) == pytest.approx(2.0)
+    assert gather_seconds(Group(4, 4), cluster, 400.0) == pytest.approx(2 * 3 * 2.0)
+    assert reduce_seconds(Group(4, 4), cluster, 400.0) == pytest.approx(2 * 2 * 3 * 2.0)
+    assert reduce_seconds(Group(2, 2), cluster, 400.0) == pytest.approx(2 * 5.0)
+    assert gather_seconds(Group(1, 1), cluster, 400.0) == 0.0

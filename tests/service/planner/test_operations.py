@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.planner.hardware import ASSUMED_CORE, cpu_machine
 from service.planner.operations import Budget, memory_seconds, product_seconds
 from tests.service.support.planned import a100s
 
@@ -44,9 +47,14 @@ def test_fp32_goes_by_its_own_peak():
 
 
 def test_a_pass_takes_at_least_what_its_host_needs():
-    budget = Budget(products=1e-3, operations=100).wait_for_host(1e-4)
-    assert budget.seconds == pytest.approx(1e-2) and budget.host == pytest.approx(9e-3)
-    assert Budget(products=1.0, operations=100).wait_for_host(1e-4).seconds == 1.0
+    budget = Budget(products=1e-3, operations=100).wait_for_host(MACHINE)
+    assert budget.seconds == pytest.approx(100 * 6e-5) and budget.host == pytest.approx(5e-3)
+    assert Budget(products=1.0, operations=100).wait_for_host(MACHINE).seconds == 1.0
+
+
+def test_on_a_core_operations_cost_beside_their_arithmetic():
+    machine = cpu_machine(1, 1, 1e9, replace(ASSUMED_CORE, operation_seconds=1e-3))
+    assert Budget(products=1.0, operations=100).wait_for_host(machine).seconds == pytest.approx(1.1)
 
 
 def test_budgets_add_up():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from service.planner.answer import to_json
 from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout
-from service.planner.hardware import Cluster, cpu_machine, machine_of
+from service.planner.hardware import ASSUMED_CORE, Cluster, CpuNode, machine_of
 from service.planner.request import PlanRequest, cluster_of_nodes, read_request
 from tests.service.support.planned import a100s, job
 from workers.config import ElasticConfig
@@ -25,16 +26,18 @@ DOCUMENT: dict[str, Any] = {
 }
 
 
+NODE = CpuNode(4, 8e9)
+
 DEEP = DOCUMENT["model"] | {"layers": 600}
 
 
 def here(accelerator: str | None) -> Cluster:
     """The current cluster, of CPU slots or of what is said."""
-    return Cluster(machine_of(accelerator) if accelerator else cpu_machine(4, 4, 8e9), 1, 4)
+    return Cluster(machine_of(accelerator) if accelerator else NODE.machine(4), 1, 4)
 
 
 def read(**changes: Any) -> PlanRequest:
-    return read_request({**copy.deepcopy(DOCUMENT), **changes}, here)
+    return read_request({**copy.deepcopy(DOCUMENT), **changes}, here, NODE)
 
 
 def broken(**changes: Any) -> dict[str, str]:
@@ -121,12 +124,22 @@ def test_a_job_that_is_none_is_said_where_and_why(changes, path, words):
 
 def test_a_document_that_is_no_mapping_is_a_sentence():
     with pytest.raises(SpecError, match="asked for with a mapping, not a list"):
-        read_request([DOCUMENT], here)
+        read_request([DOCUMENT], here, NODE)
 
 
 def test_the_current_cluster_is_asked_for():
     assert read(cluster={"current": True}).cluster.machine.accelerator.name == "cpu"
     assert read(cluster={"current": True, "accelerator": "h100"}).cluster.machine is machine_of("h100")
+
+
+def test_cpu_is_a_node_like_this_one():
+    core = replace(ASSUMED_CORE, product_fp32=1e12)
+    document = {**copy.deepcopy(DOCUMENT), "cluster": {"accelerator": "cpu", "nodes": 2, "gpus_per_node": 8}}
+    cluster = read_request(document, here, CpuNode(4, 8e9, core)).cluster
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.machine.cores) == (2, 8, 4)
+    assert cluster.machine.core == core and not cluster.machine.is_assumed
+    one = read(cluster={"accelerator": "cpu"}).cluster
+    assert (one.nodes, one.gpus_per_node) == (1, 4) and one.machine.is_assumed
 
 
 def node(accelerator: str, total: int, alive: bool = True) -> dict[str, Any]:
@@ -135,17 +148,17 @@ def node(accelerator: str, total: int, alive: bool = True) -> dict[str, Any]:
 
 def test_a_cluster_is_what_most_of_its_nodes_are():
     nodes = [node("cpu", 16), node("cpu", 16), node("cpu", 2), node("cpu", 16, alive=False), node("cpu", 0)]
-    cluster = cluster_of_nodes(nodes, None, 8, 32e9)
+    cluster = cluster_of_nodes(nodes, None, CpuNode(8, 32e9))
     assert (cluster.nodes, cluster.gpus_per_node) == (2, 16)
     assert cluster.machine.accelerator.memory_bytes == 2e9
     with pytest.raises(SpecError, match="no node"):
-        cluster_of_nodes([], None, 8, 32e9)
+        cluster_of_nodes([], None, NODE)
 
 
 def test_gpus_of_an_unknown_type_have_to_be_named():
     with pytest.raises(SpecError, match="does not know the type: say it"):
-        cluster_of_nodes([node("gpu", 8)], None, 8, 32e9)
-    assert cluster_of_nodes([node("gpu", 8)], "h100", 8, 32e9).machine is machine_of("h100")
+        cluster_of_nodes([node("gpu", 8)], None, NODE)
+    assert cluster_of_nodes([node("gpu", 8)], "h100", NODE).machine is machine_of("h100")
 
 
 def test_what_fits_nowhere_names_a_cluster_that_would_do():

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from service.planner.candidates import Bounds, Candidate, candidates
-from service.planner.hardware import Cluster
+from service.planner.hardware import Cluster, cpu_machine
 from service.planner.memory import usable_bytes, worst_rank
 from service.planner.search import evaluate, search, smallest_cluster
-from service.planner.software import MANTA
+from service.planner.software import engine_on
 from service.planner.step_time import StepModel
 from tests.service.support.planned import a100s, job
 from workers.config import JobSpec
@@ -69,6 +69,14 @@ def drawn(seed: int) -> tuple[JobSpec, Cluster]:
     return spec, replace(cluster, machine=replace(cluster.machine, accelerator=device))
 
 
+def drawn_on_cores(seed: int) -> tuple[JobSpec, Cluster]:
+    """The same on nodes whose ranks share cores."""
+    (spec, cluster), draw = drawn(seed), random.Random(seed)
+    slots = cluster.gpus_per_node
+    memory = slots * cluster.machine.accelerator.memory_bytes
+    return spec, Cluster(cpu_machine(slots, draw.randint(1, slots), memory), cluster.nodes, slots)
+
+
 @pytest.mark.parametrize(
     "seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.soak) for seed in range(50)]
 )
@@ -81,16 +89,17 @@ def test_nothing_is_more_than_two_percent_faster_than_what_is_found(seed):
         assert plans[0].time.seconds <= 1.02 * min(every)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_bounds_are_bounds(seed):
-    spec, cluster = drawn(seed)
-    bounds = Bounds(spec, cluster, MANTA)
+@pytest.mark.parametrize(("draw", "seed"), [(drawn, seed) for seed in range(6)] + [(drawn_on_cores, 1)])
+def test_bounds_are_bounds(draw, seed):
+    spec, cluster = draw(seed)
+    engine = engine_on(cluster.machine)
+    bounds = Bounds(spec, cluster, engine)
     for candidate in candidates(spec, cluster):
         found = candidate.spec(spec)
         if not find_problems(found):
             assert bounds.least_bytes(candidate) <= worst_rank(found).total
             assert bounds.least_seconds(candidate) <= bounds.model(candidate).time().seconds * (1 + 1e-9)
-            assert bounds.model(candidate).time() == StepModel(found, cluster).time()
+            assert bounds.model(candidate).time() == StepModel(found, cluster, engine).time()
 
 
 def test_a_trillion_parameters_on_3072_gpus_take_seconds():

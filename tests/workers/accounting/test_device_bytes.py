@@ -85,3 +85,13 @@ def test_masters_and_moments_are_shared_by_replicas():
         parameters = told.parameters / 2
         resting = told.parameters + told.gradients + told.optimizer
         assert resting == pytest.approx((6 + 12 / replicas) * parameters, rel=1e-6)
+
+
+def test_logits_are_gone_when_layers_are_computed_again():
+    """Counted together with such a layer they would make a fifth more."""
+    shape = {"layers": 2, "hidden_size": 1024, "heads": 8, "sequence_length": 1024, "vocabulary_size": 8000}
+    numbers = {"precision": "fp32", "global_batch_size": 8, "micro_batch_size": 4}
+    job_spec = spec(model=shape | FAMILIES["gpt"], train=numbers, parallel={"recompute": "full"})
+    with pretended_gpu():
+        peak = FakeRank(job_spec, 0).step()["Total"]
+    assert 0.97 * peak < device_bytes(job_spec)[0].total < 1.08 * peak

@@ -1,0 +1,178 @@
+"""Steps and memory of small layouts, drawn by a seed, as the planner predicts them after a calibration of this machine,
+beside what the engine takes.
+
+Predictions are all in a file before the first run; the runs then come in an order of their own. Nothing is fitted on
+them: the calibration measures single operations, steps of one rank, and collectives. Times are those of a machine that
+does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.drawn_layouts import draw_jobs
+from benchmarks.support.local_ranks import LocalRanks
+from benchmarks.support.report import Report, deliver, parser
+from benchmarks.support.tensor_bytes import peak_bytes, tracker_of_bytes
+from service.machines import Calibrated
+from service.machines import measure as measure_machine
+from service.planner.hardware import Cluster, Core, cpu_machine
+from service.planner.memory import memory_of
+from service.planner.software import engine_on
+from service.planner.step_time import StepModel
+from workers.calibration.steps import random_batch
+from workers.comm.comm import Comm
+from workers.config import JobSpec
+from workers.engine import Engine
+from workers.spec.reading import parse_job_spec
+from workers.system.processor import cores_here, node_type
+
+JOBS, STEPS, WARM_UP = 30, 7, 2
+SLOTS = 8
+TIME_TARGET, ORDER_TARGET, MEMORY_TARGET = 0.12, 0.9, 0.03
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    options = parser("planned_layouts", __doc__)
+    options.add_argument("--jobs", type=int, default=JOBS, help=f"layouts (default: {JOBS})")
+    options.add_argument("--steps", type=int, default=STEPS, help=f"measured steps of each (default: {STEPS})")
+    options.add_argument(
+        "--predictions", type=Path, metavar="FILE", help="where predictions are stored before the runs"
+    )
+    options.add_argument("--machine", type=Path, metavar="FILE", help="a stored calibration, instead of a new one")
+    return deliver(measure, options.parse_args(arguments))
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Calibrate, predict, run, compare."""
+    report = Report("planned_layouts", options.seed)
+    began = time.perf_counter()
+    calibrated = _calibrated(options.machine)
+    report.add("calibration_seconds", round(time.perf_counter() - began, 1), "s", 120.0)
+    jobs = draw_jobs(options.seed, options.jobs)
+    with tempfile.TemporaryDirectory() as folder:
+        file = options.predictions or Path(folder) / "predictions.json"
+        file.write_text(json.dumps([predict(job, calibrated) for job in jobs], indent=1) + "\n", encoding="utf-8")
+        runs = _run_all(jobs, options.seed, options.steps)
+        predictions = json.loads(file.read_text(encoding="utf-8"))
+    rows = [_row(*each) for each in zip(jobs, predictions, runs, strict=True)]
+    compare(report, rows)
+    report.settings = {"jobs": options.jobs, "steps": options.steps, "machine": calibrated.to_json()}
+    report.samples = {"layouts": rows}
+    return report
+
+
+def _calibrated(file: Path | None) -> Calibrated:
+    if file is not None:
+        return Calibrated.from_json(json.loads(file.read_text(encoding="utf-8")))
+    return measure_machine(node_type(), lambda line: print(line, file=sys.stderr))
+
+
+def predict(document: dict[str, Any], calibrated: Calibrated) -> dict[str, Any]:
+    """What the planner says of a job: seconds of a step, core seconds that all ranks need together, and bytes of the
+    tensors of each pipeline rank."""
+    spec = parse_job_spec(document)
+    seconds, core_seconds = (_step_seconds(spec, calibrated.core, cores) for cores in (cores_here(), 1))
+    memory = [round(memory_of(spec, rank).total) for rank in range(spec.layout.pipeline)]
+    return {"seconds": seconds, "core_seconds": core_seconds, "bytes": memory}
+
+
+def _step_seconds(spec: JobSpec, core: Core, cores: int) -> float:
+    """On so many cores; on one that is all ranks' work."""
+    machine = cpu_machine(SLOTS, cores, 1e12, core)
+    return StepModel(spec, Cluster(machine, 1, SLOTS), engine_on(machine)).time().seconds
+
+
+def _run_all(jobs: Sequence[dict[str, Any]], seed: int, steps: int) -> list[dict[str, Any]]:
+    """In an order of their own."""
+    gangs, order = LocalRanks(), list(range(len(jobs)))
+    random.Random(seed + 1).shuffle(order)
+    runs: dict[int, dict[str, Any]] = {}
+    for at in order:
+        ranks = gangs.run(train, jobs[at], steps)
+        layout = parse_job_spec(jobs[at]).layout
+        runs[at] = {
+            "steps": ranks[0]["steps"],
+            "core_seconds": sum(rank["core_seconds"] for rank in ranks),
+            "bytes": [ranks[stage * layout.tensor]["bytes"] for stage in range(layout.pipeline)],
+        }
+    return [runs[at] for at in range(len(jobs))]
+
+
+def train(comm: Comm, spec: JobSpec, steps: int) -> dict[str, Any]:
+    """Program for ranks: some steps on random tokens, and one whose tensors are counted."""
+    tracker = tracker_of_bytes()
+    with tracker:
+        engine = Engine(spec, comm)
+    engine.initialise(spec.train.seed)
+    batch = random_batch(spec, comm.device)
+
+    def step() -> float:
+        began = time.perf_counter()
+        engine.step(batch, spec.train.global_batch_size, 1e-4, 0)
+        return time.perf_counter() - began
+
+    for _ in range(WARM_UP):
+        step()
+    comm.barrier()
+    before = time.process_time()
+    taken = [step() for _ in range(steps)]
+    core_seconds = (time.process_time() - before) / steps
+    with tracker:
+        step()
+    return {"steps": taken, "core_seconds": core_seconds, "bytes": peak_bytes(tracker)}
+
+
+def _row(document: dict[str, Any], prediction: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """A job, what was said of it, and what it took."""
+    return {
+        "job": {name: document[name] for name in ("model", "train", "parallel")},
+        "predicted_seconds": prediction["seconds"],
+        "seconds": statistics.median(run["steps"]),
+        "least_seconds": min(run["steps"]),
+        "core_seconds": run["core_seconds"],
+        "predicted_core_seconds": prediction["core_seconds"],
+        "predicted_bytes": prediction["bytes"],
+        "bytes": run["bytes"],
+    }
+
+
+def compare(report: Report, rows: Sequence[dict[str, Any]]) -> None:
+    """Note errors and order."""
+    errors = [abs(row["predicted_seconds"] / row["seconds"] - 1) for row in rows]
+    report.add("step_error_median", round(statistics.median(errors), 4), "ratio", TIME_TARGET)
+    report.add("step_error_max", round(max(errors), 4), "ratio")
+    work = [abs(row["predicted_core_seconds"] / row["core_seconds"] - 1) for row in rows]
+    report.add("core_seconds_error_median", round(statistics.median(work), 4), "ratio")
+    order = rank_correlation([row["predicted_seconds"] for row in rows], [row["seconds"] for row in rows])
+    report.add("step_rank_correlation", round(order, 4), "ratio")
+    report.add("step_rank_correlation_is_enough", order >= ORDER_TARGET, "bool", True)
+    memory = [
+        abs(said / taken - 1) for row in rows for said, taken in zip(row["predicted_bytes"], row["bytes"], strict=True)
+    ]
+    report.add("memory_error_median", round(statistics.median(memory), 4), "ratio", MEMORY_TARGET)
+    report.add("memory_error_max", round(max(memory), 4), "ratio")
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's: the correlation of the places that values have in order."""
+    return statistics.correlation(_places(first), _places(second))
+
+
+def _places(values: Sequence[float]) -> list[float]:
+    order = sorted(values)
+    return [order.index(value) + (order.count(value) - 1) / 2 for value in values]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

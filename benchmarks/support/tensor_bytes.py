@@ -1,0 +1,21 @@
+"""Bytes of tensors that a rank holds at the peak of a step, counted as they are made and freed."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+
+def tracker_of_bytes() -> MemTracker:
+    """A MemTracker that does not say in which module what was made: it cannot where, as in a pipeline, a module runs
+    forward for one micro-batch before its backward for another."""
+    tracker = MemTracker()
+    tracker._mod_tracker = mock.MagicMock(is_bw=False, parents=())
+    return tracker
+
+
+def peak_bytes(tracker: MemTracker, device: str = "cpu") -> int:
+    """Most that was held at once while it counted."""
+    return int(tracker.get_tracker_snapshot("peak")[torch.device(device)]["Total"])

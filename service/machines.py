@@ -1,0 +1,105 @@
+"""What calibrations have found, by type of node: a small JSON file for each in the service's home, where the service
+and a `manta plan` without one look."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from service.planner.fitting import fit_core
+from service.planner.hardware import Core, CpuNode
+from workers.calibration.measurements import Measurements
+from workers.errors import MantaError
+from workers.paths import safe_name
+from workers.system.processor import cores_here, node_type
+
+_COMMAND = (sys.executable, "-m", "workers.calibration")
+
+
+class CalibrationFailed(MantaError):
+    """This machine could not be measured."""
+
+
+class BadCalibration(MantaError):
+    """A file of a calibration is none."""
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A type of node that was measured."""
+
+    name: str
+    """Of the type (`workers.system.processor.node_type`)."""
+    device: str
+    """Its processor."""
+    cores: int
+    core: Core
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is kept."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Any) -> Calibrated:
+        """What `to_json` made. Raises KeyError, TypeError, ValueError."""
+        constants = {name: float(value) for name, value in document["core"].items()}
+        if any(not 0 < value < math.inf for name, value in constants.items() if name != "attention_width"):
+            raise ValueError("constants are positive")
+        return cls(str(document["name"]), str(document["device"]), int(document["cores"]), Core(**constants))
+
+
+def load(folder: Path, name: str) -> Calibrated | None:
+    """What is known of nodes of type `name`; None without a calibration. Raises BadCalibration."""
+    path = folder / f"{safe_name(name)}.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise BadCalibration(f"{path} cannot be read ({error}): calibrate again, or remove it") from error
+    try:
+        return Calibrated.from_json(document)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadCalibration(f"{path} is no calibration of this release: calibrate again, or remove it") from error
+
+
+def save(folder: Path, calibrated: Calibrated) -> Path:
+    """Keep it, there as a whole or not at all; returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{safe_name(calibrated.name)}.json"
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(json.dumps(calibrated.to_json(), indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
+    return path
+
+
+def this_node(folder: Path) -> CpuNode:
+    """This machine without GPUs, as it was calibrated, if it was. Raises BadCalibration."""
+    known = load(folder, node_type())
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return CpuNode(cores_here(), memory) if known is None else CpuNode(cores_here(), memory, known.core)
+
+
+def measure(name: str, say: Callable[[str], None]) -> Calibrated:
+    """Measure this machine, of type `name`, in a process of its own: this one has no torch. `say` is told what is
+    measured next. Raises CalibrationFailed."""
+    with subprocess.Popen(_COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        last = ""
+        for line in process.stderr:
+            last = line.strip() or last
+            if line.startswith("measuring: "):
+                say(last)
+        text = process.stdout.read()
+    if process.returncode:
+        raise CalibrationFailed(f"this machine could not be measured: {last}")
+    found = Measurements.from_json(json.loads(text))
+    return Calibrated(name, found.device, found.cores, fit_core(found))

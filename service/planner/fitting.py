@@ -1,0 +1,101 @@
+"""The constants of a core, fitted on what `python -m workers.calibration` has measured. Pure Python.
+
+Rates are medians; what is fitted on several kinds of rows at once is a least-squares fit of relative errors, in which
+every row counts the same. Nothing is fitted on layouts: the rows are single operations, steps of one rank, and
+collectives between ranks that do nothing else.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from service.planner.communication import Group, gather_seconds
+from service.planner.hardware import Cluster, Core, cpu_machine
+from service.planner.shared_cores import SharedCores
+from service.planner.software import MANTA_ON_CPU
+from service.planner.step_time import StepModel
+from workers.calibration.measurements import AttentionTime, CollectiveTime, Measurements, StepSeconds, step_job
+
+NEVER = 1e30
+"""A rate at which what it is the rate of takes no time."""
+FREE = Core(NEVER, NEVER, 0.0, NEVER, 0.0, NEVER, 0.0, 1.0)
+"""A core on which nothing takes time."""
+
+
+def fit_core(found: Measurements) -> Core:
+    """What a core reaches. Raises ValueError where rows are missing."""
+    wide = statistics.median(each.rate for each in found.products if each.precision == "float32")
+    narrow = statistics.median(each.rate for each in found.products if each.precision == "bfloat16")
+    width = statistics.median(_attention_width(each, wide) for each in found.attention)
+    known = replace(FREE, product_fp32=wide, product_16bit=narrow, attention_width=width)
+    operation, byte = _fit_steps(found.steps, known)
+    message, link_byte = _fit_collectives(found.collectives, found.cores)
+    alone, *together = (each.seconds for each in found.busy)
+    return Core(
+        product_fp32=wide,
+        product_16bit=narrow,
+        attention_width=width,
+        memory=1 / byte,
+        operation_seconds=operation,
+        link=1 / link_byte,
+        message_seconds=message,
+        all_busy=min(1.0, alone / statistics.mean(together)),
+    )
+
+
+def _attention_width(row: AttentionTime, rate: float) -> float:
+    """Elements of a head's width that products of that rate would have done beside those of the row: a forward has two
+    products over all scores, and a backward counts as two and a half forwards."""
+    scores = row.batch * row.heads * row.sequence**2
+    return max(0.0, row.seconds * rate / (3.5 * 4 * scores) - row.head_size)
+
+
+def _fit_steps(steps: Sequence[StepSeconds], known: Core) -> tuple[float, float]:
+    """Seconds of an operation, and of a byte that is moved: what steps of one rank take beside products."""
+    rows = []
+    for step in steps:
+        products = _step_seconds(step, known)
+        operations = _step_seconds(step, replace(known, operation_seconds=1.0)) - products
+        moved = _step_seconds(step, replace(known, memory=1.0)) - products
+        rows.append((operations, moved, step.seconds - products, step.seconds))
+    return least_squares(rows)
+
+
+def _step_seconds(step: StepSeconds, core: Core) -> float:
+    return StepModel(step_job(step), Cluster(cpu_machine(1, 1, 1e12, core), 1, 1), MANTA_ON_CPU).time().seconds
+
+
+def _fit_collectives(rows: Sequence[CollectiveTime], cores: int) -> tuple[float, float]:
+    """Seconds of a message and of one of its bytes, at either end."""
+    prepared = []
+    for row in rows:
+        messages = _collective_seconds(row, cores, replace(FREE, message_seconds=1.0))
+        sent = _collective_seconds(row, cores, replace(FREE, link=1.0))
+        prepared.append((messages, sent, row.seconds, row.seconds))
+    return least_squares(prepared)
+
+
+def _collective_seconds(row: CollectiveTime, cores: int, core: Core) -> float:
+    cluster = Cluster(cpu_machine(row.ranks, cores, 1e12, core), 1, row.ranks)
+    alone = gather_seconds(Group(row.ranks, row.ranks), cluster, row.size)
+    return alone / SharedCores(cores, row.ranks, 1.0).speed(1)
+
+
+def least_squares(rows: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
+    """x, y > 0 with a x + b y near c for rows (a, b, c, scale), errors in units of the row's scale. Where the best fit
+    has none of one of them, that is a hundredth of what it would be alone. Raises ValueError without rows."""
+    scaled = [(a / scale, b / scale, c / scale) for a, b, c, scale in rows]
+    aa, ab, bb = (sum(row[i] * row[j] for row in scaled) for i, j in ((0, 0), (0, 1), (1, 1)))
+    ac, bc = (sum(row[i] * row[2] for row in scaled) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant <= 0:
+        raise ValueError("too few rows to tell what an operation takes from what a byte takes")
+    x, y = (ac * bb - bc * ab) / determinant, (bc * aa - ac * ab) / determinant
+    least_x, least_y = abs(ac / aa) / 100, abs(bc / bb) / 100
+    if x < least_x:
+        return least_x, max(least_y, (bc - least_x * ab) / bb)
+    if y < least_y:
+        return max(least_x, (ac - least_y * ab) / aa), least_y
+    return x, y

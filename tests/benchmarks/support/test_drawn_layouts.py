@@ -1,0 +1,32 @@
+"""Drawn layouts are allowed, of every kind, and the same for the same seed."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.planned_layouts import rank_correlation
+from benchmarks.support.drawn_layouts import MOST_RANKS, draw_jobs
+from workers.spec.reading import parse_job_spec
+
+
+def test_a_seed_draws_the_same_jobs_again():
+    assert draw_jobs(1, 20) == draw_jobs(1, 20)
+    assert draw_jobs(1, 20) != draw_jobs(2, 20)
+
+
+def test_all_are_allowed_different_and_of_every_kind():
+    jobs = draw_jobs(1234, 60)
+    specs = [parse_job_spec(job) for job in jobs]
+    assert len({spec.model_copy(update={"name": "job"}) for spec in specs}) == 60
+    assert max(spec.layout.world_size for spec in specs) == MOST_RANKS
+    assert {spec.layout.schedule for spec in specs} == {"1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"}
+    assert {spec.layout.recompute for spec in specs} == {"none", "selective", "full"}
+    for size in ("tensor", "pipeline", "data", "zero"):
+        assert len({getattr(spec.layout, size) for spec in specs}) > 1
+
+
+def test_rank_correlation_is_spearmans():
+    assert rank_correlation([1, 2, 3], [10, 20, 400]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
+    assert rank_correlation([1, 1, 2], [1, 1, 3]) == pytest.approx(1)

@@ -1,0 +1,82 @@
+"""Ranks that share cores: no work is done for nothing, none waits while a core is free that it could have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.planner.pipeline import Pipeline, StageTimes
+from service.planner.shared_cores import Pass, SharedCores, simulate
+
+KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+times = st.floats(0.1, 5.0)
+
+
+def cores(count: float, ranks: int = 1, all_busy: float = 1.0) -> SharedCores:
+    return SharedCores(count, ranks, all_busy)
+
+
+def alone(*seconds: float) -> list[Pass]:
+    """Passes of a rank that waits for nobody."""
+    return [(each, (), ()) for each in seconds]
+
+
+def test_ranks_with_a_core_each_do_not_notice_one_another():
+    assert simulate([alone(1.0, 2.0), alone(2.5)], 0, cores(2)) == pytest.approx(3.0)
+
+
+def test_on_one_core_all_wait_for_all():
+    assert simulate([alone(1.0, 2.0), alone(2.5)], 0, cores(1)) == pytest.approx(5.5)
+
+
+def test_who_is_left_has_the_cores_to_itself():
+    """Three ranks on two cores: until 3 s have passed each has done 2 s of work, then one has another second to do."""
+    assert simulate([alone(2.0), alone(2.0), alone(3.0)], 0, cores(2)) == pytest.approx(4.0)
+
+
+def test_a_pass_waits_for_what_it_needs():
+    first: list[Pass] = [(1.0, (), (0,)), (1.0, (), ())]
+    second: list[Pass] = [(5.0, (0,), ())]
+    assert simulate([first, second], 1, cores(2)) == pytest.approx(6.0)
+
+
+def test_cores_are_slower_while_all_compute():
+    assert simulate([alone(2.0), alone(2.0)], 0, cores(2, all_busy=0.8)) == pytest.approx(2.5)
+    assert simulate([alone(2.0)], 0, cores(2, all_busy=0.8)) == pytest.approx(2.0)
+
+
+def test_a_group_takes_a_core_for_each_of_its_ranks():
+    assert simulate([alone(2.0)], 0, cores(2, ranks=8)) == pytest.approx(8.0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 3), times, times, times)
+def test_with_enough_cores_a_pipeline_takes_what_it_takes_on_devices(kind, stages, rounds, f, b, w):
+    v = {"interleaved": 3, "zb-v": 2}.get(kind, 1)
+    stage, count = StageTimes(f, b, w), stages * v
+    devices = Pipeline(kind, stages, v, (stage,) * count, (0.0,) * (count - 1), blocking=True)
+    shared = replace(devices, cores=cores(stages))
+    assert shared.simulated_seconds(stages * rounds) == pytest.approx(devices.simulated_seconds(stages * rounds))
+
+
+def test_a_message_is_sent_before_it_is_received():
+    """Each end gives it a core's time, one after the other."""
+    pipeline = Pipeline("1f1b", 2, 1, (StageTimes(1.0, 1.0, 0.0),) * 2, (0.25,), True, cores(2))
+    assert pipeline.simulated_seconds(1) == pytest.approx(4 + 4 * 0.25)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 3), times, times, st.integers(1, 4), st.floats(0.5, 1))
+def test_no_step_beats_its_work_nor_takes_longer_than_one_core(kind, stages, rounds, f, b, ranks, all_busy):
+    v, m = {"interleaved": 2, "zb-v": 2}.get(kind, 1), stages * rounds
+    pipeline = Pipeline(kind, stages, v, (StageTimes(f, b, b),) * (stages * v), (0.0,) * (stages * v - 1), True)
+    work = sum(pipeline.rank_work()) * m * ranks
+    found = replace(pipeline, cores=cores(2, ranks, all_busy))
+    assert found.work(m) <= found.simulated_seconds(m) * (1 + 1e-9)
+    assert work / 2 <= found.simulated_seconds(m) * (1 + 1e-9)
+    assert found.simulated_seconds(m) <= work / all_busy * (1 + 1e-9)
+    one = replace(pipeline, cores=cores(1, ranks))
+    assert one.simulated_seconds(m) == pytest.approx(work)

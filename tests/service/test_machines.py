@@ -1,0 +1,56 @@
+"""Calibrations are kept by type of node, found again, and refused where they are none."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from service import machines
+from service.machines import BadCalibration, Calibrated, CalibrationFailed, load, save, this_node
+from service.planner.hardware import ASSUMED_CORE, Core
+from workers.system.processor import node_type
+
+CORE = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
+
+
+def calibrated(name: str = "abacus-4") -> Calibrated:
+    return Calibrated(name, "Abacus", 4, CORE)
+
+
+def test_what_was_kept_is_found_by_the_type_of_node(tmp_path):
+    path = save(tmp_path / "machines", calibrated())
+    assert load(tmp_path / "machines", "abacus-4") == calibrated()
+    assert load(tmp_path / "machines", "abacus-8") is None
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_this_node_is_assumed_until_it_is_calibrated(tmp_path):
+    assert this_node(tmp_path).core == ASSUMED_CORE
+    assert this_node(tmp_path).machine(8).is_assumed
+    save(tmp_path, calibrated(node_type()))
+    assert this_node(tmp_path).core == CORE
+    assert not this_node(tmp_path).machine(8).is_assumed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: "no JSON",
+        lambda document: json.dumps({}),
+        lambda document: json.dumps(document | {"core": document["core"] | {"memory": 0.0}}),
+        lambda document: json.dumps(document | {"core": document["core"] | {"speed": 1.0}}),
+    ],
+)
+def test_a_file_that_is_no_calibration_says_what_to_do(tmp_path, change):
+    path = save(tmp_path, calibrated())
+    path.write_text(change(calibrated().to_json()))
+    with pytest.raises(BadCalibration, match="calibrate again, or remove it"):
+        load(tmp_path, "abacus-4")
+
+
+def test_a_machine_that_cannot_be_measured_says_why(monkeypatch):
+    monkeypatch.setattr(machines, "_COMMAND", (sys.executable, "-c", "raise SystemExit('no memory left')"))
+    with pytest.raises(CalibrationFailed, match="could not be measured: no memory left"):
+        machines.measure("abacus-4", print)

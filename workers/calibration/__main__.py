@@ -1,0 +1,63 @@
+"""`python -m workers.calibration`: measures this machine and prints what it found as one JSON document. The service's
+and the command's processes have no torch; this one does."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+
+from workers.calibration.kernels import attention_times, product_times
+from workers.calibration.links import collective_times
+from workers.calibration.local_ranks import LocalRanks
+from workers.calibration.measurements import Measurements
+from workers.calibration.steps import BUSY as BUSY_SHAPE
+from workers.calibration.steps import as_busy, busy_seconds, document_of, step_times
+from workers.system.host_memory import keep_freed_memory
+from workers.system.processor import cores_here, processor_name
+
+MOST_RANKS = 8
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure; returns the exit status."""
+    options = argparse.ArgumentParser(prog="python -m workers.calibration", description=__doc__)
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    chosen = options.parse_args(arguments)
+    found = measure(chosen.device, lambda part: print(f"measuring: {part}", file=sys.stderr, flush=True))
+    print(json.dumps(dataclasses.asdict(found)))
+    return 0
+
+
+def measure(kind: str, say: Callable[[str], None]) -> Measurements:
+    """Everything, part by part; `say` is told what is measured next."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    device = torch.device(kind)
+    cores = cores_here()
+    name = torch.cuda.get_device_name(device) if kind == "cuda" else processor_name()
+    say("matrix products and attention")
+    narrow = product_times(device, torch.bfloat16)
+    wide = product_times(device, torch.float32)
+    attention = attention_times(device, torch.bfloat16 if kind == "cuda" else torch.float32)
+    say("steps of one rank")
+    found = Measurements(name, cores, wide + narrow, attention, step_times(device))
+    if kind == "cuda":
+        return found
+    say("several ranks")
+    gangs = LocalRanks()
+    document = document_of(BUSY_SHAPE, "fp32")
+    for ranks in sorted({1, cores, min(MOST_RANKS, 4 * cores)}):
+        together = document | {"parallel": {"data": ranks}}
+        found.busy.append(as_busy(gangs.run(busy_seconds, together)))
+    for ranks in (2, 4, MOST_RANKS):
+        found.collectives.extend(gangs.run(collective_times, document | {"parallel": {"tensor": ranks}})[0])
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

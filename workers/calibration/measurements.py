@@ -1,0 +1,102 @@
+"""What a calibration has measured, before anything is fitted on it. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from workers.config import JobSpec
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """One matrix product."""
+
+    name: str
+    """forward, input (its gradient) or weight (its gradient, added to a sum)."""
+    precision: str
+    """Of its factors, as torch calls it: float32, bfloat16."""
+    n: int
+    i: int
+    o: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s."""
+        return 2.0 * self.n * self.i * self.o / self.seconds
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """Forward and backward of fused attention, together."""
+
+    batch: int
+    heads: int
+    sequence: int
+    head_size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """A whole step of the engine on one rank."""
+
+    document: dict[str, Any]
+    """The job."""
+    seconds: float
+    """Of a core's time, or of the device's."""
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """A collective between ranks of this node that do nothing else."""
+
+    kind: Literal["all_gather", "reduce_scatter"]
+    ranks: int
+    size: int
+    """Bytes of the whole tensor."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BusyTime:
+    """A step of the engine on one rank while others do the same, each for itself."""
+
+    ranks: int
+    seconds: float
+    """Of a core's time."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Everything."""
+
+    device: str
+    """Name of the accelerator, or of the processor."""
+    cores: int
+    """Cores that the ranks share; of a GPU's host."""
+    products: list[ProductTime] = field(default_factory=list)
+    attention: list[AttentionTime] = field(default_factory=list)
+    steps: list[StepSeconds] = field(default_factory=list)
+    collectives: list[CollectiveTime] = field(default_factory=list)
+    busy: list[BusyTime] = field(default_factory=list)
+    """With one rank first."""
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Measurements:
+        """What `dataclasses.asdict` made of one. Raises KeyError, TypeError."""
+        kinds = {
+            "products": ProductTime,
+            "attention": AttentionTime,
+            "steps": StepSeconds,
+            "collectives": CollectiveTime,
+            "busy": BusyTime,
+        }
+        lists = {name: [kind(**row) for row in document[name]] for name, kind in kinds.items()}
+        return cls(document["device"], document["cores"], **lists)
+
+
+def step_job(step: StepSeconds) -> JobSpec:
+    """The job of a measured step."""
+    return JobSpec.model_validate(step.document)

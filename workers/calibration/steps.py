@@ -1,0 +1,95 @@
+"""Steps of the engine on one rank, whose times beside products and attention say what single operations and moved bytes
+take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workers.calibration.clock import median_seconds
+from workers.calibration.measurements import BusyTime, StepSeconds
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.config import JobSpec
+from workers.data.batches import MicroBatch
+from workers.engine import Engine
+from workers.spec.reading import parse_job_spec
+
+BUSY_SECONDS = 1.5
+
+# (layers, hidden, heads, sequence, micro-batch, micro-batches, vocabulary)
+ON_CPU = (
+    (4, 32, 2, 16, 1, 8, 256),  # operations
+    (2, 64, 2, 64, 2, 8, 256),
+    (2, 128, 4, 128, 2, 4, 1024),
+    (4, 256, 4, 128, 4, 2, 512),
+    (2, 256, 8, 256, 1, 4, 8192),  # the loss
+    (2, 512, 8, 32, 1, 1, 512),  # the optimizer
+    (2, 512, 8, 256, 2, 2, 512),
+)
+ON_GPU = ((4, 256, 4, 64, 1, 4, 1024), (4, 2048, 16, 2048, 1, 4, 32000), (2, 4096, 32, 2048, 2, 2, 32000))
+BUSY = (2, 256, 8, 128, 4, 4, 512)
+
+Shape = tuple[int, int, int, int, int, int, int]
+
+
+def document_of(shape: Shape, precision: str) -> dict[str, Any]:
+    """The job of one rank with such a shape."""
+    layers, hidden, heads, sequence, size, count, vocabulary = shape
+    model = {"layers": layers, "hidden_size": hidden, "heads": heads, "sequence_length": sequence}
+    return {
+        "model": model | {"vocabulary_size": vocabulary},
+        "data": {"source": "megatron", "paths": ["corpus.bin"]},
+        "train": {
+            "steps": 1000,
+            "global_batch_size": size * count,
+            "micro_batch_size": size,
+            "precision": precision,
+            "seed": 1234,
+        },
+    }
+
+
+def random_batch(spec: JobSpec, device: torch.device) -> list[MicroBatch]:
+    """A replica's micro-batches, of any tokens."""
+    size, length = spec.train.micro_batch_size, spec.model.sequence_length
+    batch = []
+    for number in range(spec.micro_batches):
+        tokens_sb = torch.randint(spec.vocabulary_size, (length + 1, size), device=device)
+        batch.append(MicroBatch(range(number * size, (number + 1) * size), tokens_sb[:-1], tokens_sb[1:]))
+    return batch
+
+
+class OneRank:
+    """The engine of a job of one rank."""
+
+    def __init__(self, document: dict[str, Any], device: torch.device):
+        spec = parse_job_spec(document)
+        self._engine = Engine(spec, Comm(RankGrid(spec.layout), 0, device))
+        self._engine.initialise(spec.train.seed)
+        self._batch, self._sequences = random_batch(spec, device), spec.train.global_batch_size
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self._engine.step(self._batch, self._sequences, 1e-4, 0)
+
+
+def step_times(device: torch.device) -> list[StepSeconds]:
+    """Of jobs in which different things count."""
+    on_gpu = device.type == "cuda"
+    documents = [document_of(shape, "bf16" if on_gpu else "fp32") for shape in (ON_GPU if on_gpu else ON_CPU)]
+    return [StepSeconds(each, median_seconds(OneRank(each, device).step, device, 0.5)) for each in documents]
+
+
+def busy_seconds(comm: Comm, _: JobSpec) -> float:
+    """Program for ranks: a step of a job of this rank alone, while all others do the same."""
+    rank = OneRank(document_of(BUSY, "fp32"), comm.device)
+    rank.step()
+    comm.barrier()
+    return median_seconds(rank.step, comm.device, BUSY_SECONDS)
+
+
+def as_busy(seconds: list[float]) -> BusyTime:
+    """What all ranks found together."""
+    return BusyTime(len(seconds), sum(seconds) / len(seconds))
