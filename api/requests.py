@@ -51,6 +51,8 @@ class PlanDocument(BaseModel):
     """Where."""
     parallel: dict[str, Any] | Literal["auto"] = "auto"
     """A layout, or auto: the best ones are found."""
+    explain: bool = False
+    """Whether to say where the time of the best plan goes, and what single changes would do."""
 
 
 class JobChanges(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -284,6 +284,60 @@ class RejectedPlan(Answer):
     """Why, as a sentence."""
 
 
+class StepShare(Answer):
+    """A part of a planned step."""
+
+    name: str
+    """Stable code."""
+    seconds: float
+    """Of each rank, in the mean; that of products may be below zero, where kernels leave out what FLOPs count."""
+    what: str
+    help: str
+    """What would make it smaller; empty where nothing does."""
+
+
+class PlanChange(Answer):
+    """What one change of a plan would do."""
+
+    change: str
+    """As in a JobSpec."""
+    step_seconds: float
+    memory_bytes: int
+    """Of the rank that needs most."""
+    fits: bool
+
+
+class PlannedPass(Answer):
+    """One pass of a micro-batch through a virtual stage."""
+
+    rank: int
+    """Pipeline rank."""
+    kind: Literal["forward", "backward", "backward_input", "backward_weight"]
+    stage: int
+    """Virtual stage, in the model's order."""
+    micro_batch: int
+    begin: float
+    """Seconds from the step's start."""
+    end: float
+
+
+class PlanExplanation(Answer):
+    """Where the step of the best plan goes, and what would change that."""
+
+    sentences: list[str]
+    """The largest losses, and what helps."""
+    shares: list[StepShare]
+    """From the device's peak on; together the step."""
+    changes: list[PlanChange]
+    """Of one thing at a time: the fastest that fit first, then those that do not fit."""
+    memory_by_stage: list[PlanMemory]
+    """Of a rank of each pipeline stage."""
+    usable_bytes: int
+    """Of a device's memory."""
+    timeline: list[PlannedPass] | None
+    """The pipeline of one step; null where it has more than 20,000 passes."""
+
+
 class Plans(Answer):
     """What a plan was asked for."""
 
@@ -293,6 +347,8 @@ class Plans(Answer):
     """Of each other tensor and pipeline size the layout that came nearest."""
     note: str | None = None
     """What to know of these times: on machines that the planner has no measurements of."""
+    explanation: PlanExplanation | None = None
+    """Of the first plan, where it was asked for."""
 
 
 class MetricSeries(Answer):

@@ -10,10 +10,11 @@ from rich.console import Console
 
 from api import schemas
 from api.cli import render
-from api.cli.main import Json, Url, connect, read_file, show
+from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, read_file, show
 from service.machines import this_node
 from service.planner.answer import to_json
 from service.planner.hardware import GIB, Cluster
+from service.planner.pictures import picture
 from service.planner.request import read_request
 from service.settings import Settings
 from workers.paths import Paths
@@ -36,13 +37,36 @@ def plan(
             allow_dash=True,
         ),
     ],
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say where the best plan's time goes, and what single changes would do.")
+    ] = False,
+    picture_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture", help="Draw the best plan's pipeline, step and memory into this SVG file.", dir_okay=False
+        ),
+    ] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
     """Find the best layouts of a job, or say what its own takes in time and memory, before it runs. For a cluster that
     the file describes no service is needed; without one the service is asked about its own."""
-    answer = _answer(read_file(file), url)
+    document = read_file(file)
+    if isinstance(document, dict) and (explain or picture_file is not None):
+        document = {**document, "explain": True}
+    answer = _answer(document, url)
+    if picture_file is not None and answer.explanation is not None:
+        best = answer.plans[0]
+        title = f"{render.layout_name(best.parallel)}, micro-batch {best.micro_batch_size}, {best.gpus} ranks"
+        _write(picture_file, picture(title, answer.explanation.model_dump(mode="json")))
     show(answer, as_json, lambda console: plans_page(console, answer))
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise fail(f"cannot write {file}: {error.strerror or error}", EXIT_BAD_INPUT) from error
 
 
 def _answer(document: Any, url: str | None) -> schemas.Plans:
@@ -81,3 +105,26 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
         console.print(f"{render.layout_name(each.parallel)}: {each.reason}", highlight=False)
     if answer.note is not None:
         console.print(f"Note: {answer.note}", highlight=False)
+    if answer.explanation is not None:
+        _explanation(console, answer.explanation, answer.plans[0].step_seconds)
+
+
+def _explanation(console: Console, explanation: schemas.PlanExplanation, step: float) -> None:
+    console.print("\nWhere the best plan's step goes:")
+    shares = [
+        (each.name, f"{each.seconds / step:.1%}", f"{each.seconds:.4g} s", each.what) for each in explanation.shares
+    ]
+    render.table(console, ("PART", "SHARE", "TIME", "WHAT"), shares, "")
+    for sentence in explanation.sentences:
+        console.print(sentence, highlight=False)
+    console.print("\nWhat one change would do:")
+    changes = [
+        (
+            each.change,
+            f"{each.step_seconds:.4g} s",
+            f"{each.step_seconds / step - 1:+.1%}",
+            f"{each.memory_bytes / GIB:.1f} GiB" if each.fits else f"{each.memory_bytes / GIB:.1f} GiB, does not fit",
+        )
+        for each in explanation.changes
+    ]
+    render.table(console, ("CHANGE", "STEP", "DIFFERENCE", "MEMORY"), changes, "no other layout is possible")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from service.planner import explain
 from service.planner.memory import host_bytes
 from service.planner.request import PlanRequest
 from service.planner.search import Answer, Plan
@@ -22,6 +23,9 @@ def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
         "rejected": [
             {"parallel": each.spec.layout.model_dump(mode="json"), "reason": each.reason} for each in answer.rejected
         ],
+        "explanation": explain.to_json(explain.explain(answer.plans[0], request.cluster))
+        if request.explain and answer.plans
+        else None,
     }
 
 

@@ -21,6 +21,8 @@ _PASSES: dict[str, int] = {
     "backward_input": INPUT,
     "backward_weight": WEIGHT,
 }
+PASS_NAMES = {number: name for name, number in _PASSES.items()}
+"""What the schedules call each pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,20 @@ class StageTimes:
     def backward(self) -> float:
         """Both halves of backward."""
         return self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One pass on a pipeline rank, with the messages that take its time."""
+
+    rank: int
+    kind: int
+    """FORWARD, BACKWARD, INPUT or WEIGHT."""
+    stage: int
+    """Virtual stage, in the model's order."""
+    micro_batch: int
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -70,10 +86,18 @@ class Pipeline:
         first, second = self.simulated_seconds(few), self.simulated_seconds(few + more)
         return first + (second - first) * (micro_batches - few) / more
 
-    def simulated_seconds(self, micro_batches: int) -> float:
-        """The same as `seconds`, with every micro-batch simulated."""
+    def bars(self, micro_batches: int) -> list[Bar]:
+        """Every pass of every rank, when it begins and ends."""
+        spans: list[tuple[int, int, float, float]] = []
+        self.simulated_seconds(micro_batches, spans)
+        ranks = _orders(self.kind, self.stages, self.virtual_stages, micro_batches)
+        return [Bar(rank, *ranks[rank][at], begin, end) for rank, at, begin, end in sorted(spans)]
+
+    def simulated_seconds(self, micro_batches: int, spans: list[tuple[int, int, float, float]] | None = None) -> float:
+        """The same as `seconds`, with every micro-batch simulated. `spans`: takes rank, number of the pass on it,
+        begin and end of each."""
         if self.cores is not None:
-            return self._on_shared_cores(micro_batches, self.cores)
+            return self._on_shared_cores(micro_batches, self.cores, spans)
         ranks = _orders(self.kind, self.stages, self.virtual_stages, micro_batches)
         count = len(self.times)
         seconds = [
@@ -97,6 +121,7 @@ class Pipeline:
                 at, clock, end = reached[rank], now[rank], len(passes)
                 while at < end:
                     kind, index, micro_batch = passes[at]
+                    begin = clock
                     if kind == WEIGHT:
                         clock += seconds[WEIGHT][index]
                     else:
@@ -108,15 +133,20 @@ class Pipeline:
                                 waiting = True
                                 break
                             ready += delays[way][index]
-                            clock = (ready if ready > clock else clock) + arriving[way][index]
+                            begin = ready if ready > clock else clock
+                            clock = begin + arriving[way][index]
                         clock += seconds[kind][index]
                         done[way][index][micro_batch] = clock
                         clock += leaving[way][index]
+                    if spans is not None:
+                        spans.append((rank, at, begin, clock))
                     at += 1
                 reached[rank], now[rank] = at, clock
         return max(now)
 
-    def _on_shared_cores(self, micro_batches: int, cores: SharedCores) -> float:
+    def _on_shared_cores(
+        self, micro_batches: int, cores: SharedCores, spans: list[tuple[int, int, float, float]] | None
+    ) -> float:
         """The same, where who computes shares cores with all others that do; messages take the time of both ends."""
         count = len(self.times)
         arriving, leaving = self._occupied()
@@ -135,7 +165,8 @@ class Pipeline:
             return seconds + arriving[way][index] + leaving[way][index], needed, (key(way, index, micro_batch),)
 
         ranks = _orders(self.kind, self.stages, self.virtual_stages, micro_batches)
-        return simulate([[of(*each) for each in passes] for passes in ranks], 2 * count * micro_batches, cores)
+        each_rank = [[of(*each) for each in passes] for passes in ranks]
+        return simulate(each_rank, 2 * count * micro_batches, cores, spans)
 
     def work(self, micro_batches: int) -> float:
         """Most seconds that any rank computes in the step, messages that block not counted; or that all cores do."""

@@ -33,6 +33,8 @@ class PlanRequest:
     job: JobSpec
     """With the layout, or `auto`."""
     cluster: Cluster
+    explain: bool = False
+    """Whether the best plan is to be explained."""
 
     @property
     def is_auto(self) -> bool:
@@ -56,12 +58,15 @@ def read_request(document: Any, current: CurrentCluster, node: CpuNode) -> PlanR
     with it."""
     if not isinstance(document, dict):
         raise SpecError([Problem("", f"a plan is asked for with a mapping, not {kind_of(document)}", "model: {...}")])
-    job = _job_in(document)
+    explain = document.get("explain", False)
+    if not isinstance(explain, bool):
+        raise SpecError([Problem("explain", f"must be true or false, not {kind_of(explain)}", "true")])
+    job = _job_in({key: value for key, value in document.items() if key != "explain"})
     cluster = read_cluster(document.get("cluster"), current, node)
     problems = _too_large(job, cluster)
     if problems:
         raise SpecError(problems)
-    return PlanRequest(job, cluster)
+    return PlanRequest(job, cluster, explain)
 
 
 def _job_in(document: Mapping[str, Any]) -> JobSpec:

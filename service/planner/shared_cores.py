@@ -43,8 +43,15 @@ class SharedCores:
         return max(1.0, self.count * self.all_busy)
 
 
-def simulate(ranks: Sequence[Sequence[Pass]], count: int, cores: SharedCores) -> float:
-    """Seconds until every rank has done its passes, in their order."""
+def simulate(
+    ranks: Sequence[Sequence[Pass]],
+    count: int,
+    cores: SharedCores,
+    spans: list[tuple[int, int, float, float]] | None = None,
+) -> float:
+    """Seconds until every rank has done its passes, in their order. `spans`: takes rank, number of the pass on it,
+    begin and end of each."""
+    began = [0.0] * len(ranks)
     done = [False] * count
     reached = [0] * len(ranks)
     left: dict[int, float] = {}
@@ -54,7 +61,7 @@ def simulate(ranks: Sequence[Sequence[Pass]], count: int, cores: SharedCores) ->
             if rank not in left and reached[rank] < len(passes):
                 seconds, needed, _ = passes[reached[rank]]
                 if all(done[key] for key in needed):
-                    left[rank] = seconds
+                    left[rank], began[rank] = seconds, now
         if not left:
             return now
         speed = cores.speed(len(left))
@@ -64,6 +71,8 @@ def simulate(ranks: Sequence[Sequence[Pass]], count: int, cores: SharedCores) ->
             left[rank] -= shortest
             if left[rank] <= ROUNDING * shortest:
                 del left[rank]
+                if spans is not None:
+                    spans.append((rank, reached[rank], began[rank], now))
                 for key in ranks[rank][reached[rank]][2]:
                     done[key] = True
                 reached[rank] += 1

@@ -73,3 +73,18 @@ def test_a_job_is_planned_for_the_cluster_of_the_service(plan, service, monkeypa
     monkeypatch.setenv("MANTA_API_KEY", ADMIN)
     answer = json.loads(plan(DOCUMENT | {"parallel": "auto"}, "--json", "--url", service.url))
     assert answer["plans"]
+
+
+def test_the_best_plan_is_explained_and_drawn(plan, tmp_path):
+    shown = plan(PLAN, "--explain", "--picture", str(tmp_path / "plan.svg"))
+    assert "Where the best plan's step goes:" in shown
+    assert "micro_batch_size: " in shown.split("What one change would do:")[1]
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg ")
+    answer = json.loads(plan(PLAN, "--explain", "--json"))
+    step = sum(each["seconds"] for each in answer["explanation"]["shares"])
+    assert step == pytest.approx(answer["plans"][0]["step_seconds"])
+    assert json.loads(plan(PLAN, "--json"))["explanation"] is None
+
+
+def test_a_picture_that_cannot_be_written_is_said(plan, tmp_path):
+    assert "cannot write" in plan(PLAN, "--picture", str(tmp_path / "nowhere" / "plan.svg"), code=2)

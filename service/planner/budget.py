@@ -1,0 +1,121 @@
+"""From a device's peak down to what a step reaches of it: every second of a planned step by what it goes to, and what
+would help. Pure Python.
+
+The parts of a rank's passes are means over all ranks, so that what ranks wait for one another, in bubbles and behind
+stages with more layers, is a part of its own. All parts together are the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service.planner.operations import Budget
+from service.planner.step_time import StepModel, StepTime, layer_counts
+from workers.accounting.flops import step_flops
+
+WORTH_SAYING = 0.04
+"""Part of a step, from which on one of its parts is named in a sentence."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One part of a step."""
+
+    name: str
+    seconds: float
+    what: str
+    """What it is, in a few words."""
+    help: str
+    """What would make it smaller; empty where nothing does."""
+
+
+def step_shares(model: StepModel, time: StepTime, peak_flops: float) -> tuple[Share, ...]:
+    """The parts of a step that takes `time`, of which `peak_flops` a device would take the first alone. Their sum is
+    the step's seconds; that of products may be below zero where kernels leave out what FLOPs count."""
+    spec, mean = model.spec, _mean_passes(model)
+    flops = step_flops(spec)
+    counted = flops.model_full if spec.attention_is_explicit else flops.model_causal
+    ideal = counted / spec.layout.world_size / (_peak_of_rank(model) or peak_flops)
+    passes = mean.seconds
+    seconds = {
+        "arithmetic": ideal,
+        "products": mean.products + mean.attention - ideal,
+        "elementwise": mean.elementwise + mean.accumulation,
+        "recomputation": mean.recomputation,
+        "tensor": mean.tensor,
+        "host": mean.host,
+        "bubble": time.pipeline - passes,
+        "gradients": time.gradients + time.tied,
+        "optimizer": time.optimizer,
+        "replicas": time.waiting,
+    }
+    return tuple(Share(name, each, *_words(name, model)) for name, each in seconds.items())
+
+
+def _peak_of_rank(model: StepModel) -> float | None:
+    """FLOP/s of a rank's part of the cores that this job's ranks share; None where each has a device."""
+    cores, core = model.cores(), model.cluster.machine.core
+    if cores is None or core is None:
+        return None
+    return core.product_rate(model.layer.width) * min(1.0, cores.count / model.spec.layout.world_size)
+
+
+def _mean_passes(model: StepModel) -> Budget:
+    """Of all passes of a step on one rank, the mean over the pipeline's ranks."""
+    layout, machine, passes = model.spec.layout, model.cluster.machine, model.passes
+    counts = layer_counts(model.spec.model.layers, layout.pipeline * layout.virtual_stages)
+    total, last = Budget(), len(counts) - 1
+    for index, layers in enumerate(counts):
+        forward, backward = Budget().plus(passes.forward, layers), Budget().plus(passes.backward_input, layers)
+        if index == 0:
+            forward, backward = forward.plus(passes.first_forward), backward.plus(passes.first_backward)
+        if index == last:
+            forward, backward = forward.plus(passes.last_forward), backward.plus(passes.last_backward)
+        for each in (forward, backward, Budget().plus(passes.backward_weight, layers)):
+            total = total.plus(each.wait_for_host(machine))
+    cores = model.cores()
+    alone = 1.0 if cores is None else cores.speed(layout.pipeline)
+    return _times(total, model.spec.micro_batches / layout.pipeline / alone)
+
+
+def _times(budget: Budget, factor: float) -> Budget:
+    return Budget(*(factor * getattr(budget, name) for name in Budget.__dataclass_fields__))
+
+
+def _words(name: str, model: StepModel) -> tuple[str, str]:
+    """What a part is, and what would help."""
+    layout = model.spec.layout
+    replicas = f"{layout.data} replicas"
+    return {
+        "arithmetic": ("the model's FLOPs at the device's peak rate", ""),
+        "products": (
+            "what matrix products and attention take longer than at the peak",
+            "larger products: a larger micro-batch, or a smaller tensor size",
+        ),
+        "elementwise": ("norms, activations, residuals and losses, at the memory's speed", "train.compile: true"),
+        "recomputation": (
+            f"activations that are computed again ({layout.recompute})",
+            "less recomputation, where memory allows: a smaller micro-batch, or more stages",
+        ),
+        "tensor": (f"communication of tensor {layout.tensor}", "a smaller tensor size with more pipeline stages"),
+        "host": ("the device waits for the host to launch its kernels", "a larger micro-batch, or train.compile: true"),
+        "bubble": (
+            f"ranks wait for other stages ({layout.schedule}, pipeline {layout.pipeline})",
+            "more micro-batches: a larger global batch, a smaller micro-batch or fewer replicas; more virtual stages, "
+            "or a zero-bubble schedule",
+        ),
+        "gradients": (f"sums of gradients over {replicas} that nothing hides", "fewer replicas, or a larger batch"),
+        "optimizer": (
+            f"the update, and bringing it to {replicas}",
+            "a larger global batch, so that there are fewer updates" if layout.zero else "parallel.zero: 1",
+        ),
+        "replicas": (f"the slowest of {replicas}", "fewer replicas"),
+    }[name]
+
+
+def sentences(shares: tuple[Share, ...]) -> tuple[str, ...]:
+    """What an expert would say of where the step goes, the largest loss first."""
+    step = sum(each.seconds for each in shares)
+    losses = sorted((each for each in shares if each.help), key=lambda each: -each.seconds)
+    spoken = [each for each in losses if each.seconds >= WORTH_SAYING * step][:3]
+    return tuple(f"{each.seconds / step:.0%} of the step: {each.what}. Less with {each.help}." for each in spoken)

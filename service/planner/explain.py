@@ -1,0 +1,84 @@
+"""Why a plan takes as long as it does: its step from the device's peak on, what one change would do, the pipeline's
+timeline and the memory of each stage. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from service.planner.budget import Share, sentences, step_shares
+from service.planner.hardware import Cluster
+from service.planner.memory import RankMemory, memory_of, usable_bytes
+from service.planner.pipeline import PASS_NAMES, Bar
+from service.planner.search import Plan
+from service.planner.software import engine_on
+from service.planner.step_time import StepModel
+from service.planner.what_if import WhatIf, what_ifs
+
+MOST_PASSES = 20_000
+"""Of a timeline: a browser still draws so many, and an answer still holds them."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Of one plan."""
+
+    shares: tuple[Share, ...]
+    """Of a step, from the device's peak on."""
+    changes: tuple[WhatIf, ...]
+    memory: tuple[RankMemory, ...]
+    """Of a rank of each pipeline stage."""
+    usable_bytes: float
+    """Of a device's memory."""
+    bars: tuple[Bar, ...] | None
+    """The passes of one step on each pipeline rank; None where they are too many."""
+
+
+def explain(plan: Plan, cluster: Cluster) -> Explanation:
+    """Look at `plan`, one of a search on `cluster`."""
+    spec, engine = plan.spec, engine_on(cluster.machine)
+    model, layout = StepModel(spec, cluster, engine), spec.layout
+    passes = (3 if layout.schedule.startswith("zb") else 2) * layout.pipeline * layout.virtual_stages
+    few = passes * spec.micro_batches <= MOST_PASSES
+    return Explanation(
+        shares=step_shares(model, plan.time, plan.peak_flops),
+        changes=what_ifs(spec, cluster, engine),
+        memory=tuple(memory_of(spec, rank) for rank in range(layout.pipeline)),
+        usable_bytes=usable_bytes(cluster),
+        bars=tuple(model.pipeline().bars(spec.micro_batches)) if few else None,
+    )
+
+
+def to_json(explanation: Explanation) -> dict[str, Any]:
+    """In the form of `api.schemas.PlanExplanation`."""
+    return {
+        "sentences": list(sentences(explanation.shares)),
+        "shares": [
+            {"name": each.name, "seconds": each.seconds, "what": each.what, "help": each.help}
+            for each in explanation.shares
+        ],
+        "changes": [
+            {
+                "change": each.change,
+                "step_seconds": each.seconds,
+                "memory_bytes": round(each.memory),
+                "fits": each.fits,
+            }
+            for each in explanation.changes
+        ],
+        "memory_by_stage": [each.parts() for each in explanation.memory],
+        "usable_bytes": round(explanation.usable_bytes),
+        "timeline": None
+        if explanation.bars is None
+        else [
+            {
+                "rank": bar.rank,
+                "kind": PASS_NAMES[bar.kind],
+                "stage": bar.stage,
+                "micro_batch": bar.micro_batch,
+                "begin": bar.begin,
+                "end": bar.end,
+            }
+            for bar in explanation.bars
+        ],
+    }

@@ -1,0 +1,81 @@
+"""What one change of a plan would do to its step and its memory, for each change that a user may think of. Pure
+Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from service.planner.hardware import Cluster
+from service.planner.memory import fits, worst_rank
+from service.planner.software import Software
+from service.planner.step_time import StepModel
+from workers.config import JobSpec
+from workers.parallel.pipeline.schedules import KINDS
+from workers.spec.rules import find_problems
+
+_TRADES = (("tensor", "data"), ("tensor", "pipeline"), ("pipeline", "data"))
+"""Axes between which a factor of two may move."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """One change, and what comes of it."""
+
+    change: str
+    """As a user would write it: `micro_batch_size: 2`."""
+    seconds: float
+    """Of a step."""
+    memory: float
+    """Bytes of the rank that needs most."""
+    fits: bool
+
+
+def what_ifs(spec: JobSpec, cluster: Cluster, software: Software) -> tuple[WhatIf, ...]:
+    """Of every single change that the rules allow, the fastest that fit first, then those that do not fit."""
+    answers = []
+    for change, document in _changes(spec):
+        other = JobSpec.model_validate(document)
+        if find_problems(other) or other.layout.tensor > cluster.gpus_per_node:
+            continue
+        seconds = StepModel(other, cluster, software).time().seconds
+        answers.append(WhatIf(change, seconds, worst_rank(other).total, fits(other, cluster).fits))
+    return tuple(sorted(answers, key=lambda each: (not each.fits, each.seconds, each.change)))
+
+
+def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each change, and the document of the job with it."""
+    document = spec.model_dump(mode="json")
+    train, parallel = document["train"], document["parallel"]
+
+    def of(section: str, **values: Any) -> tuple[str, dict[str, Any]]:
+        return ", ".join(f"{key}: {value}" for key, value in values.items()), {
+            **document,
+            section: document[section] | values,
+        }
+
+    micro = train["micro_batch_size"]
+    yield of("train", micro_batch_size=2 * micro)
+    if micro % 2 == 0:
+        yield of("train", micro_batch_size=micro // 2)
+    for axes in _TRADES:
+        for more, fewer in (axes, axes[::-1]):
+            if parallel[fewer] % 2 == 0:
+                yield of("parallel", **{more: 2 * parallel[more], fewer: parallel[fewer] // 2})
+    for recompute in ("none", "selective", "full"):
+        if recompute != parallel["recompute"]:
+            yield of("parallel", recompute=recompute)
+    for schedule, stages in _schedules(parallel):
+        yield of("parallel", schedule=schedule, virtual_stages=stages)
+    yield of("parallel", zero=1 - min(1, parallel["zero"]))
+
+
+def _schedules(parallel: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Other schedules, and other numbers of virtual stages."""
+    if parallel["pipeline"] == 1:
+        return
+    now = parallel["schedule"], parallel["virtual_stages"]
+    for schedule in KINDS:
+        counts = {"interleaved": (2, 4, 8), "zb-v": (2,)}.get(schedule, (1,))
+        yield from ((schedule, count) for count in counts if (schedule, count) != now)

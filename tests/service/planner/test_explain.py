@@ -1,0 +1,125 @@
+"""Where a plan's time goes adds up to its step; what one change would do is what a plan with it says."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+
+import pytest
+
+from service.planner.budget import sentences
+from service.planner.explain import explain, to_json
+from service.planner.hardware import Cluster, cpu_machine, machine_of
+from service.planner.pictures import picture
+from service.planner.pipeline import WEIGHT
+from service.planner.search import plan_of
+from service.planner.software import engine_on
+from service.planner.step_time import StepModel
+from workers.config import JobSpec
+
+CLUSTERS = {"a100": Cluster(machine_of("a100"), 4, 8), "cpu": Cluster(cpu_machine(8, 2, 2**34), 4, 8)}
+LAYOUTS = [
+    {},
+    {"tensor": 4, "pipeline": 2, "data": 2},
+    {"pipeline": 4, "virtual_stages": 2, "schedule": "interleaved", "recompute": "full"},
+    {"tensor": 2, "pipeline": 4, "schedule": "zb-h1", "data": 2},
+    {"pipeline": 2, "virtual_stages": 2, "schedule": "zb-v", "zero": 0, "data": 4},
+]
+
+
+def job(parallel, **train) -> JobSpec:
+    return JobSpec.model_validate({
+        "model": {"layers": 14, "hidden_size": 1024, "heads": 16, "sequence_length": 512, "vocabulary_size": 32000},
+        "data": {"source": "megatron", "paths": ["corpus.bin"]},
+        "train": {"steps": 10, "global_batch_size": 64, "micro_batch_size": 2, "precision": "bf16", **train},
+        "parallel": parallel,
+    })  # fmt: skip
+
+
+def explained(parallel, cluster="a100", **train):
+    spec, where = job(parallel, **train), CLUSTERS[cluster]
+    plan = plan_of(spec, where, engine_on(where.machine))
+    return plan, explain(plan, where)
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS)
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_the_parts_of_a_step_are_the_step_and_none_is_below_zero(parallel, cluster):
+    plan, explanation = explained(parallel, cluster)
+    assert sum(each.seconds for each in explanation.shares) == pytest.approx(plan.time.seconds, rel=1e-9)
+    assert all(each.seconds > -1e-9 * plan.time.seconds for each in explanation.shares), explanation.shares
+    seconds = {each.name: each.seconds for each in explanation.shares}
+    assert (seconds["recomputation"] > 0) == (plan.spec.layout.recompute != "none")
+    assert (seconds["tensor"] > 0) == (plan.spec.layout.tensor > 1)
+    if cluster == "a100":
+        mfu = plan.rate(plan.flops.model_causal) / plan.peak_flops
+        assert seconds["arithmetic"] / plan.time.seconds == pytest.approx(mfu)
+        assert (seconds["bubble"] > 1e-9 * plan.time.seconds) == (plan.spec.layout.pipeline > 1)
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS[1:])
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_a_timeline_has_every_pass_in_order_and_ends_with_the_pipeline(parallel, cluster):
+    plan, explanation = explained(parallel, cluster)
+    layout, m = plan.spec.layout, plan.spec.micro_batches
+    kinds = 3 if layout.schedule.startswith("zb") else 2
+    bars = explanation.bars
+    assert {(bar.stage, bar.micro_batch) for bar in bars} == {
+        (stage, number) for stage in range(layout.pipeline * layout.virtual_stages) for number in range(m)
+    }
+    whole = sum(1 for bar in bars if bar.kind != WEIGHT)
+    assert whole == 2 * layout.pipeline * layout.virtual_stages * m
+    assert len(bars) <= kinds * layout.pipeline * layout.virtual_stages * m
+    for rank in range(layout.pipeline):
+        own = [bar for bar in bars if bar.rank == rank]
+        assert all(bar.begin < bar.end for bar in own)
+        assert all(before.end <= bar.begin + 1e-12 for before, bar in pairwise(own))
+    model = StepModel(plan.spec, CLUSTERS[cluster], engine_on(CLUSTERS[cluster].machine))
+    assert max(bar.end for bar in bars) == pytest.approx(model.pipeline().simulated_seconds(m), rel=1e-9)
+
+
+def test_one_change_does_what_a_plan_with_it_says():
+    _, explanation = explained(LAYOUTS[1])
+    changes = {each.change: each for each in explanation.changes}
+    for change, parallel, train in (
+        ("micro_batch_size: 4", {}, {"micro_batch_size": 4}),
+        ("tensor: 8, data: 1", {"tensor": 8, "data": 1}, {}),
+        ("schedule: zb-h1, virtual_stages: 1", {"schedule": "zb-h1"}, {}),
+        ("recompute: full", {"recompute": "full"}, {}),
+        ("zero: 0", {"zero": 0}, {}),
+    ):
+        other, _ = explained({**LAYOUTS[1], **parallel}, **train)
+        assert changes[change].seconds == other.time.seconds
+        assert changes[change].memory == other.memory.total
+        assert changes[change].fits
+    assert "tensor: 8, pipeline: 1" in changes
+    assert not [change for change in changes if change.startswith("tensor: 16")], "groups stay on a node"
+    fast = [each.seconds for each in explanation.changes if each.fits]
+    assert fast == sorted(fast)
+
+
+def test_the_largest_losses_are_said_in_sentences_with_what_helps():
+    _, explanation = explained(LAYOUTS[2])
+    said = sentences(explanation.shares)
+    assert 1 <= len(said) <= 3
+    losses = sorted((each.seconds for each in explanation.shares if each.help), reverse=True)
+    step = sum(each.seconds for each in explanation.shares)
+    assert [sentence.split("%")[0] for sentence in said] == [f"{100 * each / step:.0f}" for each in losses[: len(said)]]
+    assert all(" of the step: " in sentence and ". Less with " in sentence for sentence in said)
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS)
+def test_a_picture_is_well_formed_and_has_a_bar_for_every_pass(parallel):
+    _, explanation = explained(parallel)
+    root = ElementTree.fromstring(picture("a <plan> & more", to_json(explanation)))
+    titles = [each.text for each in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert sum(" of micro-batch " in title for title in titles) == len(explanation.bars)
+    assert next(root.iter("{http://www.w3.org/2000/svg}text")).text == "a <plan> & more"
+    assert not [each for each in root.iter() if each.tag.endswith(("script", "image", "foreignObject"))]
+
+
+def test_a_pipeline_with_too_many_passes_is_told_without_a_timeline():
+    _, explanation = explained(LAYOUTS[2], global_batch_size=4096, micro_batch_size=1)
+    document = to_json(explanation)
+    assert document["timeline"] is None
+    assert "too many passes" in picture("large", document)
