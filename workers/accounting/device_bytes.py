@@ -21,6 +21,7 @@ from workers.accounting.flops import (
 )
 from workers.config import JobSpec
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
+from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
 WIDE = 4
 """Bytes of an element of gradients, master weights and moments."""
@@ -65,7 +66,11 @@ def bytes_of_stage(spec: JobSpec, stage: int, held: int, frozen: int, activation
     optimizer = WIDE * (masters + 2 * kept)
     # Updated parts are copied to be gathered, when no activations are left.
     copies = width * part if spec.layout.zero and replicas > 1 else 0
-    computing = activations + _workspace(spec, stage)
+    computing = activations + (_workspace(spec, stage) if trained else _forward_workspace(spec))
+    if stage == 0 and TOKEN_EMBEDDING not in frozen_names(spec):
+        # By then the layers of that micro-batch are through.
+        others = activations - activations // min(spec.micro_batches, spec.layout.pipeline)
+        computing = max(computing, others + _embedding_gradient(spec))
     workspace = max(computing, copies) - activations
     return DeviceBytes(width * held, gradients, optimizer, activations, workspace)
 
@@ -74,21 +79,63 @@ def _workspace(spec: JobSpec, stage: int) -> int:
     """What backward through the widest pair of products takes: the gradient of their result, their gathered input, and
     its gradient whole and reduced (a weight's gradient is added as it is made, by torch 2.13 and later); with a layer
     that is recomputed as a whole that layer's activations too."""
-    model, layout = spec.model, spec.layout
-    t, width, h = layout.tensor, 4 if spec.train.precision == "fp32" else 2, model.hidden_size
-    tokens = model.sequence_length * spec.train.micro_batch_size
-    outside = tokens // t if layout.sequence_parallel_on else tokens
-    gathered = tokens if layout.sequence_parallel_on else 0
-    inner = model.ffn_size // t
-    gates = 2 if model.parts.gated_mlp else 1
-
-    outside_of_result = (gathered + tokens + outside) * h  # the logits' own gradient counts as activations
-    again = _recomputed_layer(spec)
-    if stage == _last_rank(spec) and layout.schedule not in SPLIT_BACKWARD:
-        # Where products for weights do not wait, the logits are gone before a layer is computed again.
-        again = max(0, again - width * tokens * padded_vocabulary(spec) // t)
-    most = width * (gates * tokens * inner + outside_of_result) + again
+    layout, sizes = spec.layout, _Sizes.of(spec)
+    again, logits = _recomputed_layer(spec), 0
+    if stage == _last_rank(spec):
+        logits = sizes.width * sizes.tokens * padded_vocabulary(spec) // layout.tensor
+        if layout.schedule not in SPLIT_BACKWARD:
+            # Where products for weights do not wait, the logits are gone before a layer is computed again.
+            again, logits = max(0, again - logits), 0
+    # The logits' own gradient counts as activations; where it waits for its product there are those of the next
+    # micro-batch meanwhile.
+    outside_of_result = (sizes.gathered + sizes.tokens + sizes.outside) * spec.model.hidden_size
+    most = sizes.width * (sizes.gates * sizes.tokens * sizes.inner + outside_of_result) + again + logits
     return max(most, _written_out_attention(spec))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of what a layer computes on one rank."""
+
+    width: int
+    """Bytes of an element."""
+    tokens: int
+    outside: int
+    """Tokens that a rank has between blocks."""
+    gathered: int
+    """Tokens that are brought together for a block."""
+    inner: int
+    gates: int
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> _Sizes:
+        model, layout = spec.model, spec.layout
+        tokens = model.sequence_length * spec.train.micro_batch_size
+        apart = layout.sequence_parallel_on
+        return cls(
+            width=4 if spec.train.precision == "fp32" else 2,
+            tokens=tokens,
+            outside=tokens // layout.tensor if apart else tokens,
+            gathered=tokens if apart else 0,
+            inner=model.ffn_size // layout.tensor,
+            gates=2 if model.parts.gated_mlp else 1,
+        )
+
+
+def _forward_workspace(spec: JobSpec) -> int:
+    """What forward through an MLP takes on a rank that trains nothing: the inputs of its second product, with what
+    they are made of, its gathered input, and what is around it: residual, norm, what has come and what is to go."""
+    sizes = _Sizes.of(spec)
+    inside = (sizes.gates + 1) * sizes.tokens * sizes.inner
+    return sizes.width * (inside + (sizes.gathered + 4 * sizes.outside) * spec.model.hidden_size)
+
+
+def _embedding_gradient(spec: JobSpec) -> int:
+    """What the token embedding's gradient takes on a GPU: a table in fp32 that is added to the sum, gradients of its
+    rows in fp32 and as they came, and messages."""
+    sizes, h = _Sizes.of(spec), spec.model.hidden_size
+    rows = padded_vocabulary(spec) // spec.layout.tensor
+    return WIDE * (rows + sizes.tokens) * h + sizes.width * (sizes.tokens + 2 * sizes.outside) * h
 
 
 def _written_out_attention(spec: JobSpec) -> int:
