@@ -513,6 +513,10 @@ class Node(Answer):
     """CPU slots, which a node has beside GPUs too."""
     slots_free: float = 0
     """CPU slots that nobody has."""
+    gpu_type: str | None = None
+    """What Ray calls the type of its GPUs, where it has recognised them: H100."""
+    gpu_memory_bytes: int | None = None
+    """Of its smallest GPU, where the node's driver has been asked."""
     ranks: list[RunningRank] = []
     """Who has the others."""
 

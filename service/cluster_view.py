@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from service.cluster.cluster import Cluster
+from service.cluster.nodes import GpuReadings
 from service.store import Store, jobs, ranks
 
 _NOTHING = (0, 0)
@@ -25,6 +26,8 @@ async def cluster_view(cluster: Cluster, store: Store) -> dict[str, Any]:
             "draining": node in cluster.nodes.draining,
             "problem": cluster.nodes.problems.get(node),
             **_places(gpus.nodes.get(node, _NOTHING), slots.nodes.get(node, _NOTHING)),
+            "gpu_type": known[node].gpu_type,
+            "gpu_memory_bytes": _gpu_memory(cluster.nodes.gpus.get(node)),
             "ranks": placed.get(known[node].host, []),
         }
         for node in {**gpus.nodes, **slots.nodes}
@@ -45,6 +48,12 @@ def _places(gpus: tuple[int, int], slots: tuple[int, int]) -> dict[str, Any]:
         "slots_total": slots[0],
         "slots_free": slots[1],
     }
+
+
+def _gpu_memory(said: GpuReadings | None) -> int | None:
+    """Of the smallest GPU of a node, where its driver has been asked."""
+    sizes = [each.memory_total_bytes for each in said.readings if each.memory_total_bytes] if said else []
+    return min(sizes, default=None)
 
 
 def _placed_ranks(store: Store) -> dict[str, list[dict[str, Any]]]:

@@ -18,6 +18,7 @@ from workers.protocol.messages import GpuReading
 
 # How long units that were given back may take to be shown as free, and how often that is looked at.
 SETTLED_SECONDS, LOOK_SECONDS = 2.0, 0.05
+_TYPE = "accelerator_type:"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class RayNode:
     """Whether Ray takes it for living."""
     holds_ranks: bool = True
     """Whether it offers what a rank takes; others, such as a head without, are none of our business."""
+    gpu_type: str | None = None
+    """What Ray calls the type of its GPUs; None where it has none, or Ray does not know them."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Nodes:
                 node["NodeManagerHostname"],
                 node["Alive"],
                 _holds_ranks(node),
+                _gpu_type(node),
             )
             for node in await self._ray.read(self._all)
         ]
@@ -171,3 +175,9 @@ class Nodes:
 
 def _holds_ranks(node: dict[str, Any]) -> bool:
     return any(node["Resources"].get(unit, 0) >= 1 for unit in UNITS)
+
+
+def _gpu_type(node: dict[str, Any]) -> str | None:
+    """Ray offers a resource whose name says it, where it has recognised the GPUs."""
+    types = (name.removeprefix(_TYPE) for name in sorted(node["Resources"]) if name.startswith(_TYPE))
+    return next(types, None)

@@ -224,3 +224,15 @@ def machine_of(name: str) -> Machine:
     if not fitting:
         raise UnknownMachine(f"no accelerator {name!r} is known; known are {', '.join(MACHINES)}")
     return MACHINES[max(fitting, key=lambda known: MACHINES[known].accelerator.memory_bytes)]
+
+
+def known_as(ray_type: str, memory_bytes: float | None) -> str | None:
+    """The name in MACHINES of what Ray calls `ray_type`, such as H100 or A100-40G; of several that of so much memory
+    each, or if that is not known with most. None: there is none."""
+    exact = f"{ray_type.lower()}b"
+    if exact in MACHINES:
+        return exact
+    alike = [name for name in MACHINES if name.split("-")[0] == ray_type.lower()]
+    sizes = {name: MACHINES[name].accelerator.memory_bytes for name in alike}
+    small_enough = [name for name in alike if memory_bytes is None or sizes[name] <= memory_bytes * 1.05]
+    return max(small_enough or alike, key=lambda name: sizes[name], default=None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.planner.candidates import MOST_STAGES
-from service.planner.hardware import MACHINES, Cluster, CpuNode, UnknownMachine, machine_of
+from service.planner.hardware import MACHINES, Cluster, CpuNode, UnknownMachine, known_as, machine_of
 from service.planner.search import Answer, evaluate, search, smallest_cluster
 from service.planner.software import engine_on
 from workers.config import JobSpec, ParallelConfig
@@ -170,6 +170,23 @@ def _too_large(job: JobSpec, cluster: Cluster) -> list[Problem]:
     return problems
 
 
+def _type_of(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """The accelerator that most of these nodes have, as the planner calls it. Raises SpecError."""
+    types = Counter(node["gpu_type"] for node in nodes if node.get("gpu_type") is not None)
+    if not types:
+        problem = "this cluster has GPUs whose type Ray does not know: say it"
+        raise SpecError([Problem("cluster.accelerator", problem, "h100-80gb")])
+    called = min(types, key=lambda each: (-types[each], each))
+    memory = min((node["gpu_memory_bytes"] for node in nodes if node.get("gpu_memory_bytes")), default=None)
+    name = known_as(called, memory)
+    if name is None:
+        problem = (
+            f"of GPUs of type {called}, which this cluster has, no plans are made; known are {', '.join(MACHINES)}"
+        )
+        raise SpecError([Problem("cluster.accelerator", problem, "the one that is most like it")])
+    return name
+
+
 def cluster_of_nodes(nodes: Sequence[Mapping[str, Any]], accelerator: str | None, cpu_node: CpuNode) -> Cluster:
     """The cluster of which the control plane sees `nodes` (in the form of `api.schemas.Node`), as far as they are
     equal: of the size that most have. `cpu_node`: what one without GPUs is. Raises SpecError."""
@@ -178,9 +195,8 @@ def cluster_of_nodes(nodes: Sequence[Mapping[str, Any]], accelerator: str | None
         raise SpecError([Problem("cluster.current", "this cluster has no node with free places", "false")])
     size = max(sizes, key=lambda each: (sizes[each] * each, each))
     count = sum(number for each, number in sizes.items() if each >= size)
-    if any(node.get("accelerator") == "gpu" for node in nodes):
-        if accelerator is None:
-            problem = "this cluster has GPUs, of which the control plane does not know the type: say it"
-            raise SpecError([Problem("cluster.accelerator", problem, "h100-80gb")])
-        return _named_cluster(accelerator, {"nodes": count, "gpus_per_node": size})
+    with_gpus = [node for node in nodes if node.get("accelerator") == "gpu"]
+    if with_gpus:
+        name = _type_of(with_gpus) if accelerator is None else accelerator
+        return _named_cluster(name, {"nodes": count, "gpus_per_node": size})
     return Cluster(cpu_node.machine(size), count, size)

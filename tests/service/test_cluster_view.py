@@ -4,9 +4,11 @@ import asyncio
 
 import pytest
 
+from service.cluster.nodes import GpuReadings
 from service.cluster_view import cluster_view
 from service.store import ranks
 from tests.service.support.fake_cluster import FakeCluster
+from workers.protocol.messages import GpuReading
 
 
 @pytest.fixture
@@ -63,3 +65,12 @@ def test_a_node_with_gpus_offers_those_and_slots_beside_them_and_one_without_onl
     seen = view(cluster, store)
     assert [places(node) for node in seen["nodes"]] == [("cpu", 2, 2, 2, 2), ("gpu", 3, 1, 4, 4)]
     assert seen["totals"] == {"total": 3, "free": 1, "slots_total": 6, "slots_free": 6}
+
+
+def test_the_type_and_memory_of_gpus_are_said_where_they_are_known(store, cluster):
+    cluster.nodes.accelerated = {"two": (3, 1)}
+    readings = (GpuReading(0, memory_total_bytes=80), GpuReading(1, memory_total_bytes=40), GpuReading(2))
+    cluster.nodes.gpus["two"] = GpuReadings(0.0, readings)
+    one, two = view(cluster, store)["nodes"]
+    assert (one["gpu_type"], one["gpu_memory_bytes"]) == (None, None)
+    assert (two["gpu_type"], two["gpu_memory_bytes"]) == (None, 40)

@@ -94,6 +94,13 @@ def test_known_nodes_say_where_they_are_and_whether_they_live(nodes):
     assert not known["dead"].alive
 
 
+def test_the_type_of_gpus_is_what_ray_has_recognised(ray, nodes):
+    plain, named = node("a", gpus=2), node("b", gpus=2)
+    named["Resources"] |= {"accelerator_type:H100": 1.0, "node:127.0.0.1": 1.0}
+    ray.nodes = lambda: [plain, named]
+    assert [each.gpu_type for each in asyncio.run(nodes.known())] == [None, "H100"]
+
+
 @pytest.mark.parametrize(("comes_after", "waited"), [(0.0, 0.0), (0.5, 0.5), (None, nodes_module.SETTLED_SECONDS)])
 def test_what_was_given_back_is_waited_for_as_long_as_ray_may_take_to_show_it(ray, nodes, comes_after, waited):
     loop = VirtualTimeLoop()

@@ -156,9 +156,32 @@ def test_a_cluster_is_what_most_of_its_nodes_are():
 
 
 def test_gpus_of_an_unknown_type_have_to_be_named():
-    with pytest.raises(SpecError, match="does not know the type: say it"):
+    with pytest.raises(SpecError, match="whose type Ray does not know: say it"):
         cluster_of_nodes([node("gpu", 8)], None, NODE)
+    with pytest.raises(
+        SpecError, match="of GPUs of type T4, which this cluster has, no plans are made; known are v100"
+    ):
+        cluster_of_nodes([node("gpu", 8) | {"gpu_type": "T4"}], None, NODE)
     assert cluster_of_nodes([node("gpu", 8)], "h100", NODE).machine is machine_of("h100")
+
+
+@pytest.mark.parametrize(
+    ("gpu_type", "memory", "name"),
+    [
+        ("H100", None, "h100-80gb"),
+        ("A100", None, "a100-80gb"),
+        ("A100", 42_949_672_960, "a100-40gb"),
+        ("A100", 85_899_345_920, "a100-80gb"),
+        ("A100-40G", None, "a100-40gb"),
+        ("V100", 16_945_512_448, "v100-16gb"),
+        ("L40S", 48_318_382_080, "l40s-48gb"),
+    ],
+)
+def test_gpus_that_ray_has_recognised_need_no_name(gpu_type, memory, name):
+    nodes = [node("gpu", 8) | {"gpu_type": gpu_type, "gpu_memory_bytes": memory}] * 2 + [node("cpu", 4)]
+    cluster = cluster_of_nodes(nodes, None, NODE)
+    assert cluster.machine is machine_of(name)
+    assert cluster_of_nodes(nodes, "b200", NODE).machine is machine_of("b200"), "what is said counts"
 
 
 def test_what_fits_nowhere_names_a_cluster_that_would_do():
