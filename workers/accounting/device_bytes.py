@@ -25,6 +25,8 @@ from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
 WIDE = 4
 """Bytes of an element of gradients, master weights and moments."""
+LOSS_ROWS, LOSS_ELEMENTS = 256, 2**24
+"""Of a block of 16-bit logits: rows at least, and elements."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,9 @@ def bytes_of_stage(spec: JobSpec, stage: int, held: int, frozen: int, activation
 
 def _workspace(spec: JobSpec, stage: int) -> int:
     """What backward through the widest pair of products takes: the gradient of their result, their gathered input, and
-    its gradient whole and reduced (a weight's gradient is added as it is made, by torch 2.13 and later); with a layer
-    that is recomputed as a whole that layer's activations too."""
+    its gradient whole and reduced (a weight's gradient is added as it is made, by torch 2.13 and later), or the
+    gradients of both gates with the activation in between; with a layer that is recomputed as a whole that layer's
+    activations too; messages of the pipeline. On the last stage a block of the logits in fp32 may be more."""
     layout, sizes = spec.layout, _Sizes.of(spec)
     again, logits = _recomputed_layer(spec), 0
     if stage == _last_rank(spec):
@@ -88,9 +91,20 @@ def _workspace(spec: JobSpec, stage: int) -> int:
             again, logits = max(0, again - logits), 0
     # The logits' own gradient counts as activations; where it waits for its product there are those of the next
     # micro-batch meanwhile.
-    outside_of_result = (sizes.gathered + sizes.tokens + sizes.outside) * spec.model.hidden_size
-    most = sizes.width * (sizes.gates * sizes.tokens * sizes.inner + outside_of_result) + again + logits
-    return max(most, _written_out_attention(spec))
+    h, inside = spec.model.hidden_size, sizes.tokens * sizes.inner
+    product = sizes.gates * inside + (sizes.gathered + sizes.tokens + sizes.outside) * h
+    gates = 3 * inside + sizes.outside * h if sizes.gates > 1 else 0
+    messages = 2 * layout.virtual_stages * sizes.outside * h if layout.pipeline > 1 else 0
+    most = sizes.width * (max(product, gates) + messages) + again + logits
+    return max(most, _written_out_attention(spec), _loss_block(spec) if stage == _last_rank(spec) else 0)
+
+
+def _loss_block(spec: JobSpec) -> int:
+    """The logits that a GPU widens at a time (`workers/parallel/tensor/cross_entropy.py`)."""
+    if spec.train.precision == "fp32":
+        return 0
+    columns = padded_vocabulary(spec) // spec.layout.tensor
+    return WIDE * columns * min(_Sizes.of(spec).tokens, max(LOSS_ROWS, LOSS_ELEMENTS // columns))
 
 
 @dataclass(frozen=True)

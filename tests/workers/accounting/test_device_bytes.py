@@ -8,8 +8,10 @@ import pytest
 from engine_specs import spec
 from fake_rank import CPU, FakeRank, pretended_gpu
 
+from workers.accounting import device_bytes as device_bytes_module
 from workers.accounting.device_bytes import device_bytes
 from workers.config import JobSpec
+from workers.parallel.tensor.cross_entropy import BLOCK_ELEMENTS, BLOCK_ROWS
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},
@@ -95,3 +97,7 @@ def test_logits_are_gone_when_layers_are_computed_again():
     with pretended_gpu():
         peak = FakeRank(job_spec, 0).step()["Total"]
     assert 0.97 * peak < device_bytes(job_spec)[0].total < 1.08 * peak
+
+
+def test_blocks_of_the_loss_are_those_of_the_engine():
+    assert (device_bytes_module.LOSS_ROWS, device_bytes_module.LOSS_ELEMENTS) == (BLOCK_ROWS, BLOCK_ELEMENTS)
