@@ -8,6 +8,7 @@ import contextlib
 import os
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +30,8 @@ from service.store.tables import Base, Event, Job
 from workers.errors import MantaError
 
 ROWS_AT_ONCE = 5_000
+CLOSING_SECONDS, LOOK_SECONDS = 2.0, 0.05
+"""How long a connection that was closed may be shown as open, and how often that is looked at."""
 EVENT_IDS_SKIPPED = 10**9
 """Whoever follows the events has seen ids that the backup does not know: none of them is given again."""
 
@@ -216,14 +219,25 @@ def _go_on_counting(origin: Connection, target: Connection, table: str) -> None:
 
 
 def _refuse_others(database: PostgresDatabase, connection: Connection) -> None:
-    others = connection.exec_driver_sql(
+    """Raise DatabaseInUse where others are connected, and stay so: one that was closed just now is shown for a
+    moment."""
+    until = time.monotonic() + CLOSING_SECONDS
+    while others := _others(connection):
+        if time.monotonic() >= until:
+            raise DatabaseInUse(
+                f"{database.location} is in use: {others} other connections are open; stop all services first"
+            )
+        time.sleep(LOOK_SECONDS)
+
+
+def _others(connection: Connection) -> int:
+    """How many other connections the server shows."""
+    connection.exec_driver_sql("SELECT pg_stat_clear_snapshot()")  # else it says the same within a transaction
+    count: int = connection.exec_driver_sql(
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
         "AND backend_type = 'client backend'"
     ).scalar_one()
-    if others:
-        raise DatabaseInUse(
-            f"{database.location} is in use: {others} other connections are open; stop all services first"
-        )
+    return count
 
 
 def _refuse_jobs(location: str, count: int, replace: bool) -> None:

@@ -7,7 +7,7 @@ import time
 from contextlib import closing
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import create_engine, select
 
 from service.states import JobState
 from service.store import (
@@ -200,6 +200,26 @@ def test_a_database_that_is_in_use_is_left_alone(store, jobs_of_all_kinds, tmp_p
         with pytest.raises(DatabaseInUse, match="is in use"):
             restore(elsewhere, tmp_path / "backup.db", replace=True, now=NOW)
         assert everything(other) == before
+
+
+def test_a_connection_that_is_about_to_end_is_no_use(store, submit, tmp_path, elsewhere, kind_of_database, monkeypatch):
+    """PostgreSQL shows one for a moment after its client has closed it."""
+    if kind_of_database == "postgresql":
+        return  # whose elsewhere is a file
+    submit()
+    back_up(store, tmp_path / "backup.db")
+    other, looks = create_engine(elsewhere).connect(), []
+    usual = backup_file._others
+
+    def count(connection):
+        looks.append(usual(connection))
+        other.close()
+        other.engine.dispose()
+        return looks[-1]
+
+    monkeypatch.setattr(backup_file, "_others", count)
+    restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
+    assert looks[0] == 1 and looks[-1] == 0
 
 
 def test_jobs_make_room_only_where_that_is_asked_for(store, jobs_of_all_kinds, tmp_path, elsewhere):
