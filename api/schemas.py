@@ -321,6 +321,26 @@ class PlannedPass(Answer):
     end: float
 
 
+class PlannedRun(Answer):
+    """A whole training with failures, simulated; docs/planner.md says at which rates, and what they cost."""
+
+    hours: float
+    gpu_hours: float
+    """With spares."""
+    goodput: float
+    """Part of the time that trains."""
+    failures: float
+    lost_hours: dict[str, float]
+    """By reason: redone, recovering, checkpoints, waiting, slower."""
+    spare_nodes: int
+    """With which it takes the fewest GPU-hours."""
+    checkpoint_seconds: float
+    """Best time between two checkpoints."""
+    goodput_with_restarts: float
+    """Of a system that starts everything again from a checkpoint after each failure."""
+    gpu_hours_with_restarts: float
+
+
 class PlanExplanation(Answer):
     """Where the step of the best plan goes, and what would change that."""
 
@@ -334,6 +354,8 @@ class PlanExplanation(Answer):
     """Of a rank of each pipeline stage."""
     usable_bytes: int
     """Of a device's memory."""
+    run: PlannedRun | None
+    """Null of a training of less than a day, or without accelerators."""
     timeline: list[PlannedPass] | None
     """The pipeline of one step; null where it has more than 20,000 passes."""
 

@@ -117,6 +117,8 @@ def _explanation(console: Console, explanation: schemas.PlanExplanation, step: f
     render.table(console, ("PART", "SHARE", "TIME", "WHAT"), shares, "")
     for sentence in explanation.sentences:
         console.print(sentence, highlight=False)
+    if explanation.run is not None:
+        console.print(_run(explanation.run), highlight=False)
     console.print("\nWhat one change would do:")
     changes = [
         (
@@ -128,3 +130,12 @@ def _explanation(console: Console, explanation: schemas.PlanExplanation, step: f
         for each in explanation.changes
     ]
     render.table(console, ("CHANGE", "STEP", "DIFFERENCE", "MEMORY"), changes, "no other layout is possible")
+
+
+def _run(run: schemas.PlannedRun) -> str:
+    return (
+        f"The whole training, with {run.failures:.0f} failures: {run.hours / 24:.1f} days, {run.gpu_hours:,.0f} "
+        f"GPU-hours, goodput {run.goodput:.1%}, with {run.spare_nodes} spare nodes and a checkpoint every "
+        f"{run.checkpoint_seconds / 60:.0f} minutes; a system that restarts from checkpoints: "
+        f"{run.goodput_with_restarts:.1%}, {run.gpu_hours_with_restarts:,.0f} GPU-hours."
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 from service.planner.budget import Share, sentences, step_shares
 from service.planner.hardware import Cluster
+from service.planner.long_run import Advice, Run, advise
 from service.planner.memory import RankMemory, memory_of, usable_bytes
 from service.planner.pipeline import PASS_NAMES, Bar
 from service.planner.search import Plan
@@ -17,6 +18,8 @@ from service.planner.what_if import WhatIf, what_ifs
 
 MOST_PASSES = 20_000
 """Of a timeline: a browser still draws so many, and an answer still holds them."""
+LONG_SECONDS = 86400.0
+"""Of a training that is looked at with its failures."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Explanation:
     """Of a device's memory."""
     bars: tuple[Bar, ...] | None
     """The passes of one step on each pipeline rank; None where they are too many."""
+    run: Advice | None
+    """Of the whole training with failures; None of what takes less than a day, or no accelerators."""
 
 
 def explain(plan: Plan, cluster: Cluster) -> Explanation:
@@ -46,7 +51,34 @@ def explain(plan: Plan, cluster: Cluster) -> Explanation:
         memory=tuple(memory_of(spec, rank) for rank in range(layout.pipeline)),
         usable_bytes=usable_bytes(cluster),
         bars=tuple(model.pipeline().bars(spec.micro_batches)) if few else None,
+        run=_whole_run(plan, cluster),
     )
+
+
+def _whole_run(plan: Plan, cluster: Cluster) -> Advice | None:
+    spec, step = plan.spec, plan.time.seconds
+    if cluster.machine.core is not None or spec.train.steps * step < LONG_SECONDS:
+        return None
+    layout = spec.layout
+    return advise(
+        Run(layout.world_size, cluster.gpus_per_node, layout.data, step, spec.train.steps, checkpoint_seconds=step)
+    )
+
+
+def _run_to_json(advice: Advice) -> dict[str, Any]:
+    outcome, restarted = advice.outcome, advice.restarted
+    names = ("redone", "recovering", "checkpoints", "waiting", "slower")
+    return {
+        "hours": outcome.seconds / 3600,
+        "gpu_hours": outcome.gpu_hours,
+        "goodput": outcome.goodput,
+        "failures": outcome.failures,
+        "lost_hours": {name: getattr(outcome, name) / 3600 for name in names},
+        "spare_nodes": advice.spares,
+        "checkpoint_seconds": advice.checkpoint_seconds,
+        "goodput_with_restarts": restarted.goodput,
+        "gpu_hours_with_restarts": restarted.gpu_hours,
+    }
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
@@ -68,6 +100,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         ],
         "memory_by_stage": [each.parts() for each in explanation.memory],
         "usable_bytes": round(explanation.usable_bytes),
+        "run": None if explanation.run is None else _run_to_json(explanation.run),
         "timeline": None
         if explanation.bars is None
         else [

@@ -1,0 +1,266 @@
+"""Runs of weeks on many GPUs, with failures: how much of the time trains, what spares and checkpoints are worth. Pure
+Python.
+
+A run is simulated from failure to failure: failures are exponential, each costs what its kind takes, and nodes that are
+lost come back later. Two systems are told apart: one that keeps the state in memory beside every rank and on another
+node (this one), and one that starts the whole gang again from a checkpoint after every failure.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import statistics
+from dataclasses import dataclass, replace
+from typing import Literal
+
+SEEDS = 5
+"""Runs over which an outcome is a mean."""
+MOST_SPARES = 8
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Hours between failures."""
+
+    gpu_hours_a_process: float = 217_000.0
+    """Of GPUs, between failures after which the node is still of use: software, time-outs, links."""
+    gpu_hours_a_node: float = 66_000.0
+    """Of GPUs, between failures that cost a node until it is repaired."""
+    hours_of_all: float = 720.0
+    """Between failures of everything at once, such as power or the network's core: an assumption."""
+
+
+LLAMA_3 = Reliability()
+"""419 unexpected interruptions of 16,384 GPUs in 54 days (arXiv:2407.21783, section 3.3.4, table 5): 98 of them by
+software, time-outs, dependencies and links between nodes, the others by hardware of a node."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What failures and checkpoints cost, in seconds."""
+
+    process: float
+    """From a failure to the next step, where the node is still of use."""
+    node: float
+    """The same where another node takes its place."""
+    all: float
+    """Where everything starts again from a checkpoint."""
+    checkpoint: float
+    """That training stands still for a checkpoint."""
+    lost_steps: float
+    """Steps that are done again after a failure, in the mean; those behind the last checkpoint where nothing is kept in
+    memory."""
+    in_memory: bool = True
+
+
+MANTA = Recovery(process=5.0, node=60.0, all=600.0, checkpoint=0.1, lost_steps=1.0)
+"""This engine. A rank that is killed costs about a second on four ranks (docs/recovery.md); on thousands nobody has
+measured it, so five are assumed, and a minute for a node whose state comes from its backups."""
+RESTARTS = Recovery(process=600.0, node=600.0, all=600.0, checkpoint=10.0, lost_steps=0.0, in_memory=False)
+"""A system that starts again from the last checkpoint, in ten minutes."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training, and the cluster that it has."""
+
+    gpus: int
+    gpus_per_node: int
+    replicas: int
+    step_seconds: float
+    steps: int
+    checkpoint_seconds: float
+    """Of training between two checkpoints."""
+    spares: int = 0
+    """Nodes that wait to take the place of others."""
+    repair_hours: float = 24.0
+    """Until a node that was lost is of use again."""
+    short: Literal["shrink", "wait"] = "shrink"
+    """What happens without enough nodes: fewer replicas, or nothing."""
+
+    @property
+    def seconds(self) -> float:
+        """Without failures and checkpoints."""
+        return self.steps * self.step_seconds
+
+    @property
+    def nodes(self) -> int:
+        """That it uses."""
+        return -(-self.gpus // self.gpus_per_node)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run; seconds are of the clock."""
+
+    seconds: float
+    training: float
+    """Of steps that counted, at full speed."""
+    redone: float
+    """Of steps that were lost and done again."""
+    recovering: float
+    checkpoints: float
+    waiting: float
+    """Without enough nodes."""
+    slower: float
+    """Lost by training with fewer replicas."""
+    failures: float
+    gpu_hours: float
+    """With spares."""
+
+    @property
+    def goodput(self) -> float:
+        """Part of the time that trained."""
+        return self.training / self.seconds
+
+
+def simulate(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3, seeds: int = SEEDS) -> Outcome:
+    """The mean of so many runs."""
+    outcomes = [_simulated(run, recovery, reliability, random.Random(seed)) for seed in range(seeds)]
+    fields = Outcome.__dataclass_fields__
+    return Outcome(**{name: statistics.fmean(getattr(each, name) for each in outcomes) for name in fields})
+
+
+class _Clock:
+    """One run under way."""
+
+    def __init__(self, run: Run, recovery: Recovery, reliability: Reliability, draw: random.Random):
+        self.run, self.recovery, self.reliability, self.draw = run, recovery, reliability, draw
+        self.now = self.done = self.redone = self.recovering = self.checkpoints = self.waiting = self.slower = 0.0
+        self.failures = 0
+        self.usable = run.nodes + run.spares
+        self.repairs: list[float] = []
+        """When nodes that were lost come back."""
+        self.last_lost = -math.inf
+
+    def speed(self) -> float:
+        """Part of the replicas that train."""
+        if self.run.short == "wait":
+            return 1.0 if self.usable >= self.run.nodes else 0.0
+        nodes_each = self.run.nodes / self.run.replicas
+        return min(self.run.replicas, math.floor(self.usable / nodes_each + 1e-9)) / self.run.replicas
+
+    def train_until(self, moment: float) -> None:
+        """Train up to `moment` of the clock or to the end; nodes come back meanwhile."""
+        while self.now < moment and self.done < self.run.seconds:
+            while self.repairs and self.repairs[0] <= self.now:
+                heapq.heappop(self.repairs)
+                self.usable += 1
+            until = min(moment, self.repairs[0]) if self.repairs else moment
+            speed = self.speed()
+            if speed == 0.0:
+                self.waiting += until - self.now
+                self.now = until
+                continue
+            rate = speed / (1 + self.recovery.checkpoint / self.run.checkpoint_seconds)
+            passed = min(until - self.now, (self.run.seconds - self.done) / rate)
+            gained = passed * rate
+            self.done += gained
+            self.checkpoints += gained / speed * self.recovery.checkpoint / self.run.checkpoint_seconds
+            self.slower += gained / speed - gained
+            self.now += passed
+
+    def fail(self) -> None:
+        """Something fails now."""
+        process, node, everything = self.rates()
+        kind = self.draw.choices((process, node, everything), (process, node, everything))[0]
+        self.failures += 1
+        both_lost = False
+        if kind is node:
+            # A rank's state lies on two nodes; both are gone where the second fails before a copy is made anew.
+            recent = self.now - self.last_lost < self.recovery.node
+            both_lost = recent and self.draw.random() < 1 / max(1, self.run.nodes - 1)
+            self.last_lost = self.now
+            self.usable -= 1
+            heapq.heappush(self.repairs, self.now + 3600 * self.run.repair_hours)
+        if kind is everything or both_lost or not self.recovery.in_memory:
+            lost = self.done % self.run.checkpoint_seconds
+            seconds = self.recovery.all if kind is everything or both_lost else self.recovery.process
+        else:
+            lost = min(self.done, self.recovery.lost_steps * self.run.step_seconds)
+            seconds = self.recovery.node if kind is node else self.recovery.process
+        self.done -= lost
+        self.redone += lost
+        self.recovering += seconds
+        self.now += seconds
+
+    def rates(self) -> tuple[float, float, float]:
+        """Failures a second of a process, of a node, of everything."""
+        gpus, reliability = self.run.gpus, self.reliability
+        return (
+            gpus / reliability.gpu_hours_a_process / 3600,
+            gpus / reliability.gpu_hours_a_node / 3600,
+            1 / reliability.hours_of_all / 3600,
+        )
+
+
+def _simulated(run: Run, recovery: Recovery, reliability: Reliability, draw: random.Random) -> Outcome:
+    clock = _Clock(run, recovery, reliability, draw)
+    while True:
+        clock.train_until(clock.now + draw.expovariate(sum(clock.rates())))
+        if clock.done >= run.seconds:
+            break
+        clock.fail()
+    hours = clock.now / 3600 * (run.nodes + run.spares) * run.gpus_per_node
+    return Outcome(
+        clock.now, run.seconds, clock.redone, clock.recovering, clock.checkpoints, clock.waiting, clock.slower,
+        clock.failures, hours,
+    )  # fmt: skip
+
+
+def young(checkpoint: float, between: float) -> float:
+    """Seconds of training between two checkpoints that cost `checkpoint` seconds each, where failures that need one
+    come every `between` seconds: sqrt(2 C M) (Young, CACM 17, 1974)."""
+    return math.sqrt(2 * checkpoint * between)
+
+
+def daly(checkpoint: float, between: float) -> float:
+    """The same to a higher order (Daly, FGCS 22, 2006, equation 37)."""
+    if checkpoint >= 2 * between:
+        return between
+    ratio = checkpoint / (2 * between)
+    return math.sqrt(2 * checkpoint * between) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint
+
+
+def seconds_between_restores(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3) -> float:
+    """Mean time between failures that need a checkpoint."""
+    process, node, everything = _Clock(run, recovery, reliability, random.Random(0)).rates()
+    if not recovery.in_memory:
+        return 1 / (process + node + everything)
+    both = node * (node * recovery.node) / max(1, run.nodes - 1)
+    return 1 / (everything + both)
+
+
+def best_spares(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3) -> int:
+    """The number of spares with which the run takes the fewest GPU-hours."""
+    costs = [
+        simulate(replace(run, spares=spares), recovery, reliability).gpu_hours for spares in range(MOST_SPARES + 1)
+    ]
+    return min(range(len(costs)), key=lambda spares: costs[spares])
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A run with failures, and what is best for it."""
+
+    outcome: Outcome
+    """With `spares`, and checkpoints every `checkpoint_seconds`."""
+    restarted: Outcome
+    """The same run where every failure starts everything again from a checkpoint, with that system's best interval."""
+    spares: int
+    """Nodes beside those that train, with which the run takes the fewest GPU-hours."""
+    checkpoint_seconds: float
+
+
+def advise(run: Run) -> Advice:
+    """Look at `run`, whose spares and checkpoints are chosen."""
+
+    def chosen(recovery: Recovery) -> Run:
+        return replace(run, checkpoint_seconds=daly(recovery.checkpoint, seconds_between_restores(run, recovery)))
+
+    best = chosen(MANTA)
+    best = replace(best, spares=best_spares(best, MANTA))
+    restarted = simulate(replace(chosen(RESTARTS), spares=best.spares), RESTARTS)
+    return Advice(simulate(best, MANTA), restarted, best.spares, best.checkpoint_seconds)
