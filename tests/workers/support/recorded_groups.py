@@ -129,14 +129,23 @@ class Recorder:
 
     def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, group: Any = None, **_: Any) -> _Work:
         """This rank's part in every place."""
-        out.view(len((group or self._world).ranks), -1).copy_(tensor.reshape(1, -1))
+        self._lies_apart_or_in_place(tensor, out, group)
+        out.view(len((group or self._world).ranks), -1).copy_(tensor.reshape(1, -1).clone())
         return self._collective(group, "all_gather", tensor, out, tensor)
 
     def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, group: Any = None, **_: Any) -> _Work:
         """This rank's part of what it has."""
+        self._lies_apart_or_in_place(out, tensor, group)
         members = (group or self._world).ranks
         out.view(-1).copy_(tensor.reshape(len(members), -1)[members.index(self.rank)])
         return self._collective(group, "reduce_scatter", out, out, tensor)
+
+    def _lies_apart_or_in_place(self, part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+        """What NCCL takes: a rank's part in other memory, or just where it is in the whole."""
+        members = (group or self._world).ranks
+        own = whole.view(len(members), -1)[members.index(self.rank)]
+        one_storage = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert not (one_storage and _overlap(part, whole)) or _ends(part) == _ends(own), f"in place: {code_line()}"
 
     def isend(self, tensor: torch.Tensor, dst: int, group: Any = None, **_: Any) -> _Work:
         """One message, on the communicator of the pair."""
@@ -171,9 +180,9 @@ class Recorder:
         return self._started(pair, (message,), [(tensor, not message.sends)])
 
     def _collective(self, group: Any, kind: Any, part: torch.Tensor, out: torch.Tensor, given: torch.Tensor) -> _Work:
-        # The two ends of a pipeline have the embedding at different places.
+        # The two ends of a pipeline have the embedding at different places, and what is scattered may stay in place.
         group = group or self._world
-        place = None if group.name.startswith("embedding") else _place(out)
+        place = None if group.name.startswith("embedding") else _place(given if kind == "reduce_scatter" else out)
         what = Sum(kind, str(part.dtype).removeprefix("torch."), _bytes(part), place)
         touched = [(out, True)] if given is out else [(out, True), (given, False)]
         return self._started(_communicator_of(group), what, touched)
