@@ -212,20 +212,27 @@ def put_off_bytes(spec: JobSpec, index: int) -> int:
     inputs of the products and gradients of their results. What comes out of a row-parallel product is whole on each
     tensor rank; frozen weights are counted as if they were trained."""
     model, layout, width = spec.model, spec.layout, _width(spec)
-    t, h, count = layout.tensor, model.hidden_size, layout.pipeline * layout.virtual_stages
+    h, count = model.hidden_size, layout.pipeline * layout.virtual_stages
+    tokens, outside = _tokens(spec)
+    first = first_trained_layer(model, spec.train.frozen)
+    layers = [layer for layer in stage_layers(model.layers, count, index) if layer >= first]
+    total = len(layers) * put_off_layer_bytes(spec)
+    if index == 0:
+        total += width * tokens * h
+    if index == count - 1:
+        total += width * (outside * h + tokens * padded_vocabulary(spec) // layout.tensor)
+    return total
+
+
+def put_off_layer_bytes(spec: JobSpec) -> int:
+    """Of that what one layer leaves."""
+    model, t, h = spec.model, spec.layout.tensor, spec.model.hidden_size
     tokens, outside = _tokens(spec)
     inner = model.ffn_size // t
     heads = (_heads(spec) + _value_heads(spec)) * model.head_size
     attention = outside * h + tokens * (heads + model.attention_width // t + h)
     mlp = outside * h + tokens * (inner * (3 if model.parts.gated_mlp else 2) + h)
-    first = first_trained_layer(model, spec.train.frozen)
-    layers = [layer for layer in stage_layers(model.layers, count, index) if layer >= first]
-    total = len(layers) * (attention + mlp)
-    if index == 0:
-        total += tokens * h
-    if index == count - 1:
-        total += outside * h + tokens * padded_vocabulary(spec) // t
-    return total * width
+    return _width(spec) * (attention + mlp)
 
 
 def _tokens(spec: JobSpec) -> tuple[int, int]:

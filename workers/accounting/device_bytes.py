@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.accounting.activation_bytes import layer_bytes, layer_input_bytes, rank_bytes
+from workers.accounting.activation_bytes import layer_bytes, layer_input_bytes, put_off_layer_bytes, rank_bytes
 from workers.accounting.flops import (
     frozen_parameters,
     padded_vocabulary,
@@ -84,6 +84,9 @@ def _workspace(spec: JobSpec, stage: int) -> int:
     activations too; messages of the pipeline. On the last stage a block of the logits in fp32 may be more."""
     layout, sizes = spec.layout, _Sizes.of(spec)
     again, logits = _recomputed_layer(spec), 0
+    if layout.schedule in SPLIT_BACKWARD:
+        # What products for weights wait for, which counts as activations, is made of the layer that is recomputed.
+        again = max(0, again - put_off_layer_bytes(spec))
     if stage == _last_rank(spec):
         logits = sizes.width * sizes.tokens * padded_vocabulary(spec) // layout.tensor
         if layout.schedule not in SPLIT_BACKWARD:
