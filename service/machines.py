@@ -19,7 +19,8 @@ from service.planner.hardware import Core, CpuNode
 from workers.calibration.measurements import Measurements
 from workers.errors import MantaError
 from workers.paths import safe_name
-from workers.system.processor import cores_here, node_type
+from workers.system.cores import usable_cores
+from workers.system.processor import node_type
 
 _COMMAND = (sys.executable, "-m", "workers.calibration")
 
@@ -85,7 +86,7 @@ def this_node(folder: Path) -> CpuNode:
     """This machine without GPUs, as it was calibrated, if it was. Raises BadCalibration."""
     known = load(folder, node_type())
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return CpuNode(cores_here(), memory) if known is None else CpuNode(cores_here(), memory, known.core)
+    return CpuNode(usable_cores(), memory) if known is None else CpuNode(usable_cores(), memory, known.core)
 
 
 def measure(name: str, say: Callable[[str], None]) -> Calibrated:

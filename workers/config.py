@@ -5,7 +5,7 @@ Documents are read and checked by `workers/spec/reading.py`; rules across fields
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -32,6 +32,8 @@ JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0
 Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
 Threads = Annotated[int, Field(gt=0, le=1024, strict=True)]
 
+T = TypeVar("T")
+
 BYTE_VOCABULARY = 256
 TRAINED_VOCABULARY = 8192
 """Token ids of a trained tokenizer, where nothing else is said."""
@@ -56,15 +58,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Options(dict[str, bool | int | float | str]):
+class FixedMapping(dict[str, T]):
     """A mapping that nobody changes, so that specs can be told apart by their hashes."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-
-class Environment(dict[str, str]):
-    """Variables that nobody changes, for the same reason."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -114,7 +109,9 @@ class ModelConfig(Section):
     of an installed package, docs/custom_models.md)."""
     entrypoint: Annotated[str, Field(max_length=500, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
     """custom: where the model is, `package.module:function`."""
-    options: Annotated[dict[str, bool | int | float | str], AfterValidator(Options), Field(default_factory=Options)]
+    options: Annotated[
+        dict[str, bool | int | float | str], AfterValidator(FixedMapping), Field(default_factory=FixedMapping)
+    ]
     """custom: what the model is told beside the keys that all have."""
     layers: Layers
     """Number of transformer layers (L in the papers)."""
@@ -487,7 +484,7 @@ class ResourcesConfig(Section):
 
     accelerator: Accelerator = "auto"
     """auto: GPUs where the cluster has any, else CPU slots."""
-    environment: Annotated[dict[str, str], AfterValidator(Environment)] = Field(default_factory=Environment)
+    environment: Annotated[dict[str, str], AfterValidator(FixedMapping)] = Field(default_factory=FixedMapping)
     """Environment variables of the trainers: those of NCCL, gloo and the GPU's allocator that docs/parallelism.md
     lists, such as NCCL_SOCKET_IFNAME."""
     threads: Threads | Literal["auto"] = "auto"

@@ -62,17 +62,12 @@ def _peak_of_rank(model: StepModel) -> float | None:
 
 def _mean_passes(model: StepModel) -> Budget:
     """Of all passes of a step on one rank, the mean over the pipeline's ranks."""
-    layout, machine, passes = model.spec.layout, model.cluster.machine, model.passes
+    layout, machine = model.spec.layout, model.cluster.machine
     counts = layer_counts(model.spec.model.layers, layout.pipeline * layout.virtual_stages)
     total, last = Budget(), len(counts) - 1
     for index, layers in enumerate(counts):
-        forward, backward = Budget().plus(passes.forward, layers), Budget().plus(passes.backward_input, layers)
-        if index == 0:
-            forward, backward = forward.plus(passes.first_forward), backward.plus(passes.first_backward)
-        if index == last:
-            forward, backward = forward.plus(passes.last_forward), backward.plus(passes.last_backward)
-        for each in (forward, backward, Budget().plus(passes.backward_weight, layers)):
-            total = total.plus(each.wait_for_host(machine))
+        for each in model.passes.budgets_of_stage(layers, index == 0, index == last, machine):
+            total = total.plus(each)
     cores = model.cores()
     alone = 1.0 if cores is None else cores.speed(layout.pipeline)
     return _times(total, model.spec.micro_batches / layout.pipeline / alone)

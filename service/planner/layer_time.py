@@ -41,13 +41,17 @@ class Passes:
 
     def of_stage(self, layers: int, first: bool, last: bool, machine: Machine) -> StageTimes:
         """The times of a virtual stage of so many layers, at one end of the model or both."""
+        return StageTimes(*(each.seconds for each in self.budgets_of_stage(layers, first, last, machine)))
+
+    def budgets_of_stage(self, layers: int, first: bool, last: bool, machine: Machine) -> tuple[Budget, Budget, Budget]:
+        """The same, by what they go to: forward, and both halves of backward."""
         forward, backward = Budget().plus(self.forward, layers), Budget().plus(self.backward_input, layers)
         if first:
             forward, backward = forward.plus(self.first_forward), backward.plus(self.first_backward)
         if last:
             forward, backward = forward.plus(self.last_forward), backward.plus(self.last_backward)
         weight = Budget().plus(self.backward_weight, layers)
-        return StageTimes(*(each.wait_for_host(machine).seconds for each in (forward, backward, weight)))
+        return forward.wait_for_host(machine), backward.wait_for_host(machine), weight.wait_for_host(machine)
 
 
 @dataclass

@@ -17,8 +17,9 @@ from workers.calibration.local_ranks import LocalRanks
 from workers.calibration.measurements import Measurements
 from workers.calibration.steps import BUSY as BUSY_SHAPE
 from workers.calibration.steps import as_busy, busy_seconds, document_of, step_times
+from workers.system.cores import usable_cores
 from workers.system.host_memory import keep_freed_memory
-from workers.system.processor import cores_here, processor_name
+from workers.system.processor import processor_name
 
 MOST_RANKS = 8
 
@@ -38,7 +39,7 @@ def measure(kind: str, say: Callable[[str], None]) -> Measurements:
     torch.set_num_threads(1)
     keep_freed_memory()
     device = torch.device(kind)
-    cores = cores_here()
+    cores = usable_cores()
     name = torch.cuda.get_device_name(device) if kind == "cuda" else processor_name()
     say("matrix products and attention")
     narrow = product_times(device, torch.bfloat16)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 from pathlib import Path
 
-
-def cores_here() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+from workers.system.cores import usable_cores
 
 
 def processor_name() -> str:
@@ -25,4 +21,4 @@ def processor_name() -> str:
 def node_type() -> str:
     """A name for all machines that compute as this one does without GPUs: processor and cores."""
     name = re.sub(r"[^a-z0-9]+", "-", processor_name().lower()).strip("-") or "cpu"
-    return f"{name[:80]}-{cores_here()}"
+    return f"{name[:80]}-{usable_cores()}"
