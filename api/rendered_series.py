@@ -37,21 +37,28 @@ class RenderedSeriesOfJobs:
         self._kept: KeptAnswers[tuple[Any, ...], RenderedSeries] = KeptAnswers(MOST_KEPT_BYTES)
 
     def one(
-        self, store: Store, job_id: str, names: Sequence[str] | None, after_step: int, max_points: int
+        self,
+        store: Store,
+        job_id: str,
+        names: Sequence[str] | None,
+        after_step: int,
+        max_points: int,
+        until_step: int = metric_points.LAST_STEP,
+        every: int = 1,
     ) -> RenderedSeries:
         """What `metrics.series` says of these; of all that the job has where `names` is None. Raises JobNotFound."""
         if names is None:
             with store.read_rows() as connection:
                 names = metrics.names_of(connection, job_id)
-        question = job_id, tuple(names), after_step, max_points
+        question = job_id, tuple(names), after_step, max_points, until_step, every
         kept = self._kept.get(question)
         if kept is not None:
             with store.read_once() as connection:
-                if kept.extent == metric_points.extent(connection, job_id, after_step, max_points):
+                if kept.extent == metric_points.extent(connection, job_id, after_step, max_points, until_step):
                     return kept
         with store.read_rows() as connection:
-            extent = metric_points.extent(connection, job_id, after_step, max_points)
-            points = metrics.series(connection, job_id, names, after_step, max_points)
+            extent = metric_points.extent(connection, job_id, after_step, max_points, until_step)
+            points = metrics.series(connection, job_id, names, after_step, max_points, until_step, every)
         # Ten thousand numbers are not worth a look at each by Pydantic.
         spelled = {name: spell_series(numbers) for name, numbers in points.series.items()}
         made = RenderedSeries(extent, to_json({"steps": points.steps, "series": spelled}), points.behind)

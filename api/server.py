@@ -139,7 +139,7 @@ def build_app(control: ControlPlane, settings: Settings, host: str) -> FastAPI:
 
     app = create_app(control, (host, *settings.allowed_hosts), settings.limits, settings.tls.is_used)
     if settings.dashboard:
-        from api.ui import mount  # NiceGUI takes long to import
+        from api.ui import mount
 
         mount(app)
     return app

@@ -19,6 +19,7 @@ from api.problem_codes import OF_A_JOB, reads
 from api.rendered_series import rendered_series_of
 from api.threads import read_threads_of
 from service.store import JobNotFound, Store, jobs, metric_bins
+from service.store.metric_points import LAST_STEP
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/metrics", tags=["metrics"])
 
@@ -33,10 +34,18 @@ async def get_metrics(
     afterwards: BackgroundTasks,
     names: Annotated[str | None, Query(description="Metric names, separated by commas; default: all")] = None,
     after_step: AfterStep = 0,
+    until_step: Annotated[
+        int, Query(ge=0, le=LAST_STEP, description="Only steps up to this one; default: all")
+    ] = LAST_STEP,
+    every: Annotated[
+        int, Query(ge=1, le=LAST_STEP, description="Only multiples of so many steps, such as train.validate_every")
+    ] = 1,
     max_points: Annotated[int, Query(ge=1, le=10_000, description="Most steps in the answer")] = 1000,
 ) -> Response:
-    """Metrics, thinned out to `max_points` steps: the first, the last, and the highest losses in between."""
-    read = partial(rendered_series_of(request).one, control.store, job_id, _names(names), after_step, max_points)
+    """Metrics, thinned out to `max_points` steps: the first, the last, and the highest losses in between; with `every`
+    at equal distances."""
+    rendered = rendered_series_of(request)
+    read = partial(rendered.one, control.store, job_id, _names(names), after_step, max_points, until_step, every)
     series = await read_threads_of(request).series.run(control.store, read)
     if series.behind:
         afterwards.add_task(_catch_up, control.store, job_id)

@@ -1,4 +1,4 @@
-"""The dashboard: a list of jobs and a live page for each, served below `/ui` and fed by the Python client alone."""
+"""The dashboard: one document and its modules in `static/`, which ask REST for all that they show (decision 0023)."""
 
 from api.ui.mounting import mount
 

@@ -37,12 +37,15 @@ def _given(name: str) -> BindParameter[int]:
     return bindparam(name, type_=BigInteger())
 
 
-_ABOVE = (_METRIC.job_id == bindparam("job"), _METRIC.step > _given("after"))
+LAST_STEP = 2**63 - 1
+"""No step is above this one."""
+_BETWEEN = (_METRIC.job_id == bindparam("job"), _METRIC.step > _given("after"), _METRIC.step <= _given("until"))
 _EXTENT = select(
-    select(func.min(_METRIC.step)).where(*_ABOVE).scalar_subquery().label("first"),
+    select(func.min(_METRIC.step)).where(*_BETWEEN).scalar_subquery().label("first"),
+    select(func.max(_METRIC.step)).where(*_BETWEEN).scalar_subquery().label("last"),
     select(func.max(_METRIC.step)).where(_METRIC.job_id == bindparam("job")).scalar_subquery().label("newest"),
     select(func.count())
-    .select_from(select(_METRIC.step).where(*_ABOVE).limit(_given("most")).subquery())
+    .select_from(select(_METRIC.step).where(*_BETWEEN).limit(_given("most")).subquery())
     .scalar_subquery()
     .label("counted"),
     _JOB.binned_until,
@@ -54,13 +57,15 @@ _EXTENT = select(
 
 
 Extent = Row[Any]
-"""What there is of a job's metrics above a step, and what changes in the job's row with every row of them that is
+"""What there is of a job's metrics between two steps, and what changes in the job's row with every row of them that is
 stored: equal to another one where all of them are as they were."""
 
 
-def extent(reader: Reader, job_id: str, after_step: int, max_points: int) -> Extent:
-    """Of the rows above `after_step`, of which no more than one above `max_points` are counted. Raises JobNotFound."""
-    row = reader.execute(_EXTENT, {"job": job_id, "after": after_step, "most": max_points + 1}).one_or_none()
+def extent(reader: Reader, job_id: str, after_step: int, max_points: int, until_step: int = LAST_STEP) -> Extent:
+    """Of the rows above `after_step` and up to `until_step`, of which no more than one above `max_points` are counted.
+    Raises JobNotFound."""
+    about = {"job": job_id, "after": after_step, "until": until_step, "most": max_points + 1}
+    row = reader.execute(_EXTENT, about).one_or_none()
     if row is None:
         raise JobNotFound(job_id)
     return row
@@ -77,13 +82,23 @@ class Points:
 
 
 def points(
-    reader: Reader, job_id: str, columns: tuple[str, ...], after_step: int = 0, max_points: int = 1000
+    reader: Reader,
+    job_id: str,
+    columns: tuple[str, ...],
+    after_step: int = 0,
+    max_points: int = 1000,
+    until_step: int = LAST_STEP,
+    every: int = 1,
 ) -> Points:
-    """Of the rows above `after_step` at most `max_points`, chosen as `metrics.series` says. Raises JobNotFound."""
-    about = {"job": job_id, "after": after_step}
-    found = extent(reader, job_id, after_step, max_points)
-    first, last = found.first or 0, found.newest or 0
-    behind = metric_bins.is_behind(last, found)
+    """Of the rows above `after_step` and up to `until_step` at most `max_points`, chosen as `metrics.series` says.
+    Raises JobNotFound."""
+    about = {"job": job_id, "after": after_step, "until": until_step}
+    found = extent(reader, job_id, after_step, max_points, until_step)
+    first, last = found.first or 0, found.last or 0
+    behind = metric_bins.is_behind(found.newest or 0, found)
+    if every > 1:
+        steps = _multiples(every, first, last, max_points)
+        return Points(reader.execute(_some(columns), {"job": job_id, "steps": steps}).all(), behind)
     if found.counted <= max_points:
         return Points(reader.execute(_all(columns), about).all(), behind)
     ends = {"job": job_id, "first": last if max_points == 1 else first, "last": last}
@@ -92,6 +107,15 @@ def points(
     ranges = _Ranges.between(first, last, max_points - 2, found.binned_until)
     query = _thinned(columns, tuple(segment.level == 0 for segment in ranges.segments))
     return Points(reader.execute(query, {**ends, **ranges.values()}).all(), behind)
+
+
+def _multiples(every: int, first: int, last: int, most: int) -> list[int]:
+    """Multiples of `every` between two steps, the last of them included; where they are more than `most`, of a multiple
+    of it."""
+    newest = last // every * every
+    count = max(0, (newest - first) // every + 1)
+    stride = every * -(-count // most) if count else every
+    return list(range(newest, max(0, first - 1), -stride))[::-1] if first else []
 
 
 @dataclass(frozen=True)
@@ -127,7 +151,15 @@ class _Ranges:
 @lru_cache(_MOST_STATEMENTS)
 def _all(columns: tuple[str, ...]) -> Select[Any]:
     """All rows."""
-    return _drawn(columns).where(*_ABOVE)
+    return _drawn(columns).where(*_BETWEEN)
+
+
+@lru_cache(_MOST_STATEMENTS)
+def _some(columns: tuple[str, ...]) -> Select[Any]:
+    """The rows of steps that are named."""
+    return _drawn(columns).where(
+        _METRIC.job_id == bindparam("job"), _METRIC.step.in_(bindparam("steps", expanding=True))
+    )
 
 
 @lru_cache(_MOST_STATEMENTS)

@@ -19,6 +19,7 @@ from workers import metric_names
 from workers.nonfinite import number
 
 _NOT_METRICS = frozenset({"step", "time", "generation", "rank", "job"})
+_COLUMNS = frozenset({*METRIC_NAMES, "time"})
 _RECENT_STEPS = 20
 
 
@@ -66,18 +67,21 @@ def series(
     names: Sequence[str] = METRIC_NAMES,
     after_step: int = 0,
     max_points: int = 1000,
+    until_step: int = metric_points.LAST_STEP,
+    every: int = 1,
 ) -> Series:
-    """The metrics called `names` at steps above `after_step`, at most `max_points` of them.
+    """The metrics called `names` at steps above `after_step` and up to `until_step`, at most `max_points` of them; with
+    `every` above 1 at its multiples only, at equal distances. `time` is the Unix second of a step's commit.
 
     Where there are more steps, these are kept: the first, the last, and of each of at most `max_points - 2` equal
     ranges in between the one with the highest loss, so that a spike is never smoothed away. A loss that is not finite
     counts as highest. However many steps there are, a few rows are read for each point (`metric_bins`). Raises
     JobNotFound.
     """
-    known = [name for name in names if name in METRIC_NAMES]
-    others = [name for name in names if name not in METRIC_NAMES]
+    known = [name for name in names if name in _COLUMNS]
+    others = [name for name in names if name not in _COLUMNS]
     columns = (*known, *(["extra"] if others else []))
-    points = metric_points.points(reader, job_id, columns, after_step, max_points)
+    points = metric_points.points(reader, job_id, columns, after_step, max_points, until_step, every)
     steps, *numbers = map(list, zip(*points.rows, strict=True)) if points.rows else [[] for _ in (None, *columns)]
     values = {name: _numbers_in(column) for name, column in zip(known, numbers, strict=False)}
     values |= {name: [extra.get(name) for extra in numbers[-1]] for name in others}

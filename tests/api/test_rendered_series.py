@@ -103,3 +103,22 @@ def test_series_without_bins_says_so_until_they_are_made(store, job, ask, monkey
 def test_series_of_no_job_is_not_found(store, rendered):
     with pytest.raises(JobNotFound):
         rendered.one(store, "job_000000000000", ["loss"], 0, 10)
+
+
+def test_part_of_a_series_ends_where_it_is_asked_to(report, rendered, store, job):
+    report([{"step": step, "loss": float(step % 7)} for step in range(1, 400)])
+    part = losses(rendered.one(store, job, ["loss"], 99, 1000, until_step=120))
+    assert list(part) == list(range(100, 121))
+    thinned = losses(rendered.one(store, job, ["loss"], 99, 10, until_step=300))
+    assert (min(thinned), max(thinned)) == (100, 300) and len(thinned) <= 10 and max(thinned.values()) == 6.0
+    report([{"step": 110, "loss": 9.0}])
+    assert losses(rendered.one(store, job, ["loss"], 99, 1000, until_step=120))[110] == 9.0
+
+
+@pytest.mark.parametrize(("most", "steps"), [(10, [25, 50, 75, 100]), (2, [50, 100]), (1, [100])])
+def test_multiples_of_a_step_are_drawn_at_equal_distances(report, rendered, store, job, most, steps):
+    report([{"step": step, "loss": 1.0, "validation_loss": 2.0 if step % 25 == 0 else None} for step in range(1, 112)])
+    body = json.loads(rendered.one(store, job, ["validation_loss", "time"], 0, most, every=25).body)
+    assert body["steps"] == steps
+    assert body["series"]["validation_loss"] == [2.0] * len(steps)
+    assert all(time > 1e9 for time in body["series"]["time"])

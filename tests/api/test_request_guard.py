@@ -51,7 +51,7 @@ def test_service_is_reached_under_the_names_that_it_was_given(store):
 )
 def test_page_of_another_site_changes_nothing(origin):
     assert code(origin=origin) == (403, "cross_site")
-    assert code(kind="websocket", method="GET", path="/ui/_nicegui_ws/socket.io/", origin=origin) == (403, "cross_site")
+    assert code(kind="websocket", method="GET", path="/ui/socket", origin=origin) == (403, "cross_site")
     assert code(method="GET", origin=origin) is None, "a browser keeps the answer from that page"
 
 
@@ -75,7 +75,7 @@ def test_body_that_says_it_is_no_json_is_refused(content_type):
     assert code(content_length="2", content_type=content_type) == (415, "unsupported_media_type")
     assert code(transfer_encoding="chunked", content_type=content_type) == (415, "unsupported_media_type")
     assert code(content_length="0", content_type=content_type) is None
-    assert code(content_length="2", content_type=content_type, path="/ui/_nicegui_ws/socket.io/") is None
+    assert code(content_length="2", content_type=content_type, path="/ui/socket") is None
 
 
 @pytest.mark.parametrize(

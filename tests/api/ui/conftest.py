@@ -1,27 +1,47 @@
-"""Pages without a browser, which read the real API."""
+"""One Chromium and one sample server for all tests that only look."""
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, sync_playwright
 
-from api.client import AsyncMantaClient
-from api.ui.viewer import Viewer
-from tests.api.support.headless import on_a_page
+from tests.api.ui.browser import ARGUMENTS, CHROMIUM, Sample, Viewer, served, sign_in
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield launched
+        launched.close()
 
 
 @pytest.fixture
-def watch(service):
-    """What `look` finds on a page, made by `make` for a viewer, each time that it was brought up to date: at first, and
-    after each of the `changes`."""
+def browser(chromium: Browser) -> Iterator[Browser]:
+    """Knows nothing of the tests before."""
+    yield chromium
+    for context in chromium.contexts:
+        context.close()
 
-    def watched(make, look, *changes):
-        async def body():
-            async with AsyncMantaClient(service.url) as client:
-                page, seen = make(Viewer(client)), []
-                for change in (lambda: None, *changes):
-                    change()
-                    done = await page.live._refresh()
-                    seen.append(look(page, done))
-                return seen
 
-        return on_a_page(body)
+@pytest.fixture(scope="session")
+def viewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sample]:
+    """A server for those who only look."""
+    with served(tmp_path_factory.mktemp("viewed")) as sample:
+        yield sample
 
-    return watched
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Iterator[Sample]:
+    """One whose jobs are changed."""
+    with served(tmp_path) as sample:
+        yield sample
+
+
+@pytest.fixture
+def viewer(browser: Browser, viewed: Sample) -> Iterator[Viewer]:
+    """Somebody who looks; what the browser complains about fails the test."""
+    somebody = sign_in(browser, viewed, viewed.new_link())
+    yield somebody
+    assert somebody.complaints.said == []

@@ -1,6 +1,6 @@
 """A service with sample jobs and the dashboard: `python tests/api/ui/sample.py HOME [PORT]` serves it.
 
-The browser test runs it as a process of its own, since NiceGUI has one app a process.
+The browser tests run it as a process of its own.
 """
 
 import argparse
@@ -42,11 +42,13 @@ from workers.config import JobSpec
 from workers.data.roots import DataRoots
 
 STEPS, DONE, CRASHED_AT = 400, 200, 120
+MARKUP = "<img src=x onerror=alert(1)>"
+"""What a rank prints, which no browser may take for anything else than text."""
 SPEC: dict[str, Any] = {
     "name": "quickstart",
     "model": {"family": "gpt", "layers": 4, "hidden_size": 128, "heads": 4, "sequence_length": 128},
     "data": {"source": "python-stdlib"},
-    "train": {"steps": STEPS, "global_batch_size": 16, "micro_batch_size": 2},
+    "train": {"steps": STEPS, "global_batch_size": 16, "micro_batch_size": 2, "validate_every": 25},
     "parallel": {"tensor": 2, "pipeline": 2, "data": 2},
 }
 
@@ -98,10 +100,12 @@ def places(generation: int, state: str = "running") -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def fill(store: Store, home: Path) -> str:
-    """Store a running job that was restarted once, and a few others; returns the running one's id."""
+def fill(store: Store, home: Path) -> tuple[str, dict[str, str]]:
+    """Store a running job that was restarted once, and a few others; returns the running one's id, and theirs by
+    name."""
+    others = {}
     for name, ends in (("tiny-llama", ["STARTING", "RUNNING", "SUCCEEDED"]), ("bad-data", ["FAILED"])):
-        other = _create(store, name)
+        other = others[name] = _create(store, name)
         for state in ends:
             why = ("data_missing", "/data/books: no such file or directory") if state == "FAILED" else (None, None)
             if state == "SUCCEEDED":
@@ -109,11 +113,11 @@ def fill(store: Store, home: Path) -> str:
             store.write(lambda s, to=state, why=why, id=other: jobs.transition(s, id, JobState(to), *why))
     job_id = _create(store, "quickstart")
     store.write(lambda session: _run(session, job_id, home))
-    waiting = _create(store, "wide")
+    waiting = others["wide"] = _create(store, "wide")
     missing = {"needed": 64, "available": 8}
     store.write(lambda s: jobs.set_waiting(s, waiting, missing, "insufficient_slots", "needs 64 slots, 8 are free"))
     _print_something(log_folder(home, job_id))
-    return job_id
+    return job_id, others
 
 
 def _create(store: Store, name: str) -> str:
@@ -147,6 +151,11 @@ def _backdate(session: Any, job_id: str, now: float) -> None:
     """Let what was stored just now have happened over the last minutes."""
     for change, ago in zip(state_changes.of_job(session, job_id), (140, 131, 127, 59, 55), strict=True):
         change.time = now - ago
+    for event in events.page(session, job_id).items:  # those of states, in the order of their changes
+        event.time = now - {"submitted": 140, "rank_died": 59.3, "resumed": 56}.get(event.type, 55)
+    moves = [event for event in events.page(session, job_id).items if event.type == "state_changed"]
+    for event, ago in zip(moves, (131, 127, 59, 55), strict=True):
+        event.time = now - ago
     first, second = generations.of_job(session, job_id)
     first.started_at, first.trained_from, first.trained_until = now - 131, now - 127, now - 60
     first.ended_at = second.started_at = now - 58.4
@@ -171,8 +180,12 @@ def _print_something(folder: Path) -> None:
     folder.mkdir(parents=True)
     for rank in range(8):
         with log_file(folder, rank).open("w") as file:
-            for number in range(30):
-                text = f"step {number * 5 + 1}: micro-batches 4, loss {row(number * 5 + 1, 0)['loss']:.4f}"
+            for number in range(31):
+                text = (
+                    MARKUP
+                    if number == 30
+                    else f"step {number * 5 + 1}: micro-batches 4, loss {row(number * 5 + 1, 0)['loss']:.4f}"
+                )
                 entry = {"time": time.time() + number, "rank": rank, "generation": 1, "stream": "stdout", "text": text}
                 file.write(json.dumps(entry) + "\n")
 
@@ -197,7 +210,7 @@ def serve(home: Path, port: int) -> None:
     """Serve the sample, and print where it is; blocks."""
     store = Store(f"sqlite:///{home}/manta.db")
     store.migrate()
-    job_id = fill(store, home)
+    job_id, others = fill(store, home)
     app = create_app(SampleControl(store, home))
     listener = socket.create_server(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -208,7 +221,7 @@ def serve(home: Path, port: int) -> None:
         "of_reader": one_time_link(store, scope=Scope.READ),
     }
     links = {name: f"{url}{path}" for name, path in links.items()}
-    print(json.dumps({"url": url, "job": job_id, **links}), flush=True)
+    print(json.dumps({"url": url, "job": job_id, "others": others, **links}), flush=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     server.run([listener])
     store.close()

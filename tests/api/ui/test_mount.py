@@ -1,13 +1,18 @@
 """The dashboard beside the API in one app."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy.exc import OperationalError
-from starlette.websockets import WebSocketDisconnect
 
-from api import credentials
+from api import credentials, ui
 from api.app import create_app
 from api.ui import mount
+from api.ui.document import document_for
+from api.ui.files import DIGEST, FILES
 from service.store import Store
 from tests.api.support.keys import ADMIN, add_admin, bearer
 
@@ -66,29 +71,72 @@ def test_pages_are_served_while_the_database_does_not_answer(tmp_path, monkeypat
         monkeypatch.setattr(credentials, "KNOWN_SECONDS", 1000.0)
         for name in ("read", "read_rows", "read_once"):
             monkeypatch.setattr(Store, name, locked)
-        for path in ("/ui/", "/ui/jobs/job_000000000000"):
-            response = http.get(path)
-            assert response.status_code == 200
-            assert "the job database does not answer" in response.text
+        for path in ("/ui/", "/ui/jobs/job_000000000000", f"/ui/static/{DIGEST}/main.js"):
+            assert http.get(path).status_code == 200
 
 
-def test_pages_and_their_sockets_are_for_those_who_are_signed_in(tmp_path):
+def test_pages_and_files_are_for_those_who_are_signed_in(tmp_path):
     with TestClient(served(tmp_path / "a"), base_url="http://127.0.0.1") as http:
-        for path in ("/", "/ui", "/ui/", "/ui/nope", "/ui/_nicegui/x"):
+        for path in ("/", "/ui", "/ui/", "/ui/nope", f"/ui/static/{DIGEST}/main.js"):
             response = http.get(path)
             assert (response.status_code, response.headers["content-type"]) == (401, "text/html; charset=utf-8"), path
             assert "manta link" in response.text
-        with pytest.raises(WebSocketDisconnect), http.websocket_connect("/ui/_nicegui_ws/socket.io/?EIO=4"):
-            pass
+        assert http.post("/ui/yaml", json={"text": "a: 1"}).status_code == 401
 
 
-def test_a_process_may_have_one_app_after_another(tmp_path):
+def test_files_are_kept_for_good_and_pages_never(tmp_path):
+    with opened(served(tmp_path / "a")) as http:
+        page, file = http.get("/ui/jobs/job_000000000000"), http.get(f"/ui/static/{DIGEST}/main.js")
+        assert page.headers["cache-control"] == "no-store" and "immutable" in file.headers["cache-control"]
+        assert file.headers["content-type"].startswith("text/javascript")
+        for response in (page, file):
+            policy = response.headers["content-security-policy"]
+            assert "default-src 'none'" in policy and "unsafe" not in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+        for path in (f"/ui/static/{DIGEST}/../mounting.py", f"/ui/static/{DIGEST}/nope.js", "/ui/static/other/main.js"):
+            assert http.get(path).status_code == 404, path
+
+
+def test_every_file_that_a_page_loads_is_there():
+    """Modules import one another by relative paths, and the document names where it begins."""
+    for name, file in FILES.items():
+        for path in re.findall(r"""(?:from|import\()\s*["'](\.[^"']+)["']""", file.content.decode()):
+            wanted = (Path("/") / Path(name).parent / path).resolve().relative_to("/").as_posix()
+            assert wanted in FILES, f"{name} imports {path}"
+    for name in re.findall(rf"/ui/static/{DIGEST}/([^\"]+)", document_for("")):
+        assert name in FILES
+    packaged = [path for path in Path(ui.__file__).parent.rglob("*") if path.suffix in (".js", ".css", ".svg")]
+    assert len(packaged) == len(FILES)
+
+
+def test_nothing_is_fetched_from_elsewhere():
+    for name, file in FILES.items():
+        addresses = re.findall(r"https?://[^\s\"'`)]+", file.content.decode())
+        assert [each for each in addresses if "www.w3.org" not in each] == [], name
+
+
+def test_document_knows_where_a_proxy_shows_the_service_and_what_states_there_are():
+    document = document_for("/manta")
+    assert 'data-base="/manta"' in document and f'src="/manta/ui/static/{DIGEST}/main.js"' in document
+    facts = json.loads(re.search(r'id="facts">(.*?)</script>', document).group(1))
+    assert "RUNNING" in facts["states"] and facts["actions"]["cancel"]["RUNNING"] == "CANCELLING"
+    assert set(facts["final_states"]) < set(facts["states"])
+
+
+def test_yaml_becomes_the_document_that_rest_takes(tmp_path):
+    with opened(served(tmp_path / "a")) as http:
+        text = "model: {layers: 2}\ntrain: {learning_rate: 1.0e-3}\n"
+        assert http.post("/ui/yaml", json={"text": text}).json() == {
+            "document": {"model": {"layers": 2}, "train": {"learning_rate": 1e-3}}
+        }
+        bad = http.post("/ui/yaml", json={"text": "model: {layers: 2\n"})
+        assert (bad.status_code, bad.json()["code"]) == (422, "invalid_spec")
+        assert "line" in bad.text
+        assert http.post("/ui/yaml", json={"txt": ""}).status_code == 422
+
+
+@pytest.mark.parametrize("path", ["/ui/", "/ui/compare", "/ui/jobs/x/ranks"])
+def test_apps_of_one_process_show_the_same_pages(tmp_path, path):
     for name in ("a", "b"):
         with opened(served(tmp_path / name)) as http:
-            assert http.get("/ui/").status_code == 200
-
-
-def test_apps_may_be_made_before_one_is_started(tmp_path):
-    served(tmp_path / "a")
-    with opened(served(tmp_path / "b")) as http:
-        assert http.get("/ui/").status_code == 200
+            assert http.get(path).status_code == 200

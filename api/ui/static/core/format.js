@@ -1,0 +1,139 @@
+/** Numbers, times and states as short text. Pure functions. */
+
+export const UNKNOWN = "–";
+
+const TONES = {
+  RUNNING: "active", STARTING: "busy", RESIZING: "busy", RECOVERING: "warn", PAUSING: "warn", CANCELLING: "warn",
+  SUCCEEDED: "good", FAILED: "bad",
+};
+const SPOKEN = { nan: NaN, inf: Infinity, "-inf": -Infinity };
+
+/** A number as REST writes it: null is unknown, and those that are not finite are words. NaN where unknown. */
+export function numberOf(value) {
+  if (value === null || value === undefined) return NaN;
+  return typeof value === "string" ? (SPOKEN[value] ?? NaN) : value;
+}
+
+/** A number of REST with `digits` after the point and thousands apart; a dash where unknown. */
+export function number(value, digits = 0) {
+  if (value === null || value === undefined) return UNKNOWN;
+  if (typeof value === "string") return value;
+  return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
+/** A number in as few characters as say it: 1.2 M, 3.4e-5. */
+export function compact(value) {
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? UNKNOWN : value > 0 ? "inf" : "-inf";
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  for (const [unit, factor] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e4]]) {
+    const divisor = unit === "k" ? 1e3 : factor;
+    if (size >= factor) return `${trimmed(value / divisor)} ${unit}`;
+  }
+  if (size < 1e-3) return value.toExponential(1).replace("+", "");
+  return trimmed(value);
+}
+
+function trimmed(value) {
+  return String(Number(value.toPrecision(4)));
+}
+
+/** A ratio as a percentage. */
+export function percent(value, digits = 1) {
+  const ratio = numberOf(value);
+  return Number.isFinite(ratio) ? `${(100 * ratio).toFixed(digits)}%` : UNKNOWN;
+}
+
+/** Bytes in binary units. */
+export function bytes(value) {
+  const count = numberOf(value);
+  if (!Number.isFinite(count)) return UNKNOWN;
+  let rest = count;
+  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
+    if (Math.abs(rest) < 1024) return unit === "B" ? `${Math.round(rest)} B` : `${rest.toFixed(rest < 10 ? 2 : 1)} ${unit}`;
+    rest /= 1024;
+  }
+  return `${rest.toFixed(2)} TiB`;
+}
+
+/** Seconds for people: 2 d 3 h, 4 min 5 s, 1.25 s, 3.1 ms. */
+export function duration(value) {
+  const seconds = numberOf(value);
+  if (!Number.isFinite(seconds)) return UNKNOWN;
+  if (seconds === 0) return "0 s";
+  const size = Math.abs(seconds);
+  if (size < 1e-3) return `${(seconds * 1e6).toFixed(0)} us`;
+  if (size < 1) return `${(seconds * 1e3).toFixed(size < 0.01 ? 2 : 1)} ms`;
+  if (size < 60) return `${seconds.toFixed(size < 10 ? 2 : 1)} s`;
+  const whole = Math.round(seconds);
+  const [days, hours, minutes] = [Math.floor(whole / 86400), Math.floor(whole / 3600) % 24, Math.floor(whole / 60) % 60];
+  if (days) return `${days} d ${hours} h`;
+  return hours ? `${hours} h ${minutes} min` : `${minutes} min ${whole % 60} s`;
+}
+
+/** How long ago a moment was, coarse enough not to change every second. */
+export function age(moment, now = Date.now()) {
+  if (!moment) return UNKNOWN;
+  const seconds = Math.max(0, (now - Date.parse(moment)) / 1000);
+  for (const [unit, length] of [["d", 86400], ["h", 3600], ["min", 60]]) {
+    if (seconds >= length) return `${Math.floor(seconds / length)} ${unit}`;
+  }
+  return "just now";
+}
+
+/** A moment in the viewer's zone. */
+export function clock(moment, withDay = true) {
+  if (!moment) return UNKNOWN;
+  const date = new Date(moment);
+  const two = (value) => String(value).padStart(2, "0");
+  const time = `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
+  return withDay ? `${two(date.getMonth() + 1)}-${two(date.getDate())} ${time}` : time;
+}
+
+/** The same moment in UTC, for who hovers over it. */
+export function utc(moment) {
+  return moment ? `${new Date(moment).toISOString().replace("T", " ").replace(/\.\d+Z$/, "")} UTC` : "";
+}
+
+/** The colour class of a job's state; the state itself is always written too. */
+export function stateTone(state) {
+  return TONES[state] ?? "idle";
+}
+
+/** The colour class of a class of the ledger. */
+export function ledgerTone(name) {
+  if (name === "compute") return "good";
+  if (["detect", "re_form", "restore", "redo", "idle_without_capacity"].includes(name)) return "bad";
+  return { queue: "idle", pause: "idle", start: "busy" }[name] ?? "warn";
+}
+
+/** A code such as re_form as words. */
+export function words(code) {
+  return code.replaceAll("_", " ");
+}
+
+/** The colour class of an event. */
+export function eventTone(event) {
+  if (event.type === "state_changed") return stateTone(String(event.data.to));
+  return ["fail", "died", "lost", "error", "drift"].some((word) => event.type.includes(word)) ? "bad" : "idle";
+}
+
+/** A layout in short, as tensor x pipeline x data. */
+export function layout(parallel) {
+  const sizes = [parallel.tensor, parallel.pipeline, parallel.data];
+  const context = parallel.context > 1 ? `, context ${parallel.context}` : "";
+  return sizes.map((size) => size ?? "?").join(" × ") + context;
+}
+
+/** Why a job is not simply running well; empty when it is. */
+export function why(job) {
+  if (job.state === "RUNNING" || job.state === "SUCCEEDED") return "";
+  const parts = [job.reason, job.message].filter(Boolean);
+  if (job.queue.position !== null) parts.unshift(`place ${job.queue.position} in the queue`);
+  return parts.join(": ");
+}
+
+/** `count` things, by their name in the singular. */
+export function counted(count, name, plural = `${name}s`) {
+  return `${number(count)} ${count === 1 ? name : plural}`;
+}

@@ -1,0 +1,106 @@
+/** The machines: what each has, who is on what, how its GPUs are. */
+
+import { get, send } from "../core/api.js";
+import { KeyedRows, badge, fill, h, panel, setText, setVisible } from "../core/dom.js";
+import { UNKNOWN, bytes, counted, number, percent } from "../core/format.js";
+import { Live } from "../core/live.js";
+import { confirmed, notify } from "../core/notices.js";
+import { link } from "../core/router.js";
+import { clusterText } from "../parts/cluster_text.js";
+
+const SECONDS = 3;
+
+/** Build it. */
+export async function open(root, { shell, viewer }) {
+  shell.title("Cluster", "/cluster");
+  const summary = h("span", { class: "cluster" });
+  const nodes = h("div", { class: "nodes" });
+  const me = await viewer;
+  const check = h("button", { class: "button", hidden: !me?.installation || me.scope !== "admin", onclick: () => checkPorts(check) }, "Check ports");
+  fill(root, h("div", { class: "title-row" }, h("h1", {}, "Cluster"), summary, h("span", { class: "gap" }), check), nodes);
+  let names = new Map();
+  const rows = new KeyedRows(nodes, (node) => node.id, () => nodePanel(me, () => live.now(), (id) => names.get(id) ?? id));
+  let turn = 0;
+  const live = new Live(async (signal) => {
+    const cluster = await get("/v1/cluster", {}, { signal });
+    if (turn++ % 5 === 0) {
+      const { items } = await get("/v1/jobs", { limit: 200, spec: false }, { signal });
+      names = new Map(items.map((job) => [job.id, job.name]));
+    }
+    setText(summary, clusterText(cluster));
+    rows.show(cluster.nodes);
+    return false;
+  }, SECONDS);
+  await live.start();
+  return { close: () => live.stop() };
+}
+
+function nodePanel(me, changed, nameOf) {
+  const { element, body, head } = panel("Node");
+  const [title, state] = [head.querySelector("h2"), badge()];
+  const facts = h("p", { class: "note" });
+  const problem = h("p", { class: "why tone-bad", hidden: true });
+  const who = h("div", { class: "chips" });
+  const gpus = h("div");
+  const drain = h("button", { class: "button", hidden: true, onclick: () => drainNode(node, changed) }, "Drain");
+  head.append(state.element, drain);
+  body.append(problem, facts, who, gpus);
+  let [node, shown] = [null, ""];
+  return {
+    element,
+    show(now) {
+      node = now;
+      const text = JSON.stringify(now);
+      if (text === shown) return;
+      shown = text;
+      setText(title, now.address);
+      state.show(now.alive ? (now.draining ? "draining" : "alive") : "lost", now.alive ? (now.draining ? "warn" : "good") : "bad");
+      setVisible(drain, now.alive && !now.draining && me?.installation && me.scope === "admin");
+      setVisible(problem, Boolean(now.problem));
+      setText(problem, now.problem ?? "");
+      setText(facts, factsOf(now));
+      fill(who, [...countsOf(now.ranks)].map(([job, ranks]) => h("span", { class: "chip" }, h("a", { href: link(`/jobs/${job}/ranks`) }, nameOf(job)), ` ${ranks.length > 6 ? counted(ranks.length, "rank") : `rank ${ranks.join(", ")}`}`)));
+      fill(gpus, (now.gpus ?? []).map(gpuLine));
+    },
+  };
+}
+
+function factsOf(node) {
+  const gpus = node.accelerator === "gpu" ? `${number(node.free)} of ${number(node.total)} GPUs${node.gpu_type ? ` (${node.gpu_type}${node.gpu_memory_bytes ? `, ${bytes(node.gpu_memory_bytes)}` : ""})` : ""} free` : "";
+  const slots = node.slots_total ? `${number(node.slots_free)} of ${number(node.slots_total)} slots free` : node.accelerator !== "gpu" ? `${number(node.free)} of ${number(node.total)} slots free` : "";
+  return [gpus, slots, `id ${node.id}`].filter(Boolean).join(" · ");
+}
+
+function countsOf(ranks) {
+  const found = new Map();
+  for (const { job, rank } of ranks) found.set(job, [...(found.get(job) ?? []), rank].sort((one, other) => one - other));
+  return found;
+}
+
+function gpuLine(gpu) {
+  const parts = [
+    `GPU ${gpu.index}`, `busy ${percent(gpu.utilization, 0)}`, `memory ${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_total_bytes)}`,
+    gpu.power_watts === null ? "" : `${number(gpu.power_watts)} W`, gpu.temperature_celsius === null ? "" : `${number(gpu.temperature_celsius)} °C`, gpu.clock_mhz === null ? "" : `${number(gpu.clock_mhz)} MHz`,
+    gpu.ecc_errors ? `ECC errors ${number(gpu.ecc_errors)}` : "", gpu.xid ? `XID ${gpu.xid}` : "",
+  ];
+  return h("div", { class: gpu.xid || gpu.ecc_errors ? "tone-bad kind" : "" }, parts.filter(Boolean).join(" · ") || UNKNOWN);
+}
+
+async function drainNode(node, changed) {
+  const ranks = node.ranks.length;
+  const yes = await confirmed("Drain this node?", [h("p", {}, `No rank is placed on ${node.address} any more, and its ${counted(ranks, "rank")} move to other nodes at their next step; a job that finds no room elsewhere saves its state and waits in the queue.`)], { yes: "Drain", no: "Leave it" });
+  if (!yes) return;
+  await send("POST", `/v1/nodes/${node.id}/drain`, {}).catch((error) => notify(error.message, "bad"));
+  changed();
+}
+
+async function checkPorts(button) {
+  button.disabled = true;
+  try {
+    const { problems, warnings, nodes, tries } = await send("POST", "/v1/cluster/check", {});
+    notify([...problems, ...warnings].join("\n") || `All is open: ${counted(tries, "connection")} between ${counted(nodes, "node")}.`, problems.length ? "bad" : "good");
+  } catch (error) {
+    notify(error.message, "bad");
+  }
+  button.disabled = false;
+}

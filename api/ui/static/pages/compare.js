@@ -1,0 +1,143 @@
+/** Jobs on the same axes, and what is different about them. The address says which, and can be shared. */
+
+import { ChartGroup, X_AXES } from "../charts/group.js";
+import { LineChart } from "../charts/line_chart.js";
+import { seriesColor } from "../charts/colors.js";
+import { get, optional } from "../core/api.js";
+import { fill, h, panel, table } from "../core/dom.js";
+import { duration, layout, number, percent } from "../core/format.js";
+import { Live } from "../core/live.js";
+import { Router, link } from "../core/router.js";
+import { differences } from "../parts/differences.js";
+import { CHARTS, chartControls } from "../parts/job_charts.js";
+import { JobCurves } from "../parts/curves.js";
+
+const MOST = 10;
+const SECONDS = 3;
+const SHARED = ["tokens", "time"];
+
+/** Build it. */
+export async function open(root, context) {
+  context.shell.title("Compare", "/compare");
+  const ids = (context.query.get("jobs") ?? "").split(",").filter(Boolean).slice(0, MOST);
+  const page = new ComparePage(root, context, ids);
+  await page.live.start();
+  return page;
+}
+
+class ComparePage {
+  constructor(root, { router, query, facts }, ids) {
+    Object.assign(this, { ids, router, facts, turn: 0, jobs: new Map(), curves: new Map() });
+    this.group = new ChartGroup({ axis: X_AXES[query.get("x")] ? query.get("x") : "step", onView: (view) => this.looked(view) });
+    this.charts = Object.values(CHARTS).map(({ title, axes, lines }) => ({ lines, chart: new LineChart(this.group, title, [axes[0]]) }));
+    this.chips = h("div", { class: "chips" });
+    this.add = h("select", { "aria-label": "Add a job", onchange: (event) => this.go([...this.ids, event.target.value]) });
+    this.figures = h("div");
+    this.different = h("div");
+    const figures = panel("Figures");
+    figures.body.append(this.figures);
+    const different = panel("What is different", { note: "fields of the specs; those that are alike are left out" });
+    different.body.append(this.different);
+    fill(root, h("div", { class: "title-row" }, h("h1", {}, "Compare"), this.chips, this.add),
+      h("div", { class: "toolbar" }, chartControls({ group: this.group, measureBy: (axis) => this.measureBy(axis) })),
+      h("div", { class: "chart-grid" }, this.charts.map(({ chart }) => chart.element)), figures.element, different.element);
+    this.live = new Live((signal) => this.refresh(signal), SECONDS);
+  }
+
+  go(ids) {
+    this.router.go(link("/compare", { jobs: [...new Set(ids)].filter(Boolean).join(","), x: this.group.axis }));
+  }
+
+  async refresh(signal) {
+    await Promise.all(this.ids.map((id) => this.read(id, signal)));
+    if (this.turn++ % 10 === 0) await this.offer(signal);
+    this.show();
+    return this.ids.length > 0 && [...this.jobs.values()].every((job) => this.facts.final_states.includes(job.state));
+  }
+
+  async read(id, signal) {
+    const job = await optional(get(`/v1/jobs/${id}`, {}, { signal }));
+    if (job === null) {
+      this.jobs.delete(id);
+      return;
+    }
+    const before = this.jobs.get(id);
+    this.jobs.set(id, job);
+    const metrics = [...this.charts.flatMap(({ lines }) => lines.map(([, metric]) => metric)), ...SHARED];
+    if (!this.curves.has(id)) this.curves.set(id, new JobCurves(id, metrics));
+    if (before?.step !== job.step || before?.generation !== job.generation) await this.curves.get(id).poll(signal);
+  }
+
+  async offer(signal) {
+    const { items } = await get("/v1/jobs", { limit: 100, spec: false }, { signal });
+    const others = items.filter((job) => !this.ids.includes(job.id) && job.step > 0);
+    fill(this.add, h("option", { value: "" }, this.ids.length >= MOST ? `at most ${MOST} jobs` : "add a job ..."), others.map((job) => h("option", { value: job.id }, `${job.name} (${job.id})`)));
+  }
+
+  async looked(view) {
+    const column = X_AXES[this.group.axis].column;
+    const all = [...this.curves.values()];
+    const done = await Promise.all(all.map((curves) => curves.look(view && view.map((x) => curves.all.stepAt(column, x))).catch(() => false)));
+    if (done.some(Boolean)) this.show();
+  }
+
+  measureBy(axis) {
+    this.group.axis = axis;
+    this.group.view = null;
+    Router.query({ x: axis });
+    for (const curves of this.curves.values()) curves.look(null);
+    this.show();
+  }
+
+  show() {
+    const jobs = this.ids.map((id) => this.jobs.get(id)).filter(Boolean);
+    const column = X_AXES[this.group.axis].column;
+    const names = namesOf(jobs);
+    const chip = (job, place) => {
+      const mark = h("span", { class: "key-mark" });
+      mark.style.background = seriesColor(this.ids.indexOf(job.id));
+      return h("span", { class: "chip" }, mark, h("a", { href: link(`/jobs/${job.id}`) }, names[place]), h("button", { class: "plain", "aria-label": `Leave out ${names[place]}`, onclick: () => this.go(this.ids.filter((id) => id !== job.id)) }, "×"));
+    };
+    fill(this.chips, jobs.map(chip));
+    for (const { chart, lines } of this.charts) {
+      const [, metric] = lines[0];
+      chart.show(jobs.map((job, place) => {
+        const columns = this.curves.get(job.id).shown;
+        return { name: names[place], color: seriesColor(this.ids.indexOf(job.id)), x: columns.x(column), y: columns.columns[metric] };
+      }).filter((line) => line.y.some(Number.isFinite)));
+    }
+    this.showFigures(jobs, names);
+    this.showDifferences(jobs, names);
+  }
+
+  showFigures(jobs, names) {
+    const figures = [
+      ["State", (job) => job.state], ["Step", (job) => `${number(job.step)} of ${number(job.steps)}`], ["Train loss", (job) => number(job.metrics.latest.loss, 4)],
+      ["Validation loss", (job) => number(job.metrics.latest.validation_loss, 4)], ["Tokens/s", (job) => number(job.metrics.latest.tokens_per_second)], ["Step time", (job) => duration(job.metrics.latest.step_seconds)],
+      ["MFU", (job) => percent(job.metrics.latest.mfu_full)], ["Goodput", (job) => percent(job.goodput)], ["Ranks", (job) => layout(job.parallel)], ["Restarts", (job) => number(job.restarts)],
+    ];
+    const { element, body } = table(["", ...names], { label: "Figures" });
+    fill(body, figures.map(([name, text]) => h("tr", {}, h("td", {}, name), jobs.map((job) => h("td", { class: "number" }, text(job))))));
+    fill(this.figures, jobs.length ? element : h("p", { class: "empty-note" }, "Choose jobs above, or tick them in the list of jobs."));
+  }
+
+  showDifferences(jobs, names) {
+    if (jobs.length < 2) {
+      fill(this.different, h("p", { class: "empty-note" }, "Two jobs are needed."));
+      return;
+    }
+    const { element, body } = table(["Field", ...names], { label: "Differences" });
+    const rows = differences(jobs.map((job) => job.spec));
+    fill(body, rows.map(([path, ...values]) => h("tr", {}, h("td", { class: "mono" }, path), values.map((value) => h("td", { class: "message" }, value)))));
+    fill(this.different, rows.length ? element : h("p", { class: "empty-note" }, "Their specs are the same."));
+  }
+
+  close() {
+    this.live.stop();
+    for (const { chart } of this.charts) chart.close();
+  }
+}
+
+function namesOf(jobs) {
+  return jobs.map((job) => (jobs.filter((other) => other.name === job.name).length > 1 ? `${job.name} ${job.id.slice(-5)}` : job.name));
+}

@@ -1,0 +1,82 @@
+/** The durable checkpoints of a job: those that exist, and folded away those that are gone. */
+
+import { Problem, all, optional, send } from "../../core/api.js";
+import { KeyedRows, badge, emptyNote, h, panel, setText, setVisible, table } from "../../core/dom.js";
+import { UNKNOWN, age, bytes, clock, counted, number, utc } from "../../core/format.js";
+import { confirmed, notify } from "../../core/notices.js";
+import { may } from "../../core/shell.js";
+
+const TONES = { complete: "good", saving: "busy", failed: "bad", deleted: "idle" };
+
+/** The tab. */
+export function create({ id, viewer, refreshNow }) {
+  const there = panel("Checkpoints");
+  const none = emptyNote("No checkpoint yet.");
+  const main = table(["Step", "State", "Size", "Begun", "Age", "Where", ""], { classes: "checkpoints", label: "Checkpoints" });
+  there.body.append(none, main.element);
+  const gone = table(["Step", "State", "Size", "Begun", "Age", "Where", ""], { label: "Deleted checkpoints" });
+  const summary = h("summary", {});
+  const folded = h("details", { class: "panel" }, summary, h("div", { class: "tall" }, gone.element));
+  const rows = [new KeyedRows(main.body, (each) => each.id, (each) => row(each)), new KeyedRows(gone.body, (each) => each.id, (each) => row(each))];
+  let [me, job] = [null, null];
+  viewer.then((known) => (me = known));
+
+  function row(checkpoint) {
+    const state = badge();
+    const cells = Array.from({ length: 6 }, () => h("td", { class: "number" }));
+    cells[1].append(state.element);
+    cells[5].className = "mono message";
+    const buttons = h("td", { class: "actions" },
+      h("button", { class: "plain", onclick: () => copy(checkpoint) }, "copy path"),
+      h("button", { class: "plain", hidden: true, onclick: () => remove(checkpoint) }, "delete"));
+    return {
+      element: h("tr", {}, cells, buttons),
+      show(now) {
+        setText(cells[0], number(now.step));
+        state.show(now.state, TONES[now.state] ?? "idle");
+        setText(cells[2], bytes(now.bytes));
+        setText(cells[3], clock(now.created_at));
+        cells[3].title = utc(now.created_at);
+        setText(cells[4], age(now.created_at));
+        setText(cells[5], now.path || UNKNOWN);
+        setVisible(buttons.lastElementChild, now.state === "complete" && may(me, "submit"));
+      },
+    };
+  }
+
+  async function copy(checkpoint) {
+    await navigator.clipboard?.writeText(checkpoint.path);
+    notify("The path is copied. `manta export` makes Hugging Face weights of it.", "good");
+  }
+
+  async function remove(checkpoint) {
+    const yes = await confirmed("Delete this checkpoint?", [h("p", {}, `Step ${number(checkpoint.step)}, ${bytes(checkpoint.bytes)}. Nobody can go on from it, or export it, any more.`), h("p", { class: "mono" }, checkpoint.path)], { yes: "Delete it", no: "Keep it", danger: true });
+    if (!yes) return;
+    try {
+      await send("DELETE", `/v1/jobs/${id}/checkpoints/${checkpoint.id}`);
+    } catch (error) {
+      if (!(error instanceof Problem)) throw error;
+      notify(error.message, "bad");
+    }
+    await refreshNow();
+  }
+
+  return {
+    element: h("div", {}, there.element, folded),
+    async refresh(signal, now, moved) {
+      job = now;
+      if (!moved) return;
+      const items = (await optional(all(`/v1/jobs/${id}/checkpoints`, {}, 10_000, { signal }), [])).sort((one, other) => other.step - one.step);
+      const kept = items.filter((each) => each.state !== "deleted");
+      const deleted = items.filter((each) => each.state === "deleted");
+      const total = kept.reduce((sum, each) => sum + (each.bytes ?? 0), 0);
+      setText(there.note, kept.length ? `${counted(kept.length, "checkpoint")}, ${bytes(total)}; every ${number(job.spec.checkpoint?.every_steps)} steps, ${number(job.spec.checkpoint?.keep)} are kept` : "");
+      setVisible(none, kept.length === 0);
+      setVisible(main.element, kept.length > 0);
+      setVisible(folded, deleted.length > 0);
+      setText(summary, `${counted(deleted.length, "deleted checkpoint")}`);
+      rows[0].show(kept);
+      rows[1].show(deleted);
+    },
+  };
+}

@@ -1,0 +1,107 @@
+/** The ranks of a job: who is where, how long each works and waits, who is slow, who waits for whom. */
+
+import { get, optional } from "../../core/api.js";
+import { fill, h, panel, setText, setVisible, table, KeyedRows } from "../../core/dom.js";
+import { bytes, clock, duration, number } from "../../core/format.js";
+import { link } from "../../core/router.js";
+import { slownessOf } from "../../parts/attention.js";
+import { COLOURINGS, RankGrid, describe, usualOf } from "../../parts/rank_grid.js";
+import { RankHistory } from "../../parts/rank_history.js";
+
+const MOST_ROWS = 256;
+
+/** The tab. */
+export function create({ id }) {
+  return new RanksTab(id);
+}
+
+class RanksTab {
+  constructor(id) {
+    this.id = id;
+    this.grid = new RankGrid({ onPick: (rank) => this.pick(rank) });
+    this.history = new RankHistory(id);
+    this.verdict = h("p", { class: "verdict" });
+    this.detail = h("div", { class: "rank-detail" }, h("p", { class: "note" }, "Click a rank for its place, its log and its stack."));
+    const colour = h("select", { "aria-label": "Colour by", onchange: (event) => this.grid.colourBy(event.target.value) },
+      Object.entries(COLOURINGS).map(([name, { label }]) => h("option", { value: name }, `colour: ${label}`)));
+    const grid = panel("Grid", { controls: [colour] });
+    grid.body.append(this.verdict, this.grid.element);
+    const detail = panel("Rank");
+    detail.body.append(this.detail);
+    this.waits = panel("Who waits for whom");
+    this.waitsBody = h("div");
+    this.waits.body.append(this.waitsBody);
+    const list = panel("All ranks");
+    const { element, body } = table(["Rank", "Tensor", "Stage", "Replica", "State", "Own time", "Waits", "Memory", "Node", "Device", "Pid", "Gen."], { label: "Ranks" });
+    this.note = h("p", { class: "note" });
+    list.body.append(h("div", { class: "tall" }, element), this.note);
+    this.rows = new KeyedRows(body, (rank) => rank.rank, (rank) => this.row(rank));
+    this.element = h("div", {}, grid.element, h("div", { class: "columns" }, detail.element, this.waits.element), this.history.element, list.element);
+  }
+
+  row(rank) {
+    const cells = Array.from({ length: 12 }, () => h("td", { class: "number" }));
+    fill(cells[0], h("button", { class: "plain", onclick: () => this.grid.pick(this.byNumber.get(rank.rank)) }, String(rank.rank)));
+    return {
+      element: h("tr", {}, cells),
+      show: (now) => {
+        const texts = [now.tensor, now.pipeline, now.data, now.state, duration(now.own_seconds), duration(now.wait_seconds), bytes(now.memory_bytes), now.node ?? "–", now.device ?? "–", now.pid ?? "–", now.generation];
+        texts.forEach((text, place) => setText(cells[place + 1], String(text)));
+      },
+    };
+  }
+
+  async refresh(signal, job, moved) {
+    const [places, waits] = await Promise.all([
+      get(`/v1/jobs/${this.id}/ranks`, {}, { signal }),
+      moved ? optional(get(`/v1/jobs/${this.id}/waits`, {}, { signal })) : undefined,
+    ]);
+    this.ranks = places.items;
+    this.byNumber = new Map(this.ranks.map((rank) => [rank.rank, rank]));
+    this.usual = usualOf(this.ranks);
+    this.grid.show(this.ranks, job);
+    setText(this.verdict, this.verdictText());
+    this.rows.show(this.ranks.slice(0, MOST_ROWS));
+    setText(this.note, this.ranks.length > MOST_ROWS ? `The first ${MOST_ROWS} of ${number(this.ranks.length)}; the grid has all of them.` : "");
+    if (waits !== undefined) this.showWaits(waits);
+    if (moved) await this.history.refresh(signal, this.ranks);
+  }
+
+  verdictText() {
+    const slow = this.ranks.find((rank) => rank.straggler);
+    if (slow) return `${slow.straggler.sentence[0].toUpperCase()}${slow.straggler.sentence.slice(1)}, on node ${slow.node ?? "–"} (${slow.device ?? "–"}, pid ${slow.pid ?? "–"}).`;
+    const known = this.ranks.filter((rank) => Number.isFinite(rank.own_seconds));
+    if (known.length === 0) return "Nothing is known of the ranks' own times yet.";
+    const worst = known.reduce((one, other) => (other.own_seconds / this.usual.get(other.pipeline) > one.own_seconds / this.usual.get(one.pipeline) ? other : one));
+    return `No rank is persistently slower than its peers. Slowest beside its stage: rank ${worst.rank}; ${slownessOf(worst, this.usual.get(worst.pipeline))}.`;
+  }
+
+  showWaits(waits) {
+    if (waits === null || waits.ranks.length === 0) {
+      fill(this.waitsBody, h("p", { class: "empty-note" }, "Nothing is known: no rank has told what it does for a moment."));
+      return;
+    }
+    const line = (rank) => h("tr", {}, h("td", { class: "number" }, String(rank.rank)), h("td", {}, rank.doing ?? rank.phase ?? "–"), h("td", { class: "number" }, duration(rank.since_seconds)),
+      h("td", {}, rank.waits_for?.length ? `rank ${rank.waits_for.slice(0, 8).join(", ")}${rank.waits_for.length > 8 ? " ..." : ""}` : "nobody"));
+    const { element, body } = table(["Rank", "Does", "Since", "Waits for"], { label: "Who waits for whom" });
+    fill(body, waits.ranks.slice(0, 64).map(line));
+    fill(this.waitsBody, waits.sentence ? h("p", {}, waits.sentence) : null, h("div", { class: "tall" }, element), h("p", { class: "note" }, `as of ${clock(waits.at, false)}`));
+  }
+
+  pick(rank) {
+    const stack = h("pre", { class: "stack", hidden: true, tabindex: "0" });
+    const show = async () => {
+      setVisible(stack, true);
+      setText(stack, "asking the trainer ...");
+      const answer = await get(`/v1/jobs/${this.id}/ranks/${rank.rank}/stack`).catch((error) => ({ text: error.message }));
+      setText(stack, answer.at ? `${clock(answer.at)}, pid ${answer.pid}\n${answer.text}` : answer.text);
+    };
+    fill(this.detail, describe(rank, this.usual).map((line, place) => h("p", { class: place ? "" : "strong" }, line)),
+      h("div", { class: "toolbar" }, h("a", { class: "button", href: link(`/jobs/${this.id}/logs`, { rank: rank.rank }) }, "Its log"), h("button", { class: "button", onclick: show }, "Its stack now")), stack);
+  }
+
+  close() {
+    this.grid.close();
+    this.history.close();
+  }
+}

@@ -1,0 +1,140 @@
+/** One step, deeply: where its time goes, and every action of every rank, traced on request. */
+
+import { address, get, optional, send } from "../../core/api.js";
+import { Lanes } from "../../charts/lanes.js";
+import { download } from "../../core/download.js";
+import { fill, h, panel, setAttribute, setText, setVisible } from "../../core/dom.js";
+import { age, clock, counted, duration, number, percent } from "../../core/format.js";
+import { notify } from "../../core/notices.js";
+import { may } from "../../core/shell.js";
+import { budgetTable } from "../../parts/budget_table.js";
+import { lanesOf, rangeOf } from "../../parts/trace_lanes.js";
+
+const MOST_STEPS = 20;
+
+/** The tab. */
+export function create({ id, viewer, refreshNow }) {
+  return new StepTab(id, viewer, refreshNow);
+}
+
+class StepTab {
+  constructor(id, viewer, refreshNow) {
+    Object.assign(this, { id, refreshNow, shownTrace: null });
+    this.budget = budgetTable();
+    const budget = panel("Where a step goes");
+    [this.budgetNote, this.budgetPanel] = [budget.note, budget];
+    this.noBudget = h("p", { class: "empty-note" }, "Nothing was measured yet.");
+    budget.body.append(this.noBudget, this.budget.element);
+    const trace = panel("A step, traced");
+    this.steps = h("input", { type: "number", min: 1, max: MOST_STEPS, value: 1, "aria-label": "Steps to trace" });
+    this.ask = h("button", { class: "button primary", onclick: () => this.request() }, "Trace the next step");
+    this.choice = h("select", { "aria-label": "Trace", onchange: (event) => this.choose(event.target.value) });
+    this.state = h("span", { class: "note", role: "status" });
+    this.tools = h("span", { class: "toolbar-part" });
+    this.facts = h("p", { class: "note" });
+    [this.lanes, this.planned] = [
+      new Lanes("Every action of every rank", { format: duration, onView: (view) => this.sync(view) }),
+      new Lanes("The same step as planned", { format: duration }),
+    ];
+    this.plannedHead = h("h3", { hidden: true }, "The same step as the planner sees it");
+    setVisible(this.lanes.element, false);
+    setVisible(this.planned.element, false);
+    trace.body.append(h("div", { class: "toolbar" }, h("label", { class: "inline" }, "steps", this.steps), this.ask, this.choice, this.state, h("span", { class: "gap" }), this.tools),
+      this.facts, this.lanes.element, this.plannedHead, this.planned.element, h("p", { class: "note" }, "Colours are stages (light: forward, full: backward), numbers micro-batches; thin bars are communication and the like; what is empty is waiting; red below: the critical path. Click, then wheel or + and - zoom, drag moves, double-click shows all."));
+    this.element = h("div", {}, budget.element, trace.element);
+    viewer.then((me) => setVisible(this.ask, may(me, "submit")));
+  }
+
+  sync(view) {
+    if (this.planned.whole) this.planned.look(view);
+  }
+
+  async request() {
+    const steps = this.steps.valueAsNumber || 1;
+    try {
+      const trace = await send("POST", `/v1/jobs/${this.id}/traces`, { steps });
+      this.wanted = trace.id;
+      await this.refreshNow();
+    } catch (error) {
+      notify(`Trace: ${error.message}`, "bad");
+    }
+  }
+
+  async refresh(signal, job, moved) {
+    const pending = this.traces?.some((trace) => ["requested", "recording"].includes(trace.state));
+    if (!moved && !pending && !this.wanted) return;
+    const [budget, traces] = await Promise.all([
+      optional(get(`/v1/jobs/${this.id}/budget`, {}, { signal })),
+      optional(get(`/v1/jobs/${this.id}/traces`, {}, { signal })),
+    ]);
+    this.showBudget(budget, job);
+    this.traces = [...(traces?.items ?? [])].sort((one, other) => (one.requested_at < other.requested_at ? 1 : -1));
+    this.showChoice();
+    setAttribute(this.ask, "disabled", job.state !== "RUNNING");
+    const ready = this.traces.find((trace) => (this.wanted ? trace.id === this.wanted : true) && ["complete", "partial"].includes(trace.state));
+    if (ready && (this.shownTrace === null || this.wanted === ready.id)) {
+      this.wanted = null;
+      await this.choose(ready.id);
+    }
+    this.showState();
+  }
+
+  showBudget(budget, job) {
+    setVisible(this.noBudget, !budget?.parts?.length);
+    if (!budget?.parts?.length) return;
+    const mfu = job.metrics.latest.mfu_full;
+    setText(this.budgetNote, `${duration(budget.step_seconds)} a step, MFU ${percent(mfu)}; measured from ${budget.measured_from === "phases" ? "the phases that every rank times as it goes" : budget.measured_from}`);
+    this.budget.show(budget);
+  }
+
+  showChoice() {
+    const text = this.traces.map((trace) => `${trace.id} ${trace.state}`).join();
+    if (text === this.choices) return;
+    this.choices = text;
+    const name = (trace) => `step ${number(trace.first_step ?? 0)}${trace.steps > 1 ? ` and ${trace.steps - 1} more` : ""}, ${trace.state}, ${age(trace.requested_at)}`;
+    fill(this.choice, this.traces.map((trace) => h("option", { value: trace.id, selected: trace.id === this.shownTrace }, name(trace))));
+    setVisible(this.choice, this.traces.length > 0);
+  }
+
+  showState() {
+    const newest = this.traces[0];
+    if (!newest) setText(this.state, "No step was traced yet.");
+    else if (newest.state === "complete") setText(this.state, "");
+    else setText(this.state, `${newest.state}${newest.message ? `: ${newest.message}` : newest.state === "requested" ? ": waits for the step to begin" : ""}`);
+  }
+
+  async choose(traceId) {
+    const trace = await optional(get(`/v1/jobs/${this.id}/traces/${traceId}`));
+    if (!trace?.ranks?.length) return;
+    this.shownTrace = traceId;
+    const lanes = lanesOf(trace);
+    const range = rangeOf(lanes);
+    setVisible(this.lanes.element, true);
+    this.lanes.show(lanes, range);
+    const planned = trace.planned?.ranks ? lanesOf(trace.planned, { prefix: "plan, rank" }) : null;
+    setVisible(this.plannedHead, Boolean(planned));
+    setVisible(this.planned.element, Boolean(planned));
+    if (planned) this.planned.show(planned, [range[0], Math.max(range[1], rangeOf(planned)[1])]);
+    setText(this.facts, factsOf(trace));
+    const file = address(`/v1/jobs/${this.id}/traces/${traceId}/perfetto`);
+    fill(this.tools, h("a", { class: "button", href: file, download: `${this.id}-${traceId}.pftrace` }, "Perfetto"),
+      h("button", { class: "button", onclick: () => download(`${this.id}-${traceId}.json`, JSON.stringify(trace), "application/json") }, "JSON"),
+      h("button", { class: "button", onclick: () => download(`${this.id}-${traceId}.svg`, this.lanes.svg(), "image/svg+xml") }, "SVG"));
+    if (trace.budget?.parts) this.budget.show(trace.budget);
+  }
+
+  close() {
+    this.lanes.close();
+    this.planned.close();
+  }
+}
+
+function factsOf(trace) {
+  const bubble = typeof trace.bubble === "number" ? trace.bubble : trace.bubble?.mean;
+  return [
+    `${counted(trace.steps, "step")} from step ${number(trace.first_step)}, generation ${trace.generation}, schedule ${trace.schedule}, requested ${clock(trace.requested_at)}`,
+    bubble === undefined || bubble === null ? "" : `bubble ${percent(bubble)}`,
+    trace.clock ? `clocks agree within ${duration(trace.clock.error_seconds)}${trace.clock.device ? "" : "; times are the host's"}` : "",
+    trace.message ?? "",
+  ].filter(Boolean).join("; ");
+}

@@ -1,0 +1,195 @@
+/** The list of jobs: filtered, sorted, live; the ones that are ticked can be compared. */
+
+import { get, optional } from "../core/api.js";
+import { KeyedRows, badge, bar, fill, h, setAttribute, setText, setVisible, table } from "../core/dom.js";
+import { UNKNOWN, age, clock, counted, duration, number, numberOf, percent, stateTone, utc, why } from "../core/format.js";
+import { Live } from "../core/live.js";
+import { Router, link } from "../core/router.js";
+import { sparkline } from "../charts/sparkline.js";
+import { clusterText } from "../parts/cluster_text.js";
+
+const PAGE = 100;
+const SECONDS = 2;
+const SPARKLINES_EVERY = 5; // refreshes
+const TYPED_MILLISECONDS = 250;
+const COLUMNS = [
+  ["", null], ["Name", "name"], ["State", "state"], ["Progress", "step"], ["Loss", "loss"], ["Tokens/s", null], ["MFU", null], ["Goodput", null],
+  ["Restarts", null], ["Owner, labels", null], ["Age", "created"],
+];
+const FILTERS = ["state", "search", "label", "sort", "order"];
+
+/** Build it. */
+export async function open(root, context) {
+  const page = new JobsPage(root, context);
+  await page.live.start();
+  return page;
+}
+
+class JobsPage {
+  constructor(root, { facts, shell, query, router }) {
+    shell.title("Jobs", "/");
+    this.router = router;
+    this.filters = Object.fromEntries(FILTERS.map((name) => [name, query.get(name) ?? ""]));
+    this.pages = 1;
+    this.turn = 0;
+    this.lines = new Map();
+    this.ticked = new Set();
+    this.build(root, facts);
+    this.live = new Live((signal) => this.refresh(signal), SECONDS);
+  }
+
+  build(root, facts) {
+    this.cluster = h("span", { class: "cluster" });
+    const search = h("input", { type: "search", placeholder: "name or id", value: this.filters.search, "aria-label": "Search by name or id", oninput: (event) => this.typed("search", event.target.value) });
+    const label = h("input", { type: "search", placeholder: "label, as key=value", value: this.filters.label, "aria-label": "Filter by label", oninput: (event) => this.typed("label", event.target.value) });
+    const option = (name) => h("option", { value: name, selected: name === this.filters.state }, name || "All states");
+    this.states = h("select", { "aria-label": "Filter by state", onchange: (event) => this.filter("state", event.target.value) }, ["", ...facts.states].map(option));
+    this.compare = h("button", { class: "button", disabled: true, onclick: () => this.router.go(link("/compare", { jobs: [...this.ticked].join(",") })) }, "Compare");
+    this.counts = h("span", { class: "note counts" });
+    const headings = COLUMNS.map(([name, sort]) => (sort ? this.sorter(name, sort) : name));
+    const { element, body } = table(headings, { classes: "jobs", label: "Jobs" });
+    this.table = h("section", { class: "panel flush" }, element);
+    this.rows = new KeyedRows(body, (job) => job.id, (job) => new JobLine(job, this.lines, (id, on) => this.tick(id, on)));
+    this.more = h("button", { class: "button", hidden: true, onclick: () => this.showMore() }, "Show more");
+    this.none = h("p", { class: "empty-note", hidden: true });
+    this.welcome = welcome();
+    fill(root, h("div", { class: "title-row" }, h("h1", {}, "Jobs"), this.cluster, h("span", { class: "gap" }), this.counts),
+      h("div", { class: "toolbar" }, search, this.states, label, h("span", { class: "gap" }), this.compare),
+      this.table, this.more, this.none, this.welcome);
+    setVisible(this.table, false);
+    setVisible(this.welcome, false);
+  }
+
+  sorter(name, sort) {
+    return h("button", { class: "plain sort", "data-sort": sort, onclick: () => this.sortBy(sort) }, name);
+  }
+
+  sortBy(sort) {
+    const current = this.filters.sort || "created";
+    const order = current === sort && (this.filters.order || "desc") === "desc" ? "asc" : "desc";
+    this.filters.order = order;
+    this.filter("sort", sort);
+  }
+
+  typed(name, value) {
+    clearTimeout(this.typing);
+    this.typing = setTimeout(() => this.filter(name, value.trim()), TYPED_MILLISECONDS);
+  }
+
+  filter(name, value) {
+    this.filters[name] = value;
+    this.pages = 1;
+    Router.query(this.filters);
+    this.live.now();
+  }
+
+  showMore() {
+    this.pages += 1;
+    this.live.now();
+  }
+
+  tick(id, on) {
+    if (on) this.ticked.add(id);
+    else this.ticked.delete(id);
+    setAttribute(this.compare, "disabled", this.ticked.size < 2);
+    setText(this.compare, this.ticked.size ? `Compare ${this.ticked.size}` : "Compare");
+  }
+
+  async refresh(signal) {
+    const query = { ...this.filters, limit: PAGE, spec: false };
+    const jobs = [];
+    let cursor = null;
+    for (let page = 0; page < this.pages; page += 1) {
+      const answer = await get("/v1/jobs", { ...query, cursor }, { signal });
+      jobs.push(...answer.items);
+      cursor = answer.next_cursor;
+      if (cursor === null) break;
+    }
+    this.show(jobs, cursor !== null);
+    if (this.turn++ % SPARKLINES_EVERY === 0) await this.refreshSlowly(jobs, signal);
+    return false;
+  }
+
+  async refreshSlowly(jobs, signal) {
+    const { sort: _sort, order: _order, ...filters } = this.filters;
+    const ids = jobs.filter((job) => job.step > 0).slice(0, 200).map((job) => job.id);
+    const [cluster, counts, lines] = await Promise.all([
+      optional(get("/v1/cluster", {}, { signal })),
+      optional(get("/v1/jobs/counts", filters, { signal })),
+      ids.length ? optional(get("/v1/jobs/sparklines", { jobs: ids.join(",") }, { signal })) : null,
+    ]);
+    if (cluster) setText(this.cluster, clusterText(cluster));
+    if (counts) setText(this.counts, [counted(counts.total, "job"), ...Object.entries(counts.by_state).map(([state, count]) => `${number(count)} ${state}`)].join(" · "));
+    for (const { job, loss } of lines?.items ?? []) {
+      this.lines.set(job, loss.map(numberOf));
+      this.rows.rows.get(job)?.showLine();
+    }
+  }
+
+  show(jobs, more) {
+    this.rows.show(jobs);
+    const filtered = this.filters.state || this.filters.search || this.filters.label;
+    setVisible(this.table, jobs.length > 0);
+    setVisible(this.more, more);
+    setVisible(this.none, jobs.length === 0 && Boolean(filtered));
+    setText(this.none, "No job matches.");
+    setVisible(this.welcome, jobs.length === 0 && !filtered);
+    for (const button of this.table.querySelectorAll("[data-sort]")) {
+      const isOn = button.dataset.sort === (this.filters.sort || "created");
+      setAttribute(button.closest("th"), "aria-sort", isOn ? (this.filters.order === "asc" ? "ascending" : "descending") : null);
+    }
+  }
+
+  close() {
+    clearTimeout(this.typing);
+    this.live.stop();
+  }
+}
+
+class JobLine {
+  constructor(job, lines, tick) {
+    this.id = job.id;
+    this.lines = lines;
+    this.box = h("input", { type: "checkbox", "aria-label": `Compare ${job.name}`, onchange: (event) => tick(job.id, event.target.checked) });
+    this.name = h("a", { class: "job-link", href: link(`/jobs/${job.id}`) });
+    this.badge = badge();
+    this.why = h("div", { class: "why-short" });
+    this.step = h("span", { class: "step" });
+    this.bar = bar(`Progress of ${job.name}`);
+    this.line = sparkline(`Loss of ${job.name}`);
+    this.loss = h("span", { class: "number" });
+    this.cells = ["tokens-s", "mfu", "goodput", "restarts", "owner", "age"].map((name) => h("td", { class: `number c-${name}` }));
+    this.element = h("tr", {}, h("td", { class: "c-tick" }, this.box),
+      h("td", { class: "c-name" }, this.name, h("div", { class: "job-id" }, job.id)),
+      h("td", { class: "c-state" }, this.badge.element, this.why),
+      h("td", { class: "c-progress" }, this.step, this.bar.element),
+      h("td", { class: "c-loss" }, this.line.element, this.loss), this.cells);
+    this.showLine();
+  }
+
+  show(job) {
+    const latest = job.metrics.latest;
+    setText(this.name, job.name);
+    this.badge.show(job.state, stateTone(job.state));
+    const reason = why(job);
+    setText(this.why, reason);
+    setAttribute(this.why, "title", reason || null);
+    const eta = job.eta_seconds === null ? "" : `, ${duration(job.eta_seconds)} to go`;
+    setText(this.step, `${number(job.step)} / ${number(job.steps)}${eta}`);
+    this.bar.show(job.steps > 0 ? Math.min(1, job.step / job.steps) : 0, stateTone(job.state));
+    setText(this.loss, number(latest.loss, 4));
+    const labels = Object.entries(job.labels ?? {}).map(([key, value]) => `${key}=${value}`);
+    const texts = [number(latest.tokens_per_second), percent(latest.mfu_full), percent(job.goodput), number(job.restarts), [job.owner, ...labels].filter(Boolean).join(" ") || UNKNOWN, age(job.created_at)];
+    texts.forEach((text, place) => setText(this.cells[place], text));
+    setAttribute(this.cells[5], "title", `${clock(job.created_at)} (${utc(job.created_at)})`);
+  }
+
+  showLine() {
+    this.line.show(this.lines.get(this.id) ?? []);
+  }
+}
+
+function welcome() {
+  return h("section", { class: "panel welcome" }, h("h2", {}, "No jobs yet"), h("p", {}, "Submit one from a terminal, or ", h("a", { href: link("/submit") }, "here"), "; it will show up at once."),
+    h("pre", {}, `export MANTA_URL=${location.origin}\nmanta submit examples/quickstart.yaml`));
+}

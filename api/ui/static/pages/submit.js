@@ -1,0 +1,104 @@
+/** A JobSpec written in the browser: checked while one types, with its layout, plan and memory beside it. */
+
+import { Problem, get, optional, send } from "../core/api.js";
+import { fill, h, panel, setText } from "../core/dom.js";
+import { counted, duration, layout, number, percent } from "../core/format.js";
+import { notify } from "../core/notices.js";
+import { link } from "../core/router.js";
+import { may } from "../core/shell.js";
+import { toYaml } from "../core/yaml.js";
+import { documentOf } from "../parts/spec_document.js";
+import { memoryBars } from "../parts/memory_bars.js";
+
+const TYPED_MILLISECONDS = 500;
+const EXAMPLE = `name: quickstart
+model: {family: gpt, layers: 4, hidden_size: 128, heads: 4, sequence_length: 128}
+data: {source: python-stdlib}
+train: {steps: 200, global_batch_size: 16, micro_batch_size: 2}
+parallel: {tensor: 2, pipeline: 2, data: 2}
+`;
+
+/** Build it. */
+export async function open(root, context) {
+  context.shell.title("Submit", "/submit");
+  const page = new SubmitPage(root, context);
+  await page.begin(context.query.get("from"));
+  return { close: () => clearTimeout(page.typing) };
+}
+
+class SubmitPage {
+  constructor(root, { router, viewer }) {
+    this.router = router;
+    this.text = h("textarea", { class: "code", spellcheck: "false", "aria-label": "JobSpec, in YAML or JSON", oninput: () => this.typed() });
+    this.submit = h("button", { class: "button primary", disabled: true, onclick: () => this.send() }, "Submit");
+    this.says = h("div", { role: "status" });
+    this.bars = memoryBars();
+    const editor = panel("JobSpec", { note: "YAML or JSON; paths are the service's", controls: [this.submit] });
+    editor.body.append(this.text);
+    const check = panel("What would happen");
+    check.body.append(this.says, this.bars.element);
+    fill(root, h("div", { class: "title-row" }, h("h1", {}, "Submit a job")), h("div", { class: "columns" }, editor.element, check.element));
+    viewer.then((me) => (this.may = may(me, "submit")));
+  }
+
+  async begin(from) {
+    const job = from ? await optional(get(`/v1/jobs/${from}`)) : null;
+    this.text.value = job ? toYaml(job.spec) : EXAMPLE;
+    await this.check();
+  }
+
+  typed() {
+    clearTimeout(this.typing);
+    this.submit.disabled = true;
+    this.typing = setTimeout(() => this.check(), TYPED_MILLISECONDS);
+  }
+
+  async check() {
+    const text = this.text.value;
+    try {
+      this.document = await documentOf(text);
+      const dry = await send("POST", "/v1/jobs", this.document, { dry_run: true });
+      if (text !== this.text.value) return;
+      this.submit.disabled = !this.may;
+      await this.showPlan(dry, text);
+    } catch (error) {
+      if (text !== this.text.value) return;
+      this.bars.show([], 0);
+      fill(this.bars.element);
+      fill(this.says, h("p", { class: "tone-bad kind" }, error.message), h("ul", { class: "problems" }, (error.errors ?? []).map((each) => h("li", {}, h("code", {}, each.path), ` ${each.rule}`, each.suggestion ? ` (${each.suggestion} would do)` : ""))));
+    }
+  }
+
+  async showPlan(dry, text) {
+    const { spec, layout: found } = dry;
+    const lines = [`${counted(found.world_size, "rank")}: ${layout(found.parallel)}, ${counted(found.micro_batches, "micro-batch", "micro-batches")} a step of each replica.`, this.may ? "" : "Your key may not submit jobs."];
+    fill(this.says, lines.filter(Boolean).map((line) => h("p", {}, line)), h("p", { class: "note" }, "The planner is asked ..."));
+    const { world_size: _world, ...parallel } = found.parallel;
+    const plan = await optional(send("POST", "/v1/plans", { model: spec.model, train: spec.train, parallel, cluster: { current: true }, explain: true })).catch(() => null);
+    if (text !== this.text.value) return;
+    const best = plan?.plans?.[0];
+    this.says.lastElementChild.remove();
+    if (!best) {
+      this.says.append(h("p", { class: "note" }, plan?.rejected?.[0]?.reason ?? "The planner cannot say how long it takes on this cluster."));
+      fill(this.bars.element);
+      return;
+    }
+    const time = best.hours >= 1 ? `${number(best.hours, 1)} hours` : duration(3600 * best.hours);
+    this.says.append(h("p", {}, `Planned: ${duration(best.step_seconds)} a step, ${number(best.tokens_per_second)} tokens/s, MFU ${percent(best.mfu_full)}, bubble ${percent(best.bubble_ratio)}; ${time} in all.`),
+      h("ul", {}, (plan.explanation?.sentences ?? []).map((each) => h("li", {}, each))), plan.note ? h("p", { class: "note" }, plan.note) : "");
+    this.bars.show((plan.explanation?.memory_by_stage ?? []).map((memory, stage) => [`stage ${stage}`, memory]), plan.explanation?.usable_bytes);
+  }
+
+  async send() {
+    this.submit.disabled = true;
+    try {
+      const job = await send("POST", "/v1/jobs", this.document);
+      await this.router.go(link(`/jobs/${job.id}`));
+    } catch (error) {
+      if (!(error instanceof Problem)) throw error;
+      notify(error.message, "bad");
+      this.submit.disabled = false;
+    }
+    setText(this.submit, "Submit");
+  }
+}

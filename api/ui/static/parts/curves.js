@@ -1,0 +1,151 @@
+/** A job's metrics over its steps, brought up to date by what is new, and in more detail where somebody looks closer. */
+
+import { get } from "../core/api.js";
+import { numberOf } from "../core/format.js";
+
+const POINTS = 1500;
+const OVERLAP = 8; // steps asked for again, since a step's validation loss may come after its other metrics
+const MOST_VALIDATIONS = 2000;
+
+/** The names of a job's validation sets and of the metrics with their losses: `[[label, metric], ...]`. */
+export function validationsOf(spec) {
+  const sets = Array.isArray(spec?.data?.validation) ? spec.data.validation : [];
+  return [["validation", "validation_loss"], ...sets.filter((each) => each?.name).map((each) => [`validation ${each.name}`, `validation_loss_${each.name}`])];
+}
+
+/** Columns by name, `step` among them, that can grow. */
+export class Columns {
+  constructor(names) {
+    this.names = names;
+    this.columns = Object.fromEntries(["step", ...names].map((name) => [name, []]));
+  }
+
+  get length() {
+    return this.columns.step.length;
+  }
+
+  /** Add what REST answered; steps that are there are replaced. Returns whether anything is different now. */
+  merge({ steps, series }) {
+    const known = this.columns.step;
+    const first = steps.length ? lowerBound(known, steps[0]) : known.length;
+    const old = Object.fromEntries(Object.entries(this.columns).map(([name, column]) => [name, column.splice(first)]));
+    let [kept, different] = [0, false];
+    steps.forEach((step, place) => {
+      while (kept < old.step.length && old.step[kept] < step) this.push(old, kept++);
+      const before = old.step[kept] === step ? kept++ : -1;
+      for (const name of this.names) {
+        const value = numberOf(series[name]?.[place]);
+        const earlier = before < 0 ? NaN : old[name][before];
+        const merged = Number.isNaN(value) && series[name]?.[place] !== "nan" ? earlier : value;
+        different ||= before < 0 || !Object.is(merged, earlier);
+        this.columns[name].push(merged);
+      }
+      known.push(step);
+    });
+    while (kept < old.step.length) this.push(old, kept++);
+    return different;
+  }
+
+  push(from, place) {
+    for (const name of Object.keys(this.columns)) this.columns[name].push(from[name][place]);
+  }
+
+  /** Column of x by one of X_AXES' columns; null means steps. */
+  x(column) {
+    return this.columns[column ?? "step"] ?? [];
+  }
+
+  /** The step at which a column has reached `value`, between two steps of its own; the value itself where it is null. */
+  stepAt(column, value) {
+    if (column === null) return value;
+    const xs = this.columns[column];
+    const place = lowerBound(xs, value);
+    return this.columns.step[Math.min(place, xs.length - 1)] ?? 0;
+  }
+
+  /** The value of a column at a step; NaN where nothing is near. */
+  at(column, step) {
+    if (column === null) return step;
+    const place = Math.min(lowerBound(this.columns.step, step), this.length - 1);
+    return place < 0 ? NaN : this.columns[column][place];
+  }
+}
+
+/** The curves of one job. */
+export class JobCurves {
+  /** `names`: of the metrics that most steps have. `validations`: of those that multiples of `every` steps have. */
+  constructor(id, names, validations = [], every = 0) {
+    this.id = id;
+    this.names = [...new Set(names)];
+    this.validationNames = every > 0 ? validations : [];
+    this.every = every;
+    this.all = new Columns(this.names);
+    this.validations = null;
+    this.detail = null;
+    this.wanted = null;
+  }
+
+  /** Read what is new; whether anything is. Throws like `get`. */
+  async poll(signal) {
+    if (this.all.length > 2 * POINTS) this.all = new Columns(this.names);
+    const steps = this.all.columns.step;
+    const first = steps.length === 0;
+    const after = first ? 0 : Math.max(0, steps[steps.length - 1] - OVERLAP);
+    const answer = await this.read(this.names, after, null, POINTS, signal);
+    const different = this.all.merge(answer);
+    await this.pollValidations(signal);
+    return different || first;
+  }
+
+  async pollValidations(signal) {
+    const newest = this.all.columns.step.at(-1) ?? 0;
+    if (this.validationNames.length === 0 || newest < this.every) return;
+    const last = this.validations?.columns.step.at(-1) ?? 0;
+    const complete = this.validations && this.validationNames.some((name) => Number.isFinite(this.validations.columns[name].at(-1)));
+    if (complete && newest < last + this.every) return;
+    this.validations ??= new Columns([...new Set([...this.validationNames, "tokens", "time"])]);
+    const query = { names: this.validations.names.join(","), after_step: Math.max(0, last - 1), max_points: MOST_VALIDATIONS, every: this.every };
+    this.validations.merge(await get(`/v1/jobs/${this.id}/metrics`, query, { signal }));
+  }
+
+  /** Read the steps `[from, to]` in as much detail as is drawn; null: all are looked at. Whether that is what is still wanted. */
+  async look(range) {
+    this.wanted = range;
+    if (range === null) {
+      this.detail = null;
+      return true;
+    }
+    const answer = await this.read(this.names, Math.max(0, Math.floor(range[0]) - 2), Math.ceil(range[1]) + 1, POINTS);
+    if (this.wanted !== range) return false;
+    this.detail = new Columns(this.names);
+    this.detail.merge(answer);
+    return true;
+  }
+
+  /** What is to be drawn. */
+  get shown() {
+    return this.detail ?? this.all;
+  }
+
+  read(names, after, until, points, signal) {
+    const query = { names: names.join(","), after_step: after, until_step: until, max_points: points };
+    return get(`/v1/jobs/${this.id}/metrics`, query, { signal });
+  }
+}
+
+function lowerBound(values, wanted) {
+  let [low, high] = [0, values.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] < wanted) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/** The columns `names`, and `step`, of answers that came one after the other. */
+export function merged(names, answers) {
+  const columns = new Columns(names);
+  for (const answer of answers) columns.merge(answer);
+  return columns.columns;
+}

@@ -1,0 +1,34 @@
+/** Bytes of a device as bars, a part a colour. */
+
+import { seriesColor } from "../charts/colors.js";
+import { fill, h } from "../core/dom.js";
+import { bytes, percent } from "../core/format.js";
+
+const PARTS = ["parameters", "gradients", "optimizer", "activations", "buffers"];
+
+/** `{element, show(rows, usable)}`; rows are `[name, memory]`, `usable` the bytes that a device has for them. */
+export function memoryBars() {
+  const element = h("div", { class: "memory-bars" });
+  return {
+    element,
+    show(rows, usable) {
+      const largest = Math.max(0, ...rows.map(([, memory]) => memory.total));
+      const most = usable && usable < 4 * largest ? Math.max(usable, largest) : largest; // a small job would be a hairline
+      const key = PARTS.map((name, place) => h("span", { class: "key" }, mark(place), `${name} `));
+      fill(element, h("p", { class: "note" }, key, usable ? ` of ${bytes(usable)} that a device has for them` : ""), rows.map(([name, memory]) => line(name, memory, most, usable)));
+    },
+  };
+}
+
+function mark(place) {
+  const element = h("span", { class: "key-mark" });
+  element.style.background = seriesColor(place);
+  return element;
+}
+
+function line(name, memory, most, usable) {
+  const text = PARTS.map((part) => `${part} ${bytes(memory[part])}`).join(", ");
+  const parts = PARTS.filter((part) => memory[part] > 0).map((part) => h("div", { style: { background: seriesColor(PARTS.indexOf(part)), width: `${(100 * memory[part]) / most}%` } }));
+  const share = usable ? `${bytes(memory.total)}, ${percent(memory.total / usable)}` : bytes(memory.total);
+  return h("div", { class: "memory-row", title: text }, h("span", {}, name), h("div", { class: "memory-bar", role: "img", "aria-label": `${name}: ${text}` }, parts), h("span", { class: "number" }, share));
+}

@@ -1,0 +1,81 @@
+/** The ranks' own times over the last steps: a line of pixels a rank, so that a slow one is a stripe. */
+
+import { get, optional } from "../core/api.js";
+import { color, onColorsChanged } from "../charts/colors.js";
+import { CanvasPen } from "../charts/pen.js";
+import { h, panel, setText, setVisible } from "../core/dom.js";
+import { duration, numberOf } from "../core/format.js";
+
+const [HEIGHT, LEFT, BOTTOM] = [220, 44, 18];
+
+/** A panel; `refresh(signal, ranks)` reads what is new. */
+export class RankHistory {
+  constructor(id) {
+    this.id = id;
+    const { element, body } = panel("Own time by step", { note: "a line a rank; the darker, the longer beside the median of its stage in that step" });
+    this.canvas = h("canvas", { class: "lane-canvas" });
+    this.tip = h("div", { class: "chart-tip", hidden: true });
+    this.plot = h("div", { class: "lane-plot", role: "img", "aria-label": "Own time of every rank over the last steps", onpointermove: (event) => this.hover(event), onpointerleave: () => setVisible(this.tip, false) }, this.canvas, this.tip);
+    this.plot.style.height = `${HEIGHT}px`;
+    body.append(this.plot);
+    this.element = element;
+    setVisible(element, false);
+    this.unwatch = onColorsChanged(() => this.draw());
+    this.observer = new ResizeObserver(() => this.draw());
+    this.observer.observe(this.plot);
+  }
+
+  async refresh(signal, ranks) {
+    const answer = await optional(get(`/v1/jobs/${this.id}/ranks/history`, { max_points: 300 }, { signal }));
+    if (!answer?.steps?.length) return;
+    this.steps = answer.steps;
+    this.own = answer.own_seconds.map((row) => row.map(numberOf));
+    this.stages = ranks.map((rank) => rank.pipeline);
+    this.usual = this.own.map((row) => mediansByStage(row, this.stages));
+    setVisible(this.element, true);
+    this.draw();
+  }
+
+  draw() {
+    const width = this.plot.clientWidth;
+    if (!width || !this.steps) return;
+    const pen = new CanvasPen(this.canvas, width, HEIGHT);
+    const count = this.own[0].length;
+    this.box = { x: LEFT, w: (width - LEFT) / this.steps.length, h: (HEIGHT - BOTTOM) / count };
+    this.own.forEach((row, at) => row.forEach((seconds, rank) => {
+      const ratio = seconds / this.usual[at].get(this.stages[rank]);
+      if (!Number.isFinite(ratio)) return;
+      const alpha = Math.max(0.06, Math.min(1, (ratio - 0.8) / 1.2));
+      pen.rectangle(LEFT + at * this.box.w, rank * this.box.h, Math.ceil(this.box.w), Math.max(1, this.box.h - (this.box.h > 4 ? 1 : 0)), { color: color(ratio >= 1.5 ? "bad" : "active"), alpha });
+    }));
+    for (let rank = 0; rank < count; rank += Math.max(1, Math.ceil(count / 12))) pen.text(LEFT - 6, (rank + 0.5) * this.box.h, String(rank), { color: color("dim"), align: "right", size: 10 });
+    pen.text(LEFT, HEIGHT - 6, `step ${this.steps[0]}`, { color: color("dim"), size: 10 });
+    pen.text(width, HEIGHT - 6, `step ${this.steps.at(-1)}`, { color: color("dim"), size: 10, align: "right" });
+  }
+
+  hover(event) {
+    if (!this.box) return;
+    const bounds = this.plot.getBoundingClientRect();
+    const at = Math.floor((event.clientX - bounds.left - LEFT) / this.box.w);
+    const rank = Math.floor((event.clientY - bounds.top) / this.box.h);
+    const seconds = this.own[at]?.[rank];
+    setVisible(this.tip, seconds !== undefined);
+    if (seconds === undefined) return;
+    setText(this.tip, `rank ${rank}, step ${this.steps[at]}\nown ${duration(seconds)}, median of its stage ${duration(this.usual[at].get(this.stages[rank]))}`);
+    Object.assign(this.tip.style, { left: `${Math.min(event.clientX - bounds.left + 12, bounds.width - 260)}px`, top: `${Math.min(event.clientY - bounds.top + 10, HEIGHT - 50)}px` });
+  }
+
+  close() {
+    this.unwatch();
+    this.observer.disconnect();
+  }
+}
+
+function mediansByStage(row, stages) {
+  const found = new Map();
+  row.forEach((seconds, rank) => {
+    if (!found.has(stages[rank])) found.set(stages[rank], []);
+    if (Number.isFinite(seconds)) found.get(stages[rank]).push(seconds);
+  });
+  return new Map([...found].map(([stage, values]) => [stage, values.sort((one, other) => one - other)[Math.floor((values.length - 1) / 2)]]));
+}

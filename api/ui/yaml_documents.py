@@ -1,0 +1,31 @@
+"""YAML that somebody writes in the browser, as the document that REST takes. Nothing is stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends, Request, Response
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_json
+
+from api.access import request_of_caller
+from api.parameters import body_as
+from workers.nonfinite import spell
+from workers.spec.reading import document_in
+
+
+class Written(BaseModel):
+    """What was written."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: str
+    """YAML."""
+
+
+async def read_written(request: Request, written: Annotated[Written, Depends(body_as(Written))]) -> Response:
+    """The document in it, with relative paths as those of the service's root. Raises SpecError."""
+    request_of_caller(request).changes_nothing = True
+    document: Any = document_in(written.text, "what you wrote", Path("/"))
+    return Response(to_json({"document": spell(document)}, fallback=str), media_type="application/json")

@@ -1,0 +1,158 @@
+"""A job is followed live, and only by those who may."""
+
+import time
+
+from playwright.sync_api import expect
+
+from service.states import JobState
+from service.store import events, jobs, keys, metrics, ranks
+from tests.api.ui.browser import Sample, needs_chromium, sign_in
+from tests.api.ui.sample import row
+
+pytestmark = needs_chromium
+
+
+def test_a_job_is_followed_live(followed, browser):
+    viewer = sign_in(browser, followed, followed.link)
+    page = viewer.open()
+    line = page.locator("tbody tr", has_text="quickstart")
+    expect(line).to_contain_text("RUNNING")
+    expect(line).to_contain_text("200 / 400")
+    shown = row(200, 0.0)
+    loss, rate = f"{shown['loss']:.4f}", f"{shown['tokens_per_second']:,.0f}"
+    for column, text in (("tokens-s", rate), ("mfu", f"{shown['mfu_full']:.1%}"), ("restarts", "1")):
+        expect(line.locator(f".c-{column}")).to_have_text(text)
+    expect(line.locator(".c-loss .number")).to_have_text(loss)
+    expect(page.locator("tbody tr").first).to_contain_text("wide")
+    expect(page.get_by_text("1 node, 8 of 16 slots free")).to_be_visible()
+
+    line.get_by_role("link").click()
+    expect(page).to_have_title("quickstart – Manta")
+    expect(page.get_by_role("progressbar")).to_have_attribute("aria-valuenow", "50.0")
+    for label, text in (("Train loss", loss), ("Tokens/s", rate), ("Ranks", "2 × 2 × 2"), ("Restarts", "1")):
+        expect(page.locator(".figure", has_text=label).locator(".value")).to_have_text(text)
+    expect(page.get_by_role("img", name="Loss. train")).to_be_visible()
+    expect(page.get_by_text("8 ranks on 1 node: 8 running")).to_be_visible()
+    expect(page.locator(".events tbody tr").first).to_contain_text("RECOVERING -> RUNNING")
+    expect(page.locator(".ledger-name", has_text="compute")).to_be_visible()
+    expect(page.locator(".recoveries tbody tr")).to_contain_text("rank 5 was killed by signal 9")
+    expect(page.locator(".recoveries tbody tr")).to_contain_text("1 of 8")
+
+    page.evaluate("window.sameDocument = true")
+    _commit(followed, 201)
+    expect(page.get_by_text("step 201 of 400")).to_be_visible()
+    _commit(followed, 202, loss=float("nan"))
+    expect(page.locator(".figure", has_text="Train loss")).to_contain_text("nan")
+    expect(page.locator(".attention")).to_contain_text("The loss of step 202 is nan")
+    followed.store.write(lambda session: ranks.set_state(session, followed.job, 2, 5, "exited"))
+    expect(page.locator(".attention")).to_contain_text("1 rank has exited: 5.")
+    expect(page.get_by_text("7 running, 1 exited")).to_be_visible()
+    followed.store.write(lambda session: ranks.set_state(session, followed.job, 2, 5, "running"))
+    expect(page.get_by_text("8 ranks on 1 node: 8 running")).to_be_visible()
+
+    page.get_by_role("button", name="Cancel job").click()
+    expect(page.get_by_role("dialog")).to_contain_text("newest complete checkpoint is of step 150")
+    expect(page.get_by_role("dialog")).to_contain_text("52 steps since then are lost")
+    page.get_by_role("button", name="Keep it").click()
+    expect(page.locator("h1 + .badge")).to_have_text("RUNNING")
+    page.get_by_role("button", name="Cancel job").click()
+    page.get_by_role("button", name="Cancel the job").click()
+    expect(page.locator("h1 + .badge")).to_have_text("CANCELLING")
+    followed.store.write(lambda session: jobs.transition(session, followed.job, JobState.CANCELLED))
+    expect(page.locator("h1 + .badge")).to_have_text("CANCELLED")
+    expect(page.get_by_role("button", name="Cancel job")).to_be_hidden()
+    with followed.store.read() as session:
+        happened = len(events.page(session, followed.job).items)
+    page.get_by_role("link", name="History", exact=True).click()
+    expect(page.locator(".events tbody tr")).to_have_count(happened)
+    assert page.evaluate("window.sameDocument"), "the page was never loaded again"
+    assert viewer.complaints.said == []
+
+
+def test_jobs_are_paused_resumed_retried_and_renamed(followed, browser):
+    viewer = sign_in(browser, followed, followed.link)
+    page = viewer.open()
+    page.get_by_label("Filter by state").select_option("FAILED")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    assert page.url.endswith("state=FAILED"), "what is looked at can be shared"
+    page.locator("tbody tr").get_by_role("link").click()
+    expect(page.locator(".why")).to_contain_text("no such file or directory")
+    page.get_by_role("button", name="Retry").click()
+    expect(page.locator("h1 + .badge")).to_have_text("QUEUED")
+    expect(page.get_by_role("button", name="Retry")).to_be_hidden()
+    page.get_by_role("button", name="Pause").click()
+    expect(page.get_by_role("dialog")).to_contain_text("leaves the queue")
+    page.get_by_role("dialog").get_by_role("button", name="Pause").click()
+    expect(page.locator("h1 + .badge")).to_have_text("PAUSED")
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator("h1 + .badge")).to_have_text("QUEUED")
+    page.get_by_role("button", name="Edit").click()
+    page.get_by_role("textbox", name="Name").fill("better-name")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("h1")).to_have_text("better-name")
+    page.get_by_role("button", name="Edit").click()
+    page.get_by_role("textbox", name="Name").fill("")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator(".notice")).to_contain_text("name")
+    expect(page.locator("h1")).to_have_text("better-name")
+    page.locator(".notice").get_by_role("button", name="Dismiss").click()
+    expect(page.locator(".notice")).to_have_count(0)
+
+
+def test_who_may_only_read_is_offered_nothing_else_and_signs_out(viewed, browser):
+    viewer = sign_in(browser, viewed, viewed.of_reader)
+    page = viewer.open(f"jobs/{viewed.job}")
+    expect(page.locator(".viewer")).to_have_text("viewer")
+    expect(page.locator("h1 + .badge")).to_have_text("RUNNING")
+    for name in ("Cancel job", "Pause", "Resume", "Retry", "Edit"):
+        expect(page.get_by_role("button", name=name)).to_be_hidden()
+    (cookie,) = viewer.context.cookies()
+
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_text("This browser is not signed in.")).to_be_visible()
+    viewer.context.add_cookies([cookie])
+    answer = page.goto(viewed.page(f"jobs/{viewed.job}"))
+    assert answer.status == 401, "what the browser had is good no more"
+
+
+def test_two_viewers_see_what_their_keys_may_see(followed, browser):
+    nobody = browser.new_page()
+    assert nobody.goto(followed.page(f"jobs/{followed.job}")).status == 401
+    expect(nobody.get_by_text("This browser is not signed in.")).to_be_visible()
+    me = sign_in(browser, followed, followed.link)
+    mine = me.open()
+    expect(mine.locator("tbody tr", has_text="quickstart")).to_be_visible()
+    assert nobody.goto(followed.link).status == 404, "a link is good once"
+    (cookie,) = me.context.cookies()
+    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+    assert cookie["value"] not in mine.content() and cookie["value"] not in mine.evaluate("document.cookie")
+
+    theirs = sign_in(browser, followed, followed.of_others).open()
+    expect(theirs.get_by_text("No jobs yet")).to_be_visible()
+    theirs.goto(followed.page(f"jobs/{followed.job}"))
+    expect(theirs.get_by_text("There is no such job.")).to_be_visible()
+    assert "quickstart" not in theirs.content()
+
+    mine.goto(followed.page(f"jobs/{followed.job}"))
+    expect(mine.get_by_role("button", name="Cancel job")).to_be_visible()
+    followed.store.write(lambda session: [keys.revoke(session, None, key.id) for key in keys.page(session, None).items])
+    expect(mine.locator(".banner")).to_contain_text("send a key that is good")
+    assert mine.goto(followed.page()).status == 401
+
+
+def test_lost_service_is_said_so_and_comes_back(followed, browser):
+    viewer = sign_in(browser, followed, followed.link)
+    page = viewer.open(f"jobs/{followed.job}")
+    expect(page.get_by_text("step 200 of 400")).to_be_visible()
+    viewer.context.set_offline(True)
+    expect(page.locator(".banner")).to_have_text("Cannot reach the service, trying again")
+    expect(page.get_by_text("step 200 of 400")).to_be_visible()
+    viewer.context.set_offline(False)
+    _commit(followed, 201)
+    expect(page.get_by_text("step 201 of 400")).to_be_visible()
+    expect(page.locator(".banner")).to_be_hidden()
+
+
+def _commit(sample: Sample, step: int, loss: float = 1.5) -> None:
+    row = {"step": step, "loss": loss, "time": time.time(), "tokens_per_second": 4000.0, "step_seconds": 0.5}
+    sample.store.write(lambda session: metrics.record(session, sample.job, 2, 0, step, [row]))

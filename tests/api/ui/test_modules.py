@@ -1,0 +1,175 @@
+"""The dashboard's pure functions, called in the browser that they are for."""
+
+import itertools
+import json
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from api.ui.files import DIGEST
+from tests.api.ui.browser import needs_chromium, sign_in
+
+pytestmark = needs_chromium
+
+VALUES = st.floats(-1e9, 1e9, allow_nan=False).map(lambda value: value + 0.0)
+
+
+@pytest.fixture(scope="module")
+def call(chromium, viewed):
+    """`call("charts/scale.js", "ticks", 0, 10, 5)`: what a function of a module returns, as JSON knows it."""
+    viewer = sign_in(chromium, viewed, viewed.new_link())
+    page = viewer.open()
+
+    def called(module, name, *arguments):
+        script = """async ([address, name, given]) => {
+            const module = await import(address);
+            const answer = module[name](...given);
+            return JSON.stringify(answer, (key, value) => (ArrayBuffer.isView(value) ? [...value] : value) ?? null);
+        }"""
+        return json.loads(page.evaluate(script, [f"/ui/static/{DIGEST}/{module}", name, list(arguments)]))
+
+    yield called
+    viewer.context.close()
+
+
+def drawn(**options):
+    return settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), **options)
+
+
+@drawn()
+@given(st.tuples(VALUES, VALUES).filter(lambda ends: ends[0] < ends[1] - 1e-6), st.integers(1, 20))
+def test_ticks_are_round_ascending_inside_and_not_too_many(call, ends, most):
+    low, high = ends
+    found = call("charts/scale.js", "ticks", low, high, most)
+    assert found == sorted(found) and len(set(found)) == len(found) <= most + 1
+    room = 1e-6 * max(abs(low), abs(high), high - low)
+    assert all(low - room <= each <= high + room for each in found)
+    if len(found) > 2:
+        steps = [after - before for before, after in itertools.pairwise(found)]
+        assert max(steps) - min(steps) <= 1e-3 * max(steps)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 30), (1_700_000_000, 1_700_000_090), (1_700_000_000, 1_702_000_000)])
+def test_moments_are_ticked_at_full_minutes_hours_and_days(call, low, high):
+    found = call("charts/scale.js", "timeTicks", low, high, 8)
+    assert 1 <= len(found) <= 9 and all(low <= each <= high for each in found)
+    step = found[1] - found[0]
+    assert all(each % step == found[0] % step for each in found)
+
+
+@drawn()
+@given(st.lists(st.floats(-1e3, 1e3, allow_nan=False), max_size=50), st.floats(0, 0.99))
+def test_smoothing_stays_between_the_values_and_begins_with_the_first(call, values, weight):
+    found = call("charts/scale.js", "smoothed", values, weight)
+    assert len(found) == len(values)
+    for place, each in enumerate(found):
+        assert min(values[: place + 1]) - 1e-6 <= each <= max(values[: place + 1]) + 1e-6
+    if values:
+        assert found[0] == pytest.approx(values[0], abs=1e-9)
+
+
+@drawn()
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60, unique=True).map(sorted), st.floats(-10, 1e6 + 10))
+def test_nearest_is_the_nearest(call, xs, wanted):
+    place = call("charts/scale.js", "nearest", xs, wanted)
+    assert abs(xs[place] - wanted) == min(abs(x - wanted) for x in xs)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), ("nan", "–"), (0, "0 s"), (0.00042, "420 us"), (0.0123, "12.3 ms"), (1.254, "1.25 s"),
+     (75, "1 min 15 s"), (3 * 3600 + 240, "3 h 4 min"), (2 * 86400 + 7200, "2 d 2 h")],
+)  # fmt: skip
+def test_durations_are_for_people(call, value, text):
+    assert call("core/format.js", "duration", value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "–"), (0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (80 * 2**30, "80.0 GiB"),
+                        (3 * 2**40, "3.00 TiB")]
+)  # fmt: skip
+def test_bytes_are_in_binary_units(call, value, text):
+    assert call("core/format.js", "bytes", value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0"), (4000, "4000"), (1_250_000, "1.25 M"), (3e-5, "3.0e-5")])
+def test_axes_have_short_numbers(call, value, text):
+    assert call("core/format.js", "compact", value) == text
+
+
+DOCUMENTS = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6, allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@drawn()
+@given(st.dictionaries(st.text(max_size=8), DOCUMENTS, max_size=5))
+def test_yaml_says_what_the_document_says(call, document):
+    from workers.spec.yaml import read_yaml
+
+    assert _close(read_yaml(call("core/yaml.js", "toYaml", document)), document)
+
+
+def _close(one, other):
+    """Equal, whole numbers being written alike in both of JSON's kinds."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_close(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_close, one, other))
+    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (one, other))
+    return math.isclose(one, other, rel_tol=1e-12) if numbers else (type(one), one) == (type(other), other)
+
+
+def test_differences_are_the_fields_that_are_not_alike(call):
+    one = {"train": {"steps": 5, "rate": 0.1}, "model": {"layers": 2}}
+    other = {"train": {"steps": 7, "rate": 0.1}, "model": {"layers": 2, "heads": [1, 2]}}
+    found = call("parts/differences.js", "differences", [one, other])
+    assert found == [["train.steps", "5", "7"], ["model.heads", "–", "[1,2]"]]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "found"),
+    [("/", "/", {}), ("/jobs/:id", "/jobs/a", {"id": "a"}), ("/jobs/:id", "/jobs/a/", {"id": "a"}),
+     ("/jobs/:id/:tab", "/jobs/a/ranks", {"id": "a", "tab": "ranks"}), ("/jobs/:id", "/nodes/a", None),
+     ("/", "/jobs", None)],
+)  # fmt: skip
+def test_addresses_lead_to_pages(call, pattern, path, found):
+    assert call("core/router.js", "match", pattern, path) == found
+
+
+@drawn()
+@given(st.lists(st.tuples(st.integers(1, 60), st.floats(0, 9, allow_nan=False)), max_size=40), st.integers(0, 20))
+def test_columns_hold_each_step_once_and_the_newest_value(call, points, parts):
+    """Whatever comes in whatever order, as answers do that overlap."""
+    batches = [sorted(dict(points[start :: parts + 1]).items()) for start in range(parts + 1)]
+    answers = [
+        {"steps": [step for step, _ in batch], "series": {"loss": [loss for _, loss in batch]}} for batch in batches
+    ]
+    merged = call("parts/curves.js", "merged", ["loss"], answers)
+    wanted = {}
+    for batch in batches:
+        wanted.update(batch)
+    assert merged == {"step": sorted(wanted), "loss": [wanted[step] for step in sorted(wanted)]}
+
+
+RANKS = [
+    {"rank": rank, "pipeline": rank % 2, "state": "running", "own_seconds": 0.1, "straggler": None} for rank in range(4)
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "words"),
+    [({}, "RUNNING", []), ({"straggler": {"sentence": "rank 2 holds up the others"}}, "RUNNING", ["Rank 2 holds up"]),
+     ({"state": "exited"}, "RUNNING", ["1 rank has exited: 2"]), ({"state": "exited"}, "RECOVERING", [])],
+)  # fmt: skip
+def test_attention_is_asked_for_what_needs_it(call, changes, state, words):
+    ranks = [rank | changes if rank["rank"] == 2 else rank for rank in RANKS]
+    job = {"state": state, "generation": 1, "step": 5, "metrics": {"latest": {"loss": 1.0}}}
+    found = call("parts/attention.js", "attention", job, ranks, [])
+    assert len(found) == len(words) and all(word in each["text"] for word, each in zip(words, found, strict=True))
+    job["metrics"]["latest"]["loss"] = "nan"
+    assert "nan" in call("parts/attention.js", "attention", job, ranks, [])[-1]["text"]

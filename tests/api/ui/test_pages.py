@@ -1,0 +1,198 @@
+"""Every page of the dashboard: what is on it, what can be done there, and that anybody can use it."""
+
+import re
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import expect
+
+from tests.api.ui.browser import needs_chromium, sign_in
+from tests.api.ui.sample import MARKUP
+
+pytestmark = needs_chromium
+
+TABS = ("", "charts", "ranks", "step", "memory", "history", "data", "checkpoints", "logs", "spec")
+PAGES = (
+    "",
+    *(f"jobs/JOB/{tab}".rstrip("/") for tab in TABS),
+    *("compare?jobs=JOB,OTHER", "queue", "cluster", "submit", "plan", "access"),
+)
+
+
+def address(sample, page):
+    return page.replace("JOB", sample.job).replace("OTHER", sample.others["tiny-llama"])
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_nobody_is_kept_out_of_any_page(browser, viewed, colours):
+    """By axe's rules, of which none that is serious may be broken."""
+    viewer = sign_in(browser, viewed, viewed.new_link(), color_scheme=colours)
+    page, axe, broken = viewer.open(), Axe(), []
+    for name in PAGES if colours == "light" else PAGES[:3]:  # what differs are the colours
+        page.goto(viewed.page(address(viewed, name)))
+        expect(page.locator("#main h1")).to_be_visible()
+        page.wait_for_load_state("networkidle")
+        for rule in axe.run(page).response["violations"]:
+            if rule["impact"] in ("serious", "critical"):
+                broken.append((name, rule["id"], [node["html"][:200] for node in rule["nodes"]][:3]))
+    assert broken == []
+    assert viewer.complaints.said == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_page_is_wider_than_a_telephone(browser, viewed, name):
+    viewer = sign_in(browser, viewed, viewed.new_link())
+    page = viewer.open(address(viewed, name))
+    page.set_viewport_size({"width": 390, "height": 800})
+    expect(page.locator("#main h1")).to_be_visible()
+    page.wait_for_load_state("networkidle")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_charts_zoom_together_and_are_saved(viewer):
+    page = viewer.open(f"jobs/{viewer.sample.job}/charts")
+    loss = page.get_by_role("img", name="Loss. train")
+    expect(loss).to_be_visible()
+    box = loss.bounding_box()
+    middle = box["y"] + box["height"] / 2
+    with page.expect_response(re.compile(r"until_step=")) as asked:
+        page.mouse.move(box["x"] + 0.3 * box["width"], middle)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.6 * box["width"], middle, steps=4)
+        page.mouse.up()
+    steps = asked.value.json()["steps"]
+    assert 20 < len(steps) < 120, "zooming asks for more of what is looked at"
+    section = page.get_by_role("region", name="Loss")
+    with page.expect_download() as download:
+        section.get_by_role("combobox").select_option("csv")
+    lines = download.value.path().read_text().splitlines()
+    assert lines[0] == "step,train,validation" and 20 < len(lines) < 120
+    with page.expect_download() as download:
+        page.get_by_role("region", name="Throughput").get_by_role("combobox").select_option("svg")
+    assert download.value.path().read_text().startswith("<svg")
+    with page.expect_download() as download:
+        section.get_by_role("combobox").select_option("png")
+    assert download.value.path().read_bytes()[:4] == b"\x89PNG"
+
+    page.mouse.move(box["x"] + 0.5 * box["width"], middle)
+    expect(page.locator(".chart-cursor:visible")).not_to_have_count(0)
+    expect(section.locator(".chart-tip")).to_contain_text("train")
+    page.get_by_role("button", name="Show all", exact=True).click()
+    page.get_by_label("Measure progress by").select_option("tokens")
+    with page.expect_download() as download:
+        section.get_by_role("combobox").select_option("csv")
+    assert download.value.path().read_text().startswith("tokens,train")
+    page.get_by_label("Measure progress by").select_option("time")
+    section.get_by_role("button", name="Logarithmic axis: Loss").click()
+    expect(section.get_by_role("button", name="Logarithmic axis: Loss")).to_have_attribute("aria-pressed", "true")
+    section.get_by_role("button", name="train").click()
+    expect(section.get_by_role("img")).not_to_have_attribute("aria-label", re.compile("train"))
+
+
+def test_list_is_kept_in_the_address_and_leads_to_comparison(viewer):
+    page = viewer.open()
+    for name in ("quickstart", "tiny-llama"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("button", name="Compare 2").click()
+    expect(page).to_have_title("Compare – Manta")
+    expect(page.locator(".chip")).to_have_count(2)
+    expect(page.get_by_role("img", name=re.compile("Loss.*quickstart.*"))).to_be_visible()
+    expect(page.get_by_role("table", name="Differences")).to_contain_text("name")
+    expect(page.get_by_role("table", name="Figures")).to_contain_text("SUCCEEDED")
+    page.get_by_label("Measure progress by").select_option("tokens")
+    assert "x=tokens" in page.url
+    page.reload()
+    expect(page.locator(".chip")).to_have_count(2)
+    page.get_by_label("Leave out tiny-llama").click()
+    expect(page.locator(".chip")).to_have_count(1)
+
+
+def test_logs_are_filtered_by_rank_and_text(viewer):
+    page = viewer.open(f"jobs/{viewer.sample.job}/logs")
+    log = page.get_by_role("log")
+    expect(log).to_contain_text("[7] step 146")
+    page.get_by_label("Rank of the log").select_option("3")
+    expect(log.locator(".log-line").first).to_contain_text("[3]")
+    expect(log.locator(".log-line")).to_have_count(31)
+    page.get_by_label("Only lines with").fill("/step 1[0-4]\\d:/")
+    expect(log.locator(".log-line")).to_have_count(10)
+    page.get_by_label("Only lines with").fill("/(/")
+    expect(page.get_by_role("status").filter(has_text="regular expression")).to_be_visible()
+    assert "rank=3" in page.url
+
+
+def test_checkpoints_that_are_gone_are_folded_away(viewer):
+    page = viewer.open(f"jobs/{viewer.sample.job}/checkpoints")
+    expect(page.get_by_role("table", name="Checkpoints", exact=True).locator("tbody tr")).to_have_count(3)
+    expect(page.get_by_text("3 checkpoints, 28.2 MiB")).to_be_visible()
+
+
+def test_queue_says_who_waits_and_why(viewer):
+    page = viewer.open("queue")
+    expect(page.get_by_role("table", name="Waiting")).to_contain_text("wide")
+    expect(page.get_by_role("table", name="Waiting")).to_contain_text("needs 64")
+    expect(page.get_by_role("table", name="Holding places")).to_contain_text("quickstart")
+
+
+def test_specs_are_checked_while_one_types_and_submitted(followed, browser):
+    viewer = sign_in(browser, followed, followed.link)
+    page = viewer.open("submit")
+    expect(page.get_by_text("8 ranks: 2 × 2 × 2")).to_be_visible()
+    expect(page.get_by_text(re.compile("Planned: .* a step"))).to_be_visible()
+    editor = page.get_by_role("textbox", name="JobSpec")
+    good = editor.input_value()
+    editor.fill(good.replace("heads: 4", "heads: 5"))
+    expect(page.locator(".problems")).to_contain_text("model.heads")
+    expect(page.get_by_role("button", name="Submit")).to_be_disabled()
+    editor.fill(good + "train: [")
+    expect(page.locator(".kind")).to_contain_text("line")
+    editor.fill(good.replace("quickstart", "from-the-browser"))
+    expect(page.get_by_role("button", name="Submit")).to_be_enabled()
+    page.get_by_role("button", name="Submit").click()
+    expect(page).to_have_title("from-the-browser – Manta")
+    expect(page.locator("h1 + .badge")).to_have_text("QUEUED")
+    page.get_by_role("link", name="Spec", exact=True).click()
+    page.get_by_role("link", name="Submit another like it").click()
+    expect(page.get_by_role("textbox", name="JobSpec")).to_have_value(re.compile("from-the-browser"))
+    expect(page.get_by_text("8 ranks: 2 × 2 × 2")).to_be_visible()
+
+
+def test_planner_answers_with_reasons_and_pictures(viewer):
+    page = viewer.open("plan")
+    page.get_by_label("Examples").select_option("GPT 22B on 8 A100 (arXiv:2205.05198)")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    expect(page.get_by_role("table", name="Plans").locator("tbody tr").first).to_be_visible()
+    expect(page.locator(".budget-row").first).to_be_visible()
+    expect(page.get_by_role("img", name="The planned step")).to_be_visible()
+    expect(page.get_by_role("img", name=re.compile("stage 0: parameters"))).to_be_visible()
+    page.get_by_role("textbox", name="What is to be planned").fill("model: {layers: 3}\ncluster: {nodes: 0}\n")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    expect(page.locator(".problems li").first).to_be_visible()
+    viewer.complaints.said = [text for text in viewer.complaints.said if "422" not in text]
+
+
+def test_keys_are_made_shown_once_and_revoked(followed, browser):
+    viewer = sign_in(browser, followed, followed.link)
+    page = viewer.open("access")
+    expect(page.get_by_text("admin in all projects")).to_be_visible()
+    page.get_by_role("button", name="New key").click()
+    page.get_by_role("dialog").get_by_label("Name").fill("for a test")
+    page.get_by_role("button", name="Make it").click()
+    key = page.get_by_role("dialog").locator("pre").inner_text()
+    assert len(key) > 40
+    page.get_by_role("button", name="I have it").click()
+    line = page.locator("tbody tr", has_text="for a test")
+    expect(line).to_contain_text("good")
+    assert key not in page.content()
+    line.get_by_role("button", name="revoke").click()
+    page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+    expect(line).to_contain_text("revoked")
+    expect(page.get_by_role("region", name="Audit")).to_contain_text("create key")
+
+
+def test_what_a_job_prints_is_text_and_nothing_else(viewer):
+    page = viewer.open(f"jobs/{viewer.sample.job}/logs")
+    page.on("dialog", lambda dialog: pytest.fail(dialog.message))
+    page.get_by_label("Only lines with").fill("onerror")
+    expect(page.get_by_role("log")).to_contain_text(MARKUP)
+    expect(page.get_by_role("log").locator("img")).to_have_count(0)
