@@ -1,5 +1,6 @@
-"""The service's REST alone, on a database, without a cluster: `python -m benchmarks.support.api_process HOME URL`. Says
-`{"port": ...}` once it answers, and runs until it is ended."""
+"""The service's REST and dashboard alone, on a database, without a cluster:
+`python -m benchmarks.support.api_process HOME URL`. Says `{"port": ...}` once it answers, and runs until it is
+ended."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import uvicorn
 from api.app import create_app
 from api.connections import connections_at_once, limited_to
 from api.control import ControlPlane
+from api.ui import mount
 from service.measurements import Measurements
 from service.model_packages import NO_MODELS
 from service.settings import RequestLimits
@@ -36,6 +38,10 @@ class Unscheduled:
         """It has nothing to do."""
         return Measurements(0.0, 0, {})
 
+    def cluster(self) -> dict[str, Any]:
+        """There is none."""
+        return {"nodes": [], "totals": {}}
+
     def ready(self) -> list[str]:
         """Always."""
         return []
@@ -45,6 +51,7 @@ def main() -> None:
     """Answer until the process is ended."""
     control: Any = Unscheduled(Path(sys.argv[1]), sys.argv[2])
     app = create_app(cast(ControlPlane, control), limits=UNLIMITED)
+    mount(app)
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
     config = uvicorn.Config(

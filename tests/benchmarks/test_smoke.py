@@ -18,6 +18,7 @@ from benchmarks import (
     bubbles,
     checkpoint_plan,
     control_plane,
+    dashboard,
     elastic_sums,
     layouts,
     metrics,
@@ -30,6 +31,7 @@ from benchmarks import (
     tokenize,
 )
 from benchmarks.support.report import deliver
+from tests.api.ui.browser import needs_chromium
 from workers.storage.files import files_of
 from workers.storage.places import place_of
 
@@ -103,6 +105,23 @@ def test_layouts_and_transformers_train_the_same_llama(tmp_path: Path) -> None:
 def test_every_row_reaches_the_reader() -> None:
     report = metrics.measure(argparse.Namespace(seed=1, warm_up=1, steps=12))
     assert report.figures["rows_read"].value == report.figures["rows_sent"].value == 11
+
+
+@pytest.mark.soak
+@needs_chromium
+def test_pages_of_the_dashboard_are_opened() -> None:
+    options = argparse.Namespace(seed=1, jobs=20, longest=3000, viewers=1, turns=1, seconds=1, repeats=1, only="pages")
+    report = dashboard.measure(options)
+    for name in ("list_drawn", "million_steps_drawn", "zoom_drawn"):
+        assert report.figures[name].value > 0
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_viewers_follow_a_job() -> None:
+    options = argparse.Namespace(seed=1, jobs=0, longest=0, viewers=2, turns=1, seconds=3, repeats=1, only="viewers")
+    report = dashboard.measure(options)
+    assert report.figures["step_watched_median"].value > 0 and report.figures["service_cores_watched"].value > 0
 
 
 @pytest.mark.soak

@@ -1,0 +1,66 @@
+"""Browsers that follow a job, as far as the service sees them: `python -m benchmarks.support.dashboard_viewers URL KEY
+JOB COUNT`. Each asks what the overview of a job asks (`api/ui/static/pages/job.js`, `pages/job/overview.js`), as often.
+Says `ready` once all have asked once; ends with its standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+
+import httpx
+
+TURN_SECONDS = 1.0
+SLOW_TURN = 3
+NAMES = "loss,tokens_per_second,tokens,time"
+OVERLAP = 8
+
+
+@dataclass
+class _Page:
+    """One open page."""
+
+    client: httpx.AsyncClient
+    job: str
+    turn: int = 0
+    step: int = -1
+    cursor: str | None = None
+
+    async def refresh(self) -> None:
+        """One turn of it."""
+        job = (await self.client.get(f"/v1/jobs/{self.job}")).json()
+        if self.turn % SLOW_TURN == 0:
+            parameters = {"limit": 1000} | ({"cursor": self.cursor} if self.cursor else {})
+            events = await self.client.get(f"/v1/jobs/{self.job}/events", params=parameters)
+            self.cursor = events.json()["resume_cursor"]
+            for each in ("ranks", "ledger", "recoveries"):
+                await self.client.get(f"/v1/jobs/{self.job}/{each}")
+        if job["step"] != self.step:
+            after = {"names": NAMES, "max_points": 1500, "after_step": max(0, self.step - OVERLAP)}
+            await self.client.get(f"/v1/jobs/{self.job}/metrics", params=after)
+        self.step, self.turn = job["step"], self.turn + 1
+
+
+async def _follow(url: str, key: str, job: str, count: int) -> None:
+    limits = httpx.Limits(max_connections=count)
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=30) as client:
+        pages = [_Page(client, job) for _ in range(count)]
+        await asyncio.gather(*(page.refresh() for page in pages))
+        print(json.dumps({"ready": True}), flush=True)
+        following = [asyncio.create_task(_forever(page, number / count)) for number, page in enumerate(pages)]
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        for each in following:
+            each.cancel()
+
+
+async def _forever(page: _Page, shift: float) -> None:
+    await asyncio.sleep(shift * TURN_SECONDS)  # people do not open pages at the same moment
+    while True:
+        await page.refresh()
+        await asyncio.sleep(TURN_SECONDS)
+
+
+if __name__ == "__main__":
+    asyncio.run(_follow(*sys.argv[1:4], count=int(sys.argv[4])))
