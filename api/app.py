@@ -21,6 +21,7 @@ from api.rate_limits import CallerLimits
 from api.rendered_jobs import RenderedJobs
 from api.rendered_pages import RenderedPages
 from api.rendered_series import RenderedSeriesOfJobs
+from api.rendered_sparklines import RenderedSparklines
 from api.request_guard import RequestGuard, TellVersion
 from api.routes import (
     all_events,
@@ -30,6 +31,7 @@ from api.routes import (
     events,
     faults,
     health,
+    job_lists,
     jobs,
     keys,
     ledger,
@@ -49,6 +51,7 @@ from service.settings import RequestLimits
 from service.store import jobs as store_jobs
 
 _RESOURCES = (
+    job_lists,  # before what takes the next part of its path for a job's id
     jobs,
     metrics,
     events,
@@ -103,6 +106,7 @@ def create_app(
     app.state.rendered_jobs = RenderedJobs()
     app.state.rendered_pages = RenderedPages(app.state.rendered_jobs)
     app.state.rendered_series = RenderedSeriesOfJobs()
+    app.state.rendered_sparklines = RenderedSparklines()
     app.state.limits = CallerLimits(limits or RequestLimits())
     app.state.identities = Identities(lambda: control.store)
     app.state.job_projects = JobProjects(lambda: control.store)

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
 import httpx
@@ -135,12 +135,51 @@ def dry_run(document: Any) -> Call[schemas.DryRun]:
     return Call(schemas.DryRun, "POST", "/v1/jobs", {"dry_run": "true"}, body=document)
 
 
+class MoreFilters(TypedDict, total=False):
+    """Which jobs a list shows."""
+
+    search: str | None
+    """With this in name or id."""
+    labels: Sequence[str] | None
+    """With all of these: key=value, or key for any value."""
+    owner: str | None
+    """Of this user, or submitted with the key of this name."""
+
+
+class MoreOfJobs(MoreFilters, total=False):
+    """And in which order; default: those that were submitted last first."""
+
+    sort: schemas.JobSort | None
+    order: schemas.Direction | None
+
+
+def _named(more: Mapping[str, Any]) -> dict[str, Any]:
+    """As the parameters are called."""
+    return {"label" if name == "labels" else name: value for name, value in more.items()}
+
+
 def jobs(
-    state: str | None = None, name: str | None = None, limit: int = 50, cursor: str | None = None
+    state: str | Sequence[str] | None = None,
+    name: str | None = None,
+    limit: int = 50,
+    cursor: str | None = None,
+    **more: Unpack[MoreOfJobs],
 ) -> Call[schemas.Items[schemas.Job]]:
-    """A page of jobs, newest first."""
-    parameters = {"state": state, "name": name, "limit": limit, "cursor": cursor}
+    """A page of jobs: in this state or one of these, and of exactly this name."""
+    parameters = {"state": state, "name": name, "limit": limit, "cursor": cursor, **_named(more)}
     return Call(schemas.Items[schemas.Job], "GET", "/v1/jobs", parameters)
+
+
+def count_jobs(
+    state: str | Sequence[str] | None = None, name: str | None = None, **more: Unpack[MoreFilters]
+) -> Call[schemas.JobCounts]:
+    """How many jobs there are in each state, with the filters of `jobs`."""
+    return Call(schemas.JobCounts, "GET", "/v1/jobs/counts", {"state": state, "name": name, **_named(more)})
+
+
+def sparklines(job_ids: Sequence[str]) -> Call[schemas.Items[schemas.Sparkline]]:
+    """The losses of at most 200 jobs, in short."""
+    return Call(schemas.Items[schemas.Sparkline], "GET", "/v1/jobs/sparklines", {"jobs": ",".join(job_ids)})
 
 
 def job(job_id: str, wait: float | None = None, state: str | None = None) -> Call[schemas.Job]:
@@ -155,10 +194,15 @@ def cancel(job_id: str) -> Call[schemas.Job]:
 
 
 def edit(
-    job_id: str, name: str | None = None, priority: int | None = None, etag: str | None = None
+    job_id: str,
+    name: str | None = None,
+    priority: int | None = None,
+    etag: str | None = None,
+    labels: Mapping[str, str | None] | None = None,
 ) -> Call[schemas.Job]:
-    """Change a job's name or priority; with `etag`, that of the job as it was read, unless somebody has changed it."""
-    wanted = {"name": name, "priority": priority}
+    """Change a job's name, priority or labels, of which a None takes one away; with `etag`, that of the job as it was
+    read, unless somebody has changed it."""
+    wanted = {"name": name, "priority": priority, "labels": labels}
     body = {key: value for key, value in wanted.items() if value is not None}
     headers = {} if etag is None else {"If-Match": etag}
     return Call(schemas.Job, "PATCH", _job(job_id), body=body, headers=headers)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
 from api import calls
 from api.access_schemas import ApiKey, AuditEntry, Me, NewApiKey, OneTimeLink, Project
-from api.calls import ApiError, Call, ServiceUnreachable, raise_for_problem
+from api.calls import ApiError, Call, MoreFilters, MoreOfJobs, ServiceUnreachable, raise_for_problem
 from api.local_service import find_key, find_url, trust_in
 from api.requests import FaultRequest, NewKey
 from api.rest_version import HEADER, REST
@@ -30,6 +30,7 @@ from api.schemas import (
     Health,
     Items,
     Job,
+    JobCounts,
     JobEvent,
     Ledger,
     LogLine,
@@ -139,10 +140,21 @@ class MantaClient:
         return self.send(calls.dry_run(document))
 
     def jobs(
-        self, state: str | None = None, name: str | None = None, limit: int = 50, cursor: str | None = None
+        self,
+        state: str | Sequence[str] | None = None,
+        name: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+        **more: Unpack[MoreOfJobs],
     ) -> Items[Job]:
-        """A page of jobs, newest first."""
-        return self.send(calls.jobs(state, name, limit, cursor))
+        """A page of jobs; `calls.jobs` says which, and in which order."""
+        return self.send(calls.jobs(state, name, limit, cursor, **more))
+
+    def count_jobs(
+        self, state: str | Sequence[str] | None = None, name: str | None = None, **more: Unpack[MoreFilters]
+    ) -> JobCounts:
+        """How many jobs there are in each state, with the filters of `jobs`."""
+        return self.send(calls.count_jobs(state, name, **more))
 
     def job(self, job_id: str, wait: float | None = None, state: str | None = None) -> Job:
         """One job; with `wait` as soon as its state is another than `state` (default: than it is now) or final, and
@@ -176,10 +188,17 @@ class MantaClient:
         """Stop a job for good."""
         return self.send(calls.cancel(job_id))
 
-    def edit(self, job_id: str, name: str | None = None, priority: int | None = None, etag: str | None = None) -> Job:
-        """Change a job's name or priority; with `etag`, that of the job as it was read, unless somebody has changed
-        it."""
-        return self.send(calls.edit(job_id, name, priority, etag))
+    def edit(
+        self,
+        job_id: str,
+        name: str | None = None,
+        priority: int | None = None,
+        etag: str | None = None,
+        labels: Mapping[str, str | None] | None = None,
+    ) -> Job:
+        """Change a job's name, priority or labels, of which a None takes one away; with `etag`, that of the job as it
+        was read, unless somebody has changed it."""
+        return self.send(calls.edit(job_id, name, priority, etag, labels))
 
     def delete(self, job_id: str) -> DeletedJob:
         """Delete a job that is over, and all that it has: rows, checkpoints, logs."""

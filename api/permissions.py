@@ -37,6 +37,8 @@ _INSTALLATION = Need(Scope.ADMIN, installation=True)
 NEEDS: dict[str, Need] = {
     "submit_job": _SUBMIT,
     "list_jobs": _READ,
+    "count_jobs": _READ,
+    "list_sparklines": _READ,
     "get_job": _READ,
     "edit_job": _SUBMIT,
     "delete_job": _SUBMIT,

@@ -37,6 +37,7 @@ from service.store import (
     OutcomeUnknown,
     ProjectExists,
     ProjectNotFound,
+    TooManyLabels,
 )
 from service.stored_specs import SpecNotUnderstood
 from workers.errors import MantaError
@@ -114,7 +115,8 @@ def install(app: FastAPI) -> None:
     for away in DATABASE_AWAY:
         app.add_exception_handler(away, _database_unavailable)
     app.add_exception_handler(SpecError, _spec_error)
-    app.add_exception_handler(InvalidCursor, _invalid_cursor)
+    app.add_exception_handler(InvalidCursor, _invalid_field("cursor"))
+    app.add_exception_handler(TooManyLabels, _invalid_field("labels"))
     app.add_exception_handler(NotReady, _not_ready)
     app.add_exception_handler(RequestValidationError, _invalid_parameter)
     app.add_exception_handler(HTTPException, _http_error)
@@ -160,8 +162,13 @@ async def _spec_error(_request: Request, error: Exception) -> Response:
     return problem(code, str(error), errors)
 
 
-async def _invalid_cursor(_request: Request, error: Exception) -> Response:
-    return problem("invalid_parameter", str(error), [FieldProblem(path="cursor", rule=str(error))])
+def _invalid_field(path: str) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """A handler that says that what is wrong is at `path`."""
+
+    async def handler(_request: Request, error: Exception) -> Response:
+        return problem("invalid_parameter", str(error), [FieldProblem(path=path, rule=str(error))])
+
+    return handler
 
 
 async def _not_ready(_request: Request, error: Exception) -> Response:

@@ -65,7 +65,7 @@ class RenderedJobs:
             return self._rendered(connection, [job_rows.one(connection, job_id)])[0]
 
     def page(self, connection: Connection, *filters: Any) -> Page[RenderedJob]:
-        """Jobs, newest first. `filters` are those of `job_rows.page`, which says what it raises."""
+        """Jobs of a list. `filters` are those of `job_rows.page`, which says what it raises."""
         page = job_rows.page(connection, *filters)
         return Page(self._rendered(connection, page.items), page.next_cursor)
 

@@ -44,7 +44,7 @@ class RenderedPages:
         self._kept: KeptAnswers[tuple[Any, ...], _RenderedPage] = KeptAnswers(most_bytes)
 
     def page(self, store: Store, *filters: Any) -> bytes:
-        """Jobs, newest first, as they are answered. `filters` are those of `job_rows.page`, which says what it
+        """Jobs of a list as they are answered. `filters` are those of `job_rows.page`, which says what it
         raises."""
         now = self._clock()
         kept = self._kept.get(filters)

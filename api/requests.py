@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from service.identity import PROJECT_PATTERN, Scope
-from workers.config import JobName, Priority
+from workers.config import MOST_LABELS, JobName, LabelKey, LabelValue, Priority
 from workers.protocol.messages import FaultKind, FaultPhase
 
 
@@ -64,6 +64,10 @@ class JobChanges(BaseModel):
     """Its name."""
     priority: Priority = Field(0, json_schema_extra=_without_default)
     """Higher starts first among queued jobs."""
+    labels: Annotated[dict[LabelKey, LabelValue | None], Field(max_length=2 * MOST_LABELS)] = Field(
+        {}, json_schema_extra=_without_default
+    )
+    """Those that shall be different, with null for one that goes; the others stay."""
 
     @property
     def given(self) -> dict[str, Any]:

@@ -41,6 +41,12 @@ Number = Annotated[
 """A number or null; the non-finite ones are the strings "nan", "inf" and "-inf" on the wire."""
 
 
+Direction = Literal["asc", "desc"]
+"""Of an order."""
+JobSort = Literal["created", "name", "state", "step", "loss", "priority", "finished"]
+"""What jobs are ordered by."""
+
+
 class Answer(BaseModel):
     """Base of all answers. A newer service may say more than this client knows."""
 
@@ -116,6 +122,10 @@ class Job(Answer):
     """For If-Match: another one whenever something has changed that a PATCH can change."""
     name: str
     """Its name, not necessarily unique."""
+    labels: dict[str, str] = {}
+    """By key."""
+    owner: str | None = None
+    """The user who submitted it, else the name of the key; null of a job that a release before stored."""
     state: str
     """Where it is in its life."""
     reason: str | None
@@ -152,6 +162,24 @@ class Job(Answer):
     """Of a job that failed: until when its snapshots stay in memory for a retry."""
     deletion_began_at: Time | None = None
     """Since when it is being deleted, where that could not be finished: delete it again."""
+
+
+class JobCounts(Answer):
+    """How many jobs there are."""
+
+    total: int
+    """All together."""
+    by_state: dict[str, int]
+    """In each state, zeros included."""
+
+
+class Sparkline(Answer):
+    """How a job's loss went, in short."""
+
+    job: str
+    """Job id."""
+    loss: list[Number]
+    """At most 32 values over its steps, by `get_metrics`'s choice of steps; empty before the first."""
 
 
 class DeletedJob(Answer):

@@ -62,6 +62,8 @@ def _job_view(job: LikeJob, goodput: float | None, place: int | None, step_secon
         project=job.project,
         etag=f'"{edits.version_of(job)}"',
         name=job.name,
+        labels=edits.labels_of(job),
+        owner=job.owner,
         state=job.state,
         reason=job.reason,
         message=job.message,

@@ -51,6 +51,11 @@ class Identity:
     """Whether it allows that in all projects."""
 
     @property
+    def owner(self) -> str:
+        """Whose the jobs are that it submits: the user's, else the key's by its name."""
+        return self.user or self.key_name
+
+    @property
     def bound(self) -> str | None:
         """The one project whose jobs it sees and changes; None: it does so in all."""
         return None if self.installation else self.project

@@ -69,6 +69,7 @@ def pytest_collection_finish() -> None:
 _ON_BOTH = (
     "tests/api/test_fuzz.py",
     "tests/api/test_jobs.py",
+    "tests/api/test_job_lists.py",
     "tests/service/store",
     "tests/service/test_scheduler.py",
     "tests/api/test_all_events.py",

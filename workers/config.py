@@ -28,6 +28,17 @@ Steps = Annotated[int, Field(gt=0, le=1_000_000_000, strict=True)]
 StepsOrNever = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
 Count = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
+LabelKey = Annotated[
+    str,
+    Field(
+        max_length=317,
+        pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
+    ),
+]
+"""As Kubernetes has them: at most 63 letters, digits, `-`, `_` and `.`, perhaps after a domain's name and a `/`."""
+LabelValue = Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")]
+"""At most 63 letters, digits, `-`, `_` and `.`, of which the first and the last are letters or digits; may be empty."""
+MOST_LABELS = 64
 JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
 Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
 Threads = Annotated[int, Field(gt=0, le=1024, strict=True)]
@@ -578,6 +589,10 @@ class JobSpec(Section):
 
     name: JobName = "job"
     """A name for people; need not be unique."""
+    labels: Annotated[dict[LabelKey, LabelValue], Field(max_length=MOST_LABELS), AfterValidator(FixedMapping)] = Field(
+        default_factory=FixedMapping
+    )
+    """What lists of jobs can be filtered by, such as `team: vision`; nothing else follows from them."""
     model: ModelConfig
     """The transformer."""
     data: DataConfig

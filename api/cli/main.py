@@ -20,7 +20,7 @@ from api.requests import FaultRequest
 from api.schemas import Event, FieldProblem, Items, JobEvent, LogLine
 from api.schemas import Job as JobView
 from service.settings import Settings
-from service.states import STATE_NAMES, JobState
+from service.states import JobState
 from workers.errors import MantaError
 from workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
 from workers.spec.problems import SpecError
@@ -84,6 +84,11 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the jo
 RankNumber = Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")]
 
 
+Labels = Annotated[
+    list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="A label of the job; may be repeated.")
+]
+
+
 def connect(url: str | None) -> MantaClient:
     """A client for the service at `url`, or for the one that the environment points to."""
     return MantaClient(url or find_url(Settings.from_environment()))
@@ -120,11 +125,12 @@ def submit(
     ],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show progress until the job is final.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check the spec and show its layout.")] = False,
+    label: Labels = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
     """Submit a training job."""
-    document = read_file(file)
+    document = labelled(read_file(file), label or [])
     with connect(url) as client:
         if dry_run:
             checked = client.dry_run(document)
@@ -146,20 +152,6 @@ def submit(
             typer.echo(render.as_json(job))
         if job.state != JobState.SUCCEEDED:
             raise fail(f"{job.id} is {job.state}: {job.message or job.reason or 'no reason given'}", EXIT_FAILED)
-
-
-@app.command("ps")
-def list_jobs(
-    state: Annotated[str | None, typer.Option(help=f"Only jobs in this state: {', '.join(STATE_NAMES)}.")] = None,
-    name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most jobs shown.")] = 50,
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """List jobs, newest first."""
-    with connect(url) as client:
-        page = client.jobs(state.upper() if state else None, name, limit)
-    show(page, as_json, lambda console: render.job_list(console, page.items))
 
 
 @app.command()
@@ -233,22 +225,6 @@ def resume(job: JobId, url: Url = None, as_json: Json = False) -> None:
     with connect(url) as client:
         answer = client.resume(job)
     _show_state(answer, as_json)
-
-
-@app.command()
-def edit(
-    job: JobId,
-    name: Annotated[str | None, typer.Option("--name", help="Its new name.")] = None,
-    priority: Annotated[int | None, typer.Option("--priority", help="Higher starts first among queued jobs.")] = None,
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """Change a job's name or priority."""
-    if name is None and priority is None:
-        raise fail("say what to change: --name, --priority", EXIT_BAD_INPUT)
-    with connect(url) as client:
-        answer = client.edit(job, name, priority)
-    show(answer, as_json, lambda console: render.edited(console, answer))
 
 
 @app.command()
@@ -339,6 +315,16 @@ def inject(
     show(made, as_json, lambda console: console.print(f"{made.id}: {made.message}", highlight=False))
 
 
+def labelled(document: Any, given: list[str]) -> Any:
+    """A JobSpec's document with more labels, each KEY=VALUE."""
+    if not given or not isinstance(document, dict):
+        return document
+    pairs = [text.partition("=") for text in given]
+    if not all(equals for _, equals, _ in pairs):
+        raise fail("say what a label is: --label KEY=VALUE", EXIT_BAD_INPUT)
+    return {**document, "labels": {**(document.get("labels") or {}), **{key: value for key, _, value in pairs}}}
+
+
 def read_file(file: Path) -> Any:
     """The spec in `file`, or in standard input for -, with its relative data paths made absolute."""
     try:
@@ -380,6 +366,7 @@ def command_line() -> typer.Typer:
         checkpoints,
         doctor,
         inference,
+        jobs,
         nodes,
         plan,
         service,
@@ -395,6 +382,7 @@ def command_line() -> typer.Typer:
     checkpoints.register(app)
     doctor.register(app)
     inference.register(app)
+    jobs.register(app)
     nodes.register(app)
     plan.register(app)
     service.register(app)

@@ -106,7 +106,8 @@ def job_page(console: Console, job: schemas.Job) -> None:
 
 def edited(console: Console, job: schemas.Job) -> None:
     """What `manta edit` says."""
-    text = f"{job.id} is called {job.name} and has priority {job.spec.get('priority')}"
+    labels = ", ".join(f"{key}={value}" for key, value in sorted(job.labels.items())) or "none"
+    text = f"{job.id} is called {job.name} and has priority {job.spec.get('priority')}; labels: {labels}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""Jobs: submit, list, read, change, delete, resize, pause, resume, cancel, retry."""
+"""Jobs: submit, read, change, delete, resize, pause, resume, cancel, retry."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from api.openapi import json_request
 from api.parameters import (
     Body,
     Control,
-    Cursor,
     IdempotencyKey,
     IfMatch,
-    Limit,
     WaitSeconds,
     body_as,
     digest_of,
@@ -29,7 +27,6 @@ from api.parameters import (
 from api.planning import current_cluster
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.rendered_jobs import rendered_jobs_of
-from api.rendered_pages import rendered_pages_of
 from api.threads import read_threads_of
 from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout
 from service.states import STATE_NAMES
@@ -49,7 +46,6 @@ _ETAG = {"ETag": {"description": "`etag` of the job, for If-Match", "schema": {"
 _ACTION = changes(*OF_A_JOB, "illegal_transition")
 _STATE = f"^({'|'.join(STATE_NAMES)})$"
 
-StateFilter = Annotated[str | None, Query(pattern=_STATE, description="Only jobs in this state")]
 KnownState = Annotated[str | None, Query(pattern=_STATE, description="With `wait`: the state that you know of")]
 
 
@@ -90,7 +86,7 @@ async def submit_job(
     digest = digest_of(document)
 
     def operation(session: Any) -> tuple[schemas.Job, bool]:
-        job, created = jobs.create(session, spec, idempotency_key, digest, caller.project)
+        job, created = jobs.create(session, spec, idempotency_key, digest, caller.project, caller.owner)
         if created:
             append_with_change(session, request, job.id, 201)
         session.flush()
@@ -102,23 +98,6 @@ async def submit_job(
         return _json(job, 200)
     control.submitted(job.id)
     return _json(job, 201, Location=f"/v1/jobs/{job.id}")
-
-
-@router.get("", response_model=schemas.Items[schemas.Job], responses=reads("invalid_parameter", "database_unavailable"))
-async def list_jobs(
-    request: Request,
-    control: Control,
-    caller: Caller,
-    state: StateFilter = None,
-    name: Annotated[str | None, Query(max_length=100, description="Only jobs of this name")] = None,
-    limit: Limit = 50,
-    cursor: Cursor = None,
-) -> Response:
-    """Jobs, newest first."""
-    rendered, filters = rendered_pages_of(request), (state, name, limit, cursor, caller.bound)
-    threads = read_threads_of(request).lists
-    body = await threads.run(control.store, lambda: rendered.page(control.store, *filters))
-    return Response(body, media_type="application/json")
 
 
 @router.get(
@@ -153,8 +132,8 @@ def edit_job(
     wanted: Annotated[requests.JobChanges, Depends(body_as(requests.JobChanges))],
     if_match: IfMatch = None,
 ) -> schemas.Job:
-    """Change a job's name or priority, whatever its state; what is left out stays. With `If-Match` only if nobody else
-    has changed it."""
+    """Change a job's name, priority or labels, whatever its state; what is left out stays, also of its labels, of which
+    a null takes one away. With `If-Match` only if nobody else has changed it."""
     expected = versions_in(if_match)
 
     def operation(session: Any) -> schemas.Job:

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
 from service.store import Store, job_rows, jobs, metric_bins
+from service.store.job_filters import JobFilter
 from service.store.tables import Job
 from workers.spec.reading import parse_job_spec
 
@@ -74,7 +75,7 @@ def fill(store: Store, count: int, points: int, longest: int) -> Filled:
     _add_bins(store, max(share, longest))
     _in_transaction(store, "ANALYZE")
     with store.read_rows() as connection:
-        running = [each.id for each in job_rows.page(connection, state="RUNNING", limit=RUNNING).items]
+        running = [each.id for each in job_rows.page(connection, JobFilter(states=("RUNNING",)), limit=RUNNING).items]
     return Filled(job.id, running[0] if running else job.id, running or [job.id])
 
 

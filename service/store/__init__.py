@@ -17,6 +17,7 @@ from service.store.errors import (
     ProjectNotFound,
     StoreOfNewerRelease,
     StoreUnusable,
+    TooManyLabels,
 )
 from service.store.paging import Page
 from service.store.tables import (
@@ -58,4 +59,5 @@ __all__ = [
     "Store",
     "StoreOfNewerRelease",
     "StoreUnusable",
+    "TooManyLabels",
 ]

@@ -22,6 +22,7 @@ from service.store.tables import (
     Event,
     Generation,
     Job,
+    JobLabel,
     Metric,
     MetricBin,
     Rank,
@@ -31,7 +32,10 @@ from service.store.tables import (
 
 METRICS_AT_ONCE = 10_000
 """Rows of metrics that one transaction deletes: reports of other jobs must not wait for millions of them."""
-_OF_A_JOB: tuple[type[Base], ...] = (Event, Metric, MetricBin, Rank, Checkpoint, Recovery, Generation, StateChange)
+_OF_A_JOB: tuple[type[Base], ...] = (
+    *(Event, Metric, MetricBin, Rank, Checkpoint, Recovery, Generation, StateChange),
+    JobLabel,
+)
 
 
 def begin(session: Session, job_id: str, why: str = "the user deletes the job") -> None:

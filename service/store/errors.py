@@ -70,6 +70,13 @@ class IdempotencyConflict(MantaError):
         )
 
 
+class TooManyLabels(MantaError):
+    """A job would have more labels than any may have."""
+
+    def __init__(self, count: int, most: int):
+        super().__init__(f"the job would have {count} labels, and may have {most}: take some away, with null as value")
+
+
 class InvalidCursor(MantaError):
     """A page cursor that this release of the service did not make."""
 

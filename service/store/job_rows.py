@@ -4,18 +4,21 @@ of them has to be understood."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, Text, bindparam, cast, func, select, type_coerce
 from sqlalchemy.types import NullType
 
-from service.store.errors import InvalidCursor, JobNotFound
+from service.store import job_filters
+from service.store.errors import JobNotFound
 from service.store.ids import is_job_id
-from service.store.paging import Cursors, Page
+from service.store.job_filters import EVERY_JOB, NEWEST_FIRST, JobFilter, JobOrder
+from service.store.paging import Page
 from service.store.tables import Job
 from service.store.types import Document, Numbers
 
+_MOST_STATEMENTS = 256
 JobRow = Row[Any]
 """What tells whether a job is shown as before, `id` first, as the database has it: equal to another one where nothing
 changed that is shown."""
@@ -63,60 +66,87 @@ def understood(connection: Connection, job_ids: Collection[str]) -> Sequence[Row
 
 def page(
     connection: Connection,
-    state: str | None = None,
-    name: str | None = None,
+    wanted: JobFilter = EVERY_JOB,
+    order: JobOrder = NEWEST_FIRST,
     limit: int = 50,
     cursor: str | None = None,
-    bound: str | None = None,
 ) -> Page[JobRow]:
-    """Rows of jobs, newest first, optionally only those in `state`, called `name`, or of the project `bound`. Raises
-    InvalidCursor, ForeignCursor."""
-    cursors, given = _conditions(state, name, cursor, bound)
+    """Rows of the jobs that are `wanted`. Raises InvalidCursor, ForeignCursor."""
+    statement, values = _asked(wanted, order, limit, cursor)
     # In one call: row by row, the threads of other requests would take turns in between.
-    rows = connection.execute(_newest_first(frozenset(given)), {**given, "rows": limit + 1}).all()
-    return Page.of(list(rows), limit, cursors, lambda row: row.id)
+    rows = connection.execute(statement, values).all()
+    cursors = job_filters.cursors(wanted, order)
+    return Page.of(list(rows), limit, cursors, lambda row: order.place_of(connection, row.id))
 
 
 def page_as_text(
     connection: Connection,
-    state: str | None = None,
-    name: str | None = None,
+    wanted: JobFilter = EVERY_JOB,
+    order: JobOrder = NEWEST_FIRST,
     limit: int = 50,
     cursor: str | None = None,
-    bound: str | None = None,
 ) -> str:
     """The rows of that page as one text, which is equal to another one where nothing changed that is shown. The
     database puts it together: of fifty rows the interpreter's lock would be let go of and taken again fifty times,
     each time to stand in line behind the threads of other requests. SQLite's JSON has 15 digits of a number, so a time
     that alone moved by less than 10 microseconds is not seen. Raises what `page` does."""
-    _, given = _conditions(state, name, cursor, bound)
-    statement = _newest_first_as_text(frozenset(given), connection.dialect.name)
-    return connection.execute(statement, {**given, "rows": limit + 1}).scalar_one() or ""
+    statement, values = _asked(wanted, order, limit, cursor, connection.dialect.name)
+    return connection.execute(statement, values).scalar_one() or ""
 
 
-def _conditions(
-    state: str | None, name: str | None, cursor: str | None, bound: str | None
-) -> tuple[Cursors, dict[str, str]]:
-    cursors = Cursors("jobs", state=state, name=name, project=bound)
-    last = None if cursor is None else cursors.decode(cursor)
-    if last is not None and not is_job_id(last):
-        raise InvalidCursor
-    wanted = {"project": bound, "state": state, "name": name, "before": last}
-    return cursors, {key: value for key, value in wanted.items() if value is not None}
+def counts(connection: Connection, wanted: JobFilter = EVERY_JOB) -> dict[str, int]:
+    """Number of the jobs that are `wanted`, by state; states in which there is none are left out."""
+    return {row[0]: row[1] for row in connection.execute(_counted(wanted.shape), wanted.values)}
 
 
-@cache
-def _newest_first_as_text(given: frozenset[str], dialect: str) -> Select[Any]:
-    rows = _newest_first(given).subquery()
+def moved(connection: Connection, job_ids: Collection[str], bound: str | None = None) -> dict[str, Row[Any]]:
+    """Of those of these jobs that there are, or are of the project `bound`: id, newest step, generation, and when its
+    row last changed, which it does with every row of metrics."""
+    columns = Job.__table__.columns
+    query = select(columns.id, columns.step, columns.generation, columns.updated_at).where(columns.id.in_(job_ids))
+    query = query if bound is None else query.where(columns.project == bound)
+    rows: list[Row[Any]] = list(connection.execute(query))
+    return {row.id: row for row in rows}
+
+
+def _asked(
+    wanted: JobFilter, order: JobOrder, limit: int, cursor: str | None, dialect: str | None = None
+) -> tuple[Select[Any], dict[str, Any]]:
+    """A statement and the values of its parameters; with `dialect` for the rows as one text."""
+    place = None if cursor is None else job_filters.cursors(wanted, order).decode(cursor)
+    values = {} if place is None else order.values_at(place)
+    after = None if place is None else "last" in values
+    shape = wanted.shape
+    statement = _listed(shape, order, after) if dialect is None else _listed_as_text(shape, order, after, dialect)
+    return statement, {**wanted.values, **values, "rows": limit + 1}
+
+
+@lru_cache(_MOST_STATEMENTS)
+def _listed_as_text(shape: JobFilter, order: JobOrder, after: bool | None, dialect: str) -> Select[Any]:
+    rows = _listed(shape, order, after).subquery()
     if dialect == "sqlite":
         return select(func.json_group_array(func.json_array(*rows.c)))
     return select(cast(func.json_agg(func.json_build_array(*rows.c)), Text))
 
 
-@cache
-def _newest_first(given: frozenset[str]) -> Select[Any]:
-    """Jobs that are as is `given`."""
-    columns = Job.__table__.columns
-    query = select(*_SHOWN).order_by(columns.id.desc()).limit(bindparam("rows"))
-    query = query.where(*(columns[key] == bindparam(key) for key in ("project", "state", "name") if key in given))
-    return query.where(columns.id < bindparam("before")) if "before" in given else query
+@lru_cache(_MOST_STATEMENTS)
+def _listed(shape: JobFilter, order: JobOrder, after: bool | None) -> Select[Any]:
+    """Jobs of one shape of filter; `after`: those after a place in the order, and whether something is known of the
+    one there that they are ordered by."""
+    columns, keys = Job.__table__.columns, order.keys()
+    chosen = select(columns.id).where(*shape.conditions()).order_by(*map(order.directed, keys))
+    chosen = chosen.limit(bindparam("rows"))
+    if after is not None:
+        chosen = chosen.where(order.after(unknown=not after))
+    if order.sort == "created" and shape.search is None:
+        return chosen.with_only_columns(*_SHOWN)  # they are read in that order anyway
+    # Rows are long: only those that are shown are read as a whole.
+    found = chosen.add_columns(*(key.label(f"key{place}") for place, key in enumerate(keys))).subquery()
+    ordered = (order.directed(found.c[f"key{place}"]) for place in range(len(keys)))
+    return select(*_SHOWN).join(found, columns.id == found.c.id).order_by(*ordered)
+
+
+@lru_cache(_MOST_STATEMENTS)
+def _counted(shape: JobFilter) -> Select[Any]:
+    state = Job.__table__.columns.state
+    return select(state, func.count()).where(*shape.conditions()).group_by(state)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from sqlalchemy import Row, bindparam, func, insert, select
+from sqlalchemy import Row, bindparam, delete, func, insert, select
 from sqlalchemy.orm import Session, load_only, make_transient_to_detached
 
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
@@ -16,7 +16,7 @@ from service.states import FINAL, JobState, after_action, can, is_final
 from service.store import events, state_changes
 from service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
 from service.store.ids import is_job_id, next_job_id
-from service.store.tables import Job
+from service.store.tables import Job, JobLabel
 from service.store.types import Reader
 from service.stored_specs import as_written, not_default, stored_spec
 from workers.config import Accelerator, JobSpec, ParallelConfig
@@ -45,10 +45,12 @@ def create(
     idempotency_key: str | None = None,
     digest: str | None = None,
     project: str = DEFAULT_PROJECT,
+    owner: str | None = None,
 ) -> tuple[Job, bool]:
     """Store a new QUEUED job of `project`, or find the one that the same request made there before.
 
-    Returns the job and whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal.
+    Returns the job and whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal; `owner` who
+    submits it.
     Raises IdempotencyConflict when `idempotency_key` was used in the project with another digest.
     """
     events.in_order(session)  # before the look: nobody else takes the key or the id until this transaction ends
@@ -58,10 +60,18 @@ def create(
         if earlier.body_digest != digest:
             raise IdempotencyConflict(idempotency_key or "", earlier.id)
         return earlier, False
-    job = _inserted(session, _new_job(session, spec, bound, digest, project))
+    job = _inserted(session, {**_new_job(session, spec, bound, digest, project), "owner": owner})
+    if spec.labels:
+        set_labels(session, job.id, spec.labels)
     state_changes.append(session, job.id, JobState.QUEUED, job.created_at)
     events.append(session, job.id, "submitted", f"job {job.name!r} was submitted")
     return job, True
+
+
+def set_labels(session: Session, job_id: str, labels: Mapping[str, str]) -> None:
+    """Put `labels` in the place of all that lists know of a job's; those in its spec stay as they are."""
+    session.execute(delete(JobLabel).where(JobLabel.job_id == job_id))
+    session.add_all(JobLabel(job_id=job_id, key=key, value=value) for key, value in labels.items())
 
 
 def get(session: Session, job_id: str, *, lock: bool = False) -> Job:

@@ -53,12 +53,15 @@ class Job(Base):
         Index(None, "name", "id"),
         Index(None, "project", "id"),
         Index(None, "project", "state", "id"),
+        Index(None, "owner", "id"),
     )
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     """`job_` and 12 characters that sort by time of submission."""
     project: Mapped[str] = mapped_column(String(64), default=DEFAULT_PROJECT, server_default=DEFAULT_PROJECT)
     """Project that it belongs to, for good. Releases before know of none, and all their jobs are of the default one."""
+    owner: Mapped[str | None] = mapped_column(ShortText(100))
+    """The user who submitted it, else the name of the key; None: a release before did not note it."""
     name: Mapped[str] = mapped_column(ShortText(100))
     """The spec's name; need not be unique."""
     state: Mapped[str] = mapped_column(String(16))
@@ -119,6 +122,20 @@ class Job(Base):
     """Of a job that failed: until when its snapshots stay in shared memory for a retry."""
     deletion_began_at: Mapped[float | None] = mapped_column(Real)
     """Since when it is being deleted: it is not tried again any more, and may be deleted again until it is gone."""
+
+
+class JobLabel(Base):
+    """A label of a job, which its spec has too: here for lists that are filtered by it."""
+
+    __tablename__ = "job_labels"
+    __table_args__ = (Index(None, "key", "value", "job_id"),)
+
+    job_id: Mapped[str] = _job_key()
+    """The job."""
+    key: Mapped[str] = mapped_column(String(320), primary_key=True)
+    """Its key, with its prefix."""
+    value: Mapped[str] = mapped_column(String(63))
+    """Its value."""
 
 
 class DeletedJob(Base):

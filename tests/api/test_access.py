@@ -24,7 +24,8 @@ ANONYMOUS = {"get_health": 200, "get_readiness": 200, "open_link": 404}
 """What answers without a key, and how."""
 NEEDS = {
     **dict.fromkeys(
-        ("list_jobs", "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
+        ("list_jobs", "count_jobs", "list_sparklines",
+         "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
          "list_checkpoints", "get_ledger", "list_recoveries", "get_cluster", "list_projects", "create_link", "get_me",
          "end_session", "get_prometheus_metrics", "make_plans"), ("read",),
     ),
@@ -45,6 +46,8 @@ BODIES = {
     "create_project": {"name": "another"},
     "create_key": {"name": "a key", "scope": "read"},
 }
+QUERIES = {"list_sparklines": "?jobs={job_id}"}
+"""Parameters that an operation cannot do without."""
 STATES = {
     "edit_job": ("STARTING",), "cancel_job": ("STARTING", "RUNNING"), "pause_job": ("STARTING", "RUNNING"),
     "resume_job": ("PAUSED",), "inject_fault": ("STARTING", "RUNNING"), "retry_job": ("STARTING", "FAILED"),
@@ -86,6 +89,7 @@ class Theirs:
         places = {"job_id": job or self.job, "key_id": self.key, "node_id": "abcd", "token": "nothing"}
         shown = {} if key is None else bearer(key)
         path = self.operation.path.format(**places)
+        path += QUERIES.get(self.operation.id, "").format(**places)
         return self.service.http.request(
             self.operation.method, path, json=BODIES.get(self.operation.id), headers={**shown, **headers}
         )

@@ -24,6 +24,23 @@ def test_what_is_given_changes_and_the_rest_stays(service):
     assert patch(service, job, {}).json()["spec"]["name"] == "better"
 
 
+def test_labels_are_merged_and_a_null_takes_one_away(service):
+    job = service.submit(labels={"team": "vision", "run": "1"})
+    assert patch(service, job, {"labels": {"run": None, "new": ""}}).json()["labels"] == {"team": "vision", "new": ""}
+    again = patch(service, job, {"labels": {}}).json()
+    assert again["spec"]["labels"] == again["labels"] == {"team": "vision", "new": ""}
+    event = service.http.get(f"/v1/jobs/{job['id']}/events").json()["items"][-1]
+    assert (event["type"], event["data"]["labels"]["to"]) == ("edited", {"team": "vision", "new": ""})
+
+
+def test_label_too_many_is_refused_and_nothing_changes(service):
+    job = service.submit(labels={f"a{number}": "" for number in range(60)})
+    refused = patch(service, job, {"name": "other", "labels": {f"b{number}": "" for number in range(5)}})
+    assert (refused.status_code, refused.json()["errors"][0]["path"]) == (422, "labels")
+    assert "would have 65 labels, and may have 64" in refused.json()["detail"]
+    assert service.http.get(f"/v1/jobs/{job['id']}").json()["etag"] == job["etag"]
+
+
 @pytest.mark.parametrize("states", [("STARTING", "RUNNING"), ("CANCELLED",)])
 def test_job_in_any_state_may_be_called_something_else(service, states):
     job = service.submit()
@@ -46,7 +63,8 @@ def test_merge_patch_is_json_too(service):
     [
         ({"priority": "5"}, "priority"), ({"priority": 1001}, "priority"), ({"priority": None}, "priority"),
         ({"name": ""}, "name"), ({"name": "a/b"}, "name"), ({"name": None}, "name"), ({"steps": 5}, "steps"),
-        ([], ""),
+        ({"labels": {"a": 5}}, "labels.a"), ({"labels": {"-a": "b"}}, "labels.-a.[key]"),
+        ({"labels": {"a": "b c"}}, "labels.a"), ({"labels": None}, "labels"), ([], ""),
     ],
 )  # fmt: skip
 def test_change_that_makes_no_sense_names_the_field(service, body, field):

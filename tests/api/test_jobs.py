@@ -15,7 +15,7 @@ from workers.data.roots import DataRoots
 JOB_KEYS = {
     "id", "project", "name", "state", "reason", "message", "spec", "step", "steps", "eta_seconds", "parallel",
     "generation", "restarts", "metrics", "goodput", "queue", "created_at", "started_at", "finished_at",
-    "memory_kept_until", "deletion_began_at", "etag",
+    "memory_kept_until", "deletion_began_at", "etag", "labels", "owner",
 }  # fmt: skip
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 

@@ -15,7 +15,8 @@ from service.logs import log_file, log_folder
 from tests.api.support.described_api import PROBLEM, DescribedApi
 
 OPERATIONS = [
-    "submit_job", "list_jobs", "get_job", "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job",
+    "list_jobs", "submit_job", "count_jobs", "list_sparklines", "get_job",
+    "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job",
     "retry_job", "resize_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
     "list_checkpoints", "get_ledger", "list_recoveries", "inject_fault", "get_cluster", "check_cluster",
     "drain_node", "make_plans",

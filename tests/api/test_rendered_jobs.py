@@ -11,6 +11,7 @@ from api import rendered_jobs, schemas, views
 from api.rendered_jobs import FRESH_SECONDS, SETTLED_SECONDS, RenderedJob, RenderedJobs
 from service.states import JobState
 from service.store import JobNotFound, Store, edits, jobs, tables
+from service.store.job_filters import NEWEST_FIRST, JobFilter
 from service.store.paging import Page
 from workers.config import JobSpec
 
@@ -126,9 +127,9 @@ def test_change_of_a_job_is_seen_at_once_and_the_others_are_not_put_together_aga
 
 def test_page_is_newest_first_with_its_filters_and_its_cursor(store, submit, rendered):
     ids = [submit(name=name).id for name in ("a", "b", "a")]
-    page = page_of(rendered, store, None, "a", 1)
+    page = page_of(rendered, store, JobFilter(name="a"), NEWEST_FIRST, 1)
     assert [json.loads(job.body)["id"] for job in page.items] == [ids[2]]
-    rest = page_of(rendered, store, None, "a", 1, page.next_cursor)
+    rest = page_of(rendered, store, JobFilter(name="a"), NEWEST_FIRST, 1, page.next_cursor)
     assert [json.loads(job.body)["id"] for job in rest.items] == [ids[0]]
     assert rest.next_cursor is None
 

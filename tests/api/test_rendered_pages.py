@@ -10,6 +10,7 @@ from api.rendered_jobs import FRESH_SECONDS, SETTLED_SECONDS, RenderedJobs
 from api.rendered_pages import RenderedPages
 from service.states import JobState
 from service.store import InvalidCursor, edits, jobs
+from service.store.job_filters import EVERY_JOB, NEWEST_FIRST, JobFilter
 from service.store.tables import Job
 from workers.config import JobSpec
 
@@ -63,12 +64,12 @@ def items(body: bytes) -> list[dict[str, Any]]:
 
 def test_answer_is_that_of_the_jobs_in_it(store, submit, pages):
     ids = [submit(name=name) for name in ("a", "b", "a")]
-    page = json.loads(pages.page(store, None, "a", 1))
+    page = json.loads(pages.page(store, JobFilter(name="a"), NEWEST_FIRST, 1))
     assert [job["id"] for job in page["items"]] == [ids[2]]
     assert page["items"][0] == json.loads(RenderedJobs().one(store, ids[2]).body)
-    rest = json.loads(pages.page(store, None, "a", 1, page["next_cursor"]))
+    rest = json.loads(pages.page(store, JobFilter(name="a"), NEWEST_FIRST, 1, page["next_cursor"]))
     assert [job["id"] for job in rest["items"]] == [ids[0]] and rest["next_cursor"] is None
-    assert json.loads(pages.page(store, "PAUSED")) == {"items": [], "next_cursor": None}
+    assert json.loads(pages.page(store, JobFilter(states=("PAUSED",)))) == {"items": [], "next_cursor": None}
 
 
 def test_page_that_is_as_it_was_costs_one_query_and_is_the_same(store, over, pages):
@@ -79,7 +80,7 @@ def test_page_that_is_as_it_was_costs_one_query_and_is_the_same(store, over, pag
     event.listen(store.database.readers, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
     assert pages.page(store) is first
     assert len([each for each in statements if each.startswith("SELECT")]) == 1
-    assert pages.page(store, None, None, 2) is not first
+    assert pages.page(store, EVERY_JOB, NEWEST_FIRST, 2) is not first
 
 
 @pytest.mark.parametrize("change", ["edited", "moved on", "ended", "another", "deleted", "its metrics"])
@@ -128,7 +129,7 @@ def test_a_page_of_jobs_that_are_over_stays_until_one_of_them_changes(store, ove
 
 def test_pages_that_nobody_asks_for_any_more_are_forgotten_where_there_is_room_for_no_more(store, over, clock):
     over()
-    first, second = (None, None, 1), (None, None, 2)
+    first, second = (EVERY_JOB, NEWEST_FIRST, 1), (EVERY_JOB, NEWEST_FIRST, 2)
     made = RenderedPages(RenderedJobs(clock), clock).page(store, *first)
     pages = RenderedPages(RenderedJobs(clock), clock, most_bytes=2 * len(made))
     body = pages.page(store, *first)
@@ -139,4 +140,4 @@ def test_pages_that_nobody_asks_for_any_more_are_forgotten_where_there_is_room_f
 
 def test_a_cursor_that_is_none_is_refused(store, pages):
     with pytest.raises(InvalidCursor):
-        pages.page(store, None, None, 50, "nonsense")
+        pages.page(store, EVERY_JOB, NEWEST_FIRST, 50, "nonsense")

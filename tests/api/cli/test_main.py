@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from api.cli import checkpoints as checkpoint_commands
+from api.cli import jobs as job_commands
 from api.cli import main
 from api.cli import nodes as node_commands
 from api.cli.main import app
@@ -20,6 +21,7 @@ from service.store.recoveries import Beginning
 from tests.api.support.silent_service import SilentService
 
 checkpoint_commands.register(app)
+job_commands.register(app)
 node_commands.register(app)
 
 
@@ -75,6 +77,16 @@ def test_submit_prints_the_id_and_nothing_else(manta, service, spec_file):
     job_id = manta("submit", spec_file).stdout.strip()
     assert service.http.get(f"/v1/jobs/{job_id}").json()["state"] == "QUEUED"
     assert json.loads(manta("submit", spec_file, "--json").stdout)["state"] == "QUEUED"
+
+
+def test_submit_with_labels_adds_them_to_those_of_the_file(manta, service, tmp_path, document):
+    file = tmp_path / "labelled.yaml"
+    file.write_text(yaml.safe_dump({**document, "labels": {"team": "vision", "a": "old"}}))
+    job = json.loads(manta("submit", file, "--label", "a=b", "--label", "empty=", "--json").stdout)
+    assert job["labels"] == {"team": "vision", "a": "b", "empty": ""}
+    assert [job["id"]] == [each["id"] for each in json.loads(manta("ps", "--label", "a=b", "--json").stdout)["items"]]
+    assert "--label KEY=VALUE" in manta("submit", file, "--label", "a", code=2).stderr
+    assert "labels" in manta("submit", file, "--label", "-=b", code=2).stderr
 
 
 def test_submit_resolves_relative_paths_against_the_specs_folder(manta, service, spec_file, document):
@@ -190,8 +202,12 @@ def test_cancel(manta, service, job):
 
 
 def test_edit(manta, service, job):
-    assert manta("edit", job, "--priority", 3).stdout == f"{job} is called small and has priority 3\n"
+    assert manta("edit", job, "--priority", 3).stdout == f"{job} is called small and has priority 3; labels: none\n"
     assert json.loads(manta("edit", job, "--name", "better", "--json").stdout)["name"] == "better"
+    labelled = manta("edit", job, "--label", "team=vision", "--label", "a=b").stdout
+    assert labelled.endswith("; labels: a=b, team=vision\n")
+    assert json.loads(manta("edit", job, "--label", "a-", "--json").stdout)["labels"] == {"team": "vision"}
+    assert "--label team=VALUE" in manta("edit", job, "--label", "team", code=2).stderr
     assert "priority" in manta("edit", job, "--priority", 5000, code=2).stderr
     assert "--name, --priority" in manta("edit", job, code=2).stderr
 
@@ -297,6 +313,11 @@ FAULT = {"kind": "kill", "rank": 0, "at_step": 0, "phase": "data", "seconds": 0.
     [
         ("ps", "GET /v1/jobs?limit=50", None),
         ("ps --state failed --name a --limit 7", "GET /v1/jobs?state=FAILED&name=a&limit=7", None),
+        (
+            "ps --state failed,queued --label a=b --label c --search x --owner me --sort loss --order asc",
+            "GET /v1/jobs?state=FAILED,QUEUED&limit=50&search=x&label=a=b&label=c&owner=me&sort=loss&order=asc",
+            None,
+        ),
         ("status JOB", "GET /v1/jobs/JOB", None),
         ("logs JOB --rank 0", "GET /v1/jobs/JOB/logs?rank=0&limit=500", None),
         ("logs JOB --rank 0 --follow", "GET /v1/jobs/JOB/logs?follow=true&rank=0", None),

@@ -39,7 +39,7 @@ def full(session, job_id):
 @pytest.fixture
 def two(store, submit):
     """Two jobs that failed, with rows in every table."""
-    made = [submit().id, submit().id]
+    made = [submit(labels={"team": "vision"}).id for _ in range(2)]
     for job_id in made:
         store.write(lambda session, job_id=job_id: full(session, job_id))
     return made

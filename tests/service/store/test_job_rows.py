@@ -5,6 +5,7 @@ from sqlalchemy import String
 
 from service.states import JobState
 from service.store import InvalidCursor, JobNotFound, edits, job_rows, jobs
+from service.store.job_filters import JobFilter
 from service.store.tables import Job
 from service.store.types import AnyText, Document, Numbers, ShortText
 
@@ -34,9 +35,9 @@ def test_pages_filter_by_state_and_name(store, submit):
     first, second = submit(name="a"), submit(name="b")
     store.write(lambda session: jobs.transition(session, first.id, JobState.STARTING))
     with store.read_rows() as connection:
-        assert [job.id for job in job_rows.page(connection, state="STARTING").items] == [first.id]
-        assert [job.id for job in job_rows.page(connection, name="b").items] == [second.id]
-        assert job_rows.page(connection, state="PAUSED").items == []
+        assert [job.id for job in job_rows.page(connection, JobFilter(states=("STARTING",))).items] == [first.id]
+        assert [job.id for job in job_rows.page(connection, JobFilter(name="b")).items] == [second.id]
+        assert job_rows.page(connection, JobFilter(states=("PAUSED",))).items == []
 
 
 def test_jobs_that_are_asked_for_come_newest_first_and_none_else(store, submit):
@@ -71,7 +72,7 @@ def test_a_row_is_equal_as_long_as_nothing_that_is_shown_has_changed(store, subm
         assert (row() == before) is (column.key in job_rows.NOT_SHOWN | job_rows.FOLLOWS), column.key
 
 
-@pytest.mark.parametrize("change", [{"name": "another"}, {"priority": 7}])
+@pytest.mark.parametrize("change", [{"name": "another"}, {"priority": 7}, {"labels": {"a": "b"}}])
 def test_whatever_changes_the_spec_changes_the_row(store, submit, change):
     job_id = submit().id
     with store.read_rows() as connection:

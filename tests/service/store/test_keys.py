@@ -20,6 +20,7 @@ from service.store import (
     projects,
 )
 from service.store.audit import Deed
+from service.store.job_filters import JobFilter
 from service.store.paging import Cursors
 
 DEED = Deed("cancel_job", "job_000000000000", "127.0.0.1", 202)
@@ -36,8 +37,8 @@ def test_job_of_a_release_that_knows_no_projects_is_of_the_default_one(store, su
     store.write(lambda session: session.execute(text(copy)))
     with store.read() as session:
         assert jobs.project_of(session, "job_zzzzzzzzzzzz") == jobs.project_of(session, job.id) == "default"
-        assert len(job_rows.page(session, bound="default").items) == 2
-        assert job_rows.page(session, bound="other").items == []
+        assert len(job_rows.page(session, JobFilter(bound="default")).items) == 2
+        assert job_rows.page(session, JobFilter(bound="other")).items == []
 
 
 def test_idempotency_key_of_a_project_cannot_be_one_of_the_default_project():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from service.store import InvalidCursor, audit, checkpoints, job_rows, keys, projects, recoveries
 from service.store.errors import ForeignCursor
+from service.store.job_filters import JobFilter, JobOrder
 from service.store.paging import Cursors, Page
 
 EVERYTHING = {"bound": None}
@@ -82,10 +83,18 @@ def test_every_list_binds_its_cursors_to_each_of_its_filters(store, page, name, 
         page(session, **given, cursor=Cursors(name).encode(held))
 
 
-@pytest.mark.parametrize("filter", ["state", "name", "bound"])
+@pytest.mark.parametrize(
+    "filter",
+    [
+        *({"states": ("PAUSED",)}, {"name": "x"}, {"bound": "x"}, {"search": "x"}, {"owner": "x"}),
+        {"labels": (("x", None),)},
+    ],
+)
 def test_list_of_jobs_binds_its_cursors_to_each_of_its_filters(store, filter):
     cursor = Cursors("jobs").encode("job_000000000000")
     with store.read_rows() as connection:
         assert job_rows.page(connection, cursor=cursor).items == []
         with pytest.raises(ForeignCursor):
-            job_rows.page(connection, **{filter: "x"}, cursor=cursor)
+            job_rows.page(connection, JobFilter(**filter), cursor=cursor)
+        with pytest.raises(ForeignCursor):
+            job_rows.page(connection, order=JobOrder(descending=False), cursor=cursor)

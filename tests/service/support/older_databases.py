@@ -1,6 +1,9 @@
 """How a database becomes one of a release before."""
 
 UNDO_0012 = (
+    "DROP TABLE job_labels",
+    "DROP INDEX ix_jobs_owner_id",
+    "ALTER TABLE jobs DROP COLUMN owner",
     "DROP INDEX ix_jobs_state_priority_id",
     "DROP TABLE metric_bins",
     "ALTER TABLE jobs DROP COLUMN binned_until",

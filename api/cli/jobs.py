@@ -1,0 +1,85 @@
+"""`manta ps` and `manta edit`: lists of jobs, and what can be changed of one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from api.cli import render
+from api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, connect, fail, show
+from api.schemas import Direction, JobSort
+from service.states import STATE_NAMES
+
+Filters = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="KEY[=VALUE]", help="Only jobs with this label; repeated: with all of them."),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="KEY=VALUE", help="A label that it gets, KEY- one that it loses; may be repeated."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command("ps")(list_jobs)
+    app.command()(edit)
+
+
+def list_jobs(
+    state: Annotated[
+        str | None, typer.Option(help=f"Only jobs in these states, separated by commas: {', '.join(STATE_NAMES)}.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
+    search: Annotated[str | None, typer.Option(help="Only jobs with this in their name or id.")] = None,
+    label: Filters = None,
+    owner: Annotated[str | None, typer.Option(help="Only jobs of this user, or submitted with this key.")] = None,
+    sort: Annotated[JobSort | None, typer.Option(help="What to order by; default: created.")] = None,
+    order: Annotated[Direction | None, typer.Option(help="Default: desc, the highest first.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most jobs shown.")] = 50,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """List jobs, newest first."""
+    with connect(url) as client:
+        page = client.jobs(
+            state.upper() if state else None,
+            name,
+            limit,
+            search=search,
+            labels=label,
+            owner=owner,
+            sort=sort,
+            order=order,
+        )
+    show(page, as_json, lambda console: render.job_list(console, page.items))
+
+
+def edit(
+    job: JobId,
+    name: Annotated[str | None, typer.Option("--name", help="Its new name.")] = None,
+    priority: Annotated[int | None, typer.Option("--priority", help="Higher starts first among queued jobs.")] = None,
+    label: Changes = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Change a job's name, priority or labels."""
+    if name is None and priority is None and not label:
+        raise fail("say what to change: --name, --priority, --label", EXIT_BAD_INPUT)
+    labels = dict(map(_change, label)) if label else None
+    with connect(url) as client:
+        answer = client.edit(job, name, priority, labels=labels)
+    show(answer, as_json, lambda console: render.edited(console, answer))
+
+
+def _change(text: str) -> tuple[str, str | None]:
+    """A label, and what it becomes."""
+    key, equals, value = text.partition("=")
+    if equals:
+        return key, value
+    if not text.endswith("-"):
+        raise fail(
+            f"say what becomes of label {text!r}: --label {text}=VALUE, or --label {text}- to lose it", EXIT_BAD_INPUT
+        )
+    return text[:-1], None

@@ -1,0 +1,118 @@
+"""Many jobs at once: lists of them, how many there are, and how their losses went."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+
+from api import schemas
+from api.access import Caller
+from api.parameters import Control, Cursor, Limit
+from api.problem_codes import reads
+from api.rendered_pages import rendered_pages_of
+from api.rendered_sparklines import MOST_JOBS, rendered_sparklines_of
+from api.threads import read_threads_of
+from service.states import STATE_NAMES
+from service.store import job_rows
+from service.store.ids import is_job_id
+from service.store.job_filters import JobFilter, JobOrder
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+_MOST_LABELS = 16
+_STATES = Query(
+    description=f"Only jobs in one of these states, repeated or separated by commas: {', '.join(STATE_NAMES)}"
+)
+_LABELS = Query(description="Only jobs with this label, key=value, or key alone for any value; repeated: with all")
+
+
+def _wanted_jobs(
+    caller: Caller,
+    state: Annotated[list[str] | None, _STATES] = None,
+    name: Annotated[str | None, Query(max_length=100, description="Only jobs of exactly this name")] = None,
+    search: Annotated[
+        str | None, Query(min_length=1, max_length=100, description="Only jobs with this in their name or id")
+    ] = None,
+    label: Annotated[list[str] | None, _LABELS] = None,
+    owner: Annotated[
+        str | None, Query(max_length=100, description="Only jobs of this user, or submitted with the key of this name")
+    ] = None,
+) -> JobFilter:
+    return JobFilter(_states(state or []), name, search, _labels(label or []), owner, caller.bound)
+
+
+Wanted = Annotated[JobFilter, Depends(_wanted_jobs)]
+
+
+@router.get("", response_model=schemas.Items[schemas.Job], responses=reads("invalid_parameter", "database_unavailable"))
+async def list_jobs(
+    request: Request,
+    control: Control,
+    wanted: Wanted,
+    sort: Annotated[schemas.JobSort, Query(description="What to order by")] = "created",
+    order: Annotated[
+        schemas.Direction, Query(description="Jobs that have no such value come last either way")
+    ] = "desc",
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Response:
+    """Jobs; those that were submitted last come first unless `sort` and `order` say otherwise."""
+    rendered, asked = rendered_pages_of(request), (wanted, JobOrder(sort, order == "desc"), limit, cursor)
+    threads = read_threads_of(request).lists
+    body = await threads.run(control.store, lambda: rendered.page(control.store, *asked))
+    return Response(body, media_type="application/json")
+
+
+@router.get("/counts", responses=reads("invalid_parameter", "database_unavailable"))
+def count_jobs(control: Control, wanted: Wanted) -> schemas.JobCounts:
+    """How many jobs there are in each state, with the filters of the list."""
+    with control.store.read_once() as connection:
+        counted = job_rows.counts(connection, wanted)
+    return schemas.JobCounts(
+        total=sum(counted.values()), by_state={state: counted.get(state, 0) for state in STATE_NAMES}
+    )
+
+
+@router.get(
+    "/sparklines",
+    response_model=schemas.Items[schemas.Sparkline],
+    responses=reads("invalid_parameter", "database_unavailable"),
+)
+async def list_sparklines(
+    request: Request,
+    control: Control,
+    caller: Caller,
+    jobs: Annotated[str, Query(max_length=20 * MOST_JOBS, description=f"At most {MOST_JOBS} ids, separated by commas")],
+) -> Response:
+    """The losses of some jobs, thinned out to be drawn in a line of a table. Those that are none of the caller's are
+    left out."""
+    job_ids = tuple(dict.fromkeys(jobs.split(",")))
+    if len(job_ids) > MOST_JOBS or not all(map(is_job_id, job_ids)):
+        raise _refused("jobs", f"must be at most {MOST_JOBS} ids of jobs, separated by commas")
+    rendered, threads = rendered_sparklines_of(request), read_threads_of(request).series
+    body = await threads.run(control.store, lambda: rendered.some(control.store, job_ids, caller.bound))
+    return Response(body, media_type="application/json")
+
+
+def _states(given: list[str]) -> tuple[str, ...]:
+    """The states in a parameter that may be repeated, each once. Raises RequestValidationError."""
+    states = {state for text in given for state in text.split(",")}
+    if unknown := sorted(states - set(STATE_NAMES)):
+        raise _refused("state", f"{unknown[0][:100]!r} is no state; those are {', '.join(STATE_NAMES)}")
+    return tuple(sorted(states))
+
+
+def _labels(given: list[str]) -> tuple[tuple[str, str | None], ...]:
+    """The labels in a parameter that may be repeated. Raises RequestValidationError."""
+    if len(given) > _MOST_LABELS:
+        raise _refused("label", f"at most {_MOST_LABELS} labels can be asked for at once")
+    parts = [text.partition("=") for text in dict.fromkeys(given)]
+    if not all(key for key, _, _ in parts):
+        raise _refused("label", "must be key=value, or a key alone")
+    return tuple((key, value if equals else None) for key, equals, value in parts)
+
+
+def _refused(parameter: str, rule: str) -> RequestValidationError:
+    return RequestValidationError([{"loc": ("query", parameter), "msg": rule, "type": "value_error"}])

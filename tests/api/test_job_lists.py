@@ -1,0 +1,115 @@
+"""Lists of jobs over REST: filters, orders, counts and sparklines."""
+
+import pytest
+
+from api import rendered_sparklines
+from api.client import MantaClient
+from tests.api.support.keys import add_key, bearer
+
+
+def ids_of(service, **parameters):
+    answer = service.http.get("/v1/jobs", params=parameters)
+    assert answer.status_code == 200, answer.text
+    return [job["id"] for job in answer.json()["items"]]
+
+
+def test_states_may_be_repeated_or_separated_by_commas(service):
+    ids = [service.submit()["id"] for _ in range(3)]
+    service.move(ids[0], "CANCELLED")
+    service.move(ids[1], "STARTING")
+    both = [ids[1], ids[0]]
+    assert ids_of(service, state="CANCELLED,STARTING") == both == ids_of(service, state=["STARTING", "CANCELLED"])
+    assert ids_of(service, state=["STARTING,CANCELLED", "PAUSED"]) == both
+    assert ids_of(service, state="QUEUED") == [ids[2]]
+
+
+def test_filters_orders_and_cursors_go_together(service):
+    named = {name: service.submit(name=name, labels={"team": "a"})["id"] for name in ("c", "a", "b")}
+    service.submit(name="run one")
+    wanted = {"label": "team=a", "sort": "name", "order": "asc", "limit": 2}
+    page = service.http.get("/v1/jobs", params=wanted).json()
+    assert [job["name"] for job in page["items"]] == ["a", "b"]
+    assert ids_of(service, **wanted, cursor=page["next_cursor"]) == [named["c"]]
+    foreign = service.http.get("/v1/jobs", params={**wanted, "order": "desc", "cursor": page["next_cursor"]})
+    assert (foreign.status_code, foreign.json()["errors"][0]["path"]) == (422, "cursor")
+    with MantaClient(service.url) as client:
+        assert [job.name for job in client.jobs(search="UN O", sort="name", order="desc").items] == ["run one"]
+        assert client.count_jobs(labels=["team"]).by_state["QUEUED"] == 3
+
+
+def test_owner_is_the_user_else_the_name_of_the_key(service):
+    document = service.submit()["spec"]
+    for name, user in (("laptop", "ada"), ("robot", None)):
+        key = add_key(service.store, "submit", name=name, user=user)
+        assert service.http.post("/v1/jobs", json=document, headers=bearer(key)).json()["owner"] == (user or name)
+    (job,) = service.http.get("/v1/jobs", params={"owner": "ada"}).json()["items"]
+    assert job["owner"] == "ada"
+
+
+def test_counts_have_every_state_and_the_filters_of_the_list(service):
+    ids = [service.submit(name=name)["id"] for name in ("a", "a", "b")]
+    service.move(ids[0], "CANCELLED")
+    counts = service.http.get("/v1/jobs/counts").json()
+    assert (counts["total"], counts["by_state"]["QUEUED"], counts["by_state"]["CANCELLED"]) == (3, 2, 1)
+    assert counts["by_state"]["PAUSED"] == 0
+    counts = service.http.get("/v1/jobs/counts", params={"name": "a", "state": "QUEUED"}).json()
+    assert (counts["total"], counts["by_state"]["QUEUED"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "path", "part"),
+    [
+        ({"state": "RUNING"}, "state", "'RUNING' is no state; those are QUEUED"),
+        ({"state": "RUNNING,"}, "state", "'' is no state"),
+        ({"label": "=x"}, "label", "key=value"),
+        ({"label": [f"a{number}" for number in range(17)]}, "label", "at most 16"),
+        ({"sort": "goodput"}, "sort", "'created'"),
+        ({"order": "up"}, "order", "'asc'"),
+        ({"search": ""}, "search", "at least 1"),
+    ],
+)
+def test_parameter_that_makes_no_sense_is_named(service, parameters, path, part):
+    answer = service.http.get("/v1/jobs", params=parameters)
+    assert (answer.status_code, answer.json()["errors"][0]["path"]) == (422, path)
+    assert part in answer.json()["detail"]
+
+
+def test_sparkline_is_short_and_that_of_the_job_as_it_is_now(service):
+    job, other = service.submit()["id"], service.submit()["id"]
+    service.report(job, [{"step": step, "loss": 100.0 - step} for step in range(1, 101)])
+    path = f"/v1/jobs/sparklines?jobs={other},{job},job_000000000000,{job}"
+    first, second = service.http.get(path).json()["items"]
+    assert (first, second["job"]) == ({"job": other, "loss": []}, job)
+    losses = second["loss"]
+    assert (losses[0], losses[-1]) == (99.0, 0.0) and 16 <= len(losses) <= 32 and losses == sorted(losses)[::-1]
+    service.report(job, [{"step": 101, "loss": float("nan")}])
+    assert service.http.get(path).json()["items"][1]["loss"][-1] == "nan"
+
+
+def test_sparklines_that_nobody_moved_are_not_read_again(service, monkeypatch):
+    job = service.submit()["id"]
+    service.report(job, [{"step": 1, "loss": 1.0}])
+    asked = []
+    read = rendered_sparklines.metrics.series
+
+    def series(*arguments, **more):
+        asked.append(arguments)
+        return read(*arguments, **more)
+
+    monkeypatch.setattr(rendered_sparklines.metrics, "series", series)
+    for _ in range(3):
+        assert service.http.get(f"/v1/jobs/sparklines?jobs={job}").json()["items"][0]["loss"] == [1.0]
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("jobs", ["", "job_x", "../../etc", ",".join(["job_000000000000"] * 3) + ","])
+def test_sparklines_of_what_is_no_job_are_refused(service, jobs):
+    answer = service.http.get("/v1/jobs/sparklines", params={"jobs": jobs})
+    assert (answer.status_code, answer.json()["errors"][0]["path"]) == (422, "jobs")
+
+
+def test_sparklines_and_counts_are_of_the_callers_project_alone(service):
+    job = service.submit()["id"]
+    asked = {"headers": bearer(add_key(service.store, "read", "other"))}
+    assert service.http.get(f"/v1/jobs/sparklines?jobs={job}", **asked).json()["items"] == []
+    assert service.http.get("/v1/jobs/counts", **asked).json()["total"] == 0

@@ -1,0 +1,133 @@
+"""Lists of jobs by every filter and in every order, page by page: each job once, and the unknown last."""
+
+import itertools
+import math
+
+import pytest
+
+from service.states import JobState
+from service.store import InvalidCursor, edits, job_rows, jobs
+from service.store.job_filters import EVERY_JOB, NEWEST_FIRST, JobFilter, JobOrder
+from service.store.paging import Cursors
+
+SORTS = ("created", "name", "state", "step", "loss", "priority", "finished")
+LOSSES = (2.5, math.nan, None, 2.5, -math.inf, 0.1 + 0.2, math.inf, None, 3)
+
+
+@pytest.fixture
+def some(store, submit):
+    """Nine jobs; by number."""
+    ids = []
+    for number, loss in enumerate(LOSSES):
+        job_id = submit(name=f"Run {number % 3}", priority=number % 4, labels={"team": f"t{number % 2}", "n": ""}).id
+        if number % 3 == 0:
+            store.write(lambda session, job_id=job_id: jobs.transition(session, job_id, JobState.CANCELLED))
+
+        def move(session, job_id=job_id, step=number * 5 % 7, loss=loss, number=number):
+            job = jobs.get(session, job_id)
+            job.step, job.owner = step, "ada" if number % 2 else "bob"
+            job.metrics = {} if loss is None else {"loss": loss, "step": step}
+
+        store.write(move)
+        ids.append(job_id)
+    return ids
+
+
+def listed(store, wanted=EVERY_JOB, order=NEWEST_FIRST, limit=2):
+    seen, cursor = [], None
+    while True:
+        with store.read_rows() as connection:
+            page = job_rows.page(connection, wanted, order, limit, cursor)
+        seen += page.items
+        cursor = page.next_cursor
+        if cursor is None:
+            return seen
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("sort", SORTS)
+def test_pages_in_any_order_have_each_job_once_and_unknown_ones_last(store, some, sort, descending):
+    rows = listed(store, order=JobOrder(sort, descending))
+    assert sorted(row.id for row in rows) == some
+
+    def key(row):
+        value = LOSSES[some.index(row.id)] if sort == "loss" else row.finished_at
+        if sort in ("loss", "finished"):
+            return None if value is None else (math.isnan(value), 0 if math.isnan(value) else value)
+        return row.id if sort == "created" else getattr(row, sort)
+
+    known = [row for row in rows if key(row) is not None]
+    assert rows[: len(known)] == known, "unknown ones come last"
+    assert known == sorted(known, key=lambda row: (key(row), row.id), reverse=descending)
+    unknown = [row.id for row in rows[len(known) :]]
+    assert unknown == sorted(unknown, reverse=descending)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "numbers"),
+    [
+        (JobFilter(states=("CANCELLED",)), {0, 3, 6}),
+        (JobFilter(states=("CANCELLED", "QUEUED")), set(range(9))),
+        (JobFilter(name="Run 1"), {1, 4, 7}),
+        (JobFilter(name="run 1"), set()),
+        (JobFilter(search="rUN 1"), {1, 4, 7}),
+        (JobFilter(search="JOB_"), set(range(9))),
+        (JobFilter(search="%"), set()),
+        (JobFilter(search="R_n"), set()),
+        (JobFilter(search="/"), set()),
+        (JobFilter(labels=(("team", "t1"),)), {1, 3, 5, 7}),
+        (JobFilter(labels=(("team", None), ("n", ""))), set(range(9))),
+        (JobFilter(labels=(("team", "t1"), ("team", "t0"))), set()),
+        (JobFilter(labels=(("other", None),)), set()),
+        (JobFilter(owner="ada", name="Run 1"), {1, 7}),
+        (JobFilter(owner="ada", labels=(("team", "t0"),)), set()),
+        (JobFilter(bound="other"), set()),
+        (JobFilter(bound="default", states=("QUEUED",), search="2", labels=(("n", None),)), {2, 5, 8}),
+    ],
+)
+def test_filters_are_all_held(store, some, wanted, numbers):
+    if wanted.search == "2":  # ids have digits too
+        wanted = JobFilter(wanted.states, wanted.name, "n 2", wanted.labels, wanted.owner, wanted.bound)
+    for sort in ("created", "loss"):
+        assert {some.index(row.id) for row in listed(store, wanted, JobOrder(sort), 4)} == numbers
+    with store.read_rows() as connection:
+        counted = job_rows.counts(connection, wanted)
+    cancelled = len(numbers & {0, 3, 6})
+    expected = {"CANCELLED": cancelled, "QUEUED": len(numbers) - cancelled}
+    assert counted == {state: count for state, count in expected.items() if count}
+
+
+def test_pages_as_text_are_of_the_same_jobs(store, some):
+    for sort, descending in itertools.product(SORTS, (False, True)):
+        order = JobOrder(sort, descending)
+        with store.read_rows() as connection:
+            page = job_rows.page(connection, JobFilter(), order, 4)
+            text = job_rows.page_as_text(connection, JobFilter(), order, 4)
+            following = job_rows.page_as_text(connection, JobFilter(), order, 4, page.next_cursor)
+        places = [text.index(row.id) for row in page.items]
+        assert places == sorted(places)
+        assert not any(row.id in following for row in page.items)
+
+
+def test_labels_that_change_are_found_by_what_they_are_now(store, some):
+    store.write(lambda session: edits.edit(session, some[0], labels={"team": None, "new": "yes"}))
+    assert {row.id for row in listed(store, JobFilter(labels=(("new", "yes"),)))} == {some[0]}
+    assert some[0] not in {row.id for row in listed(store, JobFilter(labels=(("team", None),)))}
+
+
+@pytest.mark.parametrize(
+    ("sort", "place"),
+    [
+        ("created", "job_x"), ("name", "[1, \"job_000000000000\"]"), ("step", '["1", "job_000000000000"]'),
+        ("step", "[true, \"job_000000000000\"]"), ("step", f'[{2**63}, "job_000000000000"]'), ("step", "[null, 5]"),
+        ("step", '[null, "job_000000000000"]'), ("loss", '["nan", "job_000000000000"]'), ("loss", "[1e999, \"x\"]"),
+        ("loss", '[1e999, "job_000000000000"]'), ("finished", "[[], \"job_000000000000\"]"), ("finished", "{}"),
+        ("finished", "[" * 5000), ("state", "5"), ("priority", ""),
+    ],
+)  # fmt: skip
+def test_place_that_no_page_gave_out_is_refused(store, sort, place):
+    order = JobOrder(sort)
+    cursor = Cursors("jobs", **({} if sort == "created" else {"order": f"{sort} True"})).encode(place)
+    with store.read_rows() as connection, pytest.raises(InvalidCursor) as refused:
+        job_rows.page(connection, JobFilter(), order, 50, cursor)
+    assert "another filter" not in str(refused.value)
