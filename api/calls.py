@@ -271,6 +271,12 @@ def ranks(job_id: str) -> Call[schemas.Items[schemas.Rank]]:
     return Call(schemas.Items[schemas.Rank], "GET", _job(job_id, "/ranks"))
 
 
+def rank_history(job_id: str, after_step: int = 0, max_points: int = 300) -> Call[schemas.RankHistory]:
+    """How a job's ranks were doing over the last samples."""
+    parameters = {"after_step": after_step, "max_points": max_points}
+    return Call(schemas.RankHistory, "GET", _job(job_id, "/ranks/history"), parameters)
+
+
 def checkpoints(job_id: str, limit: int = 100, cursor: str | None = None) -> Call[schemas.Items[schemas.Checkpoint]]:
     """A page of a job's durable checkpoints, those of the highest step first."""
     parameters = {"limit": limit, "cursor": cursor}

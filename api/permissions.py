@@ -52,6 +52,7 @@ NEEDS: dict[str, Need] = {
     "list_events": _READ,
     "list_logs": _READ,
     "list_ranks": _READ,
+    "get_rank_history": _READ,
     "list_checkpoints": _READ,
     "get_ledger": _READ,
     "list_recoveries": _READ,

@@ -212,6 +212,17 @@ class RankPlace(Answer):
     """Place in its context group."""
 
 
+class Straggler(Answer):
+    """That a rank holds up the others."""
+
+    own_seconds: float
+    """Of a step: its median over the last steps."""
+    usual_seconds: float
+    """The same of its peers."""
+    sentence: str
+    """For people."""
+
+
 class Rank(RankPlace):
     """A rank's place in the grid and on the cluster."""
 
@@ -225,6 +236,25 @@ class Rank(RankPlace):
     """Generation of its trainer."""
     state: str
     """What it is doing."""
+    own_seconds: float | None = None
+    """Of a step, what it did not wait for others: the mean over the last seconds; null where that is not known."""
+    wait_seconds: float | None = None
+    """Of the same steps, up to where all ranks agree, what it waited."""
+    memory_bytes: int | None = None
+    """In use by it, to seven digits."""
+    straggler: Straggler | None = None
+    """Null where it does not hold up the others."""
+
+
+class RankHistory(Answer):
+    """How all ranks were doing over the last samples."""
+
+    steps: list[int]
+    """The last step of each sample, ascending."""
+    times: list[Time]
+    """When each was put together."""
+    own_seconds: list[list[float]]
+    """Of each sample, by rank: of a step, what the rank did not wait for others."""
 
 
 class Layout(Answer):

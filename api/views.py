@@ -21,6 +21,7 @@ from service.store import edits, jobs, ledgers, metrics, recoveries, tables
 from service.store.types import Reader
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec, ParallelConfig
+from workers.liveness.rank_samples import unpacked
 
 MOST_RANKS_LISTED = 4096
 LikeJob = tables.Job | Row[Any]
@@ -153,8 +154,28 @@ def _of_event(event: tables.Event) -> dict[str, Any]:
     }
 
 
-def rank_view(row: tables.Rank) -> schemas.Rank:
-    """A rank."""
+def rank_views(rows: Sequence[tables.Rank], numbers: tables.RankNumbers | None) -> list[schemas.Rank]:
+    """Ranks, with what `numbers` say of those of the same generation."""
+    known = [] if numbers is None else _numbers_by_rank(numbers)
+    return [_rank_view(row, known[row.rank] if row.rank < len(known) else {}) for row in rows]
+
+
+def _numbers_by_rank(numbers: tables.RankNumbers) -> list[dict[str, Any]]:
+    memory, seconds = unpacked(numbers.memory_bytes), numbers.seconds
+    own = [None] * len(memory) if numbers.own_seconds is None else unpacked(numbers.own_seconds)
+    stragglers = {each["rank"]: schemas.Straggler.model_validate(each) for each in numbers.stragglers}
+    return [
+        {
+            "own_seconds": own_seconds,
+            "wait_seconds": None if own_seconds is None else max(0.0, seconds - own_seconds),
+            "memory_bytes": int(memory_bytes),
+            "straggler": stragglers.get(rank),
+        }
+        for rank, (own_seconds, memory_bytes) in enumerate(zip(own, memory, strict=True))
+    ]
+
+
+def _rank_view(row: tables.Rank, numbers: dict[str, Any]) -> schemas.Rank:
     return schemas.Rank(
         rank=row.rank,
         tensor=row.tensor,
@@ -166,6 +187,7 @@ def rank_view(row: tables.Rank) -> schemas.Rank:
         pid=row.pid,
         generation=row.generation,
         state=row.state,
+        **numbers,
     )
 
 

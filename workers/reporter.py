@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from workers.liveness.rank_samples import RankSample
 from workers.protocol.reports import Event, Message, Metrics, Payload
 
 BATCH_SECONDS = 0.1
@@ -23,12 +24,18 @@ class Reporter:
         self._sink = sink
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._urgent = threading.Event()
+        self._ranks: RankSample | None = None
         self._thread = threading.Thread(target=self._ship, name="reporter", daemon=True)
         self._thread.start()
 
     def metrics(self, row: dict[str, Any]) -> None:
         """One committed step's numbers, by the names of the REST contract."""
-        self._put(Metrics((row,)))
+        ranks, self._ranks = self._ranks, None
+        self._put(Metrics((row,), ranks))
+
+    def ranks(self, sample: RankSample) -> None:
+        """Numbers of all ranks, which go with the next row."""
+        self._ranks = sample
 
     def event(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
         """Something worth telling the user."""

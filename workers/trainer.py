@@ -16,7 +16,8 @@ from workers.engine import Engine
 from workers.errors import AskedToRest, PeerLost, ReplicaDiffers
 from workers.events import announce, named_samples, sample_data
 from workers.learning_rate import learning_rate
-from workers.liveness.stragglers import Stragglers
+from workers.liveness.rank_samples import RankSampler
+from workers.liveness.stragglers import Straggler, Stragglers
 from workers.numerics.bad_numbers import BadStep
 from workers.numerics.guard import error_of
 from workers.parallel.data.replica_check import ReplicaCheck
@@ -52,6 +53,7 @@ class Trainer:
         self._rows = StepRows(spec, self.batches.plan, peak_flops * comm.size("world"))
         self._replica_check = ReplicaCheck(self.engine.optimizer, comm)
         stages = [comm.grid.coordinates(rank).pipeline for rank in range(comm.size("world"))]
+        self._sampler = RankSampler() if comm.rank == 0 else None
         self._stragglers = Stragglers(stages) if comm.rank == 0 and spec.recovery.stragglers != "ignore" else None
 
     @property
@@ -111,7 +113,7 @@ class Trainer:
         if bad is not None and not self._apply_policy(step, bad):
             return statistics
         self.comm.progress.commit(step, self.comm.device_step_seconds)
-        self._name_stragglers(step, statistics)
+        self._tell_of_ranks(step, statistics)
         more = mean_part_seconds(self.comm, self.state.stall_seconds) if self._measures(step) else {}
         if self.validation.due(step):
             more |= self.validation.losses()
@@ -174,9 +176,19 @@ class Trainer:
             announce(self.comm, self.reporter, "step_skipped", step, message, sample_data(samples))
         return True
 
-    def _name_stragglers(self, step: int, statistics: StepStatistics) -> None:
+    def _tell_of_ranks(self, step: int, statistics: StepStatistics) -> None:
+        """On rank 0: name stragglers, and say every few seconds how all ranks are doing."""
+        if self._sampler is None:
+            return
         for straggler in self._stragglers.add(statistics.own_seconds) if self._stragglers is not None else ():
             self.reporter.event("straggler", step, straggler.sentence, straggler.to_json())
+        own, memory = statistics.own_seconds, statistics.memory_by_rank
+        sample = self._sampler.add(step, statistics.agreed_seconds, own, memory, self._named_stragglers)
+        if sample is not None:
+            self.reporter.ranks(sample)
+
+    def _named_stragglers(self) -> list[Straggler]:
+        return self._stragglers.named if self._stragglers is not None else []
 
     def rest(self) -> None:
         """After PeerLost: end what goes on beside the training. What the broken step left behind is cleared by the

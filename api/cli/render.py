@@ -177,11 +177,12 @@ def rank_table(console: Console, ranks: Sequence[schemas.Rank]) -> None:
     """The table of `manta ranks`."""
     rows = [
         (rank.rank, rank.tensor, rank.pipeline, rank.data, rank.state, rank.node or "-", rank.device or "-",
-         rank.pid or "-", rank.generation)
+         rank.pid or "-", rank.generation, figure(rank.own_seconds, 3), figure(rank.wait_seconds, 3),
+         size(rank.memory_bytes), "yes" if rank.straggler else "")
         for rank in ranks
     ]  # fmt: skip
     headings = ("RANK", "TENSOR", "PIPELINE", "DATA", "STATE", "NODE", "DEVICE", "PID", "GENERATION")
-    table(console, headings, rows, "the job has no ranks yet")
+    table(console, (*headings, "OWN S", "WAIT S", "MEMORY", "STRAGGLER"), rows, "the job has no ranks yet")
 
 
 def checkpoint_table(console: Console, checkpoints: Sequence[schemas.Checkpoint]) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from service.job.received_lines import ReceivedLines
 from service.leases.errors import LeaseLost
 from service.states import JobState
-from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks, recoveries
+from service.store import Store, checkpoints, events, generations, jobs, metrics, rank_numbers, ranks, recoveries
 from service.store.generations import TrainedStep
 from service.store.retries import until_done
 from service.store.tables import Recovery
@@ -63,8 +63,8 @@ class ReportWriter:
 
     async def _take(self, report: Report) -> None:
         match report.payload:
-            case Metrics(rows):
-                await self._write(self._metrics, report, rows)
+            case Metrics(rows) as payload:
+                await self._write(self._metrics, report, payload)
                 self._note_stepped(rows)
             case Event() as event:
                 await self._write(self._event, report, event)
@@ -95,9 +95,12 @@ class ReportWriter:
         about = {"generation": self._generation, "rank": report.rank}
         events.append(session, self._job_id, "report_left_out", message, data={"kind": kind}, **about)
 
-    def _metrics(self, session: Session, report: Report, rows: Sequence[JsonObject]) -> None:
+    def _metrics(self, session: Session, report: Report, payload: Metrics) -> None:
+        rows = payload.rows
         committed = jobs.get(session, self._job_id).step
         stored = metrics.record(session, self._job_id, self._generation, report.rank, report.sequence, rows)
+        if stored and payload.ranks is not None:
+            rank_numbers.store(session, self._job_id, self._generation, payload.ranks, report.time)
         own = [row for row in rows if row["step"] > self._resume_step]
         if stored and own and not self._stepped:
             self._first_step(session, own[0], committed)

@@ -26,6 +26,7 @@ from service.store.tables import (
     Metric,
     MetricBin,
     Rank,
+    RankNumbers,
     Recovery,
     StateChange,
 )
@@ -35,6 +36,7 @@ METRICS_AT_ONCE = 10_000
 _OF_A_JOB: tuple[type[Base], ...] = (
     *(Event, Metric, MetricBin, Rank, Checkpoint, Recovery, Generation, StateChange),
     JobLabel,
+    RankNumbers,
 )
 
 

@@ -335,6 +335,31 @@ class Rank(Base):
     """Name of its Ray actor."""
 
 
+class RankNumbers(Base):
+    """Numbers of all ranks of a job over a few seconds. There are so many of these at most; see `rank_numbers`."""
+
+    __tablename__ = "rank_numbers"
+
+    job_id: Mapped[str] = _job_key()
+    """The job."""
+    slot: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """Where it lies; whatever comes there next takes its place."""
+    generation: Mapped[int]
+    """Generation whose ranks these are."""
+    step: Mapped[int] = mapped_column(BigInteger)
+    """The last step that they are of."""
+    time: Mapped[float] = mapped_column(Real)
+    """When they were put together."""
+    seconds: Mapped[float] = mapped_column(Real)
+    """Of a step, up to its agreement."""
+    own_seconds: Mapped[str | None] = mapped_column(AnyText)
+    """Of these, what each rank did not wait for others, packed (`workers.liveness.rank_samples`); None: unknown."""
+    memory_bytes: Mapped[str] = mapped_column(AnyText)
+    """In use by each rank, packed."""
+    stragglers: Mapped[list[dict[str, Any]]] = mapped_column(Document, default=list)
+    """Ranks that held up the others: rank, own_seconds, usual_seconds, sentence."""
+
+
 class Event(Base):
     """Something that happened to a job and that a person would want to be told."""
 

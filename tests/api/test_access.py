@@ -25,7 +25,7 @@ ANONYMOUS = {"get_health": 200, "get_readiness": 200, "open_link": 404}
 NEEDS = {
     **dict.fromkeys(
         ("list_jobs", "count_jobs", "list_sparklines",
-         "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
+         "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks", "get_rank_history",
          "list_checkpoints", "get_ledger", "list_recoveries", "get_cluster", "list_projects", "create_link", "get_me",
          "end_session", "get_prometheus_metrics", "make_plans"), ("read",),
     ),

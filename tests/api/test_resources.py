@@ -7,8 +7,9 @@ import pytest
 
 from service.logs import log_file, log_folder
 from service.recovery.timeline import RecoveryTimeline
-from service.store import checkpoints, events, generations, ranks, recoveries
+from service.store import checkpoints, events, generations, rank_numbers, ranks, recoveries
 from service.store.recoveries import Beginning
+from workers.liveness.rank_samples import RankSample, packed
 
 
 def write_log(service, job_id, rank, *texts):
@@ -90,10 +91,32 @@ def test_ranks_and_checkpoints_are_shown_as_stored(service):
 
     service.store.write(prepare)
     shown = service.http.get(f"/v1/jobs/{job['id']}/ranks").json()
-    assert shown == {"items": [{**row, "context": 0, "state": "running"}], "next_cursor": None}
+    unknown = dict.fromkeys(("own_seconds", "wait_seconds", "memory_bytes", "straggler"))
+    assert shown == {"items": [{**row, "context": 0, "state": "running", **unknown}], "next_cursor": None}
     saved = service.http.get(f"/v1/jobs/{job['id']}/checkpoints").json()["items"]
     assert [(entry["step"], entry["state"], entry["bytes"]) for entry in saved] == [(5, "complete", 123)]
     assert set(saved[0]) == {"id", "step", "state", "path", "bytes", "created_at"}
+
+
+def test_how_ranks_are_doing_and_were(service):
+    job = service.submit()["id"]
+    place = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": 1, "state": "running"}
+
+    def prepare(session):
+        generations.begin(session, job, "submitted", False)
+        ranks.replace(session, job, [place, {**place, "rank": 1, "data": 1}])
+        for step in (5, 6):
+            sample = RankSample(step, 1.0, packed([0.25, 0.5]), packed([7.0, 8.0]))
+            rank_numbers.store(session, job, 1, sample, 2.0 * step)
+
+    service.store.write(prepare)
+    first, second = service.http.get(f"/v1/jobs/{job}/ranks").json()["items"]
+    assert (first["own_seconds"], first["wait_seconds"], first["memory_bytes"]) == (0.25, 0.75, 7)
+    assert (second["own_seconds"], second["straggler"]) == (0.5, None)
+    history = service.http.get(f"/v1/jobs/{job}/ranks/history").json()
+    assert (history["steps"], history["own_seconds"]) == ([5, 6], [[0.25, 0.5]] * 2)
+    assert service.http.get(f"/v1/jobs/{job}/ranks/history?after_step=5&max_points=1").json()["steps"] == [6]
+    assert service.http.get(f"/v1/jobs/{job}/ranks/history?max_points=301").status_code == 422
 
 
 CLASSES = [

@@ -14,6 +14,7 @@ from service.logs import LogLine
 from service.states import JobState
 from service.store import access_tables, generations, jobs, metrics, tables
 from workers.config import JobSpec, ParallelConfig
+from workers.liveness.rank_samples import packed
 
 
 def moment(seconds: float) -> datetime:
@@ -34,7 +35,25 @@ def test_event_is_told_with_all_that_is_known_of_it():
 def test_rank_is_where_it_says():
     place = {"rank": 7, "tensor": 1, "pipeline": 2, "data": 3, "context": 4, "node": "n", "device": "d"}
     fields = {**place, "pid": 5, "generation": 6, "state": "running"}
-    assert shown(views.rank_view(tables.Rank(job_id="job_1", actor="a", **fields))) == fields
+    row = tables.Rank(job_id="job_1", actor="a", **fields)
+    unknown = dict.fromkeys(("own_seconds", "wait_seconds", "memory_bytes", "straggler"))
+    assert [shown(rank) for rank in views.rank_views([row], None)] == [fields | unknown]
+
+
+def test_numbers_of_ranks_are_those_of_each():
+    straggler = {"own_seconds": 1.5, "usual_seconds": 0.5, "sentence": "rank 1 is slow"}
+    numbers = tables.RankNumbers(
+        seconds=1.0, own_seconds=packed([0.25, 1.5]), memory_bytes=packed([7, 8]), stragglers=[{"rank": 1, **straggler}]
+    )
+    place = {"tensor": 0, "pipeline": 0, "data": 0, "context": 0, "generation": 1, "state": "running"}
+    rows = [tables.Rank(rank=rank, **place) for rank in range(3)]
+    first, second, third = views.rank_views(rows, numbers)
+    assert (first.own_seconds, first.wait_seconds, first.memory_bytes, first.straggler) == (0.25, 0.75, 7, None)
+    assert (second.wait_seconds, second.memory_bytes, shown(second.straggler)) == (0.0, 8, straggler)
+    assert (third.own_seconds, third.memory_bytes) == (None, None)
+    numbers.own_seconds = None
+    unknown = views.rank_views(rows, numbers)[0]
+    assert (unknown.own_seconds, unknown.wait_seconds, unknown.memory_bytes) == (None, None, 7)
 
 
 def test_checkpoint_is_told_with_its_place_and_size():

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from workers import reporter as module
+from workers.liveness.rank_samples import RankSample, packed
 from workers.protocol.reports import Event, Finished, Metrics
 from workers.reporter import Reporter
 
@@ -114,3 +115,14 @@ def test_listener_that_takes_nothing_is_waited_for_no_longer_than_asked():
     assert reporter._thread.is_alive()
     assert reporter._thread.daemon, "nor for longer than the process has anything else to do"
     hold.set()
+
+
+def test_numbers_of_all_ranks_go_with_the_next_row_and_no_other():
+    listener = Listener()
+    reporter = Reporter(listener)
+    sample = RankSample(1, 0.1, None, packed([1.0]))
+    reporter.ranks(sample)
+    reporter.metrics({"step": 1})
+    reporter.metrics({"step": 2})
+    reporter.close()
+    assert listener.payloads == [Metrics(({"step": 1},), sample), Metrics(({"step": 2},))]

@@ -16,10 +16,13 @@ from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.errors import AskedToRest, MantaError, NonFiniteError
+from workers.liveness import rank_samples
 from workers.liveness.progress import Progress, ProgressReader, progress_path
+from workers.liveness.rank_samples import unpacked
 from workers.liveness.stragglers import Straggler
 from workers.numerics.bad_numbers import BadStep
 from workers.protocol.messages import Resume
+from workers.protocol.reports import Metrics
 from workers.reporter import Reporter
 from workers.snapshot.files import steps_kept
 from workers.timing.step_parts import PARTS
@@ -311,6 +314,21 @@ def test_whoever_holds_up_the_others_is_told_by_rank_0_unless_nobody_wants_to_kn
     assert (event["type"], event["step"], event["straggler"], event["slow_steps"]) == ("straggler", 2, 1, 20)
     assert event["message"] == straggler.sentence
     assert _trainer(_two_step_job(tmp_path, stragglers="ignore"), Places())._stragglers is None
+
+
+def test_numbers_of_all_ranks_are_told_now_and_then_with_the_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_samples, "EVERY_SECONDS", 0.0)
+    messages, job = [], _two_step_job(tmp_path)
+    reporter = Reporter(messages.extend)
+    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, Places())
+    trainer.restore(Resume())
+    statistics = trainer.train_step()
+    reporter.close()
+    (sample,) = [message.payload.ranks for message in messages if isinstance(message.payload, Metrics)]
+    assert (sample.step, unpacked(sample.memory_bytes)) == (1, pytest.approx([statistics.memory_bytes], rel=1e-6))
+    (own,) = unpacked(sample.own_seconds)
+    assert own == pytest.approx(statistics.own_seconds[0], rel=1e-6)
+    assert 0 < own <= sample.seconds < rows_of(messages)[0]["step_seconds"]
 
 
 def _of_two(tmp_path, rank, **parallel):

@@ -202,6 +202,11 @@ class Comm:
         return self.device_step_seconds[1] if self.device_step_seconds is not None else 0.0
 
     @property
+    def step_seconds(self) -> float:
+        """Time of the step so far, of which `own_seconds` is a part: on a GPU of that step before."""
+        return self.device_step_seconds[0] if self.device_step_seconds is not None else self.progress.seconds()
+
+    @property
     def device_step_seconds(self) -> tuple[float, float] | None:
         """Of the last step that was over on the GPU when this one began: its time, and what of it the GPU did not wait
         for others; None where that is not known."""

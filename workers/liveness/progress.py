@@ -160,9 +160,13 @@ class Progress:
         words[WAITING] = 0
         words[MOVES] += 1
 
+    def seconds(self) -> float:
+        """Time of the step so far."""
+        return (time.monotonic_ns() - self._began) / 1e9
+
     def own_seconds(self) -> float:
         """Time of the step so far that was not spent waiting for others."""
-        return (time.monotonic_ns() - self._began) / 1e9 - (self.idle_seconds - self._idle_before)
+        return self.seconds() - (self.idle_seconds - self._idle_before)
 
     def commit(self, step: int, measured: tuple[float, float] | None = None) -> None:
         """Step number `step` is committed. `measured`: seconds of a step on the device, all and its own

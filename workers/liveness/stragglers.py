@@ -72,6 +72,11 @@ class Stragglers:
         self._named.update(stragglers)
         return [self._straggler(rank, counts[rank]) for rank in stragglers]
 
+    @property
+    def named(self) -> list[Straggler]:
+        """Those that were named and hold up the others still, as they are now."""
+        return [self._straggler(rank, sum(rank in slow for slow in self._slow)) for rank in sorted(self._named)]
+
     def _straggler(self, rank: int, slow_steps: int) -> Straggler:
         stage = next(stage for stage in self._stages if rank in stage)
         usual = [_usual(stage, own) for own in self._window]

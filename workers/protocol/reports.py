@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from workers.liveness.flight_record import FlightRecord
+from workers.liveness.rank_samples import RankSample
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
 
@@ -39,6 +40,8 @@ class Metrics:
 
     rows: tuple[JsonObject, ...]
     """One a step, by the names of the REST contract."""
+    ranks: RankSample | None = None
+    """Numbers of all ranks, every few seconds; those that do not get through at once are left out."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class ReportBuffer:
         self._most_rows, self._rows, self._stride = most_rows, 0, 1
         self._lines, self._unkept = 0, UnkeptLines()
         self._reports: deque[Report] = deque()
-        self._last = 0
+        self._last, self._sampled = 0, 0
         self._changed = asyncio.Event()
         self._reader = 0
 
@@ -34,6 +34,9 @@ class ReportBuffer:
         """Append a report of `payload`; `when` is the Unix time in seconds at which it was made (default: now)."""
         self._last += 1
         made = time.time() if when is None else when
+        if isinstance(payload, Metrics) and payload.ranks is not None:
+            self._leave_sample_out()
+            self._sampled = self._last
         self._reports.append(Report(payload, generation, rank, made, self._last))
         self._count(self._reports[-1], 1)
         if self._rows > self._most_rows:
@@ -41,6 +44,15 @@ class ReportBuffer:
         if self._lines > MOST_LINES:
             self._leave_lines_out()
         self._changed.set()
+
+    def _leave_sample_out(self) -> None:
+        """Only the newest numbers of all ranks wait, which may be many."""
+        for place in range(len(self._reports) - 1, -1, -1):
+            report = self._reports[place]
+            if report.sequence < self._sampled:
+                return
+            if report.sequence == self._sampled and isinstance(report.payload, Metrics):
+                self._reports[place] = replace(report, payload=replace(report.payload, ranks=None))
 
     def _count(self, report: Report, sign: int) -> None:
         self._rows += sign * _rows_in(report)
@@ -77,7 +89,7 @@ class ReportBuffer:
         if not isinstance(report.payload, Metrics) or whole:
             return report
         rows = tuple(row for row in report.payload.rows if row["step"] % self._stride == 0)
-        return replace(report, payload=Metrics(rows))
+        return replace(report, payload=replace(report.payload, rows=rows))
 
     async def read(self, after: int, timeout: float, kept: Kept | None = None) -> list[Report]:
         """Reports with a sequence above `after`, at most REPORTS_PER_READ, as soon as there are any.

@@ -12,13 +12,15 @@ from workers.protocol.reports import Message, Metrics, Report
 
 def reports_of(order: LaunchOrder, messages: list[Message]) -> list[Report]:
     """The reporter's `messages` as reports of the order's rank and generation; rows of metrics that follow each other
-    become one."""
+    become one, with the newest numbers of all ranks among them."""
     reports = []
     for are_metrics, neighbours in groupby(messages, lambda message: isinstance(message.payload, Metrics)):
         if are_metrics:
-            payloads = [message.payload for message in neighbours]
-            rows = Metrics(tuple(row for each in payloads if isinstance(each, Metrics) for row in each.rows))
-            reports.append(Report(rows, order.generation, order.rank, time.time()))
+            payloads = [message.payload for message in neighbours if isinstance(message.payload, Metrics)]
+            samples = [each.ranks for each in payloads if each.ranks is not None]
+            rows = tuple(row for each in payloads for row in each.rows)
+            metrics = Metrics(rows, samples[-1] if samples else None)
+            reports.append(Report(metrics, order.generation, order.rank, time.time()))
         else:
             reports += [Report(each.payload, order.generation, order.rank, each.time) for each in neighbours]
     return reports

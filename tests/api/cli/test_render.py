@@ -88,7 +88,7 @@ def test_a_job():
 
 
 def test_what_was_done():
-    assert printed(render.edited, make_job()) == "job_1 is called small [odd] and has priority 7\n"
+    assert printed(render.edited, make_job()) == "job_1 is called small [odd] and has priority 7; labels: none\n"
     gone = schemas.DeletedJob(id="job_1", rows={"jobs": 1, "events": 4}, checkpoints=1, logs=2, bytes=2048)
     assert printed(render.deletion, gone) == "job_1 is deleted: 1 checkpoint, 2 log files, 5 rows, 2.0 KiB\n"
 
@@ -130,9 +130,19 @@ def test_metrics_of_which_something_is_known():
 def test_ranks_and_checkpoints():
     rank = schemas.Rank(rank=5, tensor=1, pipeline=2, data=3, context=0, node="node-a", device="cuda:1", pid=4242,
                         generation=6, state="running")  # fmt: skip
+    slow = {"own_seconds": 1.5, "usual_seconds": 0.5, "sentence": "it is slow"}
+    known = schemas.Rank(
+        **rank.model_dump(exclude={"own_seconds", "wait_seconds", "memory_bytes", "straggler"}),
+        own_seconds=1.5,
+        wait_seconds=0.25,
+        memory_bytes=1024,
+        straggler=slow,
+    )
+    (row,) = rows(render.rank_table, [known])
+    assert list(row.values())[-4:] == ["1.500", "0.250", "1.0 KiB", "yes"]
     nowhere = rank.model_copy(update={"node": None, "device": None, "pid": None})
     first, second = rows(render.rank_table, [rank, nowhere])
-    assert list(first.values()) == ["5", "1", "2", "3", "running", "node-a", "cuda:1", "4242", "6"]
+    assert list(first.values()) == ["5", "1", "2", "3", "running", "node-a", "cuda:1", "4242", "6", "-", "-", "-", ""]
     assert (second["NODE"], second["DEVICE"], second["PID"]) == ("-", "-", "-")
     saved = schemas.Checkpoint(id="c", step=50, state="complete", path="/somewhere/50", bytes=4096, created_at=MOMENT)
     (row,) = rows(render.checkpoint_table, [saved])

@@ -12,9 +12,11 @@ from service.job.report_writer import ReportWriter
 from service.leases.errors import LeaseLost
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
-from service.store import checkpoints, events, generations, jobs, metrics, ranks, recoveries, retries
+from service.store import checkpoints, events, generations, jobs, metrics, rank_numbers, ranks, recoveries, retries
 from service.store.recoveries import Beginning
 from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest
+from workers.liveness.rank_samples import RankSample, packed
+from workers.protocol.json_codec import to_json
 from workers.protocol.reports import Metrics, Report, payload_of
 
 LINES = ReceivedLines(Path("/nowhere"))
@@ -65,6 +67,14 @@ def test_report_counts_once(store, started, take):
     points = read(store, lambda s: metrics.series(s, started.id, names=["loss"]))
     assert (points.steps, points.series["loss"]) == ([5, 6], [1.0, 1.0])
     assert kinds(store, started).count("note") == 1
+
+
+def test_numbers_of_all_ranks_are_kept_with_the_rows_they_came_with(store, started, take):
+    sample = to_json(RankSample(6, 0.1, packed([0.05]), packed([1e9])))
+    take("metrics", 1, rows=[row(5), row(6)], ranks=sample)
+    take("metrics", 1, rows=[row(7)], ranks={**sample, "step": 7})  # the same report again, whatever it says
+    assert read(store, lambda s: rank_numbers.newest(s, started.id)).step == 6
+    assert read(store, lambda s: rank_numbers.history(s, started.id)).own_seconds == [[pytest.approx(0.05)]]
 
 
 def test_replaced_generation_changes_nothing(store, started, take):

@@ -16,11 +16,13 @@ from service.store import (
     generations,
     jobs,
     metrics,
+    rank_numbers,
     ranks,
     recoveries,
 )
 from service.store.recoveries import Beginning
 from service.store.tables import Base, MetricBin
+from workers.liveness.rank_samples import RankSample, packed
 
 
 def full(session, job_id):
@@ -32,6 +34,7 @@ def full(session, job_id):
     ranks.replace(session, job_id, [place])
     checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
     metrics.record(session, job_id, generation, 0, 1, [{"step": step, "loss": 1.0} for step in (5, 6, 7)])
+    rank_numbers.store(session, job_id, generation, RankSample(7, 0.1, None, packed([1.0])), 5.0)
     jobs.transition(session, job_id, JobState.FAILED, "x", "y")
     jobs.get(session, job_id).memory_kept_until = 1e12
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from workers.liveness.rank_samples import RankSample, packed
 from workers.protocol.reports import Event, Exited, Metrics
 from workers.rank import report_buffer
 from workers.rank.report_buffer import ReportBuffer
@@ -149,3 +150,14 @@ def test_who_reads_again_and_again_is_given_so_many_reports_at_a_time(monkeypatc
         assert (sizes, after) == ([2, 2, 1], 5)
 
     asyncio.run(body())
+
+
+def test_only_the_newest_numbers_of_all_ranks_wait_and_rows_stay():
+    buffer = ReportBuffer()
+    for step in range(1, 6):
+        sample = RankSample(step, 0.1, None, packed([1.0])) if step != 3 else None
+        buffer.add(Metrics(({"step": step},), sample), 1, 0)
+    buffer.add(Metrics(({"step": 6},)), 1, 0)
+    reports = read_all(buffer)
+    assert steps_of(reports) == [1, 2, 3, 4, 5, 6]
+    assert [report.payload.ranks and report.payload.ranks.step for report in reports] == [None] * 4 + [5, None]

@@ -2,6 +2,7 @@
 
 import json
 
+from workers.liveness.rank_samples import RankSample, packed
 from workers.protocol.messages import LaunchOrder
 from workers.protocol.reports import Event, Finished, Message, Metrics, Report
 from workers.rank import report_lines as module
@@ -29,6 +30,16 @@ def test_rows_that_follow_each_other_are_one_report_and_all_else_keeps_its_time(
         Report(Finished(3), 2, 3, 15.0),
     ]
     assert reports_of(ORDER, []) == []
+
+
+def test_of_several_samples_of_all_ranks_the_newest_goes_with_the_rows():
+    def metrics(step, sample):
+        return Message(Metrics(({"step": step},), sample), 1.0)
+
+    older, newer = (RankSample(step, 0.1, None, packed([1.0])) for step in (1, 2))
+    (report,) = reports_of(ORDER, [metrics(1, older), metrics(2, newer), metrics(3, None)])
+    assert report.payload == Metrics(({"step": 1}, {"step": 2}, {"step": 3}), newer)
+    assert [Report.from_json(json.loads(line)) for line in report_lines([report]).splitlines()] == [report]
 
 
 def test_each_report_is_a_line():

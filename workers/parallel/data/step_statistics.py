@@ -34,6 +34,10 @@ class StepStatistics:
     """Largest memory use of any rank."""
     own_seconds: tuple[float, ...] = ()
     """Of each rank: time of the step, up to its agreement, that it did not wait for others; 0 where it cannot know."""
+    agreed_seconds: float = 0.0
+    """Time of the step up to its agreement, which all ranks leave together: what is not a rank's own, it waited."""
+    memory_by_rank: tuple[float, ...] = ()
+    """Memory use of each rank, in bytes."""
     updated: bool = True
     """Whether the step has updated anything: not where its numbers are not finite, or above the limits."""
     asked_to_end: bool = False

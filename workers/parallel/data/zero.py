@@ -134,6 +134,7 @@ class ZeroOptimizer:
         before_update()
         with step.phase("agreement"):
             agreed = self.sums.agree(gradient, loss, memory_bytes)
+            agreed_seconds = self.comm.step_seconds
         with step.phase("optimizer"):
             clipping = clip(agreed, loss.scale, self.config.clip_norm, self.limits)
             torch._foreach_mul_(gradient, clipping.factor)
@@ -142,7 +143,7 @@ class ZeroOptimizer:
             self.updating = True
             self._update(learning_rate, clipping.refused)
             self.publish_parameters()
-            statistics = _read(agreed, clipping, loss.z_losses_m is not None)
+            statistics = _read(agreed, clipping, agreed_seconds, loss.z_losses_m is not None)
             self.comm.confirm()
             return statistics
 
@@ -203,7 +204,7 @@ class ZeroOptimizer:
             self.reduction.gather(parts, self.flat.parameters)
 
 
-def _read(agreed: Agreement, clipping: Clipping, with_z_loss: bool) -> StepStatistics:
+def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_loss: bool) -> StepStatistics:
     """Bring a step's numbers to the host: the one place of a step where it waits for the device."""
     refused_or_not = clipping.refused.to(agreed.loss.dtype)
     scalars = torch.stack([agreed.loss, agreed.z_loss, agreed.tokens, clipping.norm, refused_or_not])
@@ -216,6 +217,8 @@ def _read(agreed: Agreement, clipping: Clipping, with_z_loss: bool) -> StepStati
         grad_norm=norm,
         memory_bytes=int(max(each[:world])),
         own_seconds=tuple(each[world:]),
+        agreed_seconds=agreed_seconds,
+        memory_by_rank=tuple(each[:world]),
         updated=not refused,
         asked_to_end=to_end > 0,
         asked_to_rest=to_rest > 0,

@@ -1,0 +1,64 @@
+"""All queries about the numbers of ranks: the newest of each job, and those before it while there is room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session, defer
+
+from service.store import jobs
+from service.store.tables import RankNumbers
+from workers.liveness.rank_samples import EVERY_SECONDS, RankSample, unpacked
+
+SLOTS = 300
+"""Samples of a job that are kept: of ten minutes at least."""
+MOST_NUMBERS = 250_000
+"""In a history, of all ranks: some 2 MB of JSON."""
+
+
+@dataclass(frozen=True)
+class History:
+    """Own times of all ranks over the last samples, oldest first; those of ranks that had other numbers, and of steps
+    that were done again, are left out."""
+
+    steps: list[int]
+    """The last step of each sample."""
+    times: list[float]
+    """When each was put together, Unix seconds."""
+    own_seconds: list[list[float]]
+    """Of each sample, by rank."""
+
+
+def store(session: Session, job_id: str, generation: int, sample: RankSample, at: float) -> None:
+    """Keep a sample that was put together `at` that Unix time, in the place of one of SLOTS before it."""
+    slot = int(at / EVERY_SECONDS) % SLOTS
+    row = session.get(RankNumbers, (job_id, slot)) or RankNumbers(job_id=job_id, slot=slot)
+    row.generation, row.step, row.time, row.seconds = generation, sample.step, at, sample.seconds
+    row.own_seconds, row.memory_bytes, row.stragglers = sample.own_seconds, sample.memory_bytes, [*sample.stragglers]
+    session.add(row)
+
+
+def newest(session: Session, job_id: str) -> RankNumbers | None:
+    """Those of the ranks as they are now; None before there are any in the job's generation. Raises JobNotFound."""
+    generation = jobs.get(session, job_id).generation
+    query = select(RankNumbers).where(RankNumbers.job_id == job_id).order_by(RankNumbers.time.desc()).limit(1)
+    row = session.scalars(query).one_or_none()
+    return row if row is not None and row.generation == generation else None
+
+
+def history(session: Session, job_id: str, after_step: int = 0, max_points: int = SLOTS) -> History:
+    """The newest samples above `after_step`, at most `max_points`, and MOST_NUMBERS numbers."""
+    query = select(RankNumbers).where(RankNumbers.job_id == job_id, RankNumbers.step > after_step)
+    query = query.options(defer(RankNumbers.memory_bytes)).order_by(RankNumbers.time.desc()).limit(max_points)
+    found = History([], [], [])
+    for row in session.scalars(query):
+        own = [] if row.own_seconds is None else unpacked(row.own_seconds)
+        ranks = len(found.own_seconds[0]) if found.own_seconds else len(own)
+        if not own or len(own) != ranks or (len(found.steps) + 1) * ranks > MOST_NUMBERS:
+            break
+        if not found.steps or row.step < found.steps[-1]:
+            found.steps.append(row.step)
+            found.times.append(row.time)
+            found.own_seconds.append(own)
+    return History(found.steps[::-1], found.times[::-1], found.own_seconds[::-1])

@@ -1,0 +1,91 @@
+"""What rank 0 learns of all ranks in the sum on which they agree anyway, put together every few seconds: their own time
+of a step, the time that they waited, their memory. Pure Python."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import add
+
+from workers.liveness.stragglers import Straggler
+from workers.protocol.json_codec import JsonObject
+
+EVERY_SECONDS = 2.0
+"""A sample is of so much time at least."""
+
+
+def packed(numbers: Iterable[float]) -> str:
+    """Numbers as text, in single precision: of thousands of ranks a third of what JSON would take."""
+    values = array("f", numbers)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return base64.b64encode(values.tobytes()).decode("ascii")
+
+
+def unpacked(text: str) -> list[float]:
+    """The numbers in a text that `packed` has made. Raises ValueError for any other."""
+    values = array("f")
+    values.frombytes(base64.b64decode(text, validate=True))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+@dataclass(frozen=True)
+class RankSample:
+    """Numbers of all ranks, by rank; lists of them as `packed`."""
+
+    step: int
+    """The last of the steps that it is of."""
+    seconds: float
+    """Of a step, up to its agreement; the mean, as are those by rank."""
+    own_seconds: str | None
+    """Of these, what each rank did not wait for others; None where they cannot know."""
+    memory_bytes: str
+    """In use by each rank, in the last step."""
+    stragglers: tuple[JsonObject, ...] = ()
+    """Those that hold up the others now: rank, own_seconds, usual_seconds, sentence."""
+
+
+class RankSampler:
+    """Makes samples of what is known of every step."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        """`clock`: in seconds."""
+        self._clock = clock
+        self._began = clock()
+        self._steps, self._seconds, self._own = 0, 0.0, list[float]()
+
+    def add(
+        self,
+        step: int,
+        seconds: float,
+        own_seconds: Sequence[float],
+        memory_bytes: Sequence[float],
+        stragglers: Callable[[], Iterable[Straggler]],
+    ) -> RankSample | None:
+        """Take one more step; a sample of those since the last one, when it is time for one."""
+        self._steps += 1
+        self._seconds += seconds
+        self._own = [*map(add, self._own, own_seconds)] if self._own else [*own_seconds]
+        if self._clock() - self._began < EVERY_SECONDS:
+            return None
+        own = packed(each / self._steps for each in self._own) if any(self._own) else None
+        named = tuple(_as_json(straggler) for straggler in stragglers())
+        sample = RankSample(step, self._seconds / self._steps, own, packed(memory_bytes), named)
+        self._began = self._clock()
+        self._steps, self._seconds, self._own = 0, 0.0, []
+        return sample
+
+
+def _as_json(straggler: Straggler) -> JsonObject:
+    return {
+        "rank": straggler.rank,
+        "own_seconds": round(straggler.own_seconds, 4),
+        "usual_seconds": round(straggler.usual_seconds, 4),
+        "sentence": straggler.sentence,
+    }
