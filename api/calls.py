@@ -245,9 +245,25 @@ def metrics(
     return Call(schemas.MetricSeries, "GET", _job(job_id, "/metrics"), parameters)
 
 
-def events(job_id: str, cursor: str | None = None, limit: int = 100) -> Call[schemas.Stream[schemas.Event]]:
-    """A page of a job's events, oldest first."""
-    return Call(schemas.Stream[schemas.Event], "GET", _job(job_id, "/events"), {"cursor": cursor, "limit": limit})
+class WantedEvents(TypedDict, total=False):
+    """Which events of a job."""
+
+    type: str | None
+    """Of these types, separated by commas."""
+    generation: int | None
+    rank: int | None
+
+
+def events(
+    job_id: str,
+    cursor: str | None = None,
+    limit: int = 100,
+    order: schemas.Direction | None = None,
+    **wanted: Unpack[WantedEvents],
+) -> Call[schemas.Stream[schemas.Event]]:
+    """A page of a job's events, oldest first unless `order` says otherwise."""
+    parameters = {"cursor": cursor, "limit": limit, "order": order, **wanted}
+    return Call(schemas.Stream[schemas.Event], "GET", _job(job_id, "/events"), parameters)
 
 
 def all_events(
@@ -258,12 +274,23 @@ def all_events(
     return Call(schemas.Stream[schemas.JobEvent], "GET", "/v1/events", parameters)
 
 
+class WantedLines(TypedDict, total=False):
+    """Which lines of a log."""
+
+    stream: str | None
+    search: str | None
+    regex: str | None
+    level: str | None
+    tail: int | None
+    """Only so many, the newest; a stream begins with them."""
+
+
 def logs(
-    job_id: str, rank: int | None = None, cursor: str | None = None, limit: int = 500
-) -> Call[schemas.Stream[schemas.LogLine]]:
+    job_id: str, rank: int | None = None, cursor: str | None = None, limit: int = 500, **wanted: Unpack[WantedLines]
+) -> Call[schemas.LogLines]:
     """A page of what a job's ranks printed; `rank` None means all, merged by time."""
-    parameters = {"rank": rank, "cursor": cursor, "limit": limit}
-    return Call(schemas.Stream[schemas.LogLine], "GET", _job(job_id, "/logs"), parameters)
+    parameters = {"rank": rank, "cursor": cursor, "limit": limit, **wanted}
+    return Call(schemas.LogLines, "GET", _job(job_id, "/logs"), parameters)
 
 
 def ranks(job_id: str) -> Call[schemas.Items[schemas.Rank]]:
@@ -372,9 +399,9 @@ def ready() -> Call[schemas.Health]:
     return Call(schemas.Health, "GET", "/readyz")
 
 
-def follow_events(job_id: str, after: str | None = None) -> Call[schemas.Event]:
+def follow_events(job_id: str, after: str | None = None, **wanted: Unpack[WantedEvents]) -> Call[schemas.Event]:
     """All events of a job as a stream, or those after the event with id `after`."""
-    return Call(schemas.Event, "GET", _job(job_id, "/events"), {"follow": "true"}, headers=_resume(after))
+    return Call(schemas.Event, "GET", _job(job_id, "/events"), {"follow": "true", **wanted}, headers=_resume(after))
 
 
 def follow_all_events(
@@ -385,9 +412,11 @@ def follow_all_events(
     return Call(schemas.JobEvent, "GET", "/v1/events", parameters, headers=_resume(after))
 
 
-def follow_logs(job_id: str, rank: int | None = None, after: str | None = None) -> Call[schemas.LogLine]:
+def follow_logs(
+    job_id: str, rank: int | None = None, after: str | None = None, **wanted: Unpack[WantedLines]
+) -> Call[schemas.LogLine]:
     """All log lines of a job as a stream, or those after stream position `after`."""
-    parameters = {"follow": "true", "rank": rank}
+    parameters = {"follow": "true", "rank": rank, **wanted}
     return Call(schemas.LogLine, "GET", _job(job_id, "/logs"), parameters, headers=_resume(after))
 
 

@@ -15,7 +15,16 @@ import httpx
 
 from api import calls
 from api.access_schemas import ApiKey, AuditEntry, Me, NewApiKey, OneTimeLink, Project
-from api.calls import ApiError, Call, MoreFilters, MoreOfJobs, ServiceUnreachable, raise_for_problem
+from api.calls import (
+    ApiError,
+    Call,
+    MoreFilters,
+    MoreOfJobs,
+    ServiceUnreachable,
+    WantedEvents,
+    WantedLines,
+    raise_for_problem,
+)
 from api.local_service import find_key, find_url, trust_in
 from api.requests import FaultRequest, NewKey
 from api.rest_version import HEADER, REST
@@ -24,6 +33,7 @@ from api.schemas import (
     Cluster,
     ClusterCheck,
     DeletedJob,
+    Direction,
     DryRun,
     Event,
     Fault,
@@ -34,6 +44,7 @@ from api.schemas import (
     JobEvent,
     Ledger,
     LogLine,
+    LogLines,
     MetricSeries,
     Node,
     Plans,
@@ -210,9 +221,16 @@ class MantaClient:
         """Metrics over steps, at most `max_points` of them; `names` None means all."""
         return self.send(calls.metrics(job_id, names, after_step, max_points))
 
-    def events(self, job_id: str, cursor: str | None = None, limit: int = 100) -> Stream[Event]:
-        """A page of events, oldest first."""
-        return self.send(calls.events(job_id, cursor, limit))
+    def events(
+        self,
+        job_id: str,
+        cursor: str | None = None,
+        limit: int = 100,
+        order: Direction | None = None,
+        **wanted: Unpack[WantedEvents],
+    ) -> Stream[Event]:
+        """A page of events, oldest first unless `order` says otherwise."""
+        return self.send(calls.events(job_id, cursor, limit, order, **wanted))
 
     def all_events(
         self, job_id: str | None = None, type: str | None = None, cursor: str | None = None, limit: int = 100
@@ -221,14 +239,19 @@ class MantaClient:
         return self.send(calls.all_events(job_id, type, cursor, limit))
 
     def logs(
-        self, job_id: str, rank: int | None = None, cursor: str | None = None, limit: int = 500
-    ) -> Stream[LogLine]:
+        self,
+        job_id: str,
+        rank: int | None = None,
+        cursor: str | None = None,
+        limit: int = 500,
+        **wanted: Unpack[WantedLines],
+    ) -> LogLines:
         """A page of log lines of one rank, or of all merged by time."""
-        return self.send(calls.logs(job_id, rank, cursor, limit))
+        return self.send(calls.logs(job_id, rank, cursor, limit, **wanted))
 
-    def follow_events(self, job_id: str, after: str | None = None) -> Iterator[Event]:
+    def follow_events(self, job_id: str, after: str | None = None, **wanted: Unpack[WantedEvents]) -> Iterator[Event]:
         """Events as they come, until the job is final."""
-        return self.stream(calls.follow_events(job_id, after))
+        return self.stream(calls.follow_events(job_id, after, **wanted))
 
     def follow_all_events(
         self, job_id: str | None = None, type: str | None = None, after: str | None = None
@@ -236,9 +259,9 @@ class MantaClient:
         """Events of all jobs as they come, without end."""
         return self.stream(calls.follow_all_events(job_id, type, after))
 
-    def follow_logs(self, job_id: str, rank: int | None = None) -> Iterator[LogLine]:
+    def follow_logs(self, job_id: str, rank: int | None = None, **wanted: Unpack[WantedLines]) -> Iterator[LogLine]:
         """Log lines as they come, until the job is final."""
-        return self.stream(calls.follow_logs(job_id, rank))
+        return self.stream(calls.follow_logs(job_id, rank, **wanted))
 
     def ranks(self, job_id: str) -> Items[Rank]:
         """Where a job's ranks run."""

@@ -478,9 +478,18 @@ class LogLine(Answer):
     generation: int
     """Generation of its trainer."""
     stream: str
-    """stdout or stderr."""
+    """stdout or stderr; agent for what its agent wrote."""
     text: str
     """The line."""
+    level: str | None = None
+    """How serious it says that it is: debug, info, warning, error or critical; null where it says nothing."""
+
+
+class LogLines(Stream[LogLine]):
+    """Lines that ranks printed."""
+
+    earlier: bool | None = None
+    """With `tail`: whether there are earlier lines, or may be, of those that are wanted."""
 
 
 class Checkpoint(Answer):

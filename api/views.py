@@ -234,5 +234,10 @@ def checkpoint_view(row: tables.Checkpoint) -> schemas.Checkpoint:
 def log_view(line: LogLine) -> schemas.LogLine:
     """A log line."""
     return schemas.LogLine(
-        time=moment(line.time), rank=line.rank, generation=line.generation, stream=line.stream, text=line.text
+        time=moment(line.time),
+        rank=line.rank,
+        generation=line.generation,
+        stream=line.stream,
+        level=line.level,
+        text=line.text,
     )

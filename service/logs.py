@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from service.log_filters import Level, LineTest, LogFilter, level_of
 from service.store.errors import InvalidCursor
 from service.store.ids import is_job_id
 from service.store.paging import Cursors
 from workers.errors import MantaError
 
 DEFAULT_LIMIT = 1000
+EVERY_LINE = LogFilter()
 MAX_BYTES = 4 * 1024 * 1024
 """Most bytes read for one page, over all ranks; at least `MIN_CHUNK_BYTES` are read of each rank, though."""
 MIN_CHUNK_BYTES = 64 * 1024
@@ -59,6 +61,10 @@ class LogSource(Protocol):
         """Up to `size` bytes of a rank's log, from byte `start` on. Raises LogsUnavailable."""
         ...
 
+    def end(self, rank: int) -> int:
+        """The place of the byte after the last one of a rank's log, as far as it goes now. Raises LogsUnavailable."""
+        ...
+
 
 class JobLogs(Protocol):
     """The logs of all jobs."""
@@ -94,6 +100,13 @@ class LogFiles:
                 return LogBytes(start, file.read(size), bool(file.read(1)))
         except FileNotFoundError:
             return LogBytes(start, b"", False)
+
+    def end(self, rank: int) -> int:
+        """See `LogSource`."""
+        try:
+            return log_file(self._folder, rank).stat().st_size
+        except FileNotFoundError:
+            return 0
 
 
 class LogsInHome:
@@ -131,6 +144,13 @@ class LogLine:
     """The line, without its end."""
     end: int
     """Byte after it in its rank's file."""
+    start: int = 0
+    """Its first byte there."""
+
+    @property
+    def level(self) -> Level | None:
+        """How serious it says that it is."""
+        return level_of(self.text)
 
 
 @dataclass(frozen=True)
@@ -146,15 +166,18 @@ class LogPage:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """What was read of one rank's file."""
 
     rank: int
     lines: list[LogLine]
+    """Those that are wanted."""
     end: int
     """Byte up to which the file was understood; whole lines only."""
     full: bool
     """Whether the file goes on after it."""
+    until: float | None = None
+    """When its last line was printed, wanted or not; None where it has none."""
 
 
 def log_folder(home: Path, job_id: str) -> Path:
@@ -195,8 +218,9 @@ def read_page(
     rank: int | None = None,
     limit: int = DEFAULT_LIMIT,
     max_bytes: int = MAX_BYTES,
+    test: LineTest | None = None,
 ) -> LogPage:
-    """At most `limit` lines from `position` on: of one rank, or of all of them merged by time.
+    """At most `limit` lines that `test` wants, or of all, from `position` on: of one rank, or of all merged by time.
 
     A last line that is still being written is left for the next page; a line that is not as expected is skipped.
     Where a rank has more to say than was read, lines of others that are later than what was read of it wait for the
@@ -204,11 +228,11 @@ def read_page(
     """
     ranks = source.ranks() if rank is None else [rank]
     chunk_bytes = max(MIN_CHUNK_BYTES, max_bytes // max(1, len(ranks)))
-    chunks = [_read_chunk(source, number, position.get(number, 0), chunk_bytes) for number in ranks]
-    horizon = min((chunk.lines[-1].time for chunk in chunks if chunk.full and chunk.lines), default=None)
-    if any(chunk.full and not chunk.lines for chunk in chunks):
+    chunks = [_read_chunk(source, number, position.get(number, 0), chunk_bytes, test) for number in ranks]
+    horizon = min((chunk.until for chunk in chunks if chunk.full and chunk.until is not None), default=None)
+    if any(chunk.full and chunk.until is None for chunk in chunks):
         horizon = float("-inf")  # unknown what comes there: skip the unreadable part first
-    merged = _merge(chunks)
+    merged = merge(chunks)
     ready = [line for line, key in merged if horizon is None or key <= horizon]
     page = ready[:limit]
     after = _after(position, chunks, page)
@@ -218,9 +242,10 @@ def read_page(
 class LogCursors:
     """Positions in what a job printed as opaque cursors."""
 
-    def __init__(self, job_id: str, rank: int | None = None):
+    def __init__(self, job_id: str, rank: int | None = None, wanted: LogFilter = EVERY_LINE):
         """`rank`: the only one that is read; None: all are."""
-        self._cursors = Cursors("logs", job=job_id, rank=rank)
+        given = None if wanted == EVERY_LINE else json.dumps(astuple(wanted))
+        self._cursors = Cursors("logs", job=job_id, rank=rank, lines=given)
 
     def encode(self, position: Mapping[int, int]) -> str:
         """`position` as a cursor."""
@@ -238,20 +263,37 @@ def _position(text: str) -> Position:
     return {int(rank): int(offset) for rank, offset in pairs}
 
 
-def _read_chunk(source: LogSource, rank: int, start: int, size: int) -> _Chunk:
+def _read_chunk(source: LogSource, rank: int, start: int, size: int, test: LineTest | None) -> Chunk:
     """The whole lines within `size` bytes of a rank's log from byte `start` on."""
     found = source.read(rank, start, size)
     start, content, full = found.start, found.content, found.more
     whole = content.rfind(b"\n") + 1
     if not whole and full:
-        return _Chunk(rank, [], start + len(content), full)  # part of a line beyond all measure: skip it
-    lines, end = [], start
-    for raw in content[:whole].splitlines(keepends=True):
+        return Chunk(rank, [], start + len(content), full)  # part of a line beyond all measure: skip it
+    lines, end, until = understood(content[:whole], rank, start, test)
+    return Chunk(rank, lines, end, full, until)
+
+
+def understood(content: bytes, rank: int, start: int, test: LineTest | None) -> tuple[list[LogLine], int, float | None]:
+    """The lines that `test` wants among the whole ones in `content`, which begins at byte `start` of the rank's log;
+    the byte after it; and when the last one was printed."""
+    lines, end, last = list[LogLine](), start, None
+    raws = content.splitlines(keepends=True)
+    for raw in raws:
         end += len(raw)
-        line = _parse(raw, rank, end)
-        if line is not None:
-            lines.append(line)
-    return _Chunk(rank, lines, end, full)
+        if test is not None and not test.may_want(raw):
+            last = None
+            continue
+        last = _parse(raw, rank, end)
+        if last is not None and (test is None or test.wants(last.stream, last.text)):
+            lines.append(last)
+    return lines, end, last.time if last is not None else _time_of_last(raws, rank)
+
+
+def _time_of_last(raws: list[bytes], rank: int) -> float | None:
+    """When the last line was printed that can be understood."""
+    lines = (_parse(raw, rank, 0) for raw in reversed(raws))
+    return next((line.time for line in lines if line is not None), None)
 
 
 def _parse(raw: bytes, rank: int, end: int) -> LogLine | None:
@@ -264,12 +306,13 @@ def _parse(raw: bytes, rank: int, end: int) -> LogLine | None:
             stream=str(entry.get("stream") or "stdout"),
             text=str(entry["text"]),
             end=end,
+            start=end - len(raw),
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _merge(chunks: list[_Chunk]) -> list[tuple[LogLine, float]]:
+def merge(chunks: Iterable[Chunk]) -> list[tuple[LogLine, float]]:
     """All lines by time, each with the time that it is sorted by.
 
     Within a rank the order of the file holds, even where its clock stepped back, so a line's key never falls.
@@ -283,7 +326,7 @@ def _merge(chunks: list[_Chunk]) -> list[tuple[LogLine, float]]:
     return sorted(keyed, key=lambda pair: (pair[1], pair[0].rank, pair[0].end))
 
 
-def _after(position: Mapping[int, int], chunks: list[_Chunk], page: list[LogLine]) -> Position:
+def _after(position: Mapping[int, int], chunks: list[Chunk], page: list[LogLine]) -> Position:
     """Where to go on after `page`: behind each rank's last shown line, or behind its chunk when all was shown."""
     after = dict(position)
     shown: dict[int, LogLine] = {line.rank: line for line in page}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,7 +17,7 @@ from api.cli import render
 from api.cli.progress import follow as follow_progress
 from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
 from api.requests import FaultRequest
-from api.schemas import Event, FieldProblem, Items, JobEvent, LogLine
+from api.schemas import FieldProblem
 from api.schemas import Job as JobView
 from service.settings import Settings
 from service.states import JobState
@@ -112,7 +112,7 @@ def show(answer: BaseModel, as_json: bool, draw: Callable[[Console], None]) -> N
         draw(_console())
 
 
-def _show_lines(entries: Iterable[BaseModel], as_json: bool, line: Callable[[Any], str]) -> None:
+def show_lines(entries: Iterable[BaseModel], as_json: bool, line: Callable[[Any], str]) -> None:
     """Each entry as a line, as soon as it is there; with `as_json` one JSON object a line."""
     for entry in entries:
         typer.echo(json.dumps(entry.model_dump(mode="json")) if as_json else line(entry))
@@ -160,32 +160,6 @@ def status(job: JobId, url: Url = None, as_json: Json = False) -> None:
     with connect(url) as client:
         answer = client.job(job)
     show(answer, as_json, lambda console: render.job_page(console, answer))
-
-
-@app.command()
-def logs(job: JobId, rank: RankNumber = None, follow: Follow = False, url: Url = None, as_json: Json = False) -> None:
-    """Print what a job's ranks printed."""
-    with connect(url) as client:
-        lines = client.follow_logs(job, rank) if follow else _all_logs(client, job, rank)
-        _show_lines(lines, as_json, render.log_line)
-
-
-@app.command()
-def events(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id; default: all jobs.")] = None,
-    type: Annotated[str | None, typer.Option("--type", help="Only events of this type, such as recovered.")] = None,
-    follow: Follow = False,
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """Print what happened to a job, or to all jobs."""
-    with connect(url) as client:
-        if job is None:
-            everywhere = client.follow_all_events(type=type) if follow else _events_of_all(client, type)
-            _show_lines(everywhere, as_json, render.job_event_line)
-            return
-        answer = client.follow_events(job) if follow else _events_of(client, job)
-        _show_lines((event for event in answer if type in (None, event.type)), as_json, render.event_line)
 
 
 @app.command()
@@ -335,29 +309,6 @@ def read_file(file: Path) -> Any:
         raise fail(f"cannot read {file}: {error.strerror or error}", EXIT_BAD_INPUT) from error
 
 
-def _all_logs(client: MantaClient, job: str, rank: int | None) -> Iterator[LogLine]:
-    return _to_the_last_page(lambda cursor: client.logs(job, rank, cursor))
-
-
-def _events_of(client: MantaClient, job: str) -> Iterator[Event]:
-    return _to_the_last_page(lambda cursor: client.events(job, cursor))
-
-
-def _events_of_all(client: MantaClient, type: str | None) -> Iterator[JobEvent]:
-    return _to_the_last_page(lambda cursor: client.all_events(None, type, cursor, limit=1000))
-
-
-def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
-    """All items of a list, page by page."""
-    cursor: str | None = None
-    while True:
-        page = page_at(cursor)
-        yield from page.items
-        cursor = page.next_cursor
-        if cursor is None:
-            return
-
-
 def command_line() -> typer.Typer:
     """`manta` with all of its commands."""
     from api.cli import (
@@ -367,6 +318,7 @@ def command_line() -> typer.Typer:
         doctor,
         inference,
         jobs,
+        lines,
         nodes,
         plan,
         service,
@@ -383,6 +335,7 @@ def command_line() -> typer.Typer:
     doctor.register(app)
     inference.register(app)
     jobs.register(app)
+    lines.register(app)
     nodes.register(app)
     plan.register(app)
     service.register(app)

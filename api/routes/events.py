@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
+from typing import Annotated, cast
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 
 from api import schemas, views
 from api.access import JobId
 from api.changes import Watched
 from api.openapi import event_stream
-from api.parameters import Control, Cursor, Follow, LastEventId, Limit, event_number
+from api.parameters import Control, Cursor, Follow, LastEventId, Limit, RankNumber, event_number
 from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
 from api.threads import Threads
 from service.states import is_final
 from service.store import Store, events, jobs
+from service.store.events import EventFilter
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/events", tags=["events"])
 
 _STREAM_PAGE = 200
+
+
+def _wanted_events(
+    type: Annotated[
+        str | None, Query(min_length=1, max_length=1000, description="Only events of these types, separated by commas")
+    ] = None,
+    generation: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="Only of this generation")] = None,
+    rank: RankNumber = None,
+) -> EventFilter:
+    return EventFilter(tuple(sorted(set(type.split(",")))) if type else (), generation, rank)
+
+
+Wanted = Annotated[EventFilter, Depends(_wanted_events)]
 
 
 @router.get(
@@ -33,19 +47,26 @@ async def list_job_events(
     control: Control,
     threads: Threads,
     job_id: JobId,
+    wanted: Wanted,
+    order: Annotated[
+        schemas.Direction, Query(description="desc: newest first; a stream has what comes, in its order")
+    ] = "asc",
     limit: Limit = 100,
     cursor: Cursor = None,
     follow: Follow = False,
     last_event_id: LastEventId = None,
 ) -> schemas.Stream[schemas.Event] | Response:
-    """A job's events, oldest first; as a stream when `Accept` or `follow` asks for it."""
-    after = 0 if cursor is None else events.cursors(job_id).decode_number(cursor)
-    store = control.store
-    if not wants_stream(request, follow):
-        return await threads.run(partial(_page, store, job_id, after, limit))
+    """A job's events, oldest first unless `order` says otherwise; as a stream when `Accept` or `follow` asks for it."""
+    store, streaming = control.store, wants_stream(request, follow)
+    if order == "desc" and not streaming:
+        before = None if cursor is None else events.cursors(job_id, wanted, newest_first=True).decode_number(cursor)
+        return await threads.run(partial(_page_back, store, job_id, before, limit, wanted))
+    after = 0 if cursor is None else events.cursors(job_id, wanted).decode_number(cursor)
+    if not streaming:
+        return await threads.run(partial(_page, store, job_id, after, limit, wanted))
     start = after if last_event_id is None else event_number(last_event_id)
     await threads.run(partial(_refuse_unknown, store, job_id))
-    return stream(request, lambda position: _look(store, job_id, cast(int, position)), start, Watched(job_id))
+    return stream(request, lambda position: _look(store, job_id, cast(int, position), wanted), start, Watched(job_id))
 
 
 def _refuse_unknown(store: Store, job_id: str) -> None:
@@ -53,22 +74,37 @@ def _refuse_unknown(store: Store, job_id: str) -> None:
         jobs.get(session, job_id)
 
 
-def _page(store: Store, job_id: str, after: int, limit: int) -> schemas.Stream[schemas.Event]:
+def _page(store: Store, job_id: str, after: int, limit: int, wanted: EventFilter) -> schemas.Stream[schemas.Event]:
     with store.read() as session:
         jobs.get(session, job_id)
-        page = events.page(session, job_id, after, limit)
+        page = events.page(session, job_id, after, limit, wanted)
     last = page.items[-1].id if page.items else after
     return schemas.Stream(
         items=[views.event_view(event) for event in page.items],
         next_cursor=page.next_cursor,
-        resume_cursor=events.cursors(job_id).encode(str(last)),
+        resume_cursor=events.cursors(job_id, wanted).encode(str(last)),
     )
 
 
-def _look(store: Store, job_id: str, after: int) -> Batch:
+def _page_back(
+    store: Store, job_id: str, before: int | None, limit: int, wanted: EventFilter
+) -> schemas.Stream[schemas.Event]:
+    """Newest first; its `resume_cursor` leads, oldest first, to what comes after all events that there are now."""
+    with store.read() as session:
+        jobs.get(session, job_id)
+        newest = events.newest(session)
+        page = events.page_back(session, job_id, before, limit, wanted)
+    return schemas.Stream(
+        items=[views.event_view(event) for event in page.items],
+        next_cursor=page.next_cursor,
+        resume_cursor=events.cursors(job_id, wanted).encode(str(newest)),
+    )
+
+
+def _look(store: Store, job_id: str, after: int, wanted: EventFilter) -> Batch:
     with store.read() as session:  # one state of the database: no event can hide between page and job
         job = jobs.get(session, job_id)
-        page = events.page(session, job_id, after, _STREAM_PAGE)
+        page = events.page(session, job_id, after, _STREAM_PAGE, wanted)
     entries = [Entry(str(event.id), views.event_view(event).model_dump_json()) for event in page.items]
     position = page.items[-1].id if page.items else after
     return Batch(entries, position, page.next_cursor is not None, is_final(job.state), job.state)

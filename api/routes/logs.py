@@ -1,13 +1,14 @@
-"""What a job's ranks printed: a page, or a stream."""
+"""What a job's ranks printed: a page, the end of it, or a stream."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Annotated, cast
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 
 from api import schemas, views
 from api.access import JobId
@@ -17,7 +18,19 @@ from api.parameters import Control, Cursor, Follow, LastEventId, Limit, RankNumb
 from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
 from api.threads import Threads
-from service.logs import JobLogs, LogCursors, LogLine, LogsUnavailable, Position, read_page
+from service.linear_patterns import MOST_CHARACTERS, BadPattern
+from service.log_filters import Level, LineTest, LogFilter, Stream
+from service.log_tail import LogTail, read_tail
+from service.logs import (
+    JobLogs,
+    LogCursors,
+    LogLine,
+    LogPage,
+    LogSource,
+    LogsUnavailable,
+    Position,
+    read_page,
+)
 from service.states import is_final
 from service.store import Store, jobs
 from service.store.tables import Job
@@ -27,11 +40,37 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/logs", tags=["logs"])
 _STREAM_PAGE = 500
 _LATE_SECONDS = 60.0
 # What comes later than that after the end of a job, no stream waits for.
+_SEARCH_SECONDS = 2.0
+
+
+def _wanted_lines(
+    stream: Annotated[Stream | None, Query(description="Only lines of this stream")] = None,
+    search: Annotated[
+        str | None, Query(min_length=1, max_length=500, description="Only lines with this; case does not matter")
+    ] = None,
+    regex: Annotated[
+        str | None,
+        Query(
+            min_length=1,
+            max_length=MOST_CHARACTERS,
+            description="Only lines of which a part matches: characters, classes, groups, |, *, +, ?, {m,n}, ^, $, and "
+            "(?i) at the beginning",
+        ),
+    ] = None,
+    level: Annotated[Level | None, Query(description="Only lines that say they are as serious, or more so")] = None,
+) -> LogFilter:
+    return LogFilter(stream, search, regex, level)
+
+
+Wanted = Annotated[LogFilter, Depends(_wanted_lines)]
+Tail = Annotated[
+    int | None, Query(ge=1, le=10_000, description="The newest lines, so many; a stream begins with them and goes on")
+]
 
 
 @router.get(
     "",
-    response_model=schemas.Stream[schemas.LogLine],
+    response_model=schemas.LogLines,
     responses={**event_stream(schemas.LogLine), **reads(*OF_A_JOB, "invalid_parameter", "logs_unavailable")},
 )
 async def list_logs(
@@ -39,28 +78,60 @@ async def list_logs(
     control: Control,
     threads: Threads,
     job_id: JobId,
+    wanted: Wanted,
     rank: RankNumber = None,
+    tail: Tail = None,
     limit: Limit = 500,
     cursor: Cursor = None,
     follow: Follow = False,
     last_event_id: LastEventId = None,
-) -> schemas.Stream[schemas.LogLine] | Response:
-    """Lines of one rank, or of all ranks merged by time; as a stream when `Accept` or `follow` asks for it."""
+) -> schemas.LogLines | Response:
+    """Lines of one rank, or of all ranks merged by time, from the beginning or with `tail` from the end; as a stream
+    when `Accept` or `follow` asks for it."""
+    test = _test_of(wanted)
     streaming = wants_stream(request, follow)
     start = last_event_id if streaming and last_event_id is not None else cursor
-    cursors = LogCursors(job_id, rank)
+    cursors = LogCursors(job_id, rank, wanted)
     position = {} if start is None else cursors.decode(start)
     await threads.run(partial(_refuse_unknown, control.store, job_id))
+    begins_at_end = tail if start is None else None
     if streaming:
-        tail = _Tail(control.store, control.logs, job_id, rank, cursors)
-        return stream(request, lambda place: tail.look(cast(Position, place)), position, Watched(job_id, logs=True))
-    page = await threads.run(lambda: read_page(control.logs.source(job_id), position, rank, limit))
+        live = _Live(control.store, control.logs, job_id, rank, cursors, test, begins_at_end)
+        return stream(request, lambda place: live.look(cast(Position, place)), position, Watched(job_id, logs=True))
+    if begins_at_end is not None:
+        count = begins_at_end
+        found = await threads.run(lambda: read_tail(control.logs.source(job_id), count, rank, test))
+        return _tail_view(found, cursors)
+    page = await threads.run(lambda: _page(control.logs.source(job_id), position, rank, limit, test))
     after = cursors.encode(page.position)
-    return schemas.Stream(
+    return schemas.LogLines(
         items=[views.log_view(line) for line in page.lines],
         next_cursor=after if page.more else None,
         resume_cursor=after,
     )
+
+
+def _test_of(wanted: LogFilter) -> LineTest | None:
+    """Raises RequestValidationError."""
+    try:
+        return wanted.test()
+    except BadPattern as error:
+        raise RequestValidationError([{"loc": ("query", "regex"), "msg": str(error), "type": "value_error"}]) from error
+
+
+def _tail_view(found: LogTail, cursors: LogCursors) -> schemas.LogLines:
+    items = [views.log_view(line) for line in found.lines]
+    return schemas.LogLines(items=items, resume_cursor=cursors.encode(found.end), earlier=found.more)
+
+
+def _page(source: LogSource, position: Position, rank: int | None, limit: int, test: LineTest | None) -> LogPage:
+    """A page; where few lines are wanted, it is looked for them for a while."""
+    stops_at, lines = time.monotonic() + _SEARCH_SECONDS, list[LogLine]()
+    while True:
+        page = read_page(source, position, rank, limit - len(lines), test=test)
+        lines, position = lines + page.lines, page.position
+        if not page.more or len(lines) == limit or test is None or time.monotonic() > stops_at:
+            return LogPage(lines, position, page.more)
 
 
 def _refuse_unknown(store: Store, job_id: str) -> None:
@@ -68,8 +139,8 @@ def _refuse_unknown(store: Store, job_id: str) -> None:
         jobs.get(session, job_id)
 
 
-@dataclass(frozen=True)
-class _Tail:
+@dataclass
+class _Live:
     """What is read again and again for one stream."""
 
     store: Store
@@ -77,6 +148,9 @@ class _Tail:
     job_id: str
     rank: int | None
     cursors: LogCursors
+    test: LineTest | None
+    tail: int | None
+    """Newest lines that it has yet to begin with."""
 
     def look(self, position: Position) -> Batch:
         with self.store.read() as session:  # before the logs: what a final job printed is in them by then
@@ -86,10 +160,18 @@ class _Tail:
             whole = is_final(job.state) and self._is_whole(
                 job
             )  # so that the source, which was there before, has it all
-            page = read_page(source, position, self.rank, _STREAM_PAGE)
+            position, page = self._read(source, position)
         except LogsUnavailable:  # it goes on once they can be read
             return Batch([], position, False, False, job.state)
         return Batch(self._entries(position, page.lines), page.position, page.more, whole, job.state)
+
+    def _read(self, source: LogSource, position: Position) -> tuple[Position, LogPage]:
+        """What comes next, and where that begins."""
+        if self.tail is None:
+            return position, read_page(source, position, self.rank, _STREAM_PAGE, test=self.test)
+        found = read_tail(source, self.tail, self.rank, self.test)
+        self.tail = None
+        return found.begin, LogPage(found.lines, found.end, True)
 
     def _is_whole(self, job: Job) -> bool:
         over_for_long = time.time() - (job.finished_at or 0.0) > _LATE_SECONDS

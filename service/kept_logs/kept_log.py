@@ -110,6 +110,10 @@ class KeptLog:
         """See `LogSource`."""
         return self._tried(lambda: self._read(rank, start, size))
 
+    def end(self, rank: int) -> int:
+        """See `LogSource`."""
+        return self._tried(lambda: self._end(self._parts[-1], rank) if self._parts else 0)
+
     def _tried(self, read: Callable[[], T]) -> T:
         """What `read` answers; again where parts are not there any more that it knows of."""
         for tries_left in reversed(range(TRIES)):

@@ -162,6 +162,11 @@ class Spool:
             except FileNotFoundError:
                 return LogBytes(start, b"", False)
 
+    def end(self, rank: int) -> int | None:
+        """As `LogSource.end`; None where the log goes on elsewhere."""
+        with self.lines.lock:
+            return None if self.is_retired else self._place(rank).base + self._size(rank)
+
     def ranks(self) -> set[int]:
         """Those that have printed something, as far as it is known here."""
         assert self._places is not None
@@ -195,3 +200,8 @@ class SpooledLog:
         if not kept.content:
             kept = self._kept.look().read(rank, start, size)
         return LogBytes(kept.start, kept.content, True)  # it goes on here
+
+    def end(self, rank: int) -> int:
+        """See `LogSource`."""
+        here = self._spool.end(rank)
+        return self._kept.look().end(rank) if here is None else here

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, insert, select
+from sqlalchemy import Select, func, insert, select
 from sqlalchemy.orm import Session
 
 from service.store.locks import EVENTS_LOCK
@@ -86,15 +87,49 @@ def said_since(session: Session, job_id: str, type: str, message: str, since: st
     return session.scalars(query.limit(1)).first() is not None
 
 
-def cursors(job_id: str) -> Cursors:
+@dataclass(frozen=True)
+class EventFilter:
+    """Events of a job for which all of this holds; what is empty or None filters nothing."""
+
+    types: tuple[str, ...] = ()
+    """Of one of these types."""
+    generation: int | None = None
+    rank: int | None = None
+
+    def applied(self, query: Select[Event]) -> Select[Event]:
+        """`query` for those events."""
+        query = query.where(Event.type.in_(self.types)) if self.types else query
+        query = query if self.generation is None else query.where(Event.generation == self.generation)
+        return query if self.rank is None else query.where(Event.rank == self.rank)
+
+
+EVERY_EVENT = EventFilter()
+
+
+def cursors(job_id: str, wanted: EventFilter = EVERY_EVENT, newest_first: bool = False) -> Cursors:
     """Of a job's events. What they hold is the id of an event."""
-    return Cursors("events", job=job_id)
+    types = ",".join(wanted.types) or None
+    given = {"types": types, "generation": wanted.generation, "rank": wanted.rank}
+    return Cursors("events", job=job_id, order="desc" if newest_first else None, **given)
 
 
-def page(session: Session, job_id: str, after_id: int = 0, limit: int = 100) -> Page[Event]:
+def page(
+    session: Session, job_id: str, after_id: int = 0, limit: int = 100, wanted: EventFilter = EVERY_EVENT
+) -> Page[Event]:
     """A job's events with an id above `after_id`, oldest first."""
     query = select(Event).where(Event.job_id == job_id, Event.id > after_id).order_by(Event.id).limit(limit + 1)
-    return Page.of(list(session.scalars(query)), limit, cursors(job_id), lambda event: str(event.id))
+    rows = list(session.scalars(wanted.applied(query)))
+    return Page.of(rows, limit, cursors(job_id, wanted), lambda event: str(event.id))
+
+
+def page_back(
+    session: Session, job_id: str, before_id: int | None = None, limit: int = 100, wanted: EventFilter = EVERY_EVENT
+) -> Page[Event]:
+    """A job's events with an id below `before_id`, or all, newest first."""
+    query = select(Event).where(Event.job_id == job_id).order_by(Event.id.desc()).limit(limit + 1)
+    query = query if before_id is None else query.where(Event.id < before_id)
+    rows = list(session.scalars(wanted.applied(query)))
+    return Page.of(rows, limit, cursors(job_id, wanted, newest_first=True), lambda event: str(event.id))
 
 
 def cursors_of_all(job_id: str | None = None, type: str | None = None) -> Cursors:

@@ -9,6 +9,7 @@ from service.logs import log_file, log_folder
 from service.recovery.timeline import RecoveryTimeline
 from service.store import checkpoints, events, generations, rank_numbers, ranks, recoveries
 from service.store.recoveries import Beginning
+from tests.api.test_sse_server import read_stream
 from workers.liveness.rank_samples import RankSample, packed
 
 
@@ -52,6 +53,37 @@ def test_events_come_in_pages_that_can_be_resumed(service):
     assert [event["type"] for event in third["items"]] == ["later"]
 
 
+def test_events_by_type_generation_and_rank_from_either_end(service):
+    job = service.submit()["id"]
+    told = [("a", 1, 0), ("b", 1, None), ("a", 2, 1), ("a", 2, 0), ("c", None, None)]
+
+    def tell(session):
+        for number, (kind, generation, rank) in enumerate(told):
+            events.append(session, job, kind, str(number), generation=generation, rank=rank)
+
+    service.store.write(tell)
+
+    def said(**parameters):
+        page = service.http.get(f"/v1/jobs/{job}/events", params=parameters).json()
+        return [event["message"] for event in page["items"]], page
+
+    assert said(type="a")[0] == ["0", "2", "3"]
+    assert said(type="c,b")[0] == ["1", "4"]
+    assert said(generation=2, rank=0)[0] == ["3"]
+    newest, page = said(type="a", order="desc", limit=2)
+    assert newest == ["3", "2"]
+    assert said(type="a", order="desc", cursor=page["next_cursor"])[0] == ["0"]
+    service.store.write(lambda session: events.append(session, job, "a", "later"))
+    assert said(type="a", cursor=page["resume_cursor"])[0] == ["later"]
+    for foreign in ({}, {"type": "a"}, {"type": "b", "order": "desc"}):
+        assert service.http.get(
+            f"/v1/jobs/{job}/events", params={**foreign, "cursor": page["next_cursor"]}
+        ).json()["errors"][0]["path"] == "cursor"  # fmt: skip
+    service.move(job, "CANCELLED")
+    entries, _ = read_stream(service, f"/v1/jobs/{job}/events?type=a&generation=2")
+    assert [event["message"] for _, event in entries] == ["2", "3"]
+
+
 def test_page_without_events_leads_on_from_where_it_was_asked_for(service):
     """Else whoever comes back with what it was given last would see everything a second time."""
     job = service.submit()
@@ -76,7 +108,7 @@ def test_logs_come_by_rank_or_merged(service):
     write_log(service, job["id"], 1, "b1")
     later = service.http.get(path, params={"cursor": rest["resume_cursor"]}).json()
     assert [line["text"] for line in later["items"]] == ["b1"]
-    assert set(later["items"][0]) == {"time", "rank", "generation", "stream", "text"}
+    assert set(later["items"][0]) == {"time", "rank", "generation", "stream", "text", "level"}
 
 
 def test_ranks_and_checkpoints_are_shown_as_stored(service):

@@ -156,8 +156,8 @@ def test_what_a_job_prints_last_is_in_the_stream_though_it_ends_while_its_log_is
     folder.mkdir(parents=True)
     read, looks = logs.read_page, []
 
-    def read_page(*arguments):
-        page = read(*arguments)
+    def read_page(*arguments, **more):
+        page = read(*arguments, **more)
         if not looks:
             line = {"time": 1, "rank": 0, "generation": 1, "text": "last"}
             log_file(folder, 0).write_text(json.dumps(line) + "\n")

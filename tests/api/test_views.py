@@ -90,7 +90,7 @@ def test_ledger_log_line_and_deletion_are_told_as_they_are():
     assert (ledger["seconds"], ledger["wall_seconds"], ledger["goodput"]) == (seconds, 100.0, 0.5)
     assert (ledger["closed"], ledger["began_at"], ledger["until"]) == (True, moment(1000.0), moment(1100.0))
     line = shown(views.log_view(LogLine(1.0, 2, 3, "stderr", "text", 4)))
-    assert line == {"time": moment(1.0), "rank": 2, "generation": 3, "stream": "stderr", "text": "text"}
+    assert line == {"time": moment(1.0), "rank": 2, "generation": 3, "stream": "stderr", "text": "text", "level": None}
     gone = shown(views.deletion_view("job_1", Deletion({"events": 1}, RemovedFiles(checkpoints=2, logs=3, bytes=4))))
     assert gone == {"id": "job_1", "rows": {"events": 1}, "checkpoints": 2, "logs": 3, "bytes": 4}
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from api.cli import checkpoints as checkpoint_commands
 from api.cli import jobs as job_commands
+from api.cli import lines as line_commands
 from api.cli import main
 from api.cli import nodes as node_commands
 from api.cli.main import app
@@ -22,6 +23,7 @@ from tests.api.support.silent_service import SilentService
 
 checkpoint_commands.register(app)
 job_commands.register(app)
+line_commands.register(app)
 node_commands.register(app)
 
 
@@ -321,6 +323,17 @@ FAULT = {"kind": "kill", "rank": 0, "at_step": 0, "phase": "data", "seconds": 0.
         ("status JOB", "GET /v1/jobs/JOB", None),
         ("logs JOB --rank 0", "GET /v1/jobs/JOB/logs?rank=0&limit=500", None),
         ("logs JOB --rank 0 --follow", "GET /v1/jobs/JOB/logs?follow=true&rank=0", None),
+        (
+            "logs JOB --tail 5 --stream stderr --search a --regex b+ --level error",
+            "GET /v1/jobs/JOB/logs?limit=500&tail=5&stream=stderr&search=a&regex=b+&level=error",
+            None,
+        ),
+        ("logs JOB -f --tail 5", "GET /v1/jobs/JOB/logs?follow=true&tail=5", None),
+        (
+            "events JOB --type a --rank 0 --generation 2",
+            "GET /v1/jobs/JOB/events?limit=100&type=a&rank=0&generation=2",
+            None,
+        ),
         ("logs JOB -f", "GET /v1/jobs/JOB/logs?follow=true", None),
         ("events JOB", "GET /v1/jobs/JOB/events?limit=100", None),
         ("events JOB --follow", "GET /v1/jobs/JOB/events?follow=true", None),

@@ -1,0 +1,89 @@
+"""`manta logs` and `manta events`: what a job printed, and what happened to it, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, TypeVar
+
+import typer
+
+from api.calls import WantedEvents, WantedLines
+from api.cli import render
+from api.cli.main import EXIT_BAD_INPUT, Follow, JobId, Json, RankNumber, Url, connect, fail, show_lines
+from api.client import MantaClient
+from api.schemas import Event, Items, JobEvent
+
+T = TypeVar("T")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command()(logs)
+    app.command()(events)
+
+
+def logs(
+    job: JobId,
+    rank: RankNumber = None,
+    follow: Follow = False,
+    tail: Annotated[int | None, typer.Option("--tail", min=1, max=10_000, help="Only the newest lines.")] = None,
+    stream: Annotated[str | None, typer.Option("--stream", help="Only lines of stdout, stderr or agent.")] = None,
+    search: Annotated[str | None, typer.Option("--search", help="Only lines with this; case does not matter.")] = None,
+    regex: Annotated[str | None, typer.Option("--regex", help="Only lines that match in part.")] = None,
+    level: Annotated[
+        str | None, typer.Option("--level", help="Only lines that say they are as serious: debug ... critical.")
+    ] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Print what a job's ranks printed."""
+    wanted = WantedLines(tail=tail, stream=stream, search=search, regex=regex, level=level)
+    with connect(url) as client:
+        if follow:
+            lines = client.follow_logs(job, rank, **wanted)
+        elif tail is not None:
+            lines = iter(client.logs(job, rank, **wanted).items)
+        else:
+            lines = _to_the_last_page(lambda cursor: client.logs(job, rank, cursor, **wanted))
+        show_lines(lines, as_json, render.log_line)
+
+
+def events(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id; default: all jobs.")] = None,
+    type: Annotated[str | None, typer.Option("--type", help="Only events of this type, such as recovered.")] = None,
+    rank: RankNumber = None,
+    generation: Annotated[int | None, typer.Option(min=0, help="Only of this generation.")] = None,
+    follow: Follow = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Print what happened to a job, or to all jobs."""
+    if job is None and (rank is not None or generation is not None):
+        raise fail("say of which job: ranks and generations are a job's own", EXIT_BAD_INPUT)
+    with connect(url) as client:
+        if job is None:
+            everywhere = client.follow_all_events(type=type) if follow else _events_of_all(client, type)
+            show_lines(everywhere, as_json, render.job_event_line)
+            return
+        wanted = WantedEvents(type=type, rank=rank, generation=generation)
+        answer = client.follow_events(job, **wanted) if follow else _events_of(client, job, wanted)
+        show_lines(answer, as_json, render.event_line)
+
+
+def _events_of(client: MantaClient, job: str, wanted: WantedEvents) -> Iterator[Event]:
+    return _to_the_last_page(lambda cursor: client.events(job, cursor, **wanted))
+
+
+def _events_of_all(client: MantaClient, type: str | None) -> Iterator[JobEvent]:
+    return _to_the_last_page(lambda cursor: client.all_events(None, type, cursor, limit=1000))
+
+
+def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
+    """All items of a list, page by page."""
+    cursor: str | None = None
+    while True:
+        page = page_at(cursor)
+        yield from page.items
+        cursor = page.next_cursor
+        if cursor is None:
+            return

@@ -1,0 +1,124 @@
+"""The newest lines of what a job's ranks printed, read from the end, however much there is before them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from service.log_filters import LineTest
+from service.logs import Chunk, LogLine, LogSource, Position, merge, understood
+
+CHUNK_BYTES = 64 * 1024
+"""Of a rank, read first; then twice as many, and so on."""
+MOST_BYTES = 64 * 1024 * 1024
+"""Over all ranks."""
+MOST_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class LogTail:
+    """The newest lines."""
+
+    lines: list[LogLine]
+    """By time, each rank's in the order in which it printed them."""
+    begin: Position
+    """Where the first of these lines lies of each rank; what was printed since and is not among them is not wanted."""
+    end: Position
+    """Where what comes later begins."""
+    more: bool
+    """Whether there may be wanted lines before these."""
+
+
+@dataclass
+class _End:
+    """What was read of the end of one rank's log."""
+
+    rank: int
+    begin: int
+    """Byte from which on it was understood; 0: all there is."""
+    end: int
+    size: int = CHUNK_BYTES
+    lines: list[LogLine] = field(default_factory=list)
+    since: float | None = None
+    """When the first line was printed that was read."""
+
+
+def read_tail(source: LogSource, count: int, rank: int | None = None, test: LineTest | None = None) -> LogTail:
+    """The last `count` lines that `test` wants, or of all: of one rank, or of all of them merged by time. Fewer where
+    MOST_BYTES were read or MOST_SECONDS have passed before. Raises LogsUnavailable."""
+    ranks = source.ranks() if rank is None else [rank]
+    ends = [_End(number, end, end) for number, end in ((each, _end_of_lines(source, each)) for each in ranks)]
+    stops_at, read = time.monotonic() + MOST_SECONDS, 0
+    while True:
+        lines, unread = _certain(ends)
+        if len(lines) >= count or not unread or read >= MOST_BYTES or time.monotonic() > stops_at:
+            break
+        read += sum(_read_back(source, each, test) for each in unread)
+    newest = lines[len(lines) - count :] if len(lines) > count else lines
+    end = {each.rank: each.end for each in ends}
+    begin = end | {line.rank: line.start for line in reversed(newest)}
+    return LogTail(newest, begin, end, bool(unread) or len(lines) > len(newest))
+
+
+def _certain(ends: list[_End]) -> tuple[list[LogLine], list[_End]]:
+    """The lines before which no other can come to light in between, and the ranks of which more must be read for there
+    to be more of them."""
+    merged = merge(Chunk(each.rank, each.lines, each.end, full=False) for each in ends)
+    partly = [each for each in ends if each.begin > 0]
+    if len(ends) == 1 or not partly:
+        return [line for line, _ in merged], partly
+    unseen = [each for each in partly if each.since is None]
+    if unseen:
+        return [], unseen
+    horizon = max(each.since or 0.0 for each in partly)
+    return [line for line, key in merged if key > horizon], [each for each in partly if each.since == horizon]
+
+
+def _end_of_lines(source: LogSource, rank: int) -> int:
+    """The byte after the last whole line of a rank's log."""
+    end, size = source.end(rank), CHUNK_BYTES
+    while True:
+        start, content = _bytes(source, rank, max(0, end - size), end)
+        newline = content.rfind(b"\n")
+        if newline >= 0 or start > end - size or start == 0:
+            return start + newline + 1
+        size *= 2
+
+
+def _read_back(source: LogSource, each: _End, test: LineTest | None) -> int:
+    """Read the part before what was read; how many bytes that were."""
+    wanted = max(0, each.begin - each.size)
+    start, content = _bytes(source, each.rank, wanted, each.begin)
+    each.size = min(2 * each.size, MOST_BYTES)
+    is_all = wanted == 0 or start > wanted  # what is before is lost
+    first = 0 if is_all else content.find(b"\n") + 1
+    if first == 0 and not is_all:
+        return len(content)  # within a line that is longer
+    lines, _, _ = understood(content[first:], each.rank, start + first, test)
+    each.lines = [*lines, *each.lines]
+    since = _time_of_first(content[first:], each.rank)
+    each.since = each.since if since is None else since
+    each.begin = 0 if is_all else start + first
+    return len(content)
+
+
+def _time_of_first(content: bytes, rank: int) -> float | None:
+    for raw in content.splitlines(keepends=True):
+        lines, _, _ = understood(raw, rank, 0, None)
+        if lines:
+            return lines[0].time
+    return None
+
+
+def _bytes(source: LogSource, rank: int, start: int, end: int) -> tuple[int, bytes]:
+    """The bytes of a rank's log from `start` to `end`, and where they begin: later where some are lost."""
+    contents, at = list[bytes](), start
+    while at < end:
+        found = source.read(rank, at, end - at)
+        if found.start > at:
+            contents, start = [], found.start
+        if not found.content:
+            break
+        contents.append(found.content)
+        at = found.start + len(found.content)
+    return start, b"".join(contents)

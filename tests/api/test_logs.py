@@ -1,0 +1,124 @@
+"""GET /v1/jobs/{id}/logs: from the end, filtered, and live in the same way."""
+
+import json
+
+import pytest
+
+from service.logs import log_file, log_folder
+from tests.api.test_sse_server import read_stream
+
+LINES = ("step 1 loss 2.5", "WARNING: slow", "step 2 loss 2.25", "ValueError: bad", "step 3 loss 2.0")
+
+
+@pytest.fixture
+def job(service):
+    """A job with two ranks, of which one printed LINES and the other errors."""
+    job_id = service.submit()["id"]
+    add(service, job_id, 0, *LINES)
+    add(service, job_id, 1, "ERROR of the other", stream="stderr", begin=10.5)
+    return job_id
+
+
+def add(service, job, rank, *texts, stream="stdout", begin=10.0):
+    folder = log_folder(service.control.home, job)
+    folder.mkdir(parents=True, exist_ok=True)
+    with log_file(folder, rank).open("a") as file:
+        for number, text in enumerate(texts):
+            line = {"time": begin + number, "rank": rank, "generation": 1, "stream": stream, "text": text}
+            file.write(json.dumps(line) + "\n")
+
+
+def asked(service, job, **parameters):
+    answer = service.http.get(f"/v1/jobs/{job}/logs", params=parameters)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def texts(page):
+    return [line["text"] for line in page["items"]]
+
+
+def test_newest_lines_come_by_time_and_say_whether_there_are_more(service, job):
+    page = asked(service, job, tail=2)
+    assert (texts(page), page["earlier"], page["next_cursor"]) == (list(LINES[3:]), True, None)
+    assert texts(asked(service, job, cursor=page["resume_cursor"])) == []
+    add(service, job, 1, "later", begin=99.0)
+    assert texts(asked(service, job, cursor=page["resume_cursor"])) == ["later"]
+    page = asked(service, job, tail=100)
+    assert (len(page["items"]), page["earlier"]) == (7, False)
+    assert texts(asked(service, job, tail=1, rank=0)) == [LINES[-1]]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"stream": "stderr"}, ["ERROR of the other"]),
+        ({"search": "LOSS 2.2"}, ["step 2 loss 2.25"]),
+        ({"regex": r"^step \d loss 2\.\d$"}, [LINES[0], LINES[4]]),
+        ({"level": "warning"}, ["ERROR of the other", LINES[1], LINES[3]]),
+        ({"level": "error", "rank": 0}, [LINES[3]]),
+        ({"search": "step", "regex": "3|1", "stream": "stdout"}, [LINES[0], LINES[4]]),
+        ({"level": "critical"}, []),
+    ],
+)
+def test_lines_that_are_wanted_and_no_others(service, job, parameters, expected):
+    assert texts(asked(service, job, **parameters)) == expected
+    assert texts(asked(service, job, **parameters, tail=50)) == expected
+    assert texts(asked(service, job, **parameters, tail=1)) == expected[-1:]
+    first = asked(service, job, **parameters, limit=1)
+    rest = asked(service, job, **parameters, cursor=first["resume_cursor"])
+    assert texts(first) + texts(rest) == expected
+    service.move(job, "CANCELLED")
+    query = "&".join(f"{name}={value}" for name, value in parameters.items()).replace("\\", "%5C").replace("+", "%2B")
+    entries, _ = read_stream(service, f"/v1/jobs/{job}/logs?{query}")
+    assert [line["text"] for _, line in entries] == expected
+
+
+def test_lines_say_how_serious_they_are(service, job):
+    levels = {line["text"]: line["level"] for line in asked(service, job)["items"]}
+    assert (levels[LINES[0]], levels[LINES[1]], levels[LINES[3]]) == (None, "warning", "error")
+
+
+def test_stream_begins_with_the_newest_lines_and_goes_on_behind_any_of_them(service, job):
+    service.move(job, "CANCELLED")
+    entries, state = read_stream(service, f"/v1/jobs/{job}/logs?tail=4")
+    assert ([line["text"] for _, line in entries], state) == ([*LINES[1:]], "CANCELLED")
+    headers = {"Last-Event-ID": entries[1][0]}
+    again = service.http.get(f"/v1/jobs/{job}/logs?follow=true&tail=4", headers=headers).text
+    said = [json.loads(line[6:])["text"] for line in again.splitlines() if line.startswith('data: {"time"')]
+    assert said == [*LINES[3:]]
+
+
+def test_cursor_of_other_lines_is_refused(service, job):
+    cursor = asked(service, job, search="step", limit=1)["resume_cursor"]
+    for other in ({}, {"search": "loss"}, {"search": "step", "rank": 0}):
+        answer = service.http.get(f"/v1/jobs/{job}/logs", params={**other, "cursor": cursor})
+        assert (answer.status_code, answer.json()["errors"][0]["path"]) == (422, "cursor")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "path", "part"),
+    [
+        ({"regex": "(a"}, "regex", "a ( without )"), ({"regex": r"(a)\1"}, "regex", "not known here"),
+        ({"regex": "a" * 501}, "regex", "500"), ({"level": "loud"}, "level", "'debug'"),
+        ({"stream": "stdin"}, "stream", "'stdout'"), ({"tail": 0}, "tail", "1"), ({"search": ""}, "search", "1"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_named(service, job, parameters, path, part):
+    for follow in ("false", "true"):
+        answer = service.http.get(f"/v1/jobs/{job}/logs", params={**parameters, "follow": follow})
+        assert (answer.status_code, answer.json()["errors"][0]["path"]) == (422, path)
+        assert part in answer.json()["detail"]
+
+
+def test_what_is_searched_for_is_found_behind_much_else(service, job, monkeypatch):
+    monkeypatch.setattr("service.logs.MIN_CHUNK_BYTES", 200)
+    monkeypatch.setattr("api.routes.logs.read_page", _in_small_parts)
+    add(service, job, 0, *["nothing"] * 500, "the needle", begin=100.0)
+    assert texts(asked(service, job, search="needle")) == ["the needle"]
+
+
+def _in_small_parts(source, position, rank, limit, **more):
+    from service.logs import read_page
+
+    return read_page(source, position, rank, limit, max_bytes=1, **more)

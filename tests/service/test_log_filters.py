@@ -1,0 +1,50 @@
+"""Lines by stream, text, expression and level."""
+
+import pytest
+
+from service.log_filters import LogFilter, level_of
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("WARNING:root:disk is nearly full", "warning"), ("2026-01-01 10:00 ERROR trainer: no", "error"),
+        ("[W1126 02:22:00.5 socket.cpp:752] [c10d] The client socket", "warning"), ("[rank0]:[E1126 02:22 x", "error"),
+        ("ValueError: bad", "error"), ("torch.cuda.OutOfMemoryError: no", "error"), ("UserWarning: old", "warning"),
+        ("DEBUG a", "debug"), ("FATAL", "critical"), ("step 5 loss 2.3", None), ("no error here", None), ("", None),
+        ("x" * 200 + " ERROR", None), ("  raise ValueError", None), ("INFORMATION", None),
+    ],
+)  # fmt: skip
+def test_level_is_what_the_line_says(text, level):
+    assert level_of(text) == level
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stream", "text", "yes"),
+    [
+        (LogFilter("stderr"), "stderr", "x", True), (LogFilter("stderr"), "stdout", "x", False),
+        (LogFilter(search="LoSs"), "stdout", "the loss", True), (LogFilter(search="loss"), "stdout", "los", False),
+        (LogFilter(regex="^a+$"), "stdout", "aaa", True), (LogFilter(regex="^a+$"), "stdout", "aab", False),
+        (LogFilter(level="warning"), "stdout", "ERROR x", True), (LogFilter(level="error"), "stdout", "WARN x", False),
+        (LogFilter(level="debug"), "stdout", "says nothing", False),
+        (LogFilter("stderr", "b", "a", "info"), "stderr", "INFO a b", True),
+        (LogFilter("stderr", "b", "a", "info"), "stderr", "INFO a c", False),
+    ],
+)  # fmt: skip
+def test_all_that_is_asked_for_must_hold(wanted, stream, text, yes):
+    assert wanted.test().wants(stream, text) is yes
+
+
+def test_nothing_is_tested_where_every_line_is_wanted():
+    assert LogFilter().test() is None
+
+
+@pytest.mark.parametrize(
+    ("search", "line", "may"),
+    [
+        ("loss", b'{"text": "no LOSS"}', True), ("loss", b'{"text": "x"}', False), ("a\"b", b'{"text": "x"}', True),
+        ("é", b'{"text": "x"}', True), ("a\\b", b"{}", True), (None, b"{}", True),
+    ],
+)  # fmt: skip
+def test_look_at_the_bytes_leaves_out_no_line_that_is_wanted(search, line, may):
+    assert LogFilter("stdout", search).test().may_want(line) is may

@@ -1,0 +1,109 @@
+"""The newest lines, from the end: the same ones as of whoever reads everything, from a small part of it."""
+
+import json
+import random
+
+import pytest
+
+from service import log_tail
+from service.log_filters import LogFilter
+from service.log_tail import read_tail
+from service.logs import LogBytes, LogFiles, log_file, read_page
+
+
+def write(folder, rank, lines, end=""):
+    folder.mkdir(exist_ok=True)
+    entries = [
+        json.dumps({"time": time, "rank": rank, "generation": 1, "stream": "stdout", "text": text}) + "\n"
+        for time, text in lines
+    ]
+    log_file(folder, rank).write_text("".join(entries) + end)
+
+
+def everything(folder, rank=None, test=None):
+    lines, position = [], {}
+    while True:
+        page = read_page(LogFiles(folder), position, rank, test=test)
+        lines, position = lines + page.lines, page.position
+        if not page.more:
+            return lines
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_newest_lines_are_those_of_whoever_reads_everything(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(log_tail, "CHUNK_BYTES", 300)
+    rng = random.Random(seed)
+    for rank in range(3):
+        time, lines = 0.0, []
+        for number in range(rng.choice([0, 3, 200])):
+            time += rng.choice([0.0, 0.1, 5.0])
+            lines.append((time, f"{rank} {number} {'x' * rng.choice([0, 10, 2000])}"))
+        write(tmp_path, rank, lines, end=rng.choice(["", '{"time": 9999, "text": "half', "no json\n"]))
+    for wanted in (LogFilter(), LogFilter(search="7"), LogFilter(search="nowhere")):
+        whole = everything(tmp_path, test=wanted.test())
+        for count in (1, 2, 17, 1000):
+            found = read_tail(LogFiles(tmp_path), count, test=wanted.test())
+            assert found.lines == whole[-count:]
+            assert found.more is (len(whole) > count) or (found.more and len(whole) >= count)
+            again = read_page(LogFiles(tmp_path), found.begin, limit=5000, test=wanted.test())
+            assert again.lines == found.lines, "whoever goes on where they begin sees them again, and no others"
+            assert read_page(LogFiles(tmp_path), found.end, test=wanted.test()).lines == []
+    one = [line for line in everything(tmp_path) if line.rank == 1]
+    assert read_tail(LogFiles(tmp_path), 20, rank=1).lines == one[-20:]
+
+
+class Counting(LogFiles):
+    """Counts what is read."""
+
+    count = 0
+
+    def read(self, rank, start, size):
+        found = super().read(rank, start, size)
+        self.count += len(found.content)
+        return found
+
+
+def test_little_is_read_of_a_long_log(tmp_path):
+    write(tmp_path, 0, [(float(number), "x" * 100) for number in range(50_000)])
+    source = Counting(tmp_path)
+    found = read_tail(source, 100)
+    assert [line.time for line in found.lines] == [float(number) for number in range(49_900, 50_000)]
+    assert source.count < 4 * log_tail.CHUNK_BYTES < log_file(tmp_path, 0).stat().st_size / 10
+    assert found.more
+
+
+def test_search_that_finds_little_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_tail, "MOST_BYTES", 200_000)
+    write(tmp_path, 0, [(float(number), "needle" if number == 5 else "x" * 100) for number in range(20_000)])
+    found = read_tail(LogFiles(tmp_path), 10, test=LogFilter(search="needle").test())
+    assert (found.lines, found.more) == ([], True)
+
+
+def test_log_whose_beginning_is_lost_has_the_lines_that_are_left(tmp_path):
+    write(tmp_path, 0, [(float(number), str(number)) for number in range(10)])
+    content = log_file(tmp_path, 0).read_bytes()
+    half = content.index(b"\n", len(content) // 2) + 1
+
+    class Lost(LogFiles):
+        def read(self, rank, start, size):
+            begin = max(start, half)
+            return LogBytes(begin, content[begin : start + size], start + size < len(content))
+
+    found = read_tail(Lost(tmp_path), 100)
+    assert [line.text for line in found.lines] == [
+        str(number) for number in range(10 - content[half:].count(b"\n"), 10)
+    ]
+    assert not found.more
+
+
+def test_job_that_printed_nothing_has_no_tail(tmp_path):
+    for rank in (None, 4):
+        found = read_tail(LogFiles(tmp_path / "nowhere"), 5, rank)
+        assert (found.lines, found.more) == ([], False)
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_line_that_is_longer_than_what_is_read_at_first(tmp_path, monkeypatch, end):
+    monkeypatch.setattr(log_tail, "CHUNK_BYTES", 100)
+    write(tmp_path, 0, [(1.0, "a" * 1000), (2.0, "b" * 1000)], end)
+    assert [line.text[0] for line in read_tail(LogFiles(tmp_path), 1).lines] == ["b"]
