@@ -43,6 +43,8 @@ class RenderedJob:
     """Its `etag`."""
     body: bytes
     """The job as JSON."""
+    brief: bytes
+    """The same with an empty spec."""
 
 
 class RenderedJobs:
@@ -76,7 +78,11 @@ class RenderedJobs:
         if stale:
             new = {
                 job.id: RenderedJob(
-                    stale[job.id], _good_until(job, now), job.etag or "", job.model_dump_json().encode()
+                    stale[job.id],
+                    _good_until(job, now),
+                    job.etag or "",
+                    job.model_dump_json().encode(),
+                    job.model_copy(update={"spec": {}}).model_dump_json().encode(),
                 )
                 for job in views.job_views(connection, job_rows.understood(connection, stale))
             }
@@ -99,10 +105,14 @@ class RenderedJobs:
             for job_id, job in new.items():
                 replaced = self._kept.pop(job_id, None)
                 self._kept[job_id] = job
-                self._kept_bytes += len(job.body) - (0 if replaced is None else len(replaced.body))
+                self._kept_bytes += _bytes_of(job) - (0 if replaced is None else _bytes_of(replaced))
             while self._kept_bytes > MOST_KEPT_BYTES:
                 _, oldest = self._kept.popitem(last=False)
-                self._kept_bytes -= len(oldest.body)
+                self._kept_bytes -= _bytes_of(oldest)
+
+
+def _bytes_of(job: RenderedJob) -> int:
+    return len(job.body) + len(job.brief)
 
 
 def _good_until(job: schemas.Job, now: float) -> float:

@@ -43,11 +43,12 @@ class RenderedPages:
         self._jobs, self._clock = jobs, clock
         self._kept: KeptAnswers[tuple[Any, ...], _RenderedPage] = KeptAnswers(most_bytes)
 
-    def page(self, store: Store, *filters: Any) -> bytes:
+    def page(self, store: Store, *filters: Any, with_spec: bool = True) -> bytes:
         """Jobs of a list as they are answered. `filters` are those of `job_rows.page`, which says what it
         raises."""
         now = self._clock()
-        kept = self._kept.get(filters)
+        question = (*filters, with_spec)
+        kept = self._kept.get(question)
         if kept is not None and now < kept.good_until:
             with store.read_once() as connection:
                 if kept.rows == job_rows.page_as_text(connection, *filters):
@@ -55,10 +56,11 @@ class RenderedPages:
         with store.read_rows() as connection:
             rows = job_rows.page_as_text(connection, *filters)
             page = self._jobs.page(connection, *filters)
-        items, cursor = b",".join(job.body for job in page.items), json.dumps(page.next_cursor).encode()
+        bodies = (job.body if with_spec else job.brief for job in page.items)
+        items, cursor = b",".join(bodies), json.dumps(page.next_cursor).encode()
         good_until = min((job.good_until for job in page.items), default=math.inf)
         made = _RenderedPage(rows, good_until, b'{"items":[%b],"next_cursor":%b}' % (items, cursor))
-        self._kept.keep(filters, made, len(rows) + len(made.body))
+        self._kept.keep(question, made, len(rows) + len(made.body))
         return made.body
 
 

@@ -57,11 +57,14 @@ async def list_jobs(
     ] = "desc",
     limit: Limit = 50,
     cursor: Cursor = None,
+    spec: Annotated[
+        bool, Query(description="Whether each job has its spec; else it is empty, and the page short")
+    ] = True,
 ) -> Response:
     """Jobs; those that were submitted last come first unless `sort` and `order` say otherwise."""
     rendered, asked = rendered_pages_of(request), (wanted, JobOrder(sort, order == "desc"), limit, cursor)
     threads = read_threads_of(request).lists
-    body = await threads.run(control.store, lambda: rendered.page(control.store, *asked))
+    body = await threads.run(control.store, lambda: rendered.page(control.store, *asked, with_spec=spec))
     return Response(body, media_type="application/json")
 
 

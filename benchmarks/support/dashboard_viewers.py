@@ -31,14 +31,14 @@ class _Page:
         """One turn of it."""
         job = (await self.client.get(f"/v1/jobs/{self.job}")).json()
         if self.turn % SLOW_TURN == 0:
-            parameters = {"limit": 1000} | ({"cursor": self.cursor} if self.cursor else {})
-            events = await self.client.get(f"/v1/jobs/{self.job}/events", params=parameters)
+            more = "" if self.cursor is None else f"&cursor={self.cursor}"
+            events = await self.client.get(f"/v1/jobs/{self.job}/events?limit=1000{more}")
             self.cursor = events.json()["resume_cursor"]
             for each in ("ranks", "ledger", "recoveries"):
                 await self.client.get(f"/v1/jobs/{self.job}/{each}")
         if job["step"] != self.step:
-            after = {"names": NAMES, "max_points": 1500, "after_step": max(0, self.step - OVERLAP)}
-            await self.client.get(f"/v1/jobs/{self.job}/metrics", params=after)
+            after = f"names={NAMES}&max_points=1500&after_step={max(0, self.step - OVERLAP)}"
+            await self.client.get(f"/v1/jobs/{self.job}/metrics?{after}")
         self.step, self.turn = job["step"], self.turn + 1
 
 
@@ -63,4 +63,5 @@ async def _forever(page: _Page, shift: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_follow(*sys.argv[1:4], count=int(sys.argv[4])))
+    url, key, job, count = sys.argv[1:]
+    asyncio.run(_follow(url, key, job, int(count)))

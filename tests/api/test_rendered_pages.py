@@ -141,3 +141,11 @@ def test_pages_that_nobody_asks_for_any_more_are_forgotten_where_there_is_room_f
 def test_a_cursor_that_is_none_is_refused(store, pages):
     with pytest.raises(InvalidCursor):
         pages.page(store, EVERY_JOB, NEWEST_FIRST, 50, "nonsense")
+
+
+def test_page_without_specs_is_the_same_but_for_them(service):
+    name = service.submit()["name"]
+    whole, brief = (service.http.get(f"/v1/jobs?spec={spec}").json()["items"][0] for spec in ("true", "false"))
+    assert whole["spec"]["name"] == name and brief["spec"] == {}
+    assert {**brief, "spec": whole["spec"]} == whole
+    assert service.http.get("/v1/jobs").json()["items"][0]["spec"] == whole["spec"]

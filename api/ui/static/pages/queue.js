@@ -21,7 +21,7 @@ export async function open(root, { shell }) {
 
   async function refresh(signal) {
     const [queued, nodes, ...held] = await Promise.all([
-      all("/v1/jobs", { state: "QUEUED", spec: false }, 2000, { signal }),
+      all("/v1/jobs", { state: "QUEUED" }, 2000, { signal }),
       optional(get("/v1/cluster", {}, { signal })),
       ...HOLDING.map((state) => all("/v1/jobs", { state, spec: false }, 1000, { signal })),
     ]);
@@ -52,7 +52,7 @@ function nameOf(job) {
 function waitingRow(job) {
   const lacks = job.queue.waiting_for;
   const text = lacks ? `needs ${number(lacks.needed)} ${lacks.resource === "GPU" ? "GPUs" : "places"}, ${number(lacks.available)} free` : UNKNOWN;
-  return h("tr", {}, h("td", { class: "number" }, number(job.queue.position)), nameOf(job), h("td", { class: "number" }, layout(job.parallel)), h("td", { class: "number" }, number(job.priority ?? job.spec?.priority)),
+  return h("tr", {}, h("td", { class: "number" }, number(job.queue.position)), nameOf(job), h("td", { class: "number" }, layout(job.parallel)), h("td", { class: "number" }, number(job.spec.priority)),
     h("td", { class: "message" }, job.message ?? "its turn has not come"), h("td", {}, text, h("div", { class: "note" }, `for ${age(job.created_at)}`)));
 }
 
