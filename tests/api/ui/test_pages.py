@@ -117,8 +117,12 @@ def test_logs_are_filtered_by_rank_and_text(viewer):
     page.get_by_label("Only lines with").fill("/step 1[0-4]\\d:/")
     expect(log.locator(".log-line")).to_have_count(10)
     page.get_by_label("Only lines with").fill("/(/")
-    expect(page.get_by_role("status").filter(has_text="regular expression")).to_be_visible()
+    expect(page.get_by_role("status").filter(has_text="regex")).to_be_visible()
     assert "rank=3" in page.url
+    page.get_by_label("Only lines with").fill("")
+    page.get_by_label("Level").select_option("error")
+    expect(log).to_have_text("No line matches.")
+    viewer.complaints.said = [text for text in viewer.complaints.said if "422" not in text]
 
 
 def test_checkpoints_that_are_gone_are_folded_away(viewer):

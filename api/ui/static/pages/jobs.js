@@ -119,11 +119,20 @@ class JobsPage {
       ids.length ? optional(get("/v1/jobs/sparklines", { jobs: ids.join(",") }, { signal })) : null,
     ]);
     if (cluster) setText(this.cluster, clusterText(cluster));
-    if (counts) setText(this.counts, [counted(counts.total, "job"), ...Object.entries(counts.by_state).map(([state, count]) => `${number(count)} ${state}`)].join(" · "));
+    if (counts) this.showCounts(counts);
     for (const { job, loss } of lines?.items ?? []) {
       this.lines.set(job, loss.map(numberOf));
       this.rows.rows.get(job)?.showLine();
     }
+  }
+
+  showCounts({ total, by_state: byState }) {
+    const choose = (state) => {
+      this.states.value = state;
+      this.filter("state", state);
+    };
+    const chip = ([state, count]) => h("button", { class: `plain kind tone-${stateTone(state)}`, onclick: () => choose(state) }, `${number(count)} ${state}`);
+    fill(this.counts, counted(total, "job"), Object.entries(byState).filter(([, count]) => count > 0).map(chip));
   }
 
   show(jobs, more) {

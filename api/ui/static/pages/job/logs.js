@@ -1,12 +1,15 @@
-/** What the ranks print: live, from the end, by rank, stream and text. */
+/** What the ranks print: live, from the end, by rank, stream, level and text. The service does the searching. */
 
-import { get } from "../../core/api.js";
-import { fill, h, panel, setText } from "../../core/dom.js";
+import { Problem, get } from "../../core/api.js";
+import { fill, h, panel, setText, setVisible } from "../../core/dom.js";
 import { clock, counted, utc } from "../../core/format.js";
 import { Router } from "../../core/router.js";
 
-const [PAGE, MOST_PAGES, SHOWN] = [1000, 5, 2000];
+const [PAGE, MOST_PAGES, SHOWN, MOST] = [1000, 5, 1000, 10_000];
+const TYPED_MILLISECONDS = 400;
 const NOISE = /\[c10d\]|socket\.cpp|ProcessGroup.*Warning/;
+const LEVELS = ["debug", "info", "warning", "error", "critical"];
+const FILTERS = ["rank", "stream", "level", "text"];
 
 /** The tab. */
 export function create({ id, query, refreshNow }) {
@@ -15,29 +18,49 @@ export function create({ id, query, refreshNow }) {
 
 class LogsTab {
   constructor(id, query, refreshNow) {
-    Object.assign(this, { id, refreshNow, lines: [], cursor: null, tailed: false, settled: false });
-    this.filters = { rank: query.get("rank") ?? "", stream: query.get("stream") ?? "", text: query.get("text") ?? "" };
+    Object.assign(this, { id, refreshNow, settled: false });
+    this.filters = Object.fromEntries(FILTERS.map((name) => [name, query.get(name) ?? ""]));
+    this.begin();
     this.rank = h("select", { "aria-label": "Rank of the log", onchange: (event) => this.choose("rank", event.target.value) }, h("option", { value: "" }, "All ranks"));
-    this.stream = h("select", { "aria-label": "Stream", onchange: (event) => this.choose("stream", event.target.value) }, ["", "stdout", "stderr"].map((name) => h("option", { value: name, selected: name === this.filters.stream }, name || "Both streams")));
-    this.text = h("input", { type: "search", placeholder: "text, or /regular expression/", value: this.filters.text, "aria-label": "Only lines with", oninput: (event) => this.choose("text", event.target.value) });
+    this.text = h("input", { type: "search", placeholder: "text, or /expression/", value: this.filters.text, "aria-label": "Only lines with", oninput: (event) => this.typed(event.target.value) });
     this.quiet = h("input", { type: "checkbox", checked: true, onchange: () => this.draw() });
     this.follow = h("input", { type: "checkbox", checked: true });
-    this.problem = h("span", { class: "note tone-bad", role: "status" });
+    this.problem = h("span", { class: "kind tone-bad", role: "status" });
+    this.more = h("button", { class: "button", hidden: true, onclick: () => this.showMore() }, "Earlier lines");
     this.box = h("div", { class: "log", tabindex: "0", role: "log", "aria-label": "Log", onscroll: () => this.scrolled() });
     const { element, body, note } = panel("Log");
     this.note = note;
-    body.append(h("div", { class: "toolbar" }, this.rank, this.stream, this.text, h("label", { class: "inline" }, this.quiet, "hide notices of torch's sockets"), h("label", { class: "inline" }, this.follow, "follow"), this.problem), this.box);
+    body.append(h("div", { class: "toolbar" }, this.rank, this.choice("stream", "Stream", ["stdout", "stderr", "agent"], "All streams"), this.choice("level", "Level", LEVELS, "All levels"), this.text,
+      h("label", { class: "inline" }, this.quiet, "hide notices of torch's sockets"), h("label", { class: "inline" }, this.follow, "follow"), this.more, this.problem), this.box);
     this.element = h("div", {}, element);
+  }
+
+  choice(name, label, values, all) {
+    const options = ["", ...values].map((value) => h("option", { value, selected: value === this.filters[name] }, value || all));
+    return h("select", { "aria-label": label, onchange: (event) => this.choose(name, event.target.value) }, options);
+  }
+
+  /** Read anew, from the end. */
+  begin(tail = SHOWN) {
+    Object.assign(this, { lines: [], cursor: null, tail, drawn: false, reading: (this.reading ?? 0) + 1 });
+  }
+
+  typed(value) {
+    clearTimeout(this.typing);
+    this.typing = setTimeout(() => this.choose("text", value), TYPED_MILLISECONDS);
   }
 
   choose(name, value) {
     this.filters[name] = value;
     Router.query(this.filters);
-    if (name === "rank") {
-      Object.assign(this, { lines: [], cursor: null, tailed: false });
-      this.refreshNow();
-    }
-    this.draw();
+    this.begin();
+    this.refreshNow();
+  }
+
+  showMore() {
+    this.follow.checked = false;
+    this.begin(Math.min(MOST, 4 * this.tail));
+    this.refreshNow();
   }
 
   scrolled() {
@@ -45,19 +68,38 @@ class LogsTab {
     if (!atEnd) this.follow.checked = false;
   }
 
+  wanted() {
+    const { rank, stream, level, text } = this.filters;
+    const expression = text.match(/^\/(.+)\/$/);
+    return { rank, stream, level, ...(expression ? { regex: expression[1] } : { search: text }) };
+  }
+
   async refresh(signal, job, moved) {
     if (moved) await this.offerRanks(signal);
-    const before = this.lines.length ? this.lines.at(-1) : null;
+    const [reading, before] = [this.reading, this.lines.length];
+    try {
+      await this.read(signal, reading);
+      setText(this.problem, "");
+    } catch (error) {
+      if (!(error instanceof Problem) || error.status !== 422) throw error;
+      setText(this.problem, [error.message, ...error.errors.map((each) => each.rule)].join(": "));
+      this.settled = true;
+    }
+    if (reading === this.reading && (this.lines.length !== before || !this.drawn)) this.draw();
+  }
+
+  async read(signal, reading) {
     for (let page = 0; page < MOST_PAGES; page += 1) {
-      const tail = this.cursor === null ? { tail: SHOWN } : {};
-      const answer = await get(`/v1/jobs/${this.id}/logs`, { rank: this.filters.rank, cursor: this.cursor, limit: PAGE, ...tail }, { signal });
+      const query = this.cursor === null ? { tail: this.tail } : { cursor: this.cursor, limit: PAGE };
+      const answer = await get(`/v1/jobs/${this.id}/logs`, { ...this.wanted(), ...query }, { signal });
+      if (reading !== this.reading) return;
+      if (this.cursor === null) setVisible(this.more, answer.earlier === true && this.tail < MOST);
       this.cursor = answer.resume_cursor;
       this.lines.push(...answer.items);
       this.settled = answer.next_cursor === null;
       if (this.settled) break;
     }
-    if (this.lines.length > 2 * SHOWN) this.lines = this.lines.slice(-SHOWN);
-    if (this.lines.at(-1) !== before || !this.drawn) this.draw();
+    if (this.lines.length > 2 * this.tail) this.lines = this.lines.slice(-this.tail);
   }
 
   async offerRanks(signal) {
@@ -66,28 +108,14 @@ class LogsTab {
     fill(this.rank, h("option", { value: "" }, "All ranks"), items.map((each) => h("option", { value: each.rank, selected: String(each.rank) === this.filters.rank }, `Rank ${each.rank}`)));
   }
 
-  wanted() {
-    const { stream, text } = this.filters;
-    let matches = (line) => line.toLowerCase().includes(text.toLowerCase());
-    setText(this.problem, "");
-    const expression = text.match(/^\/(.+)\/([i]?)$/);
-    if (expression) {
-      try {
-        const compiled = new RegExp(expression[1], expression[2]);
-        matches = (line) => compiled.test(line.slice(0, 2000));
-      } catch (error) {
-        setText(this.problem, error.message);
-      }
-    }
-    return this.lines.filter((line) => (!stream || line.stream === stream) && (!this.quiet.checked || !NOISE.test(line.text)) && (!text || matches(line.text)));
-  }
-
   draw() {
     this.drawn = true;
-    const lines = this.wanted().slice(-SHOWN);
-    setText(this.note, lines.length < this.lines.length ? `${counted(lines.length, "line")} of the last ${this.lines.length.toLocaleString("en-US")}` : counted(lines.length, "line"));
-    const line = (each) => h("div", { class: `log-line ${each.stream}`, title: `${utc(each.time)}, generation ${each.generation}` }, h("span", { class: "who" }, `${clock(each.time, false)} [${each.rank}] `), each.text);
-    fill(this.box, lines.length ? lines.map(line) : h("p", { class: "empty-note" }, this.lines.length ? "No line matches." : "Nothing was printed yet."));
+    const lines = this.quiet.checked ? this.lines.filter((line) => !NOISE.test(line.text)) : this.lines;
+    const hidden = this.lines.length - lines.length;
+    setText(this.note, `${counted(lines.length, "line")}${hidden ? `, ${hidden} hidden` : ""}${this.more.hidden ? "" : ", and earlier ones"}`);
+    const line = (each) => h("div", { class: `log-line ${each.stream} level-${each.level ?? "none"}`, title: `${utc(each.time)}, generation ${each.generation}` }, h("span", { class: "who" }, `${clock(each.time, false)} [${each.rank}] `), each.text);
+    const nothing = Object.values(this.filters).some(Boolean) ? "No line matches." : "Nothing was printed yet.";
+    fill(this.box, lines.length ? lines.map(line) : h("p", { class: "empty-note" }, nothing));
     if (this.follow.checked) this.box.scrollTop = this.box.scrollHeight;
   }
 }

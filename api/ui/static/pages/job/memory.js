@@ -39,7 +39,8 @@ export function create({ id, job }) {
       const { items } = await get(`/v1/jobs/${id}/ranks`, {}, { signal });
       await askPlanner(now);
       const known = items.filter((rank) => Number.isFinite(rank.memory_bytes));
-      setText(note, known.length ? "" : `Not known by rank; the highest of all ranks is ${bytes(now.metrics.latest.memory_bytes)}.`);
+      const cpu = known.some((rank) => rank.device === "cpu");
+      setText(note, cpu ? "On CPUs this is the whole process, Python and torch included; the plan is of tensors alone." : known.length ? "" : `Not known by rank; the highest of all ranks is ${bytes(now.metrics.latest.memory_bytes)}.`);
       fill(body, known.slice(0, 512).map((rank) => row(rank, stages?.[rank.pipeline]?.total)));
     },
     close: () => charts.close(),
@@ -47,6 +48,7 @@ export function create({ id, job }) {
 }
 
 function row(rank, planned) {
-  const difference = planned ? `${(100 * (rank.memory_bytes / planned - 1)).toFixed(1)}%` : "–";
+  const onDevice = rank.device !== "cpu"; // of a process on CPUs the figure holds Python and torch too
+  const difference = planned && onDevice ? `${(100 * (rank.memory_bytes / planned - 1)).toFixed(1)}%` : "–";
   return h("tr", {}, [number(rank.rank), number(rank.pipeline), number(rank.tensor), number(rank.data), bytes(rank.memory_bytes), planned ? bytes(planned) : "–", difference].map((text) => h("td", { class: "number" }, text)));
 }

@@ -11,7 +11,7 @@ import { RankGrid } from "../../parts/rank_grid.js";
 import { costSentence, recoveryTable } from "../../parts/recovery_table.js";
 
 const EVENTS = 12;
-const CPU_NOTE = "on CPUs; MFU is of the rate that products of matrices reach on these cores, measured when the job starts";
+const CPU_NOTE = "On CPUs MFU is of the rate that products of matrices reach on these cores, measured when the job starts.";
 const RECOVERIES = 5;
 
 /** The tab. */
@@ -21,6 +21,7 @@ export function create({ id, job }) {
   const [grid, ledger, recoveries, happened] = [new RankGrid({ compact: true }), ledgerBar(), recoveryTable(), eventTable()];
   const more = (tab, text) => h("a", { href: link(`/jobs/${id}/${tab}`) }, text);
   const notes = h("ul", { class: "attention" });
+  const cpu = h("p", { class: "note" });
   const ranks = panel("Ranks", { controls: [more("ranks", "all about the ranks")] });
   const time = panel("Time", { controls: [more("history", "history")] });
   const failures = panel("Recoveries", { controls: [more("history", "all recoveries")] });
@@ -30,7 +31,7 @@ export function create({ id, job }) {
   time.body.append(ledger.element);
   failures.body.append(recoveries.element);
   last.body.append(happened.element);
-  const element = h("div", {}, notes, h("div", { class: "chart-grid two" }, charts.elements),
+  const element = h("div", {}, cpu, notes, h("div", { class: "chart-grid two" }, charts.elements),
     h("div", { class: "columns" }, ranks.element, time.element), failures.element, last.element);
 
   async function readSlowly(signal, now) {
@@ -40,7 +41,7 @@ export function create({ id, job }) {
       all(`/v1/jobs/${id}/recoveries`, {}, 1000, { signal }),
     ]);
     grid.show(places.items, now);
-    setText(ranks.note, places.items.some((rank) => rank.device === "cpu") ? CPU_NOTE : "");
+    setText(cpu, places.items.some((rank) => rank.device === "cpu") ? CPU_NOTE : "");
     ledger.show(spent);
     setText(failures.note, failed.length ? costSentence(failed) : "");
     recoveries.show(failed.slice(-RECOVERIES));
