@@ -304,6 +304,16 @@ def rank_history(job_id: str, after_step: int = 0, max_points: int = 300) -> Cal
     return Call(schemas.RankHistory, "GET", _job(job_id, "/ranks/history"), parameters)
 
 
+def waits(job_id: str) -> Call[schemas.Waits]:
+    """Who waits for whom in a job."""
+    return Call(schemas.Waits, "GET", _job(job_id, "/waits"))
+
+
+def rank_stack(job_id: str, rank: int) -> Call[schemas.RankStack]:
+    """Where a rank's trainer is now."""
+    return Call(schemas.RankStack, "GET", _job(job_id, f"/ranks/{rank}/stack"), patience=10.0)
+
+
 def checkpoints(job_id: str, limit: int = 100, cursor: str | None = None) -> Call[schemas.Items[schemas.Checkpoint]]:
     """A page of a job's durable checkpoints, those of the highest step first."""
     parameters = {"limit": limit, "cursor": cursor}

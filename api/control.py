@@ -9,6 +9,7 @@ from service.deletion import Deletion
 from service.logs import JobLogs
 from service.measurements import Measurements
 from service.model_packages import ModelPackages
+from service.running_ranks import RankStack, SeenWaits
 from service.store import Store
 from workers.data.roots import DataRoots
 from workers.protocol.messages import Fault
@@ -52,6 +53,14 @@ class ControlPlane(Protocol):
 
     def inject(self, job_id: str, fault: Fault) -> None:
         """Make a fault in a job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
+
+    def waits(self, job_id: str) -> SeenWaits:
+        """Who waits for whom in a job that runs. Raises JobNotFound, NoRanks, SpecNotUnderstood,
+        ClusterUnavailable."""
+
+    def stack(self, job_id: str, rank: int) -> RankStack:
+        """Where a rank's trainer is now. Raises JobNotFound, NoRanks, RankNotFound, RankSilent,
+        ClusterUnavailable."""
 
     def resize(self, job_id: str) -> None:
         """A job shall have another size: wake whoever owns it."""

@@ -53,6 +53,8 @@ NEEDS: dict[str, Need] = {
     "list_logs": _READ,
     "list_ranks": _READ,
     "get_rank_history": _READ,
+    "get_waits": _READ,
+    "get_rank_stack": _READ,
     "list_checkpoints": _READ,
     "get_ledger": _READ,
     "list_recoveries": _READ,

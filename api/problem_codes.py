@@ -39,6 +39,7 @@ KINDS: dict[str, Kind] = {
     "project_not_found": Kind(404, "there is no such project"),
     "key_not_found": Kind(404, "there is no such key"),
     "link_not_good": Kind(404, "the link was used before, has expired or was never given out"),
+    "rank_not_found": Kind(404, "the job has no such rank"),
     "node_not_found": Kind(404, "there is no such node, or several ids begin like that"),
     "method_not_allowed": Kind(405, "the path does not take this method"),
     "illegal_transition": Kind(409, "the job's state does not allow it"),
@@ -47,6 +48,7 @@ KINDS: dict[str, Kind] = {
     "files_not_removed": Kind(409, "a file of the job cannot be removed, so the job is still there"),
     "project_exists": Kind(409, "there is a project of this name already"),
     "idempotency_conflict": Kind(409, "the Idempotency-Key was used before with another body"),
+    "no_ranks": Kind(409, "the job has no ranks that run"),
     "fault_not_possible": Kind(409, "the fault could never strike"),
     "not_understood": Kind(409, "another release stored the job's spec, and this one does not understand it"),
     "precondition_failed": Kind(412, "the job is not any more what If-Match says"),
@@ -63,6 +65,7 @@ KINDS: dict[str, Kind] = {
     "database_unavailable": Kind(503, "the job database does not answer"),
     "cluster_unavailable": Kind(503, "Ray does not answer"),
     "logs_unavailable": Kind(503, "the place where logs are kept does not answer"),
+    "rank_silent": Kind(503, "the rank's agent does not answer, or no trainer runs there"),
     "node_unreachable": Kind(503, "the node does not answer"),
 }
 OF_A_JOB = ("job_not_found", "database_unavailable")

@@ -24,6 +24,7 @@ from service.cluster.sizes import SizeOutOfBounds
 from service.deletion import FilesNotRemoved
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.logs import LogsUnavailable
+from service.running_ranks import NoRanks, RankNotFound, RankSilent
 from service.store import (
     IdempotencyConflict,
     IllegalTransition,
@@ -74,6 +75,9 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (IdempotencyConflict, "idempotency_conflict"),
     (FaultsNotAllowed, "faults_not_allowed"),
     (FaultNotPossible, "fault_not_possible"),
+    (NoRanks, "no_ranks"),
+    (RankNotFound, "rank_not_found"),
+    (RankSilent, "rank_silent"),
     (NodeNotFound, "node_not_found"),
     (NodeUnreachable, "node_unreachable"),
     (ClusterUnavailable, "cluster_unavailable"),

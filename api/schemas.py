@@ -246,6 +246,47 @@ class Rank(RankPlace):
     """Null where it does not hold up the others."""
 
 
+class WaitingRank(Answer):
+    """Where one rank stands."""
+
+    rank: int
+    phase: str
+    """Such as forward, backward, reduction, agreement; exited without a trainer, unknown without an answer."""
+    doing: str
+    """The same in words, with the communication that it waits in."""
+    since_seconds: float | None
+    """For how long nothing has changed; null where nobody knows."""
+    waits_for: list[int]
+    """Ranks without which it cannot go on, as far as that is known."""
+    step: int | None
+    """Step that it computes."""
+
+
+class Waits(Answer):
+    """Who waits for whom."""
+
+    at: Time
+    """When all were asked."""
+    ranks: list[WaitingRank]
+    """By number."""
+    culprits: list[int]
+    """Ranks that keep the others from going on, and have stood still for longer than they may."""
+    sentence: str
+    """What that means, for people."""
+
+
+class RankStack(Answer):
+    """Where a rank's trainer is."""
+
+    rank: int
+    pid: int
+    """Process id of its trainer."""
+    at: Time
+    """When it was asked."""
+    text: str
+    """The Python stacks of all its threads; of a stopped process what the kernel tells."""
+
+
 class RankHistory(Answer):
     """How all ranks were doing over the last samples."""
 

@@ -40,6 +40,7 @@ from service.measurements import Measurements, measured
 from service.model_packages import NO_MODELS, ModelPackages
 from service.owners import JobOwners
 from service.retention import Retention
+from service.running_ranks import RankStack, RunningRanks, SeenWaits
 from service.states import JobState
 from service.store import Store, installation, jobs
 from service.store.leases import connection_name
@@ -129,6 +130,7 @@ class ControlPlane:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
+        self._ranks: RunningRanks | None = None
         self._housekeeping: Housekeeping | None = None
         self._ray_process: int | None = None
         """First process of our own Ray, or of our raylet of another one."""
@@ -245,6 +247,7 @@ class ControlPlane:
 
     async def _begin(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._ranks = RunningRanks(self._store, cluster)
         cluster.obey(self._leases.epoch)
         self._leases.begin()
         retention = Retention(cluster.paths, self._kept_days) if self._kept_days else None
@@ -359,6 +362,23 @@ class ControlPlane:
         if not self._allow_faults:
             raise FaultsNotAllowed()
         self._call(self._owners.able_to_inject(job_id, self._job(job_id).state).inject(fault))
+
+    def waits(self, job_id: str) -> SeenWaits:
+        """Who waits for whom in a job that runs. Raises JobNotFound, NoRanks, SpecNotUnderstood,
+        ClusterUnavailable."""
+        found: SeenWaits = self._call(self._running_ranks().waits(job_id))
+        return found
+
+    def stack(self, job_id: str, rank: int) -> RankStack:
+        """Where a rank's trainer is now. Raises JobNotFound, NoRanks, RankNotFound, RankSilent,
+        ClusterUnavailable."""
+        found: RankStack = self._call(self._running_ranks().stack(job_id, rank))
+        return found
+
+    def _running_ranks(self) -> RunningRanks:
+        if self._ranks is None:
+            raise ClusterUnavailable(RuntimeError("the control plane is starting"))
+        return self._ranks
 
     def resize(self, job_id: str) -> None:
         """A job shall have another size: wake its owner."""

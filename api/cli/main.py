@@ -242,14 +242,6 @@ def resize(
 
 
 @app.command()
-def ranks(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Show where a job's ranks run."""
-    with connect(url) as client:
-        page = client.ranks(job)
-    show(page, as_json, lambda console: render.rank_table(console, page.items))
-
-
-@app.command()
 def ledger(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Show where every second of a job went."""
     with connect(url) as client:
@@ -321,6 +313,7 @@ def command_line() -> typer.Typer:
         lines,
         nodes,
         plan,
+        ranks,
         service,
         tokenize,
         track,
@@ -338,6 +331,7 @@ def command_line() -> typer.Typer:
     lines.register(app)
     nodes.register(app)
     plan.register(app)
+    ranks.register(app)
     service.register(app)
     tokenize.register(app)
     track.register(app)

@@ -185,6 +185,16 @@ def rank_table(console: Console, ranks: Sequence[schemas.Rank]) -> None:
     table(console, (*headings, "OWN S", "WAIT S", "MEMORY", "STRAGGLER"), rows, "the job has no ranks yet")
 
 
+def waits_page(console: Console, waits: schemas.Waits) -> None:
+    """What `manta waits` says."""
+    console.print(waits.sentence, markup=False, highlight=False, soft_wrap=True)
+    rows = [
+        (rank.rank, rank.step if rank.step is not None else "-", figure(rank.since_seconds, 1), rank.doing)
+        for rank in waits.ranks
+    ]
+    table(console, ("RANK", "STEP", "FOR S", "DOING"), rows, "the job has no ranks")
+
+
 def checkpoint_table(console: Console, checkpoints: Sequence[schemas.Checkpoint]) -> None:
     """The table of `manta checkpoints`."""
     rows = [(entry.step, entry.state, size(entry.bytes), moment(entry.created_at), entry.path) for entry in checkpoints]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query
 
 from api import schemas, views
 from api.access import JobId
@@ -12,10 +12,12 @@ from api.parameters import AfterStep, Control
 from api.problem_codes import OF_A_JOB, reads
 from service.store import jobs, rank_numbers, ranks
 
-router = APIRouter(prefix="/v1/jobs/{job_id}/ranks", tags=["ranks"])
+router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["ranks"])
+
+RankPath = Annotated[int, Path(ge=0, le=10**8, description="Global rank")]
 
 
-@router.get("", responses=reads(*OF_A_JOB))
+@router.get("/ranks", responses=reads(*OF_A_JOB))
 def list_ranks(control: Control, job_id: JobId) -> schemas.Items[schemas.Rank]:
     """All ranks of the job's current gang, by number, and what is known of their last few seconds."""
     with control.store.read() as session:
@@ -25,7 +27,7 @@ def list_ranks(control: Control, job_id: JobId) -> schemas.Items[schemas.Rank]:
     return schemas.Items(items=views.rank_views(rows, numbers))
 
 
-@router.get("/history", responses=reads(*OF_A_JOB, "invalid_parameter"))
+@router.get("/ranks/history", responses=reads(*OF_A_JOB, "invalid_parameter"))
 def get_rank_history(
     control: Control,
     job_id: JobId,
@@ -42,3 +44,25 @@ def get_rank_history(
     return schemas.RankHistory(
         steps=found.steps, times=[views.moment(at) for at in found.times], own_seconds=found.own_seconds
     )
+
+
+@router.get("/waits", responses=reads(*OF_A_JOB, "no_ranks", "not_understood", "cluster_unavailable"))
+def get_waits(control: Control, job_id: JobId) -> schemas.Waits:
+    """Who waits for whom at this moment, as all agents see it; half a second old at most."""
+    seen = control.waits(job_id)
+    return schemas.Waits(
+        at=views.moment(seen.at),
+        ranks=[schemas.WaitingRank(**vars(rank)) for rank in seen.waits.ranks],
+        culprits=list(seen.waits.culprits),
+        sentence=seen.waits.sentence,
+    )
+
+
+@router.get(
+    "/ranks/{rank}/stack",
+    responses=reads(*OF_A_JOB, "invalid_parameter", "rank_not_found", "no_ranks", "rank_silent", "cluster_unavailable"),
+)
+def get_rank_stack(control: Control, job_id: JobId, rank: RankPath) -> schemas.RankStack:
+    """The stacks of all threads of a rank's trainer, now; it goes on meanwhile. They are in its log too."""
+    found = control.stack(job_id, rank)
+    return schemas.RankStack(rank=found.rank, pid=found.pid, at=views.moment(found.at), text=found.text)

@@ -94,11 +94,11 @@ def find_culprits(looks: Sequence[Look], group: Group) -> Verdict:
     overdue = [look for look in looks if look.overdue]
     if not overdue:
         return Verdict("nobody")
-    edges = _edges(looks, group)
+    edges = waits_of(looks, group)
     roots: set[int] = set()
     cycles: list[list[int]] = []
     for look in overdue:
-        path = _path(look.rank, edges)
+        path = path_from(look.rank, edges)
         if path[-1] in path[:-1]:
             cycles.append(path[path.index(path[-1]) : -1])
         else:
@@ -116,11 +116,12 @@ def find_culprits(looks: Sequence[Look], group: Group) -> Verdict:
 
 def waiting_for(looks: Sequence[Look], culprit: int, group: Group) -> list[int]:
     """Ranks that cannot go on without `culprit`, directly or through others."""
-    edges = _edges(looks, group)
-    return [look.rank for look in looks if look.rank != culprit and culprit in _path(look.rank, edges)]
+    edges = waits_of(looks, group)
+    return [look.rank for look in looks if look.rank != culprit and culprit in path_from(look.rank, edges)]
 
 
-def _edges(looks: Sequence[Look], group: Group) -> dict[int, int]:
+def waits_of(looks: Sequence[Look], group: Group) -> dict[int, int]:
+    """From each rank that waits to the one that it waits for, as far as that is known."""
     known = {look.rank: look.waits_for for look in looks if look.waits_for is not None and not look.stopped}
     known |= _edges_of_devices(looks, group)
     if known or any(look.on_device for look in looks):
@@ -173,7 +174,7 @@ def _behind(look: Look, looks: Sequence[Look], last: Mapping[Axis, Mapping[int, 
     return -max(lags)[1] if lags else None
 
 
-def _path(start: int, edges: Mapping[int, int]) -> list[int]:
+def path_from(start: int, edges: Mapping[int, int]) -> list[int]:
     """From `start` along the edges to their end; the last is one of those before it where they go round."""
     path, passed = [start], set[int]()
     while path[-1] in edges and path[-1] not in passed:

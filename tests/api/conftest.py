@@ -20,6 +20,8 @@ from service.faults import FaultsNotAllowed, refuse_impossible
 from service.logs import LogsInHome
 from service.measurements import Measurements
 from service.model_packages import ModelPackages
+from service.recovery.waits import WaitingRank, Waits
+from service.running_ranks import RankNotFound, RankStack, SeenWaits
 from service.settings import RequestLimits
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
@@ -85,6 +87,20 @@ class FakeControl:
 
     def delete(self, job_id: str) -> Deletion:
         return delete_job(self.store, Paths.of(self.home), job_id, lambda: self.asked.append(("let_go", job_id)))
+
+    def waits(self, job_id: str) -> SeenWaits:
+        with self.store.read() as session:
+            jobs.get(session, job_id)
+        ranks = (
+            WaitingRank(0, "forward", "forward of micro-batch 3", 2.5, (), 7),
+            WaitingRank(1, "backward", "backward, waiting for rank 0 to send a message", 2.0, (0,), 7),
+        )
+        return SeenWaits(100.0, Waits(ranks, (0,), "the job stands still because of rank 0: it waits for nobody"))
+
+    def stack(self, job_id: str, rank: int) -> RankStack:
+        if rank > 1:
+            raise RankNotFound(job_id, rank, 2)
+        return RankStack(rank, 4711, 100.0, "Current thread (most recent call first)")
 
     def resize(self, job_id: str) -> None:
         self.asked.append(("resize", job_id))

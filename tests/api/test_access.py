@@ -25,7 +25,8 @@ ANONYMOUS = {"get_health": 200, "get_readiness": 200, "open_link": 404}
 NEEDS = {
     **dict.fromkeys(
         ("list_jobs", "count_jobs", "list_sparklines",
-         "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks", "get_rank_history",
+         "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
+         "get_rank_history", "get_waits", "get_rank_stack",
          "list_checkpoints", "get_ledger", "list_recoveries", "get_cluster", "list_projects", "create_link", "get_me",
          "end_session", "get_prometheus_metrics", "make_plans"), ("read",),
     ),
@@ -86,7 +87,7 @@ class Theirs:
 
     def ask(self, key=None, job=None, **headers):
         """The operation, about their job, key or node."""
-        places = {"job_id": job or self.job, "key_id": self.key, "node_id": "abcd", "token": "nothing"}
+        places = {"job_id": job or self.job, "rank": 0, "key_id": self.key, "node_id": "abcd", "token": "nothing"}
         shown = {} if key is None else bearer(key)
         path = self.operation.path.format(**places)
         path += QUERIES.get(self.operation.id, "").format(**places)

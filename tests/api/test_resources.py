@@ -151,6 +151,21 @@ def test_how_ranks_are_doing_and_were(service):
     assert service.http.get(f"/v1/jobs/{job}/ranks/history?max_points=301").status_code == 422
 
 
+def test_who_waits_for_whom_and_where_a_rank_is(service):
+    job = service.submit()["id"]
+    waits = service.http.get(f"/v1/jobs/{job}/waits").json()
+    assert (waits["culprits"], waits["sentence"][:19]) == ([0], "the job stands stil")
+    assert waits["ranks"][1] == {
+        "rank": 1, "phase": "backward", "doing": "backward, waiting for rank 0 to send a message",
+        "since_seconds": 2.0, "waits_for": [0], "step": 7,
+    }  # fmt: skip
+    stack = service.http.get(f"/v1/jobs/{job}/ranks/1/stack").json()
+    assert (stack["rank"], stack["pid"], stack["text"][:14]) == (1, 4711, "Current thread")
+    missing = service.http.get(f"/v1/jobs/{job}/ranks/2/stack")
+    assert (missing.status_code, missing.json()["code"]) == (404, "rank_not_found")
+    assert service.http.get(f"/v1/jobs/{job}/ranks/x/stack").status_code == 422
+
+
 CLASSES = [
     "queue", "start", "compute", "data_wait", "snapshot_stall", "checkpoint_stall", "detect", "re_form", "restore",
     "redo", "idle_without_capacity", "pause",

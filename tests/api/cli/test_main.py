@@ -13,6 +13,7 @@ from api.cli import jobs as job_commands
 from api.cli import lines as line_commands
 from api.cli import main
 from api.cli import nodes as node_commands
+from api.cli import ranks as rank_commands
 from api.cli.main import app
 from api.client import MantaClient
 from service.logs import log_file, log_folder
@@ -25,6 +26,7 @@ checkpoint_commands.register(app)
 job_commands.register(app)
 line_commands.register(app)
 node_commands.register(app)
+rank_commands.register(app)
 
 
 @pytest.fixture
@@ -201,6 +203,28 @@ def test_cancel(manta, service, job):
     assert manta("cancel", job).stdout == f"{job} is CANCELLING\n", "who did not hear the answer may ask again"
     service.move(job, "CANCELLED")
     assert "CANCELLED" in manta("cancel", job, code=2).stderr
+
+
+def test_who_waits_for_whom_and_where_a_rank_is(manta, job):
+    lines = manta("waits", job).stdout.splitlines()
+    assert lines[0] == "the job stands still because of rank 0: it waits for nobody"
+    assert lines[-1].split() == [
+        "1",
+        "7",
+        "2.0",
+        "backward,",
+        "waiting",
+        "for",
+        "rank",
+        "0",
+        "to",
+        "send",
+        "a",
+        "message",
+    ]
+    assert json.loads(manta("waits", job, "--json").stdout)["culprits"] == [0]
+    assert manta("stack", job, 1).stdout == "Current thread (most recent call first)\n"
+    assert "its ranks are 0 to 1" in manta("stack", job, 2, code=2).stderr
 
 
 def test_edit(manta, service, job):

@@ -1,0 +1,41 @@
+"""`manta ranks`, `manta waits` and `manta stack`: where a job's ranks run, how they do, and who waits for whom."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from api import calls
+from api.cli import render
+from api.cli.main import JobId, Json, Url, connect, show
+
+Rank = Annotated[int, typer.Argument(metavar="RANK", min=0, help="Global rank.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command()(ranks)
+    app.command()(waits)
+    app.command()(stack)
+
+
+def ranks(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Show where a job's ranks run, and how they do."""
+    with connect(url) as client:
+        page = client.ranks(job)
+    show(page, as_json, lambda console: render.rank_table(console, page.items))
+
+
+def waits(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Show who waits for whom in a job that runs."""
+    with connect(url) as client:
+        answer = client.send(calls.waits(job))
+    show(answer, as_json, lambda console: render.waits_page(console, answer))
+
+
+def stack(job: JobId, rank: Rank, url: Url = None, as_json: Json = False) -> None:
+    """Show where all threads of a rank's trainer are at this moment."""
+    with connect(url) as client:
+        answer = client.send(calls.rank_stack(job, rank))
+    show(answer, as_json, lambda console: console.print(answer.text, markup=False, highlight=False, soft_wrap=True))

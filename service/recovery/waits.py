@@ -1,0 +1,110 @@
+"""Who waits for whom at this moment, and what each rank does, in words: a pure function of what all agents see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from service.recovery.hang_culprits import Group, Look, find_culprits, path_from, waits_of
+from workers.comm.grid import AXES
+from workers.liveness.progress import DeviceRecord
+from workers.liveness.record_layout import CONNECTING_CHANNEL
+from workers.liveness.trainer_status import Position, TrainerStatus
+
+
+@dataclass(frozen=True)
+class WaitingRank:
+    """Where one rank stands."""
+
+    rank: int
+    phase: str
+    """As in its record, or of its device where that is behind; unknown where its agent does not answer."""
+    doing: str
+    """The same in words, with the communication that it waits in."""
+    since_seconds: float | None
+    """For how long nothing has changed."""
+    waits_for: tuple[int, ...]
+    """Ranks without which it cannot go on, as far as that is known."""
+    step: int | None
+    """Step that it computes."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Who waits for whom."""
+
+    ranks: tuple[WaitingRank, ...]
+    culprits: tuple[int, ...]
+    """Ranks that keep the others from going on and have stood still for longer than they may."""
+    sentence: str
+    """What that means, for people."""
+
+
+def waits_now(answers: Sequence[TrainerStatus | None], silent: frozenset[int], group: Group) -> Waits:
+    """By what the agents of all ranks answer, in the order of ranks; None: no trainer runs there. `silent`: ranks whose
+    agents do not answer; `group`: ranks that share an axis with a rank."""
+    looks = [
+        Look(rank, answered=rank not in silent) if answer is None else Look.of(rank, answer)
+        for rank, answer in enumerate(answers)
+    ]
+    edges = waits_of(looks, group)
+    ranks = tuple(_rank(rank, answer, rank in silent, edges.get(rank)) for rank, answer in enumerate(answers))
+    verdict = find_culprits(looks, group)
+    culprits = verdict.ranks if verdict.kind == "ranks" else ()
+    if verdict.kind != "nobody":
+        who = _names(culprits) if culprits else "nobody in particular"
+        return Waits(ranks, culprits, f"the job stands still because of {who}: {verdict.why}")
+    return Waits(ranks, (), _sentence(ranks, edges, verdict.why))
+
+
+def _sentence(ranks: Sequence[WaitingRank], edges: dict[int, int], why: str) -> str:
+    """While nobody has stood still for longer than it may."""
+    if not edges:
+        return "no rank waits for another one at this moment"
+    ends = [path_from(rank, edges)[-1] for rank in edges]
+    last = max(sorted(set(ends)), key=ends.count)
+    count = f"{len(edges)} of {len(ranks)} ranks {'waits' if len(edges) == 1 else 'wait'}"
+    tail = f"; {why}" if why else ""
+    if last in edges:  # they wait for each other, as in a collective that is under way
+        return f"{count} for each other, as ranks do in a communication that is under way{tail}"
+    return f"{count}, most of them in the end for rank {last}, which is in {ranks[last].doing}{tail}"
+
+
+def _rank(rank: int, answer: TrainerStatus | None, silent: bool, waits_for: int | None) -> WaitingRank:
+    peers = () if waits_for is None else (waits_for,)
+    if answer is None:
+        doing = "nobody knows what: its agent does not answer" if silent else "nothing: no trainer runs"
+        return WaitingRank(rank, "unknown" if silent else "exited", doing, None, peers, None)
+    record = answer.record
+    place = record.device if record is not None and record.device is not None and record.device.pending else record
+    phase = "starting" if place is None else place.phase
+    doing = phase if place is None else _doing(place)
+    if answer.stopped:
+        doing += ", stopped by a signal"
+    step = None if record is None else record.step
+    return WaitingRank(rank, phase, doing, answer.standing_seconds, peers, step)
+
+
+def _doing(place: Position | DeviceRecord) -> str:
+    """Phase, micro-batch and communication, in words."""
+    words: str = place.phase
+    if place.micro_batch is not None:
+        words += f" of micro-batch {place.micro_batch}"
+    peer, channel = place.waits_for, place.channel
+    if channel == CONNECTING_CHANNEL:
+        return f"{words}, waiting for {_peer(peer)} to connect"
+    if channel is None or channel >= len(AXES):
+        return words if peer is None else f"{words}, waiting for rank {peer}"
+    if AXES[channel] == "pipeline":
+        what = "take its message" if place.sending else "send a message"
+        return f"{words}, waiting for {_peer(peer)} to {what}"
+    return f"{words}, in a collective along {AXES[channel]}, waiting for {_peer(peer)}"
+
+
+def _peer(rank: int | None) -> str:
+    return "its peers" if rank is None else f"rank {rank}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{' and more' if len(ranks) > 8 else ''}"

@@ -1,0 +1,129 @@
+"""What the agents of a running job say when somebody asks: who waits for whom, and the stack of one trainer. They
+answer every control plane, whoever owns the job."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from service.cluster.agent_client import AgentClient, AgentError, within
+from service.cluster.agents import ask
+from service.cluster.cluster import Cluster
+from service.cluster.sizes import in_use
+from service.recovery.waits import Waits, waits_now
+from service.store import Store, jobs, ranks
+from service.store.tables import Job, Rank
+from service.stored_specs import stored_spec
+from workers.comm.grid import RankGrid
+from workers.errors import MantaError
+
+ASK_SECONDS = 2.0
+STACK_SECONDS = 5.0
+FRESH_SECONDS = 0.5
+"""Whoever asks so soon after another one gets the same answer: thousands of agents are asked once for all viewers."""
+_MOST_KEPT = 64
+
+
+class NoRanks(MantaError):
+    """The job has no ranks that could be asked."""
+
+    def __init__(self, job: Job):
+        super().__init__(f"{job.id} is {job.state} and has no ranks that run: ask while it is RUNNING")
+
+
+class RankNotFound(MantaError):
+    """The job has no such rank."""
+
+    def __init__(self, job_id: str, rank: int, count: int):
+        super().__init__(f"{job_id} has no rank {rank}; its ranks are 0 to {count - 1}")
+
+
+class RankSilent(MantaError):
+    """The rank's agent, or its trainer, does not answer."""
+
+    def __init__(self, rank: int, why: str):
+        super().__init__(f"rank {rank} cannot be asked: {why}; try again in a moment")
+
+
+@dataclass(frozen=True)
+class SeenWaits:
+    """Who waits for whom, and when that was."""
+
+    at: float
+    """Unix seconds."""
+    waits: Waits
+
+
+@dataclass(frozen=True)
+class RankStack:
+    """Where all threads of a trainer are."""
+
+    rank: int
+    pid: int
+    at: float
+    """Unix seconds."""
+    text: str
+
+
+class RunningRanks:
+    """Asks agents. Called on the control plane's own thread."""
+
+    def __init__(self, store: Store, cluster: Cluster):
+        self._store, self._cluster = store, cluster
+        self._looks: dict[str, tuple[float, asyncio.Task[SeenWaits]]] = {}
+
+    async def waits(self, job_id: str) -> SeenWaits:
+        """Who waits for whom in a job. Raises JobNotFound, NoRanks, SpecNotUnderstood, ClusterUnavailable."""
+        now = time.monotonic()
+        began, look = self._looks.pop(job_id, (0.0, None))
+        if look is None or (look.done() and now - began > FRESH_SECONDS):
+            began, look = now, asyncio.create_task(self._look(job_id), name=f"waits of {job_id}")
+        self._looks[job_id] = began, look
+        while len(self._looks) > _MOST_KEPT:
+            self._looks.pop(next(iter(self._looks)))
+        return await asyncio.shield(look)  # others may wait for it too
+
+    async def _look(self, job_id: str) -> SeenWaits:
+        job, rows = await asyncio.to_thread(self._ranks, job_id)
+        agents = await self._agents(rows)
+        layout = in_use(stored_spec(job).spec, job).layout
+        if layout.world_size != len(rows):
+            raise NoRanks(job)
+        living = {rank: agent for rank, agent in enumerate(agents) if agent is not None}
+        answers, silent = await ask(living, lambda rank, agent: agent.progress(), ASK_SECONDS)
+        gone = {rank for rank in range(len(rows)) if rank not in living}
+        statuses = [answers.get(rank) for rank in range(len(rows))]
+        return SeenWaits(time.time(), waits_now(statuses, frozenset({*silent, *gone}), RankGrid(layout).group))
+
+    async def stack(self, job_id: str, rank: int) -> RankStack:
+        """The stacks of a rank's trainer, which it writes itself wherever it is. Raises JobNotFound, NoRanks,
+        RankNotFound, RankSilent, ClusterUnavailable."""
+        _, rows = await asyncio.to_thread(self._ranks, job_id)
+        if rank >= len(rows):
+            raise RankNotFound(job_id, rank, len(rows))
+        (agent,) = await self._agents([rows[rank]])
+        if agent is None:
+            raise RankSilent(rank, "its agent is gone")
+        try:
+            status = await within(ASK_SECONDS, agent.progress())
+            if status is None:
+                raise RankSilent(rank, "no trainer runs there")
+            text = await within(STACK_SECONDS, agent.stacks(status.pid))
+        except AgentError as error:
+            raise RankSilent(rank, f"its agent does not answer ({error})") from error
+        if not text:
+            raise RankSilent(rank, "its trainer has ended")
+        return RankStack(rank, status.pid, time.time(), text)
+
+    def _ranks(self, job_id: str) -> tuple[Job, list[Rank]]:
+        """The job, and its ranks in their order."""
+        with self._store.read() as session:
+            job, rows = jobs.get(session, job_id), ranks.of_job(session, job_id)
+        if not rows or all(row.pid is None for row in rows):
+            raise NoRanks(job)
+        return job, rows
+
+    async def _agents(self, rows: Sequence[Rank]) -> list[AgentClient | None]:
+        return await self._cluster.agents.find([row.actor or "" for row in rows])

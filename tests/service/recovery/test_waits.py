@@ -1,0 +1,91 @@
+"""Who waits for whom, in words, of a job that goes on as of one that stands still."""
+
+import pytest
+
+from service.recovery.waits import waits_now
+from workers.comm.grid import RankGrid
+from workers.config import ParallelConfig
+from workers.liveness.progress import DeviceRecord
+from workers.liveness.record_layout import CONNECTING_CHANNEL
+from workers.liveness.trainer_status import Position, TrainerStatus
+
+TENSOR, PIPELINE, DATA = 0, 1, 2
+COUNTS = dict.fromkeys(("tensor", "pipeline", "data", "embedding", "world", "sent", "received"), 5)
+
+
+def at(phase="backward", waits_for=None, channel=None, overdue=False, seconds=0.1, micro_batch=None, **more):
+    position = Position(1, 1, phase, 7, micro_batch, waits_for, channel, more.pop("sending", False), COUNTS, 6, 6, 9)
+    return TrainerStatus(100, overdue, standing_seconds=seconds, record=position, **more)
+
+
+def seen(*answers, silent=()):
+    grid = RankGrid(ParallelConfig(data=len(answers)))
+    return waits_now(answers, frozenset(silent), grid.group)
+
+
+def test_rank_that_stands_still_while_the_others_wait_is_the_culprit():
+    waits = seen(
+        at("forward", overdue=True, seconds=9.0, micro_batch=3),
+        at("reduction", 0, DATA, seconds=8.5),
+        at("data", 1, DATA),
+    )
+    assert waits.culprits == (0,)
+    assert waits.sentence == ("the job stands still because of rank 0: others wait for it, and it waits for nobody")
+    first, second, third = waits.ranks
+    assert (first.phase, first.doing, first.since_seconds) == ("forward", "forward of micro-batch 3", 9.0)
+    assert (first.waits_for, first.step, second.waits_for, third.waits_for) == ((), 7, (0,), (1,))
+    assert second.doing == "reduction, in a collective along data, waiting for rank 0"
+
+
+def test_job_that_goes_on_has_no_culprit_and_says_for_whom_most_wait():
+    waits = seen(at("optimizer"), at("agreement", 0, DATA), at("agreement", 0, DATA), at("data", 1, DATA))
+    assert waits.culprits == ()
+    assert waits.sentence == "3 of 4 ranks wait, most of them in the end for rank 0, which is in optimizer"
+    assert seen(at(), at()).sentence == "no rank waits for another one at this moment"
+    assert "1 of 2 ranks waits, " in seen(at(), at("data", 0, DATA)).sentence
+    assert "for each other" in seen(at("agreement", 1, DATA), at("agreement", 0, DATA)).sentence
+
+
+def test_rank_that_may_yet_go_on_is_said_to():
+    waits = seen(at("checkpoint"), at("agreement", 0, DATA, overdue=True))
+    assert (waits.culprits, waits.sentence.endswith("; rank 0 may still go on")) == ((), True)
+
+
+def test_nobody_in_particular_where_all_wait_for_each_other():
+    waits = seen(at("agreement", 1, DATA, overdue=True), at("agreement", 0, DATA, overdue=True))
+    assert waits.culprits == ()
+    assert waits.sentence.startswith("the job stands still because of nobody in particular: ")
+
+
+def test_agents_that_do_not_answer_and_trainers_that_are_gone():
+    waits = seen(None, None, at("data", 0, DATA, overdue=True), silent=[0])
+    assert (waits.ranks[0].phase, waits.ranks[0].doing) == ("unknown", "nobody knows what: its agent does not answer")
+    assert (waits.ranks[1].phase, waits.ranks[1].since_seconds) == ("exited", None)
+    assert waits.culprits == (0,)
+
+
+@pytest.mark.parametrize(
+    ("status", "doing"),
+    [
+        (at("forward", 3, PIPELINE), "forward, waiting for rank 3 to send a message"),
+        (at("forward", 3, PIPELINE, sending=True), "forward, waiting for rank 3 to take its message"),
+        (at("connecting", 3, CONNECTING_CHANNEL), "connecting, waiting for rank 3 to connect"),
+        (at("forward", 1, TENSOR, micro_batch=0),
+         "forward of micro-batch 0, in a collective along tensor, waiting for rank 1"),
+        (at("forward", 1), "forward, waiting for rank 1"),
+        (at("forward", stopped=True), "forward, stopped by a signal"),
+        (TrainerStatus(100), "starting"),
+    ],
+)  # fmt: skip
+def test_what_a_rank_does_in_words(status, doing):
+    assert seen(status, at(), at(), at()).ranks[0].doing == doing
+
+
+def test_of_a_rank_whose_device_is_behind_it_is_what_the_device_does():
+    device = DeviceRecord("backward", 7, 2, 5, True, DATA, 9, None, False, COUNTS)
+    status = at("optimizer")
+    position = Position(**{**vars(status.record), "device": device})
+    (first, _) = seen(TrainerStatus(100, record=position), at()).ranks
+    assert (first.phase, first.doing) == (
+        "backward", "backward of micro-batch 2, in a collective along data, waiting for its peers",
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""Agents are asked by name, once for all who want to know, and what cannot be asked is a sentence."""
+
+import asyncio
+
+import pytest
+
+from service.cluster.agent_client import AgentSilent
+from service.running_ranks import NoRanks, RankNotFound, RankSilent, RunningRanks
+from service.states import JobState
+from service.store import JobNotFound, generations, jobs, ranks
+from workers.liveness.trainer_status import Position, TrainerStatus
+
+
+class Agent:
+    """Answers, or does not."""
+
+    def __init__(self, status, text="stack of it", silent=False):
+        self.status, self.text, self.silent, self.asked, self.of = status, text, silent, 0, []
+
+    async def progress(self):
+        self.asked += 1
+        if self.silent:
+            raise AgentSilent("no answer")
+        return self.status
+
+    async def stacks(self, pid):
+        self.of.append(pid)
+        return self.text
+
+
+class Cluster:
+    """Finds agents by name."""
+
+    def __init__(self, agents):
+        self._agents, self.agents = agents, self
+
+    async def find(self, names):
+        return [self._agents.get(name) for name in names]
+
+
+def status(pid, waits_for=None, overdue=False):
+    record = Position(pid, 1, "reduction", 3, waits_for=waits_for, channel=2 if waits_for is not None else None)
+    return TrainerStatus(pid, overdue, standing_seconds=4.0, record=record)
+
+
+@pytest.fixture
+def job(store, submit):
+    """A RUNNING job of two replicas."""
+    job_id = submit(parallel={"data": 2}).id
+
+    def begin(session):
+        generations.begin(session, job_id, "submitted", False)
+        place = {"tensor": 0, "pipeline": 0, "generation": 1, "state": "running"}
+        rows = [{**place, "rank": rank, "data": rank, "pid": 50 + rank, "actor": f"a{rank}"} for rank in range(2)]
+        ranks.replace(session, job_id, rows)
+        for state in (JobState.STARTING, JobState.RUNNING):
+            jobs.transition(session, job_id, state)
+
+    store.write(begin)
+    return job_id
+
+
+@pytest.fixture
+def agents():
+    return {"a0": Agent(status(50, overdue=True)), "a1": Agent(status(51, waits_for=0))}
+
+
+@pytest.fixture
+def running(store, agents):
+    return RunningRanks(store, Cluster(agents))
+
+
+def test_all_agents_are_asked_once_for_all_who_want_to_know_at_the_same_time(running, agents, job):
+    async def several():
+        return await asyncio.gather(*(running.waits(job) for _ in range(5)))
+
+    first, *others = asyncio.run(several())
+    assert all(seen is first for seen in others)
+    assert (first.waits.culprits, first.waits.ranks[1].waits_for) == ((0,), (0,))
+    assert [agent.asked for agent in agents.values()] == [1, 1]
+
+
+def test_what_was_seen_is_soon_too_old(running, agents, job, monkeypatch):
+    monkeypatch.setattr("service.running_ranks.FRESH_SECONDS", 0.0)
+
+    async def twice():
+        await running.waits(job)
+        await running.waits(job)
+
+    asyncio.run(twice())
+    assert agents["a0"].asked == 2
+
+
+def test_rank_whose_agent_is_gone_or_silent_is_unknown(running, agents, job):
+    del agents["a0"]
+    agents["a1"].silent = True
+    seen = asyncio.run(running.waits(job))
+    assert [rank.phase for rank in seen.waits.ranks] == ["unknown", "unknown"]
+
+
+def test_stack_is_that_of_the_trainer_that_runs_now(running, agents, job):
+    found = asyncio.run(running.stack(job, 1))
+    assert (found.rank, found.pid, found.text, agents["a1"].of) == (1, 51, "stack of it", [51])
+
+
+def test_what_cannot_be_asked_is_said(running, agents, store, submit, job):
+    with pytest.raises(RankNotFound, match="its ranks are 0 to 1"):
+        asyncio.run(running.stack(job, 2))
+    agents["a0"].status, agents["a1"].text = None, ""
+    for rank, why in ((0, "no trainer runs there"), (1, "its trainer has ended")):
+        with pytest.raises(RankSilent, match=why):
+            asyncio.run(running.stack(job, rank))
+    agents["a1"].silent = True
+    with pytest.raises(RankSilent, match="does not answer"):
+        asyncio.run(running.stack(job, 1))
+    del agents["a0"]
+    with pytest.raises(RankSilent, match="its agent is gone"):
+        asyncio.run(running.stack(job, 0))
+    store.write(lambda session: ranks.set_all(session, job, "exited"))
+    queued = submit().id
+    for about in (job, queued):
+        with pytest.raises(NoRanks, match="no ranks that run"):
+            asyncio.run(running.waits(about))
+    with pytest.raises(JobNotFound):
+        asyncio.run(running.waits("job_000000000000"))
