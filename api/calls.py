@@ -320,6 +320,13 @@ def checkpoints(job_id: str, limit: int = 100, cursor: str | None = None) -> Cal
     return Call(schemas.Items[schemas.Checkpoint], "GET", _job(job_id, "/checkpoints"), parameters)
 
 
+def delete_checkpoint(job_id: str, checkpoint_id: str, force: bool = False) -> Call[schemas.Checkpoint]:
+    """Delete a checkpoint and its files; with `force` also the newest of a job that would go on from it."""
+    path = _job(job_id, f"/checkpoints/{quote(checkpoint_id, safe='')}")
+    forced = {"force": "true"} if force else {}
+    return Call(schemas.Checkpoint, "DELETE", path, forced, patience=_DELETION_SECONDS)
+
+
 def ledger(job_id: str) -> Call[schemas.Ledger]:
     """Where every second of a job went."""
     return Call(schemas.Ledger, "GET", _job(job_id, "/ledger"))

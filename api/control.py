@@ -10,7 +10,7 @@ from service.logs import JobLogs
 from service.measurements import Measurements
 from service.model_packages import ModelPackages
 from service.running_ranks import RankStack, SeenWaits
-from service.store import Store
+from service.store import Checkpoint, Store
 from workers.data.roots import DataRoots
 from workers.protocol.messages import Fault
 
@@ -50,6 +50,10 @@ class ControlPlane(Protocol):
     def delete(self, job_id: str) -> Deletion:
         """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
         ClusterUnavailable."""
+
+    def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
+        """Delete a checkpoint and its files. Raises JobNotFound, CheckpointNotFound, CheckpointNeeded,
+        CheckpointNotRemoved."""
 
     def inject(self, job_id: str, fault: Fault) -> None:
         """Make a fault in a job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, NoReturn, TypeVar, cast
 
-from fastapi import Depends, Header, Query, Request
+from fastapi import Depends, Header, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
@@ -90,6 +90,7 @@ Cursor = Annotated[
         description="next_cursor of the page before, of the same list",
     ),
 ]
+CheckpointId = Annotated[str, Path(max_length=80, description="id of a checkpoint of the job")]
 AfterStep = Annotated[int, Query(ge=0, le=_LARGEST_INTEGER, description="Only steps above this one")]
 RankNumber = Annotated[int | None, Query(ge=0, le=10**8, description="Only this rank")]
 LastEventId = Annotated[

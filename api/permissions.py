@@ -56,6 +56,7 @@ NEEDS: dict[str, Need] = {
     "get_waits": _READ,
     "get_rank_stack": _READ,
     "list_checkpoints": _READ,
+    "delete_checkpoint": _SUBMIT,
     "get_ledger": _READ,
     "list_recoveries": _READ,
     "inject_fault": _ADMIN,

@@ -19,6 +19,7 @@ from api.permissions import shown
 from api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
 from api.rate_limits import TooManyRequests
 from api.schemas import FieldProblem, Problem
+from service.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
 from service.deletion import FilesNotRemoved
@@ -26,6 +27,7 @@ from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.logs import LogsUnavailable
 from service.running_ranks import NoRanks, RankNotFound, RankSilent
 from service.store import (
+    CheckpointNotFound,
     IdempotencyConflict,
     IllegalTransition,
     InvalidCursor,
@@ -72,6 +74,9 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (JobBeingDeleted, "job_being_deleted"),
     (JobChanged, "precondition_failed"),
     (FilesNotRemoved, "files_not_removed"),
+    (CheckpointNotFound, "checkpoint_not_found"),
+    (CheckpointNeeded, "checkpoint_needed"),
+    (CheckpointNotRemoved, "files_not_removed"),
     (IdempotencyConflict, "idempotency_conflict"),
     (FaultsNotAllowed, "faults_not_allowed"),
     (FaultNotPossible, "fault_not_possible"),

@@ -548,6 +548,14 @@ class Checkpoint(Answer):
     """Size on disk, once complete."""
     created_at: Time
     """When its saving began."""
+    generation: int | None = None
+    """Generation that saved it."""
+    exists: bool | None = None
+    """Whether its files are there, as far as is known; null while it is being saved."""
+    age_seconds: float | None = None
+    """Since it was complete; null for others."""
+    kept_because: str | None = None
+    """Why it is not deleted when the next one is complete, in a sentence; null where that is not known."""
 
 
 class Ledger(Answer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,7 +17,7 @@ from service.deletion import Deletion
 from service.ledger import Ledger
 from service.logs import LogLine
 from service.states import JobState
-from service.store import edits, jobs, ledgers, metrics, recoveries, tables
+from service.store import checkpoints, edits, jobs, ledgers, metrics, recoveries, tables
 from service.store.types import Reader
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec, ParallelConfig
@@ -224,10 +224,22 @@ def recovery_view(row: tables.Recovery) -> schemas.Recovery:
     )
 
 
-def checkpoint_view(row: tables.Checkpoint) -> schemas.Checkpoint:
-    """A checkpoint."""
+def checkpoint_view(
+    row: tables.Checkpoint, now: float, kept_because: Mapping[str, str] | None = None
+) -> schemas.Checkpoint:
+    """A checkpoint at Unix time `now`; `kept_because`: why, by id."""
+    completed_at = row.completed_at if row.state == checkpoints.COMPLETE else None
     return schemas.Checkpoint(
-        id=row.id, step=row.step, state=row.state, path=row.path, bytes=row.bytes, created_at=moment(row.created_at)
+        id=row.id,
+        step=row.step,
+        state=row.state,
+        path=row.path,
+        bytes=row.bytes,
+        created_at=moment(row.created_at),
+        generation=row.generation,
+        exists=None if row.state == checkpoints.SAVING else row.state == checkpoints.COMPLETE,
+        age_seconds=None if completed_at is None else max(0.0, now - completed_at),
+        kept_because=(kept_because or {}).get(row.id),
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
+from service.checkpoint_deletion import delete_checkpoint
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.existing_ray import ExistingRay
@@ -45,7 +46,7 @@ from service.states import JobState
 from service.store import Store, installation, jobs
 from service.store.leases import connection_name
 from service.store.location import url_in
-from service.store.tables import Job
+from service.store.tables import Checkpoint, Job
 from service.takeover import refuse_what_cannot_be_taken_over
 from service.tasks import log_failure
 from service.traces.traces import Traces
@@ -350,6 +351,11 @@ class ControlPlane:
         """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
         ClusterUnavailable."""
         return delete_job(self._store, self._paths_of_jobs, job_id, lambda: self._call(self._let_go(job_id)))
+
+    def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
+        """Delete a checkpoint and its files. Raises JobNotFound, CheckpointNotFound, CheckpointNeeded,
+        CheckpointNotRemoved."""
+        return delete_checkpoint(self._store, self._paths_of_jobs, job_id, checkpoint_id, force)
 
     async def _let_go(self, job_id: str) -> None:
         assert self._housekeeping is not None

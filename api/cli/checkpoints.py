@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from api import calls
 from api.cli import render
 from api.cli.exported_weights import FORMATS, SHARD_SIZE, Dtype, Format, export_weights
 from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, JobId, Json, MantaGroup, Url, connect, fail, show
@@ -65,6 +66,27 @@ def list_of_job(job: JobId, url: Url = None, as_json: Json = False) -> None:
     with connect(url) as client:
         page = client.checkpoints(job)
     show(page, as_json, lambda console: render.checkpoint_table(console, page.items))
+
+
+@checkpoints_app.command("delete")
+def delete_one(
+    job: JobId,
+    step: Annotated[int, typer.Option("--step", min=1, help="The newest checkpoint of this step.")],
+    force: Annotated[bool, typer.Option("--force", help="Also the newest, from which the job would go on.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Delete a checkpoint and its files for good."""
+    with connect(url) as client:
+        rows = [row for row in _complete(client, job) if row.step == step]
+        if not rows:
+            raise NoCheckpoint(f"{job} has no complete checkpoint of step {step}")
+        newest = max(rows, key=lambda row: generation_of(row.path) or 0)
+        if not yes:
+            typer.confirm(f"Delete {newest.path} ({size(newest.bytes)}) for good?", abort=True, err=True)
+        answer = client.send(calls.delete_checkpoint(job, newest.id, force))
+    show(answer, as_json, lambda console: console.print(f"{answer.path} is deleted", highlight=False, soft_wrap=True))
 
 
 @checkpoints_app.command("verify")

@@ -3,6 +3,7 @@
 from service.store.access_tables import ApiKey, AuditEntry, Project
 from service.store.database import Store
 from service.store.errors import (
+    CheckpointNotFound,
     IdempotencyConflict,
     IllegalTransition,
     InvalidCursor,
@@ -35,6 +36,7 @@ __all__ = [
     "ApiKey",
     "AuditEntry",
     "Checkpoint",
+    "CheckpointNotFound",
     "Event",
     "Generation",
     "IdempotencyConflict",

@@ -7,10 +7,11 @@ import time
 from sqlalchemy import select, tuple_
 from sqlalchemy.orm import Session
 
+from service.states import JobState
 from service.store import jobs
-from service.store.errors import InvalidCursor
+from service.store.errors import CheckpointNotFound, InvalidCursor
 from service.store.paging import Cursors, Page
-from service.store.tables import Checkpoint
+from service.store.tables import Checkpoint, Job
 from workers.checkpoint.catalog import Condition, Listing
 
 SAVING, COMPLETE, FAILED, DELETED = "saving", "complete", "failed", "deleted"
@@ -64,6 +65,21 @@ def mark_deleted(session: Session, checkpoint_id: str) -> bool:
     return True
 
 
+def get(session: Session, job_id: str, checkpoint_id: str) -> Checkpoint:
+    """A checkpoint of the job. Raises JobNotFound, CheckpointNotFound."""
+    jobs.get(session, job_id)
+    row = session.get(Checkpoint, checkpoint_id)
+    if row is None or row.job_id != job_id:
+        raise CheckpointNotFound(job_id, checkpoint_id)
+    return row
+
+
+def newest_id(session: Session, job_id: str) -> str | None:
+    """The complete checkpoint that was made last, from which the job would go on; None: it has none."""
+    query = select(Checkpoint.id).where(Checkpoint.job_id == job_id, Checkpoint.state == COMPLETE)
+    return session.scalar(query.order_by(Checkpoint.generation.desc(), Checkpoint.step.desc()).limit(1))
+
+
 def find(session: Session, job_id: str, generation: int, step: int) -> Checkpoint | None:
     """The checkpoint of `step` that `generation` saves or has saved."""
     query = select(Checkpoint).where(
@@ -87,6 +103,22 @@ def complete_ones(session: Session, job_id: str) -> list[Checkpoint]:
     """All complete checkpoints of a job, those of the highest step first: what keep-N counts."""
     query = select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state == COMPLETE)
     return list(session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc())))
+
+
+def kept_because(session: Session, job: Job) -> dict[str, str]:
+    """Why complete checkpoints of a job are kept, by id: sentences about those of which it is known."""
+    made_last_first = sorted(complete_ones(session, job.id), key=lambda row: (row.generation, row.step), reverse=True)
+    checkpoint = job.spec.get("checkpoint")
+    keep = checkpoint.get("keep") if isinstance(checkpoint, dict) else None
+    sentences = {
+        row.id: f"checkpoint.keep asks for the newest {keep}"
+        for row in made_last_first[: keep if isinstance(keep, int) else 0]
+    }
+    if made_last_first:
+        over = job.state == JobState.SUCCEEDED
+        newest = "it has the job's last state" if over else "it is the newest: the job would go on from it"
+        sentences[made_last_first[0].id] = newest
+    return sentences
 
 
 def latest_seconds(session: Session, job_id: str, limit: int) -> list[float]:

@@ -70,6 +70,15 @@ class IdempotencyConflict(MantaError):
         )
 
 
+class CheckpointNotFound(MantaError):
+    """No checkpoint of the job has this id."""
+
+    def __init__(self, job_id: str, checkpoint_id: str):
+        super().__init__(
+            f"{job_id} has no checkpoint {checkpoint_id[:100]!r}; `manta checkpoints {job_id} --json` lists their ids"
+        )
+
+
 class TooManyLabels(MantaError):
     """A job would have more labels than any may have."""
 

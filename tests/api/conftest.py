@@ -14,6 +14,7 @@ import uvicorn
 
 from api.app import create_app
 from api.connections import MOST_CONNECTIONS, limited_to
+from service.checkpoint_deletion import delete_checkpoint
 from service.cluster.errors import NodeNotFound
 from service.deletion import Deletion, delete_job
 from service.faults import FaultsNotAllowed, refuse_impossible
@@ -24,7 +25,7 @@ from service.recovery.waits import WaitingRank, Waits
 from service.running_ranks import RankNotFound, RankStack, SeenWaits
 from service.settings import RequestLimits
 from service.states import JobState
-from service.store import Store, generations, jobs, metrics
+from service.store import Checkpoint, Store, generations, jobs, metrics
 from tests.api.support.described_api import description_at
 from tests.api.support.keys import ADMIN, add_admin, bearer
 from workers.data.roots import DataRoots
@@ -78,6 +79,9 @@ class FakeControl:
 
     def pause(self, job_id: str) -> None:
         self.asked.append(("pause", job_id))
+
+    def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
+        return delete_checkpoint(self.store, Paths.of(self.home), job_id, checkpoint_id, force)
 
     def inject(self, job_id: str, fault: Fault) -> None:
         if not self.allow_faults:

@@ -12,12 +12,14 @@ from api import access
 from api.app import create_app
 from service.identity import Scope, digest_of, new_browser_token, new_key
 from service.logs import log_file, log_folder
-from service.store import JobNotFound, browser_tokens, events, jobs, keys
+from service.store import JobNotFound, browser_tokens, checkpoints, events, jobs, keys
 from service.store.tables import Base
 from tests.api.conftest import DOCUMENT, FakeControl
 from tests.api.support.described_api import description_at
 from tests.api.support.keys import ADMIN, add_admin, add_key, add_keys, bearer
 from tests.api.test_openapi import OPERATIONS
+from workers.checkpoint.catalog import checkpoint_path
+from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
 
 ANONYMOUS = {"get_health": 200, "get_readiness": 200, "open_link": 404}
@@ -31,7 +33,8 @@ NEEDS = {
          "end_session", "get_prometheus_metrics", "make_plans"), ("read",),
     ),
     **dict.fromkeys(
-        ("submit_job", "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job", "retry_job", "resize_job"),
+        ("submit_job", "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job", "retry_job", "resize_job",
+         "delete_checkpoint"),
         ("submit",),
     ),
     **dict.fromkeys(("inject_fault", "create_key", "list_keys", "revoke_key", "list_audit"), ("admin",)),
@@ -70,6 +73,7 @@ class Theirs:
         self.foreign = add_keys(service.store, "ours")
         service.control.allow_faults = True
         self.job = self._submit()
+        self.checkpoint = self._save()
         service.move(self.job, *STATES.get(operation.id, ("STARTING", "RUNNING")))
         with service.store.read() as session:
             self.key = next(key.id for key in keys.page(session, "theirs").items if key.scope == "read")
@@ -85,9 +89,27 @@ class Theirs:
         log_file(folder, 0).write_text(f'{{"time": 1, "rank": 0, "generation": 1, "text": "{MARK}"}}\n')
         return job
 
+    def _save(self):
+        """A checkpoint of an older generation, which nobody needs."""
+        folder = Paths.of(self.service.control.home).checkpoint_folder(self.job)
+
+        def save(session):
+            row = checkpoints.begin(session, self.job, 0, 5, str(checkpoint_path(folder, 5, 0)))
+            checkpoints.fail(session, row.id)
+            return row.id
+
+        return self.service.store.write(save)
+
     def ask(self, key=None, job=None, **headers):
         """The operation, about their job, key or node."""
-        places = {"job_id": job or self.job, "rank": 0, "key_id": self.key, "node_id": "abcd", "token": "nothing"}
+        places = {
+            "job_id": job or self.job,
+            "rank": 0,
+            "checkpoint_id": self.checkpoint,
+            "key_id": self.key,
+            "node_id": "abcd",
+            "token": "nothing",
+        }
         shown = {} if key is None else bearer(key)
         path = self.operation.path.format(**places)
         path += QUERIES.get(self.operation.id, "").format(**places)

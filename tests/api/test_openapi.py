@@ -19,8 +19,8 @@ OPERATIONS = [
     "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job",
     "retry_job", "resize_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
     "get_rank_history", "get_waits", "get_rank_stack",
-    "list_checkpoints", "get_ledger", "list_recoveries", "inject_fault", "get_cluster", "check_cluster",
-    "drain_node", "make_plans",
+    "list_checkpoints", "delete_checkpoint", "get_ledger", "list_recoveries", "inject_fault",
+    "get_cluster", "check_cluster", "drain_node", "make_plans",
     "create_project", "list_projects", "create_key", "list_keys", "revoke_key", "list_audit", "create_link",
     "open_link", "get_me", "end_session", "get_health", "get_readiness", "get_prometheus_metrics",
 ]  # fmt: skip

@@ -10,7 +10,9 @@ from service.recovery.timeline import RecoveryTimeline
 from service.store import checkpoints, events, generations, rank_numbers, ranks, recoveries
 from service.store.recoveries import Beginning
 from tests.api.test_sse_server import read_stream
+from workers.checkpoint.catalog import checkpoint_path
 from workers.liveness.rank_samples import RankSample, packed
+from workers.paths import Paths
 
 
 def write_log(service, job_id, rank, *texts):
@@ -127,7 +129,48 @@ def test_ranks_and_checkpoints_are_shown_as_stored(service):
     assert shown == {"items": [{**row, "context": 0, "state": "running", **unknown}], "next_cursor": None}
     saved = service.http.get(f"/v1/jobs/{job['id']}/checkpoints").json()["items"]
     assert [(entry["step"], entry["state"], entry["bytes"]) for entry in saved] == [(5, "complete", 123)]
-    assert set(saved[0]) == {"id", "step", "state", "path", "bytes", "created_at"}
+    assert saved[0].pop("age_seconds") >= 0
+    assert (saved[0]["generation"], saved[0]["exists"]) == (1, True)
+    assert saved[0]["kept_because"] == "it is the newest: the job would go on from it"
+
+
+def test_checkpoints_say_why_they_are_kept(service):
+    job = service.submit(checkpoint={"keep": 2})["id"]
+
+    def save(session):
+        generations.begin(session, job, "submitted", False)
+        for step in (5, 10, 15, 20):
+            row = checkpoints.begin(session, job, 1, step, f"/somewhere/{step}")
+            if step < 20:
+                checkpoints.complete(session, row.id, 1)
+
+    service.store.write(save)
+    shown = service.http.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
+    assert [(each["step"], each["exists"], each["kept_because"]) for each in shown] == [
+        (20, None, None), (15, True, "it is the newest: the job would go on from it"),
+        (10, True, "checkpoint.keep asks for the newest 2"), (5, True, None),
+    ]  # fmt: skip
+    assert (shown[0]["age_seconds"], shown[1]["age_seconds"] >= 0) == (None, True)
+
+
+def test_checkpoint_is_deleted_unless_the_job_needs_it(service):
+    job = service.submit()["id"]
+    place = checkpoint_path(Paths.of(service.control.home).checkpoint_folder(job), 5, 1)
+    place.mkdir(parents=True)
+
+    def save(session):
+        generations.begin(session, job, "submitted", False)
+        row = checkpoints.begin(session, job, 1, 5, str(place))
+        checkpoints.complete(session, row.id, 1)
+        return row.id
+
+    path = f"/v1/jobs/{job}/checkpoints/{service.store.write(save)}"
+    refused = service.http.delete(path)
+    assert (refused.status_code, refused.json()["code"], place.exists()) == (409, "checkpoint_needed", True)
+    deleted = service.http.delete(path, params={"force": "true"}).json()
+    assert (deleted["state"], deleted["exists"], place.exists()) == ("deleted", False, False)
+    missing = service.http.delete(f"/v1/jobs/{job}/checkpoints/ckpt_x")
+    assert (missing.status_code, missing.json()["code"]) == (404, "checkpoint_not_found")
 
 
 def test_how_ranks_are_doing_and_were(service):

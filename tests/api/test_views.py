@@ -59,7 +59,12 @@ def test_numbers_of_ranks_are_those_of_each():
 def test_checkpoint_is_told_with_its_place_and_size():
     fields = {"id": "c", "step": 1, "state": "complete", "path": "/p", "bytes": 2}
     row = tables.Checkpoint(job_id="job_1", generation=3, created_at=4.0, completed_at=5.0, **fields)
-    assert shown(views.checkpoint_view(row)) == {**fields, "created_at": moment(4.0)}
+    more = {"generation": 3, "exists": True, "age_seconds": 2.0, "kept_because": "k"}
+    assert shown(views.checkpoint_view(row, 7.0, {"c": "k"})) == {**fields, "created_at": moment(4.0), **more}
+    for state, exists in (("saving", None), ("failed", False), ("deleted", False)):
+        row.state = state
+        other = views.checkpoint_view(row, 7.0)
+        assert (other.exists, other.age_seconds, other.kept_because) == (exists, None, None)
 
 
 def test_recovery_is_told_with_its_causes_and_its_phases():

@@ -63,13 +63,17 @@ def remove_newer(folder: str | Place, than: str) -> list[Place]:
     return _removed([each for each in newer if each.condition is not Condition.UNKNOWN])
 
 
+def remove(checkpoint: Place) -> bool:
+    """Delete one checkpoint, its manifest first; whether nothing of it is left."""
+    files = files_of(checkpoint)
+    with contextlib.suppress(OSError):
+        files.remove(checkpoint / MANIFEST)  # first, so that a half-deleted one is never taken for whole
+    files.remove_folder(checkpoint)
+    return _is_gone(checkpoint)
+
+
 def _removed(to_delete: Sequence[ListedCheckpoint]) -> list[Place]:
-    for each in to_delete:
-        files = files_of(each.path)
-        with contextlib.suppress(OSError):
-            files.remove(each.path / MANIFEST)  # first, so that a half-deleted one is never taken for whole
-        files.remove_folder(each.path)
-    return [each.path for each in to_delete if _is_gone(each.path)]
+    return [each.path for each in to_delete if remove(each.path)]
 
 
 def _is_gone(path: Place) -> bool:

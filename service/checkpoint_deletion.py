@@ -1,0 +1,86 @@
+"""Deletes one durable checkpoint of a job, where nobody needs it: its files first, then it is noted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from service.states import JobState, after_action, is_final
+from service.store import Store, checkpoints, events, generations, jobs
+from service.store.tables import Checkpoint, Job
+from workers.checkpoint.catalog import checkpoint_path
+from workers.checkpoint.pruning import remove
+from workers.errors import MantaError
+from workers.paths import Paths
+from workers.storage.places import Place
+
+_BEFORE_FIRST_STEP = (JobState.STARTING, JobState.RECOVERING, JobState.RESIZING)
+
+
+class CheckpointNeeded(MantaError):
+    """The checkpoint is in use, or the job would go on from it; the message says what to do."""
+
+
+class CheckpointNotRemoved(MantaError):
+    """Something of the checkpoint cannot be removed."""
+
+    def __init__(self, path: str):
+        super().__init__(
+            f"{path} cannot be removed, or not all of it, so it is still listed; see to it that the service may, and "
+            "delete it again"
+        )
+
+
+def delete_checkpoint(store: Store, paths: Paths, job_id: str, checkpoint_id: str, force: bool = False) -> Checkpoint:
+    """Remove a checkpoint's files and note that it is deleted, which it then is; one that is already stays so. The
+    newest whole one of a job that may go on, which would go on from it, only with `force`.
+
+    Raises JobNotFound, CheckpointNotFound, CheckpointNeeded, CheckpointNotRemoved.
+    """
+    with store.read() as session:
+        row = checkpoints.get(session, job_id, checkpoint_id)
+        if row.state == checkpoints.DELETED:
+            return row
+        _refuse_needed(session, jobs.get(session, job_id), row, force)
+    if not remove(_place(paths, row)):
+        raise CheckpointNotRemoved(row.path)
+    return store.write(lambda session: _note(session, job_id, checkpoint_id, force))
+
+
+def _place(paths: Paths, row: Checkpoint) -> Place:
+    """Where the checkpoint lies, which no report of a trainer decides. Raises CheckpointNeeded."""
+    place = checkpoint_path(paths.checkpoint_folder(row.job_id), row.step, row.generation)
+    if str(place) != row.path:
+        raise CheckpointNeeded(
+            f"{row.path} is not where this service keeps checkpoints ({place}), so it removes nothing there: remove "
+            "the folder yourself"
+        )
+    return place
+
+
+def _refuse_needed(session: Session, job: Job, row: Checkpoint, force: bool) -> None:
+    """Raises CheckpointNeeded."""
+    state = JobState(job.state)
+    if row.state == checkpoints.SAVING and not is_final(state) and row.generation == job.generation:
+        raise CheckpointNeeded(f"{row.id} is being saved; wait until it is complete, or cancel the job")
+    lives = generations.of_job(session, job.id)
+    restoring = bool(lives) and lives[-1].first_step_at is None and state in _BEFORE_FIRST_STEP
+    if restoring and lives[-1].resume_source == "checkpoint" and lives[-1].resume_step == row.step:
+        raise CheckpointNeeded(f"{job.id} is being restored from {row.id}; wait until it is RUNNING")
+    may_go_on = not is_final(state) or after_action("retry", state) is not None
+    if may_go_on and not force and row.id == checkpoints.newest_id(session, job.id):
+        raise CheckpointNeeded(
+            f"{row.id} is the newest whole checkpoint of {job.id}, which is {state} and would go on from it; "
+            "with force=true it is deleted all the same"
+        )
+
+
+def _note(session: Session, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
+    row = checkpoints.get(session, job_id, checkpoint_id)
+    if row.state != checkpoints.DELETED:
+        row.state = checkpoints.DELETED
+        data: dict[str, Any] = {"checkpoint": row.id, "path": row.path, "bytes": row.bytes, "forced": force}
+        message = f"the user deleted the checkpoint of step {row.step} by generation {row.generation}"
+        events.append(session, job_id, "checkpoint_deleted", message, step=row.step, data=data)
+    return row

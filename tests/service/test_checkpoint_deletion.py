@@ -1,0 +1,139 @@
+"""A checkpoint goes with its files where nobody needs it, and what a trainer reports leads nowhere else."""
+
+import pytest
+from s3_fixtures import bucket, s3_server  # noqa: F401 - fixtures
+
+from service import checkpoint_deletion
+from service.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved, delete_checkpoint
+from service.states import JobState
+from service.store import CheckpointNotFound, JobNotFound, checkpoints, events, generations, jobs
+from workers.checkpoint.catalog import MANIFEST, checkpoint_path
+from workers.paths import Paths
+from workers.storage.files import files_of
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return Paths.of(tmp_path)
+
+
+@pytest.fixture
+def job(store, submit, paths):
+    """A RUNNING job with whole checkpoints of steps 5 and 10, and one of step 15 that is being saved."""
+    job_id = submit().id
+
+    def begin(session):
+        generations.begin(session, job_id, "submitted", False)
+        for state in (JobState.STARTING, JobState.RUNNING):
+            jobs.transition(session, job_id, state)
+        for step in (5, 10, 15):
+            place = checkpoint_path(paths.checkpoint_folder(job_id), step, 1)
+            row = checkpoints.begin(session, job_id, 1, step, str(place))
+            if step < 15:
+                checkpoints.complete(session, row.id, 100)
+
+    store.write(begin)
+    for step in (5, 10, 15):
+        folder = checkpoint_path(paths.checkpoint_folder(job_id), step, 1)
+        folder.mkdir(parents=True)
+        (folder / MANIFEST).write_text("{}")
+        (folder / "data").write_bytes(b"x" * 98)
+    return job_id
+
+
+def id_of(job, step):
+    return f"ckpt_{job.removeprefix('job_')}_{step}_1"
+
+
+def folder(paths, job, step):
+    return checkpoint_path(paths.checkpoint_folder(job), step, 1)
+
+
+def lies_at(store, job, step, place):
+    store.write(lambda session: setattr(checkpoints.get(session, job, id_of(job, step)), "path", str(place)))
+
+
+def deletions(store, job):
+    with store.read() as session:
+        return [each for each in events.page(session, job, limit=1000).items if each.type == "checkpoint_deleted"]
+
+
+def test_files_and_then_the_row_say_that_it_is_gone_and_others_stay(store, paths, job):
+    deleted = delete_checkpoint(store, paths, job, id_of(job, 5))
+    assert deleted.state == "deleted"
+    assert not folder(paths, job, 5).exists() and folder(paths, job, 10).exists()
+    (event,) = deletions(store, job)
+    assert (event.step, event.data["bytes"], event.data["forced"]) == (5, 100, False)
+    assert delete_checkpoint(store, paths, job, id_of(job, 5)).state == "deleted", "again changes nothing"
+    assert len(deletions(store, job)) == 1
+
+
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.PAUSED, JobState.FAILED])
+def test_newest_whole_one_of_a_job_that_may_go_on_goes_by_force_alone(store, paths, job, state):
+    store.write(lambda session: setattr(jobs.get(session, job), "state", state))
+    with pytest.raises(CheckpointNeeded, match="force=true"):
+        delete_checkpoint(store, paths, job, id_of(job, 10))
+    assert folder(paths, job, 10).exists()
+    delete_checkpoint(store, paths, job, id_of(job, 10), force=True)
+    assert not folder(paths, job, 10).exists()
+    assert deletions(store, job)[0].data["forced"]
+    with pytest.raises(CheckpointNeeded, match="newest whole"):
+        delete_checkpoint(store, paths, job, id_of(job, 5))
+
+
+@pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.CANCELLED])
+def test_job_that_is_over_needs_none(store, paths, job, state):
+    store.write(lambda session: setattr(jobs.get(session, job), "state", state))
+    for step in (10, 15):
+        assert delete_checkpoint(store, paths, job, id_of(job, step)).state == "deleted"
+
+
+def test_one_that_is_being_saved_or_restored_from_stays_whatever_the_force(store, paths, job):
+    with pytest.raises(CheckpointNeeded, match="is being saved"):
+        delete_checkpoint(store, paths, job, id_of(job, 15), force=True)
+
+    def recover(session):
+        generations.begin(session, job, "rank lost", True, "checkpoint", 5)
+        jobs.transition(session, job, JobState.RECOVERING)
+
+    store.write(recover)
+    with pytest.raises(CheckpointNeeded, match="is being restored"):
+        delete_checkpoint(store, paths, job, id_of(job, 5), force=True)
+    assert delete_checkpoint(store, paths, job, id_of(job, 15)).state == "deleted", "of a generation that is over"
+
+
+def test_what_a_trainer_reported_leads_nowhere_else(store, paths, job, tmp_path):
+    elsewhere = tmp_path / "precious"
+    elsewhere.mkdir()
+    lies_at(store, job, 5, elsewhere)
+    with pytest.raises(CheckpointNeeded, match="removes nothing there"):
+        delete_checkpoint(store, paths, job, id_of(job, 5), force=True)
+    assert elsewhere.exists() and folder(paths, job, 5).exists()
+
+
+def test_one_that_cannot_be_removed_is_still_listed(store, paths, job, monkeypatch):
+    monkeypatch.setattr(checkpoint_deletion, "remove", lambda place: False)
+    with pytest.raises(CheckpointNotRemoved, match="delete it again"):
+        delete_checkpoint(store, paths, job, id_of(job, 5))
+    with store.read() as session:
+        assert checkpoints.get(session, job, id_of(job, 5)).state == "complete"
+    assert deletions(store, job) == []
+
+
+def test_checkpoint_of_another_job_is_not_found(store, paths, job, submit):
+    with pytest.raises(CheckpointNotFound):
+        delete_checkpoint(store, paths, submit().id, id_of(job, 5), force=True)
+    with pytest.raises(JobNotFound):
+        delete_checkpoint(store, paths, "job_000000000000", id_of(job, 5))
+    assert folder(paths, job, 5).exists()
+
+
+def test_one_in_an_object_store_goes_too(store, job, tmp_path, bucket):  # noqa: F811 - a fixture
+    paths = Paths.of(tmp_path, bucket)
+    places = [checkpoint_path(paths.checkpoint_folder(job), step, 1) for step in (5, 10)]
+    for place, step in zip(places, (5, 10), strict=True):
+        files_of(place).write_whole(place / MANIFEST, b"{}")
+        files_of(place).write_whole(place / "data", b"x")
+        lies_at(store, job, step, place)
+    assert delete_checkpoint(store, paths, job, id_of(job, 5)).state == "deleted"
+    assert [files_of(place).is_there(place) for place in places] == [False, True]
