@@ -12,10 +12,10 @@ SECONDS = 20.0
 def test_lists_of_jobs_that_stand_still_hold_up_no_other_request(service, monkeypatch):
     begun, go_on, page = threading.Semaphore(0), threading.Event(), RenderedPages.page
 
-    def page_later(*arguments):
+    def page_later(*arguments, **options):
         begun.release()
         assert go_on.wait(SECONDS)
-        return page(*arguments)
+        return page(*arguments, **options)
 
     monkeypatch.setattr(RenderedPages, "page", page_later)
     job = service.submit()

@@ -1,4 +1,5 @@
-"""One Chromium and one sample server for all tests that only look."""
+"""One Chromium and one sample server for all tests of a file that only look. Playwright keeps an event loop of its own
+running in the thread meanwhile, which tests of other files could not bear."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from playwright.sync_api import Browser, sync_playwright
 from tests.api.ui.browser import ARGUMENTS, CHROMIUM, Sample, Viewer, served, sign_in
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
@@ -25,7 +26,7 @@ def browser(chromium: Browser) -> Iterator[Browser]:
         context.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def viewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sample]:
     """A server for those who only look."""
     with served(tmp_path_factory.mktemp("viewed")) as sample:
