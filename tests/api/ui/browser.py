@@ -24,7 +24,7 @@ SERVER = Path(__file__).with_name("sample.py")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(SERVER.parents[3])}
 MILLISECONDS = 20_000  # machines that run tests are slow at times
 
-TO_COME = ("/waits", "/budget", "/traces")
+TO_COME = ("/budget", "/traces")
 """Ends of addresses that pages ask for already and REST will have."""
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs the system's Chromium")

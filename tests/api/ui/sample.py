@@ -22,6 +22,8 @@ from service.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_toke
 from service.logs import LogsInHome, log_file, log_folder
 from service.model_packages import ModelPackages
 from service.recovery.timeline import RecoveryTimeline
+from service.recovery.waits import WaitingRank, Waits
+from service.running_ranks import RankStack, SeenWaits
 from service.states import JobState
 from service.store import (
     Store,
@@ -75,6 +77,17 @@ class SampleControl:
         """One node of 16 slots, half of them taken."""
         node = {"id": "n1", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 8}
         return {"nodes": [node], "totals": {}}
+
+    def waits(self, job_id: str) -> SeenWaits:
+        """All but one wait for it."""
+        doing = "all-reduce of the tensor group"
+        ranks = [WaitingRank(rank, "backward", doing, 0.02, (3,), 201) for rank in range(8) if rank != 3]
+        ranks.insert(3, WaitingRank(3, "forward", "forward of micro-batch 2", 0.4, (), 201))
+        return SeenWaits(time.time(), Waits(tuple(ranks), (), "7 of 8 ranks wait, most of them in the end for rank 3"))
+
+    def stack(self, job_id: str, rank: int) -> RankStack:
+        """Somewhere in a forward."""
+        return RankStack(rank, 4100 + 17 * rank, time.time(), 'File "layer.py", line 7 in forward')
 
     def ready(self) -> list[str]:
         """Ready."""

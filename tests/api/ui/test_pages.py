@@ -125,6 +125,25 @@ def test_logs_are_filtered_by_rank_and_text(viewer):
     viewer.complaints.said = [text for text in viewer.complaints.said if "422" not in text]
 
 
+def test_ranks_say_who_is_slow_who_waits_and_where_each_is(viewer):
+    page = viewer.open(f"jobs/{viewer.sample.job}/ranks")
+    expect(page.get_by_role("table", name="Ranks").locator("tbody tr")).to_have_count(8)
+    waits = page.get_by_role("region", name="Who waits for whom").first
+    expect(waits).to_contain_text("most of them in the end for rank 3")
+    expect(page.get_by_role("table", name="Who waits for whom").locator("tbody tr")).to_have_count(8)
+    page.get_by_role("table", name="Ranks").get_by_role("button", name="3").click()
+    expect(page.locator(".rank-detail")).to_contain_text("stage 1, tensor 1, replica 0")
+    page.get_by_role("button", name="Its stack now").click()
+    expect(page.locator(".stack")).to_contain_text("line 7 in forward")
+    grid = page.locator(".rank-plot")
+    grid.focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".rank-detail")).to_contain_text("rank 4: running")
+    page.get_by_role("link", name="Its log").click()
+    expect(page.get_by_label("Rank of the log")).to_have_value("4")
+    expect(page.locator(".log-line").first).to_contain_text("[4]")
+
+
 def test_checkpoints_that_are_gone_are_folded_away(viewer):
     page = viewer.open(f"jobs/{viewer.sample.job}/checkpoints")
     expect(page.get_by_role("table", name="Checkpoints", exact=True).locator("tbody tr")).to_have_count(3)

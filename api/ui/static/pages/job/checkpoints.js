@@ -18,14 +18,16 @@ export function create({ id, viewer, refreshNow }) {
   const summary = h("summary", {});
   const folded = h("details", { class: "panel" }, summary, h("div", { class: "tall" }, gone.element));
   const rows = [new KeyedRows(main.body, (each) => each.id, (each) => row(each)), new KeyedRows(gone.body, (each) => each.id, (each) => row(each))];
-  let [me, job] = [null, null];
+  let [me, job, last] = [null, null, null];
   viewer.then((known) => (me = known));
 
   function row(checkpoint) {
     const state = badge();
     const cells = Array.from({ length: 6 }, () => h("td", { class: "number" }));
     cells[1].append(state.element);
-    cells[5].className = "mono message";
+    const [path, reason] = [h("div", { class: "mono message" }), h("div", { class: "note" })];
+    cells[5].append(path, reason);
+    cells[5].className = "";
     const buttons = h("td", { class: "actions" },
       h("button", { class: "plain", onclick: () => copy(checkpoint) }, "copy path"),
       h("button", { class: "plain", hidden: true, onclick: () => remove(checkpoint) }, "delete"));
@@ -38,7 +40,8 @@ export function create({ id, viewer, refreshNow }) {
         setText(cells[3], clock(now.created_at));
         cells[3].title = utc(now.created_at);
         setText(cells[4], age(now.created_at));
-        setText(cells[5], now.path || UNKNOWN);
+        setText(path, now.path || UNKNOWN);
+        setText(reason, now.exists === false && now.state === "complete" ? "its files are gone" : now.kept_because ?? "");
         setVisible(buttons.lastElementChild, now.state === "complete" && may(me, "submit"));
       },
     };
@@ -50,10 +53,12 @@ export function create({ id, viewer, refreshNow }) {
   }
 
   async function remove(checkpoint) {
-    const yes = await confirmed("Delete this checkpoint?", [h("p", {}, `Step ${number(checkpoint.step)}, ${bytes(checkpoint.bytes)}. Nobody can go on from it, or export it, any more.`), h("p", { class: "mono" }, checkpoint.path)], { yes: "Delete it", no: "Keep it", danger: true });
+    const newest = checkpoint.id === last?.id;
+    const yes = await confirmed("Delete this checkpoint?", [
+      newest ? h("p", { class: "kind tone-bad" }, "It is the newest: what the job does after it is lost where no snapshot is left.") : null, h("p", {}, `Step ${number(checkpoint.step)}, ${bytes(checkpoint.bytes)}. Nobody can go on from it, or export it, any more.`), h("p", { class: "mono" }, checkpoint.path)], { yes: "Delete it", no: "Keep it", danger: true });
     if (!yes) return;
     try {
-      await send("DELETE", `/v1/jobs/${id}/checkpoints/${checkpoint.id}`);
+      await send("DELETE", `/v1/jobs/${id}/checkpoints/${checkpoint.id}`, undefined, newest ? { force: true } : {});
     } catch (error) {
       if (!(error instanceof Problem)) throw error;
       notify(error.message, "bad");
@@ -68,6 +73,7 @@ export function create({ id, viewer, refreshNow }) {
       if (!moved) return;
       const items = (await optional(all(`/v1/jobs/${id}/checkpoints`, {}, 10_000, { signal }), [])).sort((one, other) => other.step - one.step);
       const kept = items.filter((each) => each.state !== "deleted");
+      last = kept.find((each) => each.state === "complete") ?? null;
       const deleted = items.filter((each) => each.state === "deleted");
       const total = kept.reduce((sum, each) => sum + (each.bytes ?? 0), 0);
       setText(there.note, kept.length ? `${counted(kept.length, "checkpoint")}, ${bytes(total)}; every ${number(job.spec.checkpoint?.every_steps)} steps, ${number(job.spec.checkpoint?.keep)} are kept` : "");

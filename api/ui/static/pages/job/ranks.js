@@ -1,14 +1,16 @@
 /** The ranks of a job: who is where, how long each works and waits, who is slow, who waits for whom. */
 
-import { get, optional } from "../../core/api.js";
+import { get } from "../../core/api.js";
 import { fill, h, panel, setText, setVisible, table, KeyedRows } from "../../core/dom.js";
-import { bytes, clock, duration, number } from "../../core/format.js";
+import { bytes, clock, duration, number, numberOf } from "../../core/format.js";
 import { link } from "../../core/router.js";
 import { slownessOf } from "../../parts/attention.js";
 import { COLOURINGS, RankGrid, describe, usualOf } from "../../parts/rank_grid.js";
 import { RankHistory } from "../../parts/rank_history.js";
 
 const MOST_ROWS = 256;
+const MOST_ASKED = 64; // ranks of a job whose agents are asked again and again; of larger ones when somebody wants it
+const STANDS_STILL_STEPS = 5;
 
 /** The tab. */
 export function create({ id }) {
@@ -28,8 +30,8 @@ class RanksTab {
     grid.body.append(this.verdict, this.grid.element);
     const detail = panel("Rank");
     detail.body.append(this.detail);
-    this.waits = panel("Who waits for whom");
-    this.waitsBody = h("div");
+    this.waits = panel("Who waits for whom", { controls: [h("button", { class: "button", onclick: () => this.askWaits() }, "Ask now")] });
+    this.waitsBody = h("div", {}, h("p", { class: "empty-note" }, "The agents of the ranks were not asked yet."));
     this.waits.body.append(this.waitsBody);
     const list = panel("All ranks");
     const { element, body } = table(["Rank", "Tensor", "Stage", "Replica", "State", "Own time", "Waits", "Memory", "Node", "Device", "Pid", "Gen."], { label: "Ranks" });
@@ -52,18 +54,14 @@ class RanksTab {
   }
 
   async refresh(signal, job, moved) {
-    const [places, waits] = await Promise.all([
-      get(`/v1/jobs/${this.id}/ranks`, {}, { signal }),
-      moved ? optional(get(`/v1/jobs/${this.id}/waits`, {}, { signal })) : undefined,
-    ]);
-    this.ranks = places.items;
+    this.ranks = (await get(`/v1/jobs/${this.id}/ranks`, {}, { signal })).items;
     this.byNumber = new Map(this.ranks.map((rank) => [rank.rank, rank]));
     this.usual = usualOf(this.ranks);
     this.grid.show(this.ranks, job);
     setText(this.verdict, this.verdictText());
     this.rows.show(this.ranks.slice(0, MOST_ROWS));
     setText(this.note, this.ranks.length > MOST_ROWS ? `The first ${MOST_ROWS} of ${number(this.ranks.length)}; the grid has all of them.` : "");
-    if (waits !== undefined) this.showWaits(waits);
+    if (moved && this.wantsWaits(job)) await this.askWaits(signal);
     if (moved) await this.history.refresh(signal, this.ranks);
   }
 
@@ -76,16 +74,28 @@ class RanksTab {
     return `No rank is persistently slower than its peers. Slowest beside its stage: rank ${worst.rank}; ${slownessOf(worst, this.usual.get(worst.pipeline))}.`;
   }
 
+  /** Whether the agents are asked without being told to: they are few, or the job seems to stand still. */
+  wantsWaits(job) {
+    if (job.step !== this.step) [this.step, this.since] = [job.step, Date.now()];
+    const usual = 1000 * (numberOf(job.metrics.latest.step_seconds) || 60);
+    return job.state === "RUNNING" && (this.ranks.length <= MOST_ASKED || Date.now() - this.since > STANDS_STILL_STEPS * usual);
+  }
+
+  async askWaits(signal) {
+    const waits = await get(`/v1/jobs/${this.id}/waits`, {}, { signal }).catch((error) => {
+      if (error.name === "AbortError") throw error;
+      fill(this.waitsBody, h("p", { class: "empty-note" }, error.message));
+      return null;
+    });
+    if (waits) this.showWaits(waits);
+  }
+
   showWaits(waits) {
-    if (waits === null || waits.ranks.length === 0) {
-      fill(this.waitsBody, h("p", { class: "empty-note" }, "Nothing is known: no rank has told what it does for a moment."));
-      return;
-    }
     const line = (rank) => h("tr", {}, h("td", { class: "number" }, String(rank.rank)), h("td", {}, rank.doing ?? rank.phase ?? "–"), h("td", { class: "number" }, duration(rank.since_seconds)),
       h("td", {}, rank.waits_for?.length ? `rank ${rank.waits_for.slice(0, 8).join(", ")}${rank.waits_for.length > 8 ? " ..." : ""}` : "nobody"));
     const { element, body } = table(["Rank", "Does", "Since", "Waits for"], { label: "Who waits for whom" });
     fill(body, waits.ranks.slice(0, 64).map(line));
-    fill(this.waitsBody, waits.sentence ? h("p", {}, waits.sentence) : null, h("div", { class: "tall" }, element), h("p", { class: "note" }, `as of ${clock(waits.at, false)}`));
+    fill(this.waitsBody, h("p", { class: waits.culprits.length ? "kind tone-bad" : "" }, `${waits.sentence}.`), h("div", { class: "tall" }, element), h("p", { class: "note" }, `as of ${clock(waits.at, false)}`));
   }
 
   pick(rank) {
