@@ -558,6 +558,15 @@ class Checkpoint(Answer):
     """Why it is not deleted when the next one is complete, in a sentence; null where that is not known."""
 
 
+class LedgerInterval(Answer):
+    """A part of a job's time line."""
+
+    begin: Time
+    end: Time
+    seconds: dict[str, float]
+    """By class, what it is made of: one class, or those of a training loop."""
+
+
 class Ledger(Answer):
     """Where every second of a job went, from its submission to its end, or to now."""
 
@@ -574,6 +583,8 @@ class Ledger(Answer):
     """When the job was submitted."""
     until: Time
     """When it ended, or now."""
+    intervals: list[LedgerInterval] | None = None
+    """The time line, without gaps; where it was asked for."""
 
 
 class Recovery(Answer):

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from api import schemas
 from service.cluster.sizes import layout_in_use
 from service.deletion import Deletion
-from service.ledger import Ledger
+from service.ledger import Interval, Ledger
 from service.logs import LogLine
 from service.states import JobState
 from service.store import checkpoints, edits, jobs, ledgers, metrics, recoveries, tables
@@ -191,8 +191,9 @@ def _rank_view(row: tables.Rank, numbers: dict[str, Any]) -> schemas.Rank:
     )
 
 
-def ledger_view(ledger: Ledger) -> schemas.Ledger:
+def ledger_view(ledger: Ledger, with_intervals: bool = False) -> schemas.Ledger:
     """A ledger."""
+    line = [_interval(each) for each in ledger.intervals] if with_intervals else None
     return schemas.Ledger(
         seconds={str(name): spent for name, spent in ledger.seconds.items()},
         wall_seconds=ledger.wall_seconds,
@@ -200,7 +201,13 @@ def ledger_view(ledger: Ledger) -> schemas.Ledger:
         closed=ledger.closed,
         began_at=moment(ledger.began_at),
         until=moment(ledger.until),
+        intervals=line,
     )
+
+
+def _interval(interval: Interval) -> schemas.LedgerInterval:
+    seconds = {str(name): spent for name, spent in interval.seconds.items()}
+    return schemas.LedgerInterval(begin=moment(interval.begin), end=moment(interval.end), seconds=seconds)
 
 
 def recovery_view(row: tables.Recovery) -> schemas.Recovery:

@@ -69,6 +69,16 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """A part of the time line, of one colour, or of one training loop."""
+
+    begin: float
+    end: float
+    seconds: Mapping[LedgerClass, float]
+    """What it is made of; together its length."""
+
+
+@dataclass(frozen=True)
 class Ledger:
     """The answer."""
 
@@ -80,6 +90,8 @@ class Ledger:
     """Whether the job is over, so that nothing will change any more."""
     seconds: Mapping[LedgerClass, float]
     """Every class; they sum to `wall_seconds`."""
+    intervals: Sequence[Interval] = ()
+    """From `began_at` to `until` without gaps; their seconds sum to `seconds`."""
 
     @property
     def wall_seconds(self) -> float:
@@ -130,19 +142,35 @@ def ledger(changes: Sequence[StateEntry], trainings: Sequence[Training], now: fl
     began_at = changes[0].at
     until = max(began_at, *(change.at for change in changes), *([] if closed else [now]))
     states, generations = _state_layer(changes, trainings, until), _generation_layer(trainings, changes, until)
+    painted = [
+        (start, end, _above(generations.at(start), states.at(start)))
+        for start, end in itertools.pairwise(_edges(began_at, until, (*states.times, *generations.times)))
+    ]
+    intervals = _intervals(painted, trainings)
     seconds: dict[LedgerClass, float] = dict.fromkeys(CLASSES, 0.0)
-    trained = [0.0] * len(trainings)
-    edges = sorted({began_at, until, *(at for at in (*states.times, *generations.times) if began_at <= at <= until)})
-    for start, end in itertools.pairwise(edges):
-        label = _above(generations.at(start), states.at(start))
-        if isinstance(label, int):
-            trained[label] += end - start
-        else:
-            seconds[label] += end - start
-    for training, length in zip(trainings, trained, strict=True):
-        for name, part in _shared(training.seconds or {}, length).items():
+    for interval in intervals:
+        for name, part in interval.seconds.items():
             seconds[name] += part
-    return Ledger(began_at, until, closed, seconds)
+    return Ledger(began_at, until, closed, seconds, intervals)
+
+
+def _edges(began_at: float, until: float, times: Iterable[float]) -> list[float]:
+    return sorted({began_at, until, *(at for at in times if began_at <= at <= until)})
+
+
+def _intervals(
+    painted: Iterable[tuple[float, float, LedgerClass | int]], trainings: Sequence[Training]
+) -> list[Interval]:
+    """What was painted, neighbours of one colour together; of training, each part with its share of the sums that the
+    loop's steps reported."""
+    intervals = []
+    for label, run in itertools.groupby(painted, key=lambda part: part[2]):
+        parts = list(run)
+        begin, end = parts[0][0], parts[-1][1]
+        length = end - begin
+        shared = _shared(trainings[label].seconds or {}, length) if isinstance(label, int) else {label: length}
+        intervals.append(Interval(begin, end, shared))
+    return intervals
 
 
 def _above(generation: Label, state: Label) -> LedgerClass | int:

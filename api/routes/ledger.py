@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 
 from api import schemas, views
 from api.access import JobId
@@ -15,8 +16,12 @@ from service.store import ledgers
 router = APIRouter(prefix="/v1/jobs/{job_id}/ledger", tags=["ledger"])
 
 
-@router.get("", responses=reads(*OF_A_JOB))
-def get_ledger(control: Control, job_id: JobId) -> schemas.Ledger:
+@router.get("", responses=reads(*OF_A_JOB, "invalid_parameter"))
+def get_ledger(
+    control: Control,
+    job_id: JobId,
+    intervals: Annotated[bool, Query(description="Whether to say when each class was, too")] = False,
+) -> schemas.Ledger:
     """Every second of the job by class, from its submission to its end, or to now."""
     with control.store.read() as session:
-        return views.ledger_view(ledgers.of_job(session, job_id, time.time()))
+        return views.ledger_view(ledgers.of_job(session, job_id, time.time()), intervals)

@@ -226,7 +226,10 @@ def test_the_ledger_says_where_every_second_went(service):
     service.report(job["id"], [row])
     service.move(job["id"], "SUCCEEDED")
     ended, shown = service.http.get(path).json(), service.http.get(f"/v1/jobs/{job['id']}").json()
-    assert set(ended) == {"seconds", "wall_seconds", "goodput", "closed", "began_at", "until"}
+    assert set(ended) == {"seconds", "wall_seconds", "goodput", "closed", "began_at", "until", "intervals"}
+    assert ended["intervals"] is None
+    line = service.http.get(f"{path}?intervals=true").json()["intervals"]
+    assert (line[0]["begin"], line[-1]["end"]) == (ended["began_at"], ended["until"])
     assert sum(ended["seconds"].values()) == pytest.approx(ended["wall_seconds"])
     assert (ended["closed"], ended["until"], ended["goodput"]) == (True, shown["finished_at"], shown["goodput"])
     assert service.http.get("/v1/jobs/job_000000000000/ledger").json()["code"] == "job_not_found"

@@ -216,6 +216,31 @@ def test_classes_sum_to_the_wall_time_and_none_is_negative(history):
     assert book.goodput is None or 0 <= book.goodput <= 1
 
 
+@given(histories())
+def test_intervals_follow_one_another_and_are_made_of_what_the_classes_are(history):
+    book = ledger(*history)
+    ends = [book.began_at, *(each.end for each in book.intervals)]
+    assert [each.begin for each in book.intervals] == ends[:-1]
+    assert ends[-1] == book.until or not book.intervals
+    for each in book.intervals:
+        assert sum(each.seconds.values()) == pytest.approx(each.end - each.begin, rel=1e-9, abs=1e-9)
+
+
+def test_intervals_say_when_each_second_was():
+    changes = states(QUEUED=0, STARTING=4, RUNNING=10, SUCCEEDED=30)
+    training = steps(4, 10, 28, 30, seconds={"compute": 9.0, "data_wait": 9.0}, outcome="SUCCEEDED")
+    spans = [
+        (each.begin, each.end, {k: v for k, v in each.seconds.items() if v})
+        for each in ledger(changes, [training], 30).intervals
+    ]
+    assert spans == [
+        (0, 4, {"queue": 4}),
+        (4, 10, {"start": 6}),
+        (10, 28, {"compute": 9.0, "data_wait": 9.0}),
+        (28, 30, {"start": 2}),
+    ]
+
+
 lengths = st.floats(0.01, 30, allow_nan=False)
 
 

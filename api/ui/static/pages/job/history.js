@@ -14,7 +14,7 @@ export function create({ id }) {
   const events = new JobEvents(id);
   const lanes = new Lanes("States and recoveries over the job's life", { format: (seconds) => clock(1000 * seconds), laneHeight: 34, moments: true });
   const [ledger, recoveries, happened] = [ledgerBar(), recoveryTable(), eventTable()];
-  const life = panel("Life", { note: "states above, the phases of recoveries below; click, then wheel zooms" });
+  const life = panel("Life", { note: "states, every second by class, the phases of recoveries; click, then wheel zooms" });
   life.body.append(lanes.element);
   const time = panel("Every second");
   time.note.replaceWith(ledger.note);
@@ -33,7 +33,7 @@ export function create({ id }) {
     element: h("div", {}, life.element, h("div", {}, time.element, failures.element), list.element),
     async refresh(signal, now, moved) {
       if (!moved) return;
-      const [different, spent, failed] = await Promise.all([events.poll(signal), get(`/v1/jobs/${id}/ledger`, {}, { signal }), all(`/v1/jobs/${id}/recoveries`, {}, 1000, { signal })]);
+      const [different, spent, failed] = await Promise.all([events.poll(signal), get(`/v1/jobs/${id}/ledger`, { intervals: true }, { signal }), all(`/v1/jobs/${id}/recoveries`, {}, 1000, { signal })]);
       if (different) {
         filters.offer(events.items);
         draw();
@@ -42,7 +42,7 @@ export function create({ id }) {
       setText(failures.note, costSentence(failed));
       recoveries.show(failed);
       const until = Date.parse(spent.until) / 1000;
-      lanes.show([{ name: "state", slices: statesOf(events.items, until) }, { name: "recovery", slices: failed.flatMap(phasesOf) }], [Date.parse(spent.began_at) / 1000, until]);
+      lanes.show([{ name: "state", slices: statesOf(events.items, until) }, { name: "time", slices: (spent.intervals ?? []).map(spanOf) }, { name: "recovery", slices: failed.flatMap(phasesOf) }], [Date.parse(spent.began_at) / 1000, until]);
     },
     close: () => lanes.close(),
   };
@@ -54,6 +54,15 @@ function statesOf(events, until) {
     const end = Math.max(start, entered[place + 1]?.[0] ?? until);
     return { start, end, color: color(stateTone(state)), alpha: state === "RUNNING" ? 0.75 : 0.9, text: state, ink: color("panel"), tip: `${state} for ${duration(end - start)}\nfrom ${clock(1000 * start)}` };
   });
+}
+
+/** A part of the ledger's line, coloured by what most of it was. */
+function spanOf(interval) {
+  const [start, end] = [Date.parse(interval.begin) / 1000, Date.parse(interval.end) / 1000];
+  const parts = Object.entries(interval.seconds).filter(([, seconds]) => seconds > 0).sort(([, one], [, other]) => other - one);
+  const [most] = parts[0] ?? ["queue"];
+  const tip = parts.map(([name, seconds]) => `${words(name)} ${duration(seconds)}`).join("\n");
+  return { start, end, color: color(ledgerTone(most)), alpha: 0.85, text: words(most), ink: color("panel"), tip };
 }
 
 function phasesOf(recovery) {
