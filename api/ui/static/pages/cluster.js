@@ -81,9 +81,9 @@ function gpuLine(gpu) {
   const parts = [
     `GPU ${gpu.index}`, `busy ${percent(gpu.utilization, 0)}`, `memory ${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_total_bytes)}`,
     gpu.power_watts === null ? "" : `${number(gpu.power_watts)} W`, gpu.temperature_celsius === null ? "" : `${number(gpu.temperature_celsius)} °C`, gpu.clock_mhz === null ? "" : `${number(gpu.clock_mhz)} MHz`,
-    gpu.ecc_errors ? `ECC errors ${number(gpu.ecc_errors)}` : "", gpu.xid ? `XID ${gpu.xid}` : "",
+    gpu.answers === false ? "its driver does not answer" : "", gpu.ecc_errors ? `ECC errors ${number(gpu.ecc_errors)}` : "", gpu.xid?.length ? `XID ${gpu.xid.join(", ")}` : "",
   ];
-  return h("div", { class: gpu.xid || gpu.ecc_errors ? "tone-bad kind" : "" }, parts.filter(Boolean).join(" · ") || UNKNOWN);
+  return h("div", { class: gpu.answers === false || gpu.xid?.length || gpu.ecc_errors ? "tone-bad kind" : "" }, parts.filter(Boolean).join(" · ") || UNKNOWN);
 }
 
 async function drainNode(node, changed) {

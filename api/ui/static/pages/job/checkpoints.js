@@ -1,6 +1,6 @@
 /** The durable checkpoints of a job: those that exist, and folded away those that are gone. */
 
-import { Problem, all, optional, send } from "../../core/api.js";
+import { Problem, all, get, optional, send } from "../../core/api.js";
 import { KeyedRows, badge, emptyNote, h, panel, setText, setVisible, table } from "../../core/dom.js";
 import { UNKNOWN, age, bytes, clock, counted, number, utc } from "../../core/format.js";
 import { confirmed, notify } from "../../core/notices.js";
@@ -13,12 +13,13 @@ export function create({ id, viewer, refreshNow }) {
   const there = panel("Checkpoints");
   const none = emptyNote("No checkpoint yet.");
   const main = table(["Step", "State", "Size", "Begun", "Age", "Where", ""], { classes: "checkpoints", label: "Checkpoints" });
-  there.body.append(none, main.element);
+  const exporting = h("p", { class: "note", role: "status" });
+  there.body.append(none, exporting, main.element);
   const gone = table(["Step", "State", "Size", "Begun", "Age", "Where", ""], { label: "Deleted checkpoints" });
   const summary = h("summary", {});
   const folded = h("details", { class: "panel" }, summary, h("div", { class: "tall" }, gone.element));
   const rows = [new KeyedRows(main.body, (each) => each.id, (each) => row(each)), new KeyedRows(gone.body, (each) => each.id, (each) => row(each))];
-  let [me, job, last] = [null, null, null];
+  let [me, job, last, closed] = [null, null, null, false];
   viewer.then((known) => (me = known));
 
   function row(checkpoint) {
@@ -30,6 +31,7 @@ export function create({ id, viewer, refreshNow }) {
     cells[5].className = "";
     const buttons = h("td", { class: "actions" },
       h("button", { class: "plain", onclick: () => copy(checkpoint) }, "copy path"),
+      h("button", { class: "plain", hidden: true, onclick: () => exportOf(checkpoint) }, "export"),
       h("button", { class: "plain", hidden: true, onclick: () => remove(checkpoint) }, "delete"));
     return {
       element: h("tr", {}, cells, buttons),
@@ -42,7 +44,7 @@ export function create({ id, viewer, refreshNow }) {
         setText(cells[4], age(now.created_at));
         setText(path, now.path || UNKNOWN);
         setText(reason, now.exists === false && now.state === "complete" ? "its files are gone" : now.kept_because ?? "");
-        setVisible(buttons.lastElementChild, now.state === "complete" && may(me, "submit"));
+        for (const button of [...buttons.children].slice(1)) setVisible(button, now.state === "complete" && may(me, "submit"));
       },
     };
   }
@@ -50,6 +52,35 @@ export function create({ id, viewer, refreshNow }) {
   async function copy(checkpoint) {
     await navigator.clipboard?.writeText(checkpoint.path);
     notify("The path is copied. `manta export` makes Hugging Face weights of it.", "good");
+  }
+
+  async function exportOf(checkpoint) {
+    const to = h("input", { placeholder: "/folder/that/is/not/there/yet", "aria-label": "Folder", autofocus: true });
+    const format = h("select", { "aria-label": "Format" }, [["hf", "Hugging Face"], ["safetensors", "safetensors alone"]].map(([value, text]) => h("option", { value }, text)));
+    const wanted = await confirmed(`Export the weights of step ${number(checkpoint.step)}`, [
+      h("p", {}, "A process of the service writes them to a folder of its machine; the folder is there as a whole, or not at all."),
+      h("label", { class: "field" }, "Folder", to), h("label", { class: "field" }, "Format", format),
+    ], { yes: "Export", no: "Cancel", read: () => ({ to: to.value, format: format.value }) });
+    if (!wanted) return;
+    try {
+      const begun = await send("POST", `/v1/jobs/${id}/checkpoints/${checkpoint.id}/export`, wanted);
+      await followExport(begun);
+    } catch (error) {
+      if (!(error instanceof Problem)) throw error;
+      notify([error.message, ...error.errors.map((each) => `${each.path} ${each.rule}`)].join("; "), "bad");
+    }
+  }
+
+  async function followExport(begun) {
+    let now = begun;
+    while (now.state === "running" && !closed) {
+      setText(exporting, `Exporting to ${now.to}: ${bytes(now.done_bytes)}${now.total_bytes ? ` of ${bytes(now.total_bytes)}` : ""}`);
+      await new Promise((done) => setTimeout(done, 1000));
+      now = await get(`/v1/jobs/${id}/exports/${begun.id}`);
+    }
+    setText(exporting, "");
+    if (now.state === "done") notify(`The weights are in ${now.to}.`, "good");
+    if (now.state === "failed") notify(`The export failed: ${now.message}`, "bad");
   }
 
   async function remove(checkpoint) {
@@ -68,6 +99,7 @@ export function create({ id, viewer, refreshNow }) {
 
   return {
     element: h("div", {}, there.element, folded),
+    close: () => (closed = true),
     async refresh(signal, now, moved) {
       job = now;
       if (!moved) return;
