@@ -327,6 +327,22 @@ def delete_checkpoint(job_id: str, checkpoint_id: str, force: bool = False) -> C
     return Call(schemas.Checkpoint, "DELETE", path, forced, patience=_DELETION_SECONDS)
 
 
+def export_checkpoint(job_id: str, checkpoint_id: str, wanted: requests.ExportRequest) -> Call[schemas.Export]:
+    """Begin to write a checkpoint's weights to a folder of the service's machine."""
+    path = _job(job_id, f"/checkpoints/{quote(checkpoint_id, safe='')}/export")
+    return Call(schemas.Export, "POST", path, body=wanted.model_dump(mode="json"))
+
+
+def exports(job_id: str) -> Call[schemas.Items[schemas.Export]]:
+    """The newest exports of a job's checkpoints."""
+    return Call(schemas.Items[schemas.Export], "GET", _job(job_id, "/exports"))
+
+
+def export(job_id: str, export_id: str) -> Call[schemas.Export]:
+    """How far an export is."""
+    return Call(schemas.Export, "GET", _job(job_id, f"/exports/{quote(export_id, safe='')}"))
+
+
 def ledger(job_id: str) -> Call[schemas.Ledger]:
     """Where every second of a job went."""
     return Call(schemas.Ledger, "GET", _job(job_id, "/ledger"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from service.deletion import Deletion
+from service.exports import Exports
 from service.logs import JobLogs
 from service.measurements import Measurements
 from service.model_packages import ModelPackages
@@ -37,6 +38,10 @@ class ControlPlane(Protocol):
     @property
     def model_packages(self) -> ModelPackages:
         """That jobs may take models from."""
+
+    @property
+    def exports(self) -> Exports:
+        """Weights that are written for others."""
 
     def submitted(self, job_id: str) -> None:
         """A job was stored in state QUEUED, or may have another place in the queue: wake the scheduler."""

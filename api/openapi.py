@@ -20,6 +20,7 @@ _READ_BY_ROUTES = (
     JobSpec,
     requests.Resize,
     requests.JobChanges,
+    requests.ExportRequest,
     requests.FaultRequest,
     requests.DrainRequest,
     requests.PlanDocument,

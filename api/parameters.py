@@ -91,6 +91,7 @@ Cursor = Annotated[
     ),
 ]
 CheckpointId = Annotated[str, Path(max_length=80, description="id of a checkpoint of the job")]
+ExportId = Annotated[str, Path(max_length=80, description="id of an export of the job")]
 AfterStep = Annotated[int, Query(ge=0, le=_LARGEST_INTEGER, description="Only steps above this one")]
 RankNumber = Annotated[int | None, Query(ge=0, le=10**8, description="Only this rank")]
 LastEventId = Annotated[

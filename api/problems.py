@@ -23,11 +23,13 @@ from service.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
 from service.deletion import FilesNotRemoved
+from service.exports import BadTarget, ExportNotPossible
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.logs import LogsUnavailable
 from service.running_ranks import NoRanks, RankNotFound, RankSilent
 from service.store import (
     CheckpointNotFound,
+    ExportNotFound,
     IdempotencyConflict,
     IllegalTransition,
     InvalidCursor,
@@ -75,6 +77,8 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (JobChanged, "precondition_failed"),
     (FilesNotRemoved, "files_not_removed"),
     (CheckpointNotFound, "checkpoint_not_found"),
+    (ExportNotFound, "export_not_found"),
+    (ExportNotPossible, "export_not_possible"),
     (CheckpointNeeded, "checkpoint_needed"),
     (CheckpointNotRemoved, "files_not_removed"),
     (IdempotencyConflict, "idempotency_conflict"),
@@ -126,6 +130,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(SpecError, _spec_error)
     app.add_exception_handler(InvalidCursor, _invalid_field("cursor"))
     app.add_exception_handler(TooManyLabels, _invalid_field("labels"))
+    app.add_exception_handler(BadTarget, _invalid_field("to"))
     app.add_exception_handler(NotReady, _not_ready)
     app.add_exception_handler(RequestValidationError, _invalid_parameter)
     app.add_exception_handler(HTTPException, _http_error)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from service.exports import Dtype, Format
 from service.identity import PROJECT_PATTERN, Scope
 from workers.config import MOST_LABELS, JobName, LabelKey, LabelValue, Priority
 from workers.protocol.messages import FaultKind, FaultPhase
@@ -73,6 +74,20 @@ class JobChanges(BaseModel):
     def given(self) -> dict[str, Any]:
         """What was not left out."""
         return self.model_dump(exclude_unset=True)
+
+
+class ExportRequest(BaseModel):
+    """Weights to be written for others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    to: Annotated[str, Field(min_length=1, max_length=4000, pattern=r"^[^\x00]*$")]
+    """Folder on the service's machine, where nothing may be yet: below one of those that exports may be written to; a
+    relative one is below the first of them."""
+    format: Format = "hf"
+    """hf: weights, config and tokenizer for transformers; safetensors: weights by Manta's own names."""
+    dtype: Dtype | None = None
+    """Of the numbers; default: that of the weights that the job began with, or fp32."""
 
 
 class FaultRequest(BaseModel):

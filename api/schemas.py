@@ -567,6 +567,33 @@ class LedgerInterval(Answer):
     """By class, what it is made of: one class, or those of a training loop."""
 
 
+class Export(Answer):
+    """Weights of a checkpoint that are written for others, or were."""
+
+    id: str
+    """Its id."""
+    job: str
+    """Job id."""
+    checkpoint: str
+    """Id of the checkpoint, which may be gone."""
+    to: str
+    """Folder on the machine of the service that was asked."""
+    format: str
+    """hf or safetensors."""
+    dtype: str | None
+    """Of the numbers; null: that of the weights that the job began with, or fp32."""
+    state: Literal["running", "done", "failed"]
+    """The folder is there as a whole once it is done, and else not at all."""
+    message: str | None
+    """Why it failed."""
+    done_bytes: int
+    """Written so far."""
+    total_bytes: int | None
+    """Of all tensors; null before that is known."""
+    created_at: Time
+    """When it began."""
+
+
 class Ledger(Answer):
     """Where every second of a job went, from its submission to its end, or to now."""
 

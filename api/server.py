@@ -97,6 +97,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         logs=settings.logs,
         node_shapes=settings.node_shapes if ray else (),
         traces=settings.traces,
+        export_roots=settings.export_roots,
     )
     _keep_to_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)

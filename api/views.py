@@ -17,7 +17,7 @@ from service.deletion import Deletion
 from service.ledger import Interval, Ledger
 from service.logs import LogLine
 from service.states import JobState
-from service.store import checkpoints, edits, jobs, ledgers, metrics, recoveries, tables
+from service.store import checkpoints, edits, exports, jobs, ledgers, metrics, recoveries, tables
 from service.store.types import Reader
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec, ParallelConfig
@@ -247,6 +247,25 @@ def checkpoint_view(
         exists=None if row.state == checkpoints.SAVING else row.state == checkpoints.COMPLETE,
         age_seconds=None if completed_at is None else max(0.0, now - completed_at),
         kept_because=(kept_because or {}).get(row.id),
+    )
+
+
+def export_view(row: tables.Export, now: float) -> schemas.Export:
+    """An export at Unix time `now`."""
+    lost = row.state == exports.RUNNING and not exports.is_running(row, now)
+    said = f"the service that wrote it has ended; look whether {row.path} is there" if lost else row.message
+    return schemas.Export(
+        id=row.id,
+        job=row.job_id,
+        checkpoint=row.checkpoint_id,
+        to=row.path,
+        format=row.format,
+        dtype=row.dtype,
+        state="failed" if lost else row.state,
+        message=said,
+        done_bytes=row.done_bytes,
+        total_bytes=row.total_bytes,
+        created_at=moment(row.created_at),
     )
 
 

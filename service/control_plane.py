@@ -29,6 +29,7 @@ from service.cluster.port_check import check_ports
 from service.cluster.ray_head import RayHead
 from service.cluster_view import cluster_view
 from service.deletion import Deletion, delete_job
+from service.exports import Exports
 from service.faults import FaultsNotAllowed
 from service.housekeeping import Housekeeping
 from service.job.context import DEFAULT_MEMORY_SECONDS
@@ -104,6 +105,7 @@ class ControlPlane:
         logs: Place | None = None,
         node_shapes: Sequence[NodeShape] = (),
         traces: str | None = None,
+        export_roots: Sequence[Path] = (),
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
@@ -114,7 +116,8 @@ class ControlPlane:
         `checkpoints`: where the checkpoints of all jobs are, by default in the home; `node_notices`: who the nodes ask
         whether they are to be taken, as `notice_sources` reads it; `ports`: on which what runs on the nodes listens;
         `logs`: where the logs of all jobs are kept beside the home; `node_shapes`: nodes that an autoscaler can add;
-        `traces`: the collector that starts and recoveries are sent to, as `Settings.traces`. Raises BadDatabaseUrl,
+        `traces`: the collector that starts and recoveries are sent to, as `Settings.traces`; `export_roots`: below
+        which folders weights may be exported, by default `exports` in the home. Raises BadDatabaseUrl,
         StoreUnusable."""
         self.data_roots, self.model_packages = data_roots, model_packages
         self._home, self._head, self._start_over = home, head, start_over
@@ -122,6 +125,7 @@ class ControlPlane:
         me = new_id()
         self._store = Store(url_in(home, database_url), connection_name(me))
         self._leases = Leases(self._store, me)
+        self.exports = Exports(self._store, export_roots or (home / "exports",))
         self._traces = None if traces is None else Traces(self._store, traces)
         self._home_of_jobs, self._checkpoints, self._node_notices = home, checkpoints, node_notices
         self._installation, self._ports, self._node_shapes = "", ports, node_shapes
@@ -466,6 +470,7 @@ class ControlPlane:
             self._thread.join(CALL_SECONDS)
         if self._traces is not None:
             self._traces.close()
+        self.exports.close()
         self._store.close()
 
     async def _leave(self) -> None:

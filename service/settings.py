@@ -121,6 +121,9 @@ class Settings:
     traces: str | None = None
     """Address of the OpenTelemetry collector that is sent the starts and recoveries of jobs by OTLP over HTTP
     (MANTA_TRACES, such as http://collector:4318); None: nobody is."""
+    export_roots: tuple[Path, ...] = ()
+    """Folders below which weights may be exported over REST (MANTA_EXPORT_ROOTS, separated by colons); none: `exports`
+    in the home."""
     dashboard: bool = True
     """Whether browsers are shown a dashboard; MANTA_NO_DASHBOARD=1 says no, which starts the service faster."""
 
@@ -136,7 +139,7 @@ class Settings:
             _switch(source, "MANTA_ALLOW_FAULTS"),
             _names(source, "MANTA_ALLOWED_HOSTS"),
             _hours(source.get("MANTA_FAILED_MEMORY_HOURS") or "24"),
-            _folders(source.get("MANTA_DATA_ROOTS") or ""),
+            _folders(source, "MANTA_DATA_ROOTS"),
             source.get("MANTA_DATABASE_URL") or None,
             source.get(_KEY) or None,
             Tls(
@@ -158,6 +161,7 @@ class Settings:
             _shapes(source, "MANTA_NODE_SHAPES"),
             _names(source, "MANTA_MODEL_PACKAGES"),
             _collector(source, "MANTA_TRACES"),
+            _folders(source, "MANTA_EXPORT_ROOTS") or (),
             not _switch(source, "MANTA_NO_DASHBOARD"),
         )
 
@@ -279,11 +283,11 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in SECRETS}
 
 
-def _folders(text: str) -> tuple[Path, ...] | None:
-    folders = tuple(Path(each).expanduser() for each in text.split(os.pathsep) if each)
+def _folders(source: Mapping[str, str], name: str) -> tuple[Path, ...] | None:
+    folders = tuple(Path(each).expanduser() for each in (source.get(name) or "").split(os.pathsep) if each)
     for folder in folders:
         if not folder.is_absolute():
-            raise BadSetting(f"MANTA_DATA_ROOTS names {folder}; each of its folders must be an absolute path")
+            raise BadSetting(f"{name} names {folder}; each of its folders must be an absolute path")
     return folders or None
 
 

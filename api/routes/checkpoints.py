@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 
-from api import schemas, views
+from api import requests, schemas, views
 from api.access import JobId
-from api.parameters import CheckpointId, Control, Cursor, Limit
+from api.openapi import json_request
+from api.parameters import CheckpointId, Control, Cursor, ExportId, Limit, body_as
 from api.problem_codes import OF_A_JOB, changes, reads
-from service.store import checkpoints, jobs
+from service.store import checkpoints, exports, jobs
 
-router = APIRouter(prefix="/v1/jobs/{job_id}/checkpoints", tags=["checkpoints"])
+router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["checkpoints"])
 
 
-@router.get("", responses=reads(*OF_A_JOB, "invalid_parameter"))
+@router.get("/checkpoints", responses=reads(*OF_A_JOB, "invalid_parameter"))
 def list_checkpoints(
     control: Control, job_id: JobId, limit: Limit = 100, cursor: Cursor = None
 ) -> schemas.Items[schemas.Checkpoint]:
@@ -31,7 +32,7 @@ def list_checkpoints(
 
 
 @router.delete(
-    "/{checkpoint_id}",
+    "/checkpoints/{checkpoint_id}",
     responses=changes(*OF_A_JOB, "checkpoint_not_found", "checkpoint_needed", "files_not_removed", "invalid_parameter"),
 )
 def delete_checkpoint(
@@ -43,3 +44,40 @@ def delete_checkpoint(
     """Delete a checkpoint and its files for good. The newest whole one of a job that may go on is refused without
     `force`, and one that is being saved or restored from in any case."""
     return views.checkpoint_view(control.delete_checkpoint(job_id, checkpoint_id, force), time.time())
+
+
+@router.post(
+    "/checkpoints/{checkpoint_id}/export",
+    status_code=202,
+    openapi_extra=json_request(requests.ExportRequest),
+    responses=changes(*OF_A_JOB, "checkpoint_not_found", "export_not_possible", "malformed_json", "invalid_parameter"),
+)
+def export_checkpoint(
+    control: Control,
+    job_id: JobId,
+    checkpoint_id: CheckpointId,
+    wanted: Annotated[requests.ExportRequest, Depends(body_as(requests.ExportRequest))],
+) -> schemas.Export:
+    """Write the weights of a complete checkpoint to a folder of the service's machine, for others. Answers at once;
+    `get_export` says how far it is."""
+    row = control.exports.begin(job_id, checkpoint_id, wanted.to, wanted.format, wanted.dtype)
+    return views.export_view(row, row.updated_at)
+
+
+@router.get("/exports", responses=reads(*OF_A_JOB))
+def list_exports(control: Control, job_id: JobId) -> schemas.Items[schemas.Export]:
+    """The newest hundred exports of the job's checkpoints, newest first."""
+    with control.store.read() as session:
+        jobs.get(session, job_id)
+        rows = exports.of_job(session, job_id)
+    now = time.time()
+    return schemas.Items(items=[views.export_view(row, now) for row in rows])
+
+
+@router.get("/exports/{export_id}", responses=reads(*OF_A_JOB, "export_not_found", "invalid_parameter"))
+def get_export(control: Control, job_id: JobId, export_id: ExportId) -> schemas.Export:
+    """How far an export is, and how it ended."""
+    with control.store.read() as session:
+        jobs.get(session, job_id)
+        row = exports.get(session, job_id, export_id)
+    return views.export_view(row, time.time())

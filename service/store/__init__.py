@@ -4,6 +4,7 @@ from service.store.access_tables import ApiKey, AuditEntry, Project
 from service.store.database import Store
 from service.store.errors import (
     CheckpointNotFound,
+    ExportNotFound,
     IdempotencyConflict,
     IllegalTransition,
     InvalidCursor,
@@ -38,6 +39,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointNotFound",
     "Event",
+    "ExportNotFound",
     "Generation",
     "IdempotencyConflict",
     "IllegalTransition",

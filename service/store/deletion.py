@@ -20,6 +20,7 @@ from service.store.tables import (
     Checkpoint,
     DeletedJob,
     Event,
+    Export,
     Generation,
     Job,
     JobLabel,
@@ -37,6 +38,7 @@ _OF_A_JOB: tuple[type[Base], ...] = (
     *(Event, Metric, MetricBin, Rank, Checkpoint, Recovery, Generation, StateChange),
     JobLabel,
     RankNumbers,
+    Export,
 )
 
 

@@ -79,6 +79,13 @@ class CheckpointNotFound(MantaError):
         )
 
 
+class ExportNotFound(MantaError):
+    """No export of the job has this id."""
+
+    def __init__(self, job_id: str, export_id: str):
+        super().__init__(f"{job_id} has no export {export_id[:100]!r}")
+
+
 class TooManyLabels(MantaError):
     """A job would have more labels than any may have."""
 

@@ -335,6 +335,38 @@ class Rank(Base):
     """Name of its Ray actor."""
 
 
+class Export(Base):
+    """Weights of a checkpoint that are written for others, or were."""
+
+    __tablename__ = "exports"
+    __table_args__ = (Index(None, "job_id", "id"),)
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    """`export_` and random characters."""
+    job_id: Mapped[str] = _job_key(primary=False)
+    """The job."""
+    checkpoint_id: Mapped[str] = mapped_column(String(80))
+    """Whose weights these are; it may be gone."""
+    path: Mapped[str] = mapped_column(AnyText)
+    """Folder that they are written to, on the machine of the service that was asked."""
+    format: Mapped[str] = mapped_column(String(16))
+    """hf or safetensors."""
+    dtype: Mapped[str | None] = mapped_column(String(16))
+    """Of the numbers; None: as the exporter decides."""
+    state: Mapped[str] = mapped_column(String(16))
+    """running, done or failed."""
+    message: Mapped[str | None] = mapped_column(AnyText)
+    """Why it failed."""
+    done_bytes: Mapped[int] = mapped_column(BigInteger)
+    """Written so far."""
+    total_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    """Of all tensors; None before that is known."""
+    created_at: Mapped[float] = mapped_column(Real)
+    """When it began."""
+    updated_at: Mapped[float] = mapped_column(Real)
+    """When anything was heard of it last."""
+
+
 class RankNumbers(Base):
     """Numbers of all ranks of a job over a few seconds. There are so many of these at most; see `rank_numbers`."""
 

@@ -17,6 +17,7 @@ from api.connections import MOST_CONNECTIONS, limited_to
 from service.checkpoint_deletion import delete_checkpoint
 from service.cluster.errors import NodeNotFound
 from service.deletion import Deletion, delete_job
+from service.exports import Exports
 from service.faults import FaultsNotAllowed, refuse_impossible
 from service.logs import LogsInHome
 from service.measurements import Measurements
@@ -42,6 +43,14 @@ DOCUMENT: dict[str, Any] = {
 
 
 UNLIMITED = RequestLimits(0, 10_000, 10_000, 0)
+
+
+class NotedExports(Exports):
+    """Notes what shall be exported, and no more."""
+
+    def begin(self, job_id, checkpoint_id, to, format, dtype):
+        target = self._target(to)
+        return self._store.write(lambda s: self._begun(s, job_id, checkpoint_id, target, format, dtype))[0]
 
 
 @dataclass
@@ -82,6 +91,10 @@ class FakeControl:
 
     def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
         return delete_checkpoint(self.store, Paths.of(self.home), job_id, checkpoint_id, force)
+
+    @property
+    def exports(self) -> Exports:
+        return NotedExports(self.store, (self.home / "exports",))
 
     def inject(self, job_id: str, fault: Fault) -> None:
         if not self.allow_faults:

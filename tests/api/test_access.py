@@ -12,7 +12,7 @@ from api import access
 from api.app import create_app
 from service.identity import Scope, digest_of, new_browser_token, new_key
 from service.logs import log_file, log_folder
-from service.store import JobNotFound, browser_tokens, checkpoints, events, jobs, keys
+from service.store import JobNotFound, browser_tokens, checkpoints, events, exports, jobs, keys
 from service.store.tables import Base
 from tests.api.conftest import DOCUMENT, FakeControl
 from tests.api.support.described_api import description_at
@@ -29,18 +29,20 @@ NEEDS = {
         ("list_jobs", "count_jobs", "list_sparklines",
          "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
          "get_rank_history", "get_waits", "get_rank_stack",
-         "list_checkpoints", "get_ledger", "list_recoveries", "get_cluster", "list_projects", "create_link", "get_me",
+         "list_checkpoints", "list_exports", "get_export",
+         "get_ledger", "list_recoveries", "get_cluster", "list_projects", "create_link", "get_me",
          "end_session", "get_prometheus_metrics", "make_plans"), ("read",),
     ),
     **dict.fromkeys(
         ("submit_job", "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job", "retry_job", "resize_job",
-         "delete_checkpoint"),
+         "delete_checkpoint", "export_checkpoint"),
         ("submit",),
     ),
     **dict.fromkeys(("inject_fault", "create_key", "list_keys", "revoke_key", "list_audit"), ("admin",)),
     **dict.fromkeys(("check_cluster", "drain_node", "create_project"), ("admin", "installation")),
 }  # fmt: skip
 BODIES = {
+    "export_checkpoint": {"to": "somewhere"},
     "submit_job": DOCUMENT,
     "edit_job": {"priority": 7},
     "resize_job": {"data": 1},
@@ -73,7 +75,7 @@ class Theirs:
         self.foreign = add_keys(service.store, "ours")
         service.control.allow_faults = True
         self.job = self._submit()
-        self.checkpoint = self._save()
+        self.checkpoint, self.export = self._save()
         service.move(self.job, *STATES.get(operation.id, ("STARTING", "RUNNING")))
         with service.store.read() as session:
             self.key = next(key.id for key in keys.page(session, "theirs").items if key.scope == "read")
@@ -90,13 +92,17 @@ class Theirs:
         return job
 
     def _save(self):
-        """A checkpoint of an older generation, which nobody needs."""
+        """A checkpoint that nobody needs, and an export of another one; their ids."""
         folder = Paths.of(self.service.control.home).checkpoint_folder(self.job)
 
         def save(session):
-            row = checkpoints.begin(session, self.job, 0, 5, str(checkpoint_path(folder, 5, 0)))
-            checkpoints.fail(session, row.id)
-            return row.id
+            older, newer = (
+                checkpoints.begin(session, self.job, 0, step, str(checkpoint_path(folder, step, 0))) for step in (5, 10)
+            )
+            for row in (older, newer):
+                checkpoints.complete(session, row.id, 1)
+            exported = exports.begin(session, self.job, newer.id, "/out", "hf", None)
+            return older.id, exported.id
 
         return self.service.store.write(save)
 
@@ -106,6 +112,7 @@ class Theirs:
             "job_id": job or self.job,
             "rank": 0,
             "checkpoint_id": self.checkpoint,
+            "export_id": self.export,
             "key_id": self.key,
             "node_id": "abcd",
             "token": "nothing",

@@ -7,7 +7,7 @@ import pytest
 
 from service.logs import log_file, log_folder
 from service.recovery.timeline import RecoveryTimeline
-from service.store import checkpoints, events, generations, rank_numbers, ranks, recoveries
+from service.store import checkpoints, events, exports, generations, rank_numbers, ranks, recoveries
 from service.store.recoveries import Beginning
 from tests.api.test_sse_server import read_stream
 from workers.checkpoint.catalog import checkpoint_path
@@ -192,6 +192,34 @@ def test_how_ranks_are_doing_and_were(service):
     assert (history["steps"], history["own_seconds"]) == ([5, 6], [[0.25, 0.5]] * 2)
     assert service.http.get(f"/v1/jobs/{job}/ranks/history?after_step=5&max_points=1").json()["steps"] == [6]
     assert service.http.get(f"/v1/jobs/{job}/ranks/history?max_points=301").status_code == 422
+
+
+def test_weights_are_exported_below_the_folder_for_that(service):
+    job = service.submit()["id"]
+
+    def save(session):
+        row = checkpoints.begin(session, job, 0, 5, "/somewhere/5")
+        checkpoints.complete(session, row.id, 1)
+        return row.id
+
+    checkpoint = service.store.write(save)
+    path = f"/v1/jobs/{job}/checkpoints/{checkpoint}/export"
+    begun = service.http.post(path, json={"to": "mine", "dtype": "bf16"})
+    assert (begun.status_code, begun.json()["state"], begun.json()["format"]) == (202, "running", "hf")
+    assert begun.json()["to"] == str(service.control.home / "exports" / "mine")
+    assert service.http.get(f"/v1/jobs/{job}/exports").json()["items"] == [begun.json()]
+    one = f"/v1/jobs/{job}/exports/{begun.json()['id']}"
+    service.store.write(lambda session: exports.end(session, begun.json()["id"], "no room"))
+    assert {"state": "failed", "message": "no room"}.items() <= service.http.get(one).json().items()
+    begun = service.http.post(path, json={"to": "again"}).json()
+    service.store.write(lambda session: setattr(exports.get(session, job, begun["id"]), "updated_at", 5.0))
+    lost = service.http.get(f"/v1/jobs/{job}/exports/{begun['id']}").json()
+    assert lost["state"] == "failed" and "has ended" in lost["message"]
+    for body, field in (({"to": "/etc/x"}, "to"), ({"to": ""}, "to"), ({"to": "a", "format": "gguf"}, "format")):
+        refused = service.http.post(path, json=body)
+        assert (refused.status_code, refused.json()["errors"][0]["path"]) == (422, field)
+    missing = service.http.get(f"/v1/jobs/{job}/exports/export_x")
+    assert (missing.status_code, missing.json()["code"]) == (404, "export_not_found")
 
 
 def test_who_waits_for_whom_and_where_a_rank_is(service):

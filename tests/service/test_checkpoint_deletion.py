@@ -6,7 +6,7 @@ from s3_fixtures import bucket, s3_server  # noqa: F401 - fixtures
 from service import checkpoint_deletion
 from service.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved, delete_checkpoint
 from service.states import JobState
-from service.store import CheckpointNotFound, JobNotFound, checkpoints, events, generations, jobs
+from service.store import CheckpointNotFound, JobNotFound, checkpoints, events, exports, generations, jobs
 from workers.checkpoint.catalog import MANIFEST, checkpoint_path
 from workers.paths import Paths
 from workers.storage.files import files_of
@@ -100,6 +100,14 @@ def test_one_that_is_being_saved_or_restored_from_stays_whatever_the_force(store
     with pytest.raises(CheckpointNeeded, match="is being restored"):
         delete_checkpoint(store, paths, job, id_of(job, 5), force=True)
     assert delete_checkpoint(store, paths, job, id_of(job, 15)).state == "deleted", "of a generation that is over"
+
+
+def test_one_that_is_being_exported_stays_until_that_is_over(store, paths, job):
+    begun = store.write(lambda session: exports.begin(session, job, id_of(job, 5), "/out", "hf", None)).id
+    with pytest.raises(CheckpointNeeded, match="is being exported"):
+        delete_checkpoint(store, paths, job, id_of(job, 5), force=True)
+    store.write(lambda session: exports.end(session, begun, "it failed"))
+    assert delete_checkpoint(store, paths, job, id_of(job, 5)).state == "deleted"
 
 
 def test_what_a_trainer_reported_leads_nowhere_else(store, paths, job, tmp_path):

@@ -66,6 +66,10 @@ def test_folders_of_data_are_separated_by_colons_and_absolute():
     assert Settings.from_environment({}).data_roots is None
     read = Settings.from_environment({"MANTA_DATA_ROOTS": "/data:/srv/texts:"})
     assert read.data_roots == (Path("/data"), Path("/srv/texts"))
+    assert Settings.from_environment({"MANTA_EXPORT_ROOTS": "/out"}).export_roots == (Path("/out"),)
+    assert Settings.from_environment({}).export_roots == ()
+    with pytest.raises(BadSetting, match="MANTA_EXPORT_ROOTS names out"):
+        Settings.from_environment({"MANTA_EXPORT_ROOTS": "out"})
     with pytest.raises(BadSetting, match="MANTA_DATA_ROOTS names texts"):
         Settings.from_environment({"MANTA_DATA_ROOTS": "/data:texts"})
 

@@ -24,7 +24,7 @@ from tests.service.support.older_databases import UNDO_0010
 
 TABLES = {
     "api_keys", "audit", "browser_tokens", "checkpoints", "compatibility", "control_planes", "deleted_jobs", "events",
-    "generations", "installation", "job_labels", "jobs", "leases", "metric_bins", "metrics", "projects",
+    "exports", "generations", "installation", "job_labels", "jobs", "leases", "metric_bins", "metrics", "projects",
     "rank_numbers", "ranks", "recoveries", "state_changes",
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from service.store import (
     checkpoints,
     deletion,
     events,
+    exports,
     failed_jobs,
     generations,
     jobs,
@@ -35,6 +36,7 @@ def full(session, job_id):
     checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
     metrics.record(session, job_id, generation, 0, 1, [{"step": step, "loss": 1.0} for step in (5, 6, 7)])
     rank_numbers.store(session, job_id, generation, RankSample(7, 0.1, None, packed([1.0])), 5.0)
+    exports.begin(session, job_id, "ckpt", "/somewhere/else", "hf", None)
     jobs.transition(session, job_id, JobState.FAILED, "x", "y")
     jobs.get(session, job_id).memory_kept_until = 1e12
 

@@ -1,6 +1,7 @@
 """How a database becomes one of a release before."""
 
 UNDO_0012 = (
+    "DROP TABLE exports",
     "DROP TABLE rank_numbers",
     "DROP TABLE job_labels",
     "DROP INDEX ix_jobs_owner_id",

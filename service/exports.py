@@ -1,0 +1,174 @@
+"""Weights of checkpoints written to folders of the service's machine, each by a process of its own
+(`python -m workers.weights.export`): arrays are no business of the service's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Literal
+
+from sqlalchemy.orm import Session
+
+from service.daemon_threads import in_daemon_thread
+from service.settings import without_secrets
+from service.store import Store, checkpoints, events, exports
+from service.store.tables import Checkpoint, Export
+from workers.errors import MantaError
+
+AT_ONCE = 2
+NOTE_SECONDS = 2.0
+_LAST_LINES = 5
+
+Format = Literal["hf", "safetensors"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+class ExportNotPossible(MantaError):
+    """Nothing can be exported now; the message says what to do."""
+
+
+class BadTarget(MantaError):
+    """The export may not be written there."""
+
+
+@dataclass
+class _Run:
+    """One export that is being written."""
+
+    id: str
+    process: subprocess.Popen[str]
+    done: int = 0
+    total: int | None = None
+    said: list[str] = field(default_factory=list)
+    """The last lines of its errors."""
+
+
+class Exports:
+    """All of one service. May be used by many threads."""
+
+    def __init__(self, store: Store, roots: Sequence[Path]):
+        """`roots`: folders below which exports may be written; a relative target is below the first."""
+        self._store, self._roots = store, tuple(roots)
+        self._runs: dict[str, _Run] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, job_id: str, checkpoint_id: str, to: str, format: Format, dtype: Dtype | None) -> Export:
+        """Begin to write the weights of a complete checkpoint to the folder `to`, where nothing may be yet. Raises
+        JobNotFound, CheckpointNotFound, BadTarget, ExportNotPossible."""
+        target = self._target(to)
+        with self._lock:
+            if len(self._runs) >= AT_ONCE:
+                raise ExportNotPossible(f"{AT_ONCE} exports are being written already; begin this one when one is done")
+            row, source = self._store.write(
+                lambda session: self._begun(session, job_id, checkpoint_id, target, format, dtype)
+            )
+            run = _Run(row.id, _started(source, target, format, dtype))
+            self._runs[row.id] = run
+        in_daemon_thread(f"export {row.id}", lambda: self._follow(run, job_id, target))
+        return row
+
+    def _begun(
+        self, session: Session, job_id: str, checkpoint_id: str, target: Path, format: Format, dtype: Dtype | None
+    ) -> tuple[Export, str]:
+        checkpoint = checkpoints.get(session, job_id, checkpoint_id)
+        _refuse_incomplete(checkpoint)
+        return exports.begin(session, job_id, checkpoint_id, str(target), format, dtype), checkpoint.path
+
+    def _target(self, to: str) -> Path:
+        """The folder that is meant; links are followed before it is compared with the roots. Raises BadTarget."""
+        folder = Path(to) if Path(to).is_absolute() else self._roots[0] / to
+        real = Path(os.path.realpath(folder))
+        if not any(real.is_relative_to(os.path.realpath(root)) and real != root for root in self._roots):
+            allowed = ", ".join(map(str, self._roots))
+            raise BadTarget(f"{to} is not below any of the folders that exports may be written to ({allowed})")
+        if real.exists():
+            raise BadTarget(f"there is something at {real} already: name another folder, or remove it")
+        return real
+
+    def _follow(self, run: _Run, job_id: str, target: Path) -> None:
+        """Note how far an export is until it has ended, and how that was."""
+        assert run.process.stdout is not None and run.process.stderr is not None
+        stdout, stderr = run.process.stdout, run.process.stderr
+        readers = [in_daemon_thread("export's output", lambda: _read_progress(run, stdout))]
+        readers.append(in_daemon_thread("export's errors", lambda: _read_errors(run, stderr)))
+        try:
+            while not _has_ended(run.process):
+                self._store.write(lambda session: exports.note(session, run.id, run.done, run.total))
+            for reader in readers:
+                reader.result()
+            problem = None if run.process.returncode == 0 else _problem(run)
+            self._store.write(lambda session: _note_end(session, run, job_id, target, problem))
+        finally:
+            with self._lock:
+                del self._runs[run.id]
+
+    def close(self) -> None:
+        """End what is being written: nothing of it is left."""
+        with self._lock:
+            runs = list(self._runs.values())
+        for run in runs:
+            run.process.terminate()
+
+
+def _refuse_incomplete(checkpoint: Checkpoint) -> None:
+    if checkpoint.state != checkpoints.COMPLETE:
+        raise ExportNotPossible(f"{checkpoint.id} is {checkpoint.state}, and only a complete one can be exported")
+
+
+def _started(source: str, target: Path, format: Format, dtype: Dtype | None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "workers.weights.export", source, "--to", str(target), "--format", format]
+    command += ["--json", *([] if dtype is None else ["--dtype", dtype])]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=without_secrets(os.environ),
+    )
+
+
+def _has_ended(process: subprocess.Popen[str]) -> bool:
+    """Whether a process ends within NOTE_SECONDS."""
+    try:
+        process.wait(NOTE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _read_progress(run: _Run, lines: IO[str]) -> None:
+    for line in lines:
+        try:
+            said = json.loads(line)
+            run.done, run.total = int(said["done"]), int(said["of"])
+        except (ValueError, KeyError, TypeError):  # its last line says what it has written
+            continue
+
+
+def _read_errors(run: _Run, lines: Iterable[str]) -> None:
+    for line in lines:
+        run.said = [*run.said, line.strip()][-_LAST_LINES:]
+
+
+def _problem(run: _Run) -> str:
+    if run.said:
+        return run.said[-1]
+    code = run.process.returncode
+    return f"the process that wrote it was ended by signal {-code}" if code < 0 else f"it ended with exit status {code}"
+
+
+def _note_end(session: Session, run: _Run, job_id: str, target: Path, problem: str | None) -> None:
+    exports.note(session, run.id, run.done, run.total)
+    exports.end(session, run.id, problem)
+    kind, message = "exported", f"weights were exported to {target}"
+    if problem is not None:
+        kind, message = "export_failed", f"weights could not be exported to {target}: {problem}"
+    events.append(session, job_id, kind, message, data={"export": run.id, "path": str(target)})

@@ -1,0 +1,76 @@
+"""All queries about exports: weights of checkpoints that are written for others."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from service.store.errors import ExportNotFound
+from service.store.tables import Export
+
+RUNNING, DONE, FAILED = "running", "done", "failed"
+SILENT_SECONDS = 30.0
+"""Who writes says so more often than that; one of which nothing is heard has ended with its service."""
+
+
+def begin(session: Session, job_id: str, checkpoint_id: str, path: str, format: str, dtype: str | None) -> Export:
+    """Note that an export begins, which a new row is made for."""
+    now = time.time()
+    row = Export(
+        id=f"export_{secrets.token_hex(6)}",
+        job_id=job_id,
+        checkpoint_id=checkpoint_id,
+        path=path,
+        format=format,
+        dtype=dtype,
+        state=RUNNING,
+        done_bytes=0,
+        created_at=now,
+        updated_at=now,
+    )
+    session.add(row)
+    session.flush()
+    return row
+
+
+def note(session: Session, export_id: str, done: int, total: int | None) -> None:
+    """Note that it goes on, and how far it is, in bytes."""
+    row = session.get(Export, export_id)
+    if row is not None and row.state == RUNNING:
+        row.done_bytes, row.total_bytes, row.updated_at = done, total, time.time()
+
+
+def end(session: Session, export_id: str, problem: str | None) -> None:
+    """Note that it is done, or with `problem` that it failed, and why."""
+    row = session.get(Export, export_id)
+    if row is not None:
+        row.state, row.message, row.updated_at = DONE if problem is None else FAILED, problem, time.time()
+        row.done_bytes = row.total_bytes or row.done_bytes if problem is None else row.done_bytes
+
+
+def get(session: Session, job_id: str, export_id: str) -> Export:
+    """One of a job's. Raises ExportNotFound."""
+    row = session.get(Export, export_id)
+    if row is None or row.job_id != job_id:
+        raise ExportNotFound(job_id, export_id)
+    return row
+
+
+def of_job(session: Session, job_id: str, limit: int = 100) -> list[Export]:
+    """The newest of a job's, newest first."""
+    query = select(Export).where(Export.job_id == job_id).order_by(Export.created_at.desc(), Export.id).limit(limit)
+    return list(session.scalars(query))
+
+
+def is_running(row: Export, now: float) -> bool:
+    """Whether somebody is writing it at Unix time `now`."""
+    return row.state == RUNNING and now - row.updated_at < SILENT_SECONDS
+
+
+def of_checkpoint_run(session: Session, checkpoint_id: str, now: float) -> bool:
+    """Whether any export of a checkpoint is being written at Unix time `now`."""
+    rows = session.scalars(select(Export).where(Export.checkpoint_id == checkpoint_id, Export.state == RUNNING))
+    return any(is_running(row, now) for row in rows)

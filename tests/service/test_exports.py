@@ -1,0 +1,150 @@
+"""Exports are written by processes of their own, below the folders that are meant for them, and say how they ended."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from service import exports as module
+from service.exports import AT_ONCE, BadTarget, ExportNotPossible, Exports
+from service.store import CheckpointNotFound, checkpoints, events, exports, generations
+
+WRITES = """
+import json, pathlib, sys
+for done in (50, 100):
+    print(json.dumps({"done": done, "of": 100}), flush=True)
+pathlib.Path(sys.argv[1]).mkdir()
+print(json.dumps({"path": sys.argv[1]}))
+"""
+FAILS = "import sys; print('first'); print('no such model', file=sys.stderr); sys.exit(1)"
+WAITS = "import sys; sys.stdin.read()"
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def job(store, submit):
+    """A job with a complete checkpoint of step 5, and one of step 10 that is being saved."""
+    job_id = submit().id
+
+    def save(session):
+        generations.begin(session, job_id, "submitted", False)
+        for step in (5, 10):
+            row = checkpoints.begin(session, job_id, 1, step, f"/nowhere/{step}")
+            if step == 5:
+                checkpoints.complete(session, row.id, 100)
+
+    store.write(save)
+    return job_id
+
+
+@pytest.fixture
+def written_by(monkeypatch):
+    """Has a program in the place of the exporter; the processes that were started."""
+    started = []
+
+    def use(program):
+        def start(source, target, format, dtype):
+            command = [sys.executable, "-c", program, str(target)]
+            started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=-1, stderr=-1, text=True))
+            return started[-1]
+
+        monkeypatch.setattr(module, "_started", start)
+        return started
+
+    yield use
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Waits until an export has ended."""
+    over = threading.Event()
+    note_end = module._note_end
+
+    def note(*arguments):
+        note_end(*arguments)
+        over.set()
+
+    monkeypatch.setattr(module, "_note_end", note)
+
+    def wait(store, job, row):
+        assert over.wait(20)
+        over.clear()
+        with store.read() as session:  # after the write that the end is noted in
+            store.write(lambda session: None)
+        with store.read() as session:
+            return exports.get(session, job, row.id)
+
+    return wait
+
+
+def id_of(job, step):
+    return f"ckpt_{job.removeprefix('job_')}_{step}_1"
+
+
+def test_weights_are_written_and_it_is_said_how_far_they_are(store, job, root, written_by, ended):
+    written_by(WRITES)
+    row = Exports(store, (root,)).begin(job, id_of(job, 5), "mine", "hf", None)
+    assert (row.state, row.path) == ("running", str(root / "mine"))
+    over = ended(store, job, row)
+    assert (over.state, over.done_bytes, over.total_bytes, over.message) == ("done", 100, 100, None)
+    assert (root / "mine").is_dir()
+    with store.read() as session:
+        assert events.page(session, job, limit=100).items[-1].type == "exported"
+
+
+def test_failure_is_the_sentence_of_whoever_wrote(store, job, root, written_by, ended):
+    written_by(FAILS)
+    over = ended(store, job, Exports(store, (root,)).begin(job, id_of(job, 5), "mine", "hf", "bf16"))
+    assert (over.state, over.message, over.dtype) == ("failed", "no such model", "bf16")
+
+
+def test_real_exporter_says_what_is_wrong_with_the_checkpoint(store, job, root, ended):
+    over = ended(
+        store, job, Exports(store, (root,)).begin(job, id_of(job, 5), str(root / "a" / "b"), "safetensors", None)
+    )
+    assert over.state == "failed" and "/nowhere/5" in over.message
+    assert not (root / "a" / "b").exists()
+
+
+def test_only_so_many_at_once_and_none_after_the_service(store, job, root, written_by, ended):
+    started = written_by(WAITS)
+    writer = Exports(store, (root,))
+    rows = [writer.begin(job, id_of(job, 5), f"out-{number}", "hf", None) for number in range(AT_ONCE)]
+    with pytest.raises(ExportNotPossible, match="when one is done"):
+        writer.begin(job, id_of(job, 5), "one more", "hf", None)
+    writer.close()
+    for process in started:
+        assert process.wait(20) != 0
+    assert ended(store, job, rows[0]).state == "failed"
+
+
+@pytest.mark.parametrize("to", ["../elsewhere", "/etc/weights", "/", ".", "link/weights", "there"])
+def test_nothing_is_written_elsewhere_or_over_anything(store, job, root, tmp_path, to):
+    (root / "link").symlink_to(tmp_path)
+    (root / "there").mkdir()
+    with pytest.raises(BadTarget):
+        Exports(store, (root,)).begin(job, id_of(job, 5), to, "hf", None)
+    with store.read() as session:
+        assert exports.of_job(session, job) == []
+
+
+def test_only_complete_checkpoints_of_the_job_can_be_exported(store, job, root):
+    writer = Exports(store, (root,))
+    with pytest.raises(ExportNotPossible, match="is saving"):
+        writer.begin(job, id_of(job, 10), "mine", "hf", None)
+    with pytest.raises(CheckpointNotFound):
+        writer.begin(job, "ckpt_other", "mine", "hf", None)
+
+
+def test_export_of_which_nothing_is_heard_any_more_has_ended(store, job):
+    row = store.write(lambda session: exports.begin(session, job, id_of(job, 5), "/out", "hf", None))
+    assert exports.is_running(row, row.updated_at + exports.SILENT_SECONDS - 1)
+    assert not exports.is_running(row, row.updated_at + exports.SILENT_SECONDS)
