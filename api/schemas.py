@@ -666,6 +666,29 @@ class RunningRank(Answer):
     """Global rank in it."""
 
 
+class Gpu(Answer):
+    """One GPU of a node, as its driver said in the last minute; null: it does not say that."""
+
+    index: int
+    """The driver's, on its machine."""
+    answers: bool = True
+    """Whether the driver reaches it."""
+    utilization: float | None = None
+    """Part of the last sample's time in which a kernel ran, 0 to 1."""
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+    temperature_celsius: float | None = None
+    clock_mhz: int | None = None
+    """Of its multiprocessors."""
+    xid: list[int] = []
+    """Codes of the errors (XID) that the driver has told since the node's daemon began."""
+    ecc_errors: int | None = None
+    """Memory errors that were not corrected, since the driver was loaded."""
+    ecc_corrected: int | None = None
+    """Those that were."""
+
+
 class Node(Answer):
     """One machine of the cluster."""
 
@@ -693,6 +716,8 @@ class Node(Answer):
     """What Ray calls the type of its GPUs, where it has recognised them: H100."""
     gpu_memory_bytes: int | None = None
     """Of its smallest GPU, where the node's driver has been asked."""
+    gpus: list[Gpu] = []
+    """Empty where there are none, or nothing is known of them."""
     ranks: list[RunningRank] = []
     """Who has the others."""
 

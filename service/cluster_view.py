@@ -7,7 +7,9 @@ from typing import Any
 
 from service.cluster.cluster import Cluster
 from service.cluster.nodes import GpuReadings
+from service.measurements import gpus_of
 from service.store import Store, jobs, ranks
+from workers.protocol.messages import GpuReading
 
 _NOTHING = (0, 0)
 
@@ -28,6 +30,7 @@ async def cluster_view(cluster: Cluster, store: Store) -> dict[str, Any]:
             **_places(gpus.nodes.get(node, _NOTHING), slots.nodes.get(node, _NOTHING)),
             "gpu_type": known[node].gpu_type,
             "gpu_memory_bytes": _gpu_memory(cluster.nodes.gpus.get(node)),
+            "gpus": [_gpu(reading) for reading in gpus_of(cluster.nodes, node)],
             "ranks": placed.get(known[node].host, []),
         }
         for node in {**gpus.nodes, **slots.nodes}
@@ -47,6 +50,23 @@ def _places(gpus: tuple[int, int], slots: tuple[int, int]) -> dict[str, Any]:
         "free": free,
         "slots_total": slots[0],
         "slots_free": slots[1],
+    }
+
+
+def _gpu(reading: GpuReading) -> dict[str, Any]:
+    """In the form of `api.schemas.Gpu`."""
+    return {
+        "index": reading.index,
+        "answers": reading.answers,
+        "utilization": reading.busy_ratio,
+        "memory_used_bytes": reading.memory_used_bytes,
+        "memory_total_bytes": reading.memory_total_bytes,
+        "power_watts": reading.power_watts,
+        "temperature_celsius": reading.temperature_celsius,
+        "clock_mhz": reading.clock_mhz,
+        "xid": sorted(int(code) for code in reading.xids),
+        "ecc_errors": reading.ecc_uncorrected,
+        "ecc_corrected": reading.ecc_corrected,
     }
 
 

@@ -68,10 +68,14 @@ async def measured(cluster: Cluster | None, asked_at: float, owned: int, lags: M
     return Measurements(delay, owned, lags, True, nodes, units)
 
 
+def gpus_of(nodes: Nodes, node: str) -> tuple[GpuReading, ...]:
+    """What was heard of a node's GPUs lately."""
+    heard = nodes.gpus.get(node)
+    return heard.readings if heard is not None and time.monotonic() - heard.heard_at < FRESH_SECONDS else ()
+
+
 def _node(nodes: Nodes, node: RayNode) -> NodeMeasurements:
-    heard = nodes.gpus.get(node.id)
-    fresh = heard is not None and time.monotonic() - heard.heard_at < FRESH_SECONDS
-    return NodeMeasurements(node.id, node.host, _state(nodes, node.id), heard.readings if heard and fresh else ())
+    return NodeMeasurements(node.id, node.host, _state(nodes, node.id), gpus_of(nodes, node.id))
 
 
 def _state(nodes: Nodes, node: str) -> NodeState:

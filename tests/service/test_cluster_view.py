@@ -1,11 +1,14 @@
 """The cluster as users see it."""
 
 import asyncio
+import time
 
 import pytest
 
+from api.schemas import Cluster
 from service.cluster.nodes import GpuReadings
 from service.cluster_view import cluster_view
+from service.measurements import FRESH_SECONDS
 from service.store import ranks
 from tests.service.support.fake_cluster import FakeCluster
 from workers.protocol.messages import GpuReading
@@ -74,3 +77,18 @@ def test_the_type_and_memory_of_gpus_are_said_where_they_are_known(store, cluste
     one, two = view(cluster, store)["nodes"]
     assert (one["gpu_type"], one["gpu_memory_bytes"]) == (None, None)
     assert (two["gpu_type"], two["gpu_memory_bytes"]) == (None, 40)
+
+
+def test_gpus_are_told_as_the_driver_says_for_a_minute(store, cluster):
+    full = GpuReading(0, True, 0.9, 2**30, 80 * 2**30, 60, 350.5, 7, 1, {"79": 2, "31": 1}, 1980)
+    cluster.nodes.gpus["one"] = GpuReadings(time.monotonic(), (full, GpuReading(1, answers=False)))
+    one, two = view(cluster, store)["nodes"]
+    assert one["gpus"][0] == {
+        "index": 0, "answers": True, "utilization": 0.9, "memory_used_bytes": 2**30,
+        "memory_total_bytes": 80 * 2**30, "power_watts": 350.5, "temperature_celsius": 60, "clock_mhz": 1980,
+        "xid": [31, 79], "ecc_errors": 1, "ecc_corrected": 7,
+    }  # fmt: skip
+    assert (one["gpus"][1]["answers"], one["gpus"][1]["utilization"], two["gpus"]) == (False, None, [])
+    assert Cluster.model_validate(view(cluster, store)).nodes[0].gpus[0].xid == [31, 79]
+    cluster.nodes.gpus["one"] = GpuReadings(time.monotonic() - FRESH_SECONDS, (full,))
+    assert view(cluster, store)["nodes"][0]["gpus"] == []

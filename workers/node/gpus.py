@@ -83,7 +83,7 @@ class GpuWatch:
     def _reading(self, library: Any, index: int, gpu: Any) -> GpuReading:
         ask = _Asking(library, gpu)
         memory, busy = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetUtilizationRates")
-        milliwatts = ask("nvmlDeviceGetPowerUsage")
+        milliwatts, clock = ask("nvmlDeviceGetPowerUsage"), ask("nvmlDeviceGetClockInfo", library.NVML_CLOCK_SM)
         errors = (library.NVML_MEMORY_ERROR_TYPE_CORRECTED, library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
         corrected, uncorrected = (
             ask("nvmlDeviceGetTotalEccErrors", kind, library.NVML_VOLATILE_ECC) for kind in errors
@@ -99,6 +99,7 @@ class GpuWatch:
             ecc_uncorrected=uncorrected,
             xids={str(code): count for (of, code), count in self._xids.items() if of == index},
             answers=not ask.is_lost,
+            clock_mhz=clock,
         )
 
 

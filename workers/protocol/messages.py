@@ -326,6 +326,8 @@ class GpuReading:
     """The same of those that were not."""
     xids: dict[str, int] = field(default_factory=dict)
     """Errors that the driver has told since the daemon began, by their code (XID)."""
+    clock_mhz: int | None = None
+    """Of its multiprocessors, now."""
 
 
 @dataclass(frozen=True)

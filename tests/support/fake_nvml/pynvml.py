@@ -7,6 +7,7 @@ from types import SimpleNamespace
 NVML_TEMPERATURE_GPU = 0
 NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 0, 1
 NVML_VOLATILE_ECC = 0
+NVML_CLOCK_SM = 1
 NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_TIMEOUT, NVML_ERROR_GPU_IS_LOST = 3, 10, 15
 nvmlEventTypeXidCriticalError = 8
 GIBIBYTE = 2**30
@@ -50,6 +51,10 @@ def nvmlDeviceGetUtilizationRates(gpu):
 
 def nvmlDeviceGetTemperature(gpu, sensor):
     return 60 + nvmlDeviceGetIndex(gpu)
+
+
+def nvmlDeviceGetClockInfo(gpu, clock):
+    return 1980 if clock == NVML_CLOCK_SM else 0
 
 
 def nvmlDeviceGetPowerUsage(gpu):

@@ -39,7 +39,7 @@ def refuse(*_):
 
 def test_reading_is_in_base_units(readings):
     first, second = readings(pynvml).get(timeout=20)
-    assert first == GpuReading(0, True, 0.9, 2**30, 80 * 2**30, 60, 350.5, 7, 0, {})
+    assert first == GpuReading(0, True, 0.9, 2**30, 80 * 2**30, 60, 350.5, 7, 0, {}, 1980)
     assert (second.index, second.ecc_corrected, second.ecc_uncorrected) == (1, None, None)
 
 
