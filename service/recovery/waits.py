@@ -67,7 +67,8 @@ def _sentence(ranks: Sequence[WaitingRank], edges: dict[int, int], why: str) -> 
     tail = f"; {why}" if why else ""
     if last in edges:  # they wait for each other, as in a collective that is under way
         return f"{count} for each other, as ranks do in a communication that is under way{tail}"
-    return f"{count}, most of them in the end for rank {last}, which is in {ranks[last].doing}{tail}"
+    all_of_them = "" if ends.count(last) == len(ends) else "most of them "
+    return f"{count}, {all_of_them}in the end for rank {last}, which is in {ranks[last].doing}{tail}"
 
 
 def _rank(rank: int, answer: TrainerStatus | None, silent: bool, waits_for: int | None) -> WaitingRank:

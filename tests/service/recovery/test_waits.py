@@ -40,7 +40,9 @@ def test_rank_that_stands_still_while_the_others_wait_is_the_culprit():
 def test_job_that_goes_on_has_no_culprit_and_says_for_whom_most_wait():
     waits = seen(at("optimizer"), at("agreement", 0, DATA), at("agreement", 0, DATA), at("data", 1, DATA))
     assert waits.culprits == ()
-    assert waits.sentence == "3 of 4 ranks wait, most of them in the end for rank 0, which is in optimizer"
+    assert waits.sentence == "3 of 4 ranks wait, in the end for rank 0, which is in optimizer"
+    split = seen(at("data"), at("agreement", 0, DATA), at("agreement", 0, DATA), at("data"), at("data", 3, DATA))
+    assert split.sentence == "3 of 5 ranks wait, most of them in the end for rank 0, which is in data"
     assert seen(at(), at()).sentence == "no rank waits for another one at this moment"
     assert "1 of 2 ranks waits, " in seen(at(), at("data", 0, DATA)).sentence
     assert "for each other" in seen(at("agreement", 1, DATA), at("agreement", 0, DATA)).sentence
