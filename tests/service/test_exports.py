@@ -65,20 +65,21 @@ def written_by(monkeypatch):
 @pytest.fixture
 def ended(monkeypatch):
     """Waits until an export has ended."""
-    over = threading.Event()
+    over, changed = set(), threading.Condition()
     note_end = module._note_end
 
-    def note(*arguments):
-        note_end(*arguments)
-        over.set()
+    def note(session, run, *about):
+        note_end(session, run, *about)
+        with changed:
+            over.add(run.id)
+            changed.notify_all()
 
     monkeypatch.setattr(module, "_note_end", note)
 
     def wait(store, job, row):
-        assert over.wait(20)
-        over.clear()
-        with store.read() as session:  # after the write that the end is noted in
-            store.write(lambda session: None)
+        with changed:
+            assert changed.wait_for(lambda: row.id in over, 20)
+        store.write(lambda session: None)  # behind the write that notes the end
         with store.read() as session:
             return exports.get(session, job, row.id)
 
