@@ -339,9 +339,9 @@ def on_postgres(
 def no_job_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that fails leaves its job running; it would be in the way of all that follow."""
     # Asked for beforehand: what is set up first is taken down last.
-    manta = request.getfixturevalue("manta") if "manta" in request.fixturenames else None
+    used = [request.getfixturevalue(name) for name in ("manta", "on_postgres") if name in request.fixturenames]
     yield
-    if manta is not None:
+    for manta in used:
         manta.end_all_jobs()
 
 

@@ -1,8 +1,17 @@
-"""A service shows its dashboard to who has a key, unless it was told to have none."""
+"""A service shows its dashboard to who has a key, unless it was told to have none; and on it what becomes of a real
+job."""
+
+import re
 
 import httpx
+import pytest
+from playwright.sync_api import expect, sync_playwright
 
 from service.automatic_key import read_key
+from tests.api.ui.browser import ARGUMENTS, CHROMIUM, MILLISECONDS, Complaints, needs_chromium
+from tests.e2e.conftest import PAIR
+
+SLOW_SECONDS = 0.25
 
 
 def front_page(manta, **headers):
@@ -15,3 +24,69 @@ def test_service_has_a_dashboard_unless_it_was_told_otherwise(manta, on_postgres
     assert front_page(on_postgres).status_code == 401
     without = front_page(manta, authorization=f"Bearer {read_key(manta.home)}")
     assert (without.status_code, without.json()["code"]) == (404, "not_found")
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def page(chromium, on_postgres):
+    """A viewer's page, whose browser must have nothing to complain about."""
+    expect.set_options(timeout=3 * MILLISECONDS)
+    context = chromium.new_context(viewport={"width": 1360, "height": 900})
+    context.set_default_timeout(3 * MILLISECONDS)
+    opened, complaints = context.new_page(), Complaints()
+    opened.goto(f"{on_postgres.url}{on_postgres.client.link().path}")
+    complaints.watch(opened, on_postgres.url)
+    yield opened
+    context.close()
+    assert complaints.said == []
+
+
+@needs_chromium
+def test_killed_rank_turns_red_and_is_green_again_and_its_cost_is_two_clicks_away(on_postgres, kill, page):
+    manta = on_postgres
+    job = manta.submit(manta.spec(steps=10_000, layout=PAIR))
+    manta.until_step(job, 2)
+    page.goto(f"{manta.url}/ui/")
+    page.locator("tbody tr", has_text=job).get_by_role("link").click()
+    page.get_by_role("link", name="Ranks", exact=True).click()
+    expect(page.locator(".rank-summary")).to_have_text(re.compile("2 ranks on 1 node: 2 running"))
+    kill(manta.pids(job)[1])
+    expect(page.locator(".rank-summary")).to_have_text(re.compile("just replaced: 1"))
+    expect(page.locator(".rank-summary")).to_have_text(re.compile(r"2 ranks on 1 node: 2 running\. "))
+    page.get_by_role("link", name="Jobs", exact=True).click()
+
+    page.locator("tbody tr", has_text=job).get_by_role("link").click()  # one
+    expect(
+        page.get_by_text(re.compile("1 recovery took .* from failure to the next step: .* rank seconds"))
+    ).to_be_visible()
+    page.get_by_role("link", name="all recoveries").click()  # two
+    expect(page.locator(".recoveries tbody tr")).to_contain_text("1 of 2")
+    expect(page.locator(".recoveries tbody tr")).to_contain_text("detect")
+    manta.client.cancel(job)
+    expect(page.locator("h1 + .badge")).to_have_text(re.compile("CANCELL"))
+
+
+@needs_chromium
+def test_slow_rank_is_found_and_explained_in_three_clicks(on_postgres, page):
+    manta = on_postgres
+    job = manta.submit(manta.spec(steps=10_000, layout=PAIR))
+    manta.until_step(job, 2)
+    manta.inject(job, "slow", 1, seconds=SLOW_SECONDS)
+    manta.until("the event of the straggler", lambda: manta.events(job, "straggler"))
+    page.goto(f"{manta.url}/ui/")
+    page.locator("tbody tr", has_text=job).get_by_role("link").click()  # one
+    expect(page.locator(".attention")).to_contain_text("Rank 1 holds up the others")
+    page.locator(".attention").get_by_role("link", name="look").first.click()  # two
+    expect(page.locator(".verdict")).to_contain_text(f"pid {manta.pids(job)[1]}")
+    page.get_by_role("table", name="Ranks").get_by_role("button", name="1").click()  # three
+    expect(page.locator(".rank-detail")).to_contain_text("straggler")
+    page.get_by_role("button", name="Its stack now").click()
+    expect(page.locator(".stack")).to_contain_text("File")
+    manta.client.cancel(job)

@@ -25,6 +25,7 @@ export class RankGrid {
     this.onPick = onPick;
     this.colouring = "state";
     this.ranks = [];
+    this.replaced = new Map();
     this.chosen = null;
     this.canvas = h("canvas", { class: "rank-canvas" });
     this.tip = h("div", { class: "chart-tip", hidden: true });
@@ -39,12 +40,12 @@ export class RankGrid {
     this.observer.observe(this.plot);
   }
 
-  /** Show the ranks of `job` as they are now. */
-  show(ranks, job) {
+  /** Show the ranks as they are now. `replaced`: by rank, why it got a new process a moment ago. */
+  show(ranks, replaced = new Map()) {
     this.ranks = ranks;
-    this.job = job;
+    this.replaced = replaced;
     this.usual = usualOf(ranks);
-    setText(this.summary, summaryOf(ranks));
+    setText(this.summary, summaryOf(ranks, replaced));
     this.draw();
   }
 
@@ -64,7 +65,7 @@ export class RankGrid {
     const pen = new CanvasPen(this.canvas, width, this.height);
     this.blocks.forEach(({ x, y, name }) => pen.text(x, y - 8, name, { color: color("dim"), size: 10 }));
     this.ranks.forEach((rank, at) => this.drawRank(pen, rank, this.boxes[at]));
-    this.plot.setAttribute("aria-label", summaryOf(this.ranks));
+    this.plot.setAttribute("aria-label", summaryOf(this.ranks, this.replaced));
   }
 
   /** Where every rank is drawn: as large as fits. */
@@ -98,6 +99,7 @@ export class RankGrid {
   }
 
   colourOf(rank) {
+    if (this.replaced.has(rank.rank)) return [color("bad"), 0.85];
     if (rank.state === "exited") return [color(this.ranks.some((each) => each.state === "running") ? "bad" : "idle"), 0.85];
     if (rank.state !== "running") return [color("busy"), 0.6];
     const { value } = COLOURINGS[this.colouring];
@@ -125,7 +127,8 @@ export class RankGrid {
     const rank = this.rankAt(event);
     setVisible(this.tip, rank !== null);
     if (rank === null) return;
-    setText(this.tip, describe(rank, this.usual).join("\n"));
+    const cause = this.replaced.get(rank.rank);
+    setText(this.tip, [...describe(rank, this.usual), cause ? `just replaced: ${cause}` : ""].filter(Boolean).join("\n"));
     const box = this.plot.getBoundingClientRect();
     const left = event.clientX - box.left;
     const onRight = left < box.width / 2;
@@ -181,12 +184,13 @@ export function describe(rank, usual) {
   ].filter(Boolean);
 }
 
-function summaryOf(ranks) {
+function summaryOf(ranks, replaced) {
   if (ranks.length === 0) return "No ranks are placed yet.";
   const states = new Map();
   for (const rank of ranks) states.set(rank.state, (states.get(rank.state) ?? 0) + 1);
   const counts = [...states].map(([state, count]) => `${count} ${state}`).join(", ");
   const nodes = new Set(ranks.map((rank) => rank.node).filter(Boolean)).size;
   const slow = ranks.filter((rank) => rank.straggler).map((rank) => rank.rank);
-  return `${counted(ranks.length, "rank")} on ${counted(nodes, "node")}: ${counts}${slow.length ? `; slow: ${slow.join(", ")}` : ""}. Columns are pipeline stages, lines tensor ranks.`;
+  const fresh = [...replaced.keys()].sort((one, other) => one - other).join(", ");
+  return `${counted(ranks.length, "rank")} on ${counted(nodes, "node")}: ${counts}${slow.length ? `; slow: ${slow.join(", ")}` : ""}${fresh ? `; just replaced: ${fresh}` : ""}. Columns are pipeline stages, lines tensor ranks.`;
 }

@@ -8,6 +8,7 @@ import { JobEvents, eventTable } from "../../parts/events.js";
 import { JobCharts, marksOf } from "../../parts/job_charts.js";
 import { ledgerBar } from "../../parts/ledger_bar.js";
 import { RankGrid } from "../../parts/rank_grid.js";
+import { Replaced } from "../../parts/replaced.js";
 import { costSentence, recoveryTable } from "../../parts/recovery_table.js";
 
 const EVENTS = 12;
@@ -20,6 +21,7 @@ export function create({ id, job }) {
   const events = new JobEvents(id);
   const [grid, ledger, recoveries, happened] = [new RankGrid({ compact: true }), ledgerBar(), recoveryTable(), eventTable()];
   const more = (tab, text) => h("a", { href: link(`/jobs/${id}/${tab}`) }, text);
+  const replaced = new Replaced();
   const notes = h("ul", { class: "attention" });
   const cpu = h("p", { class: "note" });
   const ranks = panel("Ranks", { controls: [more("ranks", "all about the ranks")] });
@@ -40,7 +42,8 @@ export function create({ id, job }) {
       get(`/v1/jobs/${id}/ledger`, {}, { signal }),
       all(`/v1/jobs/${id}/recoveries`, {}, 1000, { signal }),
     ]);
-    grid.show(places.items, now);
+    replaced.note(failed);
+    grid.show(places.items, replaced.causes());
     setText(cpu, places.items.some((rank) => rank.device === "cpu") ? CPU_NOTE : "");
     ledger.show(spent);
     setText(failures.note, failed.length ? costSentence(failed) : "");

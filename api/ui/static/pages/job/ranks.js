@@ -1,11 +1,12 @@
 /** The ranks of a job: who is where, how long each works and waits, who is slow, who waits for whom. */
 
-import { get } from "../../core/api.js";
+import { all, get } from "../../core/api.js";
 import { fill, h, panel, setText, setVisible, table, KeyedRows } from "../../core/dom.js";
 import { bytes, clock, duration, number, numberOf } from "../../core/format.js";
 import { link } from "../../core/router.js";
 import { slownessOf } from "../../parts/attention.js";
 import { COLOURINGS, RankGrid, describe, usualOf } from "../../parts/rank_grid.js";
+import { Replaced } from "../../parts/replaced.js";
 import { RankHistory } from "../../parts/rank_history.js";
 
 const MOST_ROWS = 256;
@@ -22,6 +23,7 @@ class RanksTab {
     this.id = id;
     this.grid = new RankGrid({ onPick: (rank) => this.pick(rank) });
     this.history = new RankHistory(id);
+    this.replaced = new Replaced();
     this.verdict = h("p", { class: "verdict" });
     this.detail = h("div", { class: "rank-detail" }, h("p", { class: "note" }, "Click a rank for its place, its log and its stack."));
     const colour = h("select", { "aria-label": "Colour by", onchange: (event) => this.grid.colourBy(event.target.value) },
@@ -55,9 +57,10 @@ class RanksTab {
 
   async refresh(signal, job, moved) {
     this.ranks = (await get(`/v1/jobs/${this.id}/ranks`, {}, { signal })).items;
+    if (moved) this.replaced.note(await all(`/v1/jobs/${this.id}/recoveries`, {}, 1000, { signal }));
     this.byNumber = new Map(this.ranks.map((rank) => [rank.rank, rank]));
     this.usual = usualOf(this.ranks);
-    this.grid.show(this.ranks, job);
+    this.grid.show(this.ranks, this.replaced.causes());
     setText(this.verdict, this.verdictText());
     this.rows.show(this.ranks.slice(0, MOST_ROWS));
     setText(this.note, this.ranks.length > MOST_ROWS ? `The first ${MOST_ROWS} of ${number(this.ranks.length)}; the grid has all of them.` : "");
