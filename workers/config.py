@@ -513,8 +513,14 @@ class CheckpointConfig(Section):
     keep: Steps = 3
     """Newest durable checkpoints kept; older ones are deleted after a newer one is complete. Where a roll back could
     undo all of these, up to two from before are kept too."""
+    snapshots: Literal["auto", "shared_memory", "node_memory", "off"] = "auto"
+    """Where each rank keeps its last two snapshots, 24 bytes for each parameter whose moments it has, from which a job
+    goes on after a failure. shared_memory: /dev/shm of the rank's node; node_memory: memory that the node's daemon
+    holds, which no size of /dev/shm limits and which ends with the daemon; auto: shared memory, and where that has no
+    room the daemon's, with an event; off: nowhere, so that whatever happens the job goes on from its newest durable
+    checkpoint, also after a resize or a drain (docs/recovery.md)."""
     snapshot_every_steps: Steps | Literal["auto"] = "auto"
-    """Steps between snapshots in shared memory; the most that a crash makes a job redo (more only where it has just
+    """Steps between snapshots; the most that a crash makes a job redo (more only where it has just
     changed: `workers/snapshot/interval.py`). auto: 1, or more where making sure of each would take the training thread
     over 1 ms and over 1% of a step's time; `snapshot_every_steps` in the metrics is what it is at a step."""
 

@@ -160,6 +160,11 @@ def zygote_socket(runtime_folder: str | Path, node: str | None = None) -> Path:
     return Path(runtime_folder) / (f"zygote-{node[:12]}.sock" if node else "zygote.sock")
 
 
+def memory_socket(runtime_folder: str | Path, node: str | None = None) -> Path:
+    """Socket of who holds snapshots outside of shared memory, named as that of the zygote."""
+    return Path(runtime_folder) / (f"memory-{node[:12]}.sock" if node else "memory.sock")
+
+
 def rank_stem(rank: int) -> str:
     """Start of the name of each file that belongs to one rank."""
     return f"rank-{rank:05d}"

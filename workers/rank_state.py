@@ -29,6 +29,7 @@ from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.snapshot.files import fingerprint, layout_tag, remove_other_layouts
 from workers.snapshot.interval import SnapshotInterval
+from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory
 from workers.snapshot.note import RowJournal, read_note
 from workers.snapshot.reshard import describe, restore_from_snapshots
 from workers.snapshot.snapshot_file import committed_steps
@@ -43,7 +44,7 @@ class Places:
     job: str = "local"
     """Job id, written into checkpoints."""
     snapshots: str | None = None
-    """Folder in shared memory."""
+    """Folder of the snapshots, in shared memory."""
     checkpoints: str | None = None
     """Folder for durable checkpoints."""
     corpus_record: Place | None = None
@@ -52,6 +53,8 @@ class Places:
     """Folder for tokens; None where the corpus needs none."""
     deletes_old_checkpoints: bool = True
     """Whether no more than `checkpoint.keep` durable checkpoints stay; False: somebody else sees to that."""
+    memory: SnapshotMemory = ANY_MEMORY
+    """Where the snapshots themselves lie."""
 
 
 NO_PLACES = Places()
@@ -113,8 +116,25 @@ class RankState:
             if resume.source != "snapshot":
                 self.snapshots.clear()
                 self.snapshots.save(self.step, self._note())
-            self.comm.barrier()  # every rank has read what it needs of other layouts, and has a snapshot of its own
+            # Every rank has read what it needs of other layouts then, and has a snapshot of its own.
+            self._say_where_snapshots_lie()
             remove_other_layouts(self.snapshots.path.parent, layout_tag(self.spec.model_dump(mode="json")))
+
+    def _say_where_snapshots_lie(self) -> None:
+        """An event, where some of the ranks have found no room in shared memory. All ranks come to it together."""
+        outside = 0 if self.snapshots is None else self.snapshots.bytes_outside
+        found = torch.tensor([outside, outside > 0], dtype=torch.float64, device=self.comm.device)
+        self.comm.all_reduce("world", found)
+        total, ranks = (round(each) for each in found.tolist())
+        self.comm.confirm()
+        if not ranks or self.spec.checkpoint.snapshots != "auto":
+            return
+        message = (
+            f"shared memory has no room for the snapshots of {ranks} of {self.comm.size('world')} ranks: their "
+            f"{total} bytes lie in the memory of the nodes' daemons, and end with those"
+        )
+        data = {"ranks": ranks, "bytes": total}
+        announce(self.comm, self.reporter, "snapshots_in_node_memory", self.step, message, data)
 
     def _load(self, resume: Resume) -> tuple[bytes, NumericsHistory]:
         """Load the state that `resume` names: the note that came with it, and the history where that came apart."""
@@ -324,4 +344,5 @@ def open_snapshots(spec: JobSpec, engine: Engine, comm: Comm, places: Places) ->
     table = describe(places.job, document["parallel"], engine, comm)
     identity, layout = fingerprint(document, state_peers(spec.layout, comm.rank)[0]), layout_tag(document)
     constant = engine.frozen_state()
-    return Snapshots(places.snapshots, comm.rank, engine.state(), identity, layout, table, constant)
+    parts = (engine.state(), identity, layout, table, constant)
+    return Snapshots(places.snapshots, comm.rank, *parts, places.memory)

@@ -15,7 +15,7 @@ from service.doctor.findings import Finding
 from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
 from workers.config import JobSpec
 from workers.paths import SHARED_MEMORY, Paths
-from workers.snapshot.snapshot_file import memory_available
+from workers.system.host_memory import memory_available
 from workers.system.own_address import LOOPBACK, outward_address
 
 OLDEST_PYTHON, NEXT_PYTHON = (3, 11), (3, 14)
@@ -39,7 +39,7 @@ def python() -> Iterator[Finding]:
 def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
     """Whether the snapshots of `job` fit, or those of some job."""
     try:
-        room = shutil.disk_usage(folder)
+        usage = shutil.disk_usage(folder)
     except OSError as error:
         yield Finding(
             "shared memory",
@@ -48,21 +48,26 @@ def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator
             "mount a tmpfs there: snapshots lie in it",
         )
         return
-    free = min(room.free, memory_available())
-    text = f"{folder} has {byte_count(free)} free of {byte_count(room.total)}"
+    free = min(usage.free, memory_available())
+    text = f"{folder} has {byte_count(free)} free of {byte_count(usage.total)}"
     enlarge = "enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory at /dev/shm)"
-    if job is not None and job.model.is_counted:
-        needed = snapshot_bytes(job)
+    if job is not None and job.model.is_counted and (needed := snapshot_bytes(job)):
         text += f"; the snapshots of {job.name} take {byte_count(needed)} over all nodes"
-        if needed > free:
+        place, had = job.checkpoint.snapshots, memory_available()
+        room = had if place == "node_memory" else free if place == "shared_memory" else max(free, had)
+        if needed > room:
             yield Finding(
                 "shared memory",
                 "problem",
-                text,
-                f"spread the job over more nodes, or {enlarge}; parallel.zero: 1 takes less",
+                f"{text}, and this one can have {byte_count(had)} of memory",
+                f"spread the job over more nodes, or {enlarge}; parallel.zero: 1 takes less, checkpoint.snapshots: "
+                "off nothing",
             )
             return
-    if room.total < LEAST_SHARED_BYTES:
+        if needed > free:
+            yield Finding("shared memory", "ok", f"{text}, and lie in the memory of the nodes' daemons instead")
+            return
+    if usage.total < LEAST_SHARED_BYTES:
         yield Finding("shared memory", "warning", text, f"most jobs need more: {enlarge}")
     else:
         yield Finding("shared memory", "ok", text)

@@ -115,6 +115,8 @@ async def finish_launch(job: JobContext, generation: int, where: Mapping[int, Ag
 
 
 async def _begin_backups(job: JobContext, where: Mapping[int, AgentDescription], generation: int) -> None:
+    if job.gang.spec.checkpoint.snapshots == "off":
+        return
     nodes = [place.node or place.host for place in where.values()]
     await rank_backups.begin(list(job.gang.by_rank.values()), nodes, generation, job.gang.tag, job.gang.peers)
 

@@ -96,7 +96,9 @@ def _enough(spec: JobSpec) -> int:
 
 
 def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
-    """Bytes of a node's memory that the snapshots of its ranks take."""
+    """Bytes of a node's memory that the snapshots of its ranks take, without backups of others'."""
+    if spec.checkpoint.snapshots == "off":
+        return 0
     held = max(rank_parameters(spec)) / (spec.layout.data if spec.layout.zero else 1)
     return round(SLOTS * STATE_BYTES * held * min(gpus_per_node, spec.layout.world_size))
 

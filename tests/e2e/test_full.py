@@ -18,9 +18,29 @@ def test_full_disk_costs_checkpoints_but_never_the_last_one(manta, pair_undistur
 
 
 def test_full_shared_memory_is_one_clear_sentence(manta):
-    full = manta.spec(model={"hidden_size": 64})
+    full = manta.spec(model={"hidden_size": 64}, checkpoint={"snapshots": "shared_memory"})
     with small_file_system(manta.paths.snapshot_folder("x").parent, 256):
         job = manta.submit(full)
         ended = manta.until_state(job, "FAILED")
     assert ended.reason == "no_shared_memory"
+    assert "checkpoint.snapshots to node_memory or off" in ended.message
     assert manta.leftovers(job) == []
+
+
+def test_without_room_in_shared_memory_snapshots_lie_with_the_nodes_daemon(manta, kill):
+    def ended(place):
+        job = manta.submit(manta.spec(layout=PAIR, model={"hidden_size": 64}, checkpoint={"snapshots": place}))
+        manta.hold(job, 1)
+        kill(manta.pids(job)[1])
+        manta.until_state(job, "SUCCEEDED")
+        return job
+
+    with small_file_system(manta.paths.snapshot_folder("x").parent, 256):
+        outside = ended("auto")
+    inside = ended("shared_memory")
+    for job in (outside, inside):
+        (recovered,) = manta.events(job, "recovered")
+        assert "snapshot" in recovered.data["source"] and manta.leftovers(job) == []
+    said = [event.data["ranks"] for event in manta.events(outside, "snapshots_in_node_memory")]
+    assert said == [2, 2] and manta.events(inside, "snapshots_in_node_memory") == []
+    assert manta.curve(outside) == manta.curve(inside)

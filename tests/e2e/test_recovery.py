@@ -158,6 +158,17 @@ def test_without_snapshots_the_newest_durable_checkpoint_is_used(manta, pair_und
     assert resumed["resume_step"] >= newest
 
 
+def test_a_job_that_keeps_no_snapshots_goes_on_from_its_newest_checkpoint(manta, pair_undisturbed, kill):
+    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 10, "snapshots": "off"}))
+    manta.hold(job, 1, MIDDLE + 4)
+    assert list(manta.paths.snapshot_folder(job).glob("*.snapshot")) == []
+    kill(manta.pids(job)[1])
+    manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == pair_undisturbed
+    resumed = manta.events(job, "generation_started")[-1].data
+    assert (resumed["resume_source"], resumed["resume_step"]) == ("checkpoint", MIDDLE)
+
+
 def complete_checkpoints(manta, job):
     """Steps of the complete durable checkpoints."""
     return [row.step for row in manta.client.checkpoints(job).items if row.state == "complete"]

@@ -1,4 +1,4 @@
-"""How much shared memory the snapshots of a job take, before it runs. Pure Python."""
+"""How much memory the snapshots of a job take, before it runs. Pure Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ SLOTS = 2
 
 def snapshot_bytes(spec: JobSpec) -> int:
     """Bytes that the snapshots of all ranks take together, less than 1 MiB a rank for notes and sums aside. With
-    `zero: 1` each replica keeps its own part of the state, else all of it."""
+    `zero: 1` each replica keeps its own part of the state, else all of it. Backups on other nodes take as much again.
+    0 where `checkpoint.snapshots` is off."""
+    if spec.checkpoint.snapshots == "off":
+        return 0
     replicas = 1 if spec.layout.zero else spec.layout.data
     return SLOTS * checkpoint_bytes(spec) * replicas
 

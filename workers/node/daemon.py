@@ -28,7 +28,7 @@ from workers.node.notice_sources import notice_sources
 from workers.node.notice_watch import NoticeWatch
 from workers.node.notices import Notice, NoticeSource
 from workers.node.preemption import NOTICE_SECONDS, on_termination
-from workers.paths import SHARED_MEMORY, zygote_socket
+from workers.paths import SHARED_MEMORY, memory_socket, zygote_socket
 from workers.protocol.json_codec import JsonObject, from_json, to_json
 from workers.protocol.messages import (
     Endpoint,
@@ -40,6 +40,7 @@ from workers.protocol.messages import (
     StorePort,
 )
 from workers.protocol.remote_call import serve
+from workers.snapshot.node_memory import MemoryKeeper
 from workers.system.own_address import LOOPBACK
 from workers.system.own_code import own_code
 from workers.system.ports import PortRange
@@ -88,6 +89,7 @@ class NodeDaemon:
         self._ports = None if ports is None else PortRange.of(ports)
         self._socket_path = zygote_socket(self._paths.runtime_folder, this_host().node)
         self._zygote = ZygoteOwner(self._socket_path, self._paths.zygote_log(node), zygote_options, zygote_environment)
+        self._memory: MemoryKeeper | None = None
         self._stores: dict[str, _Store] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._peak: asyncio.Task[PeakRate | None] | None = None
@@ -105,6 +107,8 @@ class NodeDaemon:
         if self._peak is None:
             self._paths.make_runtime_folder()
             self._paths.make_snapshot_root()
+            address = memory_socket(self._paths.runtime_folder, this_host().node)
+            self._memory = MemoryKeeper(address, self._paths.snapshot_root)
             await self._zygote.start()
             self._drains = await serve_drains(
                 drain_socket(self._paths.runtime_folder, self._node),
@@ -186,6 +190,8 @@ class NodeDaemon:
         if keep_snapshots:
             return
         shutil.rmtree(self._paths.snapshot_folder(job), ignore_errors=True)
+        if self._memory is not None:
+            await asyncio.to_thread(self._memory.give_back)
 
     async def jobs(self) -> list[str]:
         """The jobs that have a store or snapshots here."""
@@ -220,6 +226,8 @@ class NodeDaemon:
         for job in list(self._stores):
             await self.stop_store(job)
         self._paths.remove_snapshots()
+        if self._memory is not None:
+            await asyncio.to_thread(self._memory.close)
         await self._zygote.close()
         for watch in self._notices:
             watch.stop()

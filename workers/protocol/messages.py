@@ -121,6 +121,8 @@ class LaunchOrder:
     """What the ranks of this generation know and nobody else (`workers.comm.secret`); None for a single process."""
     snapshot_folder: str | None = None
     """Folder in the node's shared memory for this job's snapshots; None turns snapshots off."""
+    memory_keeper: str | None = None
+    """Socket of who holds snapshots outside of shared memory on the rank's node. Its agent fills that in."""
     checkpoint_folder: str | None = None
     """Folder for the job's durable checkpoints; None turns them off."""
     token_cache: str | None = None

@@ -12,6 +12,7 @@ from typing import Any
 from workers.liveness.flight_record import FlightRecord
 from workers.liveness.trainer_status import TrainerStatus
 from workers.node.host import this_host
+from workers.paths import memory_socket
 from workers.protocol.json_codec import JsonObject
 from workers.protocol.messages import (
     AgentDescription,
@@ -55,7 +56,7 @@ class Agent:
         self._ownership = Ownership()
         self._reports = ReportBuffer()
         self._slot = TrainerSlot(job, rank, home, runtime_folder, snapshot_folder, self._reports)
-        self._sharing = SnapshotSharing(snapshot_folder, ports)
+        self._sharing = SnapshotSharing(snapshot_folder, ports, memory_socket(runtime_folder, this_host().node))
 
     async def call(self, method: str, arguments: JsonObject) -> Any:
         """A method of this class for other processes: arguments and answer as JSON (`remote_call.py`). Raises

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from workers.node.folders import paths_on_node
+from workers.node.host import this_host
+from workers.paths import memory_socket
 from workers.protocol.messages import Launched, LaunchOrder
 from workers.rank.agent import Agent
 from workers.settings import read_token_cache
@@ -32,6 +34,7 @@ class AgentOnNode(Agent):
         logs = home if paths.home == Path(home) and not reports_lines else None
         self._snapshot_folder = str(paths.snapshot_folder(job))
         self._token_cache = str(read_token_cache(paths.token_cache))
+        self._keeper = str(memory_socket(paths.runtime_folder, this_host().node))
         self._ports = None if ports is None else PortRange.of(ports)
         super().__init__(job, rank, logs, str(paths.runtime_folder), self._snapshot_folder, group, self._ports)
 
@@ -45,4 +48,5 @@ class AgentOnNode(Agent):
 
     def _here(self, order: LaunchOrder) -> LaunchOrder:
         snapshots = None if order.snapshot_folder is None else self._snapshot_folder
-        return replace(order, snapshot_folder=snapshots, token_cache=self._token_cache, ports=self._ports)
+        own = replace(order, token_cache=self._token_cache, memory_keeper=self._keeper, ports=self._ports)
+        return replace(own, snapshot_folder=snapshots)

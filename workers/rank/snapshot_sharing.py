@@ -12,6 +12,7 @@ from workers.paths import rank_stem
 from workers.protocol.messages import BackupAddress, StoredSnapshot
 from workers.snapshot.backup import BackupError, BackupProgress, BackupSender, BackupServer, fetch
 from workers.snapshot.files import snapshot_files, steps_kept
+from workers.snapshot.node_memory import SnapshotMemory
 from workers.snapshot.snapshot_file import committed_steps
 from workers.system.ports import PortRange
 
@@ -19,9 +20,11 @@ from workers.system.ports import PortRange
 class SnapshotSharing:
     """The snapshots of one job, as one agent gives them out and takes them. Without a folder there are none."""
 
-    def __init__(self, folder: str | None, ports: PortRange | None = None):
-        """`folder`: the job's in shared memory; `ports`: on which it listens, None: any."""
+    def __init__(self, folder: str | None, ports: PortRange | None = None, keeper: Path | None = None):
+        """`folder`: the job's in shared memory; `ports`: on which it listens, None: any; `keeper`: socket of the node's
+        MemoryKeeper."""
         self._folder, self._ports = folder, ports
+        self._memory = SnapshotMemory(keeper=keeper)
         self._server: BackupServer | None = None
         self._sender: BackupSender | None = None
 
@@ -44,7 +47,8 @@ class SnapshotSharing:
         if self._folder is None:
             return None
         if self._server is None:
-            self._server = BackupServer(self._folder, this_host().address, token, generation, self._ports)
+            host = this_host().address
+            self._server = BackupServer(self._folder, host, token, generation, self._ports, self._memory)
         self._server.expect(token, generation)
         return BackupAddress(*self._server.address)
 
@@ -77,7 +81,8 @@ class SnapshotSharing:
         if self._folder is None:
             raise BackupError("this agent was started without a folder in shared memory")
         address = (holder.host, holder.port)
-        return await asyncio.to_thread(fetch, self._folder, rank, layout, address, token, generation, of)
+        place = (self._folder, rank, layout, address)
+        return await asyncio.to_thread(fetch, *place, token, generation, of, self._memory)
 
     async def close(self, rank: int) -> None:
         """Neither send nor receive any more; remove the backups that were taken and all files of `rank`."""

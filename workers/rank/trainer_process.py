@@ -71,6 +71,7 @@ from workers.rank.priority import give_way
 from workers.rank.report_lines import report_lines, reports_of
 from workers.reporter import Reporter
 from workers.settings import read_backend, read_computes_on_cpu, read_visible_gpus
+from workers.snapshot.node_memory import SnapshotMemory
 from workers.spec.reading import parse_job_spec
 from workers.storage.places import place_of
 from workers.system import gpu
@@ -349,7 +350,10 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
         peak *= threads_of(spec)
     record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
     cache = Path(order.token_cache) if order.token_cache else None
-    places = Places(order.job, order.snapshot_folder, order.checkpoint_folder, record, cache)
+    keeps = spec.checkpoint.snapshots
+    snapshots, keeper = (None, None) if keeps == "off" else (order.snapshot_folder, order.memory_keeper)
+    memory = SnapshotMemory("auto" if keeps == "off" else keeps, Path(keeper) if keeper else None)
+    places = Places(order.job, snapshots, order.checkpoint_folder, record, cache, memory=memory)
     return comm, Trainer(spec, comm, reporter, peak, places)
 
 

@@ -20,6 +20,7 @@ from workers.errors import MantaError, SharedMemoryError
 from workers.snapshot import backup_transport as wire
 from workers.snapshot.backup_transport import BackupError
 from workers.snapshot.files import backup_path, snapshot_path
+from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory
 from workers.snapshot.notification import NotificationPipe, notification_path
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
 from workers.system.ports import PortRange, listen
@@ -142,10 +143,19 @@ def _is_at(file: SnapshotFile, path: Path) -> bool:
 class BackupServer:
     """Keeps backups of other ranks' snapshots in `folder`, and gives out what lies there."""
 
-    def __init__(self, folder: str | Path, host: str, token: str, generation: int, ports: PortRange | None = None):
+    def __init__(
+        self,
+        folder: str | Path,
+        host: str,
+        token: str,
+        generation: int,
+        ports: PortRange | None = None,
+        memory: SnapshotMemory = ANY_MEMORY,
+    ):
         """Listen at `host` on one of `ports` (None: any), for callers who know `token` and are of `generation` or
-        later."""
+        later. `memory`: where backups lie."""
         self.folder, self._token, self._generation = Path(folder), token, generation
+        self._memory = memory
         self._listener = listen(host, ports)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._lock = threading.Lock()
@@ -230,7 +240,7 @@ class BackupServer:
     def _take(self, key: tuple[int, str], path: Path, connection: socket.socket) -> None:
         form = wire.receive_form(connection)
         try:
-            opened = wire.file_of(path, form)
+            opened = wire.file_of(path, form, self._memory)
         except SharedMemoryError as error:
             wire.refuse(connection, str(error))
             raise
@@ -265,10 +275,11 @@ def fetch(
     token: str,
     generation: int,
     of: int | None = None,
+    memory: SnapshotMemory = ANY_MEMORY,
 ) -> list[int]:
     """Bring the snapshots of `rank` that the agent at `holder` keeps into `folder`, as the rank's own; the steps that
     came whole. A file of the rank that is there already is replaced, once all has come. `of`: another rank that has the
-    same state, whose snapshots are to be taken.
+    same state, whose snapshots are to be taken. `memory`: where they lie here.
 
     Raises BackupError, SharedMemoryError, OSError.
     """
@@ -280,7 +291,7 @@ def fetch(
         wire.introduce(connection, token, request)
         form = wire.receive_form(connection)
         try:
-            with contextlib.closing(SnapshotFile.create(arriving, form)) as file, contextlib.suppress(EOFError):
+            with contextlib.closing(memory.create(arriving, form)) as file, contextlib.suppress(EOFError):
                 while True:
                     wire.receive_slot(connection, file)
             steps = committed_steps(arriving)

@@ -21,6 +21,7 @@ from typing import Literal, TypeVar
 
 from workers.errors import CheckpointError, MantaError
 from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
+from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory
 from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
 
 T = TypeVar("T")
@@ -176,16 +177,17 @@ def receive_form(connection: socket.socket) -> Form:
     return Form(identity, payload, _bytes(connection, table))
 
 
-def file_of(path: Path, form: Form) -> SnapshotFile:
-    """The file at `path`, open for writing, or a new one where it is not of `form`. Raises SharedMemoryError."""
+def file_of(path: Path, form: Form, memory: SnapshotMemory = ANY_MEMORY) -> SnapshotFile:
+    """The file at `path`, open for writing, or a new one in `memory` where it is not of `form`. Raises
+    SharedMemoryError."""
     try:
         file = SnapshotFile.open(path, mmap.ACCESS_WRITE)
     except CheckpointError:
-        return SnapshotFile.create(path, form)
+        return memory.create(path, form)
     if file.form == form:
         return file
     file.close()
-    return SnapshotFile.create(path, form)
+    return memory.create(path, form)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workers.snapshot.node_memory import in_node_memory
 from workers.snapshot.snapshot_file import committed_steps
 
 BACKUP_PREFIX = "replica-"
@@ -43,9 +44,11 @@ class SnapshotEntry:
 
 
 def snapshot_files(folder: str | Path) -> list[SnapshotEntry]:
-    """All snapshot files of a job on this node."""
+    """All snapshot files of a job on this node, those in the memory of its daemon included."""
     folder = Path(folder)
-    names = [(path, _NAME.fullmatch(path.name)) for path in (sorted(folder.iterdir()) if folder.is_dir() else [])]
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    there = [path for path in paths if not path.is_symlink() or in_node_memory(path)]
+    names = [(path, _NAME.fullmatch(path.name)) for path in there]
     return [SnapshotEntry(path, int(match[2]), match[3] or "", match[1] is not None) for path, match in names if match]
 
 

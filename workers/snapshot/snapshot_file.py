@@ -19,7 +19,6 @@ import mmap
 import os
 import shutil
 import struct
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +28,7 @@ from typing import Any
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.checkpoint.crc import crc32
 from workers.errors import CheckpointError, SharedMemoryError
+from workers.system.host_memory import memory_available
 
 SLOTS = 2
 NOTE_BYTES = 256 * 1024
@@ -41,6 +41,7 @@ _WORD = struct.Struct("<Q")
 _SEAL = struct.Struct("<QQ")  # marker, CRC-32 of marker and sums
 _MARKERS_AT, _SEALS_AT, _TABLE_AT = 128, 256, 4096
 _STEP_BITS = 40
+NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 NOTHING_KNOWN: Mapping[int, int] = {}
 
 
@@ -63,14 +64,6 @@ def _step_of(marker: int) -> int | None:
 
 def _aligned(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def memory_available() -> int:
-    """Bytes of memory that can be had without swapping, by the kernel's own estimate."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -166,21 +159,17 @@ class SnapshotFile:
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            if form.size > memory_available():  # shared memory may be promised more than the machine has
-                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-            # Reserved now: a write into shared memory that is full would kill the process instead of failing.
-            os.posix_fallocate(descriptor, 0, form.size)
-            os.pwrite(descriptor, form.table, _TABLE_AT)
-            os.pwrite(descriptor, form.head, 0)
+            lay_out(descriptor, form)
         except OSError as error:
             os.close(descriptor)
             path.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            if error.errno not in NO_ROOM:
                 raise
             free = min(shutil.disk_usage(path.parent).free, memory_available())
             raise SharedMemoryError(
                 f"no room in shared memory for the snapshots: {path.parent} has {free} bytes free, this rank "
-                f"needs {form.size}; enlarge it or use a layout with less state per rank"
+                f"needs {form.size}; enlarge it, use a layout with less state per rank, or set checkpoint.snapshots "
+                "to node_memory or off"
             ) from error
         return cls(path, form, descriptor)
 
@@ -189,7 +178,9 @@ class SnapshotFile:
         """The file at `path`. Raises DamagedCheckpoint where head, table or size are not what was written,
         CheckpointError where there is none."""
         try:
-            descriptor = os.open(path, os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY)
+            # Not blocking, since what a link into a process's memory leads to may be another's pipe by now.
+            flags = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
+            descriptor = os.open(path, flags | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise CheckpointError(f"there is no snapshot file {path}") from error
         except OSError as error:
@@ -332,6 +323,17 @@ class SnapshotFile:
             start, end = self._range(slot, block)
             step = self.step(slot)
             raise damaged_at(self.path, start, f"these {end - start} bytes of step {step} are not what was written")
+
+
+def lay_out(descriptor: int, form: Form) -> None:
+    """Make the empty file `descriptor` one of `form` without any step. Raises OSError, with one of NO_ROOM where its
+    bytes cannot be had."""
+    if form.size > memory_available():  # files in memory may be promised more than the machine has
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    # Reserved now: a write into memory that is full would kill the process instead of failing.
+    os.posix_fallocate(descriptor, 0, form.size)
+    os.pwrite(descriptor, form.table, _TABLE_AT)
+    os.pwrite(descriptor, form.head, 0)
 
 
 def _seal_sum(marker: int, packed: bytes) -> int:

@@ -24,6 +24,7 @@ import torch
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.errors import CheckpointError
 from workers.snapshot.files import snapshot_path
+from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
 from workers.snapshot.notification import notification_path, notify
 from workers.snapshot.pinned import PinnedMemory
 from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
@@ -75,10 +76,11 @@ class Snapshots:
         layout: str = "",
         table: dict[str, Any] | None = None,
         constant: Sequence[torch.Tensor] = (),
+        memory: SnapshotMemory = ANY_MEMORY,
     ):
         """Open the rank's file, or make it. `table` says what the state consists of (`reshard.describe`). `constant`:
         what belongs to the state too and changes with `load` and before `clear` alone, so that each slot is given it
-        once. Raises SharedMemoryError when there is no room for both slots.
+        once. `memory`: where a new file lies. Raises SharedMemoryError when there is no room for both slots.
 
         Each slot also holds a note: up to NOTE_BYTES that belong to the same step.
         """
@@ -89,7 +91,8 @@ class Snapshots:
         form = Form(identity, payload, json.dumps(table or {}, separators=(",", ":"), sort_keys=True).encode())
         self._unusable: CheckpointError | None = None
         """Why the file that was there is not used."""
-        self._file = self._opened(form) or SnapshotFile.create(self.path, form)
+        self._memory = memory
+        self._file = self._opened(form) or memory.create(self.path, form)
         self._slots = [self._views(slot) for slot in range(SLOTS)]
         """For each slot, a tensor over its memory for each tensor of the state."""
         self._pinned = self._pin()
@@ -120,6 +123,11 @@ class Snapshots:
         file.close()
         self._unusable = CheckpointError(f"{self.path} was of another job or layout")
         return None
+
+    @property
+    def bytes_outside(self) -> int:
+        """Of the file where it does not lie in shared memory but with the node's daemon."""
+        return self._file.form.size if in_node_memory(self.path) else 0
 
     def _pin(self) -> PinnedMemory:
         whole = torch.frombuffer(self._file.memory, dtype=torch.uint8)
@@ -265,7 +273,7 @@ class Snapshots:
         """Forget everything: the job starts from another state than these. A file that was removed is made anew."""
         self.finish()
         if not self._is_at_its_path():
-            self._go_on_in(SnapshotFile.create(self.path, self._file.form))
+            self._go_on_in(self._memory.create(self.path, self._file.form))
         self._constants.forget()
         for slot in range(SLOTS):
             self._begin(slot)

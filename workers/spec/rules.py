@@ -480,6 +480,13 @@ def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:
             return
 
 
+def _some_state_is_kept(spec: JobSpec) -> Iterator[Problem]:
+    keeps = spec.checkpoint
+    if keeps.snapshots == "off" and keeps.every_steps == 0:
+        rule = "without snapshots a job goes on from checkpoints alone, so every_steps must be above 0"
+        yield Problem("checkpoint.every_steps", rule, "50")
+
+
 def _spikes_can_be_seen(spec: JobSpec) -> Iterator[Problem]:
     spike, steps = spec.recovery.spike, spec.train.steps
     if spike.policy != "ignore" and spike.window >= steps:
@@ -523,5 +530,6 @@ FITTING: tuple[Rule, ...] = (
     *CHAT_RULES,
     *RECIPE_RULES,
     _elastic_bounds_hold,
+    _some_state_is_kept,
     _spikes_can_be_seen,
 )

@@ -1,12 +1,13 @@
-"""How this process's C library deals with large blocks of memory.
-
-glibc gives them back to the kernel as soon as they are freed, so a step's activations would meet fresh pages, with a
-fault for each 4096 bytes, over and over again: hundreds to ten thousands a step, some 2 us each.
-"""
+"""How much memory this process may still have, and how its C library deals with large blocks of it. Pure Python."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import sys
+from pathlib import Path
+
+from workers.system.control_groups import ROOT, control_groups
 
 # From glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -16,8 +17,40 @@ _LARGEST_KEPT_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, for its next step. Does nothing where malloc is not glibc's."""
+    """Let this process keep the memory that it frees, for its next step. Does nothing where malloc is not glibc's.
+
+    glibc gives large blocks back to the kernel as soon as they are freed, so a step's activations would meet fresh
+    pages, with a fault for each 4096 bytes, over and over again: hundreds to ten thousands a step, some 2 us each.
+    """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None)
     if adjust is not None:
         adjust(_TRIM_THRESHOLD, _NEVER)
         adjust(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+
+
+def memory_available(root: Path = ROOT) -> int:
+    """Bytes of memory that can be had without swapping: by the kernel's own estimate, or fewer where a control group
+    limits this process, as containers do. `root`: where proc and sys are."""
+    limits = (_left_in(group) for group in control_groups("memory", root))
+    return min([_of_machine(root), *(left for left in limits if left is not None)])
+
+
+def _of_machine(root: Path) -> int:
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return sys.maxsize
+
+
+def _left_in(group: Path) -> int | None:
+    """What the group may still take, pages of files that the kernel can drop included; None where it sets no limit."""
+    second = (group / "memory.max").exists()
+    most, used = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    try:
+        limit, taken = int((group / most).read_text()), int((group / used).read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        droppable = int(counts.get("inactive_file" if second else "total_inactive_file", 0))
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+    return max(0, limit - taken + droppable)

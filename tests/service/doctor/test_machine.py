@@ -14,7 +14,7 @@ from workers.spec.reading import parse_job_spec
 GIB = 1 << 30
 
 
-def job(**parallel):
+def job(keeps="shared_memory", **parallel):
     return parse_job_spec(
         {
             "name": "big",
@@ -22,6 +22,7 @@ def job(**parallel):
             "data": {"source": "python-stdlib"},
             "train": {"steps": 10, "global_batch_size": 8, "micro_batch_size": 1},
             "parallel": parallel,
+            "checkpoint": {"snapshots": keeps},
         }
     )
 
@@ -74,6 +75,19 @@ def test_shared_memory_is_compared_with_what_a_job_takes(room):
     assert [each.verdict for each in machine.shared_memory(job())] == ["problem"], (
         "it may be promised more than there is"
     )
+
+
+def test_snapshots_that_do_not_fit_into_shared_memory_may_lie_elsewhere(room):
+    needed = snapshot_bytes(job())
+    room(64 << 20, needed - 1)
+    (seen,) = machine.shared_memory(job("auto"))
+    assert seen.verdict == "ok" and "in the memory of the nodes' daemons" in seen.message
+    room(64 << 20, 64 << 20, available=needed - 1)
+    for keeps in ("auto", "node_memory"):
+        (seen,) = machine.shared_memory(job(keeps))
+        assert seen.verdict == "problem" and "checkpoint.snapshots: off" in seen.advice
+    (seen,) = machine.shared_memory(job("off"))
+    assert seen.verdict == "warning" and "take" not in seen.message
 
 
 def test_no_shared_memory_at_all_is_a_problem(tmp_path):

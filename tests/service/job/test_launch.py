@@ -233,6 +233,12 @@ def test_backups_lie_on_other_nodes_or_where_those_are_unknown_on_other_hosts(jo
     assert asked == [(list(job.gang.by_rank.values()), expected, 6, job.gang.tag, job.gang.peers)]
 
 
+def test_without_snapshots_there_is_nothing_to_back_up(store, submit, cluster, monkeypatch):
+    job = JobContext.of(store, cluster, submit(checkpoint={"snapshots": "off"}))
+    monkeypatch.delattr(launch.rank_backups, "begin")
+    asyncio.run(launch._begin_backups(job, {0: AgentDescription("a", "10.0.0.1", 1, "n1")}, 6))
+
+
 def test_ranks_of_a_generation_get_a_secret_of_its_own(job):
     def given():
         return {agent.orders[-1].secret for agent in job.gang.agents}

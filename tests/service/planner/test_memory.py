@@ -96,3 +96,5 @@ def test_a_reserve_of_the_device_stays_free():
 def test_snapshots_take_host_memory_for_two_slots():
     spec = job(tensor=2, data=4)
     assert host_bytes(spec, 8) == pytest.approx(2 * 12 * rank_parameters(spec)[0] / 4 * 8)
+    without = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"snapshots": "off"})})
+    assert host_bytes(without, 8) == 0

@@ -35,3 +35,4 @@ def test_replicas_share_the_state_with_zero_and_have_copies_without():
     alone, four, copies = (spec(parallel=layout) for layout in ({}, {"data": 4, "zero": 1}, {"data": 4, "zero": 0}))
     assert snapshot_bytes(four) == snapshot_bytes(alone) == snapshot_bytes(copies) / 4
     assert checkpoint_bytes(four) == checkpoint_bytes(copies) == snapshot_bytes(alone) / 2
+    assert snapshot_bytes(spec(checkpoint={"snapshots": "off"})) == 0

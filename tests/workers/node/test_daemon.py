@@ -22,6 +22,8 @@ from workers.node.notice_watch import NoticeWatch
 from workers.node.preemption import NOTICE_SECONDS
 from workers.paths import Paths
 from workers.protocol.messages import StoreAddress
+from workers.snapshot.node_memory import SnapshotMemory, in_node_memory
+from workers.snapshot.snapshot_file import Form
 from workers.zygote.client import ZygoteUnavailable
 from workers.zygote.owner import ZygoteOwner
 
@@ -254,6 +256,36 @@ def test_a_node_says_where_it_is_what_it_has_and_what_was_measured(go, daemon, h
     assert (about.address, about.heartbeat_port) == daemon._heartbeat.address
     assert about.heartbeat_secret == daemon._heartbeat.secret
     assert (about.shared_memory_bytes, about.shared_memory_free_bytes) == (100, 70)
+
+
+def test_snapshots_outside_of_shared_memory_are_the_daemons_until_their_job_has_left(
+    go, daemon, stores, home, monkeypatch
+):
+    async def nothing(owner):
+        return None
+
+    monkeypatch.setattr(module, "on_termination", lambda act: None)
+    monkeypatch.setattr(NodeDaemon, "_measure_peak", nothing)
+    for method in ("start", "close"):
+        monkeypatch.setattr(ZygoteOwner, method, nothing)
+
+    async def body():
+        await daemon.start()
+        memory = SnapshotMemory("node_memory", paths.memory_socket(home.runtime_folder, module.this_host().node))
+        path = home.snapshot_folder("job") / "rank-00000.snapshot"
+        (await asyncio.to_thread(memory.create, path, Form(bytes(16), 100))).close()
+        assert daemon._memory.held_bytes > 0 and in_node_memory(path)
+        await daemon.end_job("job", keep_snapshots=True)
+        assert daemon._memory.held_bytes > 0
+        await daemon.end_job("job")
+        assert daemon._memory.held_bytes == 0
+        await daemon.shutdown()
+        assert not memory.keeper.exists()
+
+    try:
+        go(body)
+    finally:
+        home.remove_runtime_folder()
 
 
 @pytest.mark.parametrize("said", [b"", b"late"])

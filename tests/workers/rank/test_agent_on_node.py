@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from workers.node.folders import mark
-from workers.paths import Paths
+from workers.paths import Paths, memory_socket
 from workers.protocol.messages import Launched, LaunchOrder
 from workers.rank.agent_on_node import AgentOnNode
 from workers.rank.trainer_slot import TrainerSlot
@@ -49,6 +49,8 @@ def test_node_that_shares_nothing_keeps_snapshots_where_it_looks_for_them_and_re
     given(agent, "/dev/shm/manta-of-the-service/job-1")
     assert [order.snapshot_folder for order in orders] == [str(own.snapshot_folder("job-1"))] * 2
     assert [order.token_cache for order in orders] == [str(own.token_cache)] * 2
+    keeper = str(memory_socket(own.runtime_folder))
+    assert [order.memory_keeper for order in orders] == [keeper] * 2
     assert (agent._slot._home, agent._slot._runtime_folder) == (None, str(own.runtime_folder))
     given(agent, None)
     assert orders[-1].snapshot_folder is None, "this generation is to make none"

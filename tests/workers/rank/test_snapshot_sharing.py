@@ -10,6 +10,7 @@ from workers.rank import snapshot_sharing
 from workers.rank.snapshot_sharing import SnapshotSharing
 from workers.snapshot.backup import BackupError
 from workers.snapshot.files import snapshot_path
+from workers.snapshot.node_memory import SnapshotMemory
 from workers.snapshot.snapshots import Snapshots
 
 LAYOUT = "0a0a0a0a"
@@ -99,13 +100,14 @@ def test_what_is_fetched_is_for_one_rank_and_of_another_that_has_the_same_state(
     monkeypatch.setattr(snapshot_sharing, "fetch", lambda *arguments: fetched.append(arguments) or [4, 5])
 
     async def body():
-        sharing = SnapshotSharing(str(tmp_path))
+        sharing = SnapshotSharing(str(tmp_path), keeper=tmp_path / "memory.sock")
         assert await sharing.fetch(2, NOWHERE, "token", 7, LAYOUT, of=0) == [4, 5]
         await sharing.fetch(2, NOWHERE, "token", 7, LAYOUT)
 
     asyncio.run(body())
     same = (str(tmp_path), 2, LAYOUT, ("127.0.0.1", 1), "token", 7)
-    assert fetched == [(*same, 0), (*same, None)]
+    here = SnapshotMemory("auto", tmp_path / "memory.sock")
+    assert fetched == [(*same, 0, here), (*same, None, here)]
 
 
 def test_who_has_closed_takes_no_backups_any_more(tmp_path):

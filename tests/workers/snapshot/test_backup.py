@@ -311,7 +311,7 @@ def test_an_older_generation_is_refused_and_a_newer_one_takes_over(tmp_path, ser
 def test_no_room_at_the_partner_is_said_to_the_sender(tmp_path, server, send, monkeypatch):
     Rank(tmp_path / "here").commit(1)
 
-    def full(path, form):
+    def full(path, form, memory):
         raise SharedMemoryError("no room in shared memory for the snapshots: ...")
 
     monkeypatch.setattr(wire, "file_of", full)

@@ -7,14 +7,13 @@ import os
 import struct
 import zlib
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.errors import CheckpointError
 from workers.snapshot import snapshot_file
-from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile, committed_steps, memory_available
+from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile, committed_steps
 
 IDENTITY = b"0123456789abcdef"
 
@@ -75,14 +74,6 @@ def test_who_only_reads_can_change_nothing(tmp_path):
     with pytest.raises(TypeError, match="read-write"):
         file.begin(0)
     file.close()
-
-
-def test_memory_that_can_be_had_is_what_the_kernel_says(monkeypatch):
-    said = "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   40 kB\n"
-    monkeypatch.setattr(Path, "read_text", lambda path, encoding: said)
-    assert memory_available() == 40 * 1024
-    monkeypatch.setattr(Path, "read_text", lambda path, encoding: "MemTotal: 100 kB\n")
-    assert memory_available() > 2**60, "nobody knows, so that is no reason to refuse"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

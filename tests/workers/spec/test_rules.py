@@ -284,6 +284,11 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "train.compile", "with train.deterministic elastic blocks are not compiled", "false",
     ),
     (
+        "state that is kept nowhere",
+        {"checkpoint": {"snapshots": "off", "every_steps": 0}},
+        "checkpoint.every_steps", "without snapshots a job goes on from checkpoints alone", "50",
+    ),
+    (
         "fused dropout",
         {"train": {"attention": "sdpa"}, "model": {"dropout": 0.1}},
         "train.attention", "with dropout, attention must be explicit", "explicit",

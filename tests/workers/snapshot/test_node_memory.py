@@ -1,0 +1,150 @@
+"""Snapshots in memory that a node's daemon holds: they outlive who made them, and end with the daemon."""
+
+import errno
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from workers.errors import SharedMemoryError
+from workers.snapshot import node_memory, snapshot_file
+from workers.snapshot.files import snapshot_files, snapshot_path, steps_kept
+from workers.snapshot.node_memory import MemoryKeeper, SnapshotMemory, hand_over, in_node_memory
+from workers.snapshot.snapshot_file import Form, SnapshotFile, committed_steps
+from workers.snapshot.snapshots import Snapshots
+
+FORM = Form(b"0123456789abcdef", 5000, b"{}")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    held = MemoryKeeper(tmp_path / "memory.sock", tmp_path / "snapshots")
+    yield held
+    held.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of a job."""
+    path = tmp_path / "snapshots" / "job"
+    path.mkdir(parents=True)
+    return path
+
+
+@pytest.fixture
+def memory(tmp_path, keeper):
+    return SnapshotMemory("node_memory", tmp_path / "memory.sock")
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Shared memory without room; memory that is in no folder has some."""
+    reserve = os.posix_fallocate
+
+    def refused(descriptor, start, size):
+        if "memfd" not in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(descriptor, start, size)
+
+    monkeypatch.setattr(snapshot_file.os, "posix_fallocate", refused)
+
+
+def test_a_process_that_is_killed_leaves_its_snapshot(tmp_path, folder, keeper):
+    program = (
+        "import os, signal, sys, torch; from pathlib import Path\n"
+        "from workers.snapshot.node_memory import SnapshotMemory; from workers.snapshot.snapshots import Snapshots\n"
+        "memory = SnapshotMemory('node_memory', Path(sys.argv[2]))\n"
+        "made = Snapshots(sys.argv[1], 3, [torch.arange(9.0)], b'0123456789abcdef', memory=memory)\n"
+        "made.save(7, b'note'); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", program, str(folder), str(tmp_path / "memory.sock")]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -9
+    assert steps_kept(folder, 3) == [7] and in_node_memory(snapshot_path(folder, 3))
+    state = [torch.zeros(9)]
+    assert Snapshots(folder, 3, state, b"0123456789abcdef").load(7) == b"note"
+    assert state[0].tolist() == list(range(9))
+    keeper.close()
+    assert steps_kept(folder, 3) == [], "with the daemon they are gone"
+
+
+def test_memory_is_given_back_once_no_link_leads_to_it(folder, memory, keeper):
+    for rank in (0, 1):
+        memory.create(snapshot_path(folder, rank), FORM).close()
+    assert keeper.held_bytes == 2 * FORM.size
+    snapshot_path(folder, 0).rename(snapshot_path(folder, 5))  # as what was fetched gets its name
+    keeper.give_back()
+    assert keeper.held_bytes == 2 * FORM.size and [file.rank for file in snapshot_files(folder)] == [1, 5]
+    snapshot_path(folder, 1).unlink()
+    keeper.give_back()
+    assert keeper.held_bytes == FORM.size
+
+
+def test_a_new_file_takes_the_place_of_the_old_one_which_whoever_has_it_keeps(folder, memory, keeper):
+    path = snapshot_path(folder, 0)
+    before = memory.create(path, FORM)
+    before.commit(0, 4)
+    memory.create(path, FORM).close()
+    assert keeper.held_bytes == FORM.size
+    assert before.step(0) == 4 and committed_steps(path) == []
+    file = SnapshotFile.open(path, mmap.ACCESS_WRITE)
+    assert file.form == FORM
+    file.close()
+    before.close()
+
+
+def test_without_room_in_shared_memory_the_daemon_has_them(tmp_path, folder, keeper, full, capsys):
+    path, address = snapshot_path(folder, 0), tmp_path / "memory.sock"
+    SnapshotMemory("auto", address).create(path, FORM).close()
+    assert in_node_memory(path)
+    assert f"this rank needs {FORM.size}" in capsys.readouterr().out
+    for place, keeping in (("shared_memory", address), ("auto", None)):
+        with pytest.raises(SharedMemoryError, match=rf"needs {FORM.size}; .* to node_memory or off"):
+            SnapshotMemory(place, keeping).create(path, FORM)
+
+
+def test_with_room_in_shared_memory_they_are_there(tmp_path, folder, keeper):
+    path = snapshot_path(folder, 0)
+    SnapshotMemory("auto", tmp_path / "memory.sock").create(path, FORM).close()
+    assert path.is_file() and not path.is_symlink() and keeper.held_bytes == 0
+
+
+def test_memory_that_the_machine_does_not_have_is_one_clear_sentence(folder, memory, keeper, monkeypatch):
+    for module in (snapshot_file, node_memory):
+        monkeypatch.setattr(module, "memory_available", lambda: 1000)
+    with pytest.raises(SharedMemoryError, match=f"1000 bytes can be had, this rank needs {FORM.size}; use a node"):
+        memory.create(snapshot_path(folder, 0), FORM)
+    assert keeper.held_bytes == 0 and snapshot_files(folder) == []
+
+
+def test_no_daemon_is_one_clear_sentence_with_what_shared_memory_lacks(tmp_path, folder, full):
+    with pytest.raises(SharedMemoryError, match="no node's daemon here"):
+        SnapshotMemory("node_memory").create(snapshot_path(folder, 0), FORM)
+    with pytest.raises(SharedMemoryError, match=r"no room in shared memory .*; the node's daemon does not take"):
+        SnapshotMemory("auto", tmp_path / "nobody.sock").create(snapshot_path(folder, 0), FORM)
+
+
+@pytest.mark.parametrize("path", ["elsewhere/job/rank", "snapshots/rank", "snapshots/../job/rank"])
+def test_links_are_made_among_the_files_of_jobs_only(tmp_path, folder, memory, keeper, path):
+    descriptor = os.memfd_create("manta-snapshot")
+    with pytest.raises(OSError, match="is no file of a job"):
+        hand_over(tmp_path / "memory.sock", tmp_path / path, descriptor)
+    os.close(descriptor)
+
+
+def test_links_that_a_daemon_before_this_one_left_lead_nowhere(tmp_path, folder):
+    """Its number, and those of its descriptors, may be anybody's by now."""
+    other, read_end = os.pipe()
+    of_nobody, of_a_pipe, of_this_number = (snapshot_path(folder, rank) for rank in range(3))
+    of_nobody.symlink_to("/proc/999999999/fd/3")
+    of_a_pipe.symlink_to(f"/proc/{os.getppid()}/fd/0")
+    of_this_number.symlink_to(f"/proc/{os.getpid()}/fd/{other}")
+    assert snapshot_files(folder) == [] and not in_node_memory(of_this_number)
+    MemoryKeeper(tmp_path / "memory.sock", tmp_path / "snapshots").close()
+    assert list(folder.iterdir()) == []
+    for descriptor in (other, read_end):
+        os.close(descriptor)

@@ -1,0 +1,200 @@
+"""Snapshots outside of shared memory: in memory that the node's daemon holds, which no size of /dev/shm limits and
+which outlives trainers and agents. Pure Python.
+
+A file there has no folder (memfd_create(2)). What takes its place among the job's files is a symbolic link to the
+daemon's descriptor, through which any process of the same user opens it. The memory is given back once no link leads to
+it any more; it ends with the daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from workers.errors import SharedMemoryError
+from workers.snapshot.snapshot_file import NO_ROOM, Form, SnapshotFile, lay_out
+from workers.system.host_memory import memory_available
+
+Place = Literal["auto", "shared_memory", "node_memory"]
+ANSWER_SECONDS = 30.0
+_NAME = "manta-snapshot"
+_LINK = re.compile(r"/proc/(\d+)/fd/(\d+)")
+_REQUEST_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class SnapshotMemory:
+    """Where new snapshot files lie."""
+
+    place: Place = "auto"
+    """auto: shared memory, or the daemon's where that has no room."""
+    keeper: Path | None = None
+    """Socket of the node's MemoryKeeper; None: there is none."""
+
+    def create(self, path: Path, form: Form) -> SnapshotFile:
+        """A new file without any step, in place of what is at `path`. Raises SharedMemoryError when there is no
+        room."""
+        if self.place == "node_memory":
+            return self._with_daemon(path, form)
+        try:
+            return SnapshotFile.create(path, form)
+        except SharedMemoryError as error:
+            if self.place == "shared_memory" or self.keeper is None:
+                raise
+            try:
+                file = self._with_daemon(path, form)
+            except SharedMemoryError as second:
+                raise SharedMemoryError(f"{error}; {second}") from second
+            print(f"{error}; they lie in the memory of the node's daemon instead", flush=True)
+            return file
+
+    def _with_daemon(self, path: Path, form: Form) -> SnapshotFile:
+        if self.keeper is None:
+            raise SharedMemoryError(
+                "checkpoint.snapshots is node_memory, and there is no node's daemon here that could hold them; "
+                "set it to shared_memory or off"
+            )
+        descriptor = os.memfd_create(_NAME)
+        try:
+            lay_out(descriptor, form)
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            hand_over(self.keeper, path, descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in NO_ROOM:
+                raise SharedMemoryError(f"the node's daemon does not take the snapshots: {error}") from error
+            raise SharedMemoryError(
+                f"no room in memory for the snapshots: {memory_available()} bytes can be had, this rank needs "
+                f"{form.size}; use a node with more, a layout with less state per rank, or set checkpoint.snapshots "
+                "to off"
+            ) from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return SnapshotFile(path, form, descriptor)
+
+
+ANY_MEMORY = SnapshotMemory()
+
+
+def in_node_memory(path: Path) -> bool:
+    """Whether what is at `path` leads to memory that a living process holds for a snapshot."""
+    if not path.is_symlink():
+        return False
+    try:
+        return str(path.readlink().readlink()).startswith(f"/memfd:{_NAME}")
+    except OSError:
+        return False
+
+
+def hand_over(keeper: Path, path: Path, descriptor: int) -> None:
+    """Have the MemoryKeeper that listens at `keeper` hold the file `descriptor`, which is at `path` from then on.
+    Raises OSError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(ANSWER_SECONDS)
+        connection.connect(str(keeper))
+        socket.send_fds(connection, [json.dumps(str(path)).encode() + b"\n"], [descriptor])
+        answer = connection.makefile("rb").readline()
+    if answer != b"kept\n":
+        raise OSError(answer.decode().strip() or "it closed the connection")
+
+
+class MemoryKeeper:
+    """Holds the files that processes of this node hand over to it, on a thread of its own."""
+
+    def __init__(self, address: Path, root: Path):
+        """Listen at the socket `address`; `root`: the folder below which links to the files may lie, in folders of
+        jobs."""
+        self._address, self._root = address, root
+        self._held: set[int] = set()
+        self._lock = threading.Lock()
+        self._remove_links_of_the_dead()
+        address.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(address))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._accept, name="snapshot memory", daemon=True)
+        self._thread.start()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all that is held."""
+        with self._lock:
+            return sum(os.fstat(descriptor).st_size for descriptor in self._held)
+
+    def give_back(self) -> None:
+        """Let go of what no link leads to any more."""
+        with self._lock:
+            # Looked at twice, since one that is renamed meanwhile may be missed at both of its names.
+            links = [*self._links(), *self._links()]
+            linked = {descriptor for _, process, descriptor in links if process == os.getpid()}
+            for descriptor in self._held - linked:
+                os.close(descriptor)
+            self._held &= linked
+
+    def close(self) -> None:
+        """Listen no more, and let go of everything."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        self._address.unlink(missing_ok=True)
+        with self._lock:
+            for descriptor in self._held:
+                os.close(descriptor)
+            self._held.clear()
+
+    def _links(self) -> list[tuple[Path, int, int]]:
+        """Each link among the files of jobs: where, process and descriptor."""
+        links = []
+        for path in self._root.glob("*/*"):
+            with contextlib.suppress(OSError):  # it is none, or is being removed
+                match = _LINK.fullmatch(str(path.readlink()))
+                if match is not None:
+                    links.append((path, int(match[1]), int(match[2])))
+        return links
+
+    def _remove_links_of_the_dead(self) -> None:
+        """Those of a daemon before this one, whose number a new process may have by now."""
+        for path, process, _ in self._links():
+            if process == os.getpid() or not in_node_memory(path):
+                path.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(ANSWER_SECONDS)
+                connection.sendall(self._answer(connection))
+
+    def _answer(self, connection: socket.socket) -> bytes:
+        request, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 1)
+        try:
+            path, (descriptor,) = Path(json.loads(request)), descriptors
+            if path.parent.parent != self._root or ".." in path.parts:
+                raise ValueError(f"{path} is no file of a job below {self._root}")
+            self._keep(path, descriptor)
+        except (OSError, ValueError, TypeError) as error:
+            for each in descriptors:
+                os.close(each)
+            return f"{error}\n".encode()
+        return b"kept\n"
+
+    def _keep(self, path: Path, descriptor: int) -> None:
+        link = path.with_name(f"{path.name}.link")
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+        link.rename(path)
+        with self._lock:
+            self._held.add(descriptor)
+        self.give_back()

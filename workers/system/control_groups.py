@@ -1,0 +1,26 @@
+"""The control groups that limit what this process may use, as containers do (cgroups(7)). Pure Python."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
+    """The groups in which `controller` (cpu, memory) shares out to this process, and those that they are in. In a
+    container the path may be one that only the machine outside knows; then the topmost is the container's own. `root`:
+    where proc and sys are."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / controllers
+        group = top / path.strip("/")
+        yield group
+        yield from (parent for parent in group.parents if parent.is_relative_to(top))
