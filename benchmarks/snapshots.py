@@ -2,7 +2,8 @@
 
 Two ranks, each with its agent in a process of its own, as in a job; a timed wait stands for a step's computation. The
 agents keep each other's replicas over TCP; both nodes are this machine, so that copying, summing, sending, receiving
-and checking share its cores, which on two nodes they would not.
+and checking share its cores, which on two nodes they would not. Then one rank saves a checkpoint from its snapshot, and
+as without snapshots from a copy: what memory of the process that takes, and for how long it holds the training up.
 """
 
 from __future__ import annotations
@@ -25,10 +26,18 @@ from typing import Any
 import torch
 
 from benchmarks.support.report import Report, deliver, parser
+from benchmarks.support.resident_memory import status_bytes
+from workers.checkpoint.checkpointer import Checkpointer
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
 from workers.errors import MantaError
 from workers.paths import SHARED_MEMORY
+from workers.protocol.messages import Resume
+from workers.reporter import Reporter
 from workers.snapshot.backup import BackupSender, BackupServer
 from workers.snapshot.snapshots import Snapshots
+from workers.spec.reading import parse_job_spec
+from workers.trainer import Places, Trainer
 
 TARGET_MS = 1.0
 RANKS = 2
@@ -91,7 +100,69 @@ def measure(options: argparse.Namespace) -> Report:
                 "newest_replica_behind", max(options.steps + 1 - (each["step"] or 0) for each in replications), "steps"
             )
     report.settings = {"ranks": RANKS, "bytes_a_rank": size, "wait_seconds": options.wait, "steps": options.steps}
+    for way in ("slot", "copy"):
+        saved = _saved(size, way)
+        report.add(f"checkpoint_from_{way}_memory_a_parameter", round(saved.bytes_a_parameter, 2), "bytes")
+        report.add(f"checkpoint_from_{way}_training_thread", round(1e3 * saved.stall, 2), "ms")
+        report.add(f"checkpoint_from_{way}_written_in", round(saved.seconds, 3), "s")
     return report
+
+
+@dataclass
+class Saved:
+    """What the first checkpoint of a rank took."""
+
+    bytes_a_parameter: float
+    """By which the process grew."""
+    stall: float
+    """Seconds until the state may change."""
+    seconds: float
+    """Until the checkpoint was whole."""
+
+
+def _saved(size: int, way: str) -> Saved:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
+        saver = context.Process(target=_saver, args=(theirs, Path(folder), shared, size, way))
+        saver.start()
+        saved: Saved = _answer(ours)
+        saver.join()
+    return saved
+
+
+def _saver(connection: Connection, folder: Path, shared: str, size: int, way: str) -> None:
+    torch.set_num_threads(1)
+    (folder / "corpus.txt").write_text("to be or not to be, that is the question. " * 100, encoding="utf-8")
+    hidden = 64 * max(1, round((size / 12 / 96) ** 0.5 / 64))  # 8 layers of 12 hidden^2
+    model = {"layers": 8, "hidden_size": hidden, "heads": 1, "sequence_length": 8}
+    train = {"steps": 9, "global_batch_size": 1, "micro_batch_size": 1}
+    data = {"source": "text", "paths": [str(folder / "corpus.txt")]}
+    spec = parse_job_spec({"name": "saved", "model": model, "train": train, "data": data})
+    comm = Comm(RankGrid(spec.layout), 0, torch.device("cpu"))
+    places = Places("saved", snapshots=shared, checkpoints=str(folder / "durable"))
+    trainer = Trainer(spec, comm, Reporter(lambda messages: None), 1e9, places)
+    trainer.restore(Resume())
+    for _ in range(3):  # both slots have their memory
+        trainer.train_step()
+    state = trainer.state
+    assert state.snapshots is not None and state.checkpoints is not None
+    state.snapshots.finish()
+    if way == "copy":
+        state.checkpoints = Checkpointer(str(folder / "durable"), "saved", spec, trainer.engine, comm, _nothing)
+    before, began = status_bytes("VmRSS"), time.perf_counter()
+    state.checkpoints.start(trainer.step)
+    state.snapshots.finish()
+    state.checkpoints.finish_copy()
+    stall = time.perf_counter() - began
+    state.checkpoints.finish()
+    seconds, grown = time.perf_counter() - began, status_bytes("VmRSS") - before
+    connection.send(Saved(grown / sum(len(part) for part in trainer.engine.optimizer.parameters), stall, seconds))
+    trainer.close()
+
+
+def _nothing(*event: Any) -> None:
+    pass
 
 
 def _run(size: int, steps: int, wait: float, beside: bool, replicas: bool) -> tuple[list[Taken], list[dict[str, Any]]]:

@@ -70,14 +70,17 @@ class RankState:
         self.guard = NumberGuard(spec.recovery, engine, comm)
         self.interval = SnapshotInterval(spec.checkpoint.snapshot_every_steps)
         self.snapshots = open_snapshots(spec, engine, comm, places)
+        self._journal = RowJournal()
+        # Of no method of this object: a reference back would keep its memory from being freed at once.
+        make_note = partial(_note_of, self._journal, self.guard)
         self.checkpoints: Checkpointer | None = None
         if places.checkpoints is not None:
-            self.checkpoints = Checkpointer(places.checkpoints, places.job, spec, engine, comm, reporter.event)
+            whose = (places.job, spec, engine, comm, reporter.event)
+            self.checkpoints = Checkpointer(places.checkpoints, *whose, self.snapshots, make_note)
             self.checkpoints.deletes_old = places.deletes_old_checkpoints
         self.step = 0
         """Last committed step."""
         self._restored = False
-        self._journal = RowJournal()
         # Ranks with the same state as rank 0 stand in for it, so they keep its rows as well.
         self._keeps_rows = state_peers(spec.layout, comm.rank)[0] == 0
 
@@ -100,7 +103,10 @@ class RankState:
             self.snapshots.finish()  # what follows changes the state
         if self.checkpoints is not None:
             self.checkpoints.finish_copy()
+            self.checkpoints.finish()
             self.checkpoints.enter_generation(self.comm.generation if resume.source == "start" else resume.began)
+        if self.snapshots is not None:
+            self.snapshots.let_go()
         self.guard.finish()
         self.interval.restart()
         note, history = (b"", None) if stays else self._load(resume)
@@ -181,6 +187,8 @@ class RankState:
     def commit(self, step: int, statistics: StepStatistics) -> None:
         """The state is that of `step`, which is complete on all ranks."""
         self._settle(step)
+        if self.snapshots is not None and not statistics.saving:
+            self.snapshots.let_go()
         self.guard.committed(step, statistics)
 
     def keep(self, step: int, make_row: Callable[[], dict[str, Any]]) -> None:
@@ -204,7 +212,7 @@ class RankState:
         return {"time": time.time(), "generation": self.comm.generation, "seconds": self.comm.step.clock.lap()}
 
     def _note(self) -> bytes:
-        return self._journal.note(self.guard.history if self.guard.active else None)
+        return _note_of(self._journal, self.guard)
 
     def finish_copies(self) -> None:
         """The state is about to change: make sure of what is being copied of it."""
@@ -216,6 +224,7 @@ class RankState:
         if self.checkpoints is not None and self.checkpoints.copying:  # else the step is in no such phase
             with self.comm.step.phase("checkpoint"):
                 self.checkpoints.finish_copy()
+        self.comm.saving = self.checkpoints is not None and self.checkpoints.writing
 
     def note_step_seconds(self, step: int, seconds: float) -> None:
         """What step `step` took, from which the interval between snapshots follows. Raises PeerLost."""
@@ -238,10 +247,13 @@ class RankState:
 
     def snapshot_figures(self) -> dict[str, float]:
         """For the row of metrics: the interval between snapshots in force, in steps, and for how long the last one held
-        the training thread up, in seconds."""
+        the training thread up, in seconds. While a snapshot is held, since it is written out as a checkpoint, it may be
+        the only one that all ranks have."""
         if self.snapshots is None:
             return {}
-        return {"snapshot_every_steps": self.interval.every, "snapshot_stall_seconds": self.stall_seconds}
+        held = self.snapshots.held_step
+        every = self.interval.every if held is None else max(self.interval.every, self.step - held)
+        return {"snapshot_every_steps": every, "snapshot_stall_seconds": self.stall_seconds}
 
     def roll_back(self, step: int, samples: list[range], bad: BadStep, sentence: str) -> None:
         """Go on from an earlier step than `step`, which is bad and would have used `samples`.
@@ -262,6 +274,7 @@ class RankState:
             self.checkpoints.finish()
         self.comm.barrier()
         if self.snapshots is not None:
+            self.snapshots.let_go()
             self.snapshots.forget_after(self.step)
         if self.checkpoints is not None:
             self.checkpoints.undo_after(self.step)
@@ -333,6 +346,10 @@ class RankState:
             self.snapshots.close()
         if self.checkpoints is not None:
             self.checkpoints.close()
+
+
+def _note_of(journal: RowJournal, guard: NumberGuard) -> bytes:
+    return journal.note(guard.history if guard.active else None)
 
 
 def open_snapshots(spec: JobSpec, engine: Engine, comm: Comm, places: Places) -> Snapshots | None:

@@ -130,6 +130,7 @@ def test_snapshots_are_copied_summed_and_replicated() -> None:
     for name in ("alone_copied", "alone_summed", "replicated"):
         assert report.figures[name].value > 0
     assert report.figures["replicas_arrived"].value >= 2
+    assert report.figures["checkpoint_from_slot_written_in"].value > 0
     assert report.figures["alone_training_thread_a_step_median"].target == snapshots.TARGET_MS
 
 

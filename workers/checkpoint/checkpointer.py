@@ -1,5 +1,5 @@
-"""Saves durable checkpoints beside the training: a thread copies the state aside while the next step's forward and
-backward leave it alone, and writes it.
+"""Saves durable checkpoints beside the training: a thread writes the state from its snapshot. Where none are kept it
+copies the state aside while the next step's forward and backward leave it alone, and writes that.
 
 A save that fails is an event, never a dead job; the next one tries again.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,10 +29,13 @@ from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointError, MantaError
 from workers.snapshot.pinned import PinnedMemory
+from workers.snapshot.snapshots import HeldSlot, Snapshots
 from workers.snapshot.state_copy import Ready, copy_tensors, event_after
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, place_of
 
+Parts = Callable[[], AbstractContextManager[dict[str, torch.Tensor]]]
+"""The state that is saved, by KINDS and FROZEN, which stays as it is until it is left."""
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Reports an event: type, step, message, data."""
 
@@ -46,10 +50,22 @@ LOOK_SECONDS = 1.0
 class Checkpointer:
     """The durable checkpoints of one rank. All ranks call the same methods at the same steps."""
 
-    def __init__(self, folder: str, job: str, spec: JobSpec, engine: Engine, comm: Comm, event: Event):
+    def __init__(
+        self,
+        folder: str,
+        job: str,
+        spec: JobSpec,
+        engine: Engine,
+        comm: Comm,
+        event: Event,
+        snapshots: Snapshots | None = None,
+        note: Callable[[], bytes] = bytes,
+    ):
+        """`snapshots`: of the same state, and what makes the `note` of one; None: there are none."""
         self.folder, self.job, self.spec = folder, job, spec
         self.engine, self.optimizer, self.loss_scale = engine, engine.optimizer, engine.loss_scale
         self.comm, self.event = comm, event
+        self._snapshots, self._note = snapshots, note
         optimizer = engine.optimizer
         flat, held, tensor_index = optimizer.flat, optimizer.held, comm.index("tensor")
         owned = rectangles_of(flat, held, optimizer.owned, owned_only=True, tensor_index=tensor_index)
@@ -141,9 +157,9 @@ class Checkpointer:
         return answer
 
     def start(self, step: int, numbers: dict[str, Any] | None = None, if_it_fails: str | None = None) -> None:
-        """Begin to copy the state of committed step `step` aside and to write it, with its `numbers` in the manifest;
-        nothing may change the state before `finish_copy`. Waits for the save before. `if_it_fails`: what happens then,
-        in words."""
+        """Begin to write the state of committed step `step`, with its `numbers` in the manifest: from its snapshot,
+        which is held and begun where it was not yet, or a copy aside. Nothing may change the state before that is whole
+        and `finish_copy` returns. Waits for the save before. `if_it_fails`: what happens then, in words."""
         self.finish()
         self.failure, self._delayed = None, False
         self._step, self._started, self._patience = step, time.monotonic(), PATIENCE_SECONDS
@@ -153,9 +169,14 @@ class Checkpointer:
         # Of this generation: by the time the thread looks, the rank may have left it.
         ranks = self.comm.shared_work
         then = if_it_fails or ("training goes on" if step < self.spec.train.steps else "it is tried again")
+        parts = self._begin_parts(step)
+        self._under_way = self._writer.submit(self._write, parts, ranks, step, path, loss_scale, numbers, then)
+
+    def _begin_parts(self, step: int) -> Parts:
+        if self._snapshots is not None:
+            return partial(self._in_slot, self._snapshots.hold(step, self._note))
         self._copied.clear()
-        copy_aside = partial(self._copy_aside, event_after(self.optimizer.state()))
-        self._under_way = self._writer.submit(self._write, copy_aside, ranks, step, path, loss_scale, numbers, then)
+        return partial(self._aside_of, event_after(self.optimizer.state()))
 
     @property
     def writing(self) -> bool:
@@ -183,7 +204,7 @@ class Checkpointer:
 
     @property
     def copying(self) -> bool:
-        """Whether the state that is being saved has not been copied aside yet."""
+        """Whether the state that is being saved is still being copied aside."""
         return not self._copied.is_set()
 
     def finish_copy(self) -> None:
@@ -234,26 +255,37 @@ class Checkpointer:
         return manifest.numbers
 
     def make_room(self) -> None:
-        """Have the memory into which states are copied, and the process that uploads them, before the first one is,
-        beside the training."""
-        if self._aside is None and self.spec.checkpoint.every_steps > 0:
-            self._writer.submit(self._room)
+        """Have the memory in which what is saved lies, and the process that uploads it, before the first save, beside
+        the training."""
+        if self.spec.checkpoint.every_steps > 0:
+            self._writer.submit(self._prepare)
 
-    def _room(self) -> torch.Tensor:
+    def _prepare(self) -> None:
+        room = self._room() if self._snapshots is None else self._snapshots.room
+        if self._uploads is not None and self._uploads.room is not room:
+            self._uploads.close()
+            self._uploads = None
+        if self._uploads is None and isinstance(place_of(self.folder), ObjectPath):
+            self._uploads = Uploads(room)
+            self._uploads.start()
+
+    def _room(self) -> SharedRoom:
         """[kinds, elements that this rank holds]. It stays from one save to the next: new pages take longer to be given
         than to be filled, and the next step's update waits for that."""
         if self._aside is None:
             length = len(self.optimizer.exp_avg)
             self._aside = SharedRoom((len(durable.KINDS), length), self.optimizer.exp_avg.dtype)
             self._pinned = PinnedMemory(self._aside.tensor, self.optimizer.exp_avg.is_cuda)
-        if self._uploads is None and isinstance(place_of(self.folder), ObjectPath):
-            self._uploads = Uploads(self._aside)
-            self._uploads.start()
-        return self._aside.tensor
+        return self._aside
+
+    @contextmanager
+    def _aside_of(self, ready: Ready) -> Iterator[dict[str, torch.Tensor]]:
+        """The state, copied aside; it stays there until the next save."""
+        yield self._copy_aside(ready)
 
     def _copy_aside(self, ready: Ready) -> dict[str, torch.Tensor]:
         try:
-            room, optimizer = self._room(), self.optimizer
+            room, optimizer = self._room().tensor, self.optimizer
             weights = room[0].split([len(each) for each in optimizer.parameters])
             copy_tensors([*weights, room[1], room[2]], optimizer.state(), ready)
             # No step changes what is frozen, so it may lie where it is.
@@ -261,9 +293,22 @@ class Checkpointer:
         finally:
             self._copied.set()
 
+    @contextmanager
+    def _in_slot(self, held: HeldSlot) -> Iterator[dict[str, torch.Tensor]]:
+        """The state as its snapshot has it. That is memory which others may open by its name, so what was written is
+        believed only where the slot's sums still hold afterwards."""
+        held.wait()
+        optimizer, count = self.optimizer, len(self.optimizer.parameters)
+        places = (0, count), (count, count + 1), (count + 1, count + 2)
+        parts = {kind: held.part(*place) for kind, place in zip(durable.KINDS, places, strict=True)}
+        scale_at = count + 2  # after the moments, and before what is frozen (`Engine.state`, `Engine.frozen_state`)
+        frozen = held.part(scale_at + 1, scale_at + 2) if len(optimizer.frozen) else optimizer.frozen.cpu()
+        yield parts | {durable.FROZEN: frozen}
+        held.check()
+
     def _write(
         self,
-        copy_aside: Callable[[], dict[str, torch.Tensor]],
+        parts: Parts,
         ranks: SharedWork,
         step: int,
         path: str,
@@ -272,8 +317,8 @@ class Checkpointer:
         then: str,
     ) -> None:
         try:
-            self._room()
-            sums = durable.save(path, self._owned, copy_aside, ranks, self._wrote, self._uploads)
+            self._prepare()
+            sums = durable.save(path, self._owned, parts, ranks, self._wrote, self._uploads)
             if self.comm.rank == 0:
                 self._seal(step, path, sums, loss_scale, numbers)
         except (OSError, RuntimeError, MantaError) as error:

@@ -56,14 +56,14 @@ class Written:
 def save(
     path: str,
     rectangles: Rectangles,
-    parts: Callable[[], dict[str, torch.Tensor]],
+    parts: Callable[[], AbstractContextManager[dict[str, torch.Tensor]]],
     ranks: SharedWork,
     wrote: Callable[[], object] = lambda: None,
     uploads: Uploads | None = None,
 ) -> dict[str, FileSums]:
-    """Write this rank's `rectangles` of each of the `parts` (CPU tensors; called once) below `path`, together with all
-    `ranks`. On rank 0 what comes back are the sums of all files of all ranks. `wrote` is called whenever some
-    of it is written. Where `path` is in an object store, `uploads` brings the rectangles there.
+    """Write this rank's `rectangles` of each of the `parts` (CPU tensors; called once, and left once they are written)
+    below `path`, together with all `ranks`. On rank 0 what comes back are the sums of all files of all ranks. `wrote`
+    is called whenever some of it is written. Where `path` is in an object store, `uploads` brings the rectangles there.
 
     Raises what the file system raised or, where there are several ranks, SharedWorkFailed on each of them.
     """
@@ -75,11 +75,11 @@ def save(
         return files.create(file)
 
     def write() -> Written:
-        state = parts()
-        files_of(folder).make_folder(folder)
         name = f"__{ranks.rank}_0.distcp"  # as DCP names a rank's file
-        with created(folder / name) as stream:
-            tensors = _write_rectangles(stream, name, rectangles, state)
+        with parts() as state:
+            files_of(folder).make_folder(folder)
+            with created(folder / name) as stream:
+                tensors = _write_rectangles(stream, name, rectangles, state)
         return Written(name, tensors, files.sums)
 
     def finish(written: list[Written]) -> list[dict[str, FileSums]]:

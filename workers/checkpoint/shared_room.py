@@ -4,9 +4,42 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import Protocol
 
 import numpy
 import torch
+
+
+class Room(Protocol):
+    """Memory as an open file, of which whoever is given that sees every byte."""
+
+    bytes: int
+    """Its size."""
+    descriptor: int
+    """Of the file, to be passed on."""
+
+    def offset_of(self, content: memoryview) -> int | None:
+        """Where `content`, bytes, begins in this memory; None where it lies elsewhere."""
+        ...
+
+
+def offset_within(start: int, size: int, content: memoryview) -> int | None:
+    """Where `content`, bytes, begins in `size` bytes at the address `start`; None where it lies elsewhere."""
+    offset: int = numpy.frombuffer(content, numpy.uint8).ctypes.data - start
+    return offset if offset >= 0 and offset + len(content) <= size else None
+
+
+class MappedFile:
+    """A file that is mapped in this process anyway, as such memory."""
+
+    def __init__(self, descriptor: int, memory: mmap.mmap):
+        """`memory`: all of the file `descriptor`, mapped for writing."""
+        self.descriptor, self.bytes = descriptor, len(memory)
+        self._start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+    def offset_of(self, content: memoryview) -> int | None:
+        """See Room."""
+        return offset_within(self._start, self.bytes, content)
 
 
 class SharedRoom:
@@ -24,10 +57,8 @@ class SharedRoom:
         """Shape as asked for."""
 
     def offset_of(self, content: memoryview) -> int | None:
-        """Where `content`, bytes, begins in this memory; None where it lies elsewhere."""
-        address = numpy.frombuffer(content, numpy.uint8).ctypes.data
-        offset = address - self.tensor.data_ptr()
-        return offset if offset >= 0 and offset + len(content) <= self.bytes else None
+        """See Room."""
+        return offset_within(self.tensor.data_ptr(), self.bytes, content)
 
     def close(self) -> None:
         """Pass it on no more. The memory stays for as long as the tensor does."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
 from workers.checkpoint.checksums import BUFFER_BYTES, FileSums
-from workers.checkpoint.shared_room import SharedRoom
+from workers.checkpoint.shared_room import Room
 from workers.checkpoint.upload_process import BYTES, END, MEMORY, PIECE
 from workers.storage.object_files import OPTIONS
 from workers.storage.places import ObjectPath
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Uploads:
     """Uploads one file after the other. Of one thread."""
 
-    def __init__(self, room: SharedRoom):
+    def __init__(self, room: Room):
         """`room`: the memory in which most of what is written lies."""
-        self._room = room
+        self.room = room
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -41,7 +41,7 @@ class Uploads:
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(str(file)).encode() + b"\n")
-            pieces = _Pieces(process.stdin, self._room)
+            pieces = _Pieces(process.stdin, self.room)
             with io.BufferedWriter(pieces, BUFFER_BYTES) as stream:
                 yield stream
             process.stdin.write(PIECE.pack(END, 0, 0))
@@ -59,9 +59,9 @@ class Uploads:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            descriptor = self._room.descriptor
+            descriptor = self.room.descriptor
             command = [sys.executable, "-m", "workers.checkpoint.upload_process"]
-            arguments = [str(descriptor), str(self._room.bytes), json.dumps(OPTIONS)]
+            arguments = [str(descriptor), str(self.room.bytes), json.dumps(OPTIONS)]
             self._process = subprocess.Popen(
                 [*command, *arguments],
                 stdin=subprocess.PIPE,
@@ -96,7 +96,7 @@ class Uploads:
 class _Pieces(io.RawIOBase):
     """Passes on what is written: where it is, or what it is."""
 
-    def __init__(self, requests: IO[bytes], room: SharedRoom):
+    def __init__(self, requests: IO[bytes], room: Room):
         self._requests, self._room, self._size = requests, room, 0
 
     def writable(self) -> bool:

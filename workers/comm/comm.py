@@ -136,6 +136,9 @@ class Comm:
         after the same. One rank that is asked tells the others with the step's agreement."""
         self._last_to_rest = max(self._last_to_rest, generation)
 
+    saving = False
+    """Whether this rank is writing a checkpoint, which it too tells the others with the step's agreement."""
+
     @property
     def asked_to_rest(self) -> bool:
         """Whether this rank was asked to leave this generation after a step."""

@@ -16,6 +16,8 @@ from workers.liveness.hang_timeouts import STOPPED_SECONDS, Standstill, hang_tim
 from workers.liveness.process_state import ProcessState, process_state
 from workers.liveness.progress import DeviceRecord, ProgressReader, Record, progress_path
 from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
+from workers.snapshot.files import snapshot_files
+from workers.snapshot.snapshot_file import SLOTS
 
 LOOK_SECONDS = 0.25
 COMMIT_LOOK_SECONDS = 0.01
@@ -35,6 +37,7 @@ class TrainerWatch:
         self.ranks = 1
         """Of the generation that it belongs to."""
         self._pid, self._path, self._compiles, self._report = pid, progress_path(folder, rank), compiles, report
+        self._rank = rank
         self._reader: ProgressReader | None = None
         self._record: Record | None = None
         self._process: ProcessState | None = None
@@ -98,7 +101,15 @@ class TrainerWatch:
         if device is not None and device.fresh and device.pending:
             # The host is ahead, and may well spin until its device is done: what the device does counts.
             burning, waits = False, device.waits
-        return hang_timeout(record.phase, record.step_seconds, self._compiles, burning, waits, self.ranks)
+        copied = self._snapshot_bytes() if record.phase == "snapshot" else 0
+        return hang_timeout(record.phase, record.step_seconds, self._compiles, burning, waits, self.ranks, copied)
+
+    def _snapshot_bytes(self) -> int:
+        sizes = [0]
+        with contextlib.suppress(OSError):  # files go when a new layout has its own
+            own = (each for each in snapshot_files(self._path.parent) if each.rank == self._rank)
+            sizes += [each.path.stat().st_size // SLOTS for each in own if not each.is_backup]
+        return max(sizes)
 
     @property
     def _device(self) -> DeviceRecord | None:

@@ -38,6 +38,8 @@ LONG: Mapping[str, float] = {
 }
 """Seconds of phases that are long by nature. Data that is prepared, also by another process, says so all the time. Rest
 has no end of its own: whoever ordered it watches over it."""
+SNAPSHOT_BYTES_A_SECOND = 200e6
+"""At least so many of a snapshot are copied, also by eight GPUs beside each other from memory that is not pinned."""
 SET_UP = frozenset({"connecting", "restoring"})
 """Phases in which ranks meet for the first time."""
 SET_UP_SECONDS_A_RANK = 0.25
@@ -50,18 +52,26 @@ COMPILED = frozenset({"forward", "backward", "validation"})
 
 
 def hang_timeout(
-    phase: Phase, step_seconds: Collection[float], compiles: bool, burning: bool, waiting: bool, ranks: int = 1
+    phase: Phase,
+    step_seconds: Collection[float],
+    compiles: bool,
+    burning: bool,
+    waiting: bool,
+    ranks: int = 1,
+    snapshot_bytes: int = 0,
 ) -> float:
     """Seconds that a rank of a gang of `ranks` may stand still in `phase`.
 
     `step_seconds`: durations of the process's last steps, none before its first; `compiles`: the job's model is
-    compiled; `burning`: the process uses the processor; `waiting`: it, or its device, waits for another rank.
+    compiled; `burning`: the process uses the processor; `waiting`: it, or its device, waits for another rank;
+    `snapshot_bytes`: of one of its snapshots.
     """
     if compiles and phase in COMPILED and (burning or not step_seconds):
         return LONG["compiling"]
     set_up = SET_UP_SECONDS_A_RANK * (ranks - 1)
     if phase in LONG:
-        return LONG[phase] + (set_up if phase in SET_UP else 0.0)
+        copying = snapshot_bytes / SNAPSHOT_BYTES_A_SECOND if phase == "snapshot" else 0.0
+        return LONG[phase] + (set_up if phase in SET_UP else 0.0) + copying
     if step_seconds:
         allowed = max(LEAST_SECONDS, STEPS * slowest_ordinary(step_seconds))
     else:

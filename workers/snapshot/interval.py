@@ -7,11 +7,13 @@ fixed steps.
 What is promised: while the interval in force is k (`snapshot_every_steps` in the row of the last committed step), the
 death of processes costs at most k committed steps, whenever they die. Where the interval has changed since the newest
 snapshot, each earlier one adds at most itself less one: from k to n, a death before the first snapshot under n is whole
-costs at most k - 1 + n steps. That follows from these two:
+costs at most k - 1 + n steps. That follows from these:
 
 - The steps that are multiples of k are snapshotted, and the snapshot of one is whole on all ranks before any rank
   commits a later step. So the newest step s that any rank has committed is at most k steps after the newest snapshot
   that all ranks have: k where s is itself a multiple of k whose snapshot is not whole yet.
+- While a checkpoint is written its snapshot is held, and the steps after it take turns in the other slot (decision
+  0025): then the death of processes may cost the steps since that one, and the row says so where those are more than k.
 - The interval changes only after a multiple of AGREE_EVERY was committed, which may be up to k - 1 steps after the last
   snapshot, and the next one is due at most n steps later.
 

@@ -217,10 +217,11 @@ class SnapshotFile:
         """The step that is whole in `slot`."""
         return _step_of(self._marker(slot))
 
-    def oldest(self) -> int:
-        """The slot whose loss costs least."""
+    def oldest(self, spared: int | None = None) -> int:
+        """The slot whose loss costs least, of those that are not `spared`."""
         steps = [self.step(slot) for slot in range(SLOTS)]
-        return min(range(SLOTS), key=lambda slot: (steps[slot] is not None, steps[slot] or 0))
+        others = [slot for slot in range(SLOTS) if slot != spared]
+        return min(others, key=lambda slot: (steps[slot] is not None, steps[slot] or 0))
 
     def slot_of(self, step: int) -> int:
         """The slot that holds `step`. Raises CheckpointError when none does, DamagedCheckpoint for a file that is cut

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
+from workers.checkpoint.shared_room import MappedFile
 from workers.errors import CheckpointError
 from workers.snapshot.files import snapshot_path
 from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
@@ -61,6 +63,22 @@ class _Constants:
         self.sums = [{} for _ in range(SLOTS)]
 
 
+@dataclass(frozen=True)
+class HeldSlot:
+    """A slot that is not overwritten. For any thread."""
+
+    part: Callable[[int, int], torch.Tensor]
+    """The tensors of the state from one number to before another, which have one type, as one: so they lie there."""
+    check: Callable[[], object]
+    """Raises DamagedCheckpoint where the slot is not what was copied any more."""
+    _copying: Future[Done] | None
+
+    def wait(self) -> None:
+        """Return once the copy is whole; raises what kept it from that."""
+        if self._copying is not None:
+            self._copying.result()
+
+
 class Snapshots:
     """The snapshot file of one rank, mapped; copies `state` (1-D tensors) in and out.
 
@@ -92,6 +110,7 @@ class Snapshots:
         self._unusable: CheckpointError | None = None
         """Why the file that was there is not used."""
         self._memory = memory
+        self._room: MappedFile | None = None
         self._file = self._opened(form) or memory.create(self.path, form)
         self._slots = [self._views(slot) for slot in range(SLOTS)]
         """For each slot, a tensor over its memory for each tensor of the state."""
@@ -109,6 +128,10 @@ class Snapshots:
         self._turns = [0] * SLOTS
         """How often each slot was begun: sums of a slot that was begun again meanwhile are dropped."""
         self._lock = threading.Lock()
+        self._newest: tuple[int, int] | None = None
+        """Step and slot of the copy that was begun last."""
+        self._spared: int | None = None
+        """The slot that is held."""
 
     def _opened(self, form: Form) -> SnapshotFile | None:
         if not self.path.exists():
@@ -151,7 +174,9 @@ class Snapshots:
         if len(note) > NOTE_BYTES:
             raise ValueError(f"a note of {len(note)} bytes does not fit into {NOTE_BYTES}")
         self._unusable = None
-        self._copier.start(self.state, partial(self._copy, step, note, then))
+        slot = self._file.oldest(self._spared)
+        self._newest = step, slot
+        self._copier.start(self.state, partial(self._copy, slot, step, note, then))
         self._stalled = time.perf_counter() - began
 
     def finish(self) -> bool:
@@ -166,8 +191,8 @@ class Snapshots:
         self.start(step, note)
         self.finish()
 
-    def _copy(self, step: int, note: bytes, then: Callable[[], object] | None, ready: Ready) -> Done:
-        began, slot = time.perf_counter(), self._file.oldest()
+    def _copy(self, slot: int, step: int, note: bytes, then: Callable[[], object] | None, ready: Ready) -> Done:
+        began = time.perf_counter()
         turn = self._begin(slot)
         count = self._constants.to_copy(slot)
         done = copy_tensors(self._slots[slot][:count], self.state[:count], ready)
@@ -231,6 +256,50 @@ class Snapshots:
         slot = next((slot for slot in range(SLOTS) if self._file.step(slot) == step), None)
         return None if slot is None else self._slots[slot]
 
+    def hold(self, step: int, make_note: Callable[[], bytes]) -> HeldSlot:
+        """The snapshot of committed step `step`, which is begun now where it was not yet, with the note that
+        `make_note` makes. Until `let_go` its slot is not overwritten, and snapshots take turns in the other one."""
+        slot = self._slot_of(step)
+        if slot is None:
+            self.start(step, make_note())
+            slot = self._slot_of(step)
+            assert slot is not None
+        self._spared = slot
+        return HeldSlot(partial(self._part, slot), partial(self._check, slot), self._copier.under_way)
+
+    def let_go(self) -> None:
+        """The slot that is held may be overwritten again. All ranks do so at the same step, or they would end up with
+        none in common."""
+        self._spared = None
+
+    @property
+    def held_step(self) -> int | None:
+        """The step whose snapshot is held."""
+        return None if self._spared is None else self._file.step(self._spared)
+
+    @property
+    def room(self) -> MappedFile:
+        """The memory of all slots; another one once the file is."""
+        if self._room is None or self._room.descriptor != self._file.descriptor:
+            self._room = MappedFile(self._file.descriptor, self._file.memory)
+        return self._room
+
+    def _slot_of(self, step: int) -> int | None:
+        """The slot that holds `step`, or is given it now."""
+        if self._copier.under_way is not None and self._newest is not None and self._newest[0] == step:
+            return self._newest[1]
+        return next((slot for slot in range(SLOTS) if self._file.step(slot) == step), None)
+
+    def _part(self, slot: int, first: int, last: int) -> torch.Tensor:
+        sizes = [tensor.numel() * tensor.element_size() for tensor in self.state]
+        (dtype,) = {tensor.dtype for tensor in self.state[first:last]}
+        at, count = self._file.form.payload_at(slot) + sum(sizes[:first]), sum(sizes[first:last]) // dtype.itemsize
+        return torch.frombuffer(self._file.memory, dtype=dtype, count=count, offset=at)
+
+    def _check(self, slot: int) -> None:
+        self._summer.submit(lambda: None).result()  # its sums come first
+        self._file.check(slot)
+
     def forget_after(self, step: int) -> None:
         """Forget all steps above `step`."""
         self.finish()
@@ -257,6 +326,7 @@ class Snapshots:
     def _go_on_in(self, file: SnapshotFile) -> None:
         self.wait_for_sums()
         self._constants.forget()
+        self.let_go()
         self._pinned.release()
         before, self._file = self._file, file
         self._slots = [self._views(slot) for slot in range(SLOTS)]

@@ -47,6 +47,11 @@ class StateCopier:
         self.stall_seconds = time.perf_counter() - began if done is None else _seconds_between(reached, done)
         return True
 
+    @property
+    def under_way(self) -> Future[Done] | None:
+        """The copy that was begun and not finished."""
+        return self._copying
+
     def close(self) -> None:
         """End the thread, after the copy that was begun."""
         self._thread.shutdown()

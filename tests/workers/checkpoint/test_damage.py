@@ -147,7 +147,7 @@ def lengths(saved, reader) -> tuple[int, int]:
 def write(trainer: Trainer, path: Path) -> dict[str, FileSums]:
     """All of a save but its manifest."""
     checkpoints = trainer.state.checkpoints
-    return durable.save(str(path), checkpoints._owned, lambda: checkpoints._copy_aside(None), SharedWork())
+    return durable.save(str(path), checkpoints._owned, lambda: checkpoints._aside_of(None), SharedWork())
 
 
 @settings(deadline=None, max_examples=40)

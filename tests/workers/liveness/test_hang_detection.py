@@ -16,6 +16,7 @@ from workers.liveness.process_state import ProcessState
 from workers.liveness.progress import Progress
 from workers.liveness.record_layout import DEVICE_LOOKED_AT, NOBODY
 from workers.liveness.stacks import stacks_path, take_stacks
+from workers.snapshot.files import snapshot_path
 
 ROOT = Path(__file__).parents[3]
 BEGIN = """
@@ -220,6 +221,18 @@ def test_a_rank_that_waits_for_another_may_stand_still_for_longer(look_at, peer)
     assert look(0).allowed == WAITING_FACTOR * LEAST_SECONDS
     assert not look(2 * LEAST_SECONDS).overdue
     assert look(2 * LEAST_SECONDS).overdue
+
+
+def test_a_rank_whose_snapshots_are_large_may_take_longer_for_one(tmp_path, look_at):
+    progress, look = look_at
+    progress.at("snapshot")
+    assert look(0).allowed == 30.0
+    for rank, size in ((2, 80e9), (3, 500e9)):
+        with snapshot_path(tmp_path, rank, "0" * 8).open("wb") as file:
+            file.truncate(int(size))  # nothing of it takes room
+    assert look(0).allowed == 30.0 + 40e9 / 200e6
+    progress.at("forward")
+    assert look(0).allowed == LEAST_SECONDS
 
 
 def test_watch_lets_go_of_the_record_when_its_process_is_gone(tmp_path, go, monkeypatch):

@@ -54,6 +54,11 @@ def test_quick_steps_are_watched_closely_and_one_outlier_does_not_blind_the_watc
     assert allowed("backward", [1.0] * 32) == 6.0
 
 
+def test_a_copy_of_many_bytes_may_take_longer_than_one_of_few():
+    large = [hang_timeout(phase, (), False, False, False, 1, 50 * 10**9) for phase in ("snapshot", "checkpoint")]
+    assert large == [LONG["snapshot"] + 250.0, LONG["checkpoint"]]
+
+
 @pytest.mark.parametrize("phase", sorted(LONG))
 def test_phases_that_are_long_by_nature_have_their_own_rule(phase):
     assert allowed(phase, [0.02] * 32) == LONG[phase] >= 30.0

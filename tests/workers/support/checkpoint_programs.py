@@ -30,7 +30,7 @@ from workers.parallel.data.flat import Range
 from workers.protocol.messages import Resume
 from workers.protocol.reports import Message
 from workers.reporter import Reporter
-from workers.snapshot.files import snapshot_files
+from workers.snapshot.files import snapshot_files, steps_kept
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
 
@@ -47,18 +47,22 @@ def job(corpus: str, parallel: dict[str, Any], **sections: dict[str, Any]) -> di
 
 
 def trainer_of(
-    comm: Comm, document: dict[str, Any], folder: str | Path, tell: Callable[[list[Message]], None] | None = None
+    comm: Comm,
+    document: dict[str, Any],
+    folder: str | Path,
+    tell: Callable[[list[Message]], None] | None = None,
+    **places: Any,
 ) -> Trainer:
-    """A rank's trainer that keeps its checkpoints in `folder`."""
+    """A rank's trainer that keeps its checkpoints in `folder`; `places`: where else it keeps something."""
     reporter = Reporter(tell or (lambda messages: None))
-    return Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", None, str(folder)))
+    return Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", checkpoints=str(folder), **places))
 
 
-def lone(document: dict[str, Any], folder: str | Path, generation: int = 1) -> Trainer:
+def lone(document: dict[str, Any], folder: str | Path, generation: int = 1, **places: Any) -> Trainer:
     """The trainer of a job of one rank, in this process."""
     comm = Comm(RankGrid(parse_job_spec(document).layout), 0, torch.device("cpu"))
     comm.generation = generation
-    return trainer_of(comm, document, folder)
+    return trainer_of(comm, document, folder, **places)
 
 
 def save(trainer: Trainer) -> None:
@@ -294,3 +298,33 @@ def train_beside_a_slow_save(comm: Comm, document: dict[str, Any], folder: str, 
     found.statistics = statistics
     events = [(event["type"], event["step"]) for event in events_of(messages)]
     return Delayed(found, max(seconds[:ends_after]), events)
+
+
+def slots_beside_a_slow_save(
+    comm: Comm, document: dict[str, Any], folder: str, ends_after: int, rank: int
+) -> list[tuple[int, ...]]:
+    """The steps in this rank's slots after each step; the first save ends on `rank` only once step `ends_after` is
+    committed."""
+    trainer = trainer_of(comm, document, f"{folder}/durable", snapshots=f"{folder}/shared")
+    assert trainer.state.snapshots is not None and trainer.state.checkpoints is not None
+    trainer.restore(Resume())
+    may_end, found = threading.Event(), []
+    owner, name = (catalog, "seal") if rank == 0 else (SummingFile, "write")  # the others are done before rank 0 seals
+    real = getattr(owner, name)
+
+    def late(*given: Any) -> Any:
+        assert comm.rank != rank or may_end.wait(60)
+        return real(*given)
+
+    with patch.object(owner, name, late), patch.object(checkpointer, "PATIENCE_SECONDS", 0.01):
+        while trainer.step < trainer.spec.train.steps:
+            trainer.train_step()
+            trainer.state.snapshots.finish()
+            found.append(tuple(steps_kept(f"{folder}/shared", comm.rank)))
+            if trainer.step == ends_after:
+                may_end.set()
+                trainer.state.checkpoints.finish()
+                comm.barrier()
+        trainer.state.finish()
+    trainer.close()
+    return found

@@ -44,6 +44,8 @@ class StepStatistics:
     """Whether any rank was asked to save and end; then all do so after the step."""
     asked_to_rest: bool = False
     """Whether any rank was asked to leave the generation; then all do so after the step."""
+    saving: bool = False
+    """Whether any rank was writing a checkpoint."""
     z_loss: float | None = None
     """Mean z-loss over the same tokens; None without."""
 

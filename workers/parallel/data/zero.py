@@ -208,9 +208,9 @@ def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_l
     """Bring a step's numbers to the host: the one place of a step where it waits for the device."""
     refused_or_not = clipping.refused.to(agreed.loss.dtype)
     scalars = torch.stack([agreed.loss, agreed.z_loss, agreed.tokens, clipping.norm, refused_or_not])
-    asked = torch.stack([agreed.asked_to_end, agreed.asked_to_rest])
+    asked = torch.stack([agreed.asked_to_end, agreed.asked_to_rest, agreed.saving])
     on_host = torch.cat([scalars, asked, agreed.memory_bytes, agreed.own_seconds]).tolist()
-    total, z_total, tokens, norm, refused, to_end, to_rest, *each = on_host
+    total, z_total, tokens, norm, refused, to_end, to_rest, saving, *each = on_host
     world = len(agreed.memory_bytes)
     return StepStatistics(
         loss=total / max(tokens, 1.0),
@@ -222,5 +222,6 @@ def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_l
         updated=not refused,
         asked_to_end=to_end > 0,
         asked_to_rest=to_rest > 0,
+        saving=saving > 0,
         z_loss=z_total / max(tokens, 1.0) if with_z_loss else None,
     )

@@ -77,7 +77,9 @@ def test_statistics_tell_each_ranks_own_time_whether_anything_changed_and_whethe
     last = statistics(64.0)
     assert last.asked_to_end and not last.asked_to_rest
     engine.comm.ask_to_rest(engine.comm.generation)
-    assert statistics(64.0).asked_to_rest
+    assert statistics(64.0).asked_to_rest and not last.saving
+    engine.comm.saving = True
+    assert statistics(64.0).saving
 
 
 def test_loaded_weights_are_those_that_are_computed_with_and_those_that_are_updated():
