@@ -1,281 +1,182 @@
-"""One training step on one GPU in bf16: tokens a second, MFU in both conventions and peak memory, beside the same
-model of `transformers` under torch.compile and beside the card's measured matrix-product rate, all in one run.
+"""The page that the owner of a GPU runs once: what this engine does there, beside others, and which goals it meets.
 
-Three models: GPT of 125 million parameters (sequences of 1,024), of 1.3 billion (2,048), and one as wide as an 8
-billion one (4,096) with its layers cut to fit. Then two ranks on the one card, tensor 2 and pipeline 2, whose messages
-travel through host memory: loss and gradient norm must be those of one rank.
+    python -m benchmarks.step_gpu            # writes step_gpu.json, step_gpu.txt and step_gpu-trace.json.gz
 
-Needs no more than torch, numpy, pydantic and PyYAML; without `transformers` it says so and leaves that column out.
-`--rehearse` runs every line of it on a CPU with tiny models: its figures mean nothing.
+One training step in bf16 of GPTs of 125 million and 1.3 billion parameters, of a Llama of 1.5 billion, and of one as
+wide as an 8 billion one with its layers cut to fit: tokens a second, MFU in both conventions, peak memory beside what
+was told before; compiled and not; beside the same model of `transformers` under torch.compile, of torchtitan and of
+Megatron Core where those are installed, and beside the card's own rate of matrix products. Then two ranks on the one
+card, whose messages travel through host memory: the numbers of one rank, and the same bits after one of them was
+killed. What snapshots cost. Whether process groups can be repaired in place. A trace of two steps, for Perfetto or
+chrome://tracing.
+
+Needs no more than torch, numpy, pydantic and PyYAML. A part that fails is named on the page, and the others go on.
+`--device cpu` runs every line of it with tiny models, to try the program: those figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
+import functools
+import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from benchmarks.support.hugging_face import gpt2_like
-from benchmarks.support.local_ranks import LocalRanks
-from benchmarks.support.report import Report, deliver, parser
+from benchmarks.support.gpu import contestants, two_ranks
+from benchmarks.support.gpu.page import page_of
+from benchmarks.support.gpu.sizes import PAIRED, SIZES, Size, tiny
+from benchmarks.support.gpu.snapshot_cost import measure_snapshots
+from benchmarks.support.report import Report, parser
+from workers.accounting.device_bytes import device_bytes
 from workers.accounting.device_peak import measure_peak_flops
 from workers.accounting.flops import parameter_count, step_flops
-from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
 from workers.config import JobSpec
-from workers.data.batches import MicroBatch
-from workers.engine import Engine
 from workers.errors import MantaError
 from workers.spec.reading import parse_job_spec
 
-GOAL_MFU_CAUSAL = 0.45
-LEARNING_RATE = 1e-4
-AGREEMENT = 2e-2  # bf16 keeps eight bits; loss and norm are means over many roundings
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model and its micro-batch."""
-
-    layers: int
-    hidden_size: int
-    heads: int
-    sequence_length: int
-    micro_batch_size: int
-    micro_batches: int = 1
-    ffn_hidden_size: int | None = None
-    vocabulary_size: int = 50304
-    recompute: str = "none"
-
-    def document(self, seed: int, compiled: bool, **parallel: Any) -> dict[str, Any]:
-        """The job of this model."""
-        keys = ("layers", "hidden_size", "heads", "sequence_length", "ffn_hidden_size", "vocabulary_size")
-        return {
-            "model": {key: getattr(self, key) for key in keys},
-            "data": {"source": "python-stdlib"},
-            "train": {
-                "steps": 1000,
-                "global_batch_size": self.micro_batch_size * self.micro_batches,
-                "micro_batch_size": self.micro_batch_size,
-                "precision": "bf16",
-                "compile": compiled,
-                "seed": seed,
-            },
-            "parallel": {"recompute": self.recompute, **parallel},
-        }
-
-
-SIZES = {
-    "gpt_125m": Size(12, 768, 12, 1024, micro_batch_size=32),
-    "gpt_1b3": Size(24, 2048, 16, 2048, micro_batch_size=8),
-    "gpt_8b_wide": Size(10, 4096, 32, 4096, micro_batch_size=2, ffn_hidden_size=14336),
-}
-PAIRED = Size(4, 512, 8, 256, micro_batch_size=4, micro_batches=4, vocabulary_size=8192)
+PARTS = ("models", "pairs", "kill", "snapshots", "repair", "trace")
+SNAPSHOT_SIZES = ("gpt_125m", "llama_1b5")
+TRACED = "llama_1b5"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
+    """Run what was asked for and write its three files; returns the exit status, 1 where there is no GPU."""
     options = parser("step_gpu", __doc__)
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal with tiny models")
     options.add_argument("--steps", type=int, default=10, help="timed steps of each model (default: 10)")
-    options.add_argument("--rehearse", action="store_true", help="run on a CPU with tiny models, to try this program")
-    return deliver(measure, options.parse_args(arguments))
+    options.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="default: all")
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    options.add_argument("--eager", action="store_true", help="compile nothing, which takes most of a rehearsal's time")
+    options.set_defaults(out=Path("step_gpu.json"))
+    given = options.parse_args(arguments)
+    try:
+        report = measure(given)
+    except MantaError as error:
+        print(error, file=sys.stderr)
+        return 1
+    text, page = json.dumps(report.to_json(), indent=1), page_of(report)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(text + "\n", encoding="utf-8")
+    given.out.with_suffix(".txt").write_text(page, encoding="utf-8")
+    print(text if given.json else page)
+    return 0
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Measure every model. Raises MantaError where there is no GPU."""
-    if not options.rehearse and not torch.cuda.is_available():
-        raise MantaError("this benchmark needs a GPU and found none (--rehearse tries the program on a CPU)")
-    device = torch.device("cpu" if options.rehearse else "cuda")
+    """Run all parts. Raises MantaError where there is no GPU."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise MantaError("this benchmark needs a GPU and found none (--device cpu tries the program)")
+    device = torch.device(options.device)
     report = Report("step_gpu", options.seed)
-    peak = measure_peak_flops(str(device))
-    products = _product_rate(device)
-    report.add("peak", round(peak.flops / 1e12, 3), "TFLOP/s")
-    report.add("matrix_products", round(products / 1e12, 3), "TFLOP/s")
-    for name, size in SIZES.items():
-        chosen = _tiny(size) if options.rehearse else size
-        _measure_size(report, name, chosen, options, device, peak.flops, products)
-    if "gpt_1b3_mfu_causal" in report.figures and not options.rehearse:
-        reached = report.figures["gpt_1b3_mfu_causal"].value >= GOAL_MFU_CAUSAL
-        report.add("gpt_1b3_mfu_causal_reaches_goal", reached, "bool", True)
-    _measure_pairs(report, _tiny(PAIRED) if options.rehearse else PAIRED, options.seed, device)
+    sizes = {name: _chosen(SIZES[name], device) for name in options.sizes}
     report.settings = {
-        "sizes": {name: vars(size) for name, size in SIZES.items()},
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu (a rehearsal)",
+        "sizes": {name: vars(size) for name, size in sizes.items()},
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "rehearsal": device.type == "cpu",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
         "steps": options.steps,
-        "goal_mfu_causal": GOAL_MFU_CAUSAL,
+        "compiled": not options.eager,
+        "left_out": {},
     }
+    parts: dict[str, Callable[[], object]] = {
+        "models": lambda: _measure_models(report, sizes, options, device),
+        "pairs": lambda: two_ranks.measure_pairs(report, _chosen(PAIRED, device), options.seed, device),
+        "kill": lambda: two_ranks.measure_kill(report, _chosen(PAIRED, device), options.seed, device),
+        "snapshots": lambda: _measure_snapshots(report, sizes, options, device),
+        "repair": lambda: two_ranks.measure_repair(report, device),
+        "trace": lambda: _trace(report, options, device),
+    }
+    for name in options.parts:
+        began = time.monotonic()
+        with _going_on(report, name):
+            parts[name]()
+        report.add(f"part_{name}", round(time.monotonic() - began, 1), "s")
     return report
 
 
-def _tiny(size: Size) -> Size:
-    return replace(
-        size,
-        layers=2,
-        hidden_size=64,
-        heads=4,
-        ffn_hidden_size=160 if size.ffn_hidden_size else None,
-        sequence_length=32,
-        micro_batch_size=2,
-        vocabulary_size=512,
-    )
-
-
-def _measure_size(
-    report: Report,
-    name: str,
-    size: Size,
-    options: argparse.Namespace,
-    device: torch.device,
-    peak: float,
-    products: float,
-) -> None:
-    spec = parse_job_spec(size.document(options.seed, compiled=True))
-    flops = step_flops(spec)
-    report.add(f"{name}_parameters", parameter_count(spec), "parameters")
-    makers: dict[str, Callable[[], Callable[[], object]]] = {
-        "manta": lambda: _manta(spec, device),
-        "manta_eager": lambda: _manta(parse_job_spec(size.document(options.seed, compiled=False)), device),
-        "transformers": lambda: _transformers(spec, device),
-    }
-    for contestant, make in makers.items():
-        prefix = name if contestant == "manta" else f"{name}_{contestant}"
-        try:
-            seconds, memory = _timed(make, options.steps, device)
-        except Exception as error:  # noqa: BLE001 - one contestant's failure must not lose the others' figures
-            lines = str(error).splitlines() or [""]
-            report.settings[f"{prefix}_left_out"] = f"{type(error).__name__}: {lines[0]}"
-            continue
-        tokens = spec.train.global_batch_size * spec.model.sequence_length
-        report.add(f"{prefix}_step", round(1e3 * seconds, 2), "ms")
-        report.add(f"{prefix}_tokens_per_second", round(tokens / seconds, 1), "tokens/s")
-        report.add(f"{prefix}_mfu_full", round(flops.model_full / seconds / peak, 4), "ratio")
-        report.add(f"{prefix}_mfu_causal", round(flops.model_causal / seconds / peak, 4), "ratio")
-        report.add(f"{prefix}_of_matrix_products", round(flops.model_causal / seconds / products, 4), "ratio")
-        report.add(f"{prefix}_peak_memory", memory, "bytes")
-
-
-def _timed(make: Callable[[], Callable[[], object]], steps: int, device: torch.device) -> tuple[float, int]:
-    """Median seconds of a step after warm-up, and the most memory that was allocated, in bytes."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+@contextmanager
+def _going_on(report: Report, name: str) -> Iterator[None]:
+    """What fails inside is noted under `name`, and is no reason to lose the rest."""
     try:
-        seconds = _step_seconds(make(), steps, device)
-    finally:
-        torch.compiler.reset()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return statistics.median(seconds), torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        yield
+    except Exception as error:  # noqa: BLE001 - a card that nobody has tried may fail in any way
+        lines = str(error).strip().splitlines() or [""]
+        report.settings["left_out"][name] = f"{type(error).__name__}: {lines[0]}"
 
 
-def _step_seconds(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
-    for _ in range(3):
+def _chosen(size: Size, device: torch.device) -> Size:
+    return tiny(size) if device.type == "cpu" else size
+
+
+def _measure_models(report: Report, sizes: dict[str, Size], options: argparse.Namespace, device: torch.device) -> None:
+    peak, products = measure_peak_flops(str(device)), contestants.product_rate(device)
+    report.add("peak", round(peak.flops / 1e12, 3), "TFLOP/s")
+    report.add("matrix_products", round(products / 1e12, 3), "TFLOP/s")
+    for name, size in sizes.items():
+        compiled, eager = (parse_job_spec(size.document(options.seed, each)) for each in (not options.eager, False))
+        report.add(f"{name}_parameters", parameter_count(compiled), "parameters")
+        makers: dict[str, tuple[contestants.Maker, JobSpec]]
+        makers = {"manta": (contestants.manta, compiled), "manta_eager": (contestants.manta, eager)}
+        makers |= {who: (make, compiled) for who, make in contestants.OTHERS.items()}
+        if options.eager:
+            makers.pop("manta_eager")
+        for who, (make, spec) in makers.items():
+            with _going_on(report, f"{name}_{who}"):
+                taken = contestants.timed(functools.partial(make, spec, device), options.steps, device)
+                _add_step(report, f"{name}_{who}", spec, taken, peak.flops, products)
+        if f"{name}_manta_step" in report.figures:
+            report.add(f"{name}_manta_memory_told", device_bytes(compiled)[0].total, "bytes")
+        for who in contestants.OTHERS:
+            ours, theirs = (report.figures.get(f"{name}_{each}_tokens_per_second") for each in ("manta", who))
+            if ours is not None and theirs is not None:
+                report.add(f"{name}_manta_to_{who}", round(ours.value / theirs.value, 4), "ratio")
+
+
+def _add_step(
+    report: Report, prefix: str, spec: JobSpec, taken: tuple[float, int], peak: float, products: float
+) -> None:
+    seconds, memory = taken
+    flops, tokens = step_flops(spec), spec.train.global_batch_size * spec.model.sequence_length
+    report.add(f"{prefix}_step", round(1e3 * seconds, 2), "ms")
+    report.add(f"{prefix}_tokens_per_second", round(tokens / seconds, 1), "tokens/s")
+    report.add(f"{prefix}_mfu_full", round(flops.model_full / seconds / peak, 4), "ratio")
+    report.add(f"{prefix}_mfu_causal", round(flops.model_causal / seconds / peak, 4), "ratio")
+    report.add(f"{prefix}_of_matrix_products", round(flops.model_causal / seconds / products, 4), "ratio")
+    report.add(f"{prefix}_peak_memory", memory, "bytes")
+
+
+def _measure_snapshots(
+    report: Report, sizes: dict[str, Size], options: argparse.Namespace, device: torch.device
+) -> None:
+    for name in SNAPSHOT_SIZES:
+        if name in sizes:
+            with _going_on(report, f"snapshots_{name}"):
+                measure_snapshots(report, name, sizes[name], options.seed, options.steps, device, not options.eager)
+
+
+def _trace(report: Report, options: argparse.Namespace, device: torch.device) -> None:
+    """Write what the device and the host did in two steps, in Chrome's format, beside the report."""
+    spec = parse_job_spec(_chosen(SIZES[TRACED], device).document(options.seed, not options.eager))
+    step = contestants.manta(spec, device)
+    for _ in range(contestants.WARM_UP):
         step()
-    seconds = []
-    for _ in range(steps):
-        _settle(device)
-        began = time.perf_counter()
-        step()
-        _settle(device)
-        seconds.append(time.perf_counter() - began)
-    return seconds
-
-
-def _settle(device: torch.device) -> None:
+    contestants.settle(device)
+    activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _product_rate(device: torch.device) -> float:
-    """Sustained rate of large bf16 matrix products, FLOP/s."""
-    n = 8192 if device.type == "cuda" else 256
-    left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    out = left @ right
-    _settle(device)
-    began, count = time.perf_counter(), 50
-    for _ in range(count):
-        torch.mm(left, right, out=out)
-    _settle(device)
-    return 2.0 * n**3 * count / (time.perf_counter() - began)
-
-
-def _tokens(spec: JobSpec, device: torch.device) -> torch.Tensor:
-    """Random tokens [s + 1, global batch]."""
-    generator = torch.Generator().manual_seed(spec.train.seed)
-    shape = (spec.model.sequence_length + 1, spec.train.global_batch_size)
-    return torch.randint(spec.vocabulary_size, shape, generator=generator).to(device)
-
-
-def _batch(spec: JobSpec, device: torch.device) -> list[MicroBatch]:
-    parts = _tokens(spec, device).split(spec.train.micro_batch_size, dim=1)
-    b = spec.train.micro_batch_size
-    return [
-        MicroBatch(range(i * b, (i + 1) * b), part[:-1].contiguous(), part[1:].contiguous())
-        for i, part in enumerate(parts)
-    ]
-
-
-def _manta(spec: JobSpec, device: torch.device) -> Callable[[], object]:
-    engine = Engine(spec, Comm(RankGrid(spec.layout), 0, device))
-    engine.initialise(spec.train.seed)
-    batch = _batch(spec, device)
-    return lambda: engine.step(batch, spec.train.global_batch_size, LEARNING_RATE, 0)
-
-
-def _transformers(spec: JobSpec, device: torch.device) -> Callable[[], object]:
-    """GPT-2 of the same shape with fp32 weights, bf16 autocast, torch.compile and fused AdamW. Raises ImportError
-    without transformers."""
-    model = gpt2_like(spec).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    compiled = torch.compile(model)
-    tokens_bs = _tokens(spec, device).t().contiguous()
-    inputs, targets = tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16):
-            logits = compiled(inputs).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-    return step
-
-
-def _measure_pairs(report: Report, size: Size, seed: int, device: torch.device) -> None:
-    """Two ranks on one device against one."""
-    ranks = LocalRanks()
-    layouts: dict[str, dict[str, Any]] = {
-        "one_rank": {},
-        "tensor_2": {"tensor": 2},
-        "pipeline_2": {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2},
-    }
-    sized = replace(size, layers=4)
-    gathered = {
-        name: ranks.run(_few_steps, sized.document(seed, False, **layout), device=str(device))[0]
-        for name, layout in layouts.items()
-    }
-    for name in ("tensor_2", "pipeline_2"):
-        pairs = zip(gathered[name], gathered["one_rank"], strict=True)
-        furthest = max(abs(a / b - 1.0) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
-        report.add(f"{name}_largest_difference", round(furthest, 6), "ratio", AGREEMENT)
-
-
-def _few_steps(comm: Comm, spec: JobSpec) -> list[tuple[float, float]]:
-    """Loss and gradient norm of three steps."""
-    engine = Engine(spec, comm)
-    engine.initialise(spec.train.seed)
-    batch = _batch(spec, comm.device)
-    steps = [engine.step(batch, spec.train.global_batch_size, LEARNING_RATE, 0) for _ in range(3)]
-    return [(step.loss, step.grad_norm) for step in steps]
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(2):
+            step()
+        contestants.settle(device)
+    path = options.out.with_name(f"{options.out.stem}-trace.json.gz")
+    profile.export_chrome_trace(str(path))
+    report.settings["trace"] = str(path)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from benchmarks import (
     planned_layouts,
     snapshots,
     step,
-    step_gpu,
     tokenize,
 )
 from benchmarks.support.report import deliver
@@ -148,14 +147,6 @@ def test_a_step_is_timed_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> N
     report = step.measure(argparse.Namespace(seed=1, starts=1, rounds=1, seconds=0.01))
     for name in ("tiny_engine_to_plain", "tiny_engine_to_transformers", "host_time_parallel_to_plain"):
         assert report.figures[name].value > 0
-
-
-def test_the_gpu_benchmark_says_that_it_needs_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(step_gpu.torch.cuda, "is_available", lambda: False)
-    assert step_gpu.main([]) == 1
-    assert "needs a GPU and found none" in capsys.readouterr().err
 
 
 def test_jobs_end_though_the_control_plane_is_killed() -> None:

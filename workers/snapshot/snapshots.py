@@ -152,6 +152,11 @@ class Snapshots:
         """Of the file where it does not lie in shared memory but with the node's daemon."""
         return self._file.form.size if in_node_memory(self.path) else 0
 
+    @property
+    def pin_error(self) -> int:
+        """The driver's code where a GPU cannot copy into the file's memory by itself; 0 where it can, or is none."""
+        return self._pinned.error
+
     def _pin(self) -> PinnedMemory:
         whole = torch.frombuffer(self._file.memory, dtype=torch.uint8)
         return PinnedMemory(whole, on_gpu=bool(self.state) and self.state[0].is_cuda)

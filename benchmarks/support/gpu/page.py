@@ -1,0 +1,104 @@
+"""The page that a run ends with: which goals were met, the figures behind them, and what did not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.support.gpu.sizes import SIZES
+from benchmarks.support.report import Figure, Report
+
+GOAL_MFU_CAUSAL = 0.45
+GOAL_AGAINST_TRANSFORMERS = 1.1
+NOT_BUILT = {"fp8": "the engine has no fp8 products yet (workers/parallel/tensor/products.py is where they go)"}
+CONTESTANTS = ("manta", "manta_eager", "transformers", "torchtitan", "megatron_core")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure that should reach some number."""
+
+    sentence: str
+    figure: str
+    least: float
+
+
+def goals() -> Iterator[Goal]:
+    """All that go upwards; those that a figure should stay below are in the report itself."""
+    for name in ("gpt_1b3", "llama_1b5"):
+        yield Goal(f"{name}: MFU, causal products counted once", f"{name}_manta_mfu_causal", GOAL_MFU_CAUSAL)
+    for name in SIZES:
+        yield Goal(
+            f"{name}: tokens a second against transformers and torch.compile",
+            f"{name}_manta_to_transformers",
+            GOAL_AGAINST_TRANSFORMERS,
+        )
+
+
+def page_of(report: Report) -> str:
+    """The page, as plain text."""
+    settings = report.settings
+    lines = [
+        f"Manta on {settings['device']}, torch {settings['torch']}, seed {report.seed}",
+        *(["A rehearsal on a CPU with tiny models: no figure and no verdict means anything."] * settings["rehearsal"]),
+        "",
+        "GOALS",
+        *(f"  {line}" for line in _verdicts(report)),
+        "",
+        "STEP, bf16                          ms   tokens/s  MFU causal  MFU full  of products  peak GB  told GB",
+        *(f"  {line}" for line in _steps(report)),
+        "",
+        "EVERYTHING ELSE",
+        *(f"  {line}" for line in _others(report)),
+        "",
+        "NOT RUN",
+        *(f"  {name}: {why}" for name, why in {**settings["left_out"], **NOT_BUILT}.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _verdicts(report: Report) -> Iterator[str]:
+    for goal in goals():
+        figure = report.figures.get(goal.figure)
+        said = "NOT MEASURED" if figure is None else "met" if figure.value >= goal.least else "MISSED"
+        value = "" if figure is None else f" ({figure.value:g}, at least {goal.least:g})"
+        yield f"{said:<13} {goal.sentence}{value}"
+    for name, figure in report.figures.items():
+        if figure.met is not None:
+            wanted = f"{figure.target}" if isinstance(figure.target, bool) else f"at most {figure.target:g}"
+            yield f"{'met' if figure.met else 'MISSED':<13} {name} ({_value(figure)}, {wanted})"
+
+
+def _steps(report: Report) -> Iterator[str]:
+    for size in report.settings["sizes"]:
+        for who in CONTESTANTS:
+            found = {
+                what: report.figures.get(f"{size}_{who}_{what}")
+                for what in ("step", "tokens_per_second", "mfu_causal", "mfu_full", "of_matrix_products", "peak_memory")
+            }
+            if found["step"] is None:
+                continue
+            step, tokens, causal, full, products, peak = (
+                0.0 if each is None else each.value for each in found.values()
+            )
+            told = report.figures.get(f"{size}_{who}_memory_told")
+            told_gb = "" if told is None else f"{told.value / 1e9:.2f}"
+            name = f"{size} {who}"
+            yield (
+                f"{name:<28} {step:>8.1f} {tokens:>10.0f} {causal:>11.3f} {full:>9.3f} {products:>12.3f} "
+                f"{peak / 1e9:>8.2f} {told_gb:>8}"
+            )
+
+
+def _others(report: Report) -> Iterator[str]:
+    of_steps = tuple(f"{size}_{who}_" for size in report.settings["sizes"] for who in CONTESTANTS)
+    for name, figure in report.figures.items():
+        if figure.met is None and not name.startswith(of_steps):
+            yield f"{name:<44} {_value(figure)} {figure.unit}"
+    for name in ("repair_self_test", "trace"):
+        if name in report.settings:
+            yield f"{name:<44} {report.settings[name]}"
+
+
+def _value(figure: Figure) -> str:
+    return f"{figure.value:.6g}" if isinstance(figure.value, float) else str(figure.value)

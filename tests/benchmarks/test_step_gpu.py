@@ -1,0 +1,91 @@
+"""The page for a GPU, rehearsed on a CPU: every part runs, one that fails is named, and verdicts follow from figures."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import step_gpu
+from benchmarks.support.gpu import contestants, page
+from benchmarks.support.report import Report
+
+
+def rehearse(folder: Path, *more: str) -> tuple[dict[str, Any], str]:
+    """The JSON and the page of a run on a CPU."""
+    out = folder / "gpu.json"
+    assert step_gpu.main(["--device", "cpu", "--eager", "--steps", "2", "--out", str(out), *more]) == 0
+    return json.loads(out.read_text()), out.with_suffix(".txt").read_text()
+
+
+def test_it_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(step_gpu.torch.cuda, "is_available", lambda: False)
+    assert step_gpu.main([]) == 1
+    assert "needs a GPU and found none" in capsys.readouterr().err
+
+
+def test_a_part_that_fails_is_named_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+    def absent(*_: object) -> Any:
+        raise ModuleNotFoundError("No module named 'megatron'")
+
+    monkeypatch.setattr(contestants, "OTHERS", {"transformers": broken, "megatron_core": absent})
+    monkeypatch.setattr(step_gpu.two_ranks, "measure_repair", broken)
+    report, text = rehearse(tmp_path, "--sizes", "llama_1b5", "--parts", "models", "repair", "snapshots", "trace")
+    left_out, figures = report["settings"]["left_out"], report["figures"]
+    assert left_out["repair"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert set(left_out) == {"repair", "llama_1b5_transformers", "llama_1b5_megatron_core"}
+    assert all(f"  {name}: {why}" in text for name, why in left_out.items())
+    assert "fp8: the engine has no fp8 products yet" in text and "A rehearsal on a CPU" in text
+    assert figures["llama_1b5_manta_tokens_per_second"]["value"] > 0
+    assert figures["llama_1b5_manta_memory_told"]["value"] > 0
+    assert figures["snapshot_llama_1b5_copied"]["value"] > 0 and "target" in figures["snapshot_llama_1b5_stall_share"]
+    assert "NOT MEASURED  llama_1b5: tokens a second against transformers" in text
+    with gzip.open(tmp_path / "gpu-trace.json.gz", "rt") as file:
+        assert json.load(file)["traceEvents"]
+    assert capsys.readouterr().out.strip() == text.strip()
+
+
+@pytest.mark.soak
+def test_a_job_whose_rank_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+    report, text = rehearse(tmp_path, "--parts", "kill")
+    assert report["settings"]["left_out"] == {}
+    assert report["figures"]["kill_same_bits"] == {"value": True, "unit": "bool", "target": True, "met": True}
+    assert report["figures"]["kill_steps_done_again"]["value"] == 0
+    assert "met           kill_same_bits (True, True)" in text
+
+
+@pytest.mark.parametrize(
+    ("reached", "against", "stall", "verdicts"),
+    [(0.45, 1.1, 0.01, ["met"] * 3), (0.4499, 1.0999, 0.0101, ["MISSED"] * 3)],
+)
+def test_verdicts_follow_from_the_figures(reached: float, against: float, stall: float, verdicts: list[str]) -> None:
+    report = Report("step_gpu", 1)
+    report.settings = {"device": "a card", "torch": "2", "rehearsal": False, "sizes": {}, "left_out": {}}
+    report.add("llama_1b5_manta_mfu_causal", reached, "ratio")
+    report.add("llama_1b5_manta_to_transformers", against, "ratio")
+    report.add("snapshot_llama_1b5_stall_share", stall, "ratio", 0.01)
+    lines = [line.split() for line in page.page_of(report).splitlines()]
+    assert [line[0] for line in lines if line[1:2] in (["llama_1b5:"], ["snapshot_llama_1b5_stall_share"])] == verdicts
+    assert sum(line[:2] == ["NOT", "MEASURED"] for line in lines) == 4
+    assert "rehearsal" not in page.page_of(report)
+
+
+@pytest.mark.soak
+def test_every_part_runs(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    assert (
+        step_gpu.main(["--device", "cpu", "--steps", "1", "--sizes", "gpt_125m", "llama_1b5", "--out", str(out)]) == 0
+    )
+    report = json.loads(out.read_text())
+    assert all(name.endswith(("torchtitan", "megatron_core")) for name in report["settings"]["left_out"])
+    for name in ("gpt_125m_manta_eager_step", "gpt_125m_manta_to_transformers", "tensor_2_largest_difference"):
+        assert name in report["figures"]
+    assert report["figures"]["repair_in_place_works"]["value"]
