@@ -1,4 +1,4 @@
-"""The page for a GPU, rehearsed on a CPU: every part runs, one that fails is named, and verdicts follow from figures."""
+"""The page for a GPU, rehearsed on a CPU: each part runs, one that fails is named, and verdicts follow from figures."""
 
 from __future__ import annotations
 
