@@ -9,8 +9,10 @@ import pytest
 import torch
 from job_cover import FACTORS, SCHEDULES, job_of
 from recorded_jobs import recorded_rank
-from stream_races import COMPUTE, OrderedWork, PretendedCuda, RaceRecorder, pretended_streams
+from stream_races import COMPUTE, OrderedWork, PretendedCuda, RaceRecorder, pretended_loader, pretended_streams
 
+from workers.checkpoint import checkpointer
+from workers.config import JobSpec
 from workers.snapshot import state_copy
 from workers.snapshot.snapshots import Snapshots
 
@@ -128,18 +130,71 @@ def test_a_marker_that_does_not_wait_for_the_copy_is_found(tmp_path, monkeypatch
     assert any(race.startswith("stream 1 writes") and "thread snapshot reads" in race for race in cuda.order.races)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_whole_steps_use_nothing_without_a_wait(corpus, tmp_path, schedule):
-    """Snapshots, checkpoints, each communicator and the compute stream of every kind of rank."""
-    layout = {"layout": (2, 2, 2), "schedule": schedule, "sequence_parallel": True}
+def raced(job: JobSpec, rank: int, folder: Path, steps: int = 2, stream: str = COMPUTE) -> PretendedCuda:
+    """What a rank of a job did in some steps; `stream`: on which batches are copied to the device."""
+    with pretended_streams() as cuda, pretended_loader(cuda, stream):
+        recorder = RaceRecorder(rank, job.layout.world_size)
+        recorder.order = cuda.order
+        recorded_rank(job, rank, steps, folder, recorder=recorder)
+    return cuda
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule"),
+    [
+        *(("gpt", schedule) for schedule in SCHEDULES),
+        *(
+            pytest.param(family, schedule, marks=() if schedule == least else pytest.mark.soak)
+            for family, least in (("llama", "1f1b"), ("qwen", "zb-v"))
+            for schedule in SCHEDULES
+        ),
+    ],
+)
+def test_whole_steps_use_nothing_without_a_wait(corpus, tmp_path, family, schedule):
+    """Snapshots, checkpoints out of their slots, batches that are read ahead, each communicator and the compute stream
+    of every kind of rank."""
+    layout = {"layout": (2, 2, 2), "schedule": schedule, "sequence_parallel": True, "family": family}
     job = job_of(PLAIN | layout, corpus, train={"steps": 2})
     for rank in (0, 3):
-        with pretended_streams() as cuda:
-            recorder = RaceRecorder(rank, job.layout.world_size)
-            recorder.order = cuda.order
-            recorded_rank(job, rank, 2, tmp_path / str(rank), recorder=recorder)
+        cuda = raced(job, rank, tmp_path / str(rank))
         assert cuda.order.races == []
         assert cuda.made == 1
+
+
+def test_batches_that_are_copied_on_a_stream_nobody_waits_for_are_found(corpus, tmp_path):
+    """torch gives a thread the device's own stream, on which the engine computes too; another one would be a race."""
+    alone = {"layout": (1, 1, 4), "schedule": "1f1b", "sequence_parallel": False}
+    cuda = raced(job_of(PLAIN | alone, corpus, train={"steps": 3}), 0, tmp_path, 3, "loader")
+    assert any(race.startswith("loader writes") and f"{COMPUTE} reads" in race for race in cuda.order.races)
+
+
+@pytest.mark.parametrize("let_go", ["too early", "without a look", "after a look"])
+def test_a_slot_that_is_overwritten_while_it_is_saved_is_found(tmp_path, let_go):
+    with pretended_streams() as cuda:
+        snapshots, saver = opened(tmp_path), checkpointer.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        for step in (1, 2):
+            snapshots.save(step)
+        held = snapshots.hold(2, bytes)
+
+        def read() -> None:
+            held.wait()
+            cuda.order.runs("thread checkpoint", [(held.part(0, 1), False)], "thread checkpoint")
+
+        saving = saver.submit(read)
+        if let_go == "too early":
+            snapshots.let_go()
+        for step in (3, 4):
+            update(snapshots)
+            snapshots.save(step)
+        saving.exception()  # it has ended, which nobody knows yet
+        if let_go == "without a look" or saving.done():
+            snapshots.let_go()
+        snapshots.save(5)
+        snapshots.close()
+        saver.shutdown()
+    raced = [race for race in cuda.order.races if "thread checkpoint reads" in race and "stream 1 writes" in race]
+    assert (raced == []) == (let_go == "after a look"), cuda.order.races
+    assert len(raced) == len(cuda.order.races)
 
 
 def test_a_collective_that_nobody_waits_for_is_found(corpus, monkeypatch):

@@ -2,7 +2,8 @@
 
 What runs on a stream, or on a thread of the host, comes after what that stream or thread has waited for, and after
 nothing else; two uses of the same bytes, of which one writes, must have an order. Streams are those of each
-communicator, the compute stream, and those that the engine makes; threads are whoever asks for a copy and waits for it.
+communicator, the compute stream, and those that the engine makes; threads are whoever asks for a copy and waits for it,
+who writes checkpoints out of the snapshots' slots, and, in `pretended_loader`, who reads batches ahead.
 
 torch's own sanitizer (`torch.cuda._sanitizer`) knows a tensor by its first byte, so to it a bucket and the parameters
 that lie in it have nothing to do with each other; here bytes are compared.
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,8 +25,12 @@ import torch
 from recorded_groups import Recorder, _ends, _Work, code_line
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from workers import rank_state
 from workers.checkpoint import checkpointer
-from workers.snapshot import state_copy
+from workers.data import batches, prefetch
+from workers.data.batches import MicroBatch
+from workers.snapshot import snapshots, state_copy
+from workers.snapshot.snapshots import HeldSlot
 
 Clock = dict[str, int]
 """How far each actor had come."""
@@ -222,14 +227,20 @@ def _threads_of(cuda: PretendedCuda) -> type[ThreadPoolExecutor]:
                     over.update(cuda.order.clock(_thread()))
 
             future = super().submit(run)
-            result = future.result
+            result, done = future.result, future.done
 
             def joined(timeout: float | None = None) -> Any:
                 value = result(timeout)
                 cuda.order.after(_thread(), over)
                 return value
 
-            future.result = joined  # type: ignore[method-assign]
+            def seen() -> bool:
+                there = done()
+                if there:
+                    cuda.order.after(_thread(), over)
+                return there
+
+            future.result, future.done = joined, seen  # type: ignore[method-assign]
             return future
 
     return Threads
@@ -284,6 +295,53 @@ class OrderedWork(_Work):
         return super().wait()
 
 
+class _Slots(checkpointer.Checkpointer):
+    """What a save writes out of a slot, its thread reads until it has compared the sums."""
+
+    order: Order
+
+    def _in_slot(self, held: HeldSlot) -> Any:
+        uses: list[tuple[torch.Tensor, bool]] = []
+
+        def part(first: int, last: int) -> torch.Tensor:
+            uses.append((held.part(first, last), False))
+            return uses[-1][0]
+
+        def check() -> None:
+            self.order.runs(_thread(), uses, _thread())
+            held.check()
+
+        return super()._in_slot(replace(held, part=part, check=check))
+
+
+def _to_device(cuda: PretendedCuda, thread: Callable[[], None]) -> Callable[..., Any]:
+    """In the place of a batch's way to a GPU: pinned, and copied on the stream of the thread that asks for it."""
+
+    def moved(batch: MicroBatch, device: Any) -> MicroBatch:
+        if batch.inputs_sb is None or batch.targets_sb is None:
+            return batch
+        thread()
+        pinned = [tokens.clone() for tokens in (batch.inputs_sb, batch.targets_sb)]
+        inputs_sb, targets_sb = (torch.empty_like(each).copy_(each) for each in pinned)
+        return replace(batch, inputs_sb=inputs_sb, targets_sb=targets_sb)
+
+    return moved
+
+
+@contextmanager
+def pretended_loader(cuda: PretendedCuda, stream: str = COMPUTE) -> Iterator[None]:
+    """Within the block batches are copied to the device by the thread that reads ahead, on the current stream of that
+    thread, which torch makes the device's own; `stream`: as if it were another one."""
+
+    def on_stream() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            cuda.current.name = stream
+
+    threads = mock.patch.object(prefetch, "ThreadPoolExecutor", _threads_of(cuda))
+    with threads, mock.patch.object(batches, "_on_device", _to_device(cuda, on_stream)):
+        yield
+
+
 @contextmanager
 def pretended_streams() -> Iterator[PretendedCuda]:
     """Within the block tensors say that they lie on a GPU, whose streams are pretended; races are in `order.races`."""
@@ -293,10 +351,12 @@ def pretended_streams() -> Iterator[PretendedCuda]:
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True), create=True))
         for name in ("Stream", "Event", "current_stream", "stream", "cudart"):
             stack.enter_context(mock.patch.object(torch.cuda, name, getattr(cuda, name)))
-        for module in (state_copy, checkpointer):
+        for module in (state_copy, checkpointer, snapshots):
             stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", _threads_of(cuda)))
         flags = SimpleNamespace(Event=_flags_of(cuda))
         stack.enter_context(mock.patch.object(checkpointer, "threading", flags))
+        slots = type("Slots", (_Slots,), {"order": cuda.order})
+        stack.enter_context(mock.patch.object(rank_state, "Checkpointer", slots))
         stack.enter_context(_Kernels(cuda))
         yield cuda
     state_copy.copy_stream.cache_clear()
