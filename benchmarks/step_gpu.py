@@ -4,11 +4,11 @@
 
 One training step in bf16 of GPTs of 125 million and 1.3 billion parameters, of a Llama of 1.5 billion, and of one as
 wide as an 8 billion one with its layers cut to fit: tokens a second, MFU in both conventions, peak memory beside what
-was told before; compiled and not; beside the same model of `transformers` under torch.compile, of torchtitan and of
-Megatron Core where those are installed, and beside the card's own rate of matrix products. Then two ranks on the one
-card, whose messages travel through host memory: the numbers of one rank, and the same bits after one of them was
-killed. What snapshots cost. Whether process groups can be repaired in place. A trace of two steps, for Perfetto or
-chrome://tracing.
+was told before; compiled, not compiled, and by kernels that give the same bits each time; beside the same model of
+`transformers` under torch.compile, of torchtitan and of Megatron Core where those are installed, and beside the card's
+own rate of matrix products. Then two ranks on the one card, whose messages travel through host memory: the numbers of
+one rank, and the same bits after one of them was killed. What snapshots cost. Whether process groups can be repaired in
+place. A trace of two steps, for Perfetto or chrome://tracing.
 
 Needs no more than torch, numpy, pydantic and PyYAML. A part that fails is named on the page, and the others go on.
 `--device cpu` runs every line of it with tiny models, to try the program: those figures mean nothing.
@@ -120,9 +120,12 @@ def _measure_models(report: Report, sizes: dict[str, Size], options: argparse.Na
     report.add("matrix_products", round(products / 1e12, 3), "TFLOP/s")
     for name, size in sizes.items():
         compiled, eager = (parse_job_spec(size.document(options.seed, each)) for each in (not options.eager, False))
+        kernels = {"train": {"deterministic_kernels": True}}
+        same_bits = parse_job_spec(size.document(options.seed, not options.eager, **kernels))
         report.add(f"{name}_parameters", parameter_count(compiled), "parameters")
         makers: dict[str, tuple[contestants.Maker, JobSpec]]
         makers = {"manta": (contestants.manta, compiled), "manta_eager": (contestants.manta, eager)}
+        makers["manta_same_bits"] = contestants.manta, same_bits
         makers |= {who: (make, compiled) for who, make in contestants.OTHERS.items()}
         if options.eager:
             makers.pop("manta_eager")

@@ -378,6 +378,11 @@ class TrainConfig(Section):
     is smaller where it does not divide."""
     seed: Seed = 1234
     """Seed of initialisation and sample order."""
+    deterministic_kernels: bool = False
+    """Whether a GPU computes by kernels that give the same bits each time, so that a job that was recovered has the
+    very curve that it would have had. false: the fastest, whose attention adds in the order in which its blocks happen
+    to come, so that the curve is the same but for rounding. With deterministic: elastic they are always such. CPUs have
+    no others."""
     deterministic: Literal["layout", "elastic"] = "layout"
     """What the bits of a job depend on. layout: the same layout gives the same bits. elastic: the number of replicas
     does not matter either, at the same tensor and pipeline size: gradients are added in a fixed tree over the global

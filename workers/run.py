@@ -209,7 +209,7 @@ def pick_device(spec: JobSpec, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise MantaError("resources.accelerator is gpu, but this machine has none (try: auto)")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    gpu.use(device)
+    gpu.use_for(spec, device)
     return device
 
 

@@ -23,6 +23,7 @@ from workers.checkpoint.catalog import seal, whole_checkpoints
 from workers.errors import MantaError
 from workers.protocol.reports import Event, Finished, Message, Metrics
 from workers.settings import Launcher
+from workers.system import gpu
 from workers.threads import OF_COMPUTATION
 from workers.weights.export import export
 
@@ -235,9 +236,11 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(str(device)))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         return chosen
 
-    return have
+    yield have
+    gpu.leave()
 
 
 def device(accelerator, local_rank=0):

@@ -249,7 +249,7 @@ def _device(spec: JobSpec) -> torch.device:
     device = torch.device("cpu") if wanted == "cpu" else ray.train.torch.get_device()
     if wanted == "gpu" and device.type != "cuda":
         raise RayTrainError("resources.accelerator is gpu, but the workers have none: set ScalingConfig(use_gpu=True)")
-    gpu.use(device)
+    gpu.use_for(spec, device)
     return device
 
 

@@ -337,7 +337,7 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
     spec = parse_job_spec(order.spec)
     torch.set_num_threads(threads_of(spec))
     device, backend = _device_of(order)
-    gpu.use(device)
+    gpu.use_for(spec, device)
     if progress is None and order.snapshot_folder is not None:
         answer_with_stacks(order.snapshot_folder, order.rank)
         progress = Progress.shared(order.snapshot_folder, order.rank)

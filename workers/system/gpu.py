@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import torch
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
 
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import deterministic
+
+from workers.config import JobSpec
 from workers.errors import ModelError
 
 _NO_KERNEL = "No available kernel"
 """In what torch says where no attention kernel that is allowed takes its inputs."""
 
+_CHOSEN = ExitStack()
+"""Holds the choice of attention kernels, which ends with the block that torch offers for it."""
 
-def use(device: torch.device) -> None:
-    """Compute on `device` from now on; does nothing on a CPU.
+
+def use(device: torch.device, same_bits: bool = False) -> None:
+    """Compute on `device` from now on; does nothing on a CPU. `same_bits`: by kernels that give the same each time.
 
     Sums of 16-bit products stay in fp32 whatever the library's default is, and attention by the kernel that keeps an
     s x s tensor for each head is nothing that it falls back to in silence: see `named`.
@@ -21,7 +31,39 @@ def use(device: torch.device) -> None:
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    torch.backends.cuda.enable_math_sdp(False)
+    kernels = attention_kernels(torch.cuda.get_device_capability(device), same_bits)
+    _CHOSEN.close()
+    _CHOSEN.enter_context(sdpa_kernel(list(kernels), set_priority=True))
+    if same_bits:
+        # Of these cuBLAS takes the size of its workspace, without which it may add in another order on each stream.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Also for the attention kernel's backward. What torch has no such kernel for it names in the rank's log.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # with what nobody reads
+
+
+def leave() -> None:
+    """Choose attention kernels, and among kernels at all, as torch does by itself again."""
+    _CHOSEN.close()
+    torch.use_deterministic_algorithms(False)
+
+
+def attention_kernels(capability: tuple[int, int], same_bits: bool) -> Sequence[SDPBackend]:
+    """Those of `scaled_dot_product_attention` that a GPU of this compute capability may use, the first that takes the
+    inputs first, whatever torch's own order is.
+
+    cuDNN's are made for Hopper and what came after it, where flash attention 2, which torch brings, does not reach its
+    products; on older ones that comes first. cuDNN's have no backward that gives the same bits each time.
+    """
+    plain = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    if same_bits:
+        return plain
+    return (SDPBackend.CUDNN_ATTENTION, *plain) if capability >= (9, 0) else (*plain, SDPBackend.CUDNN_ATTENTION)
+
+
+def use_for(spec: JobSpec, device: torch.device) -> None:
+    """`use`, as the job wants it."""
+    use(device, spec.train.deterministic_kernels or spec.train.deterministic == "elastic")
 
 
 def named(error: RuntimeError) -> Exception:

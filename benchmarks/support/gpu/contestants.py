@@ -25,6 +25,7 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
+from workers.system import gpu
 
 LEARNING_RATE = 1e-4
 CLIP_NORM = 1.0
@@ -40,6 +41,7 @@ def timed(make: Callable[[], Step], steps: int, device: torch.device) -> tuple[f
     try:
         seconds = _step_seconds(make(), steps, device)
     finally:
+        gpu.leave()
         torch.compiler.reset()
         gc.collect()
         if device.type == "cuda":
@@ -97,7 +99,8 @@ def _tokens(spec: JobSpec, device: torch.device) -> torch.Tensor:
 
 
 def manta(spec: JobSpec, device: torch.device) -> Step:
-    """This engine."""
+    """This engine, on the kernels that a job's ranks choose."""
+    gpu.use_for(spec, device)
     engine = Engine(spec, Comm(RankGrid(spec.layout), 0, device))
     engine.initialise(spec.train.seed)
     batch = batch_of(spec, device)

@@ -11,7 +11,7 @@ from benchmarks.support.report import Figure, Report
 GOAL_MFU_CAUSAL = 0.45
 GOAL_AGAINST_TRANSFORMERS = 1.1
 NOT_BUILT = {"fp8": "the engine has no fp8 products yet (workers/parallel/tensor/products.py is where they go)"}
-CONTESTANTS = ("manta", "manta_eager", "transformers", "torchtitan", "megatron_core")
+CONTESTANTS = ("manta", "manta_eager", "manta_same_bits", "transformers", "torchtitan", "megatron_core")
 
 
 @dataclass(frozen=True)

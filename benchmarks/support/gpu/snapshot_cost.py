@@ -21,6 +21,7 @@ from workers.paths import SHARED_MEMORY
 from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
+from workers.system import gpu
 from workers.system.host_memory import memory_available
 from workers.trainer import NO_PLACES, Places, Trainer
 
@@ -55,6 +56,7 @@ def _trained(
 ) -> tuple[list[float], list[float], list[float], float, bool]:
     """Seconds of each step, of each stall and of each copy after warm-up; seconds of a checkpoint; whether the memory
     of the snapshots is pinned."""
+    gpu.use_for(spec, device)
     trainer = Trainer(spec, Comm(RankGrid(spec.layout), 0, device), Reporter(lambda messages: None), 1e12, places)
     trainer.restore(Resume())
     snapshots, checkpoints = trainer.state.snapshots, trainer.state.checkpoints

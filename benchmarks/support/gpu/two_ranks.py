@@ -34,6 +34,7 @@ from workers.protocol.reports import Message, Metrics
 from workers.reporter import Reporter
 from workers.snapshot.files import steps_kept
 from workers.spec.reading import parse_job_spec
+from workers.system import gpu
 from workers.trainer import Places, Trainer
 
 AGREEMENT = 2e-2  # bf16 keeps eight bits; loss and norm are means over many roundings
@@ -82,7 +83,7 @@ class Trained:
 def measure_kill(report: Report, size: Size, seed: int, device: torch.device) -> None:
     """A job of two ranks of which one is killed inside of a step's backward, and which goes on from its snapshots."""
     ranks = LocalRanks()
-    document = size.document(seed, False, parallel={"tensor": 2}, train={"steps": STEPS})
+    document = size.document(seed, False, parallel={"tensor": 2}, train={"steps": STEPS, "deterministic_kernels": True})
     document["checkpoint"] = {"every_steps": 0, "snapshot_every_steps": 1}
 
     def train(folder: str, resume: int | None, dies_at: int) -> list[Trained]:
@@ -117,6 +118,7 @@ def _train(comm: Comm, spec: JobSpec, folder: str, resume: int | None, dies_at: 
             trainer.state.snapshots.finish()  # type: ignore[union-attr] # what is tried is not how fast it copies
             os.kill(os.getpid(), signal.SIGKILL)
 
+    gpu.use_for(spec, comm.device)
     reporter = Reporter(take)
     trainer = Trainer(spec, comm, reporter, 1e12, Places("killed", snapshots=folder))
     trainer.restore(Resume() if resume is None else Resume("snapshot", resume))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_specs import spec
 
 from workers.errors import ModelError
 from workers.model.core_attention import Visible, cached_attention
@@ -16,12 +19,21 @@ FLAGS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision
 @pytest.fixture
 def chosen(monkeypatch):
     """The devices that were set; this process's flags are put back afterwards."""
-    matmul, math = torch.backends.cuda.matmul, torch.backends.cuda.math_sdp_enabled()
-    before = {name: getattr(matmul, name) for name in FLAGS}
+    matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
+    names = ("math", "flash", "mem_efficient", "cudnn")
+    enabled = {name: getattr(cuda, f"{name}_sdp_enabled")() for name in names}
+    before, order = {name: getattr(matmul, name) for name in FLAGS}, torch._C._get_sdp_priority_order()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     devices: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append(str(device)))
     yield devices
-    torch.backends.cuda.enable_math_sdp(math)
+    gpu.leave()
+    for name, on in enabled.items():
+        getattr(cuda, f"enable_{name}_sdp")(on)
+    torch._C._set_sdp_priority_order(order)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
     for name, value in before.items():
         setattr(matmul, name, value)
 
@@ -34,6 +46,34 @@ def test_sums_stay_wide_and_attention_fused(chosen):
     assert not torch.backends.cuda.math_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("capability", "same_bits", "order"),
+    [
+        ((9, 0), False, "cudnn flash efficient"),
+        ((8, 6), False, "flash efficient cudnn"),
+        ((9, 0), True, "flash efficient"),
+    ],
+)
+def test_attention_takes_the_best_kernel_of_the_card_and_never_the_one_that_keeps_all_weights(
+    chosen, monkeypatch, capability, same_bits, order
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu.use(torch.device("cuda:0"), same_bits)
+    names = {1: "flash", 2: "efficient", 3: "cudnn"}
+    usable = {"flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn"}
+    first = [names[number] for number in torch._C._get_sdp_priority_order() if number in names]
+    allowed = [name for name in first if getattr(torch.backends.cuda, f"{usable[name]}_sdp_enabled")()]
+    assert allowed == order.split() and not torch.backends.cuda.math_sdp_enabled()
+
+
+@pytest.mark.parametrize("train", [{"deterministic_kernels": True}, {"deterministic": "elastic"}, {}])
+def test_kernels_give_the_same_bits_where_the_job_wants_that(chosen, train):
+    gpu.use_for(spec(train=train), torch.device("cuda:0"))
+    assert torch.are_deterministic_algorithms_enabled() == bool(train)
+    assert torch.utils.deterministic.fill_uninitialized_memory != bool(train)
+    assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == bool(train)
 
 
 def test_a_cpu_keeps_what_it_has(chosen):
