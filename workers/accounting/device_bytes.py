@@ -103,8 +103,8 @@ def _workspace(spec: JobSpec, stage: int) -> int:
 
 
 def _loss_block(spec: JobSpec) -> int:
-    """The logits that a GPU widens at a time (`workers/parallel/tensor/cross_entropy.py`)."""
-    if spec.train.precision == "fp32":
+    """The logits that a GPU widens at a time (`workers/parallel/tensor/cross_entropy.py`); compiled kernels do not."""
+    if spec.train.precision == "fp32" or spec.train.compile:
         return 0
     columns = padded_vocabulary(spec) // spec.layout.tensor
     return WIDE * columns * min(_Sizes.of(spec).tokens, max(LOSS_ROWS, LOSS_ELEMENTS // columns))

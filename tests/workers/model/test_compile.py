@@ -3,6 +3,8 @@ outside of it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from engine_specs import axes, document, layout_of, spec
@@ -14,6 +16,8 @@ from workers.data.batches import MicroBatch
 from workers.engine import Engine
 from workers.model.layer import Layer
 from workers.model.parallelize import compile_layers
+from workers.parallel.pipeline import runtime
+from workers.parallel.tensor.cross_entropy import BY_BLOCKS, LossKernels
 from workers.spec.reading import parse_job_spec
 
 
@@ -77,6 +81,33 @@ def test_a_job_that_asks_for_it_has_each_layer_compiled_by_the_default_compiler(
     engine = Engine(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")))
     (chunk,) = engine.model.chunks
     assert given == [(layer, "inductor") for layer in chunk.layers.values() if wanted]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4])
+def test_the_loss_of_a_compiled_job_is_compiled(monkeypatch, wanted, z_loss):
+    called: list[str] = []
+
+    def noting(name: str, real: Any) -> Any:
+        return lambda *given: called.append(name) or real(*given)
+
+    fused = LossKernels(noting("sums", BY_BLOCKS.sums), noting("exponentials", BY_BLOCKS.exponentials))
+    monkeypatch.setattr(Layer, "compile", lambda layer, backend: None)
+    monkeypatch.setattr(runtime, "compiled_kernels", lambda: fused)
+    job = spec(model={"layers": 1}, train={"compile": wanted, "precision": "bf16", "z_loss": z_loss})
+    train(Engine(job, Comm(RankGrid(job.layout), 0, torch.device("cpu"))), 1)
+    assert set(called) == ({"sums", "exponentials"} if wanted else set())
+
+
+@pytest.mark.soak
+def test_16_bits_compiled_are_the_same_ones_each_time_and_near_those_of_plain_torch():
+    comm = Comm(RankGrid(spec().layout), 0, torch.device("cpu"))
+    plain_one, first, second = (
+        train(Engine(spec(model={"layers": 3}, train={"precision": "bf16", "compile": each}), comm), 3)
+        for each in (False, True, True)
+    )
+    assert first == second
+    assert first == [pytest.approx(each, rel=5e-3) for each in plain_one]  # fused operations round less
 
 
 @pytest.mark.soak  # its C++ takes twenty seconds to compile

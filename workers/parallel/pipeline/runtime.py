@@ -25,7 +25,12 @@ from workers.parallel.pipeline.schedules import forward_only, schedule
 from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.stages import neighbours, virtual_stage
 from workers.parallel.recompute.policy import Recompute, recomputed
-from workers.parallel.tensor.cross_entropy import cross_entropy_and_log_z, vocabulary_parallel_cross_entropy
+from workers.parallel.tensor.cross_entropy import (
+    BY_BLOCKS,
+    compiled_kernels,
+    cross_entropy_and_log_z,
+    vocabulary_parallel_cross_entropy,
+)
 from workers.parallel.tensor.dropout import sample_keys
 from workers.parallel.tensor.weight_gradients import Task, WeightGradients
 from workers.spec.parameters import takes_gradient
@@ -229,15 +234,16 @@ class Pipeline:
         if not logits.is_contiguous():  # a sample's tokens lie side by side
             logits, targets_sb = logits.transpose(0, 1), targets_sb.t()
         targets_n = targets_sb.flatten()
-        logits_nv, vocabulary = logits.flatten(0, 1), self.spec.vocabulary_size
+        given = (logits.flatten(0, 1), targets_n, self.spec.vocabulary_size, self.comm)
+        kernels = compiled_kernels() if self.spec.train.compile else BY_BLOCKS
         counts, weight = self.comm.index("tensor") == 0, self.spec.train.z_loss
         if weight and torch.is_grad_enabled():
-            losses_n, squares_n = cross_entropy_and_log_z(logits_nv, targets_n, vocabulary, self.comm)
+            losses_n, squares_n = cross_entropy_and_log_z(*given, kernels)
             total = losses_n.sum() + weight * squares_n.sum()
             if counts:
                 held.z_losses_m[micro_batch] = weight * squares_n.detach().sum(dtype=torch.float64)
         else:
-            losses_n = vocabulary_parallel_cross_entropy(logits_nv, targets_n, vocabulary, self.comm)
+            losses_n = vocabulary_parallel_cross_entropy(*given, kernels)
             total = losses_n.sum()
         if counts:
             held.losses_m[micro_batch] = losses_n.detach().sum(dtype=torch.float64)

@@ -2,14 +2,16 @@
 logits, three numbers a token cross the tensor group. On request with it comes the square of log Z, Z being a token's
 sum of exponentials, for the z-loss (arXiv:2204.02311, section 5), which needs nothing else to cross.
 
-The logits' memory is used again for their gradient, and 16-bit logits are widened to fp32 a block of rows at a time,
-so there is never a second tensor of their size. Shapes: n tokens, v vocabulary padded to a multiple of the
-tensor-parallel size t.
+The logits' memory is used again for their gradient, and 16-bit logits are widened to fp32 a block of rows at a time, or
+inside of compiled kernels, so there is never a second tensor of their size. Shapes: n tokens, v vocabulary padded to a
+multiple of the tensor-parallel size t.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +24,16 @@ BLOCK_ELEMENTS = 2**24
 """Of a block on a GPU, 64 MB in fp32: that a step is not thousands of small kernels."""
 
 
+@dataclass(frozen=True)
+class LossKernels:
+    """What is done with each 16-bit logit, in fp32: here an element costs what its memory does."""
+
+    sums: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """Of the exponentials of logits [n, v/t] less a number a row [n]: fp32 [n]."""
+    exponentials: Callable[[torch.Tensor, torch.Tensor], object]
+    """Turns the logits into them."""
+
+
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -31,6 +43,7 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         vocabulary_size: int,
         comm: Comm,
         with_squares: bool,
+        kernels: LossKernels,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         columns = logits_nv.shape[1]
         start = comm.index("tensor") * columns
@@ -45,21 +58,21 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         mine_n = (local_n >= 0) & (local_n < real)
         local_n = local_n.masked_fill(~mine_n, 0).unsqueeze(1)
         target_n = logits_nv.gather(1, local_n).squeeze(1).to(wide) - largest_n
-        own_n = _sums_of_exponentials(logits_nv, own_largest_n, largest_n, real)
+        own_n = _sums_of_exponentials(logits_nv, own_largest_n, largest_n, real, kernels)
         sums_2n = torch.stack([own_n, target_n.masked_fill(~mine_n, 0.0)])
         comm.all_reduce("tensor", sums_2n)
         ignored_n = targets_n < 0
         losses_n = (sums_2n[0].log() - sums_2n[1]).masked_fill(ignored_n, 0.0)
         log_z_n = (sums_2n[0].log() + largest_n).masked_fill(ignored_n, 0.0) if with_squares else None
         if ctx.needs_input_grad[0]:
-            factor_n = _unscaled_probabilities(logits_nv, largest_n, own_n, sums_2n[0])
+            factor_n = _unscaled_probabilities(logits_nv, largest_n, own_n, sums_2n[0], kernels)
             # Kept apart: rounding p before 1 is taken from it would lose the small difference.
             error_n = target_n.exp() / sums_2n[0] - 1.0
             ctx.save_for_backward(logits_nv, local_n, mine_n, error_n, factor_n, ignored_n, log_z_n)
         return losses_n, None if log_z_n is None else log_z_n.square()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         """A logit's gradient is p - 1 at the target, p elsewhere, of the loss; 2 log(Z) p of the square."""
         grad_nv, local_n, mine_n, error_n, factor_n, ignored_n, log_z_n = ctx.saved_tensors
         grad_n = grads[0].masked_fill(ignored_n, 0.0)
@@ -71,11 +84,15 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         grad_nv.mul_((every_n * factor_n).unsqueeze(1))
         targets_n = target_n.unsqueeze(1).to(grad_nv.dtype)
         grad_nv.scatter_(1, local_n, torch.where(mine_n.unsqueeze(1), targets_n, grad_nv.gather(1, local_n)))
-        return grad_nv, None, None, None, None
+        return grad_nv, None, None, None, None, None
 
 
 def _sums_of_exponentials(
-    logits_nv: torch.Tensor, own_largest_n: torch.Tensor, largest_n: torch.Tensor, real: int
+    logits_nv: torch.Tensor,
+    own_largest_n: torch.Tensor,
+    largest_n: torch.Tensor,
+    real: int,
+    kernels: LossKernels,
 ) -> torch.Tensor:
     """This rank's part of each token's sum of exponentials, in units of the largest. Wide logits become this rank's
     own softmax, by torch's fused kernel."""
@@ -86,23 +103,34 @@ def _sums_of_exponentials(
         torch.softmax(logits_nv, 1, out=logits_nv)
         # The largest logit's exponential is 1 before a softmax divides it by the sum.
         return (own_largest_n - largest_n).exp_().div_(logits_nv.amax(1))
-    own_n = torch.empty_like(largest_n)
-    for rows in _blocks(logits_nv):
-        own_n[rows] = logits_nv[rows].to(own_n.dtype).sub_(largest_n[rows].unsqueeze(1)).exp_().sum(1)
-    return own_n
+    return kernels.sums(logits_nv, largest_n)
 
 
 def _unscaled_probabilities(
-    logits_nv: torch.Tensor, largest_n: torch.Tensor, own_n: torch.Tensor, sums_n: torch.Tensor
+    logits_nv: torch.Tensor,
+    largest_n: torch.Tensor,
+    own_n: torch.Tensor,
+    sums_n: torch.Tensor,
+    kernels: LossKernels,
 ) -> torch.Tensor:
     """Turn 16-bit logits into what, times the factor [n] that is returned, are the probabilities; wide ones are that
     already."""
     if logits_nv.dtype == largest_n.dtype:
         return own_n / sums_n
-    log_sums_n = (sums_n.log() + largest_n).unsqueeze(1)
-    for rows in _blocks(logits_nv):
-        logits_nv[rows] = logits_nv[rows].to(sums_n.dtype).sub_(log_sums_n[rows]).exp_()
+    kernels.exponentials(logits_nv, sums_n.log() + largest_n)
     return torch.ones_like(sums_n)
+
+
+def _sums_by_blocks(logits_nv: torch.Tensor, less_n: torch.Tensor) -> torch.Tensor:
+    sums_n = torch.empty_like(less_n)
+    for rows in _blocks(logits_nv):
+        sums_n[rows] = logits_nv[rows].to(less_n.dtype).sub_(less_n[rows].unsqueeze(1)).exp_().sum(1)
+    return sums_n
+
+
+def _exponentials_by_blocks(logits_nv: torch.Tensor, less_n: torch.Tensor) -> None:
+    for rows in _blocks(logits_nv):
+        logits_nv[rows] = logits_nv[rows].to(less_n.dtype).sub_(less_n[rows].unsqueeze(1)).exp_()
 
 
 def _blocks(logits_nv: torch.Tensor) -> Iterator[slice]:
@@ -111,20 +139,47 @@ def _blocks(logits_nv: torch.Tensor) -> Iterator[slice]:
         yield slice(first, first + rows)
 
 
+BY_BLOCKS = LossKernels(_sums_by_blocks, _exponentials_by_blocks)
+"""One torch operator after the other."""
+
+
+def _whole_sums(logits_nv: torch.Tensor, less_n: torch.Tensor) -> torch.Tensor:
+    return (logits_nv.to(less_n.dtype) - less_n.unsqueeze(1)).exp().sum(1)
+
+
+def _whole_exponentials(logits_nv: torch.Tensor, less_n: torch.Tensor) -> None:
+    logits_nv.copy_((logits_nv.to(less_n.dtype) - less_n.unsqueeze(1)).exp())
+
+
+@cache
+def compiled_kernels() -> LossKernels:
+    """Made by torch.compile: each logit is read once, and nothing is kept of it in between. Sums are rounded otherwise
+    than by blocks."""
+    return LossKernels(torch.compile(_whole_sums, dynamic=True), torch.compile(_whole_exponentials, dynamic=True))
+
+
 def vocabulary_parallel_cross_entropy(
-    logits_nv: torch.Tensor, targets_n: torch.Tensor, vocabulary_size: int, comm: Comm
+    logits_nv: torch.Tensor,
+    targets_n: torch.Tensor,
+    vocabulary_size: int,
+    comm: Comm,
+    kernels: LossKernels = BY_BLOCKS,
 ) -> torch.Tensor:
     """Loss of each token, in nats: logits [n, v/t], targets [n] -> [n], the same on every tensor rank.
 
     Overwrites the logits. `vocabulary_size` is the number of real token ids; columns past it are padding. A negative
     target has no loss.
     """
-    return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, vocabulary_size, comm, False)[0]
+    return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, vocabulary_size, comm, False, kernels)[0]
 
 
 def cross_entropy_and_log_z(
-    logits_nv: torch.Tensor, targets_n: torch.Tensor, vocabulary_size: int, comm: Comm
+    logits_nv: torch.Tensor,
+    targets_n: torch.Tensor,
+    vocabulary_size: int,
+    comm: Comm,
+    kernels: LossKernels = BY_BLOCKS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, and the square of each token's log Z [n], the natural logarithm of its sum of exponentials; 0 where
     there is no target. Both have gradients. Keeps one number a token more for backward."""
-    return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, vocabulary_size, comm, True)
+    return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, vocabulary_size, comm, True, kernels)

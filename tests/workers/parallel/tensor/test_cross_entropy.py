@@ -10,8 +10,12 @@ from rank_programs import cross_entropy, cross_entropy_with_squares
 
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
+from workers.parallel.tensor import cross_entropy as cross_entropy_module
 from workers.parallel.tensor.cross_entropy import (
     BLOCK_ROWS,
+    BY_BLOCKS,
+    LossKernels,
+    compiled_kernels,
     cross_entropy_and_log_z,
     vocabulary_parallel_cross_entropy,
 )
@@ -47,9 +51,14 @@ def test_losses_and_gradients_are_torchs(ranks, tensor, vocabulary):
     assert (gradient[:, vocabulary:] == 0).all(), "padding of the vocabulary learns nothing"
 
 
+WHOLE = LossKernels(cross_entropy_module._whole_sums, cross_entropy_module._whole_exponentials)
+KERNELS = {"by blocks": lambda: BY_BLOCKS, "whole": lambda: WHOLE, "compiled": compiled_kernels}
+
+
 @pytest.mark.parametrize("rows", [257, 513])
+@pytest.mark.parametrize("made", ["by blocks", "whole", pytest.param("compiled", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)], ids=str)
-def test_every_row_of_16_bit_logits_is_processed(dtype, rounding, rows):
+def test_every_row_of_16_bit_logits_is_processed(made, dtype, rounding, rows):
     """Rows are widened BLOCK_ROWS at a time; here the last block has one. Losses have the precision of fp32, and a
     gradient is rounded once, to 16 bits (2^-24: the smallest number of fp16)."""
     assert rows % BLOCK_ROWS == 1
@@ -61,7 +70,7 @@ def test_every_row_of_16_bit_logits_is_processed(dtype, rounding, rows):
     expected.sum().backward()
     leaf = logits.clone().requires_grad_()
     alone = Comm(RankGrid(layout_of()), 0, torch.device("cpu"))
-    losses = vocabulary_parallel_cross_entropy(leaf.clone(), targets, 37, alone)
+    losses = vocabulary_parallel_cross_entropy(leaf.clone(), targets, 37, alone, KERNELS[made]())
     losses.sum().backward()
     torch.testing.assert_close(losses.detach().double(), expected.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1.01 * rounding, atol=2.0**-24)
