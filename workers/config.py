@@ -457,6 +457,11 @@ class ParallelConfig(Section):
     bytes. auto: 25 on a CPU; on a GPU 160 or 4 times the replicas, whichever is more, so that each part of a bucket
     keeps a link busy for longer than a message's latency."""
 
+    gather: Literal["after_update", "beside_forward"] = "after_update"
+    """When updated parameters come from the other replicas under ZeRO 1. beside_forward: while the next step's forward
+    begins, each layer of which waits for its own; in 16 bits, else as after_update. The same bits either way. Off until
+    it has been measured on a GPU."""
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

@@ -10,7 +10,7 @@ import torch
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
-from workers.model.parallelize import ModelStage, compile_layers
+from workers.model.parallelize import ModelStage, compile_layers, wait_before_parts
 from workers.parallel.data.agreement import StepSums
 from workers.parallel.data.elastic_sums import ElasticReduction, ElasticStepSums
 from workers.parallel.data.flat import FlatParameters
@@ -57,6 +57,8 @@ class Engine:
             self.pipeline = Pipeline(spec, self.model, comm, when_added=when_added)
         zero_stage = 1 if layout.zero else 0
         self.optimizer = ZeroOptimizer(self.flat, spec.train.optimizer, comm, self.reduction, sums, zero_stage)
+        if layout.gather == "beside_forward" and (arriving := self.optimizer.gather_beside_forward()) is not None:
+            wait_before_parts(self.model, arriving.wait_for)
         if spec.train.compile:
             compile_layers(self.model)
         self.loss_scale = LossScale(spec.train.precision == "fp16")

@@ -95,6 +95,7 @@ class RankState:
         self.comm.progress.belongs_to(self.comm.generation)
         self.comm.step.enter("restoring")
         self.comm.step.parts.drop()
+        self.engine.optimizer.forget_arriving()
         stays = resume.source == "snapshot" and self.settled_step == resume.step
         if not stays:
             self._restored = False

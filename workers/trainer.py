@@ -89,8 +89,10 @@ class Trainer:
             statistics = self.train_step()
             ends = statistics.asked_to_end
             if statistics.asked_to_rest and not ends and self.step < last:
+                self.engine.optimizer.wait_for_parameters()
                 self.comm.settle()
                 raise AskedToRest("was asked to rest after the step")
+        self.engine.optimizer.wait_for_parameters()
         if self.step < last:
             self.state.save_before_end()
             self.ends_early = True

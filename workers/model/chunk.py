@@ -5,6 +5,7 @@ Shapes: s sequence, b micro-batch, h hidden, v vocabulary, t tensor-parallel siz
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -30,6 +31,8 @@ class Chunk(nn.Module):
         self.shared, self.region, self.index = shared, region, index
         self.is_first, self.is_last = index == 0, index == count - 1
         self.sequence_is_whole = count == 1 and region.tensor_size == 1  # so nobody else sees the order of its tokens
+        self.before: Callable[[nn.Module], object] = _nothing
+        """Called with each part before it computes: its parameters may still be on their way."""
         self.embedding = parts.embedding(shared) if self.is_first else None
         indices = stage_layers(model.layers, count, index)
         self.layers = nn.ModuleDict({str(i): parts.layer(shared, i) for i in indices})
@@ -45,17 +48,25 @@ class Chunk(nn.Module):
             run = replace(run, batch_first=True)
             x = x.t().contiguous()
         if self.embedding is not None:
+            self.before(self.embedding)
             x = self.embedding(x, run)
         self.shared.prepare(x)
         for name, layer in self.layers.items():
+            self.before(layer)
             x = _gradient_begins(x, layer)
             whole = run.recompute.whole_layer(int(name))
             x = checkpointed(self.region.comm, layer, x, run) if whole else layer(x, run)
         if run.cache is not None:
             x = x[:, -1:]
         if self.final_norm is not None and self.output is not None:
+            self.before(self.final_norm)
+            self.before(self.output)
             x = self.output(_gradient_begins(self.final_norm(x), self.output))
         return x.transpose(0, 1) if run.batch_first else x
+
+
+def _nothing(module: nn.Module) -> None:
+    pass
 
 
 def _gradient_begins(x: torch.Tensor, module: nn.Module) -> torch.Tensor:

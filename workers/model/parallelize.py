@@ -5,7 +5,7 @@ is compiled. What is recomputed differs between micro-batches, so the pipeline p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -79,6 +79,13 @@ def tie_embeddings(chunks: Sequence[Chunk]) -> nn.Parameter | None:
             group="embedding",
         )
     return None
+
+
+def wait_before_parts(stage: ModelStage, wait_for: Callable[[nn.Module], object]) -> None:
+    """Have `wait_for` called with each part of the stage's chunks before it computes."""
+    for chunk in stage.chunks:
+        assert isinstance(chunk, Chunk)
+        chunk.before = wait_for
 
 
 def compile_layers(stage: ModelStage, backend: str = "inductor") -> None:

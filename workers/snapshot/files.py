@@ -67,14 +67,22 @@ def remove_other_layouts(folder: str | Path, layout: str) -> None:
             file.path.unlink(missing_ok=True)
 
 
+_OF_NO_STATE = frozenset({"gather"})
+"""Keys of `parallel` that say when something is done, and not where what lies."""
+
+
+def _layout_of(spec: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in spec["parallel"].items() if key not in _OF_NO_STATE}
+
+
 def layout_tag(spec: dict[str, Any]) -> str:
     """Eight hexadecimal digits that tell the layout of a job, a JobSpec as JSON, from its other layouts."""
-    text = json.dumps(spec["parallel"], sort_keys=True)
+    text = json.dumps(_layout_of(spec), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def fingerprint(spec: dict[str, Any], rank: int) -> bytes:
     """16 bytes that tell apart states that do not fit each other: the model, the layout and the rank, of several with
     the same state (`grid.state_peers`) the first."""
-    text = json.dumps([spec["model"], spec["parallel"], spec["data"], spec["train"]["precision"], rank], sort_keys=True)
+    text = json.dumps([spec["model"], _layout_of(spec), spec["data"], spec["train"]["precision"], rank], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

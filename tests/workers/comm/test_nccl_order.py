@@ -80,6 +80,15 @@ def test_steps_with_bad_numbers_keep_to_the_rules(corpus, tmp_path, precision):
     assert_sound(recorded_job(job, STEPS, tmp_path, bad_agreements=(1,)))
 
 
+@pytest.mark.parametrize(
+    "schedule", [each if each == "interleaved" else pytest.param(each, marks=pytest.mark.soak) for each in SCHEDULES]
+)
+def test_parameters_that_come_beside_the_next_forward_keep_to_the_rules(corpus, tmp_path, schedule):
+    beside = {"gather": "beside_forward", "bucket_megabytes": 0.01}
+    job = job_of(row(schedule, (2, 2, 2), precision="bf16"), corpus, train={"steps": 2}, parallel=beside)
+    assert_sound(recorded_job(job, 2, tmp_path))
+
+
 def test_the_interval_of_snapshots_is_agreed_upon_in_one_order(corpus, tmp_path):
     """After sixteen steps."""
     job = job_of(row("1f1b", (1, 1, 4)), corpus, train={"steps": 17, "validate_every": 0, "time_parts_every": 0})

@@ -18,6 +18,7 @@ LAYOUTS = {
     "tensor-data-zero-0": (axes((2, 1, 2)), {"zero": 0}, {}),
     "pipeline-data": (axes((1, 2, 2)), {"schedule": "zb-h1"}, {}),
     "zb-v-dropout": (axes((1, 2, 1)), {"schedule": "zb-v", "virtual_stages": 2}, {"dropout": 0.1}),
+    "beside-forward": (axes((1, 2, 2)), {"gather": "beside_forward", "bucket_megabytes": 0.01}, {}),
     "everything": (axes((2, 2, 2)), {"schedule": "interleaved", "virtual_stages": 2, "recompute": "selective"}, {}),
 }
 
@@ -34,7 +35,8 @@ CASES = [
     *(("links", "zb-v-dropout", ""), ("links", "everything", "")),
     *(("process_groups", "tensor-data", ""), ("process_groups", "pipeline-data", "")),
     *(("process_groups", "tensor-data-zero-0", "soak"), ("process_groups", "zb-v-dropout", "soak")),
-    ("process_groups", "everything", "soak"),
+    *(("process_groups", "everything", "soak"), ("links", "beside-forward", "soak")),
+    ("process_groups", "beside-forward", ""),
 ]
 
 
@@ -44,10 +46,17 @@ CASES = [
 )
 def test_cut_at_any_message_changes_no_bit(ranks, corpus, tmp_path, backend, name):
     sizes, parallel, model = LAYOUTS[name]
+    precision = "bf16" if "gather" in parallel else "fp32"  # in which alone that is done
     job = document(
         model=model,
         data={"paths": [corpus]},
-        train={"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 1, "time_parts_every": 2},
+        train={
+            "steps": STEPS,
+            "global_batch_size": 8,
+            "micro_batch_size": 1,
+            "time_parts_every": 2,
+            "precision": precision,
+        },
         parallel={**sizes, **parallel},
     )
     layout = ParallelConfig(**sizes, **parallel)

@@ -13,6 +13,8 @@ from stream_races import COMPUTE, OrderedWork, PretendedCuda, RaceRecorder, pret
 
 from workers.checkpoint import checkpointer
 from workers.config import JobSpec
+from workers.parallel.data.arriving import ArrivingParameters
+from workers.parallel.tensor import products
 from workers.snapshot import state_copy
 from workers.snapshot.snapshots import Snapshots
 
@@ -159,6 +161,23 @@ def test_whole_steps_use_nothing_without_a_wait(corpus, tmp_path, family, schedu
         cuda = raced(job, rank, tmp_path / str(rank))
         assert cuda.order.races == []
         assert cuda.made == 1
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_parameters_that_come_beside_the_next_forward_are_waited_for(corpus, tmp_path, monkeypatch, forgets):
+    beside = {"gather": "beside_forward", "bucket_megabytes": 0.01}
+    job = job_of(
+        PLAIN | {"layout": (1, 2, 2), "precision": "bf16", "sequence_parallel": False},
+        corpus,
+        train={"steps": 2},
+        parallel=beside,
+    )
+    monkeypatch.setattr(products, "ADDS_WIDER", False)  # a CPU has no such product
+    monkeypatch.setattr(products, "_wide_product", lambda left, right, dtype: left @ right)
+    if forgets:
+        monkeypatch.setattr(ArrivingParameters, "wait_for", lambda *_: None)
+    cuda = raced(job, 0, tmp_path)
+    assert any("data" in race and COMPUTE in race for race in cuda.order.races) == forgets
 
 
 def test_batches_that_are_copied_on_a_stream_nobody_waits_for_are_found(corpus, tmp_path):

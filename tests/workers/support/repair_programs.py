@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rank_processes import HOST, SECRET
 from reported import rows_of
@@ -80,7 +81,7 @@ def train_through(comm: Comm, document: dict[str, Any], folder: str, port: int, 
     reporter.close()
     state = hashlib.sha256()
     for tensor in (*trainer.engine.state(), trainer.engine.flat.parameters):
-        state.update(tensor.detach().numpy().tobytes())
+        state.update(tensor.detach().view(torch.uint8).numpy().tobytes())  # of any type
     lived.state, lived.rows = state.hexdigest(), rows
     trainer.close()
     return lived

@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 from workers.comm.comm import Comm
 from workers.config import OptimizerConfig
 from workers.parallel.data.agreement import Agreement, StepSums
+from workers.parallel.data.arriving import ArrivingParameters
 from workers.parallel.data.flat import FlatParameters, Range, overlap
 from workers.parallel.data.gradient_clipping import Clipping, clip
 from workers.parallel.data.reduction import GradientReduction
@@ -71,6 +72,8 @@ class ZeroOptimizer:
             self.parameters = list(masters.split([end - start for start, end in self.held]))
         self.exp_avg = flat.gradients.new_zeros(length)
         self.exp_avg_sq = flat.gradients.new_zeros(length)
+        self.arriving: ArrivingParameters | None = None
+        """Where the next forward waits for the parameters of other replicas, instead of the update."""
         self._groups = self._decay_groups()
         self.updating = False
         """Whether an update has begun that nobody has declared complete."""
@@ -201,7 +204,27 @@ class ZeroOptimizer:
         elif not everything:
             # A copy also where no rounding is needed: the parts lie inside of what is gathered into.
             parts = [part.to(self.flat.parameters.dtype, copy=True) for part in self.parameters]
-            self.reduction.gather(parts, self.flat.parameters)
+            if self.arriving is None:
+                self.reduction.gather(parts, self.flat.parameters)
+            else:
+                self.arriving.start(parts)
+
+    def gather_beside_forward(self) -> ArrivingParameters | None:
+        """From now on the update does not wait for the parameters: whoever computes with some does. None where nothing
+        is gathered, or where what is gathered is the state itself, which snapshots read meanwhile."""
+        if self.has_masters and self.held == self.owned and self.comm.size("data") > 1:
+            self.arriving = ArrivingParameters(self.flat, self.comm)
+        return self.arriving
+
+    def forget_arriving(self) -> None:
+        """A generation begins: what was on its way in the one before does not come any more."""
+        if self.arriving is not None:
+            self.arriving.forget()
+
+    def wait_for_parameters(self) -> None:
+        """Return once all parameters are those of the last update. Raises PeerLost."""
+        if self.arriving is not None:
+            self.arriving.wait()
 
 
 def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_loss: bool) -> StepStatistics:
