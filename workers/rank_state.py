@@ -67,6 +67,7 @@ class RankState:
     def __init__(self, spec: JobSpec, engine: Engine, comm: Comm, reporter: Reporter, places: Places):
         """Raises SharedMemoryError when there is no room for the snapshots."""
         self.spec, self.engine, self.comm, self.reporter = spec, engine, comm, reporter
+        self._places = places
         self.guard = NumberGuard(spec.recovery, engine, comm)
         self.interval = SnapshotInterval(spec.checkpoint.snapshot_every_steps)
         self.snapshots = open_snapshots(spec, engine, comm, places)
@@ -125,7 +126,8 @@ class RankState:
                 self.snapshots.save(self.step, self._note())
             # Every rank has read what it needs of other layouts then, and has a snapshot of its own.
             self._say_where_snapshots_lie()
-            remove_other_layouts(self.snapshots.path.parent, layout_tag(self.spec.model_dump(mode="json")))
+            if remove_other_layouts(self.snapshots.path.parent, layout_tag(self.spec.model_dump(mode="json"))):
+                self._places.memory.give_back()
 
     def _say_where_snapshots_lie(self) -> None:
         """An event, where some of the ranks have found no room in shared memory. All ranks come to it together."""

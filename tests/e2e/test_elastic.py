@@ -1,5 +1,7 @@
 """A job changes its size while it runs, and its curve does not show it."""
 
+import pytest
+
 from api.client import ApiError
 
 STEPS = 100_000
@@ -33,6 +35,27 @@ def test_resized_job_goes_on_without_losing_a_bit(manta):
     assert manta.events(job, "rank_lost") == []
     assert manta.leftovers(job) == []
     curve = manta.curve(job)
+    clean = manta.submit(spec_of(manta, 1))
+    manta.until_step(clean, len(curve))
+    manta.client.cancel(clean)
+    manta.until_state(clean, "CANCELLED")
+    assert curve == manta.curve(clean)[: len(curve)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("place", "source"), [("node_memory", "memory"), ("off", "checkpoint")])
+def test_resized_job_goes_on_from_wherever_its_state_is(manta, place, source):
+    job = manta.submit(spec_of(manta, 2) | {"checkpoint": {"every_steps": 20, "snapshots": place}})
+    manta.leave_room(job)
+    manta.until("a complete checkpoint", lambda: manta.events(job, "checkpoint_saved"))
+    manta.client.resize(job, 1)
+    manta.until("one replica", lambda: manta.client.job(job).parallel["data"] == 1)
+    manta.until_step(job, manta.client.job(job).step + 10)
+    manta.client.cancel(job)
+    manta.until_state(job, "CANCELLED")
+    assert [event.data["resume_source"] for event in manta.events(job, "generation_started")] == ["start", source]
+    curve = manta.curve(job)
+    assert [step for step, _, _ in curve] == list(range(1, len(curve) + 1)) and manta.leftovers(job) == []
     clean = manta.submit(spec_of(manta, 1))
     manta.until_step(clean, len(curve))
     manta.client.cancel(clean)

@@ -14,6 +14,7 @@ import torch
 from engine_specs import spec
 from reported import rows_of
 
+from workers import rank_state
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.checkpoint.checksums import SummingFile
 from workers.comm.comm import Comm
@@ -23,6 +24,7 @@ from workers.protocol.messages import Resume
 from workers.rank_state import NO_PLACES, RankState
 from workers.reporter import Reporter
 from workers.snapshot.files import snapshot_path, steps_kept
+from workers.snapshot.node_memory import SnapshotMemory
 from workers.snapshot.note import read_note
 from workers.snapshot.snapshot_file import SnapshotFile
 from workers.trainer import Places, Trainer
@@ -106,6 +108,18 @@ def test_rows_of_steps_that_a_roll_back_undid_do_not_come_back(tmp_path):
     successor = Rank(tmp_path, recovery)
     successor.trainer.restore(Resume("snapshot", back_to))
     assert successor.end() == list(range(1, back_to + 1))
+
+
+def test_memory_of_another_layout_is_given_back_where_the_nodes_daemon_has_it(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(SnapshotMemory, "give_back", lambda memory: asked.append(memory.place))
+    for with_daemon in (False, True):
+        monkeypatch.setattr(rank_state, "remove_other_layouts", lambda *_, there=with_daemon: there)
+        (tmp_path / str(with_daemon)).mkdir()
+        rank = Rank(tmp_path / str(with_daemon))
+        rank.trainer.restore(Resume())
+        rank.end()
+        assert len(asked) == with_daemon
 
 
 def test_a_rank_at_rest_has_a_snapshot_of_its_step_though_none_was_due(tmp_path):

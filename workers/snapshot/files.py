@@ -60,11 +60,14 @@ def steps_kept(folder: str | Path, rank: int, layout: str | None = None) -> list
     return sorted({step for path in wanted for step in committed_steps(path)})
 
 
-def remove_other_layouts(folder: str | Path, layout: str) -> None:
-    """Remove the files of all layouts but the one with tag `layout`, once nobody needs them any more."""
-    for file in snapshot_files(folder):
-        if file.layout != layout:
-            file.path.unlink(missing_ok=True)
+def remove_other_layouts(folder: str | Path, layout: str) -> bool:
+    """Remove the files of all layouts but the one with tag `layout`, once nobody needs them any more; whether some of
+    them lay with the node's daemon."""
+    others = [file.path for file in snapshot_files(folder) if file.layout != layout]
+    with_daemon = any(in_node_memory(path) for path in others)
+    for path in others:
+        path.unlink(missing_ok=True)
+    return with_daemon
 
 
 _OF_NO_STATE = frozenset({"gather"})

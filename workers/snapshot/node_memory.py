@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,6 +28,7 @@ ANSWER_SECONDS = 30.0
 _NAME = "manta-snapshot"
 _LINK = re.compile(r"/proc/(\d+)/fd/(\d+)")
 _REQUEST_BYTES = 4096
+_GIVE_BACK = b"give back\n"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,13 @@ class SnapshotMemory:
                 raise SharedMemoryError(f"{error}; {second}") from second
             print(f"{error}; they lie in the memory of the node's daemon instead", flush=True)
             return file
+
+    def give_back(self) -> None:
+        """Links were removed: have the memory that they led to given back now, instead of with the next file."""
+        if self.keeper is not None:
+            with contextlib.suppress(OSError), _connected(self.keeper) as connection:
+                connection.sendall(_GIVE_BACK)
+                connection.recv(1)
 
     def _with_daemon(self, path: Path, form: Form) -> SnapshotFile:
         if self.keeper is None:
@@ -97,13 +106,19 @@ def in_node_memory(path: Path) -> bool:
 def hand_over(keeper: Path, path: Path, descriptor: int) -> None:
     """Have the MemoryKeeper that listens at `keeper` hold the file `descriptor`, which is at `path` from then on.
     Raises OSError."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(ANSWER_SECONDS)
-        connection.connect(str(keeper))
+    with _connected(keeper) as connection:
         socket.send_fds(connection, [json.dumps(str(path)).encode() + b"\n"], [descriptor])
         answer = connection.makefile("rb").readline()
     if answer != b"kept\n":
         raise OSError(answer.decode().strip() or "it closed the connection")
+
+
+@contextlib.contextmanager
+def _connected(keeper: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(ANSWER_SECONDS)
+        connection.connect(str(keeper))
+        yield connection
 
 
 class MemoryKeeper:
@@ -179,6 +194,9 @@ class MemoryKeeper:
 
     def _answer(self, connection: socket.socket) -> bytes:
         request, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 1)
+        if request == _GIVE_BACK:
+            self.give_back()
+            return b"\n"
         try:
             path, (descriptor,) = Path(json.loads(request)), descriptors
             if path.parent.parent != self._root or ".." in path.parts:

@@ -12,7 +12,7 @@ import torch
 
 from workers.errors import SharedMemoryError
 from workers.snapshot import node_memory, snapshot_file
-from workers.snapshot.files import snapshot_files, snapshot_path, steps_kept
+from workers.snapshot.files import remove_other_layouts, snapshot_files, snapshot_path, steps_kept
 from workers.snapshot.node_memory import MemoryKeeper, SnapshotMemory, hand_over, in_node_memory
 from workers.snapshot.snapshot_file import Form, SnapshotFile, committed_steps
 from workers.snapshot.snapshots import Snapshots
@@ -82,6 +82,17 @@ def test_memory_is_given_back_once_no_link_leads_to_it(folder, memory, keeper):
     snapshot_path(folder, 1).unlink()
     keeper.give_back()
     assert keeper.held_bytes == FORM.size
+
+
+def test_memory_of_a_layout_that_nobody_needs_is_given_back_at_once(folder, memory, keeper):
+    for tag in ("0a0a0a0a", "0b0b0b0b"):
+        memory.create(snapshot_path(folder, 0, tag), FORM).close()
+    assert remove_other_layouts(folder, "0b0b0b0b")
+    assert keeper.held_bytes == 2 * FORM.size
+    memory.give_back()
+    assert keeper.held_bytes == FORM.size and not remove_other_layouts(folder, "0b0b0b0b")
+    keeper.close()
+    memory.give_back()  # there is nobody to ask, and nothing to be given
 
 
 def test_a_new_file_takes_the_place_of_the_old_one_which_whoever_has_it_keeps(folder, memory, keeper):
