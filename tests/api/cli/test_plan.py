@@ -40,6 +40,8 @@ def test_the_best_layouts_are_printed(plan):
     assert answer["plans"][0]["step_seconds"] <= answer["plans"][-1]["step_seconds"]
     table = plan(PLAN)
     assert table.splitlines()[0].split()[:3] == ["LAYOUT", "SCHEDULE", "MICRO-BATCH"]
+    gib = answer["plans"][0]["host_memory_bytes"] / 2**30
+    assert f"The best plan's snapshots take {gib:.1f} GiB of a node's memory" in " ".join(table.split())
 
 
 def test_times_of_machines_that_nobody_has_measured_come_with_a_note(plan):
