@@ -2,8 +2,8 @@
 which outlives trainers and agents. Pure Python.
 
 A file there has no folder (memfd_create(2)). What takes its place among the job's files is a symbolic link to the
-daemon's descriptor, through which any process of the same user opens it. The memory is given back once no link leads to
-it any more; it ends with the daemon.
+daemon's descriptor, through which any process of the same user opens it that sees the daemon in /proc. The memory is
+given back once no link leads to it any more; it ends with the daemon.
 """
 
 from __future__ import annotations
