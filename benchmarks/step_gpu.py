@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Run all parts. Raises MantaError where there is no GPU."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise MantaError("this benchmark needs a GPU and found none (--device cpu tries the program)")
-    device = torch.device(options.device)
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     report = Report("step_gpu", options.seed)
     sizes = {name: _chosen(SIZES[name], device) for name in options.sizes}
     report.settings = {

@@ -28,6 +28,7 @@ def use(device: torch.device, same_bits: bool = False) -> None:
     """
     if device.type != "cuda":
         return
+    device = torch.device("cuda", device.index or 0)  # torch takes none that says only that it is a GPU
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -154,6 +154,8 @@ def measure_repair(report: Report, device: torch.device) -> None:
         for process in processes:
             process.kill()
             process.join()
+    if device.type == "cuda" and torch.cuda.device_count() < 2 and not found.passed:
+        raise MantaError(f"it takes two GPUs here, or an NCCL that has two ranks on one: {found.problem}")
     report.add("repair_in_place_works", found.passed, "bool", True)
     report.add("repair_self_test", found.seconds, "s")
     report.settings["repair_self_test"] = found.to_json()

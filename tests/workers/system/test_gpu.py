@@ -40,7 +40,8 @@ def chosen(monkeypatch):
 
 def test_sums_stay_wide_and_attention_fused(chosen):
     gpu.use(torch.device("cuda:1"))
-    assert chosen == ["cuda:1"]
+    gpu.use(torch.device("cuda"))
+    assert chosen == ["cuda:1", "cuda:0"]
     assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     assert not torch.backends.cuda.math_sdp_enabled()
