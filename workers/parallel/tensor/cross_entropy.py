@@ -74,7 +74,8 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         """A logit's gradient is p - 1 at the target, p elsewhere, of the loss; 2 log(Z) p of the square."""
-        grad_nv, local_n, mine_n, error_n, factor_n, ignored_n, log_z_n = ctx.saved_tensors
+        logits_nv, local_n, mine_n, error_n, factor_n, ignored_n, log_z_n = ctx.saved_tensors
+        grad_nv = logits_nv.detach()  # who keeps the gradient must not keep the graph that the logits came from
         grad_n = grads[0].masked_fill(ignored_n, 0.0)
         every_n, target_n = grad_n, grad_n * error_n
         if log_z_n is not None:  # zero where there is no target

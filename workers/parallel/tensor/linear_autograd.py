@@ -54,8 +54,8 @@ def column_backward(
     if region.tensor_size == 1 and len(weights) == 1:
         return _backward_alone(grads[0], x, weights[0], biases[0], region)
     grads_no = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-    # Nobody needs the input of frozen weights.
-    needed = x if _trained(weights) else None
+    # Nobody needs the input of frozen weights. What is kept for later leaves the graph, which would keep more.
+    needed = x.detach() if x is not None and _trained(weights) else None
     gathered = None if store.keeping or needed is None else start_gather(needed, region)
     grad_x = region.products.input_gradient(grads_no, weights).view(*grads[0].shape[:-1], -1)
     if gathered is not None and gathered[1] is not None:
@@ -111,7 +111,7 @@ def row_backward(
     if region.tensor_size == 1:
         return _backward_alone(local_grad, input_of() if weight.requires_grad else None, weight, bias, region)
     grad, gathering = start_gather(local_grad, region)
-    x = input_of() if weight.requires_grad else None
+    x = input_of().detach() if weight.requires_grad else None
     if gathering is not None:
         gathering.wait()
     grad_no = grad.view(-1, weight.shape[0])
@@ -134,7 +134,8 @@ def _backward_alone(
     """The gradient of the input of a whole product, with nobody to talk to. A product of matrices leaves the caches
     without a trace of the interpreter, so as much as possible is done before the first one."""
     store, grad_no = region.weight_gradients, grad.reshape(-1, weight.shape[0])
-    x_ni = x.reshape(-1, weight.shape[1]) if x is not None and weight.requires_grad else None
+    # Apart from the graph, which would keep the pass's input as long as this waits for its turn.
+    x_ni = x.detach().reshape(-1, weight.shape[1]) if x is not None and weight.requires_grad else None
     if bias is not None and bias.requires_grad:
         store.submit(lambda: store.add_sum(bias, grad_no))
     grad_ni = region.products.input_gradient([grad_no], [weight])

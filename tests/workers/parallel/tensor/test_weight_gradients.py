@@ -9,8 +9,11 @@ import torch
 from engine_specs import spec
 from one_layer import lone_rank
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from workers.data.batches import MicroBatch
 from workers.engine import Engine
+from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.tensor import compiled_operators
 from workers.parallel.tensor.products import TorchProducts
 from workers.parallel.tensor.weight_gradients import WeightGradients, clear_forgotten, forget
@@ -95,3 +98,28 @@ def test_layers_of_an_engine_that_is_gone_are_not_found_any_more():
     del engine, layer
     gc.collect()
     assert address not in compiled_operators._PLACES
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_products_that_wait_do_not_keep_what_their_stage_received(recompute):
+    layout = {"pipeline": 2, "schedule": "zb-h1", "recompute": recompute}
+    job = spec(model={"layers": 2, "hidden_size": 16}, train={"global_batch_size": 3}, parallel=layout)
+    engine = Engine(job, lone_rank(job, 1))
+    received: list[StorageWeakRef] = []
+    waiting: list[bool] = []
+
+    def note(action: Action) -> None:
+        if action.kind == "backward_input":
+            waiting.append(received[action.micro_batch].expired())
+
+    arrived = engine.pipeline._arrived
+    engine.pipeline._when_done = note
+    engine.pipeline._arrived = lambda *which: _noted(arrived(*which), received)
+    tokens = torch.zeros(job.model.sequence_length, 1, dtype=torch.int64)
+    engine.pipeline.train([MicroBatch(range(n, n + 1), tokens, tokens) for n in range(3)], 1.0)
+    assert waiting == [True, True, True]
+
+
+def _noted(tensor: torch.Tensor, in_: list[StorageWeakRef]) -> torch.Tensor:
+    in_.append(StorageWeakRef(tensor.untyped_storage()))
+    return tensor
