@@ -84,7 +84,7 @@ def predict(document: dict[str, Any], calibrated: Calibrated) -> dict[str, Any]:
     tensors of each pipeline rank."""
     spec = parse_job_spec(document)
     seconds, core_seconds = (_step_seconds(spec, calibrated.core, cores) for cores in (usable_cores(), 1))
-    memory = [round(memory_of(spec, rank).total) for rank in range(spec.layout.pipeline)]
+    memory = [round(memory_of(spec, rank, gpu=False).total) for rank in range(spec.layout.pipeline)]
     return {"seconds": seconds, "core_seconds": core_seconds, "bytes": memory}
 
 

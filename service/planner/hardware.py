@@ -110,6 +110,11 @@ class Machine:
         return self.adapters / self.devices
 
     @property
+    def has_gpus(self) -> bool:
+        """Whether each rank has an accelerator of its own."""
+        return self.core is None
+
+    @property
     def is_assumed(self) -> bool:
         """Whether nothing was fitted or measured on such a machine."""
         return self.core == ASSUMED_CORE or (self.core is None and self.constants == HOPPER)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from service.planner.hardware import GIB, Cluster
-from workers.accounting.activation_bytes import bytes_of_rank
 from workers.accounting.device_bytes import bytes_of_stage
-from workers.accounting.flops import frozen_parameters_of_rank, parameters_of_rank, rank_parameters
+from workers.accounting.flops import rank_parameters
 from workers.accounting.snapshot_bytes import SLOTS, STATE_BYTES
+from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
 from workers.parallel.pipeline.stages import stage_layers, virtual_stage
 
@@ -52,9 +52,10 @@ def usable_bytes(cluster: Cluster) -> float:
     return cluster.machine.accelerator.memory_bytes * (1 - RESERVE)
 
 
-def worst_rank(spec: JobSpec) -> RankMemory:
-    """The rank that needs most."""
-    return max((memory_of(spec, rank) for rank in _candidates(spec)), key=lambda each: each.total)
+def worst_rank(spec: JobSpec, gpu: bool = True) -> RankMemory:
+    """The rank that needs most. `gpu`: whether ranks have one; a CPU makes some tensors otherwise."""
+    passes = StepPeak(spec, gpu)
+    return max((_memory(passes, rank) for rank in _candidates(spec)), key=lambda each: each.total)
 
 
 def _candidates(spec: JobSpec) -> Iterator[int]:
@@ -78,10 +79,13 @@ def _layers_of(spec: JobSpec, rank: int) -> int:
     return sum(len(stage_layers(spec.model.layers, p * v, index)) for index in indices)
 
 
-def memory_of(spec: JobSpec, rank: int) -> RankMemory:
-    """What pipeline rank `rank` needs."""
-    held, frozen = parameters_of_rank(spec, rank), frozen_parameters_of_rank(spec, rank)
-    found = bytes_of_stage(spec, rank, held, frozen, bytes_of_rank(spec, rank, _enough(spec)))
+def memory_of(spec: JobSpec, rank: int, gpu: bool = True) -> RankMemory:
+    """What pipeline rank `rank` needs; `gpu` as in `worst_rank`."""
+    return _memory(StepPeak(spec, gpu), rank)
+
+
+def _memory(passes: StepPeak, rank: int) -> RankMemory:
+    found = bytes_of_stage(passes, rank, _enough(passes.spec))
     state = (found.parameters, found.gradients, found.optimizer)
     return RankMemory(rank, *state, found.activations, found.workspace)
 
@@ -137,11 +141,12 @@ class Fit:
 
 def fits(spec: JobSpec, cluster: Cluster) -> Fit:
     """Whether `spec` fits on the devices of `cluster`; where it does not, with the smallest change that helps."""
-    found = Fit(worst_rank(spec), usable_bytes(cluster))
+    gpu = cluster.machine.has_gpus
+    found = Fit(worst_rank(spec, gpu), usable_bytes(cluster))
     if found.fits:
         return found
     for change, other in _changes(spec):
-        if worst_rank(other).total <= found.usable:
+        if worst_rank(other, gpu).total <= found.usable:
             return Fit(found.memory, found.usable, change)
     return found
 

@@ -68,7 +68,7 @@ def plan_of(spec: JobSpec, cluster: Cluster, software: Software = MANTA, model: 
     device = cluster.machine.accelerator
     peak = device.peak_fp32 if spec.train.precision == "fp32" else device.peak_16bit
     model = model or StepModel(spec, cluster, software)
-    return Plan(spec, model.time(), worst_rank(spec), peak)
+    return Plan(spec, model.time(), worst_rank(spec, cluster.machine.has_gpus), peak)
 
 
 def evaluate(spec: JobSpec, cluster: Cluster, software: Software = MANTA) -> Answer:
@@ -119,7 +119,7 @@ def search(job: JobSpec, cluster: Cluster, software: Software = MANTA, limit: in
         spec = candidate.spec(job)
         if find_problems(spec):
             continue
-        memory = worst_rank(spec)
+        memory = worst_rank(spec, cluster.machine.has_gpus)
         if memory.total > usable:
             _keep_least(too_large, candidate, memory.total)
             continue
@@ -159,7 +159,11 @@ def _rejected(
     for key, (_, candidate) in sorted(too_large.items(), key=lambda item: item[1]):
         if key not in chosen and key not in slower and len(answers) < MOST_REJECTED:
             spec = candidate.spec(job)
-            answers.append(Rejected(spec, f"does not fit: {Fit(worst_rank(spec), usable_bytes(cluster))}"))
+            answers.append(
+                Rejected(
+                    spec, f"does not fit: {Fit(worst_rank(spec, cluster.machine.has_gpus), usable_bytes(cluster))}"
+                )
+            )
     return answers[:MOST_REJECTED]
 
 
@@ -170,6 +174,8 @@ def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:
         bounds, usable = Bounds(job, larger, engine_on(larger.machine)), usable_bytes(larger)
         for tensor, pipeline, data in axes(job, larger):
             candidate = Candidate(pipeline, tensor, data, 1, "1f1b", 1, "full")
-            if bounds.least_bytes(candidate) <= usable and worst_rank(candidate.spec(job)).total <= usable:
+            if bounds.least_bytes(candidate) > usable:
+                continue
+            if worst_rank(candidate.spec(job), larger.machine.has_gpus).total <= usable:
                 return f"{larger.nodes} nodes of {larger.gpus_per_node} ({usable / GIB:.0f} GiB a GPU) would do"
     return None

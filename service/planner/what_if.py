@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.planner.hardware import Cluster
-from service.planner.memory import fits, worst_rank
+from service.planner.memory import fits
 from service.planner.software import Software
 from service.planner.step_time import StepModel
 from workers.config import JobSpec
@@ -40,7 +40,8 @@ def what_ifs(spec: JobSpec, cluster: Cluster, software: Software) -> tuple[WhatI
         if find_problems(other) or other.layout.tensor > cluster.gpus_per_node:
             continue
         seconds = StepModel(other, cluster, software).time().seconds
-        answers.append(WhatIf(change, seconds, worst_rank(other).total, fits(other, cluster).fits))
+        found = fits(other, cluster)
+        answers.append(WhatIf(change, seconds, found.memory.total, found.fits))
     return tuple(sorted(answers, key=lambda each: (not each.fits, each.seconds, each.change)))
 
 

@@ -11,10 +11,13 @@ vocabulary padded to a multiple of the tensor-parallel size t.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
+from itertools import accumulate
 
 from workers.accounting.flops import padded_vocabulary
 from workers.config import JobSpec, ModelConfig
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD, compute_of_rank
+from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.stages import stage_layers, virtual_stage
 from workers.parallel.recompute.policy import recomputed
 from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, parameter_names
@@ -44,15 +47,15 @@ def table2_bytes(
 def layer_terms(spec: JobSpec, modules: Collection[str] = ()) -> dict[str, int]:
     """Bytes of every tensor that one layer keeps of one full micro-batch, of which `modules` are recomputed."""
     model, t = spec.model, spec.layout.tensor
-    h, width = model.hidden_size, _width(spec)
-    tokens, outside = _tokens(spec)
+    h, width = model.hidden_size, width_of(spec)
+    tokens, outside = tokens_of(spec)
     inner = tokens * model.ffn_size // t * width
     terms = {
         "attention_norm_input": outside * h * width,
         "attention_norm_statistics": _statistics(model) * outside * WIDE,
         "mlp_norm_input": outside * h * width,
         "mlp_norm_statistics": _statistics(model) * outside * WIDE,
-        "queries_keys_values": tokens * (_heads(spec) + _value_heads(spec)) * model.head_size * width,
+        "queries_keys_values": tokens * (_heads(spec) + value_heads_of(spec)) * model.head_size * width,
         "context": tokens * model.attention_width // t * width,
         "mlp_inner": 2 * inner if model.parts.gated_mlp else inner,
     }
@@ -61,26 +64,26 @@ def layer_terms(spec: JobSpec, modules: Collection[str] = ()) -> dict[str, int]:
         terms["query_key_norm_statistics"] = tokens * _heads(spec) * WIDE
         if spec.data.documents == "apart" and not spec.attention_is_explicit:
             # A copy whose tokens lie in a row, sample after sample; elsewhere it takes the place of the original.
-            terms["values_by_document"] = tokens * _value_heads(spec) * model.head_size * width
+            terms["values_by_document"] = tokens * value_heads_of(spec) * model.head_size * width
     if "norm" not in modules:
         terms |= {"attention_norm_output": outside * h * width, "mlp_norm_output": outside * h * width}
     if "mlp_activation" not in modules:
         terms["mlp_activation"] = inner
     if model.dropout > 0:
         terms |= {"attention_dropout_mask": outside * h, "mlp_dropout_mask": outside * h}
-    return terms | _core_attention_terms(spec, "core_attention" in modules)
+    return terms | core_attention_terms(spec, "core_attention" in modules)
 
 
-def _core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
+def core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
     """What is kept of core attention beside its inputs and its result."""
-    model, width = spec.model, _width(spec)
+    model, width = spec.model, width_of(spec)
     heads = spec.train.micro_batch_size * model.heads // spec.layout.tensor
     if not spec.attention_is_explicit:
         if recompute:
             return {}
         kept = {"log_sums": heads * model.sequence_length * WIDE}
         if spec.data.documents == "apart":  # each document's result beside all of them in a row
-            kept["context_by_document"] = _tokens(spec)[0] * model.attention_width // spec.layout.tensor * width
+            kept["context_by_document"] = tokens_of(spec)[0] * model.attention_width // spec.layout.tensor * width
         return kept
     terms = {"dropout_keys": heads * 4} if model.dropout > 0 else {}
     if recompute:
@@ -97,14 +100,14 @@ def _statistics(model: ModelConfig) -> int:
     return 1 if model.parts.rms_norm else 2
 
 
-def _value_heads(spec: JobSpec) -> int:
+def value_heads_of(spec: JobSpec) -> int:
     """Key-value heads of a rank."""
     return max(1, spec.model.key_value_heads // spec.layout.tensor)
 
 
 def _heads(spec: JobSpec) -> int:
     """Heads of queries and of keys of a rank."""
-    return spec.model.heads // spec.layout.tensor + _value_heads(spec)
+    return spec.model.heads // spec.layout.tensor + value_heads_of(spec)
 
 
 def not_kept(spec: JobSpec, layer: int) -> set[str]:
@@ -132,7 +135,7 @@ def layer_bytes(spec: JobSpec, modules: Collection[str] = ()) -> int:
 
 def layer_input_bytes(spec: JobSpec) -> int:
     """Bytes that a layer keeps which is recomputed as a whole."""
-    return _tokens(spec)[1] * spec.model.hidden_size * _width(spec)
+    return tokens_of(spec)[1] * spec.model.hidden_size * width_of(spec)
 
 
 def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
@@ -153,29 +156,34 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     if index == 0 and first < 0:
         total += _embedding_bytes(spec)
     if index == count - 1:
-        total += _output_bytes(spec)
+        total += output_bytes(spec)
     return total
 
 
 def _embedding_bytes(spec: JobSpec) -> int:
     """The dropout's mask (arXiv:2205.05198, section 4.3); tensor ranks also keep which rows they looked up, a few bytes
     a token that are left out."""
-    return _tokens(spec)[1] * spec.model.hidden_size if spec.model.dropout > 0 else 0
+    return tokens_of(spec)[1] * spec.model.hidden_size if spec.model.dropout > 0 else 0
 
 
-def _output_bytes(spec: JobSpec) -> int:
+def output_bytes(spec: JobSpec) -> int:
     """Inputs of the final norm and of the output layer, and the logits; the cross-entropy also keeps a few numbers a
     token, which are left out. The paper has 4 s b v / t for the logits, which it keeps in fp32 (section 4.3); here
     they have the activations' precision."""
-    (tokens, outside), frozen, model = _tokens(spec), frozen_names(spec), spec.model
-    vector = outside * model.hidden_size * _width(spec)
+    (tokens, outside), frozen, model = tokens_of(spec), frozen_names(spec), spec.model
+    vector = outside * model.hidden_size * width_of(spec)
     reached = first_trained_layer(model, spec.train.frozen) < model.layers
     inputs = 0
     if reached or not {name for name in parameter_names(model) if name.startswith("final_norm.")} <= frozen:
         inputs += vector + outside * _statistics(model) * WIDE
-    if (TOKEN_EMBEDDING if model.tie_embeddings else "output.weight") not in frozen:
+    if output_weight(model) not in frozen:
         inputs += vector
-    return inputs + tokens * padded_vocabulary(spec) // spec.layout.tensor * _width(spec)
+    return inputs + tokens * padded_vocabulary(spec) // spec.layout.tensor * width_of(spec)
+
+
+def output_weight(model: ModelConfig) -> str:
+    """Name of the weight that makes logits."""
+    return TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
 
 
 def rank_bytes(spec: JobSpec) -> tuple[int, ...]:
@@ -184,11 +192,17 @@ def rank_bytes(spec: JobSpec) -> tuple[int, ...]:
     return tuple(bytes_of_rank(spec, rank, spec.micro_batches) for rank in range(spec.layout.pipeline))
 
 
+@lru_cache(maxsize=256)
+def passes_of_rank(kind: str, rank: int, stages: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+    """`compute_of_rank`, which a search asks for again and again. Not to be changed."""
+    return compute_of_rank(kind, rank, stages, virtual_stages, micro_batches)
+
+
 def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
     """The same of one pipeline rank, in a step of so many micro-batches."""
     layout = spec.layout
     kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
-    actions = compute_of_rank(kind, rank, stages, virtual_stages, micro_batches)
+    actions = passes_of_rank(kind, rank, stages, virtual_stages, micro_batches)
     again = recomputed(actions, layout)
     indices = [virtual_stage(kind, stages, virtual_stages, rank, chunk) for chunk in range(virtual_stages)]
     sizes = {
@@ -198,28 +212,28 @@ def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
     }
     splits = kind in SPLIT_BACKWARD
     put_off = [put_off_bytes(spec, index) if splits else 0 for index in indices]
-    held = most = 0
-    for action in actions:
-        size, later = sizes[action.chunk, (action.micro_batch, action.chunk) in again], put_off[action.chunk]
-        changes = {"forward": size, "backward": -size, "backward_input": later - size, "backward_weight": -later}
-        held += changes.get(action.kind, 0)
-        most = max(most, held)
-    return most
+    changes: dict[tuple[str, int, bool], int] = {}
+    for (chunk, recompute), size in sizes.items():
+        later = put_off[chunk]
+        of_kind = {"forward": size, "backward": -size, "backward_input": later - size, "backward_weight": -later}
+        changes |= {(kind, chunk, recompute): change for kind, change in of_kind.items()}
+    held = (changes[each.kind, each.chunk, (each.micro_batch, each.chunk) in again] for each in actions)
+    return max(accumulate(held))
 
 
 def put_off_bytes(spec: JobSpec, index: int) -> int:
     """Bytes that are left of one full micro-batch in virtual stage `index` between the halves of its backward pass:
     inputs of the products and gradients of their results. What comes out of a row-parallel product is whole on each
-    tensor rank; frozen weights are counted as if they were trained."""
-    model, layout, width = spec.model, spec.layout, _width(spec)
+    tensor rank; frozen weights of layers are counted as if they were trained."""
+    model, layout, width = spec.model, spec.layout, width_of(spec)
     h, count = model.hidden_size, layout.pipeline * layout.virtual_stages
-    tokens, outside = _tokens(spec)
+    tokens, outside = tokens_of(spec)
     first = first_trained_layer(model, spec.train.frozen)
     layers = [layer for layer in stage_layers(model.layers, count, index) if layer >= first]
     total = len(layers) * put_off_layer_bytes(spec)
-    if index == 0:
+    if index == 0 and first < 0:
         total += width * tokens * h
-    if index == count - 1:
+    if index == count - 1 and output_weight(model) not in frozen_names(spec):
         total += width * (outside * h + tokens * padded_vocabulary(spec) // layout.tensor)
     return total
 
@@ -227,20 +241,21 @@ def put_off_bytes(spec: JobSpec, index: int) -> int:
 def put_off_layer_bytes(spec: JobSpec) -> int:
     """Of that what one layer leaves."""
     model, t, h = spec.model, spec.layout.tensor, spec.model.hidden_size
-    tokens, outside = _tokens(spec)
+    tokens, outside = tokens_of(spec)
     inner = model.ffn_size // t
-    heads = (_heads(spec) + _value_heads(spec)) * model.head_size
-    attention = outside * h + tokens * (heads + model.attention_width // t + h)
-    mlp = outside * h + tokens * (inner * (3 if model.parts.gated_mlp else 2) + h)
-    return _width(spec) * (attention + mlp)
+    own = outside * h if spec.layout.sequence_parallel_on else 0  # beside the whole of it
+    heads = (_heads(spec) + value_heads_of(spec)) * model.head_size
+    attention = own + outside * h + tokens * (heads + model.attention_width // t + h)
+    mlp = own + outside * h + tokens * (inner * (3 if model.parts.gated_mlp else 2) + h)
+    return width_of(spec) * (attention + mlp)
 
 
-def _tokens(spec: JobSpec) -> tuple[int, int]:
+def tokens_of(spec: JobSpec) -> tuple[int, int]:
     """Tokens of a full micro-batch: all, and those that a rank holds outside of the tensor-parallel blocks."""
     tokens = spec.model.sequence_length * spec.train.micro_batch_size
     return tokens, tokens // spec.layout.tensor if spec.layout.sequence_parallel_on else tokens
 
 
-def _width(spec: JobSpec) -> int:
+def width_of(spec: JobSpec) -> int:
     """Bytes of an activation's element."""
     return 4 if spec.train.precision == "fp32" else 2

@@ -8,7 +8,7 @@ import pytest
 from engine_specs import spec
 from fake_rank import CPU, FakeRank, pretended_gpu
 
-from workers.accounting import device_bytes as device_bytes_module
+from workers.accounting import step_peak
 from workers.accounting.device_bytes import device_bytes
 from workers.config import JobSpec
 from workers.parallel.tensor.cross_entropy import BLOCK_ELEMENTS, BLOCK_ROWS
@@ -100,4 +100,4 @@ def test_logits_are_gone_when_layers_are_computed_again():
 
 
 def test_blocks_of_the_loss_are_those_of_the_engine():
-    assert (device_bytes_module.LOSS_ROWS, device_bytes_module.LOSS_ELEMENTS) == (BLOCK_ROWS, BLOCK_ELEMENTS)
+    assert (step_peak.LOSS_ROWS, step_peak.LOSS_ELEMENTS) == (BLOCK_ROWS, BLOCK_ELEMENTS)

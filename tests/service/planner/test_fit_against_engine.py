@@ -1,0 +1,121 @@
+"""Jobs that are told to fit do, and those that are refused would not, by what the engine itself makes: whole steps of
+ranks on tensors without memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from fake_rank import FakeRank, pretended_gpu
+
+from service.planner.hardware import Cluster
+from service.planner.memory import fits, worst_rank
+from tests.service.support.planned import a100s, job
+from workers.config import JobSpec
+from workers.spec.rules import find_problems
+
+FAMILIES = ({"family": "gpt"}, {"family": "llama", "kv_heads": 4}, {"family": "qwen", "kv_heads": 4, "head_dim": 64})
+CHUNKS = {"interleaved": 2, "zb-v": 2}
+MODULES = ("norm", "mlp_activation", "core_attention")
+
+
+def drawn(seed: int) -> tuple[JobSpec, Cluster]:
+    """A job, and a cluster whose devices have about as much memory as it is told to take."""
+    draw = random.Random(seed)
+    while find_problems(spec := _job(draw)):
+        pass
+    cluster = a100s(-(-spec.layout.world_size // 8))
+    memory = worst_rank(spec).total * draw.uniform(0.85, 1.25)
+    device = replace(cluster.machine.accelerator, memory_bytes=memory)
+    return spec, replace(cluster, machine=replace(cluster.machine, accelerator=device))
+
+
+def _job(draw: random.Random) -> JobSpec:
+    pipeline = draw.choice((1, 2, 3, 4))
+    schedule = draw.choice(("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")) if pipeline > 1 else "1f1b"
+    data, size, heads = draw.choice((1, 2, 4)), draw.choice((1, 2, 4)), draw.choice((8, 16))
+    chunks = CHUNKS.get(schedule, 1)
+    micro_batches = pipeline * draw.choice((1, 2)) if schedule == "interleaved" else draw.choice((1, 2, 4, 6))
+    train: dict[str, Any] = {"precision": draw.choice(("bf16", "fp32")), "micro_batch_size": size}
+    train["global_batch_size"] = size * micro_batches * data
+    if draw.random() < 0.2:
+        train["attention"] = "explicit"
+    if draw.random() < 0.1:
+        train["frozen"] = ["embedding"]
+    layout: dict[str, Any] = {"tensor": draw.choice((1, 2, 4)), "pipeline": pipeline, "data": data}
+    layout |= {"schedule": schedule, "virtual_stages": chunks, "zero": draw.choice((0, 1))}
+    layout["recompute"] = draw.choice(("none", "selective", "full"))
+    if layout["recompute"] == "selective":
+        layout["recompute_modules"] = tuple(draw.sample(MODULES, draw.choice((1, 2, 3))))
+    if layout["tensor"] > 1 and draw.random() < 0.25:
+        layout["sequence_parallel"] = False
+    hidden, layers = heads * draw.choice((64, 128)), pipeline * chunks * draw.choice((1, 2))
+    return job(layers, hidden, heads, model=_model(draw), train=train, **layout)
+
+
+def _model(draw: random.Random) -> dict[str, Any]:
+    model: dict[str, Any] = dict(draw.choice(FAMILIES))
+    model |= {"sequence_length": draw.choice((256, 1024, 2048)), "vocabulary_size": draw.choice((1000, 32000, 50257))}
+    if draw.random() < 0.15:
+        model["dropout"] = 0.1
+    if model["family"] == "llama" and draw.random() < 0.25:
+        model["sliding_window"] = 128
+    return model
+
+
+def made_bytes(spec: JobSpec, stage: int) -> int:
+    """The peak of a rank of this stage in a step of the engine."""
+    with pretended_gpu():
+        return FakeRank(spec, stage * spec.layout.tensor).step()["Total"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one draw."""
+
+    told: float
+    made: int
+    fits: bool
+    memory: float
+    """Of a device."""
+
+    @property
+    def breaks(self) -> bool:
+        """It was told to fit and does not."""
+        return self.fits and self.made > self.memory
+
+    @property
+    def is_wrong(self) -> bool:
+        """It was refused and would fit, with 5% to spare."""
+        return not self.fits and self.made <= 0.95 * self.memory
+
+
+def verdict(seed: int, all_stages: bool) -> Verdict:
+    """Of one draw, by the stage that is told to take most, or the most of both ends and the one behind the first."""
+    spec, cluster = drawn(seed)
+    found, last = fits(spec, cluster), spec.layout.pipeline - 1
+    stages = {0, last, min(1, last)} if all_stages else {found.memory.rank}
+    made = max(made_bytes(spec, stage) for stage in stages)
+    return Verdict(found.memory.total, made, found.fits, cluster.machine.accelerator.memory_bytes)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_dozen_jobs_take_what_they_are_told_to(seed):
+    answer = verdict(seed, all_stages=False)
+    assert answer.told == pytest.approx(answer.made, rel=0.02)
+    assert not answer.breaks and not answer.is_wrong
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(0, 500, 50))
+def test_five_hundred_jobs_fit_where_they_are_told_to(first):
+    answers = [verdict(seed, all_stages=True) for seed in range(first, first + 50)]
+    assert [seed for seed, each in enumerate(answers, first) if each.breaks] == []
+    refused = [each for each in answers if not each.fits]
+    assert sum(each.is_wrong for each in refused) <= 0.02 * len(refused)
+    told = [each.told / each.made for each in answers]
+    assert [each for each in told if not 0.96 < each < 1.04] == []
+    print(f"{first}: told {min(told):.3f} to {max(told):.3f} of made, {len(refused)} of {len(answers)} refused")

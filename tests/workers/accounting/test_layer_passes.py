@@ -1,0 +1,86 @@
+"""What a layer's passes are told to take and free comes out even."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from engine_specs import spec
+
+from workers.accounting.activation_bytes import layer_bytes, put_off_layer_bytes
+from workers.accounting.layer_passes import LayerPasses
+from workers.accounting.step_peak import StepPeak
+from workers.accounting.tape import Pass, Tape
+from workers.config import JobSpec
+
+FAMILIES = ({"family": "gpt"}, {"family": "llama", "kv_heads": 2}, {"family": "qwen", "kv_heads": 2, "head_dim": 16})
+MODULES = ((), ("norm", "mlp_activation", "core_attention"))
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"tensor": 2},
+    {"tensor": 2, "sequence_parallel": False},
+    {"pipeline": 2, "schedule": "zb-h1"},
+    {"pipeline": 2, "schedule": "zb-h1", "tensor": 2},
+)
+
+
+def jobs() -> list[JobSpec]:
+    """Families, layouts, precisions, with and without dropout and windows."""
+    shape = {"layers": 2, "hidden_size": 64, "heads": 4, "sequence_length": 32}
+    return [
+        spec(
+            model=shape | family | {"dropout": dropout},
+            train={"precision": precision, "global_batch_size": 8, "micro_batch_size": 2},
+            parallel=layout,
+        )
+        for family, layout, precision, dropout in product(FAMILIES, LAYOUTS, ("fp32", "bf16"), (0.0, 0.1))
+    ]
+
+
+@pytest.mark.parametrize("modules", MODULES)
+@pytest.mark.parametrize("gpu", [True, False])
+def test_backward_frees_what_forward_has_left_but_for_what_is_put_off(modules, gpu):
+    for job in jobs():
+        layer = LayerPasses(job, 0, modules, gpu)
+        put_off = sum(layer.put_off()) if layer.split else 0
+        assert layer.forward().left == layer.kept
+        assert layer.forward(keeps=False).left == layer.sizes.residual
+        assert layer.backward().left == put_off - layer.kept
+        assert not layer.split or put_off == put_off_layer_bytes(job)
+        assert gpu or layer.kept == layer_bytes(job, modules)
+
+
+def test_a_layer_that_is_recomputed_leaves_nothing_but_takes_all_for_a_moment():
+    for job in jobs():
+        layer = LayerPasses(job, 0)
+        again = layer.computed_again()
+        assert again.left == layer.backward().left + layer.kept - layer.sizes.residual
+        assert again.most >= layer.kept
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
+def test_a_step_ends_where_it_began(schedule):
+    chunks = {"interleaved": 2, "zb-v": 2}.get(schedule, 1)
+    layout = {"pipeline": 2, "schedule": schedule, "virtual_stages": chunks, "tensor": 2}
+    for recompute, family, frozen in product(
+        ("none", "selective", "full"), FAMILIES, ((), ("embedding", "layers.0-4"))
+    ):
+        model = {"layers": 8, "hidden_size": 64, "heads": 4} | family
+        train = {"global_batch_size": 4, "frozen": frozen}
+        job = spec(model=model, train=train, parallel=layout | {"recompute": recompute})
+        for rank in range(2):
+            passes = StepPeak(job)
+            most, left = passes.walk(rank, 4)
+            assert left == passes.tables
+            assert most > left
+
+
+def test_a_tape_knows_the_most_there_was():
+    tape = Tape()
+    tape.take(3, 4)
+    tape.free(5)
+    tape.for_a_moment(4)
+    tape.run(Pass(6, -1))
+    assert tape.whole() == Pass(8, 1)
+    assert Pass(5, 2).then(Pass(4, -2)) == Pass(6, 0)

@@ -1,0 +1,298 @@
+"""Memory that a layer's passes take and free, tensor by tensor, in the order in which the engine makes them. Pure
+Python.
+
+Between layers lies the residual stream: a layer's forward leaves its output, which is the next one's input; its
+backward begins with the gradient of its output and leaves that of its input in its place. What a layer keeps from one
+to the other is that of `activation_bytes.py`. Shapes as there; sizes are bytes of a full micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from workers.accounting.activation_bytes import (
+    WIDE,
+    core_attention_terms,
+    layer_terms,
+    not_kept,
+    tokens_of,
+    value_heads_of,
+    width_of,
+)
+from workers.accounting.tape import Pass, Tape
+from workers.config import JobSpec
+from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
+
+MASKED_AT_ONCE, MASKED_AT_ONCE_ON_CPU = 2**24, 2**19
+"""Elements of a mask of dropout that are hashed at once."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the tensors that a rank makes in a layer."""
+
+    width: int
+    """Bytes of an element."""
+    whole: int
+    """The residual stream of all tokens."""
+    residual: int
+    """What a rank has of it."""
+    gathered: int
+    """A copy of all of it that is brought together for a product; 0 where a rank has all."""
+    context: int
+    """What attention gives; as large as the queries."""
+    keys: int
+    """As large as the values."""
+    inner: int
+    """The MLP's inner width; with gates there are two."""
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Sizes:
+        """Of a rank of this job."""
+        model, t, width = spec.model, spec.layout.tensor, width_of(spec)
+        tokens, outside = tokens_of(spec)
+        whole, context = width * tokens * model.hidden_size, width * tokens * model.attention_width // t
+        return cls(
+            width,
+            whole,
+            residual=width * outside * model.hidden_size,
+            gathered=whole if spec.layout.sequence_parallel_on else 0,
+            context=context,
+            keys=width * tokens * value_heads_of(spec) * model.head_size,
+            inner=width * tokens * model.ffn_size // t,
+        )
+
+
+class LayerPasses:
+    """Forward and backward of one layer."""
+
+    def __init__(self, spec: JobSpec, layer: int, modules: Collection[str] = (), gpu: bool = True):
+        """`modules` are recomputed; on a `gpu` keys and values of grouped heads may be repeated."""
+        self.spec, self.model, self.modules, self.sizes = spec, spec.model, modules, Sizes.of(spec)
+        layout, sizes, self.gpu = spec.layout, self.sizes, gpu
+        self.split = layout.schedule in SPLIT_BACKWARD
+        self.gates = 2 if self.model.parts.gated_mlp else 1
+        self.grouped = self.model.key_value_heads != self.model.heads
+        self.repeated = 0
+        if gpu and not spec.attention_is_explicit and sizes.keys != sizes.context:
+            masked = self.model.window(layer) is not None
+            self.repeated = 2 * sizes.context if masked or sizes.width == WIDE else 0
+        dropped = not_kept(spec, layer)
+        self.terms = {name: size for name, size in layer_terms(spec, modules).items() if name not in dropped}
+        if self.repeated and "core_attention" not in modules:
+            self._keep_repeated()
+
+    def _keep_repeated(self) -> None:
+        """The attention's kernel keeps the repeated keys and values in place of what they were made of."""
+        self.terms["repeated"] = self.repeated
+        if self.model.parts.query_key_norm:
+            self.terms["normed_queries_keys"] -= self.sizes.keys
+        else:
+            self.terms["queries_keys_values"] -= 2 * self.sizes.keys
+
+    @property
+    def kept(self) -> int:
+        """Bytes from forward to backward, with the layer's input."""
+        return sum(self.terms.values())
+
+    @property
+    def _kept_of_mlp(self) -> int:
+        return sum(size for name, size in self.terms.items() if name.startswith("mlp_"))
+
+    def forward(self, keeps: bool = True) -> Pass:
+        """Without `keeps`, nothing stays but the output."""
+        tape, residual = Tape(), self.sizes.residual
+        self._attend(tape)
+        # The block's output is the next one's input.
+        of_attention = self.kept - self._kept_of_mlp - residual if keeps else 0
+        tape.free(tape.now - residual - of_attention)
+        self.norm(tape, residual)
+        tape.for_a_moment(self.sizes.gathered, self.gates * self.sizes.inner)
+        tape.take((self.gates + 1) * self.sizes.inner)
+        self._leave(tape)
+        tape.free(tape.now - residual - (self.kept - residual if keeps else 0))
+        return tape.whole()
+
+    def _attend(self, tape: Tape) -> None:
+        """Up to the sum with the residual; nothing is freed that the block holds until then."""
+        sizes, context, keys = self.sizes, self.sizes.context, self.sizes.keys
+        self.norm(tape, sizes.residual)
+        tape.for_a_moment(sizes.gathered, context + 2 * keys)
+        tape.take(context + 2 * keys)
+        if self.model.parts.query_key_norm:
+            self.norm(tape, context)
+            self.norm(tape, keys)
+        if self.model.parts.rotary:
+            tape.for_a_moment(context // 2 if self.grouped else context)
+        tape.take(self.repeated)
+        self._core(tape)
+        tape.take(context)
+        self._leave(tape)
+
+    def _core(self, tape: Tape) -> None:
+        """What core attention makes beside its result stays."""
+        terms = core_attention_terms(self.spec, False)
+        if self.spec.attention_is_explicit:
+            tape.for_a_moment(self._scores, self._scores)
+            tape.take(terms.pop("softmax"))
+            tape.for_a_moment(terms.get("weights_dropout_mask", 0), self._hashed(self._scores))
+        tape.take(*terms.values())
+
+    def _hashed(self, size: int) -> int:
+        """Two blocks of 32 bits for a mask of so many bytes of elements (`workers/parallel/tensor/dropout.py`)."""
+        most = MASKED_AT_ONCE if self.gpu else MASKED_AT_ONCE_ON_CPU
+        return 8 * min(size // self.sizes.width, most) if self.model.dropout > 0 else 0
+
+    def _leave(self, tape: Tape) -> None:
+        """The product that leaves a block, summed over the tensor group: its result stays."""
+        residual = self.sizes.residual
+        if self.sizes.gathered:
+            tape.for_a_moment(self.sizes.whole, residual)
+        tape.take(residual)
+        self.drop_out(tape)
+
+    def drop_out(self, tape: Tape) -> None:
+        """Elements of the residual stream, and its sum with what they are added to."""
+        if self.model.dropout > 0:
+            residual = self.sizes.residual
+            mask = residual // self.sizes.width
+            tape.for_a_moment(mask, max(self._hashed(residual), 2 * residual))
+
+    @property
+    def _scores(self) -> int:
+        """Of every head, all tokens by all tokens."""
+        heads = self.spec.train.micro_batch_size * self.model.heads // self.spec.layout.tensor
+        return heads * self.model.sequence_length**2 * self.sizes.width
+
+    def norm(self, tape: Tape, size: int) -> None:
+        """Of as many bytes of input: its output stays."""
+        if self.model.parts.rms_norm:
+            wide = size * WIDE // self.sizes.width
+            tape.for_a_moment(wide, wide if wide > size else 0)
+            tape.for_a_moment(size, wide if wide > size else 0)
+        tape.take(size)
+
+    def norm_gradient(self, tape: Tape, size: int) -> None:
+        """The input's gradient stays."""
+        if self.model.parts.rms_norm:  # `_RMSNorm.backward`: the norm again, three products in fp32
+            tape.for_a_moment(size, 3 * (size * WIDE // self.sizes.width))
+        tape.take(size)
+
+    def backward(self) -> Pass:
+        """All of it, or where products for weights are put off, what comes before them."""
+        tape, sizes = Tape(), self.sizes
+        self._leave_backward(tape, sizes.inner, "mlp_activation")
+        if self.gates > 1:
+            tape.take(sizes.inner)
+            tape.for_a_moment(sizes.inner)
+        if not self.split:
+            self._free(tape, "mlp_activation")
+        self._free(tape, "mlp_inner", "mlp_dropout_mask")
+        self._enter_backward(tape, self.gates * sizes.inner, "mlp_norm")
+        self._leave_backward(tape, sizes.context, "context")
+        self._attend_backward(tape)
+        self._enter_backward(tape, sizes.context + 2 * sizes.keys, "attention_norm")
+        return tape.whole()
+
+    def computed_again(self) -> Pass:
+        """Backward of a layer that is recomputed as a whole; nothing of it by itself."""
+        return self.forward().then(Pass(0, -self.sizes.residual)).then(self.backward())
+
+    def put_off(self) -> tuple[int, ...]:
+        """What each product for weights that is put off holds until then, in their order."""
+        sizes = self.sizes
+        leaving = sizes.gathered + sizes.residual
+        return (
+            leaving + self._held("mlp_activation", sizes.inner),
+            self._held("mlp_norm_output", sizes.residual) + self.gates * sizes.inner,
+            leaving + self._held("context", sizes.context),
+            self._held("attention_norm_output", sizes.residual) + sizes.context + 2 * sizes.keys,
+        )
+
+    def _again(self, name: str) -> bool:
+        """Whether this input of a product is recomputed by itself."""
+        module = "mlp_activation" if name == "mlp_activation" else "norm"
+        return name != "context" and module in self.modules
+
+    def _held(self, name: str, size: int) -> int:
+        """An input of a product, which is not there for frozen weights."""
+        return size if name in self.terms or self._again(name) else 0
+
+    def _free(self, tape: Tape, *names: str) -> None:
+        """Terms that were kept from forward."""
+        tape.free(*(self.terms.get(name, 0) for name in names))
+
+    def _leave_backward(self, tape: Tape, size: int, name: str) -> None:
+        """Of the product that leaves a block, with its input `name`; that input's gradient stays. What is put off
+        holds the gathered gradient and the input."""
+        again = size if self._again(name) else 0
+        tape.take(self._dropped_out, self.sizes.gathered, again)
+        tape.take(size)
+        if not self.split:
+            tape.free(self._dropped_out, self.sizes.gathered, again)
+
+    @property
+    def _dropped_out(self) -> int:
+        """The gradient of what dropout was applied to; without, it is that of the residual stream itself."""
+        return self.sizes.residual if self.model.dropout > 0 else 0
+
+    def _enter_backward(self, tape: Tape, gradients: int, norm: str) -> None:
+        """From the gradients of what enters a block, through its norm, to the sum with the residual stream's. What is
+        put off holds these gradients, and the norm's output; and the product that left the block what has come."""
+        sizes, output = self.sizes, f"{norm}_output"
+        again = sizes.residual if self._again(output) else 0
+        if again:
+            self.norm(tape, again)
+        gathered = sizes.gathered if self._held(output, 1) and not self.split else 0
+        tape.take(gathered, sizes.whole)
+        if sizes.gathered:
+            tape.take(sizes.residual)
+            tape.free(sizes.whole)
+        tape.free(gathered)
+        if not self.split:
+            tape.free(gradients, again)
+            self._free(tape, output)
+        self.norm_gradient(tape, sizes.residual)
+        tape.free(sizes.residual)
+        self._free(tape, f"{norm}_input", f"{norm}_statistics")
+        tape.for_a_moment(sizes.residual)
+        if not self.split or self._dropped_out:
+            tape.free(sizes.residual)
+
+    def _attend_backward(self, tape: Tape) -> None:
+        """From the context's gradient to those of queries, keys and values."""
+        context, keys = self.sizes.context, self.sizes.keys
+        before = tape.now
+        if "core_attention" in self.modules:
+            self._core(tape)
+            tape.take(self.repeated, 0 if self.spec.attention_is_explicit else context)
+        again = tape.now - before
+        if self.spec.attention_is_explicit:
+            tape.for_a_moment(context, 2 * keys, 2 * self._scores)
+        tape.take(context, self.repeated or 2 * keys)
+        self._free(tape, *core_attention_terms(self.spec, False), "repeated", "attention_dropout_mask")
+        tape.free(context, again)
+        if self.repeated:
+            tape.take(2 * keys)
+            tape.free(self.repeated)
+        if not self.split:
+            self._free(tape, "context")
+        self._free(tape, "normed_queries_keys", "values_by_document", "context_by_document")
+        if self.model.parts.query_key_norm:
+            for size, of_product in (keys, 2 * keys), (context, self.terms["queries_keys_values"] - 2 * keys):
+                self._turn_back(tape, size, size)
+                self.norm_gradient(tape, size)
+                tape.free(size, of_product)
+            self._free(tape, "query_key_norm_statistics")
+        else:
+            self._free(tape, "queries_keys_values")
+        # Gradients of what one product gave are brought together.
+        tape.for_a_moment(2 * keys if self.grouped or self.model.parts.query_key_norm else context + 2 * keys)
+        if not self.model.parts.query_key_norm:
+            self._turn_back(tape, *((context, context) if self.grouped else (context + 2 * keys, context + keys)))
+
+    def _turn_back(self, tape: Tape, size: int, turned: int) -> None:
+        """Gradients of one projection, of which so much was turned by its position."""
+        if self.model.parts.rotary:
+            tape.for_a_moment(size, turned // 2)

@@ -1,0 +1,275 @@
+"""Most memory that the passes of a step take on one rank, walked through in the order of its schedule. Pure Python.
+
+Layers as in `layer_passes.py`; here are what the ends of the model have beside them, messages between stages, and what
+products for weights hold until their turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from workers.accounting.activation_bytes import WIDE, output_weight, passes_of_rank, tokens_of
+from workers.accounting.flops import padded_vocabulary
+from workers.accounting.layer_passes import LayerPasses, Sizes
+from workers.accounting.tape import NOTHING, Pass, Tape
+from workers.config import JobSpec
+from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
+from workers.parallel.pipeline.schedules.action import Action
+from workers.parallel.pipeline.stages import neighbours, stage_layers, virtual_stage
+from workers.parallel.recompute.policy import recomputed
+from workers.spec.parameters import first_trained_layer, frozen_names, takes_gradient
+
+LOSS_ROWS, LOSS_ELEMENTS = 256, 2**24
+"""Of a block of 16-bit logits: rows at least, and elements on a GPU."""
+LOSS_TOKEN = 18
+"""Bytes that the cross-entropy keeps of a token: its target's place (8), whether it is here and counts (2), two factors
+(8)."""
+LOSS_NUMBERS = 28
+"""Others of a token that are gone after forward: seven numbers in fp32."""
+
+
+@lru_cache(maxsize=256)
+def _comes_to(kind: str, stages: int, chunks: int, rank: int) -> frozenset[tuple[int, str]]:
+    """(chunk, kind of pass) of this rank that need what another rank sends."""
+    found: set[tuple[int, str]] = set()
+    for chunk in range(chunks):
+        before, behind = neighbours(kind, stages, chunks, rank, chunk)
+        if before is not None and before[0] != rank:
+            found.add((chunk, "forward"))
+        if behind is not None and behind[0] != rank:
+            found |= {(chunk, "backward"), (chunk, "backward_input")}
+    return frozenset(found)
+
+
+@lru_cache(maxsize=256)
+def _posted(
+    kind: str, rank: int, stages: int, chunks: int, micro_batches: int, takes: tuple[bool, ...]
+) -> list[tuple[Action, int]]:
+    """The passes of a rank, each with the number of messages that are asked for before it. `takes`: whether each chunk
+    has a backward pass."""
+    comes = _comes_to(kind, stages, chunks, rank)
+    actions = passes_of_rank(kind, rank, stages, chunks, micro_batches)
+    needs = [
+        (action.chunk, action.kind) in comes and (action.kind == "forward" or takes[action.chunk]) for action in actions
+    ]
+    # Each is asked for one pass ahead of its own; the first pass's with itself.
+    return [
+        (action, (needs[number] if number == 0 else 0) + (needs[number + 1] if number + 1 < len(needs) else 0))
+        for number, action in enumerate(actions)
+    ]
+
+
+class StepPeak:
+    """Of a job whose ranks have GPUs, or with `gpu` false run on CPUs."""
+
+    def __init__(self, spec: JobSpec, gpu: bool = True):
+        self.spec, self.gpu, self.sizes = spec, gpu, Sizes.of(spec)
+        layout = spec.layout
+        self.kind, self.stages, self.chunks = layout.schedule, layout.pipeline, layout.virtual_stages
+        self.split = self.kind in SPLIT_BACKWARD
+        self.takes, self.first = takes_gradient(spec), first_trained_layer(spec.model, spec.train.frozen)
+        self.output_trained = output_weight(spec.model) not in frozen_names(spec)
+        self._layers: dict[tuple[int, tuple[str, ...]], LayerPasses] = {}
+        self._of_layers: dict[tuple[Callable[..., Pass], int, bool], Pass] = {}
+        scatters = layout.tensor > 1 and not layout.sequence_parallel_on
+        self.message = self.sizes.residual // (layout.tensor if scatters else 1)
+        """What is received, which may be a part that has to be gathered."""
+
+    def of_rank(self, rank: int, micro_batches: int) -> int:
+        """Bytes beside the state, of pipeline rank `rank` in a step of so many micro-batches."""
+        return self.walk(rank, micro_batches)[0]
+
+    def walk(self, rank: int, micro_batches: int) -> tuple[int, int]:
+        """The same, and what is left of it when the step is over."""
+        layout, shape = self.spec.layout, (self.kind, rank, self.stages, self.chunks, micro_batches)
+        indices = [virtual_stage(self.kind, self.stages, self.chunks, rank, chunk) for chunk in range(self.chunks)]
+        comes = _comes_to(self.kind, self.stages, self.chunks, rank)
+        again = recomputed(passes_of_rank(*shape), layout)
+        known: dict[tuple[str, int, bool], Pass] = {}
+        held = most = self.tables
+        for action, posted in _posted(*shape, tuple(self.takes[index] for index in indices)):
+            chunk = action.chunk
+            key = action.kind, chunk, (action.micro_batch, chunk) in again
+            if key not in known:
+                known[key] = self._pass(indices[chunk], action.kind, key[2], (chunk, action.kind) in comes)
+            begun, found = held + posted * self.message, known[key]
+            most, held = max(most, begun + found.most), begun + found.left
+        return most, held
+
+    @property
+    def tables(self) -> int:
+        """What all layers share: angles of every position and pair of a head's elements in fp64, with cosine and sine
+        in the precision of compute, and who is in whose window, for fused kernels."""
+        model, width = self.spec.model, self.sizes.width
+        pairs = model.sequence_length * model.head_size // 2
+        angles = pairs * (8 + 2 * width) if model.parts.rotary else 0
+        windowed = any(model.window(layer) is not None for layer in range(model.layers))
+        band = width * model.sequence_length**2 if windowed and not self.spec.attention_is_explicit else 0
+        return angles + band
+
+    def _pass(self, index: int, kind: str, again: bool, arrives: bool) -> Pass:
+        """What a pass of virtual stage `index` does, of a micro-batch that is recomputed or not."""
+        if kind != "forward" and not self.takes[index]:
+            return NOTHING
+        tape = Tape()
+        if arrives:
+            self._gather_message(tape)
+        if kind == "forward":
+            self._forward(tape, index, again)
+        elif kind == "backward_weight":
+            self._weights(tape, index)
+        else:
+            self._backward(tape, index, again)
+        return tape.whole()
+
+    def _gather_message(self, tape: Tape) -> None:
+        if self.message != self.sizes.residual:
+            tape.take(self.sizes.residual)
+            tape.free(self.message)
+
+    def _indices(self, index: int) -> range:
+        return stage_layers(self.spec.model.layers, self.stages * self.chunks, index)
+
+    def _is_last(self, index: int) -> bool:
+        return index == self.stages * self.chunks - 1
+
+    def _goes_on_here(self, index: int) -> bool:
+        """Whether the same rank has the next virtual stage."""
+        return self.kind == "zb-v" and index == self.stages - 1
+
+    def _layer(self, layer: int, again: bool) -> tuple[LayerPasses, bool]:
+        """The layer, and whether it is recomputed as a whole."""
+        layout = self.spec.layout
+        policy = layout.recompute if again else "none"
+        modules = tuple(layout.recompute_modules) if policy == "selective" else ()
+        alike = layer if self.spec.train.frozen or self.spec.model.sliding_window is not None else 0
+        if (alike, modules) not in self._layers:
+            self._layers[alike, modules] = LayerPasses(self.spec, layer, modules, self.gpu)
+        return self._layers[alike, modules], policy == "full" and layer % layout.recompute_every == 0
+
+    def _known(self, what: Callable[..., Pass], layer: LayerPasses, flag: bool = True) -> Pass:
+        key = what, id(layer), flag
+        if key not in self._of_layers:
+            self._of_layers[key] = what(layer, flag) if what is LayerPasses.forward else what(layer)
+        return self._of_layers[key]
+
+    def _forward(self, tape: Tape, index: int, again: bool) -> None:
+        residual = self.sizes.residual
+        if index == 0:
+            self._look_up(tape)
+        for number in self._indices(index):
+            layer, whole = self._layer(number, again)
+            trained = number >= self.first
+            tape.run(self._known(LayerPasses.forward, layer, trained and not whole))
+            if not trained:
+                tape.free(residual)
+        if self._is_last(index):
+            self._loss(tape)
+        elif not self._goes_on_here(index):
+            tape.free(residual)
+
+    def _backward(self, tape: Tape, index: int, again: bool) -> None:
+        residual = self.sizes.residual
+        if self._is_last(index):
+            self._loss_backward(tape)
+        for number in reversed(self._indices(index)):
+            if number < self.first:
+                break
+            layer, whole = self._layer(number, again)
+            tape.run(self._known(LayerPasses.computed_again if whole else LayerPasses.backward, layer))
+            if number == self._indices(index)[-1] and not self._is_last(index) and not self.split:
+                tape.take(residual)  # the gradient that has come is held until the end
+        if index == 0 and self.first < 0:
+            self._look_up_backward(tape)
+        elif not (self._goes_on_here(index - 1) and self.takes[index - 1]):
+            tape.free(residual)
+        if not self._is_last(index) and not self.split:
+            tape.free(residual)
+
+    def _weights(self, tape: Tape, index: int) -> None:
+        """Products for weights that were put off, each of which frees what it held."""
+        sizes = self.sizes
+        if self._is_last(index) and self.output_trained:
+            tape.for_a_moment(sizes.gathered)
+            tape.free(sizes.residual + self._logits)
+        for number in reversed(self._indices(index)):
+            if number < self.first:
+                break
+            for place, held in enumerate(self._layer(number, False)[0].put_off()):
+                tape.for_a_moment(sizes.gathered if place % 2 else 0)
+                tape.free(held)
+        if index == 0 and self.first < 0:
+            tape.for_a_moment(self._table)
+            tape.free(sizes.whole)
+
+    @property
+    def _logits(self) -> int:
+        return self.sizes.width * tokens_of(self.spec)[0] * self._columns
+
+    @property
+    def _columns(self) -> int:
+        """Of the vocabulary on this rank."""
+        return padded_vocabulary(self.spec) // self.spec.layout.tensor
+
+    def _loss(self, tape: Tape) -> None:
+        """Final norm, logits, cross-entropy: the residual stream becomes what is kept of them."""
+        sizes, tokens, columns = self.sizes, tokens_of(self.spec)[0], self._columns
+        self._layer(0, False)[0].norm(tape, sizes.residual)
+        tape.for_a_moment(sizes.gathered, self._logits)
+        tape.take(self._logits)
+        rows = max(LOSS_ROWS, LOSS_ELEMENTS // columns) if self.gpu else LOSS_ROWS
+        widened = WIDE * columns * min(tokens, rows) if sizes.width < WIDE and not self.spec.train.compile else 0
+        tape.take(LOSS_TOKEN * tokens)
+        tape.free(0 if self.output_trained else sizes.residual)
+        tape.for_a_moment(LOSS_NUMBERS * tokens, widened)  # compiled kernels widen in registers
+
+    def _loss_backward(self, tape: Tape) -> None:
+        """From the logits' gradient, which takes their place, to that of the residual stream."""
+        sizes = self.sizes
+        gathered = sizes.gathered if self.output_trained and not self.split else 0
+        tape.take(gathered, sizes.whole)
+        if sizes.gathered:
+            tape.take(sizes.residual)
+            tape.free(sizes.whole)
+        tape.free(gathered)
+        if not self.output_trained:
+            tape.free(self._logits)
+        elif not self.split:
+            tape.free(self._logits, sizes.residual)
+        self._layer(0, False)[0].norm_gradient(tape, sizes.residual)
+        tape.free(sizes.residual, sizes.residual, LOSS_TOKEN * tokens_of(self.spec)[0])
+
+    def _look_up(self, tape: Tape) -> None:
+        """Rows of the embedding, summed over the tensor group: the residual stream's beginning stays."""
+        sizes, alone = self.sizes, self.spec.layout.tensor == 1
+        if not alone:
+            tape.for_a_moment(sizes.whole, sizes.whole)
+        if not self.spec.model.parts.rotary:
+            tape.for_a_moment(sizes.residual, sizes.residual)
+        tape.take(sizes.residual)
+        if self.spec.model.dropout > 0:
+            self._layer(0, False)[0].drop_out(tape)
+            tape.take(sizes.residual // sizes.width)
+
+    def _look_up_backward(self, tape: Tape) -> None:
+        """What the residual stream's gradient becomes: the embedding's, at once or put off."""
+        sizes = self.sizes
+        if self.spec.model.dropout > 0:
+            tape.for_a_moment(sizes.residual)
+            tape.free(sizes.residual // sizes.width)
+        if self.spec.layout.tensor > 1:
+            if sizes.gathered:
+                tape.take(sizes.whole)
+                tape.free(sizes.residual)
+            tape.for_a_moment(sizes.whole)
+        if not self.split:
+            tape.for_a_moment(self._table)
+            tape.free(sizes.whole)
+
+    @property
+    def _table(self) -> int:
+        """The embedding's gradient in fp32, which a GPU adds to the sum as a whole, beside those of its rows."""
+        sizes, h = self.sizes, self.spec.model.hidden_size
+        rows = sizes.whole // sizes.width * WIDE if sizes.width < WIDE else 0
+        return rows + (WIDE * self._columns * h if self.gpu else 0)
