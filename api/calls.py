@@ -348,6 +348,11 @@ def ledger(job_id: str) -> Call[schemas.Ledger]:
     return Call(schemas.Ledger, "GET", _job(job_id, "/ledger"))
 
 
+def job_plan(job_id: str) -> Call[schemas.JobPlan]:
+    """What was planned of a job, beside what its steps take."""
+    return Call(schemas.JobPlan, "GET", _job(job_id, "/plan"))
+
+
 def recoveries(job_id: str, limit: int = 100, cursor: str | None = None) -> Call[schemas.Items[schemas.Recovery]]:
     """A page of a job's recoveries, oldest first."""
     parameters = {"limit": limit, "cursor": cursor}

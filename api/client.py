@@ -42,6 +42,7 @@ from api.schemas import (
     Job,
     JobCounts,
     JobEvent,
+    JobPlan,
     Ledger,
     LogLine,
     LogLines,
@@ -274,6 +275,10 @@ class MantaClient:
     def ledger(self, job_id: str) -> Ledger:
         """Where every second of a job went."""
         return self.send(calls.ledger(job_id))
+
+    def job_plan(self, job_id: str) -> JobPlan:
+        """What was planned of a job, beside what its steps take."""
+        return self.send(calls.job_plan(job_id))
 
     def recoveries(self, job_id: str, limit: int = 100, cursor: str | None = None) -> Items[Recovery]:
         """A page of a job's recoveries, oldest first."""

@@ -61,6 +61,7 @@ NEEDS: dict[str, Need] = {
     "list_exports": _READ,
     "get_export": _READ,
     "get_ledger": _READ,
+    "get_job_plan": _READ,
     "list_recoveries": _READ,
     "inject_fault": _ADMIN,
     "get_cluster": _READ,

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from api import schemas
 from api.control import ControlPlane
+from service.cluster.errors import ClusterUnavailable
 from service.machines import BadCalibration, this_node
+from service.planner.answer import to_json
 from service.planner.hardware import Cluster, CpuNode
-from service.planner.request import CurrentCluster, cluster_of_nodes
+from service.planner.job_plan import NotPlanned, refuse_unplannable
+from service.planner.request import CurrentCluster, PlanRequest, cluster_of_nodes
+from workers.config import JobSpec
 from workers.paths import Paths
 from workers.spec.problems import Problem, SpecError
+
+
+def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan | None, str | None]:
+    """What the layout of `spec` takes on the cluster that `current` gives, and what is to be known of that; or None and
+    why that is not known."""
+    try:
+        cluster = current(None)
+        refuse_unplannable(spec)
+    except (NotPlanned, SpecError, ClusterUnavailable) as error:
+        return None, f"nothing is planned: {error}"
+    request = PlanRequest(spec, cluster)
+    document = to_json(request, request.answer())
+    if document["plans"]:
+        return schemas.Plan.model_validate(document["plans"][0]), document["note"]
+    return None, document["rejected"][0]["reason"]
 
 
 def cpu_node(control: ControlPlane) -> CpuNode:

@@ -318,6 +318,10 @@ class DryRun(Answer):
     """The checked JobSpec with all defaults."""
     layout: Layout
     """Its layout."""
+    plan: Plan | None = None
+    """What a step of it takes on this cluster."""
+    plan_note: str | None = None
+    """What to know of its times, or why there is no plan."""
 
 
 class PlanMemory(Answer):
@@ -438,6 +442,81 @@ class PlannedRun(Answer):
     goodput_with_restarts: float
     """Of a system that starts everything again from a checkpoint after each failure."""
     gpu_hours_with_restarts: float
+
+
+class PlannedPart(Answer):
+    """A part of a planned step."""
+
+    name: str
+    seconds: float
+    fraction: float
+    """Of the step; all parts together are it."""
+    what: str
+    help: str | None
+    """What would make it smaller; null where nothing does."""
+
+
+class PlannedStep(Answer):
+    """What a step of a job is planned to take where it runs."""
+
+    step_seconds: float
+    memory_bytes: PlanMemory
+    parts: list[PlannedPart]
+    """From the device's peak down to the MFU."""
+    assumed: bool
+    """Whether nothing was measured or fitted on such a machine."""
+    has_gpus: bool
+    """Whether each rank has a GPU, whose memory it can be held against."""
+
+
+class MeasuredStep(Answer):
+    """What steps of a job took, once the first ones had settled."""
+
+    first_step: int
+    last_step: int
+    step_seconds: float
+    """Median of these steps."""
+    memory_bytes: int | None
+    """Most of any rank: on GPUs the peak of their memory, else all that a process has resident."""
+    parts: dict[str, float] | None
+    """Seconds by part as the engine measures them, medians; null where it measured no step in parts."""
+
+
+class ComparedPart(Answer):
+    """A group of parts that means the same in a plan and in a measurement."""
+
+    name: str
+    planned: float
+    """Seconds of a step."""
+    measured: float
+
+
+class PlanDrift(Answer):
+    """How far a job is from its plan, beyond 20%."""
+
+    ratio: float
+    """Of what was measured to what was planned."""
+    part: str
+    """What makes most of the difference."""
+    message: str
+
+
+class JobPlan(Answer):
+    """What was planned of a job when it last began or changed its layout, and what became of that."""
+
+    generation: int | None
+    """That it was planned of; null before the first."""
+    parallel: dict[str, Any] | None
+    """The layout that it is about."""
+    planned: PlannedStep | None
+    problem: str | None
+    """Why nothing is planned, or not yet."""
+    measured: MeasuredStep | None
+    """Null before its sixth step."""
+    compared: list[ComparedPart]
+    """Both by groups of parts; empty while one of them is missing."""
+    drift: PlanDrift | None
+    """Null within 20%, and before 25 steps."""
 
 
 class PlanExplanation(Answer):

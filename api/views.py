@@ -16,8 +16,10 @@ from service.cluster.sizes import layout_in_use
 from service.deletion import Deletion
 from service.ledger import Interval, Ledger
 from service.logs import LogLine
+from service.planner.drift import compared
 from service.states import JobState
 from service.store import checkpoints, edits, exports, jobs, ledgers, metrics, recoveries, tables
+from service.store.plans import KeptPlan
 from service.store.types import Reader
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec, ParallelConfig
@@ -103,8 +105,9 @@ def layout_of(layout: ParallelConfig) -> dict[str, Any]:
     return {**document, "sequence_parallel": layout.sequence_parallel_on, "world_size": layout.world_size}
 
 
-def dry_run_view(spec: JobSpec) -> schemas.DryRun:
-    """What submitting `spec` would do."""
+def dry_run_view(spec: JobSpec, plan: schemas.Plan | None, note: str | None) -> schemas.DryRun:
+    """What submitting `spec` would do. `plan`: what its layout takes, and a `note` on that, or on why it is
+    not known."""
     layout = spec.layout
     listed = layout.world_size <= MOST_RANKS_LISTED
     return schemas.DryRun(
@@ -115,12 +118,42 @@ def dry_run_view(spec: JobSpec) -> schemas.DryRun:
             micro_batches=spec.micro_batches,
             ranks=[_place(rank, layout) for rank in range(layout.world_size)] if listed else None,
         ),
+        plan=plan,
+        plan_note=note,
     )
 
 
 def _place(rank: int, layout: ParallelConfig) -> schemas.RankPlace:
     at = RankGrid(layout).coordinates(rank)
     return schemas.RankPlace(rank=rank, tensor=at.tensor, pipeline=at.pipeline, data=at.data, context=at.context)
+
+
+NOT_PLANNED_YET = "a job is planned when it starts"
+
+
+def job_plan_view(kept: KeptPlan | None) -> schemas.JobPlan:
+    """A job's plan beside what it takes; None: there is none yet."""
+    if kept is None:
+        return schemas.JobPlan(
+            generation=None,
+            parallel=None,
+            planned=None,
+            problem=NOT_PLANNED_YET,
+            measured=None,
+            compared=[],
+            drift=None,
+        )
+    planned, measured = kept.plan["planned"], kept.measured
+    groups = compared(planned, measured) if planned and measured else ()
+    return schemas.JobPlan.model_validate(
+        {
+            **kept.plan,
+            "generation": kept.generation,
+            "measured": measured and measured.to_json(),
+            "compared": [vars(each) for each in groups],
+            "drift": kept.drift,
+        }
+    )
 
 
 def deletion_view(job_id: str, deletion: Deletion) -> schemas.DeletedJob:

@@ -17,7 +17,7 @@ from api.cli import render
 from api.cli.progress import follow as follow_progress
 from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
 from api.requests import FaultRequest
-from api.schemas import FieldProblem
+from api.schemas import FieldProblem, JobPlan
 from api.schemas import Job as JobView
 from service.settings import Settings
 from service.states import JobState
@@ -159,7 +159,16 @@ def status(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Show one job."""
     with connect(url) as client:
         answer = client.job(job)
-    show(answer, as_json, lambda console: render.job_page(console, answer))
+        plan = None if as_json else _plan_of(client, job)
+    show(answer, as_json, lambda console: render.job_page(console, answer, plan))
+
+
+def _plan_of(client: MantaClient, job: str) -> JobPlan | None:
+    """None where the service is of a release that plans nothing."""
+    try:
+        return client.job_plan(job)
+    except ApiError:
+        return None
 
 
 @app.command()

@@ -73,7 +73,7 @@ def job_list(console: Console, jobs: Sequence[schemas.Job]) -> None:
     table(console, headings, rows, "no jobs yet; submit one with `manta submit FILE`")
 
 
-def job_page(console: Console, job: schemas.Job) -> None:
+def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = None) -> None:
     """What `manta status` says about a job."""
     latest = job.metrics.latest
     lines = {
@@ -95,6 +95,8 @@ def job_page(console: Console, job: schemas.Job) -> None:
         "started": moment(job.started_at),
         "finished": moment(job.finished_at),
     }
+    if plan is not None:
+        lines["a step as planned"] = planned_line(plan)
     if job.memory_kept_until is not None:
         lines["in memory until"] = moment(job.memory_kept_until)
     if job.queue.position is not None:
@@ -102,6 +104,20 @@ def job_page(console: Console, job: schemas.Job) -> None:
     width = max(map(len, lines))
     for name, value in lines.items():
         console.print(f"[bold]{name:<{width}}[/bold]  {escape(value)}", highlight=False, soft_wrap=True)
+
+
+def planned_line(plan: schemas.JobPlan) -> str:
+    """What was planned of a step, and what it takes."""
+    if plan.planned is None:
+        return plan.problem or "-"
+    planned = plan.planned.step_seconds
+    text = f"{planned:.3g} s"
+    if plan.measured is not None:
+        took = plan.measured.step_seconds
+        text = f"{text}, and takes {took:.3g} s ({took / planned - 1:+.0%})"
+    if plan.drift is not None:
+        text = f"{text}: {plan.drift.message}"
+    return f"{text} (assumed: this machine was not calibrated)" if plan.planned.assumed and not plan.drift else text
 
 
 def edited(console: Console, job: schemas.Job) -> None:
@@ -126,6 +142,15 @@ def layout_page(console: Console, answer: schemas.DryRun) -> None:
     if layout.ranks:
         rows = [(place.rank, place.tensor, place.pipeline, place.data) for place in layout.ranks]
         table(console, ("RANK", "TENSOR", "PIPELINE", "DATA"), rows, "")
+    if answer.plan is not None:
+        plan, memory = answer.plan, size(answer.plan.memory_bytes.total)
+        console.print(
+            f"planned: {plan.step_seconds:.4g} s a step, {plan.tokens_per_second:,.0f} tokens/s, {memory} on the "
+            f"fullest rank, {plan.hours:.3g} hours in all",
+            highlight=False,
+        )
+    if answer.plan_note is not None:
+        console.print(f"Note: {answer.plan_note}" if answer.plan else answer.plan_note, markup=False, highlight=False)
 
 
 def event_line(event: schemas.Event) -> str:

@@ -24,7 +24,7 @@ from api.parameters import (
     digest_of,
     versions_in,
 )
-from api.planning import current_cluster
+from api.planning import current_cluster, plan_of_layout
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.rendered_jobs import rendered_jobs_of
 from api.threads import read_threads_of
@@ -77,12 +77,13 @@ async def submit_job(
     dry_run: Annotated[bool, Query(description="Only check the spec")] = False,
 ) -> Response:
     """Check a JobSpec and store it as a QUEUED job of the key's project; with `dry_run` only check it and show its
-    layout."""
+    layout and what a step of it takes."""
     about = request_of_caller(request)
     spec = await _checked_and_laid_out(document, control)
     if dry_run:
         about.changes_nothing = True
-        return _json(views.dry_run_view(spec), 200)
+        plan = await run_in_threadpool(plan_of_layout, spec, current_cluster(control))
+        return _json(views.dry_run_view(spec, *plan), 200)
     digest = digest_of(document)
 
     def operation(session: Any) -> tuple[schemas.Job, bool]:

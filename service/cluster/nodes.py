@@ -46,6 +46,11 @@ class GpuReadings:
     """In seconds of the monotonic clock."""
     readings: tuple[GpuReading, ...]
 
+    @property
+    def smallest_memory(self) -> int | None:
+        """Bytes of the GPU that has least; None where the driver said of none."""
+        return min((each.memory_total_bytes for each in self.readings if each.memory_total_bytes), default=None)
+
 
 class Nodes:
     """All nodes. Ray's view of them lags by a fraction of a second, and by much more for a node that is gone."""

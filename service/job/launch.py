@@ -16,6 +16,7 @@ from service.job.actions import Launch
 from service.job.context import JobContext
 from service.job.generation import RunningGeneration
 from service.job.hangs_and_stragglers import HangWatch
+from service.job.planning import plan_generation
 from service.job.received_lines import ReceivedLines
 from service.job.report_writer import ReportWriter
 from service.job.resume import newest_state
@@ -100,6 +101,7 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
             running.lose(rank, f"could not be launched ({why})")
         if not silent:
             await _begin_backups(job, where, generation)
+        running.run_alongside(plan_generation(job, generation, where))
     except BaseException:
         await running.close()  # nobody else knows of it yet
         raise

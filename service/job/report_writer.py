@@ -12,7 +12,18 @@ from sqlalchemy.orm import Session
 from service.job.received_lines import ReceivedLines
 from service.leases.errors import LeaseLost
 from service.states import JobState
-from service.store import Store, checkpoints, events, generations, jobs, metrics, rank_numbers, ranks, recoveries
+from service.store import (
+    Store,
+    checkpoints,
+    events,
+    generations,
+    jobs,
+    metrics,
+    plans,
+    rank_numbers,
+    ranks,
+    recoveries,
+)
 from service.store.generations import TrainedStep
 from service.store.retries import until_done
 from service.store.tables import Recovery
@@ -46,7 +57,7 @@ class ReportWriter:
         self._say_first_step = first_step
         self._lines = lines
         self._store, self._job_id, self._generation = store, job_id, generation
-        self._resume_step, self._stepped = resume_step, False
+        self._resume_step, self._stepped, self._settled = resume_step, False, False
 
     async def take(self, report: Report) -> None:
         """Store one report. Reports seen before, and those of replaced generations, change nothing.
@@ -104,6 +115,8 @@ class ReportWriter:
         own = [row for row in rows if row["step"] > self._resume_step]
         if stored and own and not self._stepped:
             self._first_step(session, own[0], committed)
+        if stored and own and not self._settled:
+            self._settled = plans.settle(session, self._job_id, self._generation, int(own[-1]["step"]))
 
     def _first_step(self, session: Session, row: JsonObject, committed: int) -> None:
         """`row` is of the generation's first step; `committed` was the job's last step before."""

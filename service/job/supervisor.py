@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,7 @@ from service.job.incident import Incident
 from service.job.launch import STARTING, LaunchFailed, finish_launch, launch_generation, watch_generation
 from service.job.leave import ask_to_save, keep_time, leave
 from service.job.lost_agents import place_all, replace_lost
+from service.job.planning import plan_generation
 from service.job.record import NO_ROOM
 from service.job.report_writer import FirstStep
 from service.job.resize_and_drain import ElasticityPlanner
@@ -55,7 +56,7 @@ from service.store import Store, ranks
 from service.store.tables import Job, Rank
 from service.tasks import log_failure
 from workers.protocol.json_codec import to_json
-from workers.protocol.messages import BETWEEN_STEPS, Fault
+from workers.protocol.messages import BETWEEN_STEPS, AgentDescription, Fault
 
 log = logging.getLogger(__name__)
 
@@ -252,7 +253,7 @@ class Supervisor:
             return Launch("the control plane was restarted during a launch", counts=True)
         if not lost and any(row.state == STARTING for row in rows):
             await finish_launch(self._job, job.generation, about)
-        await self._watch_adopted(job.generation, lost)
+        await self._watch_adopted(job.generation, lost, about)
         if job.state == JobState.RESIZING and not self._job.no_room:
             # All were asked to rest, or not yet: what was to change is seen again.
             self._job.change_possible.set()
@@ -261,11 +262,13 @@ class Supervisor:
             await self._record.event("adopted", "another control plane looks after it now; the job never noticed")
         return Watch()
 
-    async def _watch_adopted(self, generation: int, lost: list[int]) -> None:
+    async def _watch_adopted(self, generation: int, lost: list[int], where: Mapping[int, AgentDescription]) -> None:
         current = await self._record.current_generation()
         resume_step = current.resume_step if current is not None else 0
         running = watch_generation(self._job, generation, resume_step, taken_over=True)
         self._attend(running)
+        if not lost:  # the control plane before may not have come to it
+            running.run_alongside(plan_generation(self._job, generation, where))
         for rank in lost:
             running.lose(rank, "has an agent that does not answer")
 

@@ -63,7 +63,7 @@ def read_request(document: Any, current: CurrentCluster, node: CpuNode) -> PlanR
         raise SpecError([Problem("explain", f"must be true or false, not {kind_of(explain)}", "true")])
     job = _job_in({key: value for key, value in document.items() if key != "explain"})
     cluster = read_cluster(document.get("cluster"), current, node)
-    problems = _too_large(job, cluster)
+    problems = too_large(job)
     if problems:
         raise SpecError(problems)
     return PlanRequest(job, cluster, explain)
@@ -153,7 +153,7 @@ def _named_cluster(name: str | None, sizes: dict[str, int]) -> Cluster:
     return Cluster(machine, sizes.get("nodes", 1), sizes.get("gpus_per_node", machine.devices))
 
 
-def _too_large(job: JobSpec, cluster: Cluster) -> list[Problem]:
+def too_large(job: JobSpec) -> list[Problem]:
     """What would take longer to plan than anybody waits."""
     problems = []
     if job.model.layers > MOST_LAYERS:

@@ -30,7 +30,7 @@ NEEDS = {
          "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
          "get_rank_history", "get_waits", "get_rank_stack",
          "list_checkpoints", "list_exports", "get_export",
-         "get_ledger", "list_recoveries", "get_cluster", "list_projects", "create_link", "get_me",
+         "get_ledger", "get_job_plan", "list_recoveries", "get_cluster", "list_projects", "create_link", "get_me",
          "end_session", "get_prometheus_metrics", "make_plans"), ("read",),
     ),
     **dict.fromkeys(

@@ -42,8 +42,18 @@ def test_a_dry_run_shows_the_layout_and_stores_nothing(service, document):
     assert (answer["layout"]["world_size"], answer["layout"]["micro_batches"]) == (4, 4)
     places = [(rank["rank"], rank["pipeline"], rank["tensor"]) for rank in answer["layout"]["ranks"]]
     assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    assert answer["plan"]["parallel"]["tensor"] == 2 and answer["plan"]["step_seconds"] > 0
+    assert "assumed" in answer["plan_note"]
     assert service.http.get("/v1/jobs").json()["items"] == []
     assert service.control.asked == []
+
+
+def test_a_dry_run_whose_layout_has_no_plan_says_why(service, document):
+    document["parallel"] = {"tensor": 2, "pipeline": 2, "data": 8}
+    document["train"]["global_batch_size"] = 8
+    answer = service.http.post("/v1/jobs?dry_run=true", json=document).json()
+    assert answer["layout"]["world_size"] == 32
+    assert answer["plan"] is None and "needs 32 GPUs" in answer["plan_note"]
 
 
 def test_a_dry_run_of_a_huge_layout_does_not_list_its_ranks(service, document):

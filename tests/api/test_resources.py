@@ -6,13 +6,17 @@ import time
 import pytest
 
 from service.logs import log_file, log_folder
+from service.planner.hardware import Cluster, CpuNode
+from service.planner.job_plan import planned
 from service.recovery.timeline import RecoveryTimeline
-from service.store import checkpoints, events, exports, generations, rank_numbers, ranks, recoveries
+from service.store import checkpoints, events, exports, generations, plans, rank_numbers, ranks, recoveries
 from service.store.recoveries import Beginning
+from tests.api.conftest import DOCUMENT
 from tests.api.test_sse_server import read_stream
 from workers.checkpoint.catalog import checkpoint_path
 from workers.liveness.rank_samples import RankSample, packed
 from workers.paths import Paths
+from workers.spec.reading import parse_job_spec
 
 
 def write_log(service, job_id, rank, *texts):
@@ -261,6 +265,34 @@ def test_the_ledger_says_where_every_second_went(service):
     assert sum(ended["seconds"].values()) == pytest.approx(ended["wall_seconds"])
     assert (ended["closed"], ended["until"], ended["goodput"]) == (True, shown["finished_at"], shown["goodput"])
     assert service.http.get("/v1/jobs/job_000000000000/ledger").json()["code"] == "job_not_found"
+
+
+def test_a_plan_stands_beside_what_steps_take(service):
+    job = service.submit()
+    path = f"/v1/jobs/{job['id']}/plan"
+    before = service.http.get(path).json()
+    assert (before["planned"], before["measured"], before["compared"]) == (None, None, [])
+    assert before["problem"] == "a job is planned when it starts"
+    parallel = {"tensor": 2, "pipeline": 2, "data": 1}
+    spec = parse_job_spec(DOCUMENT)
+    of_step = planned(spec, Cluster(CpuNode(4, 2.0**33).machine(4), 1, 4))
+    service.move(job["id"], "STARTING", "RUNNING")
+    kept = {"parallel": parallel, "planned": of_step, "problem": None}
+    parts = {f"{part}_seconds": 0.01 for part in ("forward", "backward", "bubble")}
+    rows = [
+        {"step": step, "step_seconds": 0.04, "tokens_per_second": 800.0, "memory_bytes": 7, **parts}
+        for step in range(1, 8)
+    ]
+    service.report(job["id"], rows)
+    service.control.store.write(lambda s: plans.keep(s, job["id"], 1, kept))
+    shown = service.http.get(path).json()
+    assert (shown["generation"], shown["parallel"], shown["problem"], shown["drift"]) == (1, parallel, None, None)
+    assert sum(part["fraction"] for part in shown["planned"]["parts"]) == pytest.approx(1)
+    measured = shown["measured"]
+    assert (measured["first_step"], measured["last_step"], measured["step_seconds"]) == (6, 7, 0.04)
+    groups = {each["name"]: each for each in shown["compared"]}
+    assert groups["computing"]["measured"] == pytest.approx(0.02) and groups["computing"]["planned"] > 0
+    assert service.http.get("/v1/jobs/job_000000000000/plan").json()["code"] == "job_not_found"
 
 
 def fail_once(service, job_id):

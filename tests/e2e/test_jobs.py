@@ -48,9 +48,20 @@ def test_from_submit_to_success(manta):
     assert kinds[0] == "submitted"
     assert kinds.count("generation_started") == kinds.count("first_step") == 1
     assert kinds[-1] == "state_changed"
+    assert_planned(manta.client.job_plan(job), kinds.count("plan_drift"))
     assert {rank.state for rank in manta.client.ranks(job).items} == {"exited"}
     assert manta.leftovers(job) == []
     manta.until("free slots", lambda: manta.client.cluster().totals["free"] == 8)  # Ray's own view lags a little
+
+
+def assert_planned(plan, drifts):
+    """The plan of a generation of 40 steps stands beside what they took."""
+    assert (plan.generation, plan.problem, plan.parallel["data"]) == (1, None, 2)
+    assert plan.planned.step_seconds > 0
+    assert (plan.measured.first_step, plan.measured.last_step) == (6, 25)
+    assert sum(part.measured for part in plan.compared) > 0
+    ratio = plan.measured.step_seconds / plan.planned.step_seconds
+    assert drifts == (abs(ratio - 1) > 0.2) == (plan.drift is not None)
 
 
 def open_to_others(folder):

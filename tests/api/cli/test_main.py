@@ -103,6 +103,7 @@ def test_submit_resolves_relative_paths_against_the_specs_folder(manta, service,
 def test_a_dry_run_shows_the_layout_and_submits_nothing(manta, spec_file):
     shown = manta("submit", spec_file, "--dry-run").stdout
     assert "2x2x1" in shown and "4 ranks" in shown
+    assert "planned: " in shown and "tokens/s" in shown
     assert json.loads(manta("submit", spec_file, "--dry-run", "--json").stdout)["layout"]["world_size"] == 4
     assert json.loads(manta("ps", "--json").stdout)["items"] == []
 

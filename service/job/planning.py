@@ -1,0 +1,62 @@
+"""What a job's step is planned to take, as soon as it is known where it runs and in which layout: beside the training,
+and whatever comes of it, the job goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from service.job.context import JobContext
+from service.machines import BadCalibration, this_node
+from service.planner.job_plan import NotPlanned, Place, cluster_of, planned
+from service.store import plans
+from workers.config import JobSpec
+from workers.protocol.messages import AgentDescription
+from workers.spec.problems import SpecError
+
+log = logging.getLogger(__name__)
+
+
+async def plan_generation(job: JobContext, generation: int, where: Mapping[int, AgentDescription]) -> None:
+    """Keep a plan of `generation`, whose ranks are at `where`: that of an earlier one in the same layout, if there is
+    one. Never raises."""
+    try:
+        if await job.record.read(lambda session: plans.is_kept(session, job.id, generation)):
+            return
+        parallel = job.gang.layout.model_dump(mode="json")
+        known = await job.record.read(lambda session: plans.of_layout(session, job.id, parallel))
+        plan = known or {"parallel": parallel, **await _plan(job, where)}
+        await job.record.write(lambda session: plans.keep(session, job.id, generation, plan))
+    except Exception:
+        log.exception("no plan of %s is kept", job.id)
+
+
+async def _plan(job: JobContext, where: Mapping[int, AgentDescription]) -> dict[str, Any]:
+    """`planned`, or `problem`: why there is none."""
+    try:
+        places = await _places(job, where)
+        return {"planned": await asyncio.to_thread(_planned, job.gang.spec, job, places), "problem": None}
+    except (NotPlanned, SpecError, BadCalibration) as error:
+        return {"planned": None, "problem": f"this job could not be planned: {error}"}
+    except Exception as error:
+        log.exception("%s could not be planned", job.id)
+        return {"planned": None, "problem": f"this job could not be planned ({type(error).__name__}: {error})"}
+
+
+def _planned(spec: JobSpec, job: JobContext, places: list[Place]) -> dict[str, Any]:
+    return planned(spec, cluster_of(places, this_node(job.cluster.paths.machines)))
+
+
+async def _places(job: JobContext, where: Mapping[int, AgentDescription]) -> list[Place]:
+    """The nodes on which the ranks are."""
+    ranks = Counter(place.node or place.host for place in where.values())
+    some = {place.node or place.host: place for place in where.values()}
+    if not any(place.devices for place in some.values()):
+        return [Place(count, some[name].cores, has_gpus=False) for name, count in ranks.items()]
+    types = {node.id: node.gpu_type for node in await job.cluster.nodes.known()}
+    said = job.cluster.nodes.gpus
+    memory = {name: said[name].smallest_memory for name in ranks if name in said}
+    return [Place(count, some[name].cores, True, types.get(name), memory.get(name)) for name, count in ranks.items()]

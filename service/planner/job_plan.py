@@ -1,0 +1,82 @@
+"""What a job's step is planned to take where the job really runs, as a JSON document that is kept with it, and the
+sentence that takes its place where that is not known. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from service.planner.budget import Share, step_shares
+from service.planner.hardware import Cluster, CpuNode
+from service.planner.request import cluster_of_nodes, too_large
+from service.planner.search import plan_of
+from service.planner.software import engine_on
+from service.planner.step_time import StepModel
+from workers.config import JobSpec
+from workers.errors import MantaError
+
+
+class NotPlanned(MantaError):
+    """Nothing can be said of this job; the message says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node on which ranks of a job run."""
+
+    ranks: int
+    cores: int
+    """That a rank without a GPU may keep busy; 0: not known."""
+    has_gpus: bool
+    gpu_type: str | None = None
+    """As Ray calls it."""
+    gpu_memory_bytes: int | None = None
+
+
+def cluster_of(places: Sequence[Place], node: CpuNode) -> Cluster:
+    """The nodes of a job, as far as they are alike. `node`: what one without GPUs is. Raises SpecError where the type
+    of the GPUs is not known."""
+    most = max(place.ranks for place in places)
+    if not places[0].has_gpus:
+        cores = min((place.cores for place in places if place.cores), default=node.cores)
+        return Cluster(CpuNode(cores, node.memory_bytes, node.core).machine(most), len(places), most)
+    nodes = [
+        {"alive": True, "accelerator": "gpu", "total": most, "gpu_type": each.gpu_type}
+        | {"gpu_memory_bytes": each.gpu_memory_bytes}
+        for each in places
+    ]
+    return cluster_of_nodes(nodes, None, node)
+
+
+def refuse_unplannable(spec: JobSpec) -> None:
+    """Raises NotPlanned where nothing can be said of this job."""
+    if spec.model.family == "custom":
+        raise NotPlanned("what a user's model is made of is not known")
+    if problems := too_large(spec):
+        raise NotPlanned("; ".join(problem.rule for problem in problems))
+
+
+def planned(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
+    """What a step of `spec` takes on `cluster`, in the form of `api.schemas.PlannedStep`. Raises NotPlanned."""
+    refuse_unplannable(spec)
+    model = StepModel(spec, cluster, engine_on(cluster.machine))
+    plan = plan_of(spec, cluster, model.software, model)
+    shares = step_shares(model, plan.time, plan.peak_flops)
+    return {
+        "step_seconds": plan.time.seconds,
+        "memory_bytes": plan.memory.parts(),
+        "parts": [_part(share, plan.time.seconds) for share in shares],
+        "assumed": cluster.machine.is_assumed,
+        "has_gpus": cluster.machine.has_gpus,
+    }
+
+
+def _part(share: Share, step: float) -> dict[str, Any]:
+    return {
+        "name": share.name,
+        "seconds": share.seconds,
+        "fraction": share.seconds / step,
+        "what": share.what,
+        "help": share.help or None,
+    }

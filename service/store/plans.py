@@ -1,0 +1,127 @@
+"""All queries about what was planned of a job's generations, and what they took. Both are kept in the generation's
+row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from service.planner.drift import MEASURED_STEPS, SETTLING_STEPS, Drift, Measured, compared, drift_of, measured_of
+from service.store import events, jobs
+from service.store.tables import METRIC_NAMES, Generation, Metric
+
+PLAN, MEASURED = "plan", "measured"
+DRIFT = "plan_drift"
+"""Type of the event."""
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """Of a job's newest generation of which a plan is kept."""
+
+    generation: int
+    plan: dict[str, Any]
+    """`parallel`, and `planned`, or `problem` where nothing could be planned."""
+    measured: Measured | None
+    """Once the first steps have settled; of fewer steps while there are fewer."""
+    drift: dict[str, Any] | None
+    """`ratio`, `part` and `message`, where what was measured is far from the plan."""
+
+
+def keep(session: Session, job_id: str, generation: int, plan: dict[str, Any]) -> None:
+    """Keep what was planned of a generation."""
+    row = session.get(Generation, (job_id, generation))
+    if row is not None:
+        row.data = {**row.data, PLAN: plan}
+
+
+def is_kept(session: Session, job_id: str, generation: int) -> bool:
+    """Whether something was planned of a generation."""
+    row = session.get(Generation, (job_id, generation))
+    return row is not None and PLAN in row.data
+
+
+def of_layout(session: Session, job_id: str, parallel: dict[str, Any]) -> dict[str, Any] | None:
+    """What was planned of an earlier generation in the same layout, if anything was."""
+    kept = (row.data.get(PLAN) for row in _generations(session, job_id))
+    return next((plan for plan in kept if plan and plan["parallel"] == parallel), None)
+
+
+def newest(session: Session, job_id: str) -> KeptPlan | None:
+    """The plan of the newest generation that has one, with what its steps took. Raises JobNotFound."""
+    job = jobs.get(session, job_id)
+    row = next((each for each in _generations(session, job_id) if each.data.get(PLAN)), None)
+    if row is None:
+        return None
+    kept = row.data.get(MEASURED)
+    measured = Measured(**kept["steps"]) if kept else measured_of(_rows(session, row), full_tokens(job.spec))
+    return KeptPlan(row.generation, row.data[PLAN], measured, kept["drift"] if kept else None)
+
+
+def settle(session: Session, job_id: str, generation: int, step: int) -> bool:
+    """Once enough steps of a generation are there, keep what they took, and where that is far from its plan, append an
+    event, unless one has told so of the same layout. False while there are too few steps or the plan is still being
+    made; then nothing is written. `step`: the last one committed."""
+    row = session.get(Generation, (job_id, generation))
+    if row is None or MEASURED in row.data:
+        return True
+    if PLAN not in row.data or step < row.resume_step + SETTLING_STEPS + MEASURED_STEPS:
+        return False
+    rows = _rows(session, row)
+    found = measured_of(rows, full_tokens(jobs.get(session, job_id).spec))
+    if len(rows) < SETTLING_STEPS + MEASURED_STEPS or found is None:
+        return False
+    plan = row.data[PLAN]
+    drift = _drift(plan, found)
+    told = drift is not None and _told(session, job_id, plan["parallel"])
+    row.data = {**row.data, MEASURED: {"steps": found.to_json(), "drift": drift and vars(drift)}}
+    if drift is not None and not told:
+        parts = [vars(each) for each in compared(plan["planned"], found)]
+        data = {"ratio": drift.ratio, "part": drift.part, "parts": parts}
+        events.append(session, job_id, DRIFT, drift.message, generation=generation, step=found.last_step, data=data)
+    return True
+
+
+def _drift(plan: dict[str, Any], measured: Measured) -> Drift | None:
+    try:
+        return drift_of(plan["planned"], measured) if plan["planned"] else None
+    except (KeyError, TypeError, ZeroDivisionError):  # another release has written it: the metrics are worth more
+        return None
+
+
+def full_tokens(spec: dict[str, Any]) -> int:
+    """Tokens of a whole batch of a job, as its spec is stored."""
+    return int(spec["train"]["global_batch_size"]) * int(spec["model"]["sequence_length"])
+
+
+def _told(session: Session, job_id: str, parallel: dict[str, Any]) -> bool:
+    """Whether a generation in this layout was far from its plan before."""
+    return any(
+        (row.data.get(MEASURED) or {}).get("drift") and row.data[PLAN]["parallel"] == parallel
+        for row in _generations(session, job_id)
+        if row.data.get(PLAN)
+    )
+
+
+def _generations(session: Session, job_id: str) -> list[Generation]:
+    """Newest first."""
+    query = select(Generation).where(Generation.job_id == job_id).order_by(Generation.generation.desc())
+    return list(session.scalars(query))
+
+
+def _rows(session: Session, generation: Generation) -> list[dict[str, Any]]:
+    """The first rows of metrics that a generation committed, as many as are looked at."""
+    query = (
+        select(Metric)
+        .where(Metric.job_id == generation.job_id, Metric.step > generation.resume_step)
+        .where(Metric.generation == generation.generation)
+        .order_by(Metric.step)
+        .limit(SETTLING_STEPS + MEASURED_STEPS)
+    )
+    return [
+        {**row.extra, "step": row.step, **{name: getattr(row, name) for name in METRIC_NAMES}}
+        for row in session.scalars(query)
+    ]

@@ -1,0 +1,71 @@
+"""A generation is planned where it runs, beside the training, and no failure of that is the job's."""
+
+import asyncio
+
+import pytest
+
+from service.job import planning
+from service.job.context import JobContext
+from service.job.planning import plan_generation
+from service.store import generations, plans
+from tests.service.support.fake_cluster import FakeCluster
+from workers.protocol.messages import AgentDescription
+
+
+@pytest.fixture
+def job(store, submit, tmp_path):
+    """A job of four ranks in its first generation."""
+    cluster = FakeCluster(tmp_path, one=2, two=2)
+    context = JobContext.of(store, cluster, submit(parallel={"tensor": 2, "data": 2}))
+    store.write(lambda s: generations.begin(s, context.id, "submitted", False))
+    return context
+
+
+WHERE = {
+    rank: AgentDescription(f"host{rank // 2}", "127.0.0.1", 1, node="one" if rank < 2 else "two", cores=2)
+    for rank in range(4)
+}
+
+
+def plan(job, generation=1, where=None):
+    asyncio.run(plan_generation(job, generation, WHERE if where is None else where))
+    with job.record.store.read() as session:
+        return plans.newest(session, job.id)
+
+
+def test_it_is_planned_for_the_nodes_that_it_is_on(job, monkeypatch):
+    clusters = []
+    planned = planning.planned
+    monkeypatch.setattr(planning, "planned", lambda spec, cluster: clusters.append(cluster) or planned(spec, cluster))
+    kept = plan(job)
+    assert (kept.generation, kept.plan["problem"]) == (1, None)
+    assert kept.plan["planned"]["step_seconds"] > 0 and kept.plan["parallel"]["tensor"] == 2
+    (cluster,) = clusters
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.machine.cores) == (2, 2, 2)
+
+
+def test_a_layout_is_planned_once(job, monkeypatch):
+    first = plan(job)
+    monkeypatch.setattr(planning, "planned", lambda *_: pytest.fail("planned again"))
+    job.record.store.write(lambda s: generations.begin(s, job.id, "rank_died", True))
+    second = plan(job, 2)
+    assert (second.generation, second.plan) == (2, first.plan)
+    assert plan(job, 2).plan == first.plan
+
+
+def test_gpus_of_no_known_type_are_a_sentence(job):
+    kept = plan(job, where={0: AgentDescription("host", "127.0.0.1", 1, node="one", devices=("0",))})
+    assert kept.plan["planned"] is None
+    assert "could not be planned" in kept.plan["problem"] and "Ray does not know" in kept.plan["problem"]
+
+
+def test_whatever_goes_wrong_is_a_sentence_and_nothing_else(job, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("of all things")
+
+    monkeypatch.setattr(planning, "planned", broken)
+    kept = plan(job)
+    assert (kept.plan["planned"], "ZeroDivisionError" in kept.plan["problem"]) == (None, True)
+    monkeypatch.setattr(plans, "keep", broken)
+    job.record.store.write(lambda s: generations.begin(s, job.id, "rank_died", True))
+    assert plan(job, 3).generation == 1

@@ -1,0 +1,93 @@
+"""Where steps differ from their plan, and by how much they may."""
+
+import pytest
+
+from service.planner.drift import GROUPS, MEASURED_STEPS, SETTLING_STEPS, Measured, compared, drift_of, measured_of
+from workers.timing.step_parts import PARTS
+
+PLANNED_PARTS = ("arithmetic", "products", "elementwise", "recomputation", "tensor", "host", "bubble", "gradients")
+PLANNED_PARTS += ("optimizer", "replicas")
+
+
+def plan(step=1.0, memory=1000, has_gpus=True, assumed=False):
+    """Of which each part takes a tenth."""
+    parts = [{"name": name, "seconds": step / 10} for name in PLANNED_PARTS]
+    memory_bytes = {"total": memory}
+    return {
+        "step_seconds": step,
+        "parts": parts,
+        "memory_bytes": memory_bytes,
+        "has_gpus": has_gpus,
+        "assumed": assumed,
+    }
+
+
+def took(step=1.0, memory=1000, **parts):
+    """A measured step, with seconds by part where some are given."""
+    own = {name: parts.get(name, 0.0) for _, names in GROUPS.values() for name in names} if parts else None
+    return Measured(6, 25, step, memory, own)
+
+
+def rows(count, seconds=1.0, tokens=100, first=1):
+    return [
+        {"step": step, "step_seconds": seconds, "tokens_per_second": tokens / seconds, "memory_bytes": step}
+        for step in range(first, first + count)
+    ]
+
+
+def test_groups_are_made_of_the_parts_that_there_are():
+    measured = {name for _, names in GROUPS.values() for name in names}
+    assert measured == set(PARTS)
+    assert {name for names, _ in GROUPS.values() for name in names} == set(PLANNED_PARTS)
+
+
+def test_the_first_steps_and_smaller_batches_do_not_count():
+    slow, ramp = rows(SETTLING_STEPS, seconds=9.0), rows(3, seconds=0.1, tokens=50, first=SETTLING_STEPS + 1)
+    full = rows(4, seconds=1.5, first=SETTLING_STEPS + 4)
+    found = measured_of([*slow, *ramp, *full], 100)
+    assert (found.first_step, found.last_step, found.step_seconds) == (9, 12, 1.5)
+    assert (found.memory_bytes, found.parts) == (12, None)
+    assert measured_of(slow, 100) is None and measured_of([*slow, *ramp], 100) is None
+
+
+def test_parts_are_those_of_the_steps_that_were_measured_in_parts():
+    some = rows(MEASURED_STEPS)
+    for row, seconds in ((some[7], 0.2), (some[17], 0.4)):
+        row |= {"forward_seconds": seconds, "bubble_seconds": 0.1}
+    found = measured_of(some, 100)
+    assert found.parts["forward"] == pytest.approx(0.3) and found.parts["bubble"] == pytest.approx(0.1)
+    assert found.parts["optimizer"] == 0.0
+
+
+@pytest.mark.parametrize(("step", "drifts"), [(0.79, True), (0.81, False), (1.0, False), (1.19, False), (1.21, True)])
+def test_a_fifth_is_tolerated(step, drifts):
+    assert (drift_of(plan(), took(step)) is not None) == drifts
+
+
+def test_the_part_with_most_of_the_difference_is_named():
+    slow = took(2.0, forward=0.2, backward=0.2, tensor_communication=0.9, bubble=0.1, other=0.3)
+    drift = drift_of(plan(), slow)
+    assert (drift.part, drift.ratio) == ("tensor communication", 2.0)
+    assert "takes 2 s, planned were 1 s (+100%)" in drift.message and "0.9 s, planned were 0.1 s" in drift.message
+    fast = took(0.5, forward=0.1, backward=0.1, tensor_communication=0.1, bubble=0.1, optimizer=0.1)
+    assert drift_of(plan(), fast).part == "computing"
+    assert drift_of(plan(), took(2.0)).part == "step"
+
+
+def test_all_groups_together_are_both_steps():
+    found = compared(plan(), took(1.0, forward=0.6, data=0.1, pipeline_communication=0.3))
+    assert sum(each.planned for each in found) == pytest.approx(1.0)
+    assert sum(each.measured for each in found) == pytest.approx(1.0)
+    assert compared(plan(), took()) == ()
+
+
+def test_memory_counts_where_ranks_have_gpus():
+    assert drift_of(plan(), took(memory=1300)).part == "memory"
+    assert drift_of(plan(has_gpus=False), took(memory=1300)) is None
+    assert drift_of(plan(), took(memory=1100)) is None
+    assert drift_of(plan(), took(memory=None)) is None
+
+
+def test_who_was_not_measured_is_told_so():
+    assert "manta calibrate" in drift_of(plan(assumed=True, has_gpus=False), took(3.0)).message
+    assert "manta calibrate" not in drift_of(plan(), took(3.0)).message

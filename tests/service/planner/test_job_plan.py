@@ -1,0 +1,44 @@
+"""What is planned of a job where it runs."""
+
+import json
+
+import pytest
+
+from service.planner.hardware import CpuNode
+from service.planner.job_plan import NotPlanned, Place, cluster_of, planned
+from tests.service.support.planned import a100s, job
+from workers.spec.problems import SpecError
+
+NODE = CpuNode(8, 2.0**34)
+
+
+def test_the_parts_of_a_planned_step_are_the_step():
+    spec = job(tensor=2, pipeline=2, data=2)
+    found = planned(spec, a100s())
+    assert sum(part["seconds"] for part in found["parts"]) == pytest.approx(found["step_seconds"])
+    assert sum(part["fraction"] for part in found["parts"]) == pytest.approx(1)
+    assert found["memory_bytes"]["total"] > found["memory_bytes"]["parameters"] > 0
+    assert (found["assumed"], found["has_gpus"]) == (False, True)
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_ranks_on_cores_share_those_of_their_nodes():
+    two = cluster_of([Place(4, 2, has_gpus=False), Place(3, 4, has_gpus=False)], NODE)
+    assert (two.nodes, two.gpus_per_node, two.machine.cores, two.machine.has_gpus) == (2, 4, 2, False)
+    assert cluster_of([Place(1, 0, has_gpus=False)], NODE).machine.cores == 8
+    found = planned(job(tensor=2, data=4), two)
+    assert (found["assumed"], found["has_gpus"]) == (True, False)
+
+
+def test_gpus_are_those_that_ray_knows():
+    found = cluster_of([Place(8, 0, True, "A100", 80 * 2**30)] * 2, NODE)
+    assert (found.nodes, found.gpus_per_node, found.machine.accelerator.name) == (2, 8, "a100-80gb")
+    with pytest.raises(SpecError, match="Ray does not know"):
+        cluster_of([Place(8, 0, True)], NODE)
+
+
+def test_nothing_is_planned_of_a_model_of_a_user():
+    spec = job()
+    own = spec.model.model_copy(update={"family": "custom"})
+    with pytest.raises(NotPlanned, match="user's model"):
+        planned(spec.model_copy(update={"model": own}), a100s())
