@@ -36,6 +36,7 @@ from workers.engine import Engine
 from workers.spec.reading import parse_job_spec
 from workers.system.cores import usable_cores
 from workers.system.processor import node_type
+from workers.threads import with_threads
 
 JOBS, STEPS, WARM_UP = 30, 7, 2
 SLOTS = 8
@@ -82,7 +83,7 @@ def _calibrated(file: Path | None) -> Calibrated:
 def predict(document: dict[str, Any], calibrated: Calibrated) -> dict[str, Any]:
     """What the planner says of a job: seconds of a step, core seconds that all ranks need together, and bytes of the
     tensors of each pipeline rank."""
-    spec = parse_job_spec(document)
+    spec = with_threads(parse_job_spec(document), 1)
     seconds, core_seconds = (_step_seconds(spec, calibrated.core, cores) for cores in (usable_cores(), 1))
     memory = [round(memory_of(spec, rank, gpu=False).total) for rank in range(spec.layout.pipeline)]
     return {"seconds": seconds, "core_seconds": core_seconds, "bytes": memory}

@@ -16,6 +16,7 @@ from service.store import plans
 from workers.config import JobSpec
 from workers.protocol.messages import AgentDescription
 from workers.spec.problems import SpecError
+from workers.threads import threads_of, with_threads
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ async def _plan(job: JobContext, where: Mapping[int, AgentDescription]) -> dict[
     """`planned`, or `problem`: why there is none."""
     try:
         places = await _places(job, where)
-        return {"planned": await asyncio.to_thread(_planned, job.gang.spec, job, places), "problem": None}
+        spec = with_threads(job.gang.spec, job.threads or threads_of(job.gang.spec))
+        return {"planned": await asyncio.to_thread(_planned, spec, job, places), "problem": None}
     except (NotPlanned, SpecError, BadCalibration) as error:
         return {"planned": None, "problem": f"this job could not be planned: {error}"}
     except Exception as error:

@@ -57,7 +57,8 @@ def _peak_of_rank(model: StepModel) -> float | None:
     cores, core = model.cores(), model.cluster.machine.core
     if cores is None or core is None:
         return None
-    return core.product_rate(model.layer.width) * min(1.0, cores.count / model.spec.layout.world_size)
+    own = cores.count / (model.spec.layout.world_size * cores.threads)
+    return core.product_rate(model.layer.width) * cores.threads * min(1.0, own)
 
 
 def _mean_passes(model: StepModel) -> Budget:

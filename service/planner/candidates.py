@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from service.planner.communication import groups_of
-from service.planner.hardware import Cluster
+from service.planner.hardware import Cluster, with_threads
 from service.planner.layer_time import LayerTime, Passes
 from service.planner.pipeline import StageTimes
 from service.planner.software import Software
-from service.planner.step_time import StepModel, layer_counts, slowest_of, stage_totals
+from service.planner.step_time import StepModel, layer_counts, slowest_of, stage_totals, threads_in
 from workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
 from workers.accounting.flops import rank_parameters
 from workers.config import JobSpec, ParallelConfig
@@ -60,6 +60,11 @@ class Candidate:
                 "sequence_parallel": None,
             }
         )
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole job."""
+        return self.pipeline * self.tensor * self.data
 
     @property
     def without_recomputation(self) -> Candidate:
@@ -171,20 +176,22 @@ class Bounds:
 
     def __init__(self, job: JobSpec, cluster: Cluster, software: Software):
         self.job, self.cluster, self.software = job, cluster, software
-        self._passes: dict[tuple[int, int, str], Passes] = {}
+        self._passes: dict[tuple[int, int, str, int], Passes] = {}
         self._sizes: dict[int, _Sizes] = {}
         self._layer_bytes: dict[tuple[int, int, str], int] = {}
-        self._stages: dict[tuple[int, int, str, int, bool, bool], StageTimes] = {}
+        self._stages: dict[tuple[int, int, str, int, int, bool, bool], StageTimes] = {}
 
     def passes(self, candidate: Candidate) -> Passes:
         """The times of the parts of the model."""
-        key = candidate.tensor, candidate.micro_batch, candidate.recompute
+        threads = self._threads(candidate)
+        key = candidate.tensor, candidate.micro_batch, candidate.recompute, threads
         if key not in self._passes:
-            spec = self._alone(candidate)
-            self._passes[key] = LayerTime(
-                spec, groups_of(spec.layout, self.cluster, self.software), self.software
-            ).passes()
+            spec, cluster = self._alone(candidate), with_threads(self.cluster, threads)
+            self._passes[key] = LayerTime(spec, groups_of(spec.layout, cluster, self.software), self.software).passes()
         return self._passes[key]
+
+    def _threads(self, candidate: Candidate) -> int:
+        return 1 if self.cluster.machine.core is None else threads_in(candidate.spec(self.job), self.cluster)
 
     def _alone(self, candidate: Candidate) -> JobSpec:
         """A job whose layers are those of `candidate`, on one stage."""
@@ -249,7 +256,8 @@ class Bounds:
         return StepModel(candidate.spec(self.job), self.cluster, self.software, self.passes(candidate), parameters)
 
     def _stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
-        key = (candidate.tensor, candidate.micro_batch, candidate.recompute, layers, first, last)
+        threads = self._threads(candidate)
+        key = (candidate.tensor, candidate.micro_batch, candidate.recompute, threads, layers, first, last)
         if key not in self._stages:
             self._stages[key] = self.passes(candidate).of_stage(layers, first, last, self.cluster.machine)
         return self._stages[key]

@@ -103,6 +103,8 @@ class Machine:
     """Of a node whose ranks compute on cores, how they do; it takes the place of `constants`."""
     cores: int = 0
     """Such a node's cores, which its ranks share."""
+    threads: int = 1
+    """With which each rank computes there."""
 
     @property
     def adapters_each(self) -> float:
@@ -196,6 +198,17 @@ ASSUMED_CORE = Core(
     all_busy=0.9,
 )
 """Nothing was fitted and nothing measured: a place holder until a machine is calibrated."""
+
+
+def with_threads(cluster: Cluster, threads: int) -> Cluster:
+    """The same cluster, whose ranks compute with so many threads each. An operation that is cut among threads wakes the
+    others, which takes as long as waking who waits for a message."""
+    machine, core = cluster.machine, cluster.machine.core
+    if core is None or threads == machine.threads:
+        return cluster
+    operation = core.operation_seconds + (core.message_seconds if threads > 1 else 0.0)
+    constants = replace(machine.constants, host_seconds=operation)
+    return replace(cluster, machine=replace(machine, constants=constants, threads=threads))
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,8 @@ class LayerTime:
         if core is None:
             arithmetic = product_seconds(self.machine, s, s, d, count, self.width) / 2 / 0.5
         else:  # over all scores, and the softmax counts
-            arithmetic = 2.0 * s * s * (d + core.attention_width) * count / core.product_rate(self.width)
+            rate = core.product_rate(self.width) * self.machine.threads
+            arithmetic = 2.0 * s * s * (d + core.attention_width) * count / rate
         budget.attention += times * 2 * arithmetic
         moved = (2 * self.attention_width + self.key_values) * self.tokens * self.width
         budget.attention += times * memory_seconds(self.machine, moved)

@@ -21,12 +21,17 @@ RAMP = 32
 """Elements of the inner dimension whose time filling and draining a tile's pipeline takes: one slice of a tile."""
 
 
+GRAIN_BYTES = 2 * 4 * 32768
+"""What an element-wise kernel moves for each thread at least: torch cuts none into pieces of fewer than 32,768
+elements."""
+
+
 @lru_cache(maxsize=100_000)
 def product_seconds(machine: Machine, m: int, n: int, k: int, batch: int = 1, width: int = 2) -> float:
     """Seconds of `batch` products [m, k] x [k, n] of elements of `width` bytes."""
     if (core := machine.core) is not None:
         arithmetic = 2.0 * m * n * k * batch / core.product_rate(width)
-        return arithmetic + batch * width * (m * k + k * n + m * n) / core.memory
+        return (arithmetic + batch * width * (m * k + k * n + m * n) / core.memory) / machine.threads
     device, constants = machine.accelerator, machine.constants
     peak = device.peak_16bit if width == 2 else device.peak_fp32
     rate = peak * constants.product / device.multiprocessors
@@ -42,7 +47,7 @@ def product_seconds(machine: Machine, m: int, n: int, k: int, batch: int = 1, wi
 def memory_seconds(machine: Machine, moved: float) -> float:
     """Seconds of an element-wise kernel that moves so many bytes."""
     if machine.core is not None:
-        return moved / machine.core.memory
+        return moved / machine.core.memory / min(machine.threads, max(1.0, moved / GRAIN_BYTES))
     return moved / (machine.accelerator.memory_bandwidth * machine.constants.memory)
 
 

@@ -94,13 +94,18 @@ def _no_room(spec: JobSpec, cluster: Cluster) -> str | None:
     )
 
 
-def search(job: JobSpec, cluster: Cluster, software: Software = MANTA, limit: int = 5) -> Answer:
+def search(
+    job: JobSpec, cluster: Cluster, software: Software = MANTA, limit: int = 5, ranks: int | None = None
+) -> Answer:
     """The `limit` fastest layouts that the rules allow and that fit, over tensor, pipeline, virtual stages, data,
-    micro-batch, recomputation and schedule. Deterministic: between equals the simpler layout comes first."""
+    micro-batch, recomputation and schedule; of so many `ranks`, where that is given. Deterministic: between equals the
+    simpler layout comes first."""
     bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
     too_large: dict[tuple[int, int], tuple[float, Candidate]] = {}
     left = []
     for candidate in candidates(job, cluster):
+        if ranks is not None and candidate.ranks != ranks:
+            continue
         least = bounds.least_bytes(candidate)
         if least <= usable:
             left.append((bounds.least_seconds(candidate), candidate))

@@ -28,11 +28,14 @@ class SharedCores:
     """Ranks that do the same at the same time: those of a tensor group, in all replicas."""
     all_busy: float
     """Speed of a core while all compute, of that of one alone."""
+    threads: int = 1
+    """Of each rank."""
 
     def speed(self, groups: int) -> float:
         """Speed of each rank, of that of one alone, while so many groups of `ranks` compute."""
-        busy = min(self.count, float(groups * self.ranks))
-        share = busy / (groups * self.ranks)
+        wanted = groups * self.ranks * self.threads
+        busy = min(self.count, float(wanted))
+        share = busy / wanted
         if self.count <= 1:
             return share
         return share * (1 - (1 - self.all_busy) * max(0.0, busy - 1) / (self.count - 1))
@@ -40,7 +43,7 @@ class SharedCores:
     @property
     def most(self) -> float:
         """Most work of ranks that is done in a second."""
-        return max(1.0, self.count * self.all_busy)
+        return max(1.0, self.count * self.all_busy / self.threads)
 
 
 def simulate(

@@ -14,7 +14,7 @@ from service.planner.communication import (
     message_seconds,
     reduce_seconds,
 )
-from service.planner.hardware import Cluster
+from service.planner.hardware import Cluster, with_threads
 from service.planner.layer_time import LayerTime, Passes
 from service.planner.operations import memory_seconds
 from service.planner.pipeline import Pipeline, StageTimes
@@ -23,6 +23,7 @@ from service.planner.software import MANTA, Software
 from workers.accounting.flops import padded_vocabulary, rank_parameters
 from workers.config import JobSpec
 from workers.parallel.pipeline.stages import stage_layers
+from workers.threads import decided_threads
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,15 @@ def slowest_of(replicas: int, cluster: Cluster) -> float:
     return 1 + cluster.machine.constants.spread * math.sqrt(2 * math.log(replicas))
 
 
+def threads_in(spec: JobSpec, cluster: Cluster) -> int:
+    """With how many threads ranks of a job compute that begins on this cluster (decision 0021)."""
+    machine, layout = cluster.machine, spec.layout
+    if machine.core is None:
+        return 1
+    most = layout.world_size // layout.data * (spec.elastic.max_data or layout.data)
+    return decided_threads(spec, [(machine.cores, min(most, cluster.gpus_per_node))])
+
+
 class StepModel:
     """The step of one job on one cluster."""
 
@@ -80,7 +90,8 @@ class StepModel:
         parameters: int | None = None,
     ):
         """`passes` and `parameters` (most of a rank), where they are known from a job that has the same."""
-        self.spec, self.cluster, self.software = spec, cluster, software
+        self.spec, self.software = spec, software
+        self.cluster = cluster = with_threads(cluster, threads_in(spec, cluster))
         self.groups: Groups = groups_of(spec.layout, cluster, software)
         self.layer = LayerTime(spec, self.groups, software)
         self.passes = passes or self.layer.passes()
@@ -114,7 +125,8 @@ class StepModel:
         if core is None:
             return None
         nodes = -(-layout.world_size // self.cluster.gpus_per_node)
-        return SharedCores(nodes * self.cluster.machine.cores, layout.tensor * layout.data, core.all_busy)
+        machine, alike = self.cluster.machine, layout.tensor * layout.data
+        return SharedCores(nodes * machine.cores, alike, core.all_busy, machine.threads)
 
     def _alike(self, seconds: float) -> float:
         """What takes each rank so many seconds alone, while all do the same."""

@@ -15,6 +15,7 @@ from s3_server import S3Server, environment_of, reached_at
 
 from benchmarks import (
     api,
+    auto_layout,
     bubbles,
     checkpoint_plan,
     control_plane,
@@ -30,6 +31,8 @@ from benchmarks import (
     tokenize,
 )
 from benchmarks.support.report import deliver
+from service.machines import Calibrated
+from service.planner.hardware import ASSUMED_CORE
 from tests.api.ui.browser import needs_chromium
 from workers.storage.files import files_of
 from workers.storage.places import place_of
@@ -48,6 +51,21 @@ def test_nanogpt_says_which_text_is_missing(capsys: pytest.CaptureFixture[str], 
     options = argparse.Namespace(seed=1, text=tmp_path / "nowhere.txt", steps=3, json=True, out=None)
     assert deliver(nanogpt.measure, options) == 1
     assert f"no text to train on at {tmp_path / 'nowhere.txt'}" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_the_planners_layout_trains_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_layout, "BY_HAND", {"free": ({"tensor": 2},)})
+    machine = Calibrated("here", "a core", 2, ASSUMED_CORE)
+    (tmp_path / "machine.json").write_text(json.dumps(machine.to_json()))
+    predictions = tmp_path / "predictions.json"
+    options = argparse.Namespace(seed=1, turns=1, steps=1, machine=tmp_path / "machine.json", predictions=predictions)
+    report = auto_layout.measure(options)
+    rows = report.samples["free"]
+    assert [row["predicted_seconds"] for row in rows[:-1]] == json.loads(predictions.read_text())["free"]
+    assert rows[0]["parallel"] == rows[-1]["parallel"] and rows[1]["parallel"]["tensor"] == 2
+    assert all(len(row["turns"]) == 1 and row["seconds"] > 0 for row in rows)
+    assert report.figures["free_is_at_least_as_fast"].met is not None
 
 
 @pytest.mark.soak

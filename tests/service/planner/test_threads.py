@@ -1,0 +1,63 @@
+"""Ranks that compute with several threads: as many as the job will really have, and what they gain."""
+
+import pytest
+
+from service.planner.hardware import ASSUMED_CORE, Cluster, CpuNode, with_threads
+from service.planner.search import search
+from service.planner.software import engine_on
+from service.planner.step_time import StepModel, threads_in
+from tests.service.support.planned import a100s, job
+from workers.config import ElasticConfig, ResourcesConfig
+
+
+def cores(count, slots=8):
+    return Cluster(CpuNode(count, 2.0**36).machine(slots), 1, slots)
+
+
+def seconds(spec, cluster):
+    return StepModel(spec, cluster, engine_on(cluster.machine)).time().seconds
+
+
+def small(threads="auto", elastic=None, **layout):
+    spec = job(2, 256, 4, model={"sequence_length": 128}, train={"global_batch_size": 8, "precision": "fp32"}, **layout)
+    more = {"resources": ResourcesConfig(threads=threads), "elastic": ElasticConfig(**(elastic or {}))}
+    return spec.model_copy(update=more)
+
+
+def test_each_rank_gets_the_cores_that_the_others_leave():
+    assert [threads_in(small(data=data), cores(8)) for data in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    assert threads_in(small(data=2, elastic={"max_data": 4}), cores(8)) == 2
+    assert threads_in(small(threads=3), cores(8)) == 3
+    assert threads_in(small(), a100s()) == 1
+    assert threads_in(small(data=8), cores(8, slots=4)) == 2
+
+
+def test_threads_make_a_step_faster_and_never_by_more_than_their_number():
+    one, two, eight = (seconds(small(threads=count), cores(8)) for count in (1, 2, 8))
+    assert one / 2 < two < one
+    assert one / 8 < eight < two
+
+
+def test_small_tensors_are_not_cut():
+    tiny = job(1, 32, 2, model={"sequence_length": 8, "vocabulary_size": 64}, train={"global_batch_size": 1})
+    one, eight = (
+        seconds(tiny.model_copy(update={"resources": ResourcesConfig(threads=count)}), cores(8)) for count in (1, 8)
+    )
+    assert eight > one
+
+
+def test_more_threads_than_cores_gain_nothing():
+    assert seconds(small(threads=4), cores(2)) > 0.99 * seconds(small(threads=2), cores(2))
+
+
+def test_the_search_counts_with_the_threads_of_each_layout():
+    spec = small().model_copy(update={"parallel": "auto"})
+    for plan in search(spec, cores(4), engine_on(cores(4).machine), limit=3).plans:
+        assert plan.time.seconds == pytest.approx(seconds(plan.spec, cores(4)))
+
+
+def test_a_cluster_of_gpus_stays_as_it_is():
+    assert with_threads(a100s(), 4) == a100s()
+    cluster = cores(4)
+    assert with_threads(cluster, 1) == cluster
+    assert with_threads(cluster, 2).machine.core == ASSUMED_CORE
