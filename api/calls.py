@@ -353,6 +353,11 @@ def job_plan(job_id: str) -> Call[schemas.JobPlan]:
     return Call(schemas.JobPlan, "GET", _job(job_id, "/plan"))
 
 
+def machines() -> Call[schemas.Items[schemas.Machine]]:
+    """Types of node that were calibrated."""
+    return Call(schemas.Items[schemas.Machine], "GET", "/v1/machines")
+
+
 def recoveries(job_id: str, limit: int = 100, cursor: str | None = None) -> Call[schemas.Items[schemas.Recovery]]:
     """A page of a job's recoveries, oldest first."""
     parameters = {"limit": limit, "cursor": cursor}

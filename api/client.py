@@ -46,6 +46,7 @@ from api.schemas import (
     Ledger,
     LogLine,
     LogLines,
+    Machine,
     MetricSeries,
     Node,
     Plans,
@@ -279,6 +280,10 @@ class MantaClient:
     def job_plan(self, job_id: str) -> JobPlan:
         """What was planned of a job, beside what its steps take."""
         return self.send(calls.job_plan(job_id))
+
+    def machines(self) -> Items[Machine]:
+        """Types of node that were calibrated."""
+        return self.send(calls.machines())
 
     def recoveries(self, job_id: str, limit: int = 100, cursor: str | None = None) -> Items[Recovery]:
         """A page of a job's recoveries, oldest first."""

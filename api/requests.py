@@ -54,6 +54,8 @@ class PlanDocument(BaseModel):
     """A layout, or auto: the best ones are found."""
     explain: bool = False
     """Whether to say where the time of the best plan goes, and what single changes would do."""
+    sizes: bool = False
+    """Whether to find the best layout for every smaller number of GPUs too."""
 
 
 class JobChanges(BaseModel):

@@ -444,6 +444,39 @@ class PlannedRun(Answer):
     gpu_hours_with_restarts: float
 
 
+class Machine(Answer):
+    """A type of node that `manta calibrate` has measured, by which plans for its kind go."""
+
+    name: str
+    """Processor and cores, as nodes of that type are told apart."""
+    measured_at: datetime
+    device: str | None
+    """Its processor."""
+    cores: int | None
+    constants: dict[str, float] | None
+    """What a core reaches: the eight of docs/planner.md."""
+    this_node: bool
+    """Whether the control plane that answers is on such a node."""
+    problem: str | None
+    """Why it cannot be used; then the three before are null."""
+
+
+class PlanSize(Answer):
+    """What to go on with on fewer GPUs."""
+
+    gpus: int
+    """That the layout takes."""
+    up_to: int
+    """It is the one for this many GPUs, and any number in between."""
+    parallel: dict[str, Any]
+    micro_batch_size: int
+    step_seconds: float
+    tokens_per_second: float
+    memory_bytes: int
+    """Of the rank that needs most."""
+    fits: bool
+
+
 class PlannedPart(Answer):
     """A part of a planned step."""
 
@@ -467,6 +500,8 @@ class PlannedStep(Answer):
     """Whether nothing was measured or fitted on such a machine."""
     has_gpus: bool
     """Whether each rank has a GPU, whose memory it can be held against."""
+    sizes: list[PlanSize] = []
+    """The layouts that it goes on in as it loses GPUs, most first; empty where its size is fixed."""
 
 
 class MeasuredStep(Answer):
@@ -549,6 +584,9 @@ class Plans(Answer):
     """What to know of these times: on machines that the planner has no measurements of."""
     explanation: PlanExplanation | None = None
     """Of the first plan, where it was asked for."""
+    sizes: list[PlanSize] | None = None
+    """Of `parallel: auto` the best layout for every number of GPUs, from all down to the fewest; of a layout those that
+    `elastic` allows. Where they were asked for."""
 
 
 class MetricSeries(Answer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,6 +17,7 @@ from service.cluster.sizes import layout_in_use
 from service.deletion import Deletion
 from service.ledger import Interval, Ledger
 from service.logs import LogLine
+from service.machines import KeptCalibration
 from service.planner.drift import compared
 from service.states import JobState
 from service.store import checkpoints, edits, exports, jobs, ledgers, metrics, recoveries, tables
@@ -153,6 +155,20 @@ def job_plan_view(kept: KeptPlan | None) -> schemas.JobPlan:
             "compared": [vars(each) for each in groups],
             "drift": kept.drift,
         }
+    )
+
+
+def machine_view(kept: KeptCalibration, own: str) -> schemas.Machine:
+    """A type of node that was calibrated. `own`: that of this control plane."""
+    found = kept.calibrated
+    return schemas.Machine(
+        name=kept.name,
+        measured_at=moment(kept.measured_at),
+        device=found and found.device,
+        cores=found and found.cores,
+        constants=found and asdict(found.core),
+        this_node=kept.name == own,
+        problem=kept.problem,
     )
 
 

@@ -3,6 +3,7 @@ and a `manta plan` without one look."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -70,6 +71,33 @@ def load(folder: Path, name: str) -> Calibrated | None:
         return Calibrated.from_json(document)
     except (KeyError, TypeError, ValueError) as error:
         raise BadCalibration(f"{path} is no calibration of this release: calibrate again, or remove it") from error
+
+
+@dataclass(frozen=True)
+class KeptCalibration:
+    """A file of a calibration."""
+
+    name: str
+    """Of the type of node."""
+    measured_at: float
+    """Unix seconds."""
+    calibrated: Calibrated | None
+    problem: str | None
+    """Why it cannot be used."""
+
+
+def kept(folder: Path) -> list[KeptCalibration]:
+    """All that is kept there, by name."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            calibrated, problem = load(folder, path.stem), None
+        except BadCalibration as error:
+            calibrated, problem = None, str(error)
+        with contextlib.suppress(FileNotFoundError):
+            name = path.stem if calibrated is None else calibrated.name
+            found.append(KeptCalibration(name, path.stat().st_mtime, calibrated, problem))
+    return found
 
 
 def save(folder: Path, calibrated: Calibrated) -> Path:

@@ -46,6 +46,9 @@ def plan(
             "--picture", help="Draw the best plan's pipeline, step and memory into this SVG file.", dir_okay=False
         ),
     ] = None,
+    sizes: Annotated[
+        bool, typer.Option("--sizes", help="Also find the best layout for every smaller number of GPUs.")
+    ] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -54,6 +57,8 @@ def plan(
     document = read_file(file)
     if isinstance(document, dict) and (explain or picture_file is not None):
         document = {**document, "explain": True}
+    if isinstance(document, dict) and sizes:
+        document = {**document, "sizes": True}
     answer = _answer(document, url)
     if picture_file is not None and answer.explanation is not None:
         best = answer.plans[0]
@@ -108,8 +113,29 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
         console.print(f"{render.layout_name(each.parallel)}: {each.reason}", highlight=False)
     if answer.note is not None:
         console.print(f"Note: {answer.note}", highlight=False)
+    if answer.sizes is not None:
+        _sizes(console, answer.sizes)
     if answer.explanation is not None:
         _explanation(console, answer.explanation, answer.plans[0].step_seconds)
+
+
+def _sizes(console: Console, sizes: list[schemas.PlanSize]) -> None:
+    console.print("\nWith fewer GPUs:")
+    rows = [
+        (
+            f"{each.gpus}" if each.gpus == each.up_to else f"{each.gpus} to {each.up_to}",
+            render.layout_name(each.parallel),
+            f"{each.parallel['schedule']} x {each.parallel['virtual_stages']}",
+            each.micro_batch_size,
+            each.parallel["recompute"],
+            f"{each.step_seconds:.4g} s",
+            f"{each.tokens_per_second:,.0f}",
+            f"{each.memory_bytes / GIB:.1f} GiB" + ("" if each.fits else ", does not fit"),
+        )
+        for each in sizes
+    ]
+    heads = ("GPUS", "LAYOUT", "SCHEDULE", "MICRO-BATCH", "RECOMPUTE", "STEP", "TOKENS/S", "MEMORY")
+    render.table(console, heads, rows, "its size is fixed")
 
 
 def _explanation(console: Console, explanation: schemas.PlanExplanation, step: float) -> None:

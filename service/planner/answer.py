@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from service.planner import explain
-from service.planner.memory import host_bytes
+from service.planner.memory import host_bytes, usable_bytes
 from service.planner.request import PlanRequest
 from service.planner.search import Answer, Plan
+from service.planner.sizes import best_by_size, elastic_sizes
+from service.planner.software import engine_on
 
 ASSUMED = (
     "what this machine reaches of its data sheet is assumed, and was neither fitted nor measured: times compare "
@@ -26,7 +28,14 @@ def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
         "explanation": explain.to_json(explain.explain(answer.plans[0], request.cluster))
         if request.explain and answer.plans
         else None,
+        "sizes": _sizes(request) if request.sizes and answer.plans else None,
     }
+
+
+def _sizes(request: PlanRequest) -> list[dict[str, Any]]:
+    cluster, engine = request.cluster, engine_on(request.cluster.machine)
+    found = (best_by_size if request.is_auto else elastic_sizes)(request.job, cluster, engine)
+    return [each.to_json(usable_bytes(cluster)) for each in found]
 
 
 def _plan(plan: Plan, request: PlanRequest) -> dict[str, Any]:

@@ -9,8 +9,10 @@ from typing import Any
 
 from service.planner.budget import Share, step_shares
 from service.planner.hardware import Cluster, CpuNode
+from service.planner.memory import usable_bytes
 from service.planner.request import cluster_of_nodes, too_large
 from service.planner.search import plan_of
+from service.planner.sizes import elastic_sizes
 from service.planner.software import engine_on
 from service.planner.step_time import StepModel
 from workers.config import JobSpec
@@ -69,7 +71,14 @@ def planned(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
         "parts": [_part(share, plan.time.seconds) for share in shares],
         "assumed": cluster.machine.is_assumed,
         "has_gpus": cluster.machine.has_gpus,
+        "sizes": _sizes(spec, cluster),
     }
+
+
+def _sizes(spec: JobSpec, cluster: Cluster) -> list[dict[str, Any]]:
+    """What the job goes on in as it loses GPUs; nothing where its size is fixed."""
+    found = elastic_sizes(spec, cluster, engine_on(cluster.machine))
+    return [each.to_json(usable_bytes(cluster)) for each in found] if len(found) > 1 else []
 
 
 def _part(share: Share, step: float) -> dict[str, Any]:

@@ -22,6 +22,8 @@ CPU = "cpu"
 """The accelerator of a cluster of nodes like the one that plans, without GPUs; `gpus_per_node` are their ranks."""
 SECTIONS = ("model", "train", "data", "parallel", "cluster")
 """What is read. A job's other sections may be there too, so that its file can be planned as it is."""
+WISHES = ("explain", "sizes")
+"""What may be asked for beside plans."""
 MOST_LAYERS, MOST_NODES, MOST_MICRO_BATCHES = 1000, 100_000, 100_000
 _KEYS = {"accelerator", "nodes", "gpus_per_node", "current"}
 
@@ -35,6 +37,8 @@ class PlanRequest:
     cluster: Cluster
     explain: bool = False
     """Whether the best plan is to be explained."""
+    sizes: bool = False
+    """Whether the best layouts of fewer GPUs are wanted too."""
 
     @property
     def is_auto(self) -> bool:
@@ -58,15 +62,19 @@ def read_request(document: Any, current: CurrentCluster, node: CpuNode) -> PlanR
     with it."""
     if not isinstance(document, dict):
         raise SpecError([Problem("", f"a plan is asked for with a mapping, not {kind_of(document)}", "model: {...}")])
-    explain = document.get("explain", False)
-    if not isinstance(explain, bool):
-        raise SpecError([Problem("explain", f"must be true or false, not {kind_of(explain)}", "true")])
-    job = _job_in({key: value for key, value in document.items() if key != "explain"})
+    wishes = {name: document.get(name, False) for name in WISHES}
+    if problems := [
+        Problem(name, f"must be true or false, not {kind_of(value)}", "true")
+        for name, value in wishes.items()
+        if not isinstance(value, bool)
+    ]:
+        raise SpecError(problems)
+    job = _job_in({key: value for key, value in document.items() if key not in WISHES})
     cluster = read_cluster(document.get("cluster"), current, node)
     problems = too_large(job)
     if problems:
         raise SpecError(problems)
-    return PlanRequest(job, cluster, explain)
+    return PlanRequest(job, cluster, **wishes)
 
 
 def _job_in(document: Mapping[str, Any]) -> JobSpec:

@@ -31,7 +31,7 @@ NEEDS = {
          "get_rank_history", "get_waits", "get_rank_stack",
          "list_checkpoints", "list_exports", "get_export",
          "get_ledger", "get_job_plan", "list_recoveries", "get_cluster", "list_projects", "create_link", "get_me",
-         "end_session", "get_prometheus_metrics", "make_plans"), ("read",),
+         "end_session", "get_prometheus_metrics", "make_plans", "list_machines"), ("read",),
     ),
     **dict.fromkeys(
         ("submit_job", "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job", "retry_job", "resize_job",

@@ -50,6 +50,7 @@ def sent(call):
         (calls.ranks("j"), ("GET", "/v1/jobs/j/ranks", "", {})),
         (calls.checkpoints("j", 3, "c"), ("GET", "/v1/jobs/j/checkpoints?limit=3&cursor=c", "", {})),
         (calls.ledger("j"), ("GET", "/v1/jobs/j/ledger", "", {})),
+        (calls.machines(), ("GET", "/v1/machines", "", {})),
         (calls.job_plan("j"), ("GET", "/v1/jobs/j/plan", "", {})),
         (calls.recoveries("j", 3, "c"), ("GET", "/v1/jobs/j/recoveries?limit=3&cursor=c", "", {})),
         (calls.drain("a/b", 60.0), ("POST", "/v1/nodes/a%2Fb/drain", '{"deadline_seconds": 60.0}', {})),

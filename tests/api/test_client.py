@@ -167,6 +167,7 @@ EVENT_STREAM = {"accept": "text/event-stream"}
         (lambda c: c.ranks(JOB), f"GET /v1/jobs/{JOB}/ranks", None, {}),
         (lambda c: c.checkpoints(JOB, 7, "x"), f"GET /v1/jobs/{JOB}/checkpoints?limit=7&cursor=x", None, {}),
         (lambda c: c.ledger(JOB), f"GET /v1/jobs/{JOB}/ledger", None, {}),
+        (lambda c: c.machines(), "GET /v1/machines", None, {}),
         (lambda c: c.job_plan(JOB), f"GET /v1/jobs/{JOB}/plan", None, {}),
         (lambda c: c.recoveries(JOB, 7, "x"), f"GET /v1/jobs/{JOB}/recoveries?limit=7&cursor=x", None, {}),
         (lambda c: c.drain("ab/c", 0.0), "POST /v1/nodes/ab%2Fc/drain", {"deadline_seconds": 0.0}, {}),

@@ -34,11 +34,29 @@ def test_a_calibration_in_the_home_is_what_plans_go_by(service):
     path = save(Paths.of(service.control.home).machines, Calibrated(node_type(), "Abacus", 2, core))
     try:
         assert service.http.post("/v1/plans", json=asked).json()["note"] is None
+        (machine,) = service.http.get("/v1/machines").json()["items"]
+        assert (machine["name"], machine["device"], machine["cores"]) == (node_type(), "Abacus", 2)
+        assert (machine["this_node"], machine["problem"], machine["constants"]["all_busy"]) == (True, None, 0.9)
         path.write_text("{}")
+        (machine,) = service.http.get("/v1/machines").json()["items"]
+        assert machine["constants"] is None and "calibrate again" in machine["problem"]
         answer = service.http.post("/v1/plans", json=asked)
         assert answer.status_code == 422 and "calibrate again" in answer.json()["errors"][0]["rule"]
     finally:
         path.unlink()
+
+
+def test_the_best_of_fewer_gpus_is_told_where_it_is_asked_for(service):
+    answer = service.http.post("/v1/plans", json=PLAN | {"sizes": True}).json()
+    sizes = answer["sizes"]
+    assert (sizes[0]["up_to"], sizes[-1]["gpus"]) == (4, 1)
+    assert sizes[0]["step_seconds"] == answer["plans"][0]["step_seconds"]
+    assert service.http.post("/v1/plans", json=PLAN).json()["sizes"] is None
+    layout = PLAN | {"parallel": {"data": 4}, "elastic": {"min_data": 2}, "sizes": True}
+    fixed = service.http.post("/v1/plans", json=layout).json()["sizes"]
+    assert [each["parallel"]["data"] for each in fixed] == [4, 3, 2]
+    wrong = service.http.post("/v1/plans", json=PLAN | {"sizes": "yes"})
+    assert wrong.json()["errors"][0]["path"] == "sizes"
 
 
 def test_what_is_wrong_is_a_problem_with_its_path(service):

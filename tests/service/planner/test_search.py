@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from service.planner.candidates import Bounds, Candidate, candidates
+from service.planner import candidates as candidates_module
+from service.planner.candidates import Bounds, Candidate, candidates, is_complete
 from service.planner.hardware import Cluster, cpu_machine
 from service.planner.memory import usable_bytes, worst_rank
 from service.planner.search import evaluate, search, smallest_cluster
@@ -87,6 +88,34 @@ def test_nothing_is_more_than_two_percent_faster_than_what_is_found(seed):
     assert bool(plans) == bool(every)
     if every:
         assert plans[0].time.seconds <= 1.02 * min(every)
+
+
+def drawn_large(seed: int) -> tuple[JobSpec, Cluster]:
+    """A job of which not every size is looked at: more than 2048 GPUs times layers."""
+    draw = random.Random(seed)
+    heads, layers = draw.choice([12, 16, 20, 24, 32, 96]), draw.choice([17, 24, 30, 36, 40, 48])
+    nodes = candidates_module.COMPLETE // (8 * layers) + draw.randint(1, 4)
+    train = {"global_batch_size": draw.choice([60, 96, 128, 192, 250])}
+    model = {"sequence_length": draw.choice([1024, 2048])}
+    return job(layers, heads * draw.choice([64, 128]), heads, model=model, train=train), a100s(nodes)
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed < 1 else pytest.param(seed, marks=pytest.mark.soak) for seed in range(40)]
+)
+def test_what_is_left_out_of_large_searches_is_hardly_faster(seed, monkeypatch):
+    spec, cluster = drawn_large(seed)
+    assert not is_complete(spec, cluster)
+    found = search(spec, cluster, limit=1).plans[0]
+    monkeypatch.setattr(candidates_module, "COMPLETE", 10**9)
+    assert found.time.seconds <= 1.02 * search(spec, cluster, limit=1).plans[0].time.seconds
+
+
+def test_a_number_of_ranks_can_be_asked_for():
+    spec = job(8, 1024, 16, train={"global_batch_size": 24})
+    for ranks in (1, 5, 8):
+        assert all(plan.spec.layout.world_size == ranks for plan in search(spec, a100s(), ranks=ranks).plans)
+    assert search(spec, a100s(), ranks=9).plans == ()
 
 
 @pytest.mark.parametrize(("draw", "seed"), [(drawn, seed) for seed in range(6)] + [(drawn_on_cores, 1)])

@@ -1,0 +1,108 @@
+"""The best layout for every number of GPUs that may be left of a cluster, known before any is lost. Pure Python."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from service.cluster.sizes import most_ranks, resized, shapes_of, sizes_of
+from service.planner.candidates import Bounds, Candidate, candidates, is_complete
+from service.planner.hardware import Cluster
+from service.planner.memory import usable_bytes, worst_rank
+from service.planner.search import SLACK, Plan, plan_of, search
+from service.planner.software import Software
+from workers.config import JobSpec
+from workers.spec.rules import find_problems
+
+MOST_SIZES = 64
+"""That are told of one job."""
+
+
+@dataclass(frozen=True)
+class SizedPlan:
+    """What is best with `gpus` GPUs, and with more up to `up_to`, of which it leaves some idle."""
+
+    gpus: int
+    up_to: int
+    plan: Plan
+
+    def to_json(self, usable: float) -> dict[str, Any]:
+        """In the form of `api.schemas.PlanSize`. `usable`: bytes of a device that a rank may take."""
+        spec, seconds, total = self.plan.spec, self.plan.time.seconds, self.plan.memory.total
+        return {
+            "gpus": self.gpus,
+            "up_to": self.up_to,
+            "parallel": spec.layout.model_dump(mode="json"),
+            "micro_batch_size": spec.train.micro_batch_size,
+            "step_seconds": seconds,
+            "tokens_per_second": spec.train.global_batch_size * spec.model.sequence_length / seconds,
+            "memory_bytes": round(total),
+            "fits": total <= usable,
+        }
+
+
+def best_by_size(job: JobSpec, cluster: Cluster, software: Software) -> tuple[SizedPlan, ...]:
+    """From all GPUs of the cluster down to the fewest that the job fits on. Where the search looks at every size
+    (`candidates.is_complete`) every number of GPUs is answered; elsewhere whole nodes are left out, one, two, four and
+    so on."""
+    if not is_complete(job, cluster):
+        return tuple(_by_nodes(job, cluster, software))
+    found = list(_by_gpus(job, cluster, software))
+    ends = [*(each.spec.layout.world_size - 1 for each in found[1:]), cluster.gpus]
+    sized = (SizedPlan(plan.spec.layout.world_size, end, plan) for plan, end in zip(found, ends, strict=True))
+    return tuple(reversed(list(sized)))
+
+
+def elastic_sizes(spec: JobSpec, cluster: Cluster, software: Software) -> tuple[SizedPlan, ...]:
+    """The layouts that a job with a layout goes on in as it loses GPUs, by its section `elastic`: most ranks first, at
+    most `MOST_SIZES` of them. They need not fit."""
+    shapes, sizes = shapes_of(spec), sizes_of(spec)
+    found: list[SizedPlan] = []
+    left = most_ranks(spec)
+    while left > 0 and len(found) < MOST_SIZES:
+        widths = (shape.layout.world_size // shape.layout.data for shape in shapes)
+        replicas = [min(sizes.stop - 1, left // width) for width in widths]
+        at = next((number for number, count in enumerate(replicas) if count in sizes), None)
+        if at is None:
+            break
+        chosen = resized(shapes[at], replicas[at])
+        ranks = chosen.layout.world_size
+        found.append(SizedPlan(ranks, left, plan_of(chosen, cluster, software)))
+        left = ranks - 1
+    return tuple(found)
+
+
+def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Plan]:
+    """The best of each number of ranks that is faster than the best of all smaller ones."""
+    bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
+    groups: dict[int, list[tuple[float, Candidate]]] = defaultdict(list)
+    for candidate in candidates(job, cluster):
+        if bounds.least_bytes(candidate) <= usable:
+            groups[candidate.ranks].append((bounds.least_seconds(candidate), candidate))
+    best = float("inf")
+    for ranks in sorted(groups):
+        fastest: Plan | None = None
+        for least, candidate in sorted(groups[ranks]):
+            if SLACK * least >= best:
+                break
+            spec = candidate.spec(job)
+            if find_problems(spec) or worst_rank(spec, cluster.machine.has_gpus).total > usable:
+                continue
+            plan = plan_of(spec, cluster, software, bounds.model(candidate))
+            if plan.time.seconds < best:
+                best, fastest = plan.time.seconds, plan
+        if fastest is not None:
+            yield fastest
+
+
+def _by_nodes(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[SizedPlan]:
+    left, lost = cluster.nodes, 1
+    while left >= 1:
+        smaller = replace(cluster, nodes=left)
+        plans = search(job, smaller, software, limit=1).plans
+        if not plans:
+            return
+        yield SizedPlan(plans[0].spec.layout.world_size, smaller.gpus, plans[0])
+        left, lost = cluster.nodes - lost, 2 * lost

@@ -1,0 +1,67 @@
+"""What is best with fewer GPUs is what a search for them finds; what an elastic job goes on in is what it may."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from service.planner.hardware import Cluster
+from service.planner.search import search
+from service.planner.sizes import best_by_size, elastic_sizes
+from service.planner.software import MANTA
+from tests.service.support.planned import a100s, job
+from workers.config import ElasticConfig, JobSpec
+
+
+def small_memory(cluster: Cluster, gibibytes: float) -> Cluster:
+    device = replace(cluster.machine.accelerator, memory_bytes=gibibytes * 2**30)
+    return replace(cluster, machine=replace(cluster.machine, accelerator=device))
+
+
+def shape(spec: JobSpec) -> tuple[int, int, int]:
+    return spec.layout.tensor, spec.layout.pipeline, spec.layout.data
+
+
+@pytest.mark.parametrize("gibibytes", [80, 1.2])
+def test_every_number_of_gpus_has_the_best_of_all_layouts_that_need_no_more(gibibytes):
+    spec, cluster = job(4, 1024, 8, train={"global_batch_size": 12}), small_memory(a100s(), gibibytes)
+    found = best_by_size(spec, cluster, MANTA)
+    assert found[0].up_to == 8
+    for gpus in range(1, 9):
+        alone = [search(spec, cluster, limit=1, ranks=ranks).plans for ranks in range(1, gpus + 1)]
+        best = min((plans[0].time.seconds for plans in alone if plans), default=None)
+        chosen = [each for each in found if each.gpus <= gpus <= each.up_to]
+        assert [each.plan.time.seconds for each in chosen] == ([] if best is None else [pytest.approx(best)])
+        assert all(each.plan.spec.layout.world_size == each.gpus for each in chosen)
+    if gibibytes < 2:
+        assert found[-1].gpus > 1
+
+
+def test_a_large_cluster_loses_whole_nodes():
+    spec, cluster = job(64, 8192, 64, train={"global_batch_size": 256}), a100s(16)
+    found = best_by_size(spec, cluster, MANTA)
+    assert [each.up_to for each in found[:4]] == [128, 120, 112, 96]
+    assert found[1].plan.time.seconds == search(spec, replace(cluster, nodes=15), limit=1).plans[0].time.seconds
+    assert [each.plan.time.seconds for each in found] == sorted(each.plan.time.seconds for each in found)
+
+
+def test_an_elastic_job_goes_on_with_fewer_replicas_and_then_in_smaller_shapes():
+    elastic = {"min_data": 2, "max_data": 3, "reshape": True}
+    spec = job(4, tensor=2, pipeline=2, data=2, train={"global_batch_size": 12})
+    spec = spec.model_copy(update={"elastic": ElasticConfig(**elastic)})
+    found = elastic_sizes(spec, a100s(2), MANTA)
+    assert [(each.gpus, each.up_to, shape(each.plan.spec)) for each in found] == [
+        (12, 12, (2, 2, 3)),
+        (8, 11, (2, 2, 2)),
+        (6, 7, (2, 1, 3)),
+        (4, 5, (2, 1, 2)),
+        (3, 3, (1, 1, 3)),
+        (2, 2, (1, 1, 2)),
+    ]
+
+
+def test_a_job_of_one_size_has_that():
+    spec = job(4, tensor=2, data=2)
+    (only,) = elastic_sizes(spec, a100s(), MANTA)
+    assert (only.gpus, only.up_to, only.to_json(1e15)["fits"], only.to_json(1.0)["fits"]) == (4, 4, True, False)
