@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from workers.liveness.rank_samples import RankSample
@@ -17,12 +18,21 @@ Sink = Callable[[list[Message]], None]
 """Takes messages in order; may block, may raise OSError when the other side is gone."""
 
 
+@dataclass(frozen=True)
+class _Unmade:
+    make: Callable[[], Payload]
+    time: float
+
+    def made(self) -> Message:
+        return Message(self.make(), self.time)
+
+
 class Reporter:
     """Queue and shipping thread of one rank."""
 
     def __init__(self, sink: Sink):
         self._sink = sink
-        self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Message | _Unmade | None] = queue.SimpleQueue()
         self._urgent = threading.Event()
         self._ranks: RankSample | None = None
         self._thread = threading.Thread(target=self._ship, name="reporter", daemon=True)
@@ -46,6 +56,10 @@ class Reporter:
         self._put(payload)
         self._urgent.set()
 
+    def made(self, make: Callable[[], Payload]) -> None:
+        """Something that takes a while to be made: that is done on the reporter's thread."""
+        self._queue.put(_Unmade(make, time.time()))
+
     def _put(self, payload: Payload) -> None:
         self._queue.put(Message(payload, time.time()))
 
@@ -61,7 +75,7 @@ class Reporter:
             self._urgent.clear()
             while not self._queue.empty():
                 batch.append(self._queue.get())
-            messages = [message for message in batch if message is not None]
+            messages = [each.made() if isinstance(each, _Unmade) else each for each in batch if each is not None]
             try:
                 if messages:
                     self._sink(messages)

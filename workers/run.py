@@ -1,5 +1,5 @@
 """The engine alone: `python -m workers.run CONFIG.yaml [--metrics FILE] [--checkpoints FOLDER] [--cache FOLDER]
-[--stop-after-step N]`.
+[--stop-after-step N] [--trace FILE [--trace-steps K] [--trace-first-step N]]`.
 
 One process for a layout of one rank; for more, `torchrun --nproc-per-node N -m workers.run CONFIG.yaml`. CONFIG is a
 JobSpec, of which the engine reads what concerns it.
@@ -40,6 +40,7 @@ from workers.storage.places import BadPlace, Place, place_of
 from workers.system import gpu
 from workers.system.cores import usable_cores
 from workers.threads import decided_threads, stored_threads, threads_of, with_threads
+from workers.trace_file import TraceFile
 from workers.trainer import Places, Trainer
 
 
@@ -55,12 +56,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--stop-after-step", type=int, help="end after this step, as if the job had been interrupted: to look at a few"
     )
+    parser.add_argument("--trace", type=Path, help="record single steps, action by action, into this JSON file")
+    parser.add_argument("--trace-steps", type=int, default=1, help="how many steps to record (default: 1)")
+    parser.add_argument(
+        "--trace-first-step", type=int, default=0, help="record none before this step (default: the second)"
+    )
     options = parser.parse_args(arguments)
     try:
         spec = with_vocabulary(load_job_spec(options.config))
         launcher = read_launcher()
         _check_world(spec, launcher)
-        train(spec, launcher, options.metrics, options.checkpoints, options.stop_after_step, options.cache)
+        trace = TraceFile(options.trace, options.trace_steps, options.trace_first_step) if options.trace else None
+        train(spec, launcher, options.metrics, options.checkpoints, options.stop_after_step, options.cache, trace)
     except SpecError as error:
         for problem in error.problems:
             tail = f" (try: {problem.suggestion})" if problem.suggestion else ""
@@ -97,6 +104,7 @@ def train(
     checkpoints: Place | None,
     stop_after_step: int | None = None,
     cache: Path | None = None,
+    trace: TraceFile | None = None,
 ) -> Trainer:
     """Train `spec` in this process as the rank that `launcher` names; returns the trainer after its last step."""
     os.environ.update(spec.resources.environment)  # nothing that reads it has been used yet
@@ -132,8 +140,12 @@ def train(
             places,
         )
         restore_newest(trainer, checkpoints)
+        if trace is not None:
+            trace.begin(trainer)
         trainer.train(stop_after_step)
         reporter.close()
+        if trace is not None:
+            trace.end(trainer, store)
     comm.close()
     return trainer
 

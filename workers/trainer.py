@@ -26,6 +26,7 @@ from workers.protocol.messages import Resume
 from workers.rank_state import NO_PLACES, Places, RankState
 from workers.reporter import Reporter
 from workers.step_row import StepRows, mean_part_seconds, memory_in_use
+from workers.tracing import Tracing
 from workers.validation import Validation
 
 
@@ -48,6 +49,7 @@ class Trainer:
         self.state = RankState(spec, self.engine, comm, reporter, places)
         self.guard = self.state.guard
         self.validation = Validation(self.engine, self.batches, comm)
+        self.tracing = Tracing(comm, reporter, peak_flops)
         self.ends_early = False
         """Whether all ranks have saved their state after a step that is not the last, since that was asked for."""
         self._rows = StepRows(spec, self.batches.plan, peak_flops * comm.size("world"))
@@ -81,6 +83,12 @@ class Trainer:
         """Run all steps that are left, or those up to `stop_after_step`, or until some rank is asked to end early, and
         save what the last generation did not get to save. Raises AskedToRest between two steps where some rank was
         asked to leave the generation, CheckpointNotSaved when the last checkpoint cannot be saved."""
+        try:
+            self._train(stop_after_step)
+        finally:
+            self.tracing.break_off()
+
+    def _train(self, stop_after_step: int | None) -> None:
         self.clock.restart()
         self.state.save_missing_checkpoint()
         last = self.spec.train.steps if stop_after_step is None else min(stop_after_step, self.spec.train.steps)
@@ -103,6 +111,12 @@ class Trainer:
     def train_step(self) -> StepStatistics:
         """One step: compute, agree, update, keep, report. One whose numbers are bad may end at an earlier step than it
         began with. Raises NonFiniteError or SpikeError when the policy is to fail."""
+        self.tracing.begin_step(self.step + 1)
+        statistics = self._train_step()
+        self.tracing.end_step(statistics)
+        return statistics
+
+    def _train_step(self) -> StepStatistics:
         began, step = time.perf_counter(), self.step + 1
         self.comm.step.begin(step, self._measures(step))
         rate = learning_rate(self.spec.train.optimizer, step, self.spec.train.steps)

@@ -43,6 +43,22 @@ def test_all_that_was_said_has_been_heard_when_it_is_closed(monkeypatch):
     assert not reporter._thread.is_alive(), "and nobody has waited for the time to be over"
 
 
+def test_what_takes_a_while_is_made_on_the_reporters_thread_and_stays_in_order():
+    listener, made_by = Listener(), []
+
+    def make():
+        made_by.append(threading.current_thread().name)
+        return Finished(2)
+
+    reporter = Reporter(listener)
+    reporter.metrics({"step": 1})
+    reporter.made(make)
+    reporter.send(Finished(3))
+    reporter.close()
+    assert listener.payloads == [Metrics(({"step": 1},)), Finished(2), Finished(3)]
+    assert made_by == ["reporter"]
+
+
 def test_what_somebody_waits_for_does_not_wait_for_a_batch(monkeypatch):
     monkeypatch.setattr(module, "BATCH_SECONDS", 1000.0)
     listener = Listener()

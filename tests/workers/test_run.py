@@ -90,6 +90,30 @@ def test_metrics_have_the_names_of_the_contract(config, tmp_path, capsys):
     assert "step 4/4  loss" in capsys.readouterr().out
 
 
+def test_a_trace_has_the_steps_that_were_asked_for(config, tmp_path, capsys):
+    trace = tmp_path / "trace.json"
+    assert run.main([str(config), "--trace", str(trace), "--trace-steps", "2", "--trace-first-step", "3"]) == 0
+    assert "not whole" not in capsys.readouterr().err
+    (rank,) = json.loads(trace.read_text())["ranks"]
+    assert [step["step"] for step in rank["steps"]] == [3, 4]
+    assert {each["kind"] for each in rank["slices"]} >= {"loader", "forward", "backward", "optimizer", "validation"}
+    assert run.main([str(config), "--trace", str(trace), "--trace-steps", "7"]) == 0
+    assert "is not whole: the recording was broken off" in capsys.readouterr().err
+    assert [step["step"] for step in json.loads(trace.read_text())["ranks"][0]["steps"]] == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--trace-steps", "0"], "--trace-steps must be at least 1, not 0"),
+        (["--trace-first-step", "9"], "no step was traced: from step 9 on there was none to record"),
+    ],
+)
+def test_a_trace_that_cannot_be_made_says_why(config, tmp_path, capsys, options, why):
+    assert run.main([str(config), "--trace", str(tmp_path / "trace.json"), *options]) == 1
+    assert why in capsys.readouterr().err
+
+
 def test_a_second_run_goes_on_where_the_first_one_ended(tmp_path):
     folder = tmp_path / "checkpoints"
     whole, again = tmp_path / "whole.jsonl", tmp_path / "again.jsonl"

@@ -29,9 +29,11 @@ from workers.comm.secret import Secret
 from workers.comm.shared_work import SharedWork
 from workers.errors import PeerLost
 from workers.liveness.progress import Progress
+from workers.protocol.messages import TraceOrder
 from workers.system.own_address import address_towards
 from workers.system.ports import PortRange
 from workers.timing.step_phases import StepPhase, StepPhases
+from workers.timing.trace_orders import TraceOrders
 
 BackendKind = Literal["links", "process_groups"]
 
@@ -63,6 +65,8 @@ class Comm:
         self._trail = trail_for(device, self.progress) if self._kind == "process_groups" else None
         self.step = StepPhases(device, self.progress, trail=self._trail)
         """What this rank does at every moment; `progress` follows it."""
+        self.trace_orders = TraceOrders()
+        """Traces that are wanted of the job, where this is rank 0."""
         self.shared_work = SharedWork()
         """Of all ranks, for the thread that writes checkpoints: its messages must not mix with a step's."""
         self._ranks = {axis: grid.group(axis, rank) for axis in (*AXES, "context")}
@@ -154,6 +158,14 @@ class Comm:
         """Whether this rank was asked to save and end in this generation."""
         return self.generation <= self._last_to_save
 
+    @property
+    def trace_due(self) -> TraceOrder | None:
+        """The trace that this rank, the first, has all ranks begin with the next step; None where there is none."""
+        recorder = self.step.recorder
+        if self.rank != 0 or not (recorder is None or recorder.in_last_step):
+            return None
+        return self.trace_orders.due(self.generation, self.progress.step + 1)
+
     def cut(self, seconds: float) -> None:
         """As if the network had failed: all connections break, and none is made again for `seconds`."""
         self._cut_until = time.monotonic() + seconds
@@ -210,6 +222,15 @@ class Comm:
         return self.device_step_seconds[0] if self.device_step_seconds is not None else self.progress.seconds()
 
     @property
+    def tells_idle_seconds(self) -> bool:
+        """Whether `idle_seconds` tells something: our links know when nothing moves."""
+        return self._kind == "links"
+
+    def idle_seconds(self) -> float:
+        """Time that this rank has waited for others so far without anything that moved."""
+        return self.progress.idle_seconds
+
+    @property
     def device_step_seconds(self) -> tuple[float, float] | None:
         """Of the last step that was over on the GPU when this one began: its time, and what of it the GPU did not wait
         for others; None where that is not known."""
@@ -232,7 +253,8 @@ class Comm:
         """Begin what `all_reduce` does. Nothing else may be started along the axis before its wait."""
         if self._sizes[axis] == 1:
             return DONE
-        return self._timed(axis, self._entered(axis).start_all_reduce(axis, tensor, largest))
+        work = self._entered(axis).start_all_reduce(axis, tensor, largest)
+        return self._timed(axis, work, "all_reduce", (tensor,))
 
     def all_gather(self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Concatenation of every rank's `tensor` along dimension 0, into `out` where it is given."""
@@ -249,7 +271,8 @@ class Comm:
             return tensor if out is None else out.copy_(tensor), DONE
         if out is None:
             out = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
-        return out, self._timed(axis, self._entered(axis).start_all_gather(axis, out, tensor))
+        work = self._entered(axis).start_all_gather(axis, out, tensor)
+        return out, self._timed(axis, work, "all_gather", (out,))
 
     def reduce_scatter(self, axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's slice along dimension 0 of the sum of every rank's `tensor`."""
@@ -266,19 +289,23 @@ class Comm:
             return tensor if out is None else out.copy_(tensor), DONE
         if out is None:
             out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-        return out, self._timed(axis, self._entered(axis).start_reduce_scatter(axis, out, tensor))
+        work = self._entered(axis).start_reduce_scatter(axis, out, tensor)
+        return out, self._timed(axis, work, "reduce_scatter", (tensor,))
 
     def start_all_to_all(self, axis: Axis, outgoing: Sequence[Tensors], incoming: Sequence[Tensors]) -> Handle:
         """Begin to send the tensors `outgoing[i]` to the rank at index i of `axis`, in their order, and to receive into
         `incoming[i]` what it sends here; nothing goes to this rank itself."""
         if self._sizes[axis] == 1:
             return DONE
-        return self._timed(axis, self._entered(axis).start_all_to_all(axis, outgoing, incoming))
+        work = self._entered(axis).start_all_to_all(axis, outgoing, incoming)
+        return self._timed(axis, work, "all_to_all", [tensor for tensors in outgoing for tensor in tensors])
 
     def send(self, stage: int, tensor: torch.Tensor) -> Transfer:
         """Start sending `tensor` to rank `stage` of the same pipeline; never blocks. Messages between two ranks in one
         direction arrive in the order in which they were sent."""
         work = self._entered("sent").send(stage, tensor)
+        if self.step.recorder is not None:
+            self.step.recorder.sent(self._ranks["pipeline"][stage], tensor.nbytes)
         if self._trail is None:
             return work
         peer, number = self._ranks["pipeline"][stage], self.progress.count("sent")
@@ -290,12 +317,13 @@ class Comm:
         if self._trail is not None:
             peer, number = self._ranks["pipeline"][stage], self.progress.count("received")
             work = Marked(work, self._trail, "pipeline", number, peer)
-        if not self.step.parts.measuring:
-            return work
-        if self._kind == "links":
-            return _TimedMessage(work, self.step)
-        # The wait for a message and its transfer cannot be told apart: both count as bubble.
-        return _Timed(work, self.step, "bubble")
+        if self.step.parts.measuring:
+            # Else than over links its wait and its transfer cannot be told apart: both count as bubble.
+            is_told = self._kind == "links"
+            work = _TimedMessage(work, self.step) if is_told else _Timed(work, self.step, "bubble")
+        if self.step.recorder is not None:
+            work = self.step.recorder.received(work, self._ranks["pipeline"][stage], tensor.nbytes)
+        return work
 
     def barrier(self) -> None:
         """Wait until every rank of the generation is here."""
@@ -317,13 +345,21 @@ class Comm:
         self.progress.entered(what)
         if self._trail is not None:
             self._trail.arrives(what, self.progress.count(what))
+        if self.step.recorder is not None:
+            self.step.recorder.issues()
         return self._backend
 
-    def _timed(self, axis: Axis, work: Handle) -> Handle:
-        """`work`, whose wait counts as communication along `axis` where the step is measured."""
+    def _timed(self, axis: Axis, work: Handle, operation: str, tensors: Sequence[torch.Tensor]) -> Handle:
+        """`work`, an `operation` on `tensors`, whose wait counts as communication along `axis` where the step is
+        measured, and is a slice where it is traced."""
         if self._trail is not None:
             work = Marked(work, self._trail, axis, self.progress.count(axis))
-        return _Timed(work, self.step, _COUNTED_AS.get(axis, "other")) if self.step.parts.measuring else work
+        if self.step.parts.measuring:
+            work = _Timed(work, self.step, _COUNTED_AS.get(axis, "other"))
+        if self.step.recorder is not None:
+            size = sum(tensor.nbytes for tensor in tensors)
+            work = self.step.recorder.collective(work, operation, axis, self.progress.count(axis), size)
+        return work
 
 
 class _Timed:

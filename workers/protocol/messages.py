@@ -102,6 +102,20 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class TraceOrder:
+    """Steps that all ranks of a job are to record."""
+
+    number: int
+    """The trace's, in its job."""
+    generation: int
+    """Whose ranks are meant."""
+    steps: int
+    """How many."""
+    first_step: int = 0
+    """None before this one; 0: as soon as possible."""
+
+
+@dataclass(frozen=True)
 class LaunchOrder:
     """Everything that one trainer process needs to know to be rank `rank` of generation `generation`."""
 

@@ -13,6 +13,7 @@ from workers.liveness.flight_record import FlightRecord
 from workers.liveness.rank_samples import RankSample
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
+from workers.timing.recording import PackedRecording
 
 REPAIR_SELF_TEST = "repair_self_test"
 """Type of the event with which rank 0 says whether repair in place works where a job runs."""
@@ -63,6 +64,24 @@ class Printed:
     stream: str
     """stdout or stderr; agent for what its agent wrote."""
     lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TraceBegan:
+    """All ranks record their steps from now on; rank 0 says so."""
+
+    number: int
+    """The trace's, in its job."""
+    first_step: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What this rank has recorded for a trace."""
+
+    number: int
+    """The trace's, in its job."""
+    recording: PackedRecording
 
 
 @dataclass(frozen=True)
@@ -147,6 +166,8 @@ Payload = (
     | Printed
     | TrainerStatus
     | FlightRecord
+    | TraceBegan
+    | Traced
     | Resting
     | Finished
     | Failure
@@ -171,6 +192,8 @@ PAYLOADS: dict[str, Any] = {
     "printed": Printed,
     "stalled": TrainerStatus,
     "flight_record": FlightRecord,
+    "trace_began": TraceBegan,
+    "traced": Traced,
     "resting": Resting,
     "finished": Finished,
     "failure": Failure,

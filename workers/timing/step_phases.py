@@ -1,8 +1,9 @@
 """What a rank does at every moment, said once: `with step.phase("backward", micro_batch=3)`.
 
-Three readers follow from it: the record in shared memory by which the rank's agent knows where it stands
+Four readers follow from it: the record in shared memory by which the rank's agent knows where it stands
 (`liveness/progress.py`), the clock that tells computing from waiting (`step_clock.py`), and, in the steps that are
-measured, the parts of which the step's time consists (`step_parts.py`). A step passes some 300 of these marks, so
+measured, the parts of which the step's time consists (`step_parts.py`), and in steps that are traced a slice for each
+phase (`recorder.py`). A step passes some 300 of these marks, so
 entering a phase costs a few stores, and leaving one does not touch the record: that keeps the phase that was entered
 last.
 """
@@ -19,6 +20,7 @@ import torch
 
 from workers.liveness.device_trail import DeviceTrail
 from workers.liveness.progress import Phase, Progress
+from workers.timing.recorder import Recorder
 from workers.timing.step_clock import StepClock, Wait
 from workers.timing.step_parts import Part, StepParts
 
@@ -39,6 +41,7 @@ StepPhase = Literal[
     "replica_check",
     "agreement",
     "optimizer",
+    "gather",
     "snapshot",
     "checkpoint",
     "validation",
@@ -75,6 +78,7 @@ _TABLE: dict[StepPhase, _Follows] = {
     "replica_check": _Follows("agreement"),
     "agreement": _Follows("agreement", "optimizer"),
     "optimizer": _Follows("optimizer", "optimizer"),
+    "gather": _Follows(None),
     "snapshot": _Follows("snapshot", None, "snapshot_stall"),
     "checkpoint": _Follows("checkpoint", None, "checkpoint_stall"),
     "validation": _Follows("validation"),
@@ -143,6 +147,8 @@ class StepPhases:
         self.parts = StepParts(device, clock)
         self.on_phase: OnPhase | None = None
         """Called at every entry into a phase of the record, on the training thread: None until a fault is armed."""
+        self.recorder: Recorder | None = None
+        """Records the steps of a trace: None while there is none."""
         self._sections: dict[StepPhase, _Section] = {
             name: _Section(follows, self.parts)
             if follows.wait is None
@@ -160,8 +166,9 @@ class StepPhases:
         else:
             self.parts.drop()
 
-    def phase(self, name: StepPhase, micro_batch: int = -1) -> AbstractContextManager[None]:
-        """The rank enters phase `name`, at `micro_batch` where that means something: context of what it does there."""
+    def phase(self, name: StepPhase, micro_batch: int = -1, stage: int = -1) -> AbstractContextManager[None]:
+        """The rank enters phase `name`, at `micro_batch` and virtual stage `stage` where these mean something: context
+        of what it does there."""
         section = self._sections[name]
         if section.record is not None:
             self.record.at(section.record, micro_batch)
@@ -169,6 +176,8 @@ class StepPhases:
                 self._trail.at(self.record.position)
             if self.on_phase is not None:
                 self.on_phase(self.record.step, section.record)
+        if self.recorder is not None:
+            return self.recorder.phase(name, section, micro_batch, stage)
         return section
 
     def enter(self, state: State) -> None:
@@ -179,4 +188,6 @@ class StepPhases:
 
     def forward_work(self) -> AbstractContextManager[None]:
         """Context of work of the forward pass, which within backward is recomputation."""
+        if self.recorder is not None and self.recorder.in_backward:
+            return self.phase("recompute")
         return self._sections["recompute"] if self.parts.innermost == "backward" else nullcontext()

@@ -21,7 +21,10 @@ from workers.protocol.reports import (
     Report,
     Resting,
     Started,
+    TraceBegan,
+    Traced,
 )
+from workers.timing.recording import PackedRecording
 
 FAILURE = Failure("spike", 4, "SpikeError", "too high", "Traceback", 12.5)
 DEVICE = DeviceRecord("forward", 3, None, 5, True, 2, 7, None, False, {"data": 7}, fresh=False)
@@ -36,6 +39,8 @@ EXAMPLES = [
         (FlightSequence("world", "collectives", 9, (FlightOperation(9, "all_reduce", "", "started"),)),), False
     ),
     Printed("stderr", ("one line", "another")),
+    TraceBegan(3, 7),
+    Traced(3, PackedRecording("packed", 5, "clock", True, 0.5, "too much", 1e12)),
     Resting(None, "a peer is gone"),
     Finished(9, {"wall": 0.5}),
     FAILURE,

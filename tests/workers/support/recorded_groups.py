@@ -297,9 +297,9 @@ def labelled(comm: Comm, recorder: Recorder) -> None:
     """Have the recorder know of each message which micro-batch it carries, and in which direction."""
     phase = comm.step.phase
 
-    def named(name: Any, micro_batch: int = -1) -> Any:
+    def named(name: Any, micro_batch: int = -1, stage: int = -1) -> Any:
         kind = str(name).removeprefix("send_").removeprefix("receive_")
         recorder.label = f"{kind} of micro-batch {micro_batch}" if micro_batch >= 0 else ""
-        return phase(name, micro_batch)
+        return phase(name, micro_batch, stage)
 
     comm.step.phase = named  # type: ignore[method-assign]

@@ -23,14 +23,14 @@ class Agreement:
         with a z-loss."""
         self._comm, world = comm, comm.size("world")
         sizes = (world, world, replica_ranks, micro_batches, z_losses)
-        self._values = torch.zeros(7 + sum(sizes), dtype=torch.float64, device=comm.device)
+        self._values = torch.zeros(9 + sum(sizes), dtype=torch.float64, device=comm.device)
         self.loss, self.z_loss, self.tokens, self.square = self._values[:4]
         """Scalars: loss and z-loss summed over tokens, tokens that have a target, squared norm of the summed
         gradients."""
-        self.asked_to_end, self.asked_to_rest, self.saving = self._values[4:7]
+        self.asked_to_end, self.asked_to_rest, self.saving, self.trace, self.traced_steps = self._values[4:9]
         """Scalars: how many ranks were asked to end after the step, how many to rest, how many are writing a
-        checkpoint."""
-        slices = self._values[7:].split(sizes)
+        checkpoint; number of the trace that begins with the next step, and how many steps it has, or 0."""
+        slices = self._values[9:].split(sizes)
         self.memory_bytes, self.own_seconds, self.rank_squares, self.micro_batch_losses, self.micro_batch_z = slices
         """[world]: each rank's memory in use, and its time of the step that it did not wait for others. [p t]: squared
         norm by rank of a replica. [micro-batches of the global batch]: loss and z-loss of each."""
@@ -66,3 +66,7 @@ class StepSums:
         agreed.asked_to_end.fill_(float(self.comm.asked_to_end))
         agreed.asked_to_rest.fill_(float(self.comm.asked_to_rest))
         agreed.saving.fill_(float(self.comm.saving))
+        trace = self.comm.trace_due
+        if trace is not None:
+            agreed.trace.fill_(float(trace.number))
+            agreed.traced_steps.fill_(float(trace.steps))

@@ -46,6 +46,8 @@ class StepStatistics:
     """Whether any rank was asked to leave the generation; then all do so after the step."""
     saving: bool = False
     """Whether any rank was writing a checkpoint."""
+    trace: tuple[int, int] | None = None
+    """Number of the trace that begins with the next step, and how many steps it has; None: none begins."""
     z_loss: float | None = None
     """Mean z-loss over the same tokens; None without."""
 

@@ -145,7 +145,8 @@ class ZeroOptimizer:
                 self.reduction.gather(gradient, self.flat.gradients)
             self.updating = True
             self._update(learning_rate, clipping.refused)
-            self.publish_parameters()
+            with step.phase("gather"):
+                self.publish_parameters()
             statistics = _read(agreed, clipping, agreed_seconds, loss.z_losses_m is not None)
             self.comm.confirm()
             return statistics
@@ -231,9 +232,9 @@ def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_l
     """Bring a step's numbers to the host: the one place of a step where it waits for the device."""
     refused_or_not = clipping.refused.to(agreed.loss.dtype)
     scalars = torch.stack([agreed.loss, agreed.z_loss, agreed.tokens, clipping.norm, refused_or_not])
-    asked = torch.stack([agreed.asked_to_end, agreed.asked_to_rest, agreed.saving])
+    asked = torch.stack([agreed.asked_to_end, agreed.asked_to_rest, agreed.saving, agreed.trace, agreed.traced_steps])
     on_host = torch.cat([scalars, asked, agreed.memory_bytes, agreed.own_seconds]).tolist()
-    total, z_total, tokens, norm, refused, to_end, to_rest, saving, *each = on_host
+    total, z_total, tokens, norm, refused, to_end, to_rest, saving, trace, traced_steps, *each = on_host
     world = len(agreed.memory_bytes)
     return StepStatistics(
         loss=total / max(tokens, 1.0),
@@ -246,5 +247,6 @@ def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_l
         asked_to_end=to_end > 0,
         asked_to_rest=to_rest > 0,
         saving=saving > 0,
+        trace=(int(trace), int(traced_steps)) if trace else None,
         z_loss=z_total / max(tokens, 1.0) if with_z_loss else None,
     )

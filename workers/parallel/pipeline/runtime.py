@@ -118,6 +118,7 @@ class Pipeline:
             virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, self.rank, chunk)
             for chunk in range(layout.virtual_stages)
         ]
+        self._stages = indices
         self.takes_gradient = [takes[index] for index in indices]
         """Of each chunk: whether backward has anything to do in it. Where nothing up to it is trained, it has not."""
         self.passes_gradient = [index > 0 and takes[index - 1] for index in indices]
@@ -183,7 +184,8 @@ class Pipeline:
         step, training = self.comm.step, torch.is_grad_enabled()
         for action in actions:
             self.comm.raise_if_over()
-            with step.phase(action.kind if training else "validation", action.micro_batch):
+            stage = self._stages[action.chunk]
+            with step.phase(action.kind if training else "validation", action.micro_batch, stage):
                 runners[action.kind](action, held)
                 if self._when_done is not None:
                     self._when_done(action)

@@ -16,6 +16,8 @@ from workers.engine import Engine
 from workers.parallel.data.agreement import Agreement, StepSums
 from workers.parallel.data.gradient_clipping import clip
 from workers.parallel.data.step_statistics import Loss
+from workers.protocol.messages import TraceOrder
+from workers.timing.recorder import HostMoments, Recorder
 
 NO_LIMITS = (math.inf, math.inf)
 
@@ -34,10 +36,10 @@ def test_slices_are_views_of_one_vector_and_do_not_overlap():
     comm.all_reduce = lambda axis, tensor: sent.append((axis, tensor.tolist()))  # type: ignore[method-assign]
     agreed = Agreement(comm, replica_ranks=2, micro_batches=5, z_losses=3)
     slices = [agreed.loss, agreed.z_loss, agreed.tokens, agreed.square]
-    slices += [agreed.asked_to_end, agreed.asked_to_rest, agreed.saving]
+    slices += [agreed.asked_to_end, agreed.asked_to_rest, agreed.saving, agreed.trace, agreed.traced_steps]
     slices += [agreed.memory_bytes, agreed.own_seconds]
     slices += [agreed.rank_squares, agreed.micro_batch_losses, agreed.micro_batch_z]
-    assert [each.numel() for each in slices] == [1, 1, 1, 1, 1, 1, 1, 6, 6, 2, 5, 3]
+    assert [each.numel() for each in slices] == [1, 1, 1, 1, 1, 1, 1, 1, 1, 6, 6, 2, 5, 3]
     for number, each in enumerate(slices):
         each.fill_(number)
     agreed.sum()
@@ -61,6 +63,23 @@ def test_each_rank_tells_of_itself_in_its_own_place(monkeypatch):
         assert agreed.saving.item() == comm.saving
         if asks is not None:
             asks(comm.generation)
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, (3, 2)), (4, (0, 0))])
+def test_the_first_rank_alone_says_which_trace_begins(monkeypatch, rank, told):
+    comm = Comm(RankGrid(layout_of(tensor=2, data=3)), rank, torch.device("cpu"))
+    monkeypatch.setattr(comm, "all_reduce", lambda axis, values: None)
+    loss = Loss(torch.tensor([6.0, 2.0]), torch.tensor(3.0), 1.0)
+    sums = StepSums(comm, SimpleNamespace(square=lambda parts: sum(part.sum() for part in parts) ** 2))
+    comm.trace_orders.ask(TraceOrder(3, 0, 2, first_step=6))
+    for step, expected in ((4, (0, 0)), (5, told)):
+        comm.step.begin(step)
+        agreed = sums.agree([torch.ones(2)], loss, memory_bytes=7)
+        assert (agreed.trace.item(), agreed.traced_steps.item()) == expected
+    for left, expected in ((2, 0), (1, told[0])):
+        comm.step.recorder = Recorder(2, left, HostMoments())
+        agreed = sums.agree([torch.ones(2)], loss, memory_bytes=7)
+        assert agreed.trace.item() == expected, "one after the other"
 
 
 @pytest.mark.parametrize("rank", [0, 3, 6])

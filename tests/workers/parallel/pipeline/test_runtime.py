@@ -107,9 +107,9 @@ def test_the_record_follows_each_action_with_its_micro_batch():
     engine, batch, _ = recorded_engine(parallel={"schedule": "gpipe"})
     phase, passed = engine.comm.step.phase, []
 
-    def noting(name, micro_batch=-1):
+    def noting(name, micro_batch=-1, stage=-1):
         passed.append((name, micro_batch))
-        return phase(name, micro_batch)
+        return phase(name, micro_batch, stage)
 
     engine.comm.step.phase = noting
     engine.pipeline.train(batch, 1.0)

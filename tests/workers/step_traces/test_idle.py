@@ -1,0 +1,41 @@
+"""The bubble of a trace is that of the schedule that was run."""
+
+import pytest
+from drawn_schedules import SECONDS, SHAPES
+from hypothesis import given
+from simulated_traces import timeline_of, trace_of
+
+from workers.parallel.pipeline.schedules.simulate import PassTimes
+from workers.step_traces.idle import bubble
+
+
+@given(SHAPES, SECONDS, SECONDS, SECONDS)
+def test_the_bubble_is_what_a_simulated_schedule_waits(shape, forward, backward_input, backward_weight):
+    kind, stages, virtual_stages, _ = shape
+    timeline = timeline_of(*shape, PassTimes(forward, backward_input, backward_weight))
+    trace = trace_of(kind, stages, virtual_stages, timeline)
+    for rank, passes in zip(trace.ranks, timeline.passes, strict=True):
+        works = sum(end - start for _, start, end in passes)
+        assert bubble(trace, rank) == pytest.approx(1 - works / timeline.makespan, abs=1e-6)
+
+
+def test_one_forward_one_backward_of_two_stages_waits_as_published():
+    """(p - 1) / (m + p - 1), arXiv:2104.04473, section 2.2.1."""
+    trace = trace_of("1f1b", 2, 1, timeline_of("1f1b", 2, 1, 4, PassTimes(1.0, 1.0, 1.0)))
+    assert [bubble(trace, rank) for rank in trace.ranks] == pytest.approx([1 / 5, 1 / 5])
+
+
+def test_what_is_moved_is_no_bubble_and_what_nobody_can_tell_apart_is():
+    trace = trace_of("1f1b", 2, 1, timeline_of("1f1b", 2, 1, 1, PassTimes(1.0, 1.0, 1.0)))
+    first, _ = trace.ranks
+    told = [each._replace(wait=0.0) if each.kind == "receive" else each for each in first.slices]
+    untold = [each._replace(wait=None) for each in first.slices]
+    whole = bubble(trace, first)
+    assert whole == pytest.approx(0.5)
+    assert bubble(trace, type(first)(0, first.steps, tuple(told))) == pytest.approx(0.0)
+    assert bubble(trace, type(first)(0, first.steps, tuple(untold))) == pytest.approx(whole)
+
+
+def test_without_a_pipeline_there_is_none():
+    trace = trace_of("1f1b", 1, 1, timeline_of("1f1b", 1, 1, 3, PassTimes(1.0, 1.0, 1.0)))
+    assert bubble(trace, trace.ranks[0]) == 0.0

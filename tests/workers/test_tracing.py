@@ -1,0 +1,102 @@
+"""All ranks record the same steps, in which they do what they always do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from engine_specs import axes, document
+from rank_processes import RankProcesses
+from trace_programs import train_traced
+
+from workers.comm.grid import RankGrid
+from workers.parallel.pipeline.schedules import schedule
+from workers.parallel.pipeline.schedules.action import COMPUTE
+from workers.protocol.messages import TraceOrder
+from workers.protocol.reports import TraceBegan, Traced
+from workers.spec.reading import parse_job_spec
+from workers.step_traces.assembly import assembled
+from workers.step_traces.critical_path import critical_path
+from workers.step_traces.idle import bubble
+
+ORDERS = [TraceOrder(1, 0, 2, first_step=3), TraceOrder(2, 0, 1, first_step=0), TraceOrder(3, 0, 9, first_step=6)]
+STEPS = {1: (3, 4), 2: (2,), 3: (6,)}
+LAYOUTS = [
+    pytest.param((2, 2, 1), "1f1b", None, id="2x2x1"),
+    pytest.param((2, 2, 2), "1f1b", None, id="2x2x2", marks=pytest.mark.soak),
+    pytest.param((1, 2, 1), "zb-h1", None, id="1x2x1-zb-h1"),
+    pytest.param((1, 1, 2), "1f1b", "process_groups", id="1x1x2-gloo"),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    processes = RankProcesses()
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize(("layout", "kind", "backend"), LAYOUTS)
+def test_ranks_record_the_steps_that_were_asked_for(ranks, corpus, layout, kind, backend):
+    job = document(
+        data={"paths": [corpus]},
+        train={"steps": 6, "micro_batch_size": 1, "validate_every": 4},
+        parallel={**axes(layout), "schedule": kind, "recompute": "selective"},
+    )
+    spec = parse_job_spec(job)
+    untraced = ranks.run(spec.layout, train_traced, job, [], backend=backend)
+    traced = ranks.run(spec.layout, train_traced, job, ORDERS, backend=backend)
+    assert [(curve, state) for curve, _, state in traced] == [(curve, state) for curve, _, state in untraced]
+    assert not any(isinstance(each, Traced | TraceBegan) for _, said, _ in untraced for each in said)
+    began = [each for _, said, _ in traced for each in said if isinstance(each, TraceBegan)]
+    assert began == [TraceBegan(2, 2), TraceBegan(1, 3), TraceBegan(3, 6)], "rank 0 says so"
+    for number, steps in STEPS.items():
+        recordings = {
+            rank: each.recording.unpack()
+            for rank, (_, said, _) in enumerate(traced)
+            for each in said
+            if isinstance(each, Traced) and each.number == number
+        }
+        assert sorted(recordings) == list(range(spec.layout.world_size))
+        assert {tuple(each.step for each in recording.steps) for recording in recordings.values()} == {steps}
+        problems = {recording.problem for recording in recordings.values()}
+        assert problems == {"the recording was broken off" if number == 3 else ""}
+        look_at(assembled(recordings, RankGrid(spec.layout)), spec, backend)
+
+
+def look_at(trace, spec, backend):
+    """The trace has all that the schedule says, and what ranks do together is the same on all of them."""
+    layout = spec.layout
+    actions = schedule(layout.schedule, layout.pipeline, layout.virtual_stages, spec.micro_batches)
+    together = {}
+    for rank in trace.ranks:
+        at = trace.grid.coordinates(rank.rank)
+        expected = [(each.kind, each.micro_batch) for each in actions[at.pipeline] if each.kind in COMPUTE]
+        for step in rank.steps:
+            slices = rank.of_step(step)
+            assert [(each.kind, each.micro_batch) for each in slices if each.kind in {*COMPUTE}] == expected
+            assert {each.stage for each in slices if each.kind in COMPUTE} == {at.pipeline}
+            kinds = Counter(each.kind for each in slices)
+            assert kinds["validation"] == (0 if step.step != 4 else kinds["validation"])
+            for kind in ("loader", "reduction", "agreement", "optimizer", "gather"):
+                assert kinds[kind] == 1, kind
+            assert (kinds["recompute"] > 0) and all(step.start <= each.start <= each.end <= step.end for each in slices)
+        assert all(before.end <= after.start for before, after in pairwise(rank.steps))
+        for each in rank.slices:
+            if each.kind == "collective":
+                group = tuple(trace.grid.group(each.axis, rank.rank))
+                together.setdefault((each.axis, group, each.number), []).append((rank.rank, each.operation, each.bytes))
+            elif each.kind in ("send", "receive"):
+                ends = (rank.rank, each.peer) if each.kind == "send" else (each.peer, rank.rank)
+                together.setdefault((ends, each.number), []).append((rank.rank, each.bytes))
+            if each.kind in ("collective", "receive"):
+                assert (each.wait is None) == (backend is not None)
+                assert each.issued <= each.start and (each.wait or 0.0) <= each.end - each.start + 1e-6
+    for (*_, members, _number), found in ((key, value) for key, value in together.items() if len(key) == 3):
+        assert sorted(rank for rank, *_ in found) == list(members)
+        assert len({tuple(what) for _, *what in found}) == 1
+    assert all(len(found) == 2 for key, found in together.items() if len(key) == 2), "both ends of each message"
+    bubbles = [bubble(trace, rank) for rank in trace.ranks]
+    assert all(0.0 < each < 1.0 if layout.pipeline > 1 else each == 0.0 for each in bubbles)
+    assert critical_path(trace)

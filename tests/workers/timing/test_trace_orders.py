@@ -1,0 +1,40 @@
+"""Orders wait for their step and their generation, and are carried out once."""
+
+from workers.protocol.messages import TraceOrder
+from workers.timing.trace_orders import TraceOrders
+
+
+def test_an_order_waits_for_its_step_and_the_first_goes_first():
+    orders = TraceOrders()
+    assert orders.due(1, 5) is None
+    late, soon, later = TraceOrder(1, 1, 2, 9), TraceOrder(2, 1, 2, 0), TraceOrder(3, 1, 1)
+    for each in (later, late, soon):
+        orders.ask(each)
+    assert orders.due(1, 5) == soon
+    assert orders.due(1, 5) == soon, "it stays until it begins"
+    assert orders.take(1, 2) == soon
+    assert orders.due(1, 5) == later
+    orders.take(1, 3)
+    assert orders.due(1, 8) is None
+    assert orders.due(1, 9) == late
+
+
+def test_orders_of_other_generations_do_not_count():
+    orders = TraceOrders()
+    orders.ask(TraceOrder(1, 1, 2))
+    orders.ask(TraceOrder(2, 3, 2))
+    assert orders.due(2, 5) is None
+    assert orders.due(3, 5) == TraceOrder(2, 3, 2)
+    assert orders.due(1, 5) is None, "it was forgotten"
+
+
+def test_what_has_begun_is_not_wanted_again():
+    """A control plane that takes over asks for all that it does not know to be recorded."""
+    orders = TraceOrders()
+    orders.ask(TraceOrder(1, 1, 2))
+    orders.take(1, 1)
+    orders.ask(TraceOrder(1, 1, 2))
+    assert orders.due(1, 5) is None
+    orders.ask(TraceOrder(1, 2, 2))
+    assert orders.due(2, 5) == TraceOrder(1, 2, 2), "in the next generation it is"
+    assert orders.take(2, 7) is None

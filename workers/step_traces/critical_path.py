@@ -1,0 +1,112 @@
+"""What the length of the traced steps hangs on: the chain of slices backwards from the end of the last one.
+
+On a rank it goes from what ended last to what came before. Where the rank waited for another one, for its message or
+for it to come to a collective, it goes on there, at the moment at which that one began the communication.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+from workers.comm.grid import AXES
+from workers.step_traces.assembly import StepTrace, TracedRank
+from workers.timing.recording import Slice
+
+Place = tuple[int, int]
+"""A rank, and the index of one of its slices."""
+
+
+def critical_path(trace: StepTrace) -> list[Place]:
+    """The chain, the last slice first. Empty where nothing was recorded."""
+    last = trace.end
+    if last is None:
+        return []
+    meetings, lanes = _Meetings(trace), {each.rank: _Lane(each) for each in trace.ranks}
+    rank, now = last.rank, last.steps[-1].end
+    path: dict[Place, None] = {}
+    waits: set[Place] = set()
+    while (wait := _last_binding(meetings, lanes[rank], now, waits)) is not None:
+        index, other, begun = wait
+        path |= dict.fromkeys((rank, each) for each in lanes[rank].between(lanes[rank].slices[index].end, now))
+        path[rank, index] = None
+        waits.add((rank, index))
+        rank, now = other, min(begun, now)
+    path |= dict.fromkeys((rank, each) for each in lanes[rank].between(-1.0, now))
+    return list(path)
+
+
+def _last_binding(meetings: _Meetings, lane: _Lane, now: float, seen: set[Place]) -> tuple[int, int, float] | None:
+    """The last communication before `now` in which the lane's rank was held up: its index, by whom, and when that one
+    began it."""
+    for index in lane.waits_before(now):
+        held_up = meetings.held_up_by(lane.rank, lane.slices[index])
+        if held_up is not None and (lane.rank, index) not in seen:
+            return index, *held_up
+    return None
+
+
+class _Lane:
+    """The slices of one rank, to look backwards in."""
+
+    def __init__(self, rank: TracedRank):
+        self.rank, self.slices = rank.rank, rank.slices
+        self._by_end = sorted(range(len(rank.slices)), key=lambda index: rank.slices[index].end)
+        self._ends = [rank.slices[index].end for index in self._by_end]
+        self._waits = [index for index in self._by_end if rank.slices[index].kind in ("receive", "collective")]
+        self._wait_ends = [rank.slices[index].end for index in self._waits]
+
+    def waits_before(self, now: float) -> Iterator[int]:
+        """Communications that were over by `now`, the last one first."""
+        return (self._waits[at] for at in range(bisect_right(self._wait_ends, now) - 1, -1, -1))
+
+    def between(self, since: float, now: float) -> Iterator[int]:
+        """Slices in which something happens between the two moments, those first that end last."""
+        around = [index for index in self._by_end[bisect_right(self._ends, now) :] if self.slices[index].start < now]
+        yield from reversed(around)
+        for at in range(bisect_right(self._ends, now) - 1, -1, -1):
+            if self._ends[at] <= since:
+                return
+            yield self._by_end[at]
+
+
+class _Meetings:
+    """Who began each communication, and when."""
+
+    def __init__(self, trace: StepTrace):
+        self._grid = trace.grid
+        self._sent: dict[tuple[int, int, int], float] = {}
+        """When a message was sent, by sender, receiver and number."""
+        self._last: dict[tuple[str, int, int], list[tuple[float, int]]] = {}
+        """The two ranks that came last to a collective, the last one first; by axis, first rank of the group, and
+        number."""
+        for rank in trace.ranks:
+            for each in rank.slices:
+                if each.kind == "send" and each.peer is not None and each.number is not None:
+                    self._sent[rank.rank, each.peer, each.number] = _begun(each)
+                elif each.kind == "collective" and (key := self._key(rank.rank, each)) is not None:
+                    came = [*self._last.get(key, []), (_begun(each), rank.rank)]
+                    self._last[key] = sorted(came, reverse=True)[:2]
+
+    def _key(self, rank: int, each: Slice) -> tuple[str, int, int] | None:
+        axis = next((axis for axis in AXES if axis == each.axis), None)
+        if axis is None or each.number is None:
+            return None
+        return axis, self._grid.group(axis, rank)[0], each.number
+
+    def held_up_by(self, rank: int, each: Slice) -> tuple[int, float] | None:
+        """Who began the communication after `rank` was ready for it, so that it waited, and when; None: nobody."""
+        if each.kind == "receive":
+            if each.peer is None or each.number is None:
+                return None
+            sent = self._sent.get((each.peer, rank, each.number))
+            return (each.peer, sent) if sent is not None and sent > each.start else None
+        key = self._key(rank, each)
+        others = [(begun, other) for begun, other in self._last.get(key, ()) if other != rank] if key else []
+        if not others or others[0][0] <= each.start:
+            return None
+        return others[0][1], others[0][0]
+
+
+def _begun(each: Slice) -> float:
+    return each.start if each.issued is None else each.issued

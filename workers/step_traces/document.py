@@ -1,0 +1,80 @@
+"""A trace as the JSON document that people and browsers read; docs/tracing.md describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.step_traces.assembly import StepTrace, TracedRank
+from workers.step_traces.critical_path import critical_path
+from workers.step_traces.idle import bubble
+from workers.timing.recording import Slice
+
+_WORDS = {
+    "loader": "loader",
+    "backward_input": "backward (inputs)",
+    "backward_weight": "backward (weights)",
+    "gather": "parameter gather",
+}
+"""What a kind is called, where that is not its own word."""
+
+
+def name_of(each: Slice) -> str:
+    """What a slice is, in a few words."""
+    match each.kind:
+        case "collective":
+            return f"{each.operation or 'collective'} ({each.axis})"
+        case "send":
+            return f"send to rank {each.peer}"
+        case "receive":
+            return f"receive from rank {each.peer}"
+    word = _WORDS.get(each.kind, each.kind)
+    return word if each.micro_batch is None else f"{word} {each.micro_batch}"
+
+
+def slice_document(each: Slice) -> dict[str, Any]:
+    """One slice."""
+    return {
+        "kind": each.kind,
+        "name": name_of(each),
+        "start": round(each.start, 7),
+        "end": round(each.end, 7),
+        "step": each.step,
+        "stage": each.stage,
+        "micro_batch": each.micro_batch,
+        "bytes": each.bytes,
+        "axis": each.axis,
+        "wait": None if each.wait is None else round(each.wait, 7),
+    }
+
+
+def rank_documents(trace: StepTrace, nodes: Mapping[int, str | None]) -> list[dict[str, Any]]:
+    """The ranks, with all that each did. `nodes`: where they are."""
+    return [_rank_document(trace, each, nodes.get(each.rank)) for each in trace.ranks]
+
+
+def _rank_document(trace: StepTrace, rank: TracedRank, node: str | None) -> dict[str, Any]:
+    at = trace.grid.coordinates(rank.rank)
+    return {
+        "rank": rank.rank,
+        "tensor": at.tensor,
+        "pipeline": at.pipeline,
+        "data": at.data,
+        "context": at.context,
+        "node": node,
+        "steps": [{"step": each.step, "start": round(each.start, 7), "end": round(each.end, 7)} for each in rank.steps],
+        "slices": [slice_document(each) for each in rank.slices],
+    }
+
+
+def analysis_document(trace: StepTrace) -> dict[str, Any]:
+    """What follows from the slices."""
+    bubbles = {each.rank: bubble(trace, each) for each in trace.ranks if each.steps}
+    return {
+        "clock": {"error_seconds": trace.error_seconds, "device": trace.device},
+        "bubble": {
+            "mean": sum(bubbles.values()) / len(bubbles) if bubbles else None,
+            "ranks": [{"rank": rank, "fraction": fraction} for rank, fraction in bubbles.items()],
+        },
+        "critical_path": [list(place) for place in critical_path(trace)],
+    }

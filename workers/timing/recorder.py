@@ -1,0 +1,292 @@
+"""Records what a rank does in the steps of a trace: on its training thread, and where autograd runs backward on a
+thread of its own, there while the training thread waits for it.
+
+On a CPU times are read from the clock. On a GPU they are those of events on the compute stream, which are asked when
+all is over: a host that runs ahead would tell when work was queued, not when it was done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Protocol
+
+from workers.liveness.device_trail import DeviceEvent
+from workers.timing.recording import Recording, Slice, SliceKind, TracedStep, clock_of_machine
+
+MOST_SLICES = 50_000
+"""That are kept of one rank."""
+_KINDS: dict[str, SliceKind] = {
+    "data": "loader",
+    **{
+        name: name
+        for name in (
+            *("forward", "backward", "backward_input", "backward_weight", "recompute"),
+            *("reduction", "agreement", "optimizer", "gather", "snapshot", "checkpoint", "validation"),
+        )
+    },
+    "replica_check": "agreement",
+}
+"""By the name of a phase, as what it is recorded; others leave no slice of their own."""
+
+
+class Handle(Protocol):
+    """A communication under way."""
+
+    def wait(self) -> None: ...
+
+
+class Moments(Protocol):
+    """Where times come from."""
+
+    device: bool
+    """Whether they are the device's."""
+
+    def begin(self) -> None:
+        """The recording begins."""
+        ...
+
+    def now(self) -> Any:
+        """This moment."""
+        ...
+
+    def seconds(self, moments: list[Any]) -> list[float]:
+        """Seconds of CLOCK_MONOTONIC of moments that are over."""
+        ...
+
+    @property
+    def error_seconds(self) -> float:
+        """By how much all of them may be early or late."""
+        ...
+
+
+class HostMoments:
+    """The host's clock."""
+
+    device = False
+    error_seconds = 0.0
+    now = staticmethod(time.monotonic)
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def seconds(self, moments: list[float]) -> list[float]:
+        """They are."""
+        return moments
+
+
+class DeviceMoments:
+    """Events of a device, which are put between those of the host's clock once."""
+
+    device = True
+
+    def __init__(self, new_event: Callable[[], DeviceEvent], settle: Callable[[], None]):
+        """`settle` returns once the device has done what was asked of it."""
+        self._new_event, self._settle = new_event, settle
+        self._first: DeviceEvent | None = None
+        self._began = self.error_seconds = 0.0
+
+    def begin(self) -> None:
+        """Find out what the clock says when the device passes an event."""
+        self._settle()
+        before = time.monotonic()
+        self._first = self.now()
+        self._settle()
+        self.error_seconds = (time.monotonic() - before) / 2
+        self._began = before + self.error_seconds
+
+    def now(self) -> DeviceEvent:
+        """An event that the device passes when it has done what was asked of it so far."""
+        event = self._new_event()
+        event.record()
+        return event
+
+    def seconds(self, moments: list[DeviceEvent]) -> list[float]:
+        """What the clock said when the device passed them."""
+        first = self._first
+        assert first is not None
+        self._settle()
+        return [self._began + first.elapsed_time(each) / 1000 for each in moments]
+
+
+class _Open:
+    """A phase that is being recorded, or that only says to which micro-batch and stage belongs what lies in it."""
+
+    __slots__ = ("_began", "_inner", "_recorder", "kind", "micro_batch", "stage")
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        inner: AbstractContextManager[None],
+        kind: SliceKind | None,
+        micro_batch: int | None,
+        stage: int | None,
+    ):
+        self._recorder, self._inner, self.kind = recorder, inner, kind
+        self.micro_batch, self.stage = micro_batch, stage
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+        self._recorder.open.append(self)
+        self._began = self._recorder.moments.now() if self.kind is not None else None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.kind is not None:
+            self._recorder.add(self.kind, self._began, stage=self.stage, micro_batch=self.micro_batch)
+        self._recorder.open.pop()
+        self._inner.__exit__(kind, error, trace)
+
+
+class Recorder:
+    """Records the steps of one trace on one rank."""
+
+    def __init__(
+        self,
+        number: int,
+        steps: int,
+        moments: Moments,
+        idle_seconds: Callable[[], float] | None = None,
+        most_slices: int = MOST_SLICES,
+    ):
+        """`number`: of the trace; `steps`: how many to record; `idle_seconds`: how long this rank has waited for others
+        so far, without anything that moved; None where nobody knows."""
+        self.number, self._left, self.moments = number, steps, moments
+        self._idle_seconds, self._most = idle_seconds, most_slices
+        self.open: list[_Open] = []
+        """Phases that go on, the innermost last."""
+        self._step, self._began = 0, None
+        self._issued: Any = None
+        self._messages: Counter[tuple[SliceKind, int]] = Counter()
+        self._steps: list[tuple[int, Any, Any]] = []
+        self._slices: list[tuple[Any, ...]] = []
+        self._whole = 0
+        """Slices of whole steps."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are recorded, or no more fit."""
+        return self._left == 0 or len(self._slices) > self._most
+
+    @property
+    def in_last_step(self) -> bool:
+        """Whether the step under way is the last one to be recorded."""
+        return self._left == 1
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether what runs now is a backward pass, so that work of the forward pass is done again."""
+        return bool(self.open) and self.open[-1].kind in ("backward", "backward_input", "backward_weight")
+
+    def begin_step(self, step: int) -> None:
+        """A step begins; with the first one, the recording."""
+        if not self._steps:
+            self.moments.begin()
+        del self._slices[self._whole :]  # of a step that did not end
+        self.open.clear()
+        self._step, self._began = step, self.moments.now()
+
+    def end_step(self) -> None:
+        """The step is over."""
+        if len(self._slices) > self._most:
+            return
+        self._steps.append((self._step, self._began, self.moments.now()))
+        self._whole = len(self._slices)
+        self._left -= 1
+
+    def phase(
+        self, name: str, inner: AbstractContextManager[None], micro_batch: int, stage: int
+    ) -> AbstractContextManager[None]:
+        """`inner`, the context of a phase of that name, whose time is recorded."""
+        outer = self.open[-1] if self.open else None
+        number = micro_batch if micro_batch >= 0 else None if outer is None else outer.micro_batch
+        where = stage if stage >= 0 else None if outer is None else outer.stage
+        return _Open(self, inner, _KINDS.get(name), number, where)
+
+    def issues(self) -> None:
+        """A communication is about to begin."""
+        self._issued = self.moments.now()
+
+    def add(self, kind: SliceKind, began: Any, **about: Any) -> None:
+        """What has `began` is over."""
+        if len(self._slices) <= self._most:
+            self._slices.append((kind, began, self.moments.now(), self._step, about))
+
+    def collective(self, work: Handle, operation: str, axis: str, number: int, size: int) -> RecordedWait:
+        """`work`, an `operation` on `size` bytes that was begun a moment ago, the `number`-th along `axis`: its wait is
+        recorded."""
+        about = {"operation": operation, "axis": axis, "number": number, "bytes": size}
+        return RecordedWait(self, work, "collective", self._issued, about)
+
+    def sent(self, peer: int, size: int) -> None:
+        """A message of `size` bytes to `peer` is on its way, begun a moment ago."""
+        self.add("send", self._issued, issued=self._issued, **self.place(), **self._message("send", peer, size))
+
+    def received(self, work: Handle, peer: int, size: int) -> RecordedWait:
+        """`work`, a message of `size` bytes from `peer` that was asked for a moment ago: its wait is recorded."""
+        return RecordedWait(self, work, "receive", self._issued, self._message("receive", peer, size))
+
+    def _message(self, kind: SliceKind, peer: int, size: int) -> dict[str, Any]:
+        """Both ends count from the recording's beginning, before which nothing is on its way."""
+        self._messages[kind, peer] += 1
+        return {"axis": "pipeline", "peer": peer, "bytes": size, "number": self._messages[kind, peer]}
+
+    def place(self) -> dict[str, int | None]:
+        """Which micro-batch and stage what happens now belongs to."""
+        return {"micro_batch": self.open[-1].micro_batch, "stage": self.open[-1].stage} if self.open else {}
+
+    def waited(self) -> float | None:
+        """How long this rank has waited so far; None: nobody knows."""
+        return None if self._idle_seconds is None else self._idle_seconds()
+
+    def recording(self) -> Recording:
+        """What was recorded. The device has done all of it."""
+        raw, at = self._slices[: self._whole], self._times()
+        steps = tuple(TracedStep(step, at[id(start)], at[id(end)]) for step, start, end in self._steps)
+        slices = [
+            Slice(kind, at[id(start)], at[id(end)], step, **{**about, "issued": at.get(id(about.get("issued")))})
+            for kind, start, end, step, about in raw
+        ]
+        slices.sort(key=lambda each: (each.start, -each.end))
+        return Recording(
+            steps, tuple(slices), clock_of_machine(), self.moments.device, self.moments.error_seconds, self._problem()
+        )
+
+    def _times(self) -> dict[int, float]:
+        """Seconds of all moments of whole steps, by the identity of the moment."""
+        moments = [moment for _, *ends in self._steps for moment in ends]
+        for _, start, end, _, about in self._slices[: self._whole]:
+            moments += [start, end] if about.get("issued") is None else [start, end, about["issued"]]
+        return dict(zip(map(id, moments), self.moments.seconds(moments), strict=True))
+
+    def _problem(self) -> str:
+        if len(self._slices) <= self._most:
+            return ""
+        what = f"more than {self._most:,} slices"
+        return (
+            f"only the first {len(self._steps)} steps are kept: they have {what}"
+            if self._steps
+            else f"a step has {what}"
+        )
+
+
+class RecordedWait:
+    """A communication under way, whose wait is recorded."""
+
+    __slots__ = ("_about", "_issued", "_kind", "_recorder", "_work")
+
+    def __init__(self, recorder: Recorder, work: Handle, kind: SliceKind, issued: Any, about: dict[str, Any]):
+        self._recorder, self._work, self._kind, self._issued, self._about = recorder, work, kind, issued, about
+
+    def wait(self) -> None:
+        """Return once the communication is over. Raises PeerLost."""
+        recorder = self._recorder
+        before, began = recorder.waited(), recorder.moments.now()
+        self._work.wait()
+        after = recorder.waited()
+        waited = None if before is None or after is None else after - before
+        recorder.add(self._kind, began, wait=waited, issued=self._issued, **recorder.place(), **self._about)

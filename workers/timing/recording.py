@@ -1,0 +1,174 @@
+"""What one rank did in the steps of a trace, and how that travels: as JSON, compressed. Pure Python.
+
+Times are those of CLOCK_MONOTONIC on the rank's machine, in seconds; whoever puts several ranks together knows how the
+clocks of their machines stand to each other (`service/step_traces/clocks.py`).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from workers.protocol.json_codec import MalformedMessage
+
+SliceKind = Literal[
+    "loader",
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "recompute",
+    "send",
+    "receive",
+    "collective",
+    "reduction",
+    "agreement",
+    "optimizer",
+    "gather",
+    "snapshot",
+    "checkpoint",
+    "validation",
+]
+"""What a slice may be; docs/tracing.md says what each is."""
+KINDS: tuple[SliceKind, ...] = SliceKind.__args__  # type: ignore[attr-defined]
+COMMUNICATION: frozenset[SliceKind] = frozenset({"send", "receive", "collective"})
+"""Kinds of slices in which a rank has to do with others; they lie within slices of the other kinds, or alone."""
+_TICK = 1e-7
+"""Seconds: times travel as whole numbers of these."""
+_ABOUT = ("clock", "device", "error_seconds", "problem", "peak_flops")
+"""What travels beside steps and slices as it is."""
+
+
+class Slice(NamedTuple):
+    """One thing that a rank did; slices of a rank lie one within another, or apart."""
+
+    kind: SliceKind
+    start: float
+    """Seconds."""
+    end: float
+    step: int
+    stage: int | None = None
+    """Virtual stage, in the model's order."""
+    micro_batch: int | None = None
+    """Within the replica's step, from 0."""
+    operation: str | None = None
+    """Of a collective: all_reduce, all_gather, reduce_scatter or all_to_all."""
+    bytes: int | None = None
+    """Of a message; of a collective the whole tensor's, which all of its ranks together have."""
+    axis: str | None = None
+    """Along which its ranks lie."""
+    wait: float | None = None
+    """Seconds of it in which nothing moved, since others were not there yet; None where that is not known."""
+    issued: float | None = None
+    """When this rank began the communication, before it waited for it."""
+    peer: int | None = None
+    """Rank that a message goes to, or comes from."""
+    number: int | None = None
+    """Which collective it is of those along the axis, or which message of those between these two ranks this way."""
+
+
+class TracedStep(NamedTuple):
+    """A step of a recording."""
+
+    step: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class PackedRecording:
+    """A recording on its way, and as it is kept."""
+
+    packed: str
+    """Steps and slices."""
+    count: int = 0
+    """Of slices."""
+    clock: str = ""
+    device: bool = False
+    error_seconds: float = 0.0
+    problem: str = ""
+    peak_flops: float | None = None
+    """These are the recording's."""
+
+    def unpack(self) -> Recording:
+        """Raises MalformedMessage."""
+        try:
+            content = json.loads(zlib.decompress(base64.b85decode(self.packed)))
+            slices = tuple(_slice(row, content["base"]) for row in content["slices"])
+            steps = tuple(TracedStep(*each) for each in content["steps"])
+        except (KeyError, TypeError, ValueError, IndexError, zlib.error) as error:
+            raise MalformedMessage(f"a recording that cannot be read ({type(error).__name__}: {error})") from error
+        return Recording(steps, slices, **{name: getattr(self, name) for name in _ABOUT})
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one rank did."""
+
+    steps: tuple[TracedStep, ...]
+    """Whole ones."""
+    slices: tuple[Slice, ...]
+    """Of these steps, by their start, outer ones first."""
+    clock: str = ""
+    """Whose clock the times are: the same of ranks whose times can be compared as they are."""
+    device: bool = False
+    """Whether the times are those of the device, by its events; else they are the host's."""
+    error_seconds: float = 0.0
+    """By how much the times may all be early or late against the clock."""
+    problem: str = ""
+    """Why steps are missing; empty where none is."""
+    peak_flops: float | None = None
+    """FLOP/s of the rank's device at its peak; None: not known."""
+
+    def pack(self) -> PackedRecording:
+        """A twentieth as long as if it were written out."""
+        base = self.steps[0].start if self.steps else 0.0
+        rows = [_row(each, base) for each in self.slices]
+        text = json.dumps({"base": base, "steps": self.steps, "slices": rows}, separators=(",", ":"))
+        packed = base64.b85encode(zlib.compress(text.encode(), 1)).decode()
+        return PackedRecording(packed, len(rows), **{name: getattr(self, name) for name in _ABOUT})
+
+
+def _row(each: Slice, base: float) -> list[Any]:
+    """A slice in few characters: times as ticks since `base`, or since its start."""
+    ticks = [
+        KINDS.index(each.kind),
+        round((each.start - base) / _TICK),
+        round((each.end - each.start) / _TICK),
+        None if each.wait is None else round(each.wait / _TICK),
+        None if each.issued is None else round((each.start - each.issued) / _TICK),
+    ]
+    rest = [each.step, each.stage, each.micro_batch, each.operation, each.bytes, each.axis, each.peer, each.number]
+    return [*ticks, *rest]
+
+
+def _slice(row: Sequence[Any], base: float) -> Slice:
+    kind, start, length, wait, before, step, stage, micro_batch, operation, size, axis, peer, number = row
+    return Slice(
+        KINDS[kind],
+        base + start * _TICK,
+        base + (start + length) * _TICK,
+        step,
+        stage,
+        micro_batch,
+        operation,
+        size,
+        axis,
+        None if wait is None else wait * _TICK,
+        None if before is None else base + (start - before) * _TICK,
+        peer,
+        number,
+    )
+
+
+def clock_of_machine() -> str:
+    """Names the clock of this machine, the same in all of its containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,41 @@
+"""Traces that somebody wants of this rank's job: they wait here until the step before their first one. Pure Python."""
+
+from __future__ import annotations
+
+import threading
+
+from workers.protocol.messages import TraceOrder
+
+
+class TraceOrders:
+    """The orders of one trainer, through its generations. Any thread may ask; the training thread takes them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, TraceOrder] = {}
+        self._begun: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+
+    def ask(self, order: TraceOrder) -> None:
+        """Want a trace. One that was wanted before, or has begun, is not wanted twice: a control plane that takes over
+        asks again."""
+        with self._lock:
+            if (order.generation, order.number) not in self._begun:
+                self._waiting[order.number] = order
+
+    def due(self, generation: int, step: int) -> TraceOrder | None:
+        """The order, of those of this generation, whose recording may begin with `step`: of several the first. Orders
+        of generations before are forgotten."""
+        if not self._waiting:
+            return None
+        with self._lock:
+            self._waiting = {number: each for number, each in self._waiting.items() if each.generation >= generation}
+            ready = [
+                each for each in self._waiting.values() if each.generation == generation and each.first_step <= step
+            ]
+        return min(ready, key=lambda each: each.number, default=None)
+
+    def take(self, generation: int, number: int) -> TraceOrder | None:
+        """The recording of that trace begins: its order, where this rank has one."""
+        with self._lock:
+            self._begun.add((generation, number))
+            return self._waiting.pop(number, None)

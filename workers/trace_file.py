@@ -1,0 +1,68 @@
+"""Traces of the engine alone: with `python -m workers.run CONFIG.yaml --trace FILE` all ranks record some steps, and
+rank 0 writes them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from workers.errors import MantaError
+from workers.protocol.json_codec import from_json
+from workers.protocol.messages import TraceOrder
+from workers.step_traces.assembly import assembled
+from workers.step_traces.document import analysis_document, rank_documents
+from workers.timing.recording import PackedRecording, Recording
+from workers.trainer import Trainer
+
+NUMBER = 1
+
+
+class TraceFile:
+    """The file of one trace."""
+
+    def __init__(self, path: Path, steps: int = 1, first_step: int = 0):
+        """`steps`: how many to record, none before `first_step`, or the job's second. Raises MantaError."""
+        if steps < 1:
+            raise MantaError(f"--trace-steps must be at least 1, not {steps}")
+        self._path, self._steps, self._first_step = path, steps, first_step
+        self._recording: Recording | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Have `trainer`, of one of the ranks, record."""
+        trainer.tracing.take = self._take
+        if trainer.comm.rank == 0:
+            order = TraceOrder(NUMBER, trainer.comm.generation, self._steps, self._first_step)
+            trainer.comm.trace_orders.ask(order)
+
+    def _take(self, _number: int, recording: Recording) -> None:
+        self._recording = recording
+
+    def end(self, trainer: Trainer, store: dist.Store | None) -> None:
+        """Write the file, on rank 0, after the last step. `store`: where the ranks have met. Raises MantaError where no
+        step was recorded, OSError."""
+        if self._recording is None:
+            raise MantaError(f"no step was traced: from step {max(2, self._first_step)} on there was none to record")
+        recordings = {trainer.comm.rank: self._recording}
+        if store is not None:
+            recordings = self._exchanged(trainer.comm.rank, trainer.comm.size("world"), store)
+        if trainer.comm.rank == 0:
+            trace = assembled(recordings, trainer.comm.grid)
+            nodes = dict.fromkeys(recordings, platform.node())
+            document = {**analysis_document(trace), "ranks": rank_documents(trace, nodes)}
+            self._path.write_text(json.dumps(document), encoding="utf-8")
+            for problem in sorted({each.problem for each in recordings.values()} - {""}):
+                print(f"the trace in {self._path} is not whole: {problem}", file=sys.stderr)
+
+    def _exchanged(self, rank: int, world: int, store: dist.Store) -> dict[int, Recording]:
+        """All ranks' recordings, on rank 0; there alone."""
+        assert self._recording is not None
+        store.set(f"manta/trace/{rank}", json.dumps(asdict(self._recording.pack())))
+        if rank != 0:
+            return {}
+        texts = {each: store.get(f"manta/trace/{each}").decode() for each in range(world)}
+        return {each: from_json(PackedRecording, json.loads(text)).unpack() for each, text in texts.items()}
