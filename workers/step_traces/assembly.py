@@ -84,7 +84,7 @@ def nested(slices: Iterable[Slice]) -> Iterator[tuple[Slice, tuple[Slice, ...]]]
     """Each slice with those around it, the outermost first; of slices by their start, outer ones first."""
     around: list[Slice] = []
     for each in slices:
-        while around and (around[-1].end <= each.start or around[-1].end < each.end - ROUNDING):
+        while around and (around[-1].end <= each.start < each.end or around[-1].end < each.end - ROUNDING):
             around.pop()
         yield each, tuple(around)
         around.append(each)

@@ -62,6 +62,7 @@ def _recording(rank, kind, virtual_stages, timeline, numbers, end) -> Recording:
         for each in slices
     ]
     moved = [each if each.issued != 0.0 else each._replace(issued=CLOCK) for each in moved]
+    moved.sort(key=lambda each: (each.start, -each.end))
     return Recording((TracedStep(STEP, CLOCK, CLOCK + end),), tuple(moved), "here")
 
 
