@@ -46,10 +46,12 @@ from api.routes import (
     projects,
     ranks,
     recoveries,
+    traces,
 )
 from api.state_waits import StateWaits
 from api.threads import ReadThreads
 from service.settings import RequestLimits
+from service.step_traces.reading import TraceReader
 from service.store import jobs as store_jobs
 
 _RESOURCES = (
@@ -64,6 +66,7 @@ _RESOURCES = (
     ledger,
     job_plan,
     recoveries,
+    traces,
     faults,
     cluster,
     nodes,
@@ -111,6 +114,7 @@ def create_app(
     app.state.rendered_pages = RenderedPages(app.state.rendered_jobs)
     app.state.rendered_series = RenderedSeriesOfJobs()
     app.state.rendered_sparklines = RenderedSparklines()
+    app.state.traces = TraceReader(lambda: control.store)
     app.state.limits = CallerLimits(limits or RequestLimits())
     app.state.identities = Identities(lambda: control.store)
     app.state.job_projects = JobProjects(lambda: control.store)

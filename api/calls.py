@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from api import access_schemas, requests, schemas
+from api import access_schemas, requests, schemas, trace_schemas
 from api.rest_version import HEADER, other_service
 from workers.errors import MantaError
 from workers.nonfinite import spell
@@ -20,6 +20,7 @@ from workers.spec.problems import Problem, SpecError
 
 T = TypeVar("T")
 _DELETION_SECONDS = 600.0  # checkpoints may be large, and file systems slow
+_TRACE_SECONDS = 60.0  # a trace may have half a million slices
 
 
 class ApiError(MantaError):
@@ -362,6 +363,33 @@ def recoveries(job_id: str, limit: int = 100, cursor: str | None = None) -> Call
     """A page of a job's recoveries, oldest first."""
     parameters = {"limit": limit, "cursor": cursor}
     return Call(schemas.Items[schemas.Recovery], "GET", _job(job_id, "/recoveries"), parameters)
+
+
+def request_trace(job_id: str, wanted: requests.TraceRequest) -> Call[trace_schemas.Trace]:
+    """Have all ranks of a job record steps."""
+    return Call(trace_schemas.Trace, "POST", _job(job_id, "/traces"), body=wanted.model_dump(mode="json"))
+
+
+def traces(job_id: str) -> Call[schemas.Items[trace_schemas.Trace]]:
+    """A job's traces, newest first, without what each rank did."""
+    return Call(schemas.Items[trace_schemas.Trace], "GET", _job(job_id, "/traces"))
+
+
+def trace(job_id: str, trace_id: str) -> Call[trace_schemas.TraceDocument]:
+    """One trace in full."""
+    path = _job(job_id, f"/traces/{quote(trace_id, safe='')}")
+    return Call(trace_schemas.TraceDocument, "GET", path, patience=_TRACE_SECONDS)
+
+
+def trace_for_perfetto(job_id: str, trace_id: str) -> Call[bytes]:
+    """One trace as Perfetto reads it; to be downloaded."""
+    path = _job(job_id, f"/traces/{quote(trace_id, safe='')}/perfetto")
+    return Call(bytes, "GET", path, patience=_TRACE_SECONDS)
+
+
+def budget(job_id: str, source: str | None = None) -> Call[trace_schemas.StepBudget]:
+    """Where a job's step goes; `source`: by a trace or by phases."""
+    return Call(trace_schemas.StepBudget, "GET", _job(job_id, "/budget"), {"from": source}, patience=_TRACE_SECONDS)
 
 
 def inject(job_id: str, fault: requests.FaultRequest) -> Call[schemas.Fault]:

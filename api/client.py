@@ -26,7 +26,7 @@ from api.calls import (
     raise_for_problem,
 )
 from api.local_service import find_key, find_url, trust_in
-from api.requests import FaultRequest, NewKey
+from api.requests import FaultRequest, NewKey, TraceRequest
 from api.rest_version import HEADER, REST
 from api.schemas import (
     Checkpoint,
@@ -56,6 +56,7 @@ from api.schemas import (
     Stream,
 )
 from api.sse_client import EventParser
+from api.trace_schemas import StepBudget, Trace, TraceDocument
 from service.identity import Scope
 from service.settings import Settings
 from service.states import is_final
@@ -123,6 +124,15 @@ class MantaClient:
             return call.read(self._http.send(call.request(self._http)))
         except httpx.TransportError as error:
             raise ServiceUnreachable(self.url, error) from error
+
+    def download(self, call: Call[bytes]) -> bytes:
+        """Send a call whose answer is a file. Raises ApiError, ServiceUnreachable."""
+        try:
+            response = self._http.send(call.request(self._http))
+        except httpx.TransportError as error:
+            raise ServiceUnreachable(self.url, error) from error
+        raise_for_problem(response)
+        return response.content
 
     def stream(self, call: Call[T]) -> Iterator[T]:
         """Send a call that answers with a stream, and yield its items until the job is final."""
@@ -288,6 +298,22 @@ class MantaClient:
     def recoveries(self, job_id: str, limit: int = 100, cursor: str | None = None) -> Items[Recovery]:
         """A page of a job's recoveries, oldest first."""
         return self.send(calls.recoveries(job_id, limit, cursor))
+
+    def request_trace(self, job_id: str, steps: int = 1, step: int = 0) -> Trace:
+        """Have all ranks of a job record `steps` steps, none before `step`."""
+        return self.send(calls.request_trace(job_id, TraceRequest(steps=steps, step=step)))
+
+    def traces(self, job_id: str) -> Items[Trace]:
+        """A job's traces, newest first, without what each rank did."""
+        return self.send(calls.traces(job_id))
+
+    def trace(self, job_id: str, trace_id: str) -> TraceDocument:
+        """One trace in full."""
+        return self.send(calls.trace(job_id, trace_id))
+
+    def budget(self, job_id: str, source: str | None = None) -> StepBudget:
+        """Where a job's step goes; `source`: made of a `trace`, or of `phases`."""
+        return self.send(calls.budget(job_id, source))
 
     def inject(self, job_id: str, kind: FaultKind, rank: int, at_step: int = 0, **more: Any) -> Fault:
         """Make a fault in a job, where the service allows that; `more`: the other fields of FaultRequest."""

@@ -74,6 +74,9 @@ class ControlPlane(Protocol):
     def resize(self, job_id: str) -> None:
         """A job shall have another size: wake whoever owns it."""
 
+    def trace(self, job_id: str) -> None:
+        """A trace of a job was asked for: wake whoever owns it."""
+
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
         """Have all jobs leave a node; the node, in the form of `api.schemas.Node`. Raises NodeNotFound,
         NodeUnreachable."""

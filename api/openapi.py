@@ -22,6 +22,7 @@ _READ_BY_ROUTES = (
     requests.JobChanges,
     requests.ExportRequest,
     requests.FaultRequest,
+    requests.TraceRequest,
     requests.DrainRequest,
     requests.PlanDocument,
     requests.NewProject,

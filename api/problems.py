@@ -27,6 +27,7 @@ from service.exports import BadTarget, ExportNotPossible
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.logs import LogsUnavailable
 from service.running_ranks import NoRanks, RankNotFound, RankSilent
+from service.step_traces.reading import NothingMeasured
 from service.store import (
     CheckpointNotFound,
     ExportNotFound,
@@ -43,6 +44,8 @@ from service.store import (
     ProjectExists,
     ProjectNotFound,
     TooManyLabels,
+    TraceNotFound,
+    TraceNotPossible,
 )
 from service.stored_specs import SpecNotUnderstood
 from workers.errors import MantaError
@@ -87,6 +90,9 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (NoRanks, "no_ranks"),
     (RankNotFound, "rank_not_found"),
     (RankSilent, "rank_silent"),
+    (TraceNotFound, "trace_not_found"),
+    (TraceNotPossible, "trace_not_possible"),
+    (NothingMeasured, "nothing_measured"),
     (NodeNotFound, "node_not_found"),
     (NodeUnreachable, "node_unreachable"),
     (ClusterUnavailable, "cluster_unavailable"),

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from service.exports import Dtype, Format
 from service.identity import PROJECT_PATTERN, Scope
+from service.store.trace_requests import MOST_STEPS
 from workers.config import MOST_LABELS, JobName, LabelKey, LabelValue, Priority
 from workers.protocol.messages import FaultKind, FaultPhase
 
@@ -123,6 +124,17 @@ class FaultRequest(BaseModel):
         if self.kind == "slow" and not self.seconds:
             raise ValueError("slow needs seconds: how much longer each step shall take")
         return self
+
+
+class TraceRequest(BaseModel):
+    """Steps of a job that are to be recorded."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    steps: Annotated[int, Field(strict=True, ge=1, le=MOST_STEPS)] = 1
+    """How many."""
+    step: Annotated[int, Field(strict=True, ge=0, le=2**53)] = 0
+    """None before this one; default: as soon as possible."""
 
 
 ProjectName = Annotated[str, Field(pattern=f"^{PROJECT_PATTERN}$", min_length=1, max_length=63)]

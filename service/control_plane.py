@@ -395,6 +395,15 @@ class ControlPlane:
         self._loop.call_soon_threadsafe(self._resize, job_id)
         self._wake_owner_elsewhere(job_id)
 
+    def trace(self, job_id: str) -> None:
+        """A trace of a job was asked for: wake its owner."""
+        self._loop.call_soon_threadsafe(self._trace, job_id)
+        self._wake_owner_elsewhere(job_id)
+
+    def _trace(self, job_id: str) -> None:
+        if owner := self._owners.of(job_id):
+            owner.trace()
+
     def _resize(self, job_id: str) -> None:
         if owner := self._owners.of(job_id):
             owner.resize()

@@ -20,7 +20,7 @@ from service.leases.decisions import JobInBrief
 from service.leases.errors import LeaseLost
 from service.leases.held import Leases
 from service.states import SUPERVISED, JobState
-from service.store import Store
+from service.store import Store, step_traces
 from service.store.tables import Job
 from service.tasks import log_failure
 
@@ -120,6 +120,13 @@ class JobOwners:
             self._housekeeping.wake()
         for job_id, to in too_many.items():
             await self._hand_over(job_id, to)
+        for job_id in await asyncio.to_thread(self._jobs_that_want_traces):
+            if owner := self.of(job_id):
+                owner.trace()
+
+    def _jobs_that_want_traces(self) -> set[str]:
+        with self._store.read() as session:
+            return step_traces.jobs_that_want_some(session)
 
     def _is_busy(self, job_id: str) -> bool:
         """Whether the job is being placed, or what it has is being removed."""

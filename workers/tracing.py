@@ -15,9 +15,8 @@ from workers.parallel.data.step_statistics import StepStatistics
 from workers.protocol.reports import TraceBegan, Traced
 from workers.reporter import Reporter
 from workers.timing.recorder import DeviceMoments, HostMoments, Moments, Recorder
-from workers.timing.recording import Recording
+from workers.timing.recording import INTERRUPTED, Recording
 
-INTERRUPTED = "the recording was broken off"
 Take = Callable[[int, Recording], None]
 """Takes the number of a trace, and what this rank has recorded of it."""
 
@@ -32,6 +31,7 @@ class Tracing:
         self.take: Take = self._report
         """Takes what is recorded, once it is whole: it is reported, unless somebody else wants it."""
         self._next: tuple[int, int] | None = None
+        self._first_step = 0
 
     def begin_with_next_step(self, number: int, steps: int) -> None:
         """Record the next `steps` steps as trace `number`. All ranks are told the same before the same step."""
@@ -42,7 +42,7 @@ class Tracing:
         step_phases = self._comm.step
         if step_phases.recorder is None and self._next is not None:
             number, steps = self._next
-            self._next = None
+            self._next, self._first_step = None, step
             self._comm.trace_orders.take(self._comm.generation, number)
             idle = self._comm.idle_seconds if self._comm.tells_idle_seconds else None
             step_phases.recorder = Recorder(number, steps, self._moments(), idle)
@@ -79,4 +79,5 @@ class Tracing:
         self.take(recorder.number, replace(recording, problem=problem, peak_flops=self._peak_flops))
 
     def _report(self, number: int, recording: Recording) -> None:
-        self._reporter.made(lambda: Traced(number, recording.pack()))
+        first_step = self._first_step
+        self._reporter.made(lambda: Traced(number, first_step, recording.pack()))

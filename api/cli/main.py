@@ -325,6 +325,7 @@ def command_line() -> typer.Typer:
         ranks,
         service,
         tokenize,
+        trace,
         track,
         version,
     )
@@ -343,6 +344,7 @@ def command_line() -> typer.Typer:
     ranks.register(app)
     service.register(app)
     tokenize.register(app)
+    trace.register(app)
     track.register(app)
     app.add_typer(db, name="db")
     return app

@@ -28,6 +28,7 @@ from workers.protocol.messages import (
     NodeDescription,
     StoreAddress,
     StoredSnapshot,
+    TraceOrder,
     check_protocol,
 )
 from workers.protocol.ownership import EPOCH, StaleOwner
@@ -79,6 +80,11 @@ class AgentClient(Protocol):
 
     async def arm(self, fault: Fault) -> None:
         """Have the rank's trainer carry out a fault when it gets there."""
+        ...
+
+    async def trace(self, order: TraceOrder) -> bool:
+        """Have all ranks record steps, from one and the same on; asked of rank 0. False when the trainer is not one
+        that can tell them. Agents of releases before do not know: AgentFailed."""
         ...
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
@@ -282,6 +288,9 @@ class RayAgent(RayActor):
 
     async def arm(self, fault: Fault) -> None:
         await self._call(AgentClient.arm, fault=fault)
+
+    async def trace(self, order: TraceOrder) -> bool:
+        return await self._call(AgentClient.trace, order=order)
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
         return await self._call(AgentClient.rest, generation=generation, grace=grace, patience=patience)

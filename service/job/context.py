@@ -45,6 +45,8 @@ class JobContext:
     """It has had long enough to save its state."""
     change_possible: asyncio.Event = field(default_factory=asyncio.Event)
     """Its size or place may have to change, or be able to."""
+    trace_wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    """There may be a trace to be made of it."""
     departing: list[AgentSet] = field(default_factory=list)
     """No longer of the gang, to be dismissed; their nodes may hold the state that the next generation needs."""
     failed_launches: list[PastFailure] = field(default_factory=list)

@@ -20,6 +20,7 @@ from service.job.planning import plan_generation
 from service.job.received_lines import ReceivedLines
 from service.job.report_writer import ReportWriter
 from service.job.resume import newest_state
+from service.job.tracing import pass_traces_on
 from service.recovery.durable_state import beginning_of
 from workers.comm.grid import RankGrid
 from workers.comm.secret import SECRET_LENGTH
@@ -145,6 +146,7 @@ def watch_generation(job: JobContext, generation: int, resume_step: int, taken_o
         job.stragglers_replaced,
     )
     running.run_alongside(hangs.run(look_first=taken_over))
+    running.run_alongside(pass_traces_on(job, running))
     return running
 
 

@@ -161,6 +161,11 @@ class JobOwner:
         else:
             self._resize_wanted = True
 
+    def trace(self) -> None:
+        """A trace of the job may be wanted; one that nobody looks after at the moment is asked about it later."""
+        if self._supervisor is not None:
+            self._supervisor.trace()
+
     def node_lost(self, node: str, why: str) -> None:
         """A node is lost, and with it all agents there."""
         if self._supervisor is not None:  # else their silence is noticed when the job is taken up again

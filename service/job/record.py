@@ -15,7 +15,19 @@ from service.job.incident import Incident
 from service.ledger import StateEntry
 from service.recovery.budgets import avoided_nodes, past_failures
 from service.states import JobState, can
-from service.store import Store, checkpoints, events, generations, jobs, pauses, ranks, recoveries, state_changes
+from service.store import (
+    StepTrace,
+    Store,
+    checkpoints,
+    events,
+    generations,
+    jobs,
+    pauses,
+    ranks,
+    recoveries,
+    state_changes,
+    step_traces,
+)
 from service.store.retries import until_done
 from service.store.tables import Checkpoint, Generation, Job
 from workers.checkpoint.catalog import Listing
@@ -133,6 +145,7 @@ class JobRecord:
 
         def begin(session: Any) -> int:
             reached = jobs.get(session, self.id).step
+            step_traces.interrupt(session, self.id, cause)
             number = generations.begin(session, self.id, cause, counts, resume.source, resume.step, data)
             jobs.set_layout(session, self.id, layout)
             if {row.actor for row in ranks.of_job(session, self.id)} != {row["actor"] for row in expected}:
@@ -170,6 +183,15 @@ class JobRecord:
         await self.write(lambda s: checkpoints.reconcile(s, self.id, listing))
         rows: list[Checkpoint] = await self.read(lambda s: checkpoints.complete_ones(s, self.id))
         return rows
+
+    async def wanted_traces(self) -> list[StepTrace]:
+        """Traces that were asked for and have not begun, the oldest first."""
+        rows: list[StepTrace] = await self.read(lambda s: step_traces.wanted(s, self.id))
+        return rows
+
+    async def fail_trace(self, number: int, why: str) -> None:
+        """Note that a trace cannot begin."""
+        await self.write(lambda s: step_traces.fail(s, self.id, number, why))
 
     async def note_held(self, why: str) -> None:
         """Say why the next generation is not begun, unless that was said since a step was committed."""

@@ -23,12 +23,13 @@ from service.store import (
     rank_numbers,
     ranks,
     recoveries,
+    trace_requests,
 )
 from service.store.generations import TrainedStep
 from service.store.retries import until_done
 from service.store.tables import Recovery
 from workers.protocol.json_codec import JsonObject
-from workers.protocol.reports import Event, Exited, Finished, Metrics, Printed, Report, Started
+from workers.protocol.reports import Event, Exited, Finished, Metrics, Printed, Report, Started, TraceBegan, Traced
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,6 +84,10 @@ class ReportWriter:
                 await self._lines.take(report, printed)
             case Started() as started:
                 await self._write(self._started, report, started)
+            case TraceBegan() as began:
+                await self._write(self._trace_began, report, began)
+            case Traced() as traced:
+                await self._write(self._traced, report, traced)
             case Finished() as finished:
                 await self._write(self._finished, report, finished)
             case Exited():
@@ -174,6 +179,15 @@ class ReportWriter:
         if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
             step = TrainedStep.of(finished.seconds, report.time, counts=False)
             generations.add_training(session, self._job_id, self._generation, step)
+
+    def _trace_began(self, session: Session, report: Report, began: TraceBegan) -> None:
+        if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
+            trace_requests.note_begun(session, self._job_id, began.number, self._generation, began.first_step)
+
+    def _traced(self, session: Session, report: Report, traced: Traced) -> None:
+        if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
+            about = (self._job_id, traced.number, self._generation, traced.first_step, report.rank)
+            trace_requests.note_recorded(session, *about, traced.recording)
 
     def _exit(self, session: Session, report: Report, _: None) -> None:
         ranks.set_state(session, self._job_id, self._generation, report.rank, "exited")

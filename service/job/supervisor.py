@@ -110,6 +110,10 @@ class Supervisor:
         """The job may run with another number of replicas than it does: see whether it can."""
         self._job.change_possible.set()
 
+    def trace(self) -> None:
+        """A trace of the job may be wanted."""
+        self._job.trace_wanted.set()
+
     async def inject(self, fault: Fault) -> None:
         """Have the agent of the fault's rank make it. Raises FaultNotPossible."""
         agents = list(self._gang.agents)

@@ -20,6 +20,8 @@ from service.store.errors import (
     StoreOfNewerRelease,
     StoreUnusable,
     TooManyLabels,
+    TraceNotFound,
+    TraceNotPossible,
 )
 from service.store.paging import Page
 from service.store.tables import (
@@ -32,6 +34,7 @@ from service.store.tables import (
     Recovery,
     StateChange,
 )
+from service.store.trace_tables import StepTrace
 
 __all__ = [
     "ApiKey",
@@ -60,8 +63,11 @@ __all__ = [
     "Rank",
     "Recovery",
     "StateChange",
+    "StepTrace",
     "Store",
     "StoreOfNewerRelease",
     "StoreUnusable",
     "TooManyLabels",
+    "TraceNotFound",
+    "TraceNotPossible",
 ]

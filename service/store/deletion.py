@@ -31,11 +31,12 @@ from service.store.tables import (
     Recovery,
     StateChange,
 )
+from service.store.trace_tables import StepTrace, StepTracePart
 
 METRICS_AT_ONCE = 10_000
 """Rows of metrics that one transaction deletes: reports of other jobs must not wait for millions of them."""
 _OF_A_JOB: tuple[type[Base], ...] = (
-    *(Event, Metric, MetricBin, Rank, Checkpoint, Recovery, Generation, StateChange),
+    *(Event, Metric, MetricBin, Rank, Checkpoint, Recovery, Generation, StateChange, StepTracePart, StepTrace),
     JobLabel,
     RankNumbers,
     Export,

@@ -60,6 +60,18 @@ class JobChanged(MantaError):
         )
 
 
+class TraceNotFound(MantaError):
+    """A job has no such trace."""
+
+    def __init__(self, job_id: str):
+        self.job_id = job_id
+        super().__init__(f"job {job_id} has no such trace, or not any more; `manta traces {job_id}` lists those it has")
+
+
+class TraceNotPossible(MantaError):
+    """A trace of the job cannot be made; the message says why."""
+
+
 class IdempotencyConflict(MantaError):
     """An idempotency key was used before with another body."""
 

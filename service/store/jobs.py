@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session, load_only, make_transient_to_detached
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
 from service.identity import DEFAULT_PROJECT, digest_of
 from service.states import FINAL, JobState, after_action, can, is_final
-from service.store import events, state_changes
+from service.store import events, state_changes, step_traces
 from service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
 from service.store.ids import is_job_id, next_job_id
 from service.store.tables import Job, JobLabel
@@ -147,6 +147,11 @@ def transition(
     text = f"{state} -> {to}" + (f": {message}" if message else "")
     data = {"from": state.value, "to": to.value, "reason": reason}
     events.append(session, job_id, "state_changed", text, generation=job.generation, step=job.step, data=data, at=now)
+    why = f"the job is {to}, at step {job.step}"
+    if is_final(to):
+        step_traces.end_all(session, job_id, why)
+    elif to in (JobState.PAUSED, JobState.QUEUED):
+        step_traces.interrupt(session, job_id, why)
     return job
 
 

@@ -116,6 +116,13 @@ def recent_step_seconds(reader: Reader, some: Collection[Job | Row[Any]]) -> dic
     return {job_id: seconds for job_id, seconds in reader.execute(query, values) if seconds is not None}
 
 
+def rows_at(reader: Reader, job_id: str, generation: int, steps: Collection[int]) -> list[dict[str, Any]]:
+    """All metrics of these steps, as far as `generation` has committed them, by name; ascending."""
+    query = select(Metric.__table__).where(Metric.job_id == job_id, Metric.step.in_(steps))
+    found = reader.execute(query.where(Metric.generation == generation).order_by(Metric.step))
+    return [{name: number(row[name]) for name in METRIC_NAMES} | row["extra"] for row in found.mappings()]
+
+
 def _store(session: Session, job: Job, reporting: int, row: dict[str, Any], known: dict[int, Metric]) -> None:
     """Insert or update one step's row, and bring the job's step, latest metrics and ledger up to date. `known`: the
     rows that are there, by step."""

@@ -122,6 +122,9 @@ class FakeControl:
     def resize(self, job_id: str) -> None:
         self.asked.append(("resize", job_id))
 
+    def trace(self, job_id: str) -> None:
+        self.asked.append(("trace", job_id))
+
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
         if not "abcd1234".startswith(node):
             raise NodeNotFound(node, 0)

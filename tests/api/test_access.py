@@ -12,7 +12,17 @@ from api import access
 from api.app import create_app
 from service.identity import Scope, digest_of, new_browser_token, new_key
 from service.logs import log_file, log_folder
-from service.store import JobNotFound, browser_tokens, checkpoints, events, exports, jobs, keys
+from service.store import (
+    JobNotFound,
+    browser_tokens,
+    checkpoints,
+    events,
+    exports,
+    generations,
+    jobs,
+    keys,
+    trace_requests,
+)
 from service.store.tables import Base
 from tests.api.conftest import DOCUMENT, FakeControl
 from tests.api.support.described_api import description_at
@@ -21,6 +31,7 @@ from tests.api.test_openapi import OPERATIONS
 from workers.checkpoint.catalog import checkpoint_path
 from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
+from workers.timing.recording import Recording, TracedStep
 
 ANONYMOUS = {"get_health": 200, "get_readiness": 200, "open_link": 404}
 """What answers without a key, and how."""
@@ -30,12 +41,13 @@ NEEDS = {
          "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
          "get_rank_history", "get_waits", "get_rank_stack",
          "list_checkpoints", "list_exports", "get_export",
-         "get_ledger", "get_job_plan", "list_recoveries", "get_cluster", "list_projects", "create_link", "get_me",
+         "get_ledger", "get_job_plan", "list_recoveries", "list_traces", "get_trace", "get_trace_for_perfetto",
+         "get_budget", "get_cluster", "list_projects", "create_link", "get_me",
          "end_session", "get_prometheus_metrics", "make_plans", "list_machines"), ("read",),
     ),
     **dict.fromkeys(
         ("submit_job", "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job", "retry_job", "resize_job",
-         "delete_checkpoint", "export_checkpoint"),
+         "delete_checkpoint", "export_checkpoint", "request_trace"),
         ("submit",),
     ),
     **dict.fromkeys(("inject_fault", "create_key", "list_keys", "revoke_key", "list_audit"), ("admin",)),
@@ -47,6 +59,7 @@ BODIES = {
     "edit_job": {"priority": 7},
     "resize_job": {"data": 1},
     "inject_fault": {"kind": "kill", "rank": 0},
+    "request_trace": {"steps": 1},
     "drain_node": {"deadline_seconds": 1},
     "make_plans": {"model": DOCUMENT["model"], "cluster": {"current": True}},
     "create_project": {"name": "another"},
@@ -77,9 +90,24 @@ class Theirs:
         self.job = self._submit()
         self.checkpoint, self.export = self._save()
         service.move(self.job, *STATES.get(operation.id, ("STARTING", "RUNNING")))
+        if operation.id in ("get_trace", "get_trace_for_perfetto", "get_budget"):
+            self._trace()
         with service.store.read() as session:
             self.key = next(key.id for key in keys.page(session, "theirs").items if key.scope == "read")
         service.http.headers.pop("Authorization")
+
+    def _trace(self):
+        """The job has recorded a step."""
+        recording = Recording((TracedStep(5, 0.0, 1.0),), ()).pack()
+        for write in (
+            lambda session: generations.begin(session, self.job, "test", False),
+            lambda session: trace_requests.request(session, self.job, 1),
+            *(
+                lambda session, rank=rank: trace_requests.note_recorded(session, self.job, 1, 1, 5, rank, recording)
+                for rank in range(4)
+            ),
+        ):
+            self.service.store.write(write)
 
     def _submit(self):
         store = self.service.store
@@ -116,6 +144,7 @@ class Theirs:
             "key_id": self.key,
             "node_id": "abcd",
             "token": "nothing",
+            "trace_id": "trace_1",
         }
         shown = {} if key is None else bearer(key)
         path = self.operation.path.format(**places)

@@ -81,6 +81,7 @@ class Traced:
 
     number: int
     """The trace's, in its job."""
+    first_step: int
     recording: PackedRecording
 
 

@@ -21,6 +21,7 @@ from workers.protocol.messages import (
     Launched,
     LaunchOrder,
     StoredSnapshot,
+    TraceOrder,
     check_protocol,
 )
 from workers.protocol.ownership import Ownership
@@ -103,6 +104,11 @@ class Agent:
         """Have this rank's trainer carry out `fault` when it gets there: the one that runs now, or one of a later
         generation while this agent lives."""
         self._slot.arm(fault)
+
+    async def trace(self, order: TraceOrder) -> bool:
+        """Have all ranks of the order's generation record steps, from one and the same on; asked of rank 0. False when
+        its trainer is not of that generation, or at rest."""
+        return self._slot.trace(order)
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
         """Bring the trainer of `generation` to rest, after the step under way if that ends within `patience` seconds;

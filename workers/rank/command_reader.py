@@ -9,8 +9,8 @@ import socket
 import threading
 from collections.abc import Callable
 
-from workers.protocol.messages import Fault, LaunchOrder
-from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, TellFlight, read_command
+from workers.protocol.messages import Fault, LaunchOrder, TraceOrder
+from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, TellFlight, Trace, read_command
 
 EXIT_ORPHANED = 76
 
@@ -29,15 +29,16 @@ class CommandReader:
         end: Callable[[int, bool], None],
         save_and_end: Callable[[int], None],
         arm: Callable[[Fault], None],
+        trace: Callable[[TraceOrder], None],
         tell_flight: Callable[[], None],
         orphaned: Callable[[], object] = exit_orphaned,
     ):
         """All are called on the reader's thread: `end` with a generation that is over, as far as the agent knows, and
         whether only after the step under way; `save_and_end` with a generation whose ranks shall do that; `arm` with a
-        fault that shall strike; `tell_flight` when the flight record is wanted; `orphaned` when the agent has hung
-        up."""
+        fault that shall strike; `trace` with steps that shall be recorded; `tell_flight` when the flight record is
+        wanted; `orphaned` when the agent has hung up."""
         self._control, self._end, self._save_and_end = control, end, save_and_end
-        self._arm, self._tell_flight, self._orphaned = arm, tell_flight, orphaned
+        self._arm, self._trace, self._tell_flight, self._orphaned = arm, trace, tell_flight, orphaned
         self._orders: queue.SimpleQueue[LaunchOrder] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
@@ -65,5 +66,7 @@ class CommandReader:
                 self._save_and_end(generation)
             case Arm(fault):
                 self._arm(fault)
+            case Trace(order):
+                self._trace(order)
             case TellFlight():
                 self._tell_flight()

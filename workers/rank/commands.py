@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.protocol.json_codec import MalformedMessage, from_json, to_json
-from workers.protocol.messages import Fault, LaunchOrder
+from workers.protocol.messages import Fault, LaunchOrder, TraceOrder
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,24 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class Trace:
+    """Have all ranks of the job record steps."""
+
+    order: TraceOrder
+
+
+@dataclass(frozen=True)
 class TellFlight:
     """Report what NCCL's flight recorder knows."""
 
 
-Command = Go | Rest | SaveAndEnd | Arm | TellFlight
+Command = Go | Rest | SaveAndEnd | Arm | Trace | TellFlight
 _COMMANDS: dict[str, Any] = {
     "go": Go,
     "rest": Rest,
     "save_and_end": SaveAndEnd,
     "fault": Arm,
+    "trace": Trace,
     "tell_flight": TellFlight,
 }
 _WORDS = {command: word for word, command in _COMMANDS.items()}

@@ -11,9 +11,9 @@ from typing import Any
 
 from workers.liveness.flight_record import FlightRecord
 from workers.protocol.json_codec import MalformedMessage
-from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
+from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TraceOrder
 from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
-from workers.rank.commands import Arm, Command, Go, Rest, SaveAndEnd, TellFlight, command_line
+from workers.rank.commands import Arm, Command, Go, Rest, SaveAndEnd, TellFlight, Trace, command_line
 from workers.rank.rank_log import LineSink, LineSplitter
 from workers.rank.report_buffer import ReportBuffer
 from workers.zygote.client import Exit, ForkedProcess
@@ -22,7 +22,10 @@ DRAIN_SECONDS = 2.0
 """How long to read on after a trainer's end. Its channels close with it, unless a grandchild holds on to them."""
 FLIGHT_RECORD_SECONDS = 3.0
 CHUNK_BYTES = 65536
-KINDS = frozenset({"prepared", "started", "metrics", "event", "flight_record", "resting", "failure", "finished"})
+KINDS = frozenset(
+    {"prepared", "started", "metrics", "event", "flight_record", "trace_began", "traced", "resting", "failure"}
+    | {"finished"}
+)
 """What a trainer says; the other kinds of reports are its agent's own."""
 
 
@@ -128,6 +131,13 @@ class TrainerHandle:
         """Have the trainer carry out `fault` when it gets there."""
         if not self.process.ended:
             self._send(Arm(fault))
+
+    def trace(self, order: TraceOrder) -> bool:
+        """Have all ranks of the order's generation record steps; False where this is not one of them, or is at rest."""
+        if self.generation != order.generation or self.process.ended or self.at_rest:
+            return False
+        self._send(Trace(order))
+        return True
 
     async def flight_record(self) -> FlightRecord | None:
         """What NCCL's flight recorder in the process knows; None where the process does not say within

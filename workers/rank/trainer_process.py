@@ -76,6 +76,7 @@ from workers.spec.reading import parse_job_spec
 from workers.storage.places import place_of
 from workers.system import gpu
 from workers.threads import threads_of
+from workers.timing.trace_orders import TraceOrders
 from workers.trainer import Places, Trainer
 
 EXIT_FAILED, EXIT_PEER_LOST = 1, 75
@@ -132,7 +133,11 @@ class TrainerProcess:
         self._ended_generation = self._last_to_save = -1
         self._sending = threading.Lock()
         self._faults = Faults(self._strike)
-        self._commands = CommandReader(control, self._end, self._save_and_end, self._arm, self._tell_flight, orphaned)
+        self._trace_orders = TraceOrders()
+        self._commands = CommandReader(
+            *(control, self._end, self._save_and_end, self._arm, self._trace_orders.ask, self._tell_flight),
+            orphaned,
+        )
 
     def run(self, prepare: bool = False) -> int:
         """Carry out the order, or with `prepare` get ready for one like it and carry that out; returns the exit status.
@@ -259,6 +264,7 @@ class TrainerProcess:
             before.forget()
         self._comm = self._trainer = before = None  # before the new ones, so that memory never holds both
         self._comm, self._trainer = self._build_rank(order, progress, self.reporter)
+        self._comm.trace_orders = self._trace_orders
         self._built = order
 
     def _end(self, generation: int, after_step: bool) -> None:

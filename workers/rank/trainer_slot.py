@@ -16,7 +16,7 @@ from workers.liveness.trainer_status import TrainerStatus
 from workers.node.host import this_host, visible
 from workers.paths import Paths, zygote_socket
 from workers.protocol.json_codec import to_json
-from workers.protocol.messages import Fault, Launched, LaunchOrder, TrainerArgument
+from workers.protocol.messages import Fault, Launched, LaunchOrder, TraceOrder, TrainerArgument
 from workers.protocol.reports import KillReason
 from workers.rank.rank_log import LineSink, RankLog
 from workers.rank.report_buffer import ReportBuffer
@@ -146,6 +146,11 @@ class TrainerSlot:
         self._faults[fault.id] = fault
         if (occupant := self._running()) is not None:
             occupant.trainer.arm(fault)
+
+    def trace(self, order: TraceOrder) -> bool:
+        """Have all ranks of the order's generation record steps; see `TrainerHandle.trace`."""
+        occupant = self._running()
+        return occupant is not None and occupant.trainer.trace(order)
 
     def status(self) -> TrainerStatus | None:
         """Where the trainer stands; None when none runs, or none is watched."""

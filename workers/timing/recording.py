@@ -38,6 +38,8 @@ SliceKind = Literal[
 KINDS: tuple[SliceKind, ...] = SliceKind.__args__  # type: ignore[attr-defined]
 COMMUNICATION: frozenset[SliceKind] = frozenset({"send", "receive", "collective"})
 """Kinds of slices in which a rank has to do with others; they lie within slices of the other kinds, or alone."""
+INTERRUPTED = "the recording was broken off"
+"""Problem of a recording that ends with its generation: whoever ends that knows why."""
 _TICK = 1e-7
 """Seconds: times travel as whole numbers of these."""
 _ABOUT = ("clock", "device", "error_seconds", "problem", "peak_flops")

@@ -25,7 +25,7 @@ from tests.service.support.older_databases import UNDO_0010
 TABLES = {
     "api_keys", "audit", "browser_tokens", "checkpoints", "compatibility", "control_planes", "deleted_jobs", "events",
     "exports", "generations", "installation", "job_labels", "jobs", "leases", "metric_bins", "metrics", "projects",
-    "rank_numbers", "ranks", "recoveries", "state_changes",
+    "rank_numbers", "ranks", "recoveries", "state_changes", "step_trace_parts", "step_traces",
 }  # fmt: skip
 
 

@@ -20,10 +20,12 @@ from service.store import (
     rank_numbers,
     ranks,
     recoveries,
+    trace_requests,
 )
 from service.store.recoveries import Beginning
 from service.store.tables import Base, MetricBin
 from workers.liveness.rank_samples import RankSample, packed
+from workers.timing.recording import Recording
 
 
 def full(session, job_id):
@@ -37,6 +39,8 @@ def full(session, job_id):
     metrics.record(session, job_id, generation, 0, 1, [{"step": step, "loss": 1.0} for step in (5, 6, 7)])
     rank_numbers.store(session, job_id, generation, RankSample(7, 0.1, None, packed([1.0])), 5.0)
     exports.begin(session, job_id, "ckpt", "/somewhere/else", "hf", None)
+    trace_requests.request(session, job_id, 1)
+    trace_requests.note_recorded(session, job_id, 1, generation, 5, 0, Recording((), ()).pack())
     jobs.transition(session, job_id, JobState.FAILED, "x", "y")
     jobs.get(session, job_id).memory_kept_until = 1e12
 

@@ -9,7 +9,15 @@ from collections.abc import Callable
 from service.cluster.agent_client import AgentFailed, AgentLost
 from workers.liveness.flight_record import FlightRecord
 from workers.liveness.trainer_status import TrainerStatus
-from workers.protocol.messages import AgentDescription, BackupAddress, Fault, Launched, LaunchOrder, StoredSnapshot
+from workers.protocol.messages import (
+    AgentDescription,
+    BackupAddress,
+    Fault,
+    Launched,
+    LaunchOrder,
+    StoredSnapshot,
+    TraceOrder,
+)
 from workers.protocol.reports import (
     EXIT_SAVED,
     Event,
@@ -51,6 +59,10 @@ class FakeAgent:
         self.orders: list[LaunchOrder] = []
         self.prepared: list[LaunchOrder] = []
         self.faults: list[Fault] = []
+        self.traces: list[TraceOrder] = []
+        """Steps that were to be recorded."""
+        self.asked_to_trace = 0
+        """How often it was asked, whatever it answered."""
         self.asked_to_save: list[int] = []
         """Generations that were to save and end."""
         self.on_save: Callable[[FakeAgent], None] = lambda agent: None
@@ -162,6 +174,14 @@ class FakeAgent:
     async def arm(self, fault: Fault) -> None:
         await self._answer("arm")
         self.faults.append(fault)
+
+    async def trace(self, order: TraceOrder) -> bool:
+        self.asked_to_trace += 1
+        await self._answer("trace")
+        if order.generation == self.generation and self.running:
+            self.traces.append(order)
+            return True
+        return False
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
         await self._answer("rest")

@@ -6,6 +6,8 @@ UNDO_0012 = (
     "DROP TABLE job_labels",
     "DROP INDEX ix_jobs_owner_id",
     "ALTER TABLE jobs DROP COLUMN owner",
+    "DROP TABLE step_trace_parts",
+    "DROP TABLE step_traces",
     "DROP INDEX ix_jobs_state_priority_id",
     "DROP TABLE metric_bins",
     "ALTER TABLE jobs DROP COLUMN binned_until",

@@ -40,7 +40,7 @@ EXAMPLES = [
     ),
     Printed("stderr", ("one line", "another")),
     TraceBegan(3, 7),
-    Traced(3, PackedRecording("packed", 5, "clock", True, 0.5, "too much", 1e12)),
+    Traced(3, 7, PackedRecording("packed", 5, "clock", True, 0.5, "too much", 1e12)),
     Resting(None, "a peer is gone"),
     Finished(9, {"wall": 0.5}),
     FAILURE,

@@ -5,10 +5,10 @@ import socket
 
 import pytest
 
-from workers.protocol.messages import Fault, LaunchOrder
+from workers.protocol.messages import Fault, LaunchOrder, TraceOrder
 from workers.rank import command_reader
 from workers.rank.command_reader import EXIT_ORPHANED, CommandReader, exit_orphaned
-from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, TellFlight, command_line
+from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, TellFlight, Trace, command_line
 
 SECONDS = 20.0
 
@@ -27,6 +27,7 @@ def reader():
         lambda *arguments: called.put(("end", *arguments)),
         lambda *arguments: called.put(("save and end", *arguments)),
         lambda *arguments: called.put(("arm", *arguments)),
+        lambda *arguments: called.put(("trace", *arguments)),
         lambda: called.put("tell flight"),
         lambda: called.put("orphaned"),
     )
@@ -39,10 +40,18 @@ def reader():
 
 def test_each_command_is_for_whom_it_concerns(reader):
     ours, commands, called = reader
-    fault = Fault("f", "kill", 3)
-    for command in (Rest(4), Rest(5, after_step=True), SaveAndEnd(6), Arm(fault), TellFlight(), Go(order(7))):
+    fault, trace = Fault("f", "kill", 3), TraceOrder(2, 4, 3)
+    for command in (
+        Rest(4),
+        Rest(5, after_step=True),
+        SaveAndEnd(6),
+        Arm(fault),
+        Trace(trace),
+        TellFlight(),
+        Go(order(7)),
+    ):
         ours.sendall(command_line(command))
-    wanted = [("end", 4, False), ("end", 5, True), ("save and end", 6), ("arm", fault), "tell flight"]
+    wanted = [("end", 4, False), ("end", 5, True), ("save and end", 6), ("arm", fault), ("trace", trace), "tell flight"]
     assert [called.get(timeout=SECONDS) for _ in wanted] == wanted
     assert commands.next_order(after=0) == order(7)
 

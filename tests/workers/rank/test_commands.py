@@ -3,14 +3,21 @@
 import pytest
 
 from workers.protocol.json_codec import MalformedMessage
-from workers.protocol.messages import Fault, LaunchOrder, Resume
-from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, command_line, read_command
+from workers.protocol.messages import Fault, LaunchOrder, Resume, TraceOrder
+from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, Trace, command_line, read_command
 
 ORDER = LaunchOrder("job-1", 2, 1, {"any": [1]}, resume=Resume("memory", 3, paths=("/a", "/b")), in_place=True)
 
 
 @pytest.mark.parametrize(
-    "command", [Go(ORDER), Rest(4, after_step=True), SaveAndEnd(4), Arm(Fault("f", "hang", 1, hold_gil=True))]
+    "command",
+    [
+        Go(ORDER),
+        Rest(4, after_step=True),
+        SaveAndEnd(4),
+        Arm(Fault("f", "hang", 1, hold_gil=True)),
+        Trace(TraceOrder(2, 4, 3, 9)),
+    ],
 )
 def test_a_command_comes_back_as_it_was(command):
     line = command_line(command)

@@ -1,0 +1,136 @@
+"""`manta trace` and `manta traces`: single steps of a job, recorded action by action, and where they went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from api import calls, trace_schemas
+from api.cli import render
+from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, JobId, Json, Url, connect, fail, show
+from api.client import MantaClient
+from api.requests import TraceRequest
+from service.store.trace_requests import MOST_STEPS
+
+ENDINGS = (".json", ".pftrace")
+_OVER = tuple(f"trace_{state}" for state in ("complete", "partial", "failed"))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command()(trace)
+    app.command()(traces)
+    app.command()(budget)
+
+
+def trace(
+    job: JobId,
+    step: Annotated[
+        int, typer.Option("--step", min=0, help="Record none before this step; default: as soon as possible.")
+    ] = 0,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=MOST_STEPS, help="How many steps to record.")] = 1,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="Write it to this file: .json, or .pftrace for Perfetto.", dir_okay=False),
+    ] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Record a job's next steps on all of its ranks, wait for them, and say where they went."""
+    if output is not None and output.suffix not in ENDINGS:
+        raise fail(f"{output}: a trace is written as {' or as '.join(ENDINGS)}", EXIT_BAD_INPUT)
+    with connect(url) as client:
+        asked = client.send(calls.request_trace(job, TraceRequest(steps=steps, step=step)))
+        try:
+            _wait(client, asked)
+        except KeyboardInterrupt as error:
+            hint = f"{asked.id} of {job} is made without you; `manta traces {job}` shows it"
+            raise fail(hint, EXIT_INTERRUPTED) from error
+        made = client.send(calls.trace(job, asked.id))
+        if output is not None and made.ranks:
+            _write(output, client, made)
+    if made.state == "failed":
+        raise fail(f"{made.id} has failed: {made.message}", EXIT_FAILED)
+    show(made, as_json, lambda console: _page(console, made, output))
+
+
+def _wait(client: MantaClient, asked: trace_schemas.Trace) -> None:
+    """Return once nothing more comes to the trace."""
+    for event in client.follow_events(asked.job_id):
+        if event.type in _OVER and event.data.get("trace") == asked.id:
+            return
+
+
+def _write(file: Path, client: MantaClient, made: trace_schemas.TraceDocument) -> None:
+    try:
+        if file.suffix == ".json":
+            file.write_text(json.dumps(made.model_dump(mode="json")), encoding="utf-8")
+        else:
+            file.write_bytes(client.download(calls.trace_for_perfetto(made.job_id, made.id)))
+    except OSError as error:
+        raise fail(f"cannot write {file}: {error.strerror or error}", EXIT_BAD_INPUT) from error
+
+
+def _page(console: Console, made: trace_schemas.TraceDocument, output: Path | None) -> None:
+    steps = [each.step for each in made.ranks[0].steps] if made.ranks else []
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+    slices = sum(len(each.slices) for each in made.ranks)
+    about = f"{made.id} is {made.state}: {which} of {len(made.ranks)} ranks, {slices} slices"
+    console.print(about + (f"; {made.message}" if made.message else ""), highlight=False)
+    if made.bubble is not None and made.bubble.mean is not None:
+        console.print(f"bubble {made.bubble.mean:.1%}, mean over the ranks", highlight=False)
+    if made.clock.error_seconds:
+        console.print(f"clocks of the nodes are known to {made.clock.error_seconds:.2g} s", highlight=False)
+    if made.budget is not None:
+        _budget_table(console, made.budget)
+    if output is not None:
+        console.print(f"written to {output}", highlight=False)
+
+
+def _budget_table(console: Console, known: trace_schemas.StepBudget) -> None:
+    planned = {part.name: part for part in known.planned or ()}
+    rows = [
+        (
+            part.name,
+            f"{part.fraction:.1%}",
+            f"{part.seconds:.4g} s",
+            f"{planned[part.name].seconds:.4g} s" if part.name in planned else "-",
+            part.help or part.how,
+        )
+        for part in known.parts
+    ]
+    console.print(f"\nWhere a step of {known.step_seconds:.4g} s goes, by {known.measured_from}:", highlight=False)
+    render.table(console, ("PART", "SHARE", "TIME", "PLANNED", "LESS WITH"), rows, "")
+
+
+def traces(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """List a job's traces, newest first."""
+    with connect(url) as client:
+        page = client.send(calls.traces(job))
+    rows = [
+        (
+            each.id,
+            each.state,
+            "-" if each.first_step is None else each.first_step,
+            each.steps,
+            "-" if each.bubble is None or each.bubble.mean is None else f"{each.bubble.mean:.1%}",
+            render.moment(each.requested_at),
+            each.message or "",
+        )
+        for each in page.items
+    ]
+    heads = ("TRACE", "STATE", "FIRST STEP", "STEPS", "BUBBLE", "REQUESTED", "WHY")
+    show(
+        page, as_json, lambda console: render.table(console, heads, rows, "no traces; make one with `manta trace JOB`")
+    )
+
+
+def budget(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Show where a job's steps go, from the device's peak on, beside the plan."""
+    with connect(url) as client:
+        answer = client.send(calls.budget(job))
+    show(answer, as_json, lambda console: _budget_table(console, answer))

@@ -1,0 +1,129 @@
+"""Traces of a job: single steps, recorded action by action; and where its steps go."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, cast
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+
+from api import requests, schemas, trace_schemas
+from api.access import JobId
+from api.control import ControlPlane
+from api.openapi import json_request
+from api.parameters import Control, body_as
+from api.planning import current_cluster
+from api.problem_codes import OF_A_JOB, changes, reads
+from api.views import moment, moment_or_none
+from service.cluster.errors import ClusterUnavailable
+from service.planner.hardware import Cluster
+from service.step_traces.reading import TraceReader
+from service.store import step_traces, trace_requests
+from workers.spec.problems import SpecError
+
+router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["traces"])
+TraceId = Annotated[str, Path(pattern=r"^trace_[1-9][0-9]{0,8}$", description="Id of one of the job's traces")]
+PERFETTO = "application/vnd.perfetto.trace"
+
+
+def traces_of(request: Request) -> TraceReader:
+    """The reader that the app was made with."""
+    return cast(TraceReader, request.app.state.traces)
+
+
+Traces = Annotated[TraceReader, Depends(traces_of)]
+
+
+@router.post(
+    "/traces",
+    status_code=202,
+    openapi_extra=json_request(requests.TraceRequest),
+    responses=changes(*OF_A_JOB, "malformed_json", "invalid_parameter", "trace_not_possible"),
+)
+def request_trace(
+    control: Control,
+    traces: Traces,
+    job_id: JobId,
+    wanted: Annotated[requests.TraceRequest, Depends(body_as(requests.TraceRequest))],
+) -> trace_schemas.Trace:
+    """Have all ranks of a job record their next steps, all the same ones. Of a job that waits or is paused they are
+    recorded once it trains."""
+
+    def request(session: Any) -> str:
+        row = trace_requests.request(session, job_id, wanted.steps, wanted.step)
+        return step_traces.id_of(row.number)
+
+    made = control.store.write(request)
+    control.trace(job_id)
+    return _trace(next(each for each in traces.list(job_id) if each["id"] == made))
+
+
+@router.get("/traces", responses=reads(*OF_A_JOB))
+def list_traces(traces: Traces, job_id: JobId) -> schemas.Items[trace_schemas.Trace]:
+    """A job's traces, newest first, without what each rank did. A handful is kept."""
+    return schemas.Items(items=[_trace(each) for each in traces.list(job_id)])
+
+
+@router.get(
+    "/traces/{trace_id}",
+    response_model=trace_schemas.TraceDocument,
+    responses=reads(*OF_A_JOB, "invalid_parameter", "trace_not_found"),
+)
+def get_trace(control: Control, traces: Traces, job_id: JobId, trace_id: TraceId) -> Response:
+    """One trace in full: every slice of every rank, the planner's timeline of the same step beside it."""
+    document = traces.document(job_id, trace_id, planner_cluster(control))
+    return Response(json.dumps(_with_times(document)), media_type="application/json")
+
+
+@router.get(
+    "/traces/{trace_id}/perfetto",
+    response_class=Response,
+    responses={
+        200: {"content": {PERFETTO: {"schema": {"type": "string", "format": "binary"}}}},
+        **reads(*OF_A_JOB, "invalid_parameter", "trace_not_found"),
+    },
+)
+def get_trace_for_perfetto(traces: Traces, job_id: JobId, trace_id: TraceId) -> Response:
+    """One trace as a file for ui.perfetto.dev: TrackEvents, as a protocol buffer."""
+    headers = {"Content-Disposition": f'attachment; filename="{job_id}-{trace_id}.pftrace"'}
+    return Response(traces.perfetto(job_id, trace_id), media_type=PERFETTO, headers=headers)
+
+
+@router.get("/budget", responses=reads(*OF_A_JOB, "invalid_parameter", "nothing_measured", "not_understood"))
+def get_budget(
+    control: Control,
+    traces: Traces,
+    job_id: JobId,
+    source: Annotated[
+        Literal["trace", "phases"] | None,
+        Query(alias="from", description="What it is made of; default: the newest whole trace, or else the phases"),
+    ] = None,
+) -> trace_schemas.StepBudget:
+    """Where a job's step goes, from the device's peak on, as it was measured and as the planner expects it."""
+    wanted = {"of_trace": source != "phases", "of_phases": source != "trace"}
+    return trace_schemas.StepBudget.model_validate(traces.budget(job_id, **wanted, cluster=planner_cluster(control)))
+
+
+def planner_cluster(control: ControlPlane) -> Callable[[], Cluster | None]:
+    """Gives the cluster as the planner takes it; None where Ray does not answer, or nobody knows its devices."""
+
+    def cluster() -> Cluster | None:
+        try:
+            return current_cluster(control)(None)
+        except (SpecError, ClusterUnavailable):
+            return None
+
+    return cluster
+
+
+def _trace(document: dict[str, Any]) -> trace_schemas.Trace:
+    times = {"requested_at": moment(document["requested_at"]), "finished_at": moment_or_none(document["finished_at"])}
+    return trace_schemas.Trace.model_validate({**document, **times})
+
+
+def _with_times(document: dict[str, Any]) -> dict[str, Any]:
+    """With times as they are answered: the rest is too long to be validated."""
+    at = (moment(document["requested_at"]), moment_or_none(document["finished_at"]))
+    requested, finished = (None if each is None else schemas.rfc3339(each) for each in at)
+    return {**document, "requested_at": requested, "finished_at": finished}

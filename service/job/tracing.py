@@ -1,0 +1,50 @@
+"""Traces that users want of a job: passed on to its ranks, of which the first tells the others.
+
+What is recorded comes back as reports. A generation that ends before a trace has begun leaves it to the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from service.cluster.agent_client import AgentError, AgentFailed, within
+from service.job.context import JobContext
+from service.job.generation import RunningGeneration
+from service.store import StepTrace
+from workers.protocol.messages import TraceOrder
+
+ASK_SECONDS = 10.0
+AGAIN_SECONDS = 2.0
+"""Before it is asked again, where the first rank could not pass it on: it still starts, or its agent is silent."""
+
+
+async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
+    """Have the ranks of `running` record what is wanted of them. Until cancelled."""
+    passed: set[int] = set()
+    while True:
+        job.trace_wanted.clear()
+        waiting = [each for each in await job.record.wanted_traces() if each.number not in passed]
+        for each in waiting:
+            if await _passed_on(job, running, each):
+                passed.add(each.number)
+        seconds = AGAIN_SECONDS if any(each.number not in passed for each in waiting) else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await job.trace_wanted.wait()
+
+
+async def _passed_on(job: JobContext, running: RunningGeneration, wanted: StepTrace) -> bool:
+    """Whether the first rank knows of it, or it was given up."""
+    agent = running.agents[0]
+    if agent is None:
+        return False
+    order = TraceOrder(wanted.number, running.generation, wanted.steps, wanted.wanted_step)
+    try:
+        return await within(ASK_SECONDS, agent.trace(order))
+    except AgentFailed as error:
+        why = f"the job's ranks cannot be traced, perhaps since another release started them ({error})"
+        await job.record.fail_trace(wanted.number, why)
+        return True
+    except AgentError:
+        return False

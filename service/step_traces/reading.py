@@ -1,0 +1,211 @@
+"""Traces and budgets of a job, as they are answered: read from the database, and looked at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from service.cluster.sizes import in_use
+from service.planner.hardware import Cluster
+from service.step_traces import budget
+from service.step_traces.planned import PlannedStep, planned_step
+from service.store import StepTrace as Row
+from service.store import Store, generations, jobs, metrics, step_traces
+from service.store.errors import TraceNotFound
+from service.stored_specs import SpecNotUnderstood, stored_spec
+from workers.comm.grid import RankGrid
+from workers.config import JobSpec, ParallelConfig
+from workers.errors import MantaError
+from workers.protocol.json_codec import MalformedMessage
+from workers.step_traces.assembly import StepTrace, assembled
+from workers.step_traces.document import analysis_document, rank_documents
+from workers.step_traces.perfetto import perfetto
+
+MOST_KEPT = 16
+"""Traces whose analysis is remembered."""
+MEASURED_STEPS = 10
+"""Newest steps of which a budget by phases is the mean."""
+PlannerCluster = Callable[[], Cluster | None]
+"""The cluster that the planner takes; None where it knows none."""
+
+
+class NothingMeasured(MantaError):
+    """Nothing is known yet of where a job's steps go."""
+
+    def __init__(self, job_id: str, step: int, of_phases: bool):
+        """`step`: the last one that it has committed; `of_phases`: whether more than a trace would have done."""
+        why = (
+            "has committed no step of its own yet" if of_phases else "has no whole trace in the layout that it runs in"
+        )
+        super().__init__(f"job {job_id}, at step {step}, {why}; `manta trace {job_id}` makes one while it trains")
+
+
+@dataclass(frozen=True)
+class ReadTrace:
+    """One trace with what was recorded for it."""
+
+    row: Row
+    spec: JobSpec | None
+    """Of the job, in the layout of the trace; None where nothing was recorded, or nobody understands it."""
+    trace: StepTrace | None
+    """None where nothing was recorded."""
+
+
+class TraceReader:
+    """Reads traces. Any thread."""
+
+    def __init__(self, store: Callable[[], Store]):
+        self._store = store
+        self._analyses: OrderedDict[tuple[str, int, float], dict[str, Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def list(self, job_id: str) -> list[dict[str, Any]]:
+        """All traces of a job, the newest first, without what each rank did. Raises JobNotFound."""
+        with self._store().read() as session:
+            jobs.get(session, job_id)
+            rows = step_traces.of_job(session, job_id)
+        return [self._summary(self._known(row) or self._read(job_id, row.number), row) for row in reversed(rows)]
+
+    def document(self, job_id: str, trace_id: str, cluster: PlannerCluster) -> dict[str, Any]:
+        """One trace in full. Raises JobNotFound, TraceNotFound."""
+        read = self._read(job_id, step_traces.number_of(trace_id))
+        planned = None
+        if read.spec is not None and read.trace is not None:
+            planned = planned_on(read.spec, cluster)
+        nodes = dict(enumerate(read.row.nodes or []))
+        return {
+            **self._summary(read, read.row, planned),
+            "ranks": [] if read.trace is None else rank_documents(read.trace, nodes),
+            "planned": None if planned is None else planned.to_json(),
+        }
+
+    def perfetto(self, job_id: str, trace_id: str) -> bytes:
+        """One trace as Perfetto reads it. Raises JobNotFound, TraceNotFound."""
+        read = self._read(job_id, step_traces.number_of(trace_id))
+        if read.trace is None:
+            raise TraceNotFound(job_id)
+        return perfetto(read.trace)
+
+    def _read(self, job_id: str, number: int | None) -> ReadTrace:
+        with self._store().read() as session:
+            job = jobs.get(session, job_id)
+            row = step_traces.get(session, job_id, number)
+            known = step_traces.parts(session, job_id, row.number)
+        try:
+            recordings = {rank: each.unpack() for rank, each in known.items() if each.packed}
+        except MalformedMessage:  # of a release that packs them otherwise
+            recordings = {}
+        if not recordings or row.parallel is None:
+            return ReadTrace(row, None, None)
+        layout = _layout(row.parallel)
+        trace = assembled(recordings, RankGrid(layout))
+        try:
+            spec = stored_spec(job).spec.model_copy(update={"parallel": layout})
+        except SpecNotUnderstood:
+            return ReadTrace(row, None, trace)
+        return ReadTrace(row, spec, trace)
+
+    def _known(self, row: Row) -> dict[str, Any] | None:
+        """The analysis of a trace that is over, where it was made before."""
+        with self._lock:
+            return self._analyses.get((row.job_id, row.number, row.finished_at or 0.0))
+
+    def _analysis(self, read: ReadTrace) -> dict[str, Any]:
+        known = self._known(read.row)
+        if known is not None:
+            return known
+        if read.trace is None:
+            return {"clock": {"error_seconds": None, "device": False}, "bubble": None, "critical_path": [], "parts": ()}
+        parts = budget.of_trace(read.trace, read.spec) if read.spec is not None else ()
+        made = {**analysis_document(read.trace), "parts": parts}
+        if read.row.finished_at is not None:
+            with self._lock:
+                self._analyses[read.row.job_id, read.row.number, read.row.finished_at] = made
+                while len(self._analyses) > MOST_KEPT:
+                    self._analyses.popitem(last=False)
+        return made
+
+    def _summary(
+        self, read: ReadTrace | dict[str, Any], row: Row, planned: PlannedStep | None = None
+    ) -> dict[str, Any]:
+        analysis = dict(read if isinstance(read, dict) else self._analysis(read))
+        parts = analysis.pop("parts")
+        name = step_traces.id_of(row.number)
+        return {
+            "id": name,
+            "job_id": row.job_id,
+            "state": row.state,
+            "message": row.message,
+            "generation": row.generation,
+            "schedule": (row.parallel or {}).get("schedule"),
+            "parallel": row.parallel,
+            "first_step": row.first_step,
+            "steps": row.steps,
+            "requested_at": row.requested_at,
+            "finished_at": row.finished_at,
+            **analysis,
+            "budget": budget_document(parts, planned, name) if parts else None,
+        }
+
+    def budget(self, job_id: str, of_trace: bool, of_phases: bool, cluster: PlannerCluster) -> dict[str, Any]:
+        """Where a job's step goes: by its newest whole trace in the layout that it runs in, or by what is measured in
+        each step. Raises JobNotFound, SpecNotUnderstood, NothingMeasured."""
+        with self._store().read() as session:
+            job = jobs.get(session, job_id)
+            spec = in_use(stored_spec(job).spec, job)
+            rows = step_traces.of_job(session, job_id)
+            parts, where = _phases(session, job, spec) if of_phases else (), "phases"
+        whole = [row for row in rows if row.state == step_traces.COMPLETE and _layout(row.parallel) == spec.layout]
+        if of_trace and whole:
+            read = self._read(job_id, whole[-1].number)
+            parts, where = self._analysis(read)["parts"], step_traces.id_of(whole[-1].number)
+        if not parts:
+            raise NothingMeasured(job_id, job.step, of_phases)
+        return budget_document(parts, planned_on(spec, cluster), where)
+
+
+def budget_document(parts: Any, planned: PlannedStep | None, measured_from: str) -> dict[str, Any]:
+    """In the form of `api.trace_schemas.StepBudget`."""
+    return {
+        "step_seconds": sum(each.seconds for each in parts),
+        "parts": budget.to_json(parts),
+        "planned": None if planned is None else budget.to_json(planned.parts),
+        "measured_from": measured_from,
+    }
+
+
+def planned_on(spec: JobSpec, cluster: PlannerCluster) -> PlannedStep | None:
+    """What the planner expects of a step; None where it cannot tell."""
+    where = cluster()
+    return None if where is None else planned_step(spec, where)
+
+
+def _layout(document: dict[str, Any] | None) -> ParallelConfig:
+    known = {name: value for name, value in (document or {}).items() if name in ParallelConfig.model_fields}
+    return ParallelConfig.model_validate(known)
+
+
+def _phases(session: Session, job: Any, spec: JobSpec) -> tuple[budget.Part, ...]:
+    """By the newest steps that were measured, else by what is known of each step."""
+    every = spec.train.time_parts_every
+    if every:
+        newest = job.step - job.step % every
+        steps = [newest - back * every for back in range(MEASURED_STEPS) if newest > back * every]
+        if parts := budget.of_phases(metrics.rows_at(session, job.id, job.generation, steps), spec):
+            return parts
+    seconds = metrics.recent_step_seconds(session, [job]).get(job.id)
+    current = [each for each in generations.of_job(session, job.id) if each.committed_steps]
+    if seconds is None or not current:
+        return ()
+    last = current[-1]
+    waits = {
+        "data_wait": last.data_wait_seconds / last.committed_steps,
+        "snapshot": (last.snapshot_stall_seconds + last.checkpoint_stall_seconds) / last.committed_steps,
+    }
+    mfu = job.metrics.get("mfu_full" if spec.attention_is_explicit else "mfu_causal")
+    return budget.of_ledger(seconds, waits, mfu)

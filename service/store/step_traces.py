@@ -1,0 +1,156 @@
+"""All queries about traces: single steps of jobs, recorded action by action.
+
+A trace is `requested` until rank 0 says that it begins, `recording` until all ranks have reported, and `complete` then;
+`partial` where some of it is missing, `failed` where there is nothing of it, both with a sentence.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from service.store import events
+from service.store.errors import TraceNotFound
+from service.store.trace_tables import StepTrace, StepTracePart
+from workers.config import ParallelConfig
+from workers.protocol.json_codec import from_json, to_json
+from workers.timing.recording import INTERRUPTED, PackedRecording
+
+MOST_SLICES = 500_000
+"""Slices that are kept of one trace."""
+REQUESTED, RECORDING, COMPLETE, PARTIAL, FAILED = "requested", "recording", "complete", "partial", "failed"
+"""States of a trace."""
+UNFINISHED = (REQUESTED, RECORDING)
+_ID = re.compile(r"trace_([1-9][0-9]{0,8})")
+
+
+def id_of(number: int) -> str:
+    """How a trace is called over REST."""
+    return f"trace_{number}"
+
+
+def number_of(trace_id: str) -> int | None:
+    """The number in a trace's id; None where that is none."""
+    found = _ID.fullmatch(trace_id)
+    return int(found[1]) if found else None
+
+
+def get(session: Session, job_id: str, number: int | None, lock: bool = False) -> StepTrace:
+    """One trace. Raises TraceNotFound."""
+    row = None if number is None else session.get(StepTrace, (job_id, number), with_for_update=lock or None)
+    if row is None:
+        raise TraceNotFound(job_id)
+    return row
+
+
+def of_job(session: Session, job_id: str) -> list[StepTrace]:
+    """All traces of a job, the oldest first."""
+    return list(session.scalars(select(StepTrace).where(StepTrace.job_id == job_id).order_by(StepTrace.number)))
+
+
+def parts(session: Session, job_id: str, number: int) -> dict[int, PackedRecording]:
+    """By rank what was recorded for a trace."""
+    query = select(StepTracePart.rank, StepTracePart.recording)
+    rows = session.execute(query.where(StepTracePart.job_id == job_id, StepTracePart.number == number))
+    return {rank: from_json(PackedRecording, recording) for rank, recording in rows if recording is not None}
+
+
+def wanted(session: Session, job_id: str) -> list[StepTrace]:
+    """Traces of a job that have not begun, the oldest first."""
+    return [row for row in of_job(session, job_id) if row.state == REQUESTED]
+
+
+def jobs_that_want_some(session: Session) -> set[str]:
+    """Jobs that have traces which have not begun."""
+    return set(session.scalars(select(StepTrace.job_id).where(StepTrace.state == REQUESTED).distinct()))
+
+
+def begin(
+    session: Session,
+    row: StepTrace,
+    generation: int,
+    first_step: int,
+    layout: ParallelConfig,
+    nodes: Sequence[str | None],
+) -> None:
+    """The ranks of `generation`, in `layout` on `nodes`, record from `first_step` on."""
+    row.state, row.generation, row.first_step, row.message = RECORDING, generation, first_step, None
+    row.parallel = {**layout.model_dump(mode="json"), "world_size": layout.world_size}
+    row.nodes = list(nodes)
+
+
+def add(session: Session, row: StepTrace, rank: int, recording: PackedRecording) -> None:
+    """What `rank` has recorded. With the last rank's the trace is over, unless it was broken off: then whoever knows
+    why says so."""
+    job_id, number = row.job_id, row.number
+    if row.slices + recording.count > MOST_SLICES:
+        recording = PackedRecording("", problem=f"the trace has more than {MOST_SLICES:,} slices without it")
+    row.slices += recording.count
+    session.add(StepTracePart(job_id=job_id, number=number, rank=rank, recording=to_json(recording)))
+    session.flush()
+    known = parts(session, job_id, number)
+    problems = {each.problem for each in known.values()} - {""}
+    if len(known) == _ranks_of(row) and INTERRUPTED not in problems:
+        _end(session, row, PARTIAL if problems else COMPLETE, _sentence(known) if problems else None)
+
+
+def _ranks_of(row: StepTrace) -> int:
+    return int((row.parallel or {}).get("world_size", 0))
+
+
+def _sentence(known: dict[int, PackedRecording]) -> str:
+    """What ranks have to say about what is missing."""
+    by_problem: dict[str, list[int]] = {}
+    for rank, each in sorted(known.items()):
+        if each.problem:
+            by_problem.setdefault(each.problem, []).append(rank)
+    return "; ".join(f"{_named(of)}: {problem}" for problem, of in by_problem.items())
+
+
+def _named(some: Collection[int]) -> str:
+    shown = ", ".join(map(str, list(some)[:8])) + (", ..." if len(some) > 8 else "")
+    return f"rank{'' if len(some) == 1 else 's'} {shown}"
+
+
+def interrupt(session: Session, job_id: str, why: str) -> None:
+    """The generation is over, since `why`: what is being recorded is not going on."""
+    for row in of_job(session, job_id):
+        if row.state == RECORDING:
+            known = parts(session, job_id, row.number)
+            whole = [rank for rank, each in known.items() if each.count]
+            missing = [rank for rank in range(_ranks_of(row)) if rank not in whole]
+            left = f"; {_named(missing)} left nothing of it" if whole and missing else ""
+            _end(session, row, PARTIAL if whole else FAILED, f"the recording was broken off: {why}{left}")
+
+
+def end_all(session: Session, job_id: str, why: str) -> None:
+    """The job is over, as `why` says: nothing is recorded any more."""
+    interrupt(session, job_id, why)
+    for row in wanted(session, job_id):
+        _end(session, row, FAILED, f"it did not begin: {why}")
+
+
+def fail(session: Session, job_id: str, number: int, why: str) -> None:
+    """A trace that has not begun cannot."""
+    row = session.get(StepTrace, (job_id, number), with_for_update=True)
+    if row is not None and row.state == REQUESTED:
+        _end(session, row, FAILED, why)
+
+
+def _end(session: Session, row: StepTrace, state: str, message: str | None) -> None:
+    row.state, row.message, row.finished_at = state, message, time.time()
+    said = f"{id_of(row.number)} is {state}" + (f": {message}" if message else "")
+    data = {"trace": id_of(row.number)}
+    about: dict[str, Any] = {"generation": row.generation, "step": row.first_step, "data": data}
+    events.append(session, row.job_id, f"trace_{state}", said, **about)
+
+
+def delete_one(session: Session, job_id: str, number: int) -> None:
+    """Delete a trace and all that was recorded for it."""
+    for table in (StepTracePart, StepTrace):
+        session.execute(delete(table).where(table.job_id == job_id, table.number == number))

@@ -1,0 +1,95 @@
+"""What is written when a trace of a job is asked for, and when its ranks report about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from sqlalchemy.orm import Session
+
+from service.cluster.sizes import layout_in_use
+from service.states import is_final
+from service.store import jobs, ranks, step_traces
+from service.store.errors import TraceNotPossible
+from service.store.step_traces import RECORDING, REQUESTED, UNFINISHED
+from service.store.tables import Job
+from service.store.trace_tables import StepTrace
+from workers.config import ParallelConfig
+from workers.timing.recording import PackedRecording
+
+KEPT = 10
+"""Traces that are kept of a job: with one more the oldest goes."""
+MOST_WAITING = 5
+"""Traces of a job that are not over yet."""
+MOST_STEPS = 20
+"""Steps of one trace."""
+MOST_RANK_STEPS = 4096
+"""Steps of one trace times ranks of the job."""
+
+
+def request(
+    session: Session, job_id: str, steps: int, first_step: int = 0, profiler_ranks: Sequence[int] = ()
+) -> StepTrace:
+    """Ask for a trace of `steps` steps, none of them before `first_step`. Raises JobNotFound, TraceNotPossible."""
+    job = jobs.get(session, job_id, lock=True)
+    known = step_traces.of_job(session, job_id)
+    _refuse_impossible(job, steps, first_step, profiler_ranks, [row for row in known if row.state in UNFINISHED])
+    over = [row for row in known if row.state not in UNFINISHED]
+    for row in over[: max(0, len(known) + 1 - KEPT)]:
+        step_traces.delete_one(session, job_id, row.number)
+    number = max((row.number for row in known), default=0) + 1
+    made = StepTrace(
+        job_id=job_id,
+        number=number,
+        state=REQUESTED,
+        steps=steps,
+        wanted_step=first_step,
+        profiler_ranks=list(profiler_ranks),
+        slices=0,
+        requested_at=time.time(),
+    )
+    session.add(made)
+    session.flush()
+    return made
+
+
+def _refuse_impossible(
+    job: Job, steps: int, first_step: int, profiler_ranks: Sequence[int], unfinished: Sequence[StepTrace]
+) -> None:
+    world = _layout(job).world_size
+    if is_final(job.state):
+        raise TraceNotPossible(f"job {job.id} is {job.state}, and only one that still trains can be traced")
+    if first_step > job.steps or job.step >= job.steps:
+        raise TraceNotPossible(f"job {job.id} ends with step {job.steps}, and has committed {job.step}")
+    if steps * world > MOST_RANK_STEPS:
+        most = MOST_RANK_STEPS // world
+        advice = f"trace {most} at most" if most else "such a job cannot be traced"
+        raise TraceNotPossible(f"{steps} steps of {world} ranks are too many for one trace: {advice}")
+    if len(unfinished) >= MOST_WAITING:
+        raise TraceNotPossible(f"{len(unfinished)} traces of job {job.id} are not over yet: wait for one of them")
+    if foreign := [rank for rank in profiler_ranks if rank >= world]:
+        raise TraceNotPossible(f"job {job.id} has no rank {foreign[0]}; its ranks are 0 to {world - 1}")
+
+
+def _layout(job: Job) -> ParallelConfig:
+    """In which the job runs."""
+    return layout_in_use(ParallelConfig.model_validate(job.spec["parallel"]), job)
+
+
+def note_begun(session: Session, job_id: str, number: int, generation: int, first_step: int) -> None:
+    """Ranks of `generation` record from `first_step` on, or have done so; all but the first call changes nothing.
+    Raises JobNotFound."""
+    row = session.get(StepTrace, (job_id, number), with_for_update=True)
+    if row is not None and row.state == REQUESTED:
+        nodes = [each.node for each in ranks.of_job(session, job_id)]
+        step_traces.begin(session, row, generation, first_step, _layout(jobs.get(session, job_id)), nodes)
+
+
+def note_recorded(
+    session: Session, job_id: str, number: int, generation: int, first_step: int, rank: int, recording: PackedRecording
+) -> None:
+    """What `rank` of `generation` has recorded from `first_step` on. Raises JobNotFound."""
+    note_begun(session, job_id, number, generation, first_step)
+    row = session.get(StepTrace, (job_id, number), with_for_update=True)
+    if row is not None and row.state == RECORDING and row.generation == generation:
+        step_traces.add(session, row, rank, recording)

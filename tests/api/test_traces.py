@@ -1,0 +1,184 @@
+"""Traces and budgets over HTTP and in the command."""
+
+import json
+import time
+
+import pytest
+from perfetto_reader import read_trace
+from simulated_traces import STEP, recordings_of, timeline_of
+from typer.testing import CliRunner
+
+from api.cli.main import command_line
+from api.client import MantaClient
+from service.store import generations, metrics, ranks, trace_requests
+from workers.parallel.pipeline.schedules.simulate import PassTimes
+
+PIPELINE = {"parallel": {"tensor": 1, "pipeline": 2, "data": 1}, "train": {"steps": 100, "global_batch_size": 4}}
+TIMELINE = timeline_of("1f1b", 2, 1, 4, PassTimes(1.0, 1.0, 1.0))
+MEASURED = ("data", "forward", "backward", "recompute", "tensor_communication", "pipeline_communication")
+MEASURED += ("data_communication", "bubble", "optimizer", "other")
+
+
+@pytest.fixture
+def job(service):
+    """A job of two stages that runs."""
+    made = service.submit(**PIPELINE)["id"]
+    service.move(made, "STARTING", "RUNNING")
+    service.store.write(lambda s: generations.begin(s, made, "test", False))
+    rows = [
+        {
+            "rank": rank,
+            "tensor": 0,
+            "pipeline": rank,
+            "data": 0,
+            "generation": 1,
+            "state": "running",
+            "node": f"n{rank}",
+        }
+        for rank in range(2)
+    ]
+    service.store.write(lambda s: ranks.replace(s, made, rows))
+    return made
+
+
+def record(service, job, number=1, of=(0, 1)):
+    """Ranks record the simulated step."""
+    recordings = recordings_of("1f1b", 1, TIMELINE)
+    for rank in of:
+        packed = recordings[rank].pack()
+        service.store.write(
+            lambda s, rank=rank, packed=packed: trace_requests.note_recorded(s, job, number, 1, STEP, rank, packed)
+        )
+
+
+def test_a_trace_is_asked_for_listed_and_read(service, job):
+    asked = service.http.post(f"/v1/jobs/{job}/traces", json={"steps": 2, "step": 7})
+    assert asked.status_code == 202
+    assert service.control.asked[-1] == ("trace", job)
+    about = asked.json()
+    assert (about["id"], about["state"], about["steps"], about["bubble"]) == ("trace_1", "requested", 2, None)
+    whole = service.http.get(f"/v1/jobs/{job}/traces/trace_1").json()
+    assert (whole["ranks"], whole["planned"], whole["budget"]) == ([], None, None)
+    record(service, job)
+    (listed,) = service.http.get(f"/v1/jobs/{job}/traces").json()["items"]
+    assert (listed["state"], listed["first_step"], listed["schedule"]) == ("complete", STEP, "1f1b")
+    assert listed["bubble"]["mean"] == pytest.approx(0.2) and "ranks" not in listed and "planned" not in listed
+    whole = service.http.get(f"/v1/jobs/{job}/traces/trace_1").json()
+    assert {name: whole[name] for name in listed} == listed | {"budget": whole["budget"]}
+    assert [(rank["rank"], rank["pipeline"], rank["node"]) for rank in whole["ranks"]] == [(0, 0, "n0"), (1, 1, "n1")]
+    assert whole["ranks"][0]["slices"][0] == {
+        "kind": "forward", "name": "forward 0", "start": 0.0, "end": 1.0, "step": STEP, "stage": 0, "micro_batch": 0,
+        "bytes": None, "axis": None, "wait": None,
+    }  # fmt: skip
+    assert whole["budget"]["measured_from"] == "trace_1"
+    assert whole["planned"]["step_seconds"] > 0, "the planner knows CPUs"
+    file = service.http.get(f"/v1/jobs/{job}/traces/trace_1/perfetto")
+    assert "trace_1.pftrace" in file.headers["Content-Disposition"]
+    assert [len(track.slices) for track in read_trace(file.content)] == [
+        0,
+        *(1 + len(rank["slices"]) for rank in whole["ranks"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({"steps": 0}, "greater"),
+        ({"steps": 21}, "less"),
+        ({"steps": "3"}, "integer"),
+        ({"step": -1}, "greater"),
+        ({"ranks": [1]}, "ranks"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_a_reason(service, job, wanted, said):
+    response = service.http.post(f"/v1/jobs/{job}/traces", json=wanted)
+    assert (response.status_code, response.json()["code"]) == (422, "invalid_parameter")
+    assert said in response.json()["detail"]
+
+
+def test_what_cannot_be_traced_is_a_conflict_and_what_is_not_there_is_not_found(service, job):
+    late = service.http.post(f"/v1/jobs/{job}/traces", json={"step": 101})
+    assert (late.status_code, late.json()["code"]) == (409, "trace_not_possible")
+    for path in ("traces/trace_1", "traces/trace_1/perfetto"):
+        missing = service.http.get(f"/v1/jobs/{job}/{path}")
+        assert (missing.status_code, missing.json()["code"]) == (404, "trace_not_found")
+    service.http.post(f"/v1/jobs/{job}/traces", json={})
+    empty = service.http.get(f"/v1/jobs/{job}/traces/trace_1/perfetto")
+    assert (empty.status_code, empty.json()["code"]) == (404, "trace_not_found")
+    odd = service.http.get(f"/v1/jobs/{job}/traces/1")
+    assert (odd.status_code, odd.json()["code"]) == (422, "invalid_parameter")
+
+
+def test_a_budget_is_made_of_a_trace_of_phases_or_of_what_is_known(service, job):
+    address = f"/v1/jobs/{job}/budget"
+    nothing = service.http.get(address)
+    assert (nothing.status_code, nothing.json()["code"]) == (409, "nothing_measured")
+    row = {"step_seconds": 1.0, "mfu_full": 0.25, "mfu_causal": 0.2, "seconds": {"wall": 1.0, "data_wait": 0.1}}
+    rows = [{"step": step, "time": time.time(), **row} for step in range(1, 10)]
+    service.store.write(lambda s: metrics.record(s, job, 1, 0, 1, rows))
+    known = service.http.get(address).json()
+    assert (known["measured_from"], known["step_seconds"]) == ("phases", pytest.approx(1.0))
+    parts = {part["name"]: part["seconds"] for part in known["parts"]}
+    assert (parts["arithmetic"], parts["loader"]) == (pytest.approx(0.2), pytest.approx(0.1))
+    measured = {f"{name}_seconds": 0.1 for name in MEASURED}
+    service.store.write(lambda s: metrics.record(s, job, 1, 0, 2, [{"step": 10, **row, **measured}]))
+    known = service.http.get(address).json()
+    parts = {part["name"]: part["seconds"] for part in known["parts"]}
+    assert (parts["loader"], parts["bubble"], parts["optimizer"]) == pytest.approx((0.1, 0.1, 0.1))
+    assert len(known["planned"]) == len(known["parts"])
+    trace = service.http.get(address, params={"from": "trace"})
+    assert (trace.status_code, trace.json()["code"]) == (409, "nothing_measured")
+    service.http.post(f"/v1/jobs/{job}/traces", json={})
+    record(service, job)
+    assert service.http.get(address).json()["measured_from"] == "trace_1"
+    assert service.http.get(address, params={"from": "phases"}).json()["measured_from"] == "phases"
+    assert service.http.get(address, params={"from": "dreams"}).status_code == 422
+
+
+def manta(service, *command):
+    return CliRunner().invoke(command_line(), [*command, "--url", service.url])
+
+
+def test_the_command_lists_traces_and_prints_budgets(service, job, monkeypatch):
+    assert "no traces" in manta(service, "traces", job).output
+    service.http.post(f"/v1/jobs/{job}/traces", json={})
+    record(service, job)
+    assert "trace_1  complete  7" in manta(service, "traces", job).output
+    shown = manta(service, "budget", job)
+    assert shown.exit_code == 0
+    assert "by trace_1" in shown.output and "bubble" in shown.output and "zero-bubble" in shown.output
+
+
+@pytest.mark.parametrize("ending", ["json", "pftrace"])
+def test_the_command_waits_for_its_trace_and_writes_it(service, job, tmp_path, monkeypatch, ending):
+    follow = MantaClient.follow_events
+
+    def recorded_meanwhile(self, job_id):
+        record(service, job)
+        return follow(self, job_id)
+
+    monkeypatch.setattr(MantaClient, "follow_events", recorded_meanwhile)
+    file = tmp_path / f"trace.{ending}"
+    done = manta(service, "trace", job, "--output", str(file))
+    assert done.exit_code == 0, done.output
+    assert "trace_1 is complete: step 7 of 2 ranks" in done.output and "bubble 20.0%" in done.output
+    if ending == "json":
+        assert json.loads(file.read_text())["id"] == "trace_1"
+    else:
+        assert len(read_trace(file.read_bytes())) == 3
+
+
+def test_the_command_says_why_there_is_no_trace(service, job, tmp_path, monkeypatch):
+    wrong = manta(service, "trace", job, "--output", str(tmp_path / "trace.svg"))
+    assert wrong.exit_code == 2 and "written as .json or as .pftrace" in wrong.output
+    assert manta(service, "traces", job).output.startswith("no traces")
+
+    def ends_meanwhile(self, job_id):
+        service.move(job, "SUCCEEDED")
+        return follow(self, job_id)
+
+    follow = MantaClient.follow_events
+    monkeypatch.setattr(MantaClient, "follow_events", ends_meanwhile)
+    failed = manta(service, "trace", job)
+    assert failed.exit_code == 1
+    assert "trace_1 has failed: it did not begin: the job is SUCCEEDED" in failed.output

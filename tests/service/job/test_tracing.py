@@ -1,0 +1,110 @@
+"""Traces reach the ranks of whatever generation runs, and what they record comes back."""
+
+import pytest
+
+from service.job import tracing
+from service.store import step_traces, trace_requests
+from tests.service.support.supervised_job import story
+from tests.service.support.waiting import reached
+from workers.protocol.messages import TraceOrder
+from workers.protocol.reports import TraceBegan, Traced
+from workers.timing.recording import PackedRecording
+
+RECORDING = PackedRecording("x", 3)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(tracing, "AGAIN_SECONDS", 0.01)
+
+
+@pytest.fixture
+def job(two_replicas, cluster):
+    return two_replicas(cluster)
+
+
+def ask(job, steps=1, step=0):
+    """A user wants a trace."""
+    number = job.store.write(lambda s: trace_requests.request(s, job.id, steps, step)).number
+    job.supervisor.trace()
+    return number
+
+
+def states(job):
+    return [each.state for each in job._read(lambda s: step_traces.of_job(s, job.id))]
+
+
+def orders(job):
+    return [agent.traces for agent in job.ranks]
+
+
+async def until(job, condition):
+    await reached(lambda: job.task.done() or condition())
+    assert not job.task.done(), job.log
+
+
+def test_the_first_rank_alone_is_told_and_all_report(job, cluster):
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        first, second = ask(job, 2, 4), ask(job)
+        await until(job, lambda: len(job.ranks[0].traces) == 2)
+        assert orders(job) == [[TraceOrder(first, 1, 2, 4), TraceOrder(second, 1, 1, 0)], [], [], []]
+        job.ranks[0].say(TraceBegan(first, 4))
+        await until(job, lambda: states(job) == ["recording", "requested"])
+        for agent in job.ranks:
+            agent.say(Traced(first, 4, RECORDING))
+        await until(job, lambda: states(job) == ["complete", "requested"])
+        await job.finish()
+        assert states(job) == ["complete", "failed"]
+
+    story(body)
+
+
+def test_what_has_not_begun_is_for_the_next_generation(job, cluster):
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        first = ask(job)
+        await until(job, lambda: len(job.ranks[0].traces) == 1)
+        job.ranks[0].say(TraceBegan(first, 2))
+        await until(job, lambda: states(job) == ["recording"])
+        second = ask(job, step=7)
+        await until(job, lambda: len(job.ranks[0].traces) == 2)
+        job.ranks[1].die()
+        for agent in (job.ranks[0], *job.ranks[2:]):
+            agent.rest_by_itself(1)
+        await job.watched(2)
+        await until(job, lambda: len(job.ranks[0].traces) == 3)
+        assert job.ranks[0].traces[-1] == TraceOrder(second, 2, 1, 7)
+        assert states(job) == ["failed", "requested"]
+        assert "rank 1 was killed by SIGKILL" in job.message("trace_failed")
+
+    story(body)
+
+
+def test_ranks_that_start_are_asked_again(job, cluster):
+    async def body():
+        await job.start()
+        await job.watched(1)
+        job.ranks[0].running = False
+        ask(job)
+        await until(job, lambda: job.ranks[0].asked_to_trace >= 3)
+        job.ranks[0].running = True
+        await until(job, lambda: len(job.ranks[0].traces) == 1)
+
+    story(body)
+
+
+def test_agents_of_another_release_cannot_be_asked(job, cluster):
+    async def body():
+        await job.start()
+        await job.watched(1)
+        job.ranks[0].refuse("trace", "Agent has no method 'trace' for other processes")
+        ask(job)
+        await until(job, lambda: states(job) == ["failed"])
+        assert "perhaps since another release started them" in job.message("trace_failed")
+
+    story(body)

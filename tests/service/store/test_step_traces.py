@@ -1,0 +1,170 @@
+"""A trace from its request on: it is complete, or says why it is not."""
+
+import pytest
+
+from service.states import JobState
+from service.store import TraceNotFound, TraceNotPossible, events, generations, jobs, ranks, step_traces, trace_requests
+from workers.timing.recording import INTERRUPTED, PackedRecording
+
+
+@pytest.fixture
+def training(store, started):
+    """A job of two ranks in its first generation."""
+    number = store.write(lambda s: generations.begin(s, started.id, "submitted", False))
+    about = {"tensor": 0, "pipeline": 0, "generation": number, "state": "running"}
+    rows = [{"rank": rank, "data": rank, "node": f"node {rank}", **about} for rank in range(2)]
+    store.write(lambda s: ranks.replace(s, started.id, rows))
+    store.write(lambda s: setattr(jobs.get(s, started.id), "replicas", 2))
+    return started.id
+
+
+def request(store, job, steps=1, step=0, profiler_ranks=()):
+    return store.write(lambda s: trace_requests.request(s, job, steps, step, profiler_ranks)).number
+
+
+def recorded(store, job, number, rank, problem="", count=3, generation=1):
+    packed = PackedRecording("x", count, problem=problem)
+    store.write(lambda s: trace_requests.note_recorded(s, job, number, generation, 5, rank, packed))
+
+
+def begun(store, job, number, generation=1):
+    store.write(lambda s: trace_requests.note_begun(s, job, number, generation, 5))
+
+
+def row(store, job, number):
+    with store.read() as session:
+        return step_traces.get(session, job, number)
+
+
+def said(store, job):
+    with store.read() as session:
+        return [each.message for each in events.page(session, job).items if each.type.startswith("trace_")]
+
+
+def test_a_trace_is_complete_once_all_ranks_have_recorded(store, training):
+    number = request(store, training, 2, 4)
+    asked = row(store, training, number)
+    assert (asked.state, asked.steps, asked.wanted_step, asked.first_step) == ("requested", 2, 4, None)
+    begun(store, training, number)
+    recording = row(store, training, number)
+    assert (recording.state, recording.generation, recording.first_step) == ("recording", 1, 5)
+    assert (recording.parallel["world_size"], recording.nodes) == (2, ["node 0", "node 1"])
+    recorded(store, training, number, 1)
+    assert row(store, training, number).state == "recording"
+    recorded(store, training, number, 0)
+    over = row(store, training, number)
+    assert (over.state, over.message, over.slices, over.finished_at > 0) == ("complete", None, 6, True)
+    assert said(store, training) == ["trace_1 is complete"]
+    with store.read() as session:
+        assert sorted(step_traces.parts(session, training, number)) == [0, 1]
+
+
+def test_a_rank_may_be_heard_before_the_first_one(store, training):
+    number = request(store, training)
+    recorded(store, training, number, 1)
+    begun(store, training, number)
+    assert (row(store, training, number).state, row(store, training, number).first_step) == ("recording", 5)
+    recorded(store, training, number, 0, generation=2)
+    assert row(store, training, number).state == "recording", "another generation's is none of it"
+
+
+def test_what_is_missing_is_said(store, training, monkeypatch):
+    number = request(store, training)
+    recorded(store, training, number, 0, "too much")
+    recorded(store, training, number, 1)
+    over = row(store, training, number)
+    assert (over.state, over.message) == ("partial", "rank 0: too much")
+    monkeypatch.setattr(step_traces, "MOST_SLICES", 5)
+    number = request(store, training)
+    recorded(store, training, number, 1)
+    recorded(store, training, number, 0)
+    over = row(store, training, number)
+    assert (over.state, over.message) == ("partial", "rank 0: the trace has more than 5 slices without it")
+
+
+def test_a_recording_that_ends_with_its_generation_waits_for_whoever_knows_why(store, training):
+    number = request(store, training)
+    waiting = request(store, training)
+    recorded(store, training, number, 0, INTERRUPTED)
+    recorded(store, training, number, 1, INTERRUPTED, count=0)
+    assert row(store, training, number).state == "recording"
+    store.write(lambda s: step_traces.interrupt(s, training, "rank 1 was killed"))
+    over = row(store, training, number)
+    assert over.state == "partial"
+    assert over.message == "the recording was broken off: rank 1 was killed; rank 1 left nothing of it"
+    assert row(store, training, waiting).state == "requested", "the next generation may record it"
+
+
+@pytest.mark.parametrize(
+    ("states", "waiting", "why"),
+    [
+        (("RUNNING", "SUCCEEDED"), "failed", "the job is SUCCEEDED, at step 0"),
+        (("RUNNING", "PAUSING", "PAUSED"), "requested", "the job is PAUSED, at step 0"),
+        (("RUNNING", "CANCELLING", "CANCELLED"), "failed", "the job is CANCELLED, at step 0"),
+        (("QUEUED",), "requested", "the job is QUEUED, at step 0"),
+    ],
+)
+def test_the_end_of_a_job_ends_its_traces(store, training, states, waiting, why):
+    number, later = request(store, training), request(store, training)
+    begun(store, training, number)
+    for state in states:
+        store.write(lambda s, to=state: jobs.transition(s, training, JobState(to)))
+    over = row(store, training, number)
+    assert (over.state, over.message) == ("failed", f"the recording was broken off: {why}")
+    other = row(store, training, later)
+    assert (other.state, other.message) == (waiting, f"it did not begin: {why}" if waiting == "failed" else None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"step": 11}, "ends with step 10, and has committed 0"),
+        ({"steps": 3000}, "3000 steps of 2 ranks are too many for one trace: trace 2048 at most"),
+        ({"profiler_ranks": (1, 2)}, "no rank 2; its ranks are 0 to 1"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(store, training, wanted, why):
+    with pytest.raises(TraceNotPossible, match=why):
+        request(store, training, **wanted)
+
+
+def test_a_job_that_is_over_or_has_traces_enough_takes_no_more(store, training):
+    for _ in range(trace_requests.MOST_WAITING):
+        request(store, training)
+    with pytest.raises(TraceNotPossible, match=r"5 traces of job .* are not over yet"):
+        request(store, training)
+    for state in ("RUNNING", "SUCCEEDED"):
+        store.write(lambda s, to=state: jobs.transition(s, training, JobState(to)))
+    with pytest.raises(TraceNotPossible, match="SUCCEEDED, and only one that still trains"):
+        request(store, training)
+
+
+def test_the_oldest_goes_and_no_number_is_given_twice(store, training, monkeypatch):
+    monkeypatch.setattr(trace_requests, "KEPT", 3)
+    for number in range(1, 6):
+        assert request(store, training) == number
+        recorded(store, training, number, 0)
+        recorded(store, training, number, 1)
+    with store.read() as session:
+        assert [each.number for each in step_traces.of_job(session, training)] == [3, 4, 5]
+        assert step_traces.parts(session, training, 2) == {}
+    with pytest.raises(TraceNotFound):
+        row(store, training, 2)
+
+
+def test_who_wants_traces_is_known_to_all_control_planes(store, training):
+    with store.read() as session:
+        assert step_traces.jobs_that_want_some(session) == set()
+    number = request(store, training)
+    with store.read() as session:
+        assert step_traces.jobs_that_want_some(session) == {training}
+    store.write(lambda s: step_traces.fail(s, training, number, "no"))
+    with store.read() as session:
+        assert step_traces.jobs_that_want_some(session) == set()
+    assert said(store, training) == ["trace_1 is failed: no"]
+
+
+@pytest.mark.parametrize("text", ["trace_0", "trace_", "trace_01", "trace_x", "1", ""])
+def test_what_is_no_id_names_none(text):
+    assert step_traces.number_of(text) is None
+    assert step_traces.number_of("trace_12") == 12
