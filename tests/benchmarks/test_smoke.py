@@ -29,6 +29,7 @@ from benchmarks import (
     snapshots,
     step,
     tokenize,
+    traces,
 )
 from benchmarks.support.report import deliver
 from service.machines import Calibrated
@@ -211,3 +212,10 @@ def test_steps_are_timed_beside_uploads_and_plain_ones(tmp_path: Path) -> None:
     assert figures["upload_to_plain_upload"]["value"] > 0
     assert figures["checkpoint"]["value"] > 80e6
     assert figures["local_training_thread_waits"]["value"] >= 0
+
+
+@pytest.mark.soak
+def test_the_bubble_of_a_trace_is_that_of_timers() -> None:
+    report = traces.measure(argparse.Namespace(seed=1, steps=15))
+    assert report.figures["bubble_difference"].met
+    assert report.figures["slices_of_a_step"].value > 100
