@@ -387,6 +387,11 @@ def trace_for_perfetto(job_id: str, trace_id: str) -> Call[bytes]:
     return Call(bytes, "GET", path, patience=_TRACE_SECONDS)
 
 
+def profile(job_id: str, trace_id: str, rank: int) -> Call[bytes]:
+    """What torch's profiler says of a rank; to be downloaded."""
+    return Call(bytes, "GET", _job(job_id, f"/traces/{quote(trace_id, safe='')}/profiles/{rank}"))
+
+
 def budget(job_id: str, source: str | None = None) -> Call[trace_schemas.StepBudget]:
     """Where a job's step goes; `source`: by a trace or by phases."""
     return Call(trace_schemas.StepBudget, "GET", _job(job_id, "/budget"), {"from": source}, patience=_TRACE_SECONDS)

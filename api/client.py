@@ -299,9 +299,11 @@ class MantaClient:
         """A page of a job's recoveries, oldest first."""
         return self.send(calls.recoveries(job_id, limit, cursor))
 
-    def request_trace(self, job_id: str, steps: int = 1, step: int = 0) -> Trace:
-        """Have all ranks of a job record `steps` steps, none before `step`."""
-        return self.send(calls.request_trace(job_id, TraceRequest(steps=steps, step=step)))
+    def request_trace(self, job_id: str, steps: int = 1, step: int = 0, profiler_ranks: Sequence[int] = ()) -> Trace:
+        """Have all ranks of a job record `steps` steps, none before `step`; of `profiler_ranks` torch's profiler
+        too."""
+        wanted = TraceRequest(steps=steps, step=step, profiler_ranks=list(profiler_ranks))
+        return self.send(calls.request_trace(job_id, wanted))
 
     def traces(self, job_id: str) -> Items[Trace]:
         """A job's traces, newest first, without what each rank did."""

@@ -68,6 +68,7 @@ NEEDS: dict[str, Need] = {
     "list_traces": _READ,
     "get_trace": _READ,
     "get_trace_for_perfetto": _READ,
+    "get_profile": _READ,
     "get_budget": _READ,
     "inject_fault": _ADMIN,
     "get_cluster": _READ,

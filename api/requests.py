@@ -135,6 +135,8 @@ class TraceRequest(BaseModel):
     """How many."""
     step: Annotated[int, Field(strict=True, ge=0, le=2**53)] = 0
     """None before this one; default: as soon as possible."""
+    profiler_ranks: Annotated[list[Annotated[int, Field(strict=True, ge=0, le=10**8)]], Field(max_length=8)] = []
+    """Ranks whose operators and kernels torch's profiler records too, which takes them far longer."""
 
 
 ProjectName = Annotated[str, Field(pattern=f"^{PROJECT_PATTERN}$", min_length=1, max_length=63)]

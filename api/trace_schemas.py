@@ -97,6 +97,8 @@ class Trace(Answer):
     critical_path: list[tuple[int, int]]
     """Rank, and index of one of its slices: what the length of the steps hangs on, backwards from their end."""
     budget: StepBudget | None
+    profiles: list[int]
+    """Ranks of which there is a profile."""
 
 
 class TracedStep(Answer):

@@ -6,16 +6,18 @@ steps, however late the order comes. What each has recorded it reports by itself
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from workers.comm.comm import Comm
 from workers.comm.device_marks import new_event
 from workers.parallel.data.step_statistics import StepStatistics
-from workers.protocol.reports import TraceBegan, Traced
+from workers.protocol.reports import Profiled, TraceBegan, Traced
 from workers.reporter import Reporter
 from workers.timing.recorder import DeviceMoments, HostMoments, Moments, Recorder
 from workers.timing.recording import INTERRUPTED, Recording
+from workers.torch_profile import MOST_BYTES, TorchProfile
 
 Take = Callable[[int, Recording], None]
 """Takes the number of a trace, and what this rank has recorded of it."""
@@ -32,6 +34,7 @@ class Tracing:
         """Takes what is recorded, once it is whole: it is reported, unless somebody else wants it."""
         self._next: tuple[int, int] | None = None
         self._first_step = 0
+        self._profile: TorchProfile | None = None
 
     def begin_with_next_step(self, number: int, steps: int) -> None:
         """Record the next `steps` steps as trace `number`. All ranks are told the same before the same step."""
@@ -43,7 +46,9 @@ class Tracing:
         if step_phases.recorder is None and self._next is not None:
             number, steps = self._next
             self._next, self._first_step = None, step
-            self._comm.trace_orders.take(self._comm.generation, number)
+            order = self._comm.trace_orders.take(self._comm.generation, number)
+            if order is not None and self._comm.rank in order.profiler_ranks:
+                self._profile = TorchProfile(self._comm.device)
             idle = self._comm.idle_seconds if self._comm.tells_idle_seconds else None
             step_phases.recorder = Recorder(number, steps, self._moments(), idle)
             if self._comm.rank == 0:
@@ -79,5 +84,36 @@ class Tracing:
         self.take(recorder.number, replace(recording, problem=problem, peak_flops=self._peak_flops))
 
     def _report(self, number: int, recording: Recording) -> None:
-        first_step = self._first_step
-        self._reporter.made(lambda: Traced(number, first_step, recording.pack()))
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.stop()
+        made = _Made(number, self._first_step, recording, profile)
+        if profile is not None:
+            self._reporter.made(made.profiled)
+        elif self._comm.trace_orders.came_late(number, self._comm.rank):
+            made.left_out = "the profiler was asked for too late"
+        self._reporter.made(made.traced)
+
+
+@dataclass
+class _Made:
+    """What a rank has recorded, on the reporter's thread."""
+
+    number: int
+    first_step: int
+    recording: Recording
+    profile: TorchProfile | None
+    left_out: str = ""
+    """Why there is no profile of it, though one was wanted."""
+
+    def profiled(self) -> Profiled:
+        """What the profiler says; nothing where it is too much."""
+        content = self.profile.content() if self.profile is not None else None
+        if content is None:
+            self.left_out = f"its profile is larger than {MOST_BYTES >> 20} MiB and is left out"
+        return Profiled(self.number, self.first_step, base64.b85encode(content or b"").decode())
+
+    def traced(self) -> Traced:
+        """The recording, and what is wrong with it."""
+        problem = self.recording.problem or self.left_out
+        return Traced(self.number, self.first_step, replace(self.recording, problem=problem).pack())

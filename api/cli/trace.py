@@ -37,14 +37,24 @@ def trace(
         Path | None,
         typer.Option("--output", help="Write it to this file: .json, or .pftrace for Perfetto.", dir_okay=False),
     ] = None,
+    profiled: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--profile-rank", min=0, help="Have torch's profiler record this rank, too: beside the output, .json.gz."
+        ),
+    ] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
     """Record a job's next steps on all of its ranks, wait for them, and say where they went."""
     if output is not None and output.suffix not in ENDINGS:
         raise fail(f"{output}: a trace is written as {' or as '.join(ENDINGS)}", EXIT_BAD_INPUT)
+    if profiled and output is None:
+        raise fail("--profile-rank needs --output: the profile is written beside it", EXIT_BAD_INPUT)
     with connect(url) as client:
-        asked = client.send(calls.request_trace(job, TraceRequest(steps=steps, step=step)))
+        asked = client.send(
+            calls.request_trace(job, TraceRequest(steps=steps, step=step, profiler_ranks=profiled or []))
+        )
         try:
             _wait(client, asked)
         except KeyboardInterrupt as error:
@@ -53,6 +63,9 @@ def trace(
         made = client.send(calls.trace(job, asked.id))
         if output is not None and made.ranks:
             _write(output, client, made)
+            for rank in made.profiles:
+                beside = output.with_suffix(f".rank-{rank}.json.gz")
+                _write_bytes(beside, client.download(calls.profile(job, made.id, rank)))
     if made.state == "failed":
         raise fail(f"{made.id} has failed: {made.message}", EXIT_FAILED)
     show(made, as_json, lambda console: _page(console, made, output))
@@ -66,11 +79,15 @@ def _wait(client: MantaClient, asked: trace_schemas.Trace) -> None:
 
 
 def _write(file: Path, client: MantaClient, made: trace_schemas.TraceDocument) -> None:
+    if file.suffix == ".json":
+        _write_bytes(file, json.dumps(made.model_dump(mode="json")).encode())
+    else:
+        _write_bytes(file, client.download(calls.trace_for_perfetto(made.job_id, made.id)))
+
+
+def _write_bytes(file: Path, content: bytes) -> None:
     try:
-        if file.suffix == ".json":
-            file.write_text(json.dumps(made.model_dump(mode="json")), encoding="utf-8")
-        else:
-            file.write_bytes(client.download(calls.trace_for_perfetto(made.job_id, made.id)))
+        file.write_bytes(content)
     except OSError as error:
         raise fail(f"cannot write {file}: {error.strerror or error}", EXIT_BAD_INPUT) from error
 

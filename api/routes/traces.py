@@ -24,7 +24,7 @@ from workers.spec.problems import SpecError
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["traces"])
 TraceId = Annotated[str, Path(pattern=r"^trace_[1-9][0-9]{0,8}$", description="Id of one of the job's traces")]
-PERFETTO = "application/vnd.perfetto.trace"
+PERFETTO, GZIP = "application/vnd.perfetto.trace", "application/gzip"
 
 
 def traces_of(request: Request) -> TraceReader:
@@ -51,7 +51,7 @@ def request_trace(
     recorded once it trains."""
 
     def request(session: Any) -> str:
-        row = trace_requests.request(session, job_id, wanted.steps, wanted.step)
+        row = trace_requests.request(session, job_id, wanted.steps, wanted.step, wanted.profiler_ranks)
         return step_traces.id_of(row.number)
 
     made = control.store.write(request)
@@ -88,6 +88,22 @@ def get_trace_for_perfetto(traces: Traces, job_id: JobId, trace_id: TraceId) -> 
     """One trace as a file for ui.perfetto.dev: TrackEvents, as a protocol buffer."""
     headers = {"Content-Disposition": f'attachment; filename="{job_id}-{trace_id}.pftrace"'}
     return Response(traces.perfetto(job_id, trace_id), media_type=PERFETTO, headers=headers)
+
+
+@router.get(
+    "/traces/{trace_id}/profiles/{rank}",
+    response_class=Response,
+    responses={
+        200: {"content": {GZIP: {"schema": {"type": "string", "format": "binary"}}}},
+        **reads(*OF_A_JOB, "invalid_parameter", "trace_not_found"),
+    },
+)
+def get_profile(
+    traces: Traces, job_id: JobId, trace_id: TraceId, rank: Annotated[int, Path(ge=0, le=10**8)]
+) -> Response:
+    """What torch's profiler says of a rank in the steps of a trace: a Chrome trace, compressed by gzip."""
+    headers = {"Content-Disposition": f'attachment; filename="{job_id}-{trace_id}-rank-{rank}.json.gz"'}
+    return Response(traces.profile(job_id, trace_id, rank), media_type=GZIP, headers=headers)
 
 
 @router.get("/budget", responses=reads(*OF_A_JOB, "invalid_parameter", "nothing_measured", "not_understood"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,18 @@ from service.store.generations import TrainedStep
 from service.store.retries import until_done
 from service.store.tables import Recovery
 from workers.protocol.json_codec import JsonObject
-from workers.protocol.reports import Event, Exited, Finished, Metrics, Printed, Report, Started, TraceBegan, Traced
+from workers.protocol.reports import (
+    Event,
+    Exited,
+    Finished,
+    Metrics,
+    Printed,
+    Profiled,
+    Report,
+    Started,
+    TraceBegan,
+    Traced,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,6 +100,8 @@ class ReportWriter:
                 await self._write(self._trace_began, report, began)
             case Traced() as traced:
                 await self._write(self._traced, report, traced)
+            case Profiled() as profiled:
+                await self._write(self._profiled, report, profiled)
             case Finished() as finished:
                 await self._write(self._finished, report, finished)
             case Exited():
@@ -188,6 +202,11 @@ class ReportWriter:
         if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
             about = (self._job_id, traced.number, self._generation, traced.first_step, report.rank)
             trace_requests.note_recorded(session, *about, traced.recording)
+
+    def _profiled(self, session: Session, report: Report, profiled: Profiled) -> None:
+        if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
+            about = (self._job_id, profiled.number, self._generation, profiled.first_step, report.rank)
+            trace_requests.note_profiled(session, *about, base64.b85decode(profiled.content))
 
     def _exit(self, session: Session, report: Report, _: None) -> None:
         ranks.set_state(session, self._job_id, self._generation, report.rank, "exited")

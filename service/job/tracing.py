@@ -35,13 +35,15 @@ async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
 
 
 async def _passed_on(job: JobContext, running: RunningGeneration, wanted: StepTrace) -> bool:
-    """Whether the first rank knows of it, or it was given up."""
-    agent = running.agents[0]
-    if agent is None:
-        return False
-    order = TraceOrder(wanted.number, running.generation, wanted.steps, wanted.wanted_step)
+    """Whether the first rank knows of it, and those before it that are to be profiled; or it was given up."""
+    ranks = tuple(rank for rank in wanted.profiler_ranks if rank < len(running.agents))
+    order = TraceOrder(wanted.number, running.generation, wanted.steps, wanted.wanted_step, ranks)
     try:
-        return await within(ASK_SECONDS, agent.trace(order))
+        # The first one last: it has all begin.
+        for agent in (*(running.agents[rank] for rank in ranks if rank), running.agents[0]):
+            if agent is None or not await within(ASK_SECONDS, agent.trace(order)):
+                return False
+        return True
     except AgentFailed as error:
         why = f"the job's ranks cannot be traced, perhaps since another release started them ({error})"
         await job.record.fail_trace(wanted.number, why)

@@ -54,6 +54,8 @@ class ReadTrace:
     """Of the job, in the layout of the trace; None where nothing was recorded, or nobody understands it."""
     trace: StepTrace | None
     """None where nothing was recorded."""
+    profiles: tuple[int, ...] = ()
+    """Ranks of which there is a profile."""
 
 
 class TraceReader:
@@ -69,7 +71,14 @@ class TraceReader:
         with self._store().read() as session:
             jobs.get(session, job_id)
             rows = step_traces.of_job(session, job_id)
-        return [self._summary(self._known(row) or self._read(job_id, row.number), row) for row in reversed(rows)]
+            profiles = {row.number: step_traces.profiled(session, job_id, row.number) for row in rows}
+        return [
+            {
+                **self._summary(self._known(row) or self._read(job_id, row.number), row),
+                "profiles": profiles[row.number],
+            }
+            for row in reversed(rows)
+        ]
 
     def document(self, job_id: str, trace_id: str, cluster: PlannerCluster) -> dict[str, Any]:
         """One trace in full. Raises JobNotFound, TraceNotFound."""
@@ -80,6 +89,7 @@ class TraceReader:
         nodes = dict(enumerate(read.row.nodes or []))
         return {
             **self._summary(read, read.row, planned),
+            "profiles": read.profiles,
             "ranks": [] if read.trace is None else rank_documents(read.trace, nodes),
             "planned": None if planned is None else planned.to_json(),
         }
@@ -91,24 +101,32 @@ class TraceReader:
             raise TraceNotFound(job_id)
         return perfetto(read.trace)
 
+    def profile(self, job_id: str, trace_id: str, rank: int) -> bytes:
+        """What torch's profiler says of a rank, as a Chrome trace compressed by gzip. Raises JobNotFound,
+        TraceNotFound."""
+        with self._store().read() as session:
+            jobs.get(session, job_id)
+            return step_traces.profile(session, job_id, step_traces.number_of(trace_id), rank)
+
     def _read(self, job_id: str, number: int | None) -> ReadTrace:
         with self._store().read() as session:
             job = jobs.get(session, job_id)
             row = step_traces.get(session, job_id, number)
             known = step_traces.parts(session, job_id, row.number)
+            profiles = tuple(step_traces.profiled(session, job_id, row.number))
         try:
             recordings = {rank: each.unpack() for rank, each in known.items() if each.packed}
         except MalformedMessage:  # of a release that packs them otherwise
             recordings = {}
         if not recordings or row.parallel is None:
-            return ReadTrace(row, None, None)
+            return ReadTrace(row, None, None, profiles)
         layout = _layout(row.parallel)
         trace = assembled(recordings, RankGrid(layout))
         try:
             spec = stored_spec(job).spec.model_copy(update={"parallel": layout})
         except SpecNotUnderstood:
-            return ReadTrace(row, None, trace)
-        return ReadTrace(row, spec, trace)
+            return ReadTrace(row, None, trace, profiles)
+        return ReadTrace(row, spec, trace, profiles)
 
     def _known(self, row: Row) -> dict[str, Any] | None:
         """The analysis of a trace that is over, where it was made before."""

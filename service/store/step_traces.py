@@ -84,16 +84,38 @@ def begin(
     row.nodes = list(nodes)
 
 
+def part_of(session: Session, row: StepTrace, rank: int) -> StepTracePart:
+    """What `rank` has to do with a trace; a new row where there is none."""
+    known = session.get(StepTracePart, (row.job_id, row.number, rank))
+    if known is None:
+        known = StepTracePart(job_id=row.job_id, number=row.number, rank=rank)
+        session.add(known)
+    return known
+
+
+def profiled(session: Session, job_id: str, number: int) -> list[int]:
+    """Ranks of which a trace has a profile."""
+    query = select(StepTracePart.rank).where(StepTracePart.job_id == job_id, StepTracePart.number == number)
+    return list(session.scalars(query.where(StepTracePart.profile.is_not(None)).order_by(StepTracePart.rank)))
+
+
+def profile(session: Session, job_id: str, number: int | None, rank: int) -> bytes:
+    """Of one rank. Raises TraceNotFound."""
+    known = None if number is None else session.get(StepTracePart, (job_id, number, rank))
+    if known is None or known.profile is None:
+        raise TraceNotFound(job_id)
+    return known.profile
+
+
 def add(session: Session, row: StepTrace, rank: int, recording: PackedRecording) -> None:
     """What `rank` has recorded. With the last rank's the trace is over, unless it was broken off: then whoever knows
     why says so."""
-    job_id, number = row.job_id, row.number
     if row.slices + recording.count > MOST_SLICES:
         recording = PackedRecording("", problem=f"the trace has more than {MOST_SLICES:,} slices without it")
     row.slices += recording.count
-    session.add(StepTracePart(job_id=job_id, number=number, rank=rank, recording=to_json(recording)))
+    part_of(session, row, rank).recording = to_json(recording)
     session.flush()
-    known = parts(session, job_id, number)
+    known = parts(session, row.job_id, row.number)
     problems = {each.problem for each in known.values()} - {""}
     if len(known) == _ranks_of(row) and INTERRUPTED not in problems:
         _end(session, row, PARTIAL if problems else COMPLETE, _sentence(known) if problems else None)

@@ -85,6 +85,16 @@ def note_begun(session: Session, job_id: str, number: int, generation: int, firs
         step_traces.begin(session, row, generation, first_step, _layout(jobs.get(session, job_id)), nodes)
 
 
+def note_profiled(
+    session: Session, job_id: str, number: int, generation: int, first_step: int, rank: int, profile: bytes
+) -> None:
+    """What torch's profiler says of `rank`; nothing where it is empty. Raises JobNotFound."""
+    note_begun(session, job_id, number, generation, first_step)
+    row = session.get(StepTrace, (job_id, number), with_for_update=True)
+    if profile and row is not None and row.state == RECORDING and row.generation == generation:
+        step_traces.part_of(session, row, rank).profile = profile
+
+
 def note_recorded(
     session: Session, job_id: str, number: int, generation: int, first_step: int, rank: int, recording: PackedRecording
 ) -> None:

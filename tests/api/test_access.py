@@ -42,7 +42,7 @@ NEEDS = {
          "get_rank_history", "get_waits", "get_rank_stack",
          "list_checkpoints", "list_exports", "get_export",
          "get_ledger", "get_job_plan", "list_recoveries", "list_traces", "get_trace", "get_trace_for_perfetto",
-         "get_budget", "get_cluster", "list_projects", "create_link", "get_me",
+         "get_profile", "get_budget", "get_cluster", "list_projects", "create_link", "get_me",
          "end_session", "get_prometheus_metrics", "make_plans", "list_machines"), ("read",),
     ),
     **dict.fromkeys(
@@ -90,7 +90,7 @@ class Theirs:
         self.job = self._submit()
         self.checkpoint, self.export = self._save()
         service.move(self.job, *STATES.get(operation.id, ("STARTING", "RUNNING")))
-        if operation.id in ("get_trace", "get_trace_for_perfetto", "get_budget"):
+        if operation.id in ("get_trace", "get_trace_for_perfetto", "get_profile", "get_budget"):
             self._trace()
         with service.store.read() as session:
             self.key = next(key.id for key in keys.page(session, "theirs").items if key.scope == "read")
@@ -102,6 +102,7 @@ class Theirs:
         for write in (
             lambda session: generations.begin(session, self.job, "test", False),
             lambda session: trace_requests.request(session, self.job, 1),
+            lambda session: trace_requests.note_profiled(session, self.job, 1, 1, 5, 0, b"a profile"),
             *(
                 lambda session, rank=rank: trace_requests.note_recorded(session, self.job, 1, 1, 5, rank, recording)
                 for rank in range(4)

@@ -55,11 +55,12 @@ def sent(call):
         (calls.recoveries("j", 3, "c"), ("GET", "/v1/jobs/j/recoveries?limit=3&cursor=c", "", {})),
         (
             calls.request_trace("j", requests.TraceRequest(steps=3)),
-            ("POST", "/v1/jobs/j/traces", '{"steps": 3, "step": 0}', {}),
+            ("POST", "/v1/jobs/j/traces", '{"steps": 3, "step": 0, "profiler_ranks": []}', {}),
         ),
         (calls.traces("j"), ("GET", "/v1/jobs/j/traces", "", {})),
         (calls.trace("j", "../1"), ("GET", "/v1/jobs/j/traces/..%2F1", "", {})),
         (calls.trace_for_perfetto("j", "trace_1"), ("GET", "/v1/jobs/j/traces/trace_1/perfetto", "", {})),
+        (calls.profile("j", "trace_1", 3), ("GET", "/v1/jobs/j/traces/trace_1/profiles/3", "", {})),
         (calls.budget("j"), ("GET", "/v1/jobs/j/budget", "", {})),
         (calls.budget("j", "phases"), ("GET", "/v1/jobs/j/budget?from=phases", "", {})),
         (calls.drain("a/b", 60.0), ("POST", "/v1/nodes/a%2Fb/drain", '{"deadline_seconds": 60.0}', {})),

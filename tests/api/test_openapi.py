@@ -21,7 +21,7 @@ OPERATIONS = [
     "get_rank_history", "get_waits", "get_rank_stack",
     "list_checkpoints", "delete_checkpoint",
     "export_checkpoint", "list_exports", "get_export", "get_ledger", "get_job_plan", "list_recoveries",
-    "request_trace", "list_traces", "get_trace", "get_trace_for_perfetto", "get_budget", "inject_fault",
+    "request_trace", "list_traces", "get_trace", "get_trace_for_perfetto", "get_profile", "get_budget", "inject_fault",
     "get_cluster", "check_cluster", "drain_node", "make_plans", "list_machines",
     "create_project", "list_projects", "create_key", "list_keys", "revoke_key", "list_audit", "create_link",
     "open_link", "get_me", "end_session", "get_health", "get_readiness", "get_prometheus_metrics",

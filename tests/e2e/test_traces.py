@@ -1,6 +1,7 @@
 """Steps of real jobs, traced through the service: all ranks the same ones, and with a sentence where something is
 missing."""
 
+import gzip
 import json
 
 import pytest
@@ -28,7 +29,8 @@ def test_steps_of_eight_ranks_are_recorded(manta, tmp_path):
     job = manta.submit(manta.spec(steps=10_000, layout=(2, 2, 2), train={"micro_batch_size": 1}))
     manta.until_step(job, 2)
     file = tmp_path / "trace.pftrace"
-    command = ["trace", job, "--steps", "2", "--output", str(file), "--json", "--url", manta.url]
+    options = ["--steps", "2", "--output", str(file), "--profile-rank", "3"]
+    command = ["trace", job, *options, "--json", "--url", manta.url]
     done = CliRunner().invoke(command_line(), command, env={"MANTA_API_KEY": manta.key})
     assert done.exit_code == 0, done.output
     made = json.loads(done.output)
@@ -54,6 +56,9 @@ def test_steps_of_eight_ranks_are_recorded(manta, tmp_path):
     for rank, track in zip(made["ranks"], [track for track in tracks if track.parent], strict=True):
         assert track.name.startswith(f"rank {rank['rank']} ")
         assert len(track.slices) == len(rank["slices"]) + len(rank["steps"])
+    assert made["profiles"] == [3]
+    profile = json.loads(gzip.decompress((tmp_path / "trace.rank-3.json.gz").read_bytes()))
+    assert any(each.get("name") == "aten::mm" for each in profile["traceEvents"])
     assert manta.client.budget(job).measured_from == "trace_1"
     assert manta.client.budget(job, "phases").measured_from == "phases"
     assert manta.client.traces(job).items[0].budget.measured_from == "trace_1"

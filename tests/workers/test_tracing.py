@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 from collections import Counter
 from itertools import pairwise
 
@@ -14,7 +17,7 @@ from workers.comm.grid import RankGrid
 from workers.parallel.pipeline.schedules import schedule
 from workers.parallel.pipeline.schedules.action import COMPUTE
 from workers.protocol.messages import TraceOrder
-from workers.protocol.reports import TraceBegan, Traced
+from workers.protocol.reports import Profiled, TraceBegan, Traced
 from workers.spec.reading import parse_job_spec
 from workers.step_traces.assembly import assembled
 from workers.step_traces.critical_path import critical_path
@@ -63,6 +66,27 @@ def test_ranks_record_the_steps_that_were_asked_for(ranks, corpus, layout, kind,
         problems = {recording.problem for recording in recordings.values()}
         assert problems == {"the recording was broken off" if number == 3 else ""}
         look_at(assembled(recordings, RankGrid(spec.layout)), spec, backend)
+
+
+def test_a_rank_is_profiled_that_is_told_to(ranks, corpus):
+    job = document(data={"paths": [corpus]}, train={"steps": 4}, parallel={"data": 2})
+    orders = [TraceOrder(1, 0, 2, first_step=2, profiler_ranks=(1,))]
+    results = ranks.run(parse_job_spec(job).layout, train_traced, job, orders, True)
+    said = [[each for each in reported if isinstance(each, Profiled | Traced)] for _, reported, _ in results]
+    assert [[type(each) for each in of_rank] for of_rank in said] == [[Traced], [Profiled, Traced]]
+    profile = json.loads(gzip.decompress(base64.b85decode(said[1][0].content)))
+    names = Counter(each.get("name") for each in profile["traceEvents"])
+    assert names["aten::mm"] + names["aten::addmm"] > 0, "torch's operators"
+
+
+def test_a_profile_that_is_too_large_is_left_out_with_a_sentence(ranks, corpus):
+    job = document(data={"paths": [corpus]}, train={"steps": 3})
+    orders = [TraceOrder(1, 0, 1, profiler_ranks=(0,))]
+    ((_, reported, _),) = ranks.run(parse_job_spec(job).layout, train_traced, job, orders, True, 1000)
+    (profiled,) = [each for each in reported if isinstance(each, Profiled)]
+    (traced,) = [each for each in reported if isinstance(each, Traced)]
+    assert profiled.content == ""
+    assert "and is left out" in traced.recording.problem
 
 
 def look_at(trace, spec, backend):

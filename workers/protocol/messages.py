@@ -113,6 +113,8 @@ class TraceOrder:
     """How many."""
     first_step: int = 0
     """None before this one; 0: as soon as possible."""
+    profiler_ranks: tuple[int, ...] = ()
+    """Ranks that run torch's profiler meanwhile; they are told, too."""
 
 
 @dataclass(frozen=True)

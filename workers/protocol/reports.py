@@ -86,6 +86,17 @@ class Traced:
 
 
 @dataclass(frozen=True)
+class Profiled:
+    """What torch's profiler says of a trace's steps on this rank; reported before what the rank has recorded."""
+
+    number: int
+    """The trace's, in its job."""
+    first_step: int
+    content: str
+    """A Chrome trace, compressed by gzip, in base 85."""
+
+
+@dataclass(frozen=True)
 class Resting:
     """The trainer has lost a peer, or was ordered to rest, and waits for the next generation's order."""
 
@@ -169,6 +180,7 @@ Payload = (
     | FlightRecord
     | TraceBegan
     | Traced
+    | Profiled
     | Resting
     | Finished
     | Failure
@@ -195,6 +207,7 @@ PAYLOADS: dict[str, Any] = {
     "flight_record": FlightRecord,
     "trace_began": TraceBegan,
     "traced": Traced,
+    "profiled": Profiled,
     "resting": Resting,
     "finished": Finished,
     "failure": Failure,

@@ -23,8 +23,8 @@ DRAIN_SECONDS = 2.0
 FLIGHT_RECORD_SECONDS = 3.0
 CHUNK_BYTES = 65536
 KINDS = frozenset(
-    {"prepared", "started", "metrics", "event", "flight_record", "trace_began", "traced", "resting", "failure"}
-    | {"finished"}
+    {"prepared", "started", "metrics", "event", "flight_record", "trace_began", "traced", "profiled", "resting"}
+    | {"failure", "finished"}
 )
 """What a trainer says; the other kinds of reports are its agent's own."""
 

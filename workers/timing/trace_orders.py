@@ -13,6 +13,7 @@ class TraceOrders:
     def __init__(self) -> None:
         self._waiting: dict[int, TraceOrder] = {}
         self._begun: set[tuple[int, int]] = set()
+        self._late: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
 
     def ask(self, order: TraceOrder) -> None:
@@ -21,6 +22,12 @@ class TraceOrders:
         with self._lock:
             if (order.generation, order.number) not in self._begun:
                 self._waiting[order.number] = order
+            else:
+                self._late |= {(order.number, rank) for rank in order.profiler_ranks}
+
+    def came_late(self, number: int, rank: int) -> bool:
+        """Whether an order to profile `rank` for that trace came after it had begun."""
+        return (number, rank) in self._late
 
     def due(self, generation: int, step: int) -> TraceOrder | None:
         """The order, of those of this generation, whose recording may begin with `step`: of several the first. Orders

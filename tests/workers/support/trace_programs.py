@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
+from workers import torch_profile
 from workers.comm.comm import Comm
 from workers.protocol.messages import Resume, TraceOrder
 from workers.reporter import Reporter
@@ -16,15 +19,25 @@ Seen = tuple[list[tuple[float, float]], list[Any], list[Any]]
 """Loss and gradient norm of each step, what was reported, bits of the state."""
 
 
-def train_traced(comm: Comm, document: dict[str, Any], orders: list[TraceOrder]) -> Seen:
-    """All steps of a job, of which rank 0 is asked for these traces."""
+def train_traced(
+    comm: Comm,
+    document: dict[str, Any],
+    orders: list[TraceOrder],
+    all_are_told: bool = False,
+    most_profile_bytes: int = torch_profile.MOST_BYTES,
+) -> Seen:
+    """All steps of a job, of which rank 0, or with `all_are_told` each, is asked for these traces."""
+    with mock.patch.object(torch_profile, "MOST_BYTES", most_profile_bytes):
+        return _train_traced(comm, document, orders, all_are_told)
+
+
+def _train_traced(comm: Comm, document: dict[str, Any], orders: list[TraceOrder], all_are_told: bool) -> Seen:
     spec, messages = parse_job_spec(document), []
     reporter = Reporter(messages.extend)
     trainer = Trainer(spec, comm, reporter, 1e12)
     trainer.restore(Resume())
-    if comm.rank == 0:
-        for order in orders:
-            comm.trace_orders.ask(TraceOrder(order.number, comm.generation, order.steps, order.first_step))
+    for order in orders if comm.rank == 0 or all_are_told else ():
+        comm.trace_orders.ask(replace(order, generation=comm.generation))
     curve: list[tuple[float, float]] = []
     train_step = trainer.train_step
 

@@ -28,6 +28,16 @@ def test_orders_of_other_generations_do_not_count():
     assert orders.due(1, 5) is None, "it was forgotten"
 
 
+def test_a_rank_that_is_told_too_late_to_profile_knows_it():
+    orders = TraceOrders()
+    orders.take(1, 4)
+    orders.ask(TraceOrder(4, 1, 2, profiler_ranks=(3,)))
+    assert orders.came_late(4, 3)
+    assert not orders.came_late(4, 0) and not orders.came_late(5, 3)
+    orders.ask(TraceOrder(5, 1, 2, profiler_ranks=(3,)))
+    assert not orders.came_late(5, 3)
+
+
 def test_what_has_begun_is_not_wanted_again():
     """A control plane that takes over asks for all that it does not know to be recorded."""
     orders = TraceOrders()
