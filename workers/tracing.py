@@ -7,6 +7,7 @@ steps, however late the order comes. What each has recorded it reports by itself
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -75,7 +76,8 @@ class Tracing:
         """Nothing more is recorded: of a recording that goes on, the whole steps are kept."""
         recorder, self._next = self._comm.step.recorder, None
         if recorder is not None:
-            self._end(recorder, INTERRUPTED)
+            with contextlib.suppress(RuntimeError):  # of a device that has failed, which is what ends here
+                self._end(recorder, INTERRUPTED)
 
     def _end(self, recorder: Recorder, problem: str) -> None:
         self._comm.step.recorder = None

@@ -39,7 +39,7 @@ Traces = Annotated[TraceReader, Depends(traces_of)]
     "/traces",
     status_code=202,
     openapi_extra=json_request(requests.TraceRequest),
-    responses=changes(*OF_A_JOB, "malformed_json", "invalid_parameter", "trace_not_possible"),
+    responses=changes(*OF_A_JOB, "malformed_json", "invalid_parameter", "trace_not_possible", "not_understood"),
 )
 def request_trace(
     control: Control,

@@ -15,9 +15,9 @@ from service.planner.budget import Share
 from workers.accounting.flops import step_flops
 from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan
-from workers.step_traces.assembly import StepTrace, TracedRank
+from workers.step_traces.assembly import PASSES, StepTrace, TracedRank
 from workers.step_traces.exclusive import own_seconds
-from workers.step_traces.idle import PASSES, idle_slices
+from workers.step_traces.idle import idle_slices
 from workers.timing.recording import Slice
 
 PARTS = (

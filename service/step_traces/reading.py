@@ -26,7 +26,7 @@ from workers.step_traces.assembly import StepTrace, assembled
 from workers.step_traces.document import analysis_document, rank_documents
 from workers.step_traces.perfetto import perfetto
 
-MOST_KEPT = 16
+MOST_KEPT = 128
 """Traces whose analysis is remembered."""
 MEASURED_STEPS = 10
 """Newest steps of which a budget by phases is the mean."""

@@ -14,6 +14,7 @@ from service.store.errors import TraceNotPossible
 from service.store.step_traces import RECORDING, REQUESTED, UNFINISHED
 from service.store.tables import Job
 from service.store.trace_tables import StepTrace
+from service.stored_specs import stored_spec
 from workers.config import ParallelConfig
 from workers.timing.recording import PackedRecording
 
@@ -30,7 +31,8 @@ MOST_RANK_STEPS = 4096
 def request(
     session: Session, job_id: str, steps: int, first_step: int = 0, profiler_ranks: Sequence[int] = ()
 ) -> StepTrace:
-    """Ask for a trace of `steps` steps, none of them before `first_step`. Raises JobNotFound, TraceNotPossible."""
+    """Ask for a trace of `steps` steps, none of them before `first_step`. Raises JobNotFound, TraceNotPossible,
+    SpecNotUnderstood."""
     job = jobs.get(session, job_id, lock=True)
     known = step_traces.of_job(session, job_id)
     _refuse_impossible(job, steps, first_step, profiler_ranks, [row for row in known if row.state in UNFINISHED])
@@ -72,8 +74,8 @@ def _refuse_impossible(
 
 
 def _layout(job: Job) -> ParallelConfig:
-    """In which the job runs."""
-    return layout_in_use(ParallelConfig.model_validate(job.spec["parallel"]), job)
+    """In which the job runs. Raises SpecNotUnderstood."""
+    return layout_in_use(stored_spec(job).spec.layout, job)
 
 
 def note_begun(session: Session, job_id: str, number: int, generation: int, first_step: int) -> None:

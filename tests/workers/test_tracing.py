@@ -97,8 +97,7 @@ def look_at(trace, spec, backend):
     for rank in trace.ranks:
         at = trace.grid.coordinates(rank.rank)
         expected = [(each.kind, each.micro_batch) for each in actions[at.pipeline] if each.kind in COMPUTE]
-        for step in rank.steps:
-            slices = rank.of_step(step)
+        for step, slices in zip(rank.steps, rank.by_step, strict=True):
             assert [(each.kind, each.micro_batch) for each in slices if each.kind in {*COMPUTE}] == expected
             assert {each.stage for each in slices if each.kind in COMPUTE} == {at.pipeline}
             kinds = Counter(each.kind for each in slices)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
 
 from workers.comm.grid import RankGrid
 from workers.step_traces.clocks import clock_offsets
-from workers.timing.recording import Recording, Slice, TracedStep
+from workers.timing.recording import Recording, Slice, SliceKind, TracedStep
 
+PASSES: frozenset[SliceKind] = frozenset({"forward", "backward", "backward_input", "backward_weight"})
+"""Kinds of slices in which a micro-batch passes through a virtual stage."""
 ROUNDING = 3e-7
 """Seconds by which a slice may seem to end after one around it, since times travel rounded."""
 
@@ -24,9 +29,20 @@ class TracedRank:
     peak_flops: float | None = None
     """FLOP/s of its device at its peak."""
 
-    def of_step(self, step: TracedStep) -> list[Slice]:
-        """The slices of one of its steps."""
-        return [each for each in self.slices if step.start <= each.start < step.end]
+    @cached_property
+    def by_step(self) -> list[list[Slice]]:
+        """The slices of each of its steps."""
+        starts = [each.start for each in self.slices]
+        cuts = [bisect_left(starts, step.start) for step in self.steps]
+        return [list(self.slices[start:end]) for start, end in zip(cuts, [*cuts[1:], len(starts)], strict=True)]
+
+    @cached_property
+    def pass_ends(self) -> list[float]:
+        """When its last pass ends in each of its steps."""
+        return [
+            max((each.end for each in slices if each.kind in PASSES), default=step.start)
+            for step, slices in zip(self.steps, self.by_step, strict=True)
+        ]
 
     @property
     def seconds(self) -> float:
@@ -51,10 +67,18 @@ class StepTrace:
         """The rank whose last step ends last; None where nothing was recorded."""
         return max((each for each in self.ranks if each.steps), key=lambda each: each.steps[-1].end, default=None)
 
-    def of_replica(self, rank: int) -> list[TracedRank]:
-        """The ranks of the replica that `rank` belongs to."""
-        data = self.grid.coordinates(rank).data
-        return [each for each in self.ranks if self.grid.coordinates(each.rank).data == data]
+    def replica_pass_ends(self, rank: int) -> list[float]:
+        """When the last pass of the replica that `rank` belongs to ends in each step, on whichever of its ranks."""
+        return self._pass_ends[self.grid.coordinates(rank).data]
+
+    @cached_property
+    def _pass_ends(self) -> dict[int, list[float]]:
+        ends: dict[int, list[list[float]]] = {}
+        for each in self.ranks:
+            ends.setdefault(self.grid.coordinates(each.rank).data, []).append(each.pass_ends)
+        return {
+            data: [max(of_step) for of_step in zip_longest(*of_ranks, fillvalue=0.0)] for data, of_ranks in ends.items()
+        }
 
 
 def assembled(recordings: Mapping[int, Recording], grid: RankGrid) -> StepTrace:
@@ -80,11 +104,20 @@ def _shifted(rank: int, recording: Recording, by: float) -> TracedRank:
     return TracedRank(rank, steps, slices, recording.peak_flops)
 
 
+def parents(slices: Iterable[Slice]) -> Iterator[int | None]:
+    """Of each slice the index of the innermost one around it; of slices by their start, outer ones first."""
+    around: list[tuple[int, float]] = []
+    for index, each in enumerate(slices):
+        while around and (around[-1][1] <= each.start < each.end or around[-1][1] < each.end - ROUNDING):
+            around.pop()
+        yield around[-1][0] if around else None
+        around.append((index, each.end))
+
+
 def nested(slices: Iterable[Slice]) -> Iterator[tuple[Slice, tuple[Slice, ...]]]:
     """Each slice with those around it, the outermost first; of slices by their start, outer ones first."""
-    around: list[Slice] = []
-    for each in slices:
-        while around and (around[-1].end <= each.start < each.end or around[-1].end < each.end - ROUNDING):
-            around.pop()
-        yield each, tuple(around)
-        around.append(each)
+    known = list(slices)
+    chains: list[tuple[Slice, ...]] = []
+    for each, parent in zip(known, parents(known), strict=True):
+        chains.append(() if parent is None else (*chains[parent], known[parent]))
+        yield each, chains[-1]

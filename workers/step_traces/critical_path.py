@@ -6,11 +6,11 @@ for it to come to a collective, it goes on there, at the moment at which that on
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from workers.comm.grid import AXES
-from workers.step_traces.assembly import StepTrace, TracedRank
+from workers.step_traces.assembly import StepTrace, TracedRank, parents
 from workers.timing.recording import Slice
 
 Place = tuple[int, int]
@@ -52,6 +52,8 @@ class _Lane:
     def __init__(self, rank: TracedRank):
         self.rank, self.slices = rank.rank, rank.slices
         self._by_end = sorted(range(len(rank.slices)), key=lambda index: rank.slices[index].end)
+        self._starts = [each.start for each in rank.slices]
+        self._parents = list(parents(rank.slices))
         self._ends = [rank.slices[index].end for index in self._by_end]
         self._waits = [index for index in self._by_end if rank.slices[index].kind in ("receive", "collective")]
         self._wait_ends = [rank.slices[index].end for index in self._waits]
@@ -62,8 +64,11 @@ class _Lane:
 
     def between(self, since: float, now: float) -> Iterator[int]:
         """Slices in which something happens between the two moments, those first that end last."""
-        around = [index for index in self._by_end[bisect_right(self._ends, now) :] if self.slices[index].start < now]
-        yield from reversed(around)
+        around: int | None = bisect_left(self._starts, now) - 1
+        while around is not None and around >= 0:  # what goes on then lies around the slice that began last
+            if self.slices[around].end > now:
+                yield around
+            around = self._parents[around]
         for at in range(bisect_right(self._ends, now) - 1, -1, -1):
             if self._ends[at] <= since:
                 return

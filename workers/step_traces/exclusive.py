@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from workers.step_traces.assembly import nested
+from workers.step_traces.assembly import nested, parents
 from workers.timing.recording import Slice
 
 
 def own_seconds(slices: Iterable[Slice]) -> Iterator[tuple[Slice, tuple[Slice, ...], float]]:
     """Each slice, those around it, the outermost first, and the seconds of it that are of none within it."""
-    every = list(nested(slices))
-    own = [each.end - each.start for each, _ in every]
-    at: list[int] = []
-    for index, (each, around) in enumerate(every):
-        del at[len(around) :]
-        if at:
-            own[at[-1]] -= each.end - each.start
-        at.append(index)
-    for (each, around), seconds in zip(every, own, strict=True):
+    known = list(slices)
+    own = [each.end - each.start for each in known]
+    for each, parent in zip(known, parents(known), strict=True):
+        if parent is not None:
+            own[parent] -= each.end - each.start
+    for (each, around), seconds in zip(nested(known), own, strict=True):
         yield each, around, max(0.0, seconds)

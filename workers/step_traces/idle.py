@@ -9,21 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from workers.step_traces.assembly import StepTrace, TracedRank
-from workers.timing.recording import Slice, TracedStep
-
-PASSES = frozenset({"forward", "backward", "backward_input", "backward_weight"})
+from workers.timing.recording import Slice
 
 
 def idle_slices(trace: StepTrace, rank: TracedRank) -> Iterator[tuple[Slice, float]]:
     """The communications in which `rank` waits because of the pipeline, and for how many seconds each."""
     if trace.grid.pipeline == 1:
         return
-    replica = trace.of_replica(rank.rank)
-    for number, step in enumerate(rank.steps):
-        own = _last_pass(rank, step)
-        others = [_last_pass(each, each.steps[number]) for each in replica if number < len(each.steps)]
-        whole = max(others)
-        for each in rank.of_step(step):
+    for slices, own, whole in zip(rank.by_step, rank.pass_ends, trace.replica_pass_ends(rank.rank), strict=False):
+        for each in slices:
             waited = each.end - each.start if each.wait is None else each.wait
             if each.kind == "receive":
                 yield each, waited
@@ -34,8 +28,3 @@ def idle_slices(trace: StepTrace, rank: TracedRank) -> Iterator[tuple[Slice, flo
 def bubble(trace: StepTrace, rank: TracedRank) -> float:
     """Part of its steps that `rank` waits because of the pipeline."""
     return sum(seconds for _, seconds in idle_slices(trace, rank)) / rank.seconds if rank.steps else 0.0
-
-
-def _last_pass(rank: TracedRank, step: TracedStep) -> float:
-    """When the last pass of the step ends on `rank`."""
-    return max((each.end for each in rank.of_step(step) if each.kind in PASSES), default=step.start)
