@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import pytest
 from engine_specs import axes, document
-from rank_processes import RankProcesses
 from trace_programs import train_traced
 
 from workers.comm.grid import RankGrid
@@ -31,13 +30,6 @@ LAYOUTS = [
     pytest.param((1, 2, 1), "zb-h1", None, id="1x2x1-zb-h1"),
     pytest.param((1, 1, 2), "1f1b", "process_groups", id="1x1x2-gloo"),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    processes = RankProcesses()
-    yield processes
-    processes.close()
 
 
 @pytest.mark.parametrize(("layout", "kind", "backend"), LAYOUTS)
