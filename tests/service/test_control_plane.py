@@ -18,7 +18,7 @@ from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.supervisor import Supervisor
 from service.leases.errors import OtherRay
 from service.states import JobState
-from service.store import JobNotFinal, JobNotFound, jobs, pauses
+from service.store import JobNotFinal, JobNotFound, jobs, pauses, trace_requests
 from service.store.database import newest_revision
 from service.takeover import CannotTakeOver
 from tests.service.support.control_planes import (
@@ -33,7 +33,7 @@ from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.older_databases import UNDO_0010
 from tests.service.support.waiting import SECONDS, reached
 from workers.paths import Paths
-from workers.protocol.messages import Fault, ProtocolMismatch
+from workers.protocol.messages import Fault, ProtocolMismatch, TraceOrder
 
 
 def test_submitted_job_is_scheduled_supervised_and_over(start, cluster, submit, store):
@@ -207,6 +207,21 @@ def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, 
     store.write(lambda s: jobs.request_resize(s, job.id, 1))
     plane.resize(job.id)
     assert until(plane, job, "SUCCEEDED").replicas == 1
+
+
+@pytest.mark.parametrize("asked_here", [True, False])
+def test_a_trace_reaches_the_first_rank_whichever_control_plane_was_asked(start, cluster, submit, store, asked_here):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    store.write(lambda s: trace_requests.request(s, job.id, 2, 7))
+    if asked_here:
+        plane.trace(job.id)
+    (first,) = [agent for agent in cluster.agents.living.values() if agent.rank == 0]
+    asyncio.run(reached(lambda: first.traces))
+    assert first.traces == [TraceOrder(1, 1, 2, 7)]
 
 
 def test_job_that_nobody_owns_is_taken_up(start, cluster, submit, store, monkeypatch):
