@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from service.store import events
@@ -115,9 +115,13 @@ def add(session: Session, row: StepTrace, rank: int, recording: PackedRecording)
     row.slices += recording.count
     part_of(session, row, rank).recording = to_json(recording)
     session.flush()
+    of_trace = StepTracePart.job_id == row.job_id, StepTracePart.number == row.number
+    there = select(func.count()).select_from(StepTracePart).where(*of_trace, StepTracePart.recording.is_not(None))
+    if session.scalar(there) != _ranks_of(row):
+        return
     known = parts(session, row.job_id, row.number)
     problems = {each.problem for each in known.values()} - {""}
-    if len(known) == _ranks_of(row) and INTERRUPTED not in problems:
+    if INTERRUPTED not in problems:
         _end(session, row, PARTIAL if problems else COMPLETE, _sentence(known) if problems else None)
 
 

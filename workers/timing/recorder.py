@@ -166,11 +166,13 @@ class Recorder:
         self._slices: list[tuple[Any, ...]] = []
         self._whole = 0
         """Slices of whole steps."""
+        self._is_full = False
+        """Whether no more slices are kept."""
 
     @property
     def done(self) -> bool:
-        """Whether all steps are recorded, or no more fit."""
-        return self._left == 0 or len(self._slices) > self._most
+        """Whether all steps are over: that is so on all ranks at once, whatever fits on each."""
+        return self._left == 0
 
     @property
     def in_last_step(self) -> bool:
@@ -192,11 +194,10 @@ class Recorder:
 
     def end_step(self) -> None:
         """The step is over."""
-        if len(self._slices) > self._most:
-            return
-        self._steps.append((self._step, self._began, self.moments.now()))
-        self._whole = len(self._slices)
         self._left -= 1
+        if not self._is_full:
+            self._steps.append((self._step, self._began, self.moments.now()))
+            self._whole = len(self._slices)
 
     def phase(
         self, name: str, inner: AbstractContextManager[None], micro_batch: int, stage: int
@@ -213,8 +214,9 @@ class Recorder:
 
     def add(self, kind: SliceKind, began: Any, **about: Any) -> None:
         """What has `began` is over."""
-        if len(self._slices) <= self._most:
+        if not self._is_full:
             self._slices.append((kind, began, self.moments.now(), self._step, about))
+            self._is_full = len(self._slices) > self._most
 
     def collective(self, work: Handle, operation: str, axis: str, number: int, size: int) -> RecordedWait:
         """`work`, an `operation` on `size` bytes that was begun a moment ago, the `number`-th along `axis`: its wait is
@@ -264,14 +266,11 @@ class Recorder:
         return dict(zip(map(id, moments), self.moments.seconds(moments), strict=True))
 
     def _problem(self) -> str:
-        if len(self._slices) <= self._most:
+        if not self._is_full:
             return ""
-        what = f"more than {self._most:,} slices"
-        return (
-            f"only the first {len(self._steps)} steps are kept: they have {what}"
-            if self._steps
-            else f"a step has {what}"
-        )
+        if not self._steps:
+            return f"a step has more than {self._most:,} slices"
+        return f"only the first {len(self._steps)} of its steps are kept, more would have over {self._most:,} slices"
 
 
 class RecordedWait:

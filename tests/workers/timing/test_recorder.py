@@ -113,7 +113,8 @@ def test_a_step_that_broke_off_leaves_nothing(clock):
 
 def test_what_is_too_much_is_left_out_with_a_sentence(clock):
     recorder = Recorder(1, 3, clock, most_slices=3)
-    for step, count in ((1, 2), (2, 4)):
+    for step, count in ((1, 2), (2, 4), (3, 1)):
+        assert not recorder.done, "all ranks end with the same step"
         recorder.begin_step(step)
         for number in range(count):
             with recorder.phase("forward", nullcontext(), number, 0):
@@ -123,7 +124,7 @@ def test_what_is_too_much_is_left_out_with_a_sentence(clock):
     assert recorder.done
     assert [each.step for each in recording.steps] == [1]
     assert len(recording.slices) == 2
-    assert recording.problem == "only the first 1 steps are kept: they have more than 3 slices"
+    assert recording.problem == "only the first 1 of its steps are kept, more would have over 3 slices"
 
 
 def test_work_of_the_forward_pass_within_backward_is_recomputation(clock):
