@@ -29,6 +29,7 @@ from workers.step_traces.idle import bubble
 from workers.timing.recorder import HostMoments, Recorder
 from workers.timing.recording import Recording
 from workers.timing.step_phases import StepPhases
+from workers.tracing import Make
 from workers.trainer import Trainer
 
 WARM_UP, PHASES = 4, 20_000
@@ -43,6 +44,9 @@ class Seen:
     plain: list[float]
     """Seconds of steps that were not recorded."""
     traced: list[float]
+    plain_processor: list[float]
+    """Seconds of this rank's processor in them, which what else runs on the machine changes less."""
+    traced_processor: list[float]
     recordings: list[Recording]
     bubbles: list[float]
     """Of steps that were not recorded, by timers of their own."""
@@ -64,6 +68,8 @@ def measure(options: argparse.Namespace) -> Report:
     report.add("step", round(1e3 * plain, 3), "ms")
     report.add("traced_step", round(1e3 * traced, 3), "ms")
     report.add("cost", round(traced / plain - 1, 4), "ratio", 0.02)
+    plain, traced = (statistics.median(getattr(four[0], f"{kind}_processor")) for kind in ("plain", "traced"))
+    report.add("cost_of_the_processor", round(traced / plain - 1, 4), "ratio", 0.02)
     for name, recorder in (("phase", None), ("recorded_phase", Recorder(1, 1, HostMoments()))):
         report.add(name, round(1e6 * seconds_of_a_phase(recorder), 3), "us")
     report.add("slices_of_a_step", len(four[0].recordings[0].slices), "slices")
@@ -145,21 +151,24 @@ def alternating(comm: Comm, spec: JobSpec, steps: int) -> Seen:
     """Train, with every second step recorded."""
     trainer = Trainer(spec, comm, Reporter(lambda _: None), 1e12)
     trainer.restore(Resume())
-    timers, seen = _Timers(trainer), Seen([], [], [], [])
-    trainer.tracing.take = lambda _number, recording: seen.recordings.append(recording)
+    timers, seen = _Timers(trainer), Seen([], [], [], [], [], [])
+    makes: list[Make] = []
+    trainer.tracing.take = lambda _number, make: makes.append(make)
     for number in range(WARM_UP + 2 * steps):
         records = number >= WARM_UP and number % 2 == 0
         if records:
             trainer.tracing.begin_with_next_step(number, 1)
         comm.barrier()
-        began = time.monotonic()
+        began, busy = time.monotonic(), time.process_time()
         trainer.train_step()
-        seconds = time.monotonic() - began
+        seconds, busy = time.monotonic() - began, time.process_time() - busy
         if number >= WARM_UP:
             (seen.traced if records else seen.plain).append(seconds)
+            (seen.traced_processor if records else seen.plain_processor).append(busy)
             if not records:
                 seen.bubbles.append(timers.bubble(seconds))
     comm.barrier()
+    seen.recordings = [make() for make in makes]
     return seen
 
 

@@ -56,7 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--stop-after-step", type=int, help="end after this step, as if the job had been interrupted: to look at a few"
     )
-    parser.add_argument("--trace", type=Path, help="record single steps, action by action, into this JSON file")
+    parser.add_argument(
+        "--trace", type=Path, help="record single steps, action by action: .json, or .pftrace for Perfetto"
+    )
     parser.add_argument("--trace-steps", type=int, default=1, help="how many steps to record (default: 1)")
     parser.add_argument(
         "--trace-first-step", type=int, default=0, help="record none before this step (default: the second)"

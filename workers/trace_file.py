@@ -14,9 +14,11 @@ import torch.distributed as dist
 from workers.errors import MantaError
 from workers.protocol.json_codec import from_json
 from workers.protocol.messages import TraceOrder
-from workers.step_traces.assembly import assembled
+from workers.step_traces.assembly import StepTrace, assembled
 from workers.step_traces.document import analysis_document, rank_documents
+from workers.step_traces.perfetto import perfetto
 from workers.timing.recording import PackedRecording, Recording
+from workers.tracing import Make
 from workers.trainer import Trainer
 
 NUMBER = 1
@@ -39,8 +41,8 @@ class TraceFile:
             order = TraceOrder(NUMBER, trainer.comm.generation, self._steps, self._first_step)
             trainer.comm.trace_orders.ask(order)
 
-    def _take(self, _number: int, recording: Recording) -> None:
-        self._recording = recording
+    def _take(self, _number: int, make: Make) -> None:
+        self._recording = make()
 
     def end(self, trainer: Trainer, store: dist.Store | None) -> None:
         """Write the file, on rank 0, after the last step. `store`: where the ranks have met. Raises MantaError where no
@@ -52,9 +54,7 @@ class TraceFile:
             recordings = self._exchanged(trainer.comm.rank, trainer.comm.size("world"), store)
         if trainer.comm.rank == 0:
             trace = assembled(recordings, trainer.comm.grid)
-            nodes = dict.fromkeys(recordings, platform.node())
-            document = {**analysis_document(trace), "ranks": rank_documents(trace, nodes)}
-            self._path.write_text(json.dumps(document), encoding="utf-8")
+            self._path.write_bytes(perfetto(trace) if self._path.suffix == ".pftrace" else _as_json(trace))
             for problem in sorted({each.problem for each in recordings.values()} - {""}):
                 print(f"the trace in {self._path} is not whole: {problem}", file=sys.stderr)
 
@@ -66,3 +66,8 @@ class TraceFile:
             return {}
         texts = {each: store.get(f"manta/trace/{each}").decode() for each in range(world)}
         return {each: from_json(PackedRecording, json.loads(text)).unpack() for each, text in texts.items()}
+
+
+def _as_json(trace: StepTrace) -> bytes:
+    nodes = {each.rank: platform.node() for each in trace.ranks}
+    return json.dumps({**analysis_document(trace), "ranks": rank_documents(trace, nodes)}).encode()

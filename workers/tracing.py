@@ -7,7 +7,6 @@ steps, however late the order comes. What each has recorded it reports by itself
 from __future__ import annotations
 
 import base64
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,8 +19,10 @@ from workers.timing.recorder import DeviceMoments, HostMoments, Moments, Recorde
 from workers.timing.recording import INTERRUPTED, Recording
 from workers.torch_profile import MOST_BYTES, TorchProfile
 
-Take = Callable[[int, Recording], None]
-"""Takes the number of a trace, and what this rank has recorded of it."""
+Make = Callable[[], Recording]
+"""Makes what this rank has recorded, on any thread. Raises RuntimeError where its device has failed."""
+Take = Callable[[int, Make], None]
+"""Takes the number of a trace, and what makes this rank's recording of it."""
 
 
 class Tracing:
@@ -76,20 +77,22 @@ class Tracing:
         """Nothing more is recorded: of a recording that goes on, the whole steps are kept."""
         recorder, self._next = self._comm.step.recorder, None
         if recorder is not None:
-            with contextlib.suppress(RuntimeError):  # of a device that has failed, which is what ends here
-                self._end(recorder, INTERRUPTED)
+            self._end(recorder, INTERRUPTED)
 
     def _end(self, recorder: Recorder, problem: str) -> None:
         self._comm.step.recorder = None
-        recording = recorder.recording()
-        problem = recording.problem or problem
-        self.take(recorder.number, replace(recording, problem=problem, peak_flops=self._peak_flops))
 
-    def _report(self, number: int, recording: Recording) -> None:
+        def make() -> Recording:
+            recording = recorder.recording()
+            return replace(recording, problem=recording.problem or problem, peak_flops=self._peak_flops)
+
+        self.take(recorder.number, make)
+
+    def _report(self, number: int, make: Make) -> None:
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()
-        made = _Made(number, self._first_step, recording, profile)
+        made = _Made(number, self._first_step, make, profile)
         if profile is not None:
             self._reporter.made(made.profiled)
         elif self._comm.trace_orders.came_late(number, self._comm.rank):
@@ -103,7 +106,7 @@ class _Made:
 
     number: int
     first_step: int
-    recording: Recording
+    make: Make
     profile: TorchProfile | None
     left_out: str = ""
     """Why there is no profile of it, though one was wanted."""
@@ -117,5 +120,9 @@ class _Made:
 
     def traced(self) -> Traced:
         """The recording, and what is wrong with it."""
-        problem = self.recording.problem or self.left_out
-        return Traced(self.number, self.first_step, replace(self.recording, problem=problem).pack())
+        try:
+            recording = self.make()
+        except RuntimeError as error:
+            recording = Recording((), (), problem=f"the device has failed ({error})")
+        problem = recording.problem or self.left_out
+        return Traced(self.number, self.first_step, replace(recording, problem=problem).pack())

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import yaml
 from chat_files import CONVERSATIONS, chat_file, tokenizer_folder
 from engine_specs import document, spec
+from perfetto_reader import read_trace
 from their_models import saved
 
 from workers import run
@@ -97,6 +98,11 @@ def test_a_trace_has_the_steps_that_were_asked_for(config, tmp_path, capsys):
     (rank,) = json.loads(trace.read_text())["ranks"]
     assert [step["step"] for step in rank["steps"]] == [3, 4]
     assert {each["kind"] for each in rank["slices"]} >= {"loader", "forward", "backward", "optimizer", "validation"}
+    for_perfetto = tmp_path / "trace.pftrace"
+    assert run.main([str(config), "--trace", str(for_perfetto)]) == 0
+    assert [track.name for track in read_trace(for_perfetto.read_bytes())][1:] == [
+        "rank 0 (tensor 0, pipeline 0, data 0)"
+    ]
     assert run.main([str(config), "--trace", str(trace), "--trace-steps", "7"]) == 0
     assert "is not whole: the recording was broken off" in capsys.readouterr().err
     assert [step["step"] for step in json.loads(trace.read_text())["ranks"][0]["steps"]] == [2, 3, 4]

@@ -36,7 +36,7 @@ LAYOUTS = [
 def test_ranks_record_the_steps_that_were_asked_for(ranks, corpus, layout, kind, backend):
     job = document(
         data={"paths": [corpus]},
-        train={"steps": 6, "micro_batch_size": 1, "validate_every": 4},
+        train={"steps": 6, "micro_batch_size": 2, "validate_every": 4},
         parallel={**axes(layout), "schedule": kind, "recompute": "selective"},
     )
     spec = parse_job_spec(job)

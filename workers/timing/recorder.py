@@ -137,7 +137,7 @@ class _Open:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.kind is not None:
-            self._recorder.add(self.kind, self._began, stage=self.stage, micro_batch=self.micro_batch)
+            self._recorder.add(self.kind, self._began, self.stage, self.micro_batch)
         self._recorder.open.pop()
         self._inner.__exit__(kind, error, trace)
 
@@ -212,47 +212,50 @@ class Recorder:
         """A communication is about to begin."""
         self._issued = self.moments.now()
 
-    def add(self, kind: SliceKind, began: Any, **about: Any) -> None:
-        """What has `began` is over."""
+    def add(self, kind: SliceKind, began: Any, stage: int | None, micro_batch: int | None, *more: Any) -> None:
+        """What has `began` is over. `more`: the other fields of a slice."""
         if not self._is_full:
-            self._slices.append((kind, began, self.moments.now(), self._step, about))
+            self._slices.append((kind, began, self.moments.now(), self._step, stage, micro_batch, *more))
             self._is_full = len(self._slices) > self._most
 
     def collective(self, work: Handle, operation: str, axis: str, number: int, size: int) -> RecordedWait:
         """`work`, an `operation` on `size` bytes that was begun a moment ago, the `number`-th along `axis`: its wait is
         recorded."""
-        about = {"operation": operation, "axis": axis, "number": number, "bytes": size}
-        return RecordedWait(self, work, "collective", self._issued, about)
+        return RecordedWait(self, work, "collective", self._issued, (operation, size, axis), (None, number))
 
     def sent(self, peer: int, size: int) -> None:
         """A message of `size` bytes to `peer` is on its way, begun a moment ago."""
-        self.add("send", self._issued, issued=self._issued, **self.place(), **self._message("send", peer, size))
+        ends = peer, self._number("send", peer)
+        self.add("send", self._issued, *self.place, None, size, "pipeline", None, self._issued, *ends)
 
     def received(self, work: Handle, peer: int, size: int) -> RecordedWait:
         """`work`, a message of `size` bytes from `peer` that was asked for a moment ago: its wait is recorded."""
-        return RecordedWait(self, work, "receive", self._issued, self._message("receive", peer, size))
+        ends = peer, self._number("receive", peer)
+        return RecordedWait(self, work, "receive", self._issued, (None, size, "pipeline"), ends)
 
-    def _message(self, kind: SliceKind, peer: int, size: int) -> dict[str, Any]:
-        """Both ends count from the recording's beginning, before which nothing is on its way."""
+    def _number(self, kind: SliceKind, peer: int) -> int:
+        """Of the next message. Both ends count from the recording's beginning, before which nothing is on its way."""
         self._messages[kind, peer] += 1
-        return {"axis": "pipeline", "peer": peer, "bytes": size, "number": self._messages[kind, peer]}
+        return self._messages[kind, peer]
 
-    def place(self) -> dict[str, int | None]:
-        """Which micro-batch and stage what happens now belongs to."""
-        return {"micro_batch": self.open[-1].micro_batch, "stage": self.open[-1].stage} if self.open else {}
+    @property
+    def place(self) -> tuple[int | None, int | None]:
+        """Which stage and micro-batch what happens now belongs to."""
+        return (self.open[-1].stage, self.open[-1].micro_batch) if self.open else (None, None)
 
     def waited(self) -> float | None:
         """How long this rank has waited so far; None: nobody knows."""
         return None if self._idle_seconds is None else self._idle_seconds()
 
     def recording(self) -> Recording:
-        """What was recorded. The device has done all of it."""
-        raw, at = self._slices[: self._whole], self._times()
+        """What was recorded. Any thread, once all is over. Raises RuntimeError where the device has failed."""
+        rows, at = self._slices[: self._whole], self._times()
         steps = tuple(TracedStep(step, at[id(start)], at[id(end)]) for step, start, end in self._steps)
-        slices = [
-            Slice(kind, at[id(start)], at[id(end)], step, **{**about, "issued": at.get(id(about.get("issued")))})
-            for kind, start, end, step, about in raw
-        ]
+        slices = []
+        for row in rows:
+            each = Slice(*row)
+            issued = None if each.issued is None else at[id(each.issued)]
+            slices.append(each._replace(start=at[id(each.start)], end=at[id(each.end)], issued=issued))
         slices.sort(key=lambda each: (each.start, -each.end))
         return Recording(
             steps, tuple(slices), clock_of_machine(), self.moments.device, self.moments.error_seconds, self._problem()
@@ -261,8 +264,9 @@ class Recorder:
     def _times(self) -> dict[int, float]:
         """Seconds of all moments of whole steps, by the identity of the moment."""
         moments = [moment for _, *ends in self._steps for moment in ends]
-        for _, start, end, _, about in self._slices[: self._whole]:
-            moments += [start, end] if about.get("issued") is None else [start, end, about["issued"]]
+        for row in self._slices[: self._whole]:
+            each = Slice(*row)
+            moments += [moment for moment in (each.start, each.end, each.issued) if moment is not None]
         return dict(zip(map(id, moments), self.moments.seconds(moments), strict=True))
 
     def _problem(self) -> str:
@@ -276,10 +280,20 @@ class Recorder:
 class RecordedWait:
     """A communication under way, whose wait is recorded."""
 
-    __slots__ = ("_about", "_issued", "_kind", "_recorder", "_work")
+    __slots__ = ("_about", "_ends", "_issued", "_kind", "_recorder", "_work")
 
-    def __init__(self, recorder: Recorder, work: Handle, kind: SliceKind, issued: Any, about: dict[str, Any]):
-        self._recorder, self._work, self._kind, self._issued, self._about = recorder, work, kind, issued, about
+    def __init__(
+        self,
+        recorder: Recorder,
+        work: Handle,
+        kind: SliceKind,
+        issued: Any,
+        about: tuple[str | None, int, str],
+        ends: tuple[int | None, int],
+    ):
+        """`about`: operation, bytes and axis; `ends`: peer and number, as in a slice."""
+        self._recorder, self._work, self._kind, self._issued = recorder, work, kind, issued
+        self._about, self._ends = about, ends
 
     def wait(self) -> None:
         """Return once the communication is over. Raises PeerLost."""
@@ -288,4 +302,4 @@ class RecordedWait:
         self._work.wait()
         after = recorder.waited()
         waited = None if before is None or after is None else after - before
-        recorder.add(self._kind, began, wait=waited, issued=self._issued, **recorder.place(), **self._about)
+        recorder.add(self._kind, began, *recorder.place, *self._about, waited, self._issued, *self._ends)
