@@ -58,12 +58,11 @@ class Manta:
         slots: int | None = SLOTS,
         database: str | None = None,
         ray: str | None = None,
-        dashboard: bool = False,
+        dashboard: bool = True,
         environment: Mapping[str, str] | None = None,
     ):
         """`database`: its URL, where it is not in the home; `ray`: address of the Ray, where it is not its own;
-        `dashboard`: hardly any test looks at it, and each start would put it together; `environment`: of the service
-        beside this process's."""
+        `dashboard`: whether it has one; `environment`: of the service beside this process's."""
         self.database, self._ray, self._dashboard = database, ray, dashboard
         self._environment = environment or {}
         self.home, self.paths, self._corpus, self._slots = home, Paths.of(home), corpus, slots
@@ -326,11 +325,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_postgres(
     postgres: Any, object_store: Wire, tmp_path_factory: pytest.TempPathFactory, corpus: Path
 ) -> Iterator[Manta]:
-    """A service whose jobs are in PostgreSQL and whose checkpoints are in an object store, and the one with a
+    """A service whose jobs are in PostgreSQL and whose checkpoints are in an object store, and the one without a
     dashboard."""
     home, database = tmp_path_factory.mktemp("on-postgres"), postgres.url(postgres.make_empty())
     environment = {**environment_of(object_store.url), "MANTA_CHECKPOINTS": "s3://checkpoints/manta"}
-    running = Manta(home, corpus, slots=3, database=database, dashboard=True, environment=environment)
+    running = Manta(home, corpus, slots=3, database=database, dashboard=False, environment=environment)
     yield running
     stop_service(home)
 

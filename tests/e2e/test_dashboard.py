@@ -1,6 +1,7 @@
 """A service shows its dashboard to who has a key, unless it was told to have none; and on it what becomes of a real
 job."""
 
+import json
 import re
 
 import httpx
@@ -9,7 +10,6 @@ from playwright.sync_api import expect, sync_playwright
 
 from service.automatic_key import read_key
 from tests.api.ui.browser import ARGUMENTS, CHROMIUM, MILLISECONDS, Complaints, needs_chromium
-from tests.e2e.conftest import PAIR
 
 SLOW_SECONDS = 0.25
 
@@ -19,10 +19,10 @@ def front_page(manta, **headers):
 
 
 def test_service_has_a_dashboard_unless_it_was_told_otherwise(manta, on_postgres):
-    shown = front_page(on_postgres, authorization=f"Bearer {read_key(on_postgres.home)}")
+    shown = front_page(manta, authorization=f"Bearer {read_key(manta.home)}")
     assert (shown.status_code, "Manta" in shown.text) == (200, True)
-    assert front_page(on_postgres).status_code == 401
-    without = front_page(manta, authorization=f"Bearer {read_key(manta.home)}")
+    assert front_page(manta).status_code == 401
+    without = front_page(on_postgres, authorization=f"Bearer {read_key(on_postgres.home)}")
     assert (without.status_code, without.json()["code"]) == (404, "not_found")
 
 
@@ -35,31 +35,30 @@ def chromium():
 
 
 @pytest.fixture
-def page(chromium, on_postgres):
+def page(chromium, manta):
     """A viewer's page, whose browser must have nothing to complain about."""
     expect.set_options(timeout=3 * MILLISECONDS)
     context = chromium.new_context(viewport={"width": 1360, "height": 900})
     context.set_default_timeout(3 * MILLISECONDS)
     opened, complaints = context.new_page(), Complaints()
-    opened.goto(f"{on_postgres.url}{on_postgres.client.link().path}")
-    complaints.watch(opened, on_postgres.url)
+    opened.goto(f"{manta.url}{manta.client.link().path}")
+    complaints.watch(opened, manta.url)
     yield opened
     context.close()
     assert complaints.said == []
 
 
 @needs_chromium
-def test_killed_rank_turns_red_and_is_green_again_and_its_cost_is_two_clicks_away(on_postgres, kill, page):
-    manta = on_postgres
-    job = manta.submit(manta.spec(steps=10_000, layout=PAIR))
+def test_killed_rank_turns_red_and_is_green_again_and_its_cost_is_two_clicks_away(manta, kill, page):
+    job = manta.submit(manta.spec(steps=10_000))
     manta.until_step(job, 2)
     page.goto(f"{manta.url}/ui/")
     page.locator("tbody tr", has_text=job).get_by_role("link").click()
     page.get_by_role("link", name="Ranks", exact=True).click()
-    expect(page.locator(".rank-summary")).to_have_text(re.compile("2 ranks on 1 node: 2 running"))
+    expect(page.locator(".rank-summary")).to_have_text(re.compile("4 ranks on 1 node: 4 running"))
     kill(manta.pids(job)[1])
     expect(page.locator(".rank-summary")).to_have_text(re.compile("just replaced: 1"))
-    expect(page.locator(".rank-summary")).to_have_text(re.compile(r"2 ranks on 1 node: 2 running\. "))
+    expect(page.locator(".rank-summary")).to_have_text(re.compile(r"4 ranks on 1 node: 4 running\. "))
     page.get_by_role("link", name="Jobs", exact=True).click()
 
     page.locator("tbody tr", has_text=job).get_by_role("link").click()  # one
@@ -67,16 +66,15 @@ def test_killed_rank_turns_red_and_is_green_again_and_its_cost_is_two_clicks_awa
         page.get_by_text(re.compile("1 recovery took .* from failure to the next step: .* rank seconds"))
     ).to_be_visible()
     page.get_by_role("link", name="all recoveries").click()  # two
-    expect(page.locator(".recoveries tbody tr")).to_contain_text("1 of 2")
+    expect(page.locator(".recoveries tbody tr")).to_contain_text("1 of 4")
     expect(page.locator(".recoveries tbody tr")).to_contain_text("detect")
     manta.client.cancel(job)
     expect(page.locator("h1 + .badge")).to_have_text(re.compile("CANCELL"))
 
 
 @needs_chromium
-def test_slow_rank_is_found_and_explained_in_three_clicks(on_postgres, page):
-    manta = on_postgres
-    job = manta.submit(manta.spec(steps=10_000, layout=PAIR))
+def test_slow_rank_is_found_and_explained_in_three_clicks(manta, page):
+    job = manta.submit(manta.spec(steps=10_000))
     manta.until_step(job, 2)
     manta.inject(job, "slow", 1, seconds=SLOW_SECONDS)
     manta.until("the event of the straggler", lambda: manta.events(job, "straggler"))
@@ -90,3 +88,40 @@ def test_slow_rank_is_found_and_explained_in_three_clicks(on_postgres, page):
     page.get_by_role("button", name="Its stack now").click()
     expect(page.locator(".stack")).to_contain_text("File")
     manta.client.cancel(job)
+
+
+@needs_chromium
+def test_step_of_a_real_job_is_traced_and_drawn(manta, page):
+    job = manta.submit(manta.spec(steps=10_000, layout=(2, 2, 2)))
+    manta.until_step(job, 2)
+    page.goto(f"{manta.url}/ui/jobs/{job}/step")
+    page.get_by_role("button", name="Trace the next step").click()
+    lanes = page.get_by_role("img", name="Every action of every rank")
+    expect(lanes).to_be_visible()
+    expect(page.get_by_text(re.compile("1 step from step .*, schedule 1f1b.*bubble .*%"))).to_be_visible()
+    expect(page.get_by_role("img", name="The same step as planned")).to_be_visible()
+    expect(page.locator(".budget-row")).to_have_count(11)
+    assert _colours(page) > 4, "lanes are drawn, each stage in its own colour"
+    lanes.focus()
+    page.keyboard.press("+")
+    box = lanes.bounding_box()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 12)
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Perfetto").click()
+    assert download.value.path().stat().st_size > 1000
+    with page.expect_download() as download:
+        page.get_by_role("button", name="JSON").click()
+    trace = json.loads(download.value.path().read_text())
+    assert [rank["rank"] for rank in trace["ranks"]] == list(range(8)) and trace["state"] == "complete"
+    manta.client.cancel(job)
+
+
+def _colours(page):
+    """Of the pixels of the lanes' canvas."""
+    return page.evaluate("""() => {
+        const canvas = document.querySelector(".lane-canvas");
+        const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const seen = new Set();
+        for (let at = 0; at < data.length; at += 4) if (data[at + 3] > 200) seen.add(data.slice(at, at + 3).join());
+        return seen.size;
+    }""")

@@ -13,7 +13,7 @@ export function budgetTable() {
       const text = JSON.stringify(budget);
       if (text === shown) return;
       shown = text;
-      const planned = new Map((budget.planned?.parts ?? budget.planned ?? []).map((part) => [part.name, part]));
+      const planned = new Map((budget.planned ?? []).map((part) => [part.name, part]));
       fill(element, budget.parts.map((part) => rowOf(part, planned.get(part.name), budget.step_seconds)));
     },
   };
@@ -21,7 +21,7 @@ export function budgetTable() {
 
 function rowOf(part, planned, step) {
   const filled = bar(words(part.name));
-  filled.show(Math.max(0, Math.min(1, part.seconds / step)), part.name === "compute" || part.name === "arithmetic" || part.name === "peak" ? "good" : "active");
+  filled.show(Math.max(0, Math.min(1, part.seconds / step)), part.name === "arithmetic" ? "good" : "active");
   const plan = planned ? `planned ${duration(planned.seconds)} (${percent(planned.seconds / step)})` : "";
   const texts = [part.what, part.how, part.help ? `What helps: ${part.help}` : "", plan].filter(Boolean).join(" ");
   return h("div", { class: "budget-row" }, h("b", {}, words(part.name)), filled.element, h("span", { class: "number" }, duration(part.seconds)), h("span", { class: "number" }, percent(part.seconds / step)), texts ? h("div", { class: "budget-how" }, texts) : null);

@@ -3,8 +3,11 @@
 import { color, seriesColor } from "../charts/colors.js";
 import { bytes, duration, words } from "../core/format.js";
 
-const PASSES = { forward: 0.55, backward: 0.95, backward_input: 0.95, backward_weight: 0.75, recompute: 0.4 };
-const OTHERS = { communication: "warn", wait: "track", reduction: "good", optimizer: "bad", update: "bad", gather: "good", agreement: "busy", snapshot: "idle", checkpoint: "idle", loader: "dim", validation: "busy" };
+const PASSES = { forward: 0.55, backward: 0.95, backward_input: 0.95, backward_weight: 0.75 };
+const OTHERS = {
+  recompute: "idle", send: "warn", receive: "track", collective: "warn", reduction: "good", agreement: "busy", optimizer: "bad", gather: "good",
+  loader: "dim", snapshot: "idle", checkpoint: "idle", validation: "busy",
+};
 
 /** The lanes of a trace or of a plan in the same shape: `[{name, slices}]`. */
 export function lanesOf(trace, { prefix = "rank" } = {}) {

@@ -8,6 +8,7 @@ import { age, clock, counted, duration, number, percent } from "../../core/forma
 import { notify } from "../../core/notices.js";
 import { may } from "../../core/shell.js";
 import { budgetTable } from "../../parts/budget_table.js";
+import { planTable } from "../../parts/plan_table.js";
 import { lanesOf, rangeOf } from "../../parts/trace_lanes.js";
 
 const MOST_STEPS = 20;
@@ -21,12 +22,17 @@ class StepTab {
   constructor(id, viewer, refreshNow) {
     Object.assign(this, { id, refreshNow, shownTrace: null });
     this.budget = budgetTable();
-    const budget = panel("Where a step goes");
+    this.source = h("select", { "aria-label": "Measured from", onchange: () => this.refreshNow() }, [["", "newest trace, else phases"], ["phases", "phases timed as it goes"], ["trace", "newest trace"]].map(([value, text]) => h("option", { value }, text)));
+    const budget = panel("Where a step goes", { controls: [this.source] });
+    this.plan = planTable();
+    const plan = panel("Planned and measured");
+    plan.body.append(this.plan.element);
     [this.budgetNote, this.budgetPanel] = [budget.note, budget];
     this.noBudget = h("p", { class: "empty-note" }, "Nothing was measured yet.");
     budget.body.append(this.noBudget, this.budget.element);
     const trace = panel("A step, traced");
     this.steps = h("input", { type: "number", min: 1, max: MOST_STEPS, value: 1, "aria-label": "Steps to trace" });
+    this.profiled = h("input", { placeholder: "ranks, as 0, 3", size: 12, "aria-label": "Ranks for torch's profiler" });
     this.ask = h("button", { class: "button primary", onclick: () => this.request() }, "Trace the next step");
     this.choice = h("select", { "aria-label": "Trace", onchange: (event) => this.choose(event.target.value) });
     this.state = h("span", { class: "note", role: "status" });
@@ -39,9 +45,9 @@ class StepTab {
     this.plannedHead = h("h3", { hidden: true }, "The same step as the planner sees it");
     setVisible(this.lanes.element, false);
     setVisible(this.planned.element, false);
-    trace.body.append(h("div", { class: "toolbar" }, h("label", { class: "inline" }, "steps", this.steps), this.ask, this.choice, this.state, h("span", { class: "gap" }), this.tools),
+    trace.body.append(h("div", { class: "toolbar" }, h("label", { class: "inline" }, "steps", this.steps), h("label", { class: "inline" }, "torch profiler on", this.profiled), this.ask, this.choice, this.state, h("span", { class: "gap" }), this.tools),
       this.facts, this.lanes.element, this.plannedHead, this.planned.element, h("p", { class: "note" }, "Colours are stages (light: forward, full: backward), numbers micro-batches; thin bars are communication and the like; what is empty is waiting; red below: the critical path. Click, then wheel or + and - zoom, drag moves, double-click shows all."));
-    this.element = h("div", {}, budget.element, trace.element);
+    this.element = h("div", {}, h("div", { class: "columns" }, budget.element, plan.element), trace.element);
     viewer.then((me) => setVisible(this.ask, may(me, "submit")));
   }
 
@@ -50,24 +56,29 @@ class StepTab {
   }
 
   async request() {
-    const steps = this.steps.valueAsNumber || 1;
+    const profiled = this.profiled.value.split(/[ ,]+/).filter(Boolean).map(Number);
     try {
-      const trace = await send("POST", `/v1/jobs/${this.id}/traces`, { steps });
+      const trace = await send("POST", `/v1/jobs/${this.id}/traces`, { steps: this.steps.valueAsNumber || 1, profiler_ranks: profiled });
       this.wanted = trace.id;
       await this.refreshNow();
     } catch (error) {
-      notify(`Trace: ${error.message}`, "bad");
+      notify(`Trace: ${[error.message, ...(error.errors ?? []).map((each) => `${each.path} ${each.rule}`)].join("; ")}`, "bad");
     }
   }
 
   async refresh(signal, job, moved) {
     const pending = this.traces?.some((trace) => ["requested", "recording"].includes(trace.state));
-    if (!moved && !pending && !this.wanted) return;
-    const [budget, traces] = await Promise.all([
-      optional(get(`/v1/jobs/${this.id}/budget`, {}, { signal })),
+    const chosen = this.asked !== this.source.value;
+    this.asked = this.source.value;
+    if (!moved && !pending && !this.wanted && !chosen) return;
+    const source = { from: this.source.value };
+    const [budget, plan, traces] = await Promise.all([
+      job.step > 0 ? optional(get(`/v1/jobs/${this.id}/budget`, source, { signal })) : null,
+      optional(get(`/v1/jobs/${this.id}/plan`, {}, { signal })),
       optional(get(`/v1/jobs/${this.id}/traces`, {}, { signal })),
     ]);
     this.showBudget(budget, job);
+    if (plan) this.plan.show(plan);
     this.traces = [...(traces?.items ?? [])].sort((one, other) => (one.requested_at < other.requested_at ? 1 : -1));
     this.showChoice();
     setAttribute(this.ask, "disabled", job.state !== "RUNNING");
@@ -83,7 +94,7 @@ class StepTab {
     setVisible(this.noBudget, !budget?.parts?.length);
     if (!budget?.parts?.length) return;
     const mfu = job.metrics.latest.mfu_full;
-    setText(this.budgetNote, `${duration(budget.step_seconds)} a step, MFU ${percent(mfu)}; measured from ${budget.measured_from === "phases" ? "the phases that every rank times as it goes" : budget.measured_from}`);
+    setText(this.budgetNote, `${duration(budget.step_seconds)} a step, MFU ${percent(mfu)}; measured from ${budget.measured_from === "phases" ? "phases" : `trace ${budget.measured_from}`}`);
     this.budget.show(budget);
   }
 
@@ -119,8 +130,8 @@ class StepTab {
     const file = address(`/v1/jobs/${this.id}/traces/${traceId}/perfetto`);
     fill(this.tools, h("a", { class: "button", href: file, download: `${this.id}-${traceId}.pftrace` }, "Perfetto"),
       h("button", { class: "button", onclick: () => download(`${this.id}-${traceId}.json`, JSON.stringify(trace), "application/json") }, "JSON"),
+      trace.profiles.map((rank) => h("a", { class: "button", href: address(`/v1/jobs/${this.id}/traces/${traceId}/profiles/${rank}`), download: `${this.id}-${traceId}-rank-${rank}.json.gz` }, `Profile of rank ${rank}`)),
       h("button", { class: "button", onclick: () => download(`${this.id}-${traceId}.svg`, this.lanes.svg(), "image/svg+xml") }, "SVG"));
-    if (trace.budget?.parts) this.budget.show(trace.budget);
   }
 
   close() {
@@ -130,11 +141,11 @@ class StepTab {
 }
 
 function factsOf(trace) {
-  const bubble = typeof trace.bubble === "number" ? trace.bubble : trace.bubble?.mean;
+  const bubble = trace.bubble?.mean;
   return [
-    `${counted(trace.steps, "step")} from step ${number(trace.first_step)}, generation ${trace.generation}, schedule ${trace.schedule}, requested ${clock(trace.requested_at)}`,
-    bubble === undefined || bubble === null ? "" : `bubble ${percent(bubble)}`,
-    trace.clock ? `clocks agree within ${duration(trace.clock.error_seconds)}${trace.clock.device ? "" : "; times are the host's"}` : "",
+    `${counted(trace.ranks[0].steps.length, "step")} from step ${number(trace.first_step)}, generation ${trace.generation}, schedule ${trace.schedule}, requested ${clock(trace.requested_at)}`,
+    bubble === undefined || bubble === null ? "" : `bubble ${percent(bubble)}${trace.planned ? ` (planned ${percent(trace.planned.bubble.mean)})` : ""}`,
+    trace.clock.error_seconds === null ? "" : `clocks agree within ${duration(trace.clock.error_seconds)}; times are ${trace.clock.device ? "the devices'" : "the hosts'"}`,
     trace.message ?? "",
   ].filter(Boolean).join("; ");
 }
