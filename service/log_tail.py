@@ -9,7 +9,8 @@ from service.log_filters import LineTest
 from service.logs import Chunk, LogLine, LogSource, Position, merge, understood
 
 CHUNK_BYTES = 64 * 1024
-"""Of a rank, read first; then twice as many, and so on."""
+"""Of a rank, read first; then twice as many, and so on up to LARGEST_CHUNK_BYTES."""
+LARGEST_CHUNK_BYTES = 4 * 1024 * 1024
 MOST_BYTES = 64 * 1024 * 1024
 """Over all ranks."""
 MOST_SECONDS = 3.0
@@ -37,7 +38,8 @@ class _End:
     begin: int
     """Byte from which on it was understood; 0: all there is."""
     end: int
-    size: int = CHUNK_BYTES
+    size: int = field(default_factory=lambda: CHUNK_BYTES)
+    """Bytes that are read of it next."""
     lines: list[LogLine] = field(default_factory=list)
     since: float | None = None
     """When the first line was printed that was read."""
@@ -89,7 +91,7 @@ def _read_back(source: LogSource, each: _End, test: LineTest | None) -> int:
     """Read the part before what was read; how many bytes that were."""
     wanted = max(0, each.begin - each.size)
     start, content = _bytes(source, each.rank, wanted, each.begin)
-    each.size = min(2 * each.size, MOST_BYTES)
+    each.size = min(2 * each.size, LARGEST_CHUNK_BYTES)
     is_all = wanted == 0 or start > wanted  # what is before is lost
     first = 0 if is_all else content.find(b"\n") + 1
     if first == 0 and not is_all:

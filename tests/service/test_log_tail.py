@@ -52,6 +52,13 @@ def test_newest_lines_are_those_of_whoever_reads_everything(tmp_path, monkeypatc
     assert read_tail(LogFiles(tmp_path), 20, rank=1).lines == one[-20:]
 
 
+def test_lines_of_the_same_moment_keep_the_order_of_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_tail, "CHUNK_BYTES", 300)
+    write(tmp_path, 0, [(1.0, f"first {number}") for number in range(3)])
+    write(tmp_path, 1, [(1.0, f"second {number}") for number in range(100)])
+    assert read_tail(LogFiles(tmp_path), 5).lines == everything(tmp_path)[-5:]
+
+
 class Counting(LogFiles):
     """Counts what is read."""
 
