@@ -19,7 +19,7 @@ from service.store import InvalidCursor
 
 Model = TypeVar("Model", bound=BaseModel)
 _LARGEST_INTEGER = 2**63 - 1
-_LONGEST_CURSOR = 60_000  # the HTTP server takes no address of more than 64 KiB
+LONGEST_CURSOR = 60_000  # the HTTP server takes no address of more than 64 KiB
 
 
 async def control_of(request: Request) -> ControlPlane:
@@ -86,7 +86,7 @@ Cursor = Annotated[
     str | None,
     Query(
         min_length=1,
-        max_length=_LONGEST_CURSOR,
+        max_length=LONGEST_CURSOR,
         description="next_cursor of the page before, of the same list",
     ),
 ]
@@ -96,7 +96,7 @@ AfterStep = Annotated[int, Query(ge=0, le=_LARGEST_INTEGER, description="Only st
 RankNumber = Annotated[int | None, Query(ge=0, le=10**8, description="Only this rank")]
 LastEventId = Annotated[
     str | None,
-    Header(max_length=_LONGEST_CURSOR, description="id of the last event that a broken stream delivered"),
+    Header(max_length=LONGEST_CURSOR, description="id of the last event that a broken stream delivered"),
 ]
 IdempotencyKey = Annotated[
     str | None,

@@ -648,6 +648,8 @@ class LogLines(Stream[LogLine]):
 
     earlier: bool | None = None
     """With `tail`: whether there are earlier lines, or may be, of those that are wanted."""
+    earlier_cursor: str | None = None
+    """Give this as `before`, with `tail`, for these; null where there are none."""
 
 
 class Checkpoint(Answer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from service.log_filters import LineTest
@@ -26,8 +27,13 @@ class LogTail:
     """Where the first of these lines lies of each rank; what was printed since and is not among them is not wanted."""
     end: Position
     """Where what comes later begins."""
-    more: bool
-    """Whether there may be wanted lines before these."""
+    earlier: Position
+    """Before which of each rank there may be more lines that are wanted: what `until` takes."""
+
+    @property
+    def more(self) -> bool:
+        """Whether there may be."""
+        return any(self.earlier.values())
 
 
 @dataclass
@@ -45,11 +51,19 @@ class _End:
     """When the first line was printed that was read."""
 
 
-def read_tail(source: LogSource, count: int, rank: int | None = None, test: LineTest | None = None) -> LogTail:
-    """The last `count` lines that `test` wants, or of all: of one rank, or of all of them merged by time. Fewer where
-    MOST_BYTES were read or MOST_SECONDS have passed before. Raises LogsUnavailable."""
+def read_tail(
+    source: LogSource,
+    count: int,
+    rank: int | None = None,
+    test: LineTest | None = None,
+    until: Position | None = None,
+) -> LogTail:
+    """The last `count` lines that `test` wants, or of all: of one rank, or of all of them merged by time; with `until`
+    of those before. Fewer where MOST_BYTES were read or MOST_SECONDS have passed before. Raises LogsUnavailable."""
     ranks = source.ranks() if rank is None else [rank]
-    ends = [_End(number, end, end) for number, end in ((each, _end_of_lines(source, each)) for each in ranks)]
+    if until is None:
+        until = {each: _end_of_lines(source, each) for each in ranks}
+    ends = [_End(each, until.get(each, 0), until.get(each, 0)) for each in ranks]
     stops_at, read = time.monotonic() + MOST_SECONDS, 0
     while True:
         lines, unread = _certain(ends)
@@ -59,7 +73,15 @@ def read_tail(source: LogSource, count: int, rank: int | None = None, test: Line
     newest = lines[len(lines) - count :] if len(lines) > count else lines
     end = {each.rank: each.end for each in ends}
     begin = end | {line.rank: line.start for line in reversed(newest)}
-    return LogTail(newest, begin, end, bool(unread) or len(lines) > len(newest))
+    shown = Counter(line.rank for line in newest)
+    return LogTail(newest, begin, end, {each.rank: _before(each, shown[each.rank]) for each in ends})
+
+
+def _before(each: _End, shown: int) -> int:
+    """The byte before which a rank has what is neither shown, as its last `shown` lines are, nor known to be
+    unwanted."""
+    hidden = each.lines[: len(each.lines) - shown]
+    return hidden[-1].end if hidden else each.begin
 
 
 def _certain(ends: list[_End]) -> tuple[list[LogLine], list[_End]]:

@@ -14,7 +14,7 @@ from api import schemas, views
 from api.access import JobId
 from api.changes import Watched
 from api.openapi import event_stream
-from api.parameters import Control, Cursor, Follow, LastEventId, Limit, RankNumber
+from api.parameters import LONGEST_CURSOR, Control, Cursor, Follow, LastEventId, Limit, RankNumber
 from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
 from api.threads import Threads
@@ -66,6 +66,14 @@ Wanted = Annotated[LogFilter, Depends(_wanted_lines)]
 Tail = Annotated[
     int | None, Query(ge=1, le=10_000, description="The newest lines, so many; a stream begins with them and goes on")
 ]
+Before = Annotated[
+    str | None,
+    Query(
+        min_length=1,
+        max_length=LONGEST_CURSOR,
+        description="With `tail`: the lines before the page that had this as earlier_cursor",
+    ),
+]
 
 
 @router.get(
@@ -81,6 +89,7 @@ async def list_logs(
     wanted: Wanted,
     rank: RankNumber = None,
     tail: Tail = None,
+    before: Before = None,
     limit: Limit = 500,
     cursor: Cursor = None,
     follow: Follow = False,
@@ -95,12 +104,14 @@ async def list_logs(
     position = {} if start is None else cursors.decode(start)
     await threads.run(partial(_refuse_unknown, control.store, job_id))
     begins_at_end = tail if start is None else None
+    if before is not None and (begins_at_end is None or streaming):
+        raise _refused("before", "goes with tail, and with no stream and no cursor: it leads to what came earlier")
     if streaming:
         live = _Live(control.store, control.logs, job_id, rank, cursors, test, begins_at_end)
         return stream(request, lambda place: live.look(cast(Position, place)), position, Watched(job_id, logs=True))
     if begins_at_end is not None:
-        count = begins_at_end
-        found = await threads.run(lambda: read_tail(control.logs.source(job_id), count, rank, test))
+        count, until = begins_at_end, None if before is None else cursors.decode(before)
+        found = await threads.run(lambda: read_tail(control.logs.source(job_id), count, rank, test, until))
         return _tail_view(found, cursors)
     page = await threads.run(lambda: _page(control.logs.source(job_id), position, rank, limit, test))
     after = cursors.encode(page.position)
@@ -116,12 +127,19 @@ def _test_of(wanted: LogFilter) -> LineTest | None:
     try:
         return wanted.test()
     except BadPattern as error:
-        raise RequestValidationError([{"loc": ("query", "regex"), "msg": str(error), "type": "value_error"}]) from error
+        raise _refused("regex", str(error)) from error
+
+
+def _refused(parameter: str, rule: str) -> RequestValidationError:
+    return RequestValidationError([{"loc": ("query", parameter), "msg": rule, "type": "value_error"}])
 
 
 def _tail_view(found: LogTail, cursors: LogCursors) -> schemas.LogLines:
     items = [views.log_view(line) for line in found.lines]
-    return schemas.LogLines(items=items, resume_cursor=cursors.encode(found.end), earlier=found.more)
+    earlier = cursors.encode(found.earlier) if found.more else None
+    return schemas.LogLines(
+        items=items, resume_cursor=cursors.encode(found.end), earlier=found.more, earlier_cursor=earlier
+    )
 
 
 def _page(source: LogSource, position: Position, rank: int | None, limit: int, test: LineTest | None) -> LogPage:

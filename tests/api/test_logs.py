@@ -89,6 +89,16 @@ def test_stream_begins_with_the_newest_lines_and_goes_on_behind_any_of_them(serv
     assert said == [*LINES[3:]]
 
 
+def test_earlier_lines_come_part_by_part(service, job):
+    page = asked(service, job, tail=4)
+    before = asked(service, job, tail=1, before=page["earlier_cursor"])
+    first = asked(service, job, tail=100, before=before["earlier_cursor"])
+    assert texts(first) + texts(before) + texts(page) == texts(asked(service, job))
+    assert (first["earlier"], first["earlier_cursor"]) == (False, None)
+    foreign = service.http.get(f"/v1/jobs/{job}/logs", params={"tail": 1, "rank": 0, "before": page["earlier_cursor"]})
+    assert foreign.status_code == 422
+
+
 def test_cursor_of_other_lines_is_refused(service, job):
     cursor = asked(service, job, search="step", limit=1)["resume_cursor"]
     for other in ({}, {"search": "loss"}, {"search": "step", "rank": 0}):
@@ -101,6 +111,7 @@ def test_cursor_of_other_lines_is_refused(service, job):
     [
         ({"regex": "(a"}, "regex", "a ( without )"), ({"regex": r"(a)\1"}, "regex", "not known here"),
         ({"regex": "a" * 501}, "regex", "500"), ({"level": "loud"}, "level", "'debug'"),
+        ({"before": "x"}, "before", "goes with tail"),
         ({"stream": "stdin"}, "stream", "'stdout'"), ({"tail": 0}, "tail", "1"), ({"search": ""}, "search", "1"),
     ],
 )  # fmt: skip

@@ -29,6 +29,15 @@ def everything(folder, rank=None, test=None):
             return lines
 
 
+def all_from_the_end(folder, count, wanted):
+    lines, until = [], None
+    while until is None or any(until.values()):
+        found = read_tail(LogFiles(folder), count, test=wanted.test(), until=until)
+        assert found.earlier != until, "no progress"
+        lines, until = found.lines + lines, found.earlier
+    return lines
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_newest_lines_are_those_of_whoever_reads_everything(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(log_tail, "CHUNK_BYTES", 300)
@@ -48,6 +57,7 @@ def test_newest_lines_are_those_of_whoever_reads_everything(tmp_path, monkeypatc
             again = read_page(LogFiles(tmp_path), found.begin, limit=5000, test=wanted.test())
             assert again.lines == found.lines, "whoever goes on where they begin sees them again, and no others"
             assert read_page(LogFiles(tmp_path), found.end, test=wanted.test()).lines == []
+            assert found.lines == [] or all_from_the_end(tmp_path, count, wanted) == whole, "part by part"
     one = [line for line in everything(tmp_path) if line.rank == 1]
     assert read_tail(LogFiles(tmp_path), 20, rank=1).lines == one[-20:]
 
@@ -84,6 +94,7 @@ def test_search_that_finds_little_ends(tmp_path, monkeypatch):
     write(tmp_path, 0, [(float(number), "needle" if number == 5 else "x" * 100) for number in range(20_000)])
     found = read_tail(LogFiles(tmp_path), 10, test=LogFilter(search="needle").test())
     assert (found.lines, found.more) == ([], True)
+    assert [line.time for line in all_from_the_end(tmp_path, 10, LogFilter(search="needle"))] == [5.0], "and goes on"
 
 
 def test_log_whose_beginning_is_lost_has_the_lines_that_are_left(tmp_path):
