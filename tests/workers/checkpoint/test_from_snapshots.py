@@ -210,7 +210,9 @@ def test_uploads_see_the_memory_of_the_snapshots_and_another_one_once_they_lie_e
     checkpoints._uploads = None
 
 
-@pytest.mark.parametrize(("layout", "slow"), [((2, 1, 1), 1), ((1, 2, 2), 0)])
+@pytest.mark.parametrize(
+    ("layout", "slow"), [pytest.param((2, 1, 1), 1, marks=pytest.mark.soak), ((1, 2, 2), 0)], ids=str
+)
 def test_all_ranks_hold_the_same_step_until_the_last_has_written(ranks, corpus, tmp_path, layout, slow):
     """Whatever dies meanwhile, there is a step that all ranks have."""
     document = job(corpus, axes(layout), train={"steps": STEPS}, checkpoint={"every_steps": 4, "keep": 9})

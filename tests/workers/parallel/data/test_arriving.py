@@ -117,7 +117,7 @@ LAYOUTS = {
     "zb-v": ((1, 2, 2), {"schedule": "zb-v", "virtual_stages": 2, "recompute": "full"}),
     "tensor": ((2, 1, 3), {"recompute": "selective"}),
 }
-QUICK = {("replicas", "links"), ("everything", "process_groups")}
+QUICK = {("replicas", "links"), ("replicas", "process_groups")}
 
 
 @pytest.mark.parametrize(
