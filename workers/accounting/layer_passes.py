@@ -278,7 +278,7 @@ class LayerPasses:
             tape.free(self.repeated)
         if not self.split:
             self._free(tape, "context")
-        self._free(tape, "normed_queries_keys", "values_by_document", "context_by_document")
+        self._free(tape, "normed_queries_keys", "values_by_document")
         if self.model.parts.query_key_norm:
             for size, of_product in (keys, 2 * keys), (context, self.terms["queries_keys_values"] - 2 * keys):
                 self._turn_back(tape, size, size)

@@ -26,9 +26,9 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def jobs() -> list[JobSpec]:
-    """Families, layouts, precisions, with and without dropout and windows."""
+    """Families, layouts, precisions, with and without dropout, documents together and apart."""
     shape = {"layers": 2, "hidden_size": 64, "heads": 4, "sequence_length": 32}
-    return [
+    some = [
         spec(
             model=shape | family | {"dropout": dropout},
             train={"precision": precision, "global_batch_size": 8, "micro_batch_size": 2},
@@ -36,6 +36,8 @@ def jobs() -> list[JobSpec]:
         )
         for family, layout, precision, dropout in product(FAMILIES, LAYOUTS, ("fp32", "bf16"), (0.0, 0.1))
     ]
+    apart = [job.model_copy(update={"data": job.data.model_copy(update={"documents": "apart"})}) for job in some]
+    return some + apart
 
 
 @pytest.mark.parametrize("modules", MODULES)
