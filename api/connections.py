@@ -58,14 +58,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._end_wait()
         super().connection_lost(exc)
 
-    def handle_websocket_upgrade(self) -> None:
-        """Leave the connection to the protocol of websockets."""
-        self._end_wait()
-        super().handle_websocket_upgrade()
-
     def _reads_a_body_or_answers(self) -> bool:
-        upgraded = self.transport.get_protocol() is not self
-        return upgraded or (self.cycle is not None and not self.cycle.response_complete)
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _await_head(self) -> None:
         if self._head_timer is None and not self.transport.is_closing():

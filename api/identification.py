@@ -19,7 +19,6 @@ from service.identity import Identity
 
 log = logging.getLogger(__name__)
 
-_POLICY_VIOLATION = 1008
 _SIGN_IN = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</title>
 <body style="font-family: system-ui, sans-serif; max-width: 34em; margin: 4em auto; line-height: 1.5">
 <h1>Manta</h1><p>This browser is not signed in. On a machine where you use Manta, run</p><pre>manta link</pre>
@@ -35,7 +34,7 @@ class Identification:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, or answer it."""
-        if scope["type"] not in ("http", "websocket"):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         address = scope["client"][0] if scope.get("client") else None
@@ -47,12 +46,12 @@ class Identification:
             else:
                 self._limits.begin_request(who.key_id)
         except TooManyRequests as error:
-            await _refuse(too_many(error), scope, receive, send)
+            await too_many(error)(scope, receive, send)
             return
         except DATABASE_AWAY as error:
             cause = getattr(error, "orig", None) or error
             log.warning("who sent a request cannot be looked up: the database does not answer (%s)", cause)
-            await _refuse(database_unavailable(error), scope, receive, send)
+            await database_unavailable(error)(scope, receive, send)
             return
         if who is not None:
             await self._of_a_caller(who, RequestOfCaller(who, address, credential), scope, receive, send)
@@ -60,7 +59,7 @@ class Identification:
             attach(scope, RequestOfCaller(None, address))
             await self._app(scope, receive, send)
         else:
-            await _refuse(_unauthenticated(scope["path"]), scope, receive, send)
+            await _unauthenticated(scope["path"])(scope, receive, send)
 
     async def _of_a_caller(
         self, who: Identity, about: RequestOfCaller, scope: Scope, receive: Receive, send: Send
@@ -75,14 +74,6 @@ class Identification:
             self._limits.end_request(who.key_id)
             if about.streams:
                 self._limits.end_stream(who.key_id)
-
-
-async def _refuse(answer: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "sign in first"})
-        return
-    await answer(scope, receive, send)
 
 
 def _unauthenticated(path: str) -> Response:

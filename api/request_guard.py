@@ -1,7 +1,7 @@
 """What is refused before any route sees it: requests that a web page of somebody else's makes its visitor's browser
 send, and bodies that no request needs.
 
-A page of another site can send a form or a socket's handshake here, but cannot hide its `Origin`, nor send JSON without
+A page of another site can send a form here, but cannot hide its `Origin`, nor send JSON without
 asking first. A site whose name is made to lead here (DNS rebinding) is told by its name in `Host`. A client of another
 release is told so here too, before it sends what nobody understands.
 """
@@ -25,7 +25,6 @@ MAX_BODY_BYTES = 1024 * 1024
 """Longer bodies are refused; a job spec is about a thousand times smaller."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _JSON_PATHS = "/v1/"
-_POLICY_VIOLATION = 1008
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,8 @@ class Refusal:
         return KINDS[self.code].status
 
 
-def refusal(
-    kind: str, method: str, path: str, headers: Mapping[str, str], own_names: Collection[str]
-) -> Refusal | None:
-    """Why a request of `kind` (http or websocket) is refused; None where it is let through. `own_names`: host names, in
+def refusal(method: str, path: str, headers: Mapping[str, str], own_names: Collection[str]) -> Refusal | None:
+    """Why a request is refused; None where it is let through. `own_names`: host names, in
     lower case, under which the service may be reached beside its addresses."""
     host = headers.get("host", "")
     if not _is_ours(host, own_names):
@@ -56,7 +53,7 @@ def refusal(
     if misunderstanding is not None:
         return Refusal("other_release", misunderstanding)
     origin = headers.get("origin")
-    changes = kind == "websocket" or method not in _SAFE
+    changes = method not in _SAFE
     if changes and origin is not None and not _same_site(origin, host, own_names):
         return Refusal("cross_site", f"pages of {origin[:100]!r} may not change anything here")
     if (
@@ -111,16 +108,12 @@ class RequestGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, or answer it."""
-        if scope["type"] not in ("http", "websocket"):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        refused = refusal(scope["type"], scope.get("method", "GET"), scope["path"], headers, self._own_names)
-        if refused is not None and scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": refused.detail})
-            return
-        if refused is None and scope["type"] == "http" and _has_body(headers):
+        refused = refusal(scope["method"], scope["path"], headers, self._own_names)
+        if refused is None and _has_body(headers):
             body = await _body(receive, headers)
             if body is None:
                 detail = f"the body is longer than {MAX_BODY_BYTES} bytes, which no request needs"

@@ -115,6 +115,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         config = uvicorn.Config(
             app,
             http=limited_to(connections_at_once()),
+            ws="none",  # nothing here speaks on sockets, and what guards requests knows of none
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,

@@ -3,7 +3,6 @@
 import contextlib
 import resource
 import socket
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -111,32 +110,3 @@ def test_as_many_as_files_may_be_opened_for_and_others_need_none_of(monkeypatch,
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
     assert connections_at_once() == most
     assert asked == ([] if raised is None else [(raised, hard)])
-
-
-class Echo:
-    """An app that says once what it hears on a websocket."""
-
-    state = SimpleNamespace(identities=SimpleNamespace(forget=None))
-
-    async def __call__(self, scope, receive, send):
-        if scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.accept"})
-            await send({"type": "websocket.send", "text": (await receive())["text"]})
-
-
-def test_websocket_stays_open_though_it_says_nothing(monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
-    monkeypatch.setattr("tests.api.conftest.create_app", lambda control, limits: Echo())
-    upgrade = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-    key = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    with (
-        serving(FakeControl()) as url,
-        connected(httpx.URL(url)) as socket_of_page,
-        connected(httpx.URL(url)) as silent,
-    ):
-        socket_of_page.sendall(HEAD + upgrade + key)
-        assert socket_of_page.recv(65536).startswith(b"HTTP/1.1 101")
-        assert answer(silent) == b"", "so the time for a head is over"
-        socket_of_page.sendall(bytes([0x81, 0x82, 0, 0, 0, 0]) + b"hi")  # one text, masked with zeros
-        assert socket_of_page.recv(65536) == bytes([0x81, 2]) + b"hi"

@@ -1,6 +1,5 @@
 """What other sites make a browser send is refused, and so are bodies that no request needs."""
 
-import asyncio
 import re
 from types import SimpleNamespace
 
@@ -11,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.app import create_app
-from api.request_guard import MAX_BODY_BYTES, RequestGuard, refusal
+from api.request_guard import MAX_BODY_BYTES, refusal
 from tests.api.support.described_api import description_at
 
 OURS = {"localhost", "trainer7", "manta.example.org"}
 JSON = {"content-type": "application/json"}
 
 
-def code(kind="http", method="POST", path="/v1/jobs/job_0/cancel", host="127.0.0.1:8400", **headers):
+def code(method="POST", path="/v1/jobs/job_0/cancel", host="127.0.0.1:8400", **headers):
     given = {"host": host, **{name.replace("_", "-"): value for name, value in headers.items()}}
-    refused = refusal(kind, method, path, given, OURS)
+    refused = refusal(method, path, given, OURS)
     return None if refused is None else (refused.status, refused.code)
 
 
@@ -51,7 +50,6 @@ def test_service_is_reached_under_the_names_that_it_was_given(store):
 )
 def test_page_of_another_site_changes_nothing(origin):
     assert code(origin=origin) == (403, "cross_site")
-    assert code(kind="websocket", method="GET", path="/ui/socket", origin=origin) == (403, "cross_site")
     assert code(method="GET", origin=origin) is None, "a browser keeps the answer from that page"
 
 
@@ -64,7 +62,6 @@ def test_page_of_another_site_changes_nothing_by_whatever_name_the_service_is_ca
 def test_our_own_pages_may():
     assert code(origin="http://127.0.0.1:8400") is None
     assert code(host="trainer7:8400", origin="http://TRAINER7:8400") is None
-    assert code(kind="websocket", method="GET", origin="http://127.0.0.1:8400") is None
     assert code(host="trainer7:8400", origin="https://manta.example.org") is None, "a proxy that ends TLS before us"
 
 
@@ -109,28 +106,3 @@ def test_body_that_no_request_needs_is_refused_by_every_operation(service, chunk
         path = re.sub(r"\{\w+\}", "job_000000000001", operation.path)
         response = service.http.request(operation.method, path, content=content, headers=JSON)
         assert (response.status_code, response.json()["code"]) == (413, "body_too_large"), operation.id
-
-
-@pytest.mark.parametrize(
-    ("kind", "origin", "passed", "sent"),
-    [
-        ("websocket", b"http://127.0.0.1:8400", True, []),
-        ("websocket", b"https://evil.example", False, [("websocket.close", 1008)]),
-        ("lifespan", b"https://evil.example", True, []),
-    ],
-)
-def test_sockets_of_our_own_pages_pass_and_those_of_others_are_closed(kind, origin, passed, sent):
-    let_through, answers = [], []
-
-    async def inner(scope, receive, send):
-        let_through.append(scope["type"])
-
-    async def receive():
-        return {"type": "websocket.connect"}
-
-    async def send(message):
-        answers.append((message["type"], message["code"]))
-
-    headers = [(b"host", b"127.0.0.1:8400"), (b"origin", origin)]
-    asyncio.run(RequestGuard(inner)({"type": kind, "path": "/ui/", "headers": headers}, receive, send))
-    assert (let_through, answers) == ([kind] if passed else [], sent)
