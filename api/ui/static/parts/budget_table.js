@@ -22,7 +22,11 @@ export function budgetTable() {
 function rowOf(part, planned, step) {
   const filled = bar(words(part.name));
   filled.show(Math.max(0, Math.min(1, part.seconds / step)), part.name === "arithmetic" ? "good" : "active");
-  const plan = planned ? `planned ${duration(planned.seconds)} (${percent(planned.seconds / step)})` : "";
-  const texts = [part.what, part.how, part.help ? `What helps: ${part.help}` : "", plan].filter(Boolean).join(" ");
+  const plan = planned && planned.seconds > 0 ? `Planned: ${duration(planned.seconds)}` : "";
+  const texts = [part.what ?? part.how, part.help ? `What helps: ${part.help}` : "", plan].filter(Boolean).map(sentence).join(" ");
   return h("div", { class: "budget-row" }, h("b", {}, words(part.name)), filled.element, h("span", { class: "number" }, duration(part.seconds)), h("span", { class: "number" }, percent(part.seconds / step)), texts ? h("div", { class: "budget-how" }, texts) : null);
+}
+
+function sentence(text) {
+  return `${text.charAt(0).toUpperCase()}${text.slice(1)}${/[.?!]$/.test(text) ? "" : "."}`;
 }

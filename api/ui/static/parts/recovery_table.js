@@ -48,7 +48,7 @@ function row() {
         element,
         h("td", { class: "mono", title: utc(recovery.time) }, clock(recovery.time)),
         h("td", { class: "number" }, number(recovery.generation)),
-        h("td", { class: "message" }, recovery.cause, recovery.node ? h("div", { class: "note" }, `node ${recovery.node}`) : null),
+        h("td", { class: "message" }, recovery.cause, recovery.node ? h("div", { class: "note", title: recovery.node }, `node ${recovery.node.slice(0, 12)}`) : null),
         h("td", {}, `${recovery.forked.length} of ${all}`),
         h("td", {}, `${recovery.source}, step ${number(recovery.resume_step)}`),
         h("td", {}, phaseBar(recovery)),

@@ -22,7 +22,7 @@ function sliceOf(slice, critical) {
   const pass = PASSES[slice.kind];
   const text = pass === undefined ? "" : `${slice.micro_batch ?? ""}`;
   const shade = pass === undefined ? color(OTHERS[slice.kind] ?? "idle") : seriesColor(slice.stage ?? 0);
-  return { start: slice.start, end: slice.end, color: shade, alpha: pass ?? 0.9, inner: pass === undefined, text, tip: tipOf(slice), critical };
+  return { start: slice.start, end: slice.end, color: shade, alpha: pass ?? 0.7, inner: pass === undefined, text, tip: tipOf(slice), critical };
 }
 
 function tipOf(slice) {

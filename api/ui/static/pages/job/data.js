@@ -10,7 +10,7 @@ const TYPES = ["corpus", "data", "sample", "token", "rolled_back", "step_skipped
 /** The tab. */
 export function create({ id, job }) {
   const [progress, sources, happened] = [panel("Progress"), panel("Sources"), panel("What happened to the data")];
-  const figures = h("dl", { class: "figures" });
+  const figures = h("dl", { class: "figures few" });
   progress.body.append(figures);
   const { element, body } = table(["Source", "Weight", "Share", "Paths"], { label: "Sources" });
   sources.body.append(element);

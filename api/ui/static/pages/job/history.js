@@ -11,8 +11,9 @@ import { costSentence, recoveryTable } from "../../parts/recovery_table.js";
 
 /** The tab. */
 export function create({ id }) {
+  let longer = false; // than a day
   const events = new JobEvents(id);
-  const lanes = new Lanes("States and recoveries over the job's life", { format: (seconds) => clock(1000 * seconds), laneHeight: 34, moments: true });
+  const lanes = new Lanes("States and recoveries over the job's life", { format: (seconds) => clock(1000 * seconds, longer), laneHeight: 34, moments: true });
   const [ledger, recoveries, happened] = [ledgerBar(), recoveryTable(), eventTable()];
   const life = panel("Life", { note: "states, every second by class, the phases of recoveries; click, then wheel zooms" });
   life.body.append(lanes.element);
@@ -42,6 +43,7 @@ export function create({ id }) {
       setText(failures.note, costSentence(failed));
       recoveries.show(failed);
       const until = Date.parse(spent.until) / 1000;
+      longer = spent.wall_seconds > 86_400;
       lanes.show([{ name: "state", slices: statesOf(events.items, until) }, { name: "time", slices: (spent.intervals ?? []).map(spanOf) }, { name: "recovery", slices: failed.flatMap(phasesOf) }], [Date.parse(spent.began_at) / 1000, until]);
     },
     close: () => lanes.close(),
