@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from api import access_schemas
+from api.schemas import access as access_schemas
 from api.views import moment, moment_or_none
 from service.identity import Identity
 from service.store import access_tables

@@ -12,8 +12,10 @@ from urllib.parse import quote
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from api import access_schemas, requests, schemas, trace_schemas
+from api import requests, schemas
 from api.rest_version import HEADER, other_service
+from api.schemas import access as access_schemas
+from api.schemas import traces as trace_schemas
 from workers.errors import MantaError
 from workers.nonfinite import spell
 from workers.spec.problems import Problem, SpecError

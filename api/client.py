@@ -14,7 +14,6 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx
 
 from api import calls
-from api.access_schemas import ApiKey, AuditEntry, Me, NewApiKey, OneTimeLink, Project
 from api.calls import (
     ApiError,
     Call,
@@ -55,8 +54,9 @@ from api.schemas import (
     Recovery,
     Stream,
 )
+from api.schemas.access import ApiKey, AuditEntry, Me, NewApiKey, OneTimeLink, Project
+from api.schemas.traces import StepBudget, Trace, TraceDocument
 from api.sse_client import EventParser
-from api.trace_schemas import StepBudget, Trace, TraceDocument
 from service.identity import Scope
 from service.settings import Settings
 from service.states import is_final

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from api import access_schemas, schemas
+from api import schemas
 from api.cli.progress import figure, percent, progress_line
+from api.schemas import access as access_schemas
 from service.byte_counts import byte_count
 from workers import metric_names
 

@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from api import calls, trace_schemas
+from api import calls
 from api.cli import render
 from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, JobId, Json, Url, connect, fail, show
 from api.client import MantaClient
 from api.requests import TraceRequest
+from api.schemas import traces as trace_schemas
 from service.store.trace_requests import MOST_STEPS
 
 ENDINGS = (".json", ".pftrace")

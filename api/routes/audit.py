@@ -6,10 +6,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from api import access_schemas, access_views, schemas
+from api import access_views, schemas
 from api.access import Caller
 from api.parameters import Control, Cursor, Limit
 from api.problem_codes import reads
+from api.schemas import access as access_schemas
 from service.store import audit
 from service.store.ids import KEY_ID_PATTERN
 

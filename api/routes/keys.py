@@ -7,12 +7,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
 
-from api import access_schemas, access_views, requests, schemas
+from api import access_views, requests, schemas
 from api.access import Caller, Forbidden, request_of_caller
 from api.openapi import json_request
 from api.parameters import Control, Cursor, Limit, body_as
 from api.permissions import Need
 from api.problem_codes import changes, reads
+from api.schemas import access as access_schemas
 from service.identity import Identity, digest_of, new_key
 from service.store import ProjectNotFound, keys
 

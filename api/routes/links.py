@@ -9,12 +9,13 @@ from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import RedirectResponse
 from sqlalchemy.orm import Session
 
-from api import access_schemas, views
+from api import views
 from api.access import Caller, request_of_caller
 from api.credentials import cookie_name
 from api.parameters import Control
 from api.permissions import DASHBOARD_PATH, LINK_PATH
 from api.problem_codes import anonymous, changes
+from api.schemas import access as access_schemas
 from service.identity import digest_of, new_browser_token
 from service.store import audit, browser_tokens, keys
 from service.store.access_tables import BrowserToken

@@ -6,11 +6,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
-from api import access_schemas, access_views, requests, schemas
+from api import access_views, requests, schemas
 from api.access import Caller, request_of_caller
 from api.openapi import json_request
 from api.parameters import Control, Cursor, Limit, body_as
 from api.problem_codes import changes, reads
+from api.schemas import access as access_schemas
 from service.store import projects
 
 router = APIRouter(prefix="/v1/projects", tags=["access"])

@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from api import requests, schemas, trace_schemas
+from api import requests, schemas
 from api.access import JobId
 from api.control import ControlPlane
 from api.openapi import json_request
 from api.parameters import Control, body_as
 from api.planning import current_cluster
 from api.problem_codes import OF_A_JOB, changes, reads
+from api.schemas import traces as trace_schemas
 from api.views import moment, moment_or_none
 from service.cluster.errors import ClusterUnavailable
 from service.planner.hardware import Cluster

@@ -207,7 +207,7 @@ def of_plan(shares: Sequence[Share]) -> tuple[Part, ...]:
 
 
 def to_json(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """In the form of `api.trace_schemas.BudgetPart`."""
+    """In the form of `api.schemas.traces.BudgetPart`."""
     whole = sum(each.seconds for each in parts) or 1.0
     return [
         {

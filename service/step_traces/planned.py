@@ -30,7 +30,7 @@ class PlannedStep:
     """Of each stage of one replica a rank with its slices, as in a trace; None where they are too many."""
 
     def to_json(self) -> dict[str, Any]:
-        """In the form of `api.trace_schemas.PlannedTrace`."""
+        """In the form of `api.schemas.traces.PlannedTrace`."""
         return {"step_seconds": self.seconds, "bubble": {"mean": self.bubble_ratio}, "ranks": self.ranks}
 
 

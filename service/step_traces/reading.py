@@ -188,7 +188,7 @@ class TraceReader:
 
 
 def budget_document(parts: Any, planned: PlannedStep | None, measured_from: str) -> dict[str, Any]:
-    """In the form of `api.trace_schemas.StepBudget`."""
+    """In the form of `api.schemas.traces.StepBudget`."""
     return {
         "step_seconds": sum(each.seconds for each in parts),
         "parts": budget.to_json(parts),

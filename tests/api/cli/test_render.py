@@ -6,8 +6,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from rich.console import Console
 
-from api import access_schemas, schemas
+from api import schemas
 from api.cli import render
+from api.schemas import access as access_schemas
 
 MOMENT = datetime(2026, 1, 2, 12, 30, 15, tzinfo=UTC)
 

@@ -1,0 +1,275 @@
+"""What layouts take, and how jobs are held against that."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import Field
+
+from api.schemas.base import Answer
+
+
+class PlanMemory(Answer):
+    """Bytes that the rank needs which needs most."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept from forward to backward, with the logits."""
+    buffers: int
+    """Beside them for a moment."""
+    total: int
+
+
+class StepParts(Answer):
+    """Where a step's seconds go."""
+
+    pipeline: float
+    """Forwards, backwards and the waiting between them."""
+    gradients: float
+    """Reduction over the replicas, as far as nothing hides it."""
+    tied_embedding: float
+    """Summing the gradients of an embedding that two stages hold."""
+    optimizer: float
+    waiting: float
+    """For the slowest replica."""
+
+
+class Plan(Answer):
+    """A layout that fits, and what it is expected to do."""
+
+    parallel: dict[str, Any]
+    """The layout, as in a JobSpec."""
+    micro_batch_size: int
+    gpus: int
+    """Ranks of the layout."""
+    step_seconds: float
+    tokens_per_second: float
+    tflops_per_gpu: float
+    """10^12 FLOP/s of the model, attention in full."""
+    hardware_tflops_per_gpu: float
+    """The same with what is recomputed."""
+    mfu_full: float
+    mfu_causal: float
+    hfu_full: float
+    bubble_ratio: float
+    """Part of the pipeline's time in which its busiest stage waits."""
+    memory_bytes: PlanMemory
+    host_memory_bytes: int
+    """Of a node, for snapshots."""
+    step_parts: StepParts
+    hours: float
+    """For train.steps steps."""
+    gpu_hours: float
+
+
+class RejectedPlan(Answer):
+    """A layout that is not among the best."""
+
+    parallel: dict[str, Any]
+    reason: str
+    """Why, as a sentence."""
+
+
+class StepShare(Answer):
+    """A part of a planned step."""
+
+    name: str
+    """Stable code."""
+    seconds: float
+    """Of each rank, in the mean; that of products may be below zero, where kernels leave out what FLOPs count."""
+    what: str
+    help: str
+    """What would make it smaller; empty where nothing does."""
+
+
+class PlanChange(Answer):
+    """What one change of a plan would do."""
+
+    change: str
+    """As in a JobSpec."""
+    step_seconds: float
+    memory_bytes: int
+    """Of the rank that needs most."""
+    fits: bool
+
+
+class PlannedPass(Answer):
+    """One pass of a micro-batch through a virtual stage."""
+
+    rank: int
+    """Pipeline rank."""
+    kind: Literal["forward", "backward", "backward_input", "backward_weight"]
+    stage: int
+    """Virtual stage, in the model's order."""
+    micro_batch: int
+    begin: float
+    """Seconds from the step's start."""
+    end: float
+
+
+class PlannedRun(Answer):
+    """A whole training with failures, simulated; docs/planner.md says at which rates, and what they cost."""
+
+    hours: float
+    gpu_hours: float
+    """With spares."""
+    goodput: float
+    """Part of the time that trains."""
+    failures: float
+    lost_hours: dict[str, float]
+    """By reason: redone, recovering, checkpoints, waiting, slower."""
+    spare_nodes: int
+    """With which it takes the fewest GPU-hours."""
+    checkpoint_seconds: float
+    """Best time between two checkpoints."""
+    goodput_with_restarts: float
+    """Of a system that starts everything again from a checkpoint after each failure."""
+    gpu_hours_with_restarts: float
+
+
+class Machine(Answer):
+    """A type of node that `manta calibrate` has measured, by which plans for its kind go."""
+
+    name: str
+    """Processor and cores, as nodes of that type are told apart."""
+    measured_at: datetime
+    device: str | None
+    """Its processor."""
+    cores: int | None
+    constants: dict[str, float] | None
+    """What a core reaches: the eight of docs/planner.md."""
+    this_node: bool
+    """Whether the control plane that answers is on such a node."""
+    problem: str | None
+    """Why it cannot be used; then the three before are null."""
+
+
+class PlanSize(Answer):
+    """What to go on with on fewer GPUs."""
+
+    gpus: int
+    """That the layout takes."""
+    up_to: int
+    """It is the one for this many GPUs, and any number in between."""
+    parallel: dict[str, Any]
+    micro_batch_size: int
+    step_seconds: float
+    tokens_per_second: float
+    memory_bytes: int
+    """Of the rank that needs most."""
+    fits: bool
+
+
+class PlannedPart(Answer):
+    """A part of a planned step."""
+
+    name: str
+    seconds: float
+    fraction: float
+    """Of the step; all parts together are it."""
+    what: str
+    help: str | None
+    """What would make it smaller; null where nothing does."""
+
+
+class PlannedStep(Answer):
+    """What a step of a job is planned to take where it runs."""
+
+    step_seconds: float
+    memory_bytes: PlanMemory
+    parts: list[PlannedPart]
+    """From the device's peak down to the MFU."""
+    assumed: bool
+    """Whether nothing was measured or fitted on such a machine."""
+    has_gpus: bool
+    """Whether each rank has a GPU, whose memory it can be held against."""
+    sizes: list[PlanSize] = Field([])
+    """The layouts that it goes on in as it loses GPUs, most first; empty where its size is fixed."""
+
+
+class MeasuredStep(Answer):
+    """What steps of a job took, once the first ones had settled."""
+
+    first_step: int
+    last_step: int
+    step_seconds: float
+    """Median of these steps."""
+    memory_bytes: int | None
+    """Most of any rank: on GPUs the peak of their memory, else all that a process has resident."""
+    parts: dict[str, float] | None
+    """Seconds by part as the engine measures them, medians; null where it measured no step in parts."""
+
+
+class ComparedPart(Answer):
+    """A group of parts that means the same in a plan and in a measurement."""
+
+    name: str
+    planned: float
+    """Seconds of a step."""
+    measured: float
+
+
+class PlanDrift(Answer):
+    """How far a job is from its plan, beyond 20%."""
+
+    ratio: float
+    """Of what was measured to what was planned."""
+    part: str
+    """What makes most of the difference."""
+    message: str
+
+
+class JobPlan(Answer):
+    """What was planned of a job when it last began or changed its layout, and what became of that."""
+
+    generation: int | None
+    """That it was planned of; null before the first."""
+    parallel: dict[str, Any] | None
+    """The layout that it is about."""
+    planned: PlannedStep | None
+    problem: str | None
+    """Why nothing is planned, or not yet."""
+    measured: MeasuredStep | None
+    """Null before its sixth step."""
+    compared: list[ComparedPart]
+    """Both by groups of parts; empty while one of them is missing."""
+    drift: PlanDrift | None
+    """Null within 20%, and before 25 steps."""
+
+
+class PlanExplanation(Answer):
+    """Where the step of the best plan goes, and what would change that."""
+
+    sentences: list[str]
+    """The largest losses, and what helps."""
+    shares: list[StepShare]
+    """From the device's peak on; together the step."""
+    changes: list[PlanChange]
+    """Of one thing at a time: the fastest that fit first, then those that do not fit."""
+    memory_by_stage: list[PlanMemory]
+    """Of a rank of each pipeline stage."""
+    usable_bytes: int
+    """Of a device's memory."""
+    run: PlannedRun | None
+    """Null of a training of less than a day, or without accelerators."""
+    timeline: list[PlannedPass] | None
+    """The pipeline of one step; null where it has more than 20,000 passes."""
+
+
+class Plans(Answer):
+    """What a plan was asked for."""
+
+    plans: list[Plan]
+    """Best first; empty where nothing fits."""
+    rejected: list[RejectedPlan]
+    """Of each other tensor and pipeline size the layout that came nearest."""
+    note: str | None = None
+    """What to know of these times: on machines that the planner has no measurements of."""
+    explanation: PlanExplanation | None = None
+    """Of the first plan, where it was asked for."""
+    sizes: list[PlanSize] | None = None
+    """Of `parallel: auto` the best layout for every number of GPUs, from all down to the fewest; of a layout those that
+    `elastic` allows. Where they were asked for."""

@@ -1,0 +1,115 @@
+"""Ranks of a job: where they are, how they do, who waits for whom."""
+
+from __future__ import annotations
+
+from api.schemas.base import Answer, Time
+
+
+class RankPlace(Answer):
+    """A rank's place in the grid."""
+
+    rank: int
+    """Global rank."""
+    tensor: int
+    """Place in its tensor group."""
+    pipeline: int
+    """Pipeline stage."""
+    data: int
+    """Replica."""
+    context: int
+    """Place in its context group."""
+
+
+class Straggler(Answer):
+    """That a rank holds up the others."""
+
+    own_seconds: float
+    """Of a step: its median over the last steps."""
+    usual_seconds: float
+    """The same of its peers."""
+    sentence: str
+    """For people."""
+
+
+class Rank(RankPlace):
+    """A rank's place in the grid and on the cluster."""
+
+    node: str | None
+    """Node that it runs on."""
+    device: str | None
+    """Device that it runs on."""
+    pid: int | None
+    """Process id of its trainer."""
+    generation: int
+    """Generation of its trainer."""
+    state: str
+    """What it is doing."""
+    own_seconds: float | None = None
+    """Of a step, what it did not wait for others: the mean over the last seconds; null where that is not known."""
+    wait_seconds: float | None = None
+    """Of the same steps, up to where all ranks agree, what it waited."""
+    memory_bytes: int | None = None
+    """In use by it, to seven digits."""
+    straggler: Straggler | None = None
+    """Null where it does not hold up the others."""
+
+
+class WaitingRank(Answer):
+    """Where one rank stands."""
+
+    rank: int
+    phase: str
+    """Such as forward, backward, reduction, agreement; exited without a trainer, unknown without an answer."""
+    doing: str
+    """The same in words, with the communication that it waits in."""
+    since_seconds: float | None
+    """For how long nothing has changed; null where nobody knows."""
+    waits_for: list[int]
+    """Ranks without which it cannot go on, as far as that is known."""
+    step: int | None
+    """Step that it computes."""
+
+
+class Waits(Answer):
+    """Who waits for whom."""
+
+    at: Time
+    """When all were asked."""
+    ranks: list[WaitingRank]
+    """By number."""
+    culprits: list[int]
+    """Ranks that keep the others from going on, and have stood still for longer than they may."""
+    sentence: str
+    """What that means, for people."""
+
+
+class RankStack(Answer):
+    """Where a rank's trainer is."""
+
+    rank: int
+    pid: int
+    """Process id of its trainer."""
+    at: Time
+    """When it was asked."""
+    text: str
+    """The Python stacks of all its threads; of a stopped process what the kernel tells."""
+
+
+class RankHistory(Answer):
+    """How all ranks were doing over the last samples."""
+
+    steps: list[int]
+    """The last step of each sample, ascending."""
+    times: list[Time]
+    """When each was put together."""
+    own_seconds: list[list[float]]
+    """Of each sample, by rank: of a step, what the rank did not wait for others."""
+
+
+class Fault(Answer):
+    """A fault that will be made. The event `fault_injected` tells of it, and `fault_struck` that it has struck."""
+
+    id: str
+    """Names it in the job's events."""
+    message: str
+    """What it is, for people."""
