@@ -1,13 +1,16 @@
 """Every page of the dashboard: what is on it, what can be done there, and that anybody can use it."""
 
 import re
+import time
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
+from service.store import rank_numbers, ranks
 from tests.api.ui.browser import needs_chromium, sign_in
 from tests.api.ui.sample import MARKUP
+from workers.liveness.rank_samples import RankSample, packed
 
 pytestmark = needs_chromium
 
@@ -219,3 +222,26 @@ def test_what_a_job_prints_is_text_and_nothing_else(viewer):
     page.get_by_label("Only lines with").fill("onerror")
     expect(page.get_by_role("log")).to_contain_text(MARKUP)
     expect(page.get_by_role("log").locator("img")).to_have_count(0)
+
+
+def test_thousands_of_ranks_are_on_one_screen(followed, browser):
+    """8 x 24 x 16, one of which holds up the others."""
+    places = [
+        {"rank": rank, "tensor": rank % 8, "pipeline": rank // 8 % 24, "data": rank // 192, "node": f"n{rank // 8}",
+         "device": f"cuda:{rank % 8}", "pid": 1000 + rank, "generation": 2, "state": "running"}
+        for rank in range(3072)
+    ]  # fmt: skip
+    slow = {"rank": 1700, "own_seconds": 0.9, "usual_seconds": 0.4, "sentence": "rank 1700 holds up the others"}
+    own = packed(0.9 if rank == 1700 else 0.4 for rank in range(3072))
+    sample = RankSample(200, 1.0, own, packed([2.0**30] * 3072), (slow,))
+
+    def grown(session):
+        ranks.replace(session, followed.job, places)
+        rank_numbers.store(session, followed.job, 2, sample, time.time())
+
+    followed.store.write(grown)
+    page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}/ranks")
+    expect(page.locator(".rank-summary")).to_contain_text("3,072 ranks on 384 nodes: 3072 running; slow: 1700")
+    expect(page.locator(".verdict")).to_contain_text("Rank 1700 holds up the others")
+    box = page.locator(".rank-plot").bounding_box()
+    assert box["y"] + box["height"] <= 900, "the whole grid is on the screen"
