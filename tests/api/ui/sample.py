@@ -101,7 +101,8 @@ def row(step: int, now: float) -> dict[str, Any]:
     loss = 1.9 + 3.7 * math.exp(-step / 55) + 0.05 * dice.uniform(-1, 1)
     values = {"step": step, "time": now, "loss": loss, "tokens_per_second": rate, "step_seconds": 2048 / rate,
               "mfu_full": rate / 26000, "tokens": step * 2048}  # fmt: skip
-    return values | ({"validation_loss": loss + 0.06} if step % 25 == 0 else {})
+    parts = {"forward_seconds": 0.3 / (rate / 2048), "backward_seconds": 0.6 / (rate / 2048)} if step % 10 == 0 else {}
+    return values | parts | ({"validation_loss": loss + 0.06} if step % 25 == 0 else {})
 
 
 def places(generation: int, state: str = "running") -> list[dict[str, Any]]:

@@ -128,6 +128,12 @@ def test_logs_are_filtered_by_rank_and_text(viewer):
     viewer.complaints.said = [text for text in viewer.complaints.said if "422" not in text]
 
 
+def test_parts_of_a_step_are_drawn_over_time(viewer):
+    page = viewer.open(f"jobs/{viewer.sample.job}/step")
+    expect(page.get_by_role("img", name=re.compile("Parts of a step over time.*forward.*backward"))).to_be_visible()
+    expect(page.get_by_text("No step was traced yet.")).to_be_visible()
+
+
 def test_ranks_say_who_is_slow_who_waits_and_where_each_is(viewer):
     page = viewer.open(f"jobs/{viewer.sample.job}/ranks")
     expect(page.get_by_role("table", name="Ranks").locator("tbody tr")).to_have_count(8)

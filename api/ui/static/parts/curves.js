@@ -5,7 +5,7 @@ import { numberOf } from "../core/format.js";
 
 const POINTS = 1500;
 const OVERLAP = 8; // steps asked for again, since a step's validation loss may come after its other metrics
-const MOST_VALIDATIONS = 2000;
+const MOST_SELDOM = 2000;
 
 /** The names of a job's validation sets and of the metrics with their losses: `[[label, metric], ...]`. */
 export function validationsOf(spec) {
@@ -73,14 +73,14 @@ export class Columns {
 
 /** The curves of one job. */
 export class JobCurves {
-  /** `names`: of the metrics that most steps have. `validations`: of those that multiples of `every` steps have. */
-  constructor(id, names, validations = [], every = 0) {
+  /** `names`: of the metrics that most steps have. `seldom`: of those that multiples of `every` steps have. */
+  constructor(id, names, seldom = [], every = 0) {
     this.id = id;
     this.names = [...new Set(names)];
-    this.validationNames = every > 0 ? validations : [];
+    this.seldomNames = every > 0 ? seldom : [];
     this.every = every;
     this.all = new Columns(this.names);
-    this.validations = null;
+    this.seldom = null;
     this.detail = null;
     this.wanted = null;
   }
@@ -93,19 +93,19 @@ export class JobCurves {
     const after = first ? 0 : Math.max(0, steps[steps.length - 1] - OVERLAP);
     const answer = await this.read(this.names, after, null, POINTS, signal);
     const different = this.all.merge(answer);
-    await this.pollValidations(signal);
+    await this.pollSeldom(signal);
     return different || first;
   }
 
-  async pollValidations(signal) {
+  async pollSeldom(signal) {
     const newest = this.all.columns.step.at(-1) ?? 0;
-    if (this.validationNames.length === 0 || newest < this.every) return;
-    const last = this.validations?.columns.step.at(-1) ?? 0;
-    const complete = this.validations && this.validationNames.some((name) => Number.isFinite(this.validations.columns[name].at(-1)));
+    if (this.seldomNames.length === 0 || newest < this.every) return;
+    const last = this.seldom?.columns.step.at(-1) ?? 0;
+    const complete = this.seldom && this.seldomNames.some((name) => Number.isFinite(this.seldom.columns[name].at(-1)));
     if (complete && newest < last + this.every) return;
-    this.validations ??= new Columns([...new Set([...this.validationNames, "tokens", "time"])]);
-    const query = { names: this.validations.names.join(","), after_step: Math.max(0, last - 1), max_points: MOST_VALIDATIONS, every: this.every };
-    this.validations.merge(await get(`/v1/jobs/${this.id}/metrics`, query, { signal }));
+    this.seldom ??= new Columns([...new Set([...this.seldomNames, "tokens", "time"])]);
+    const query = { names: this.seldom.names.join(","), after_step: Math.max(0, last - 1), max_points: MOST_SELDOM, every: this.every };
+    this.seldom.merge(await get(`/v1/jobs/${this.id}/metrics`, query, { signal }));
   }
 
   /** Read the steps `[from, to]` in as much detail as is drawn; null: all are looked at. Whether that is what is still wanted. */

@@ -68,7 +68,7 @@ export class JobCharts {
 
   draw() {
     const column = X_AXES[this.group.axis].column;
-    const [columns, validations] = [this.curves.shown, this.curves.validations];
+    const [columns, validations] = [this.curves.shown, this.curves.seldom];
     const marks = this.marks.map(({ step, ...rest }) => ({ ...rest, x: this.curves.all.at(column, step) }));
     for (const { chart, lines, validations: withValidations } of this.charts) {
       const drawn = lines.map(([name, metric]) => ({ name, x: columns.x(column), y: columns.columns[metric] }));

@@ -8,18 +8,19 @@ import { age, clock, counted, duration, number, percent } from "../../core/forma
 import { notify } from "../../core/notices.js";
 import { may } from "../../core/shell.js";
 import { budgetTable } from "../../parts/budget_table.js";
+import { PartsChart } from "../../parts/parts_chart.js";
 import { planTable } from "../../parts/plan_table.js";
 import { lanesOf, rangeOf } from "../../parts/trace_lanes.js";
 
 const MOST_STEPS = 20;
 
 /** The tab. */
-export function create({ id, viewer, refreshNow }) {
-  return new StepTab(id, viewer, refreshNow);
+export function create({ id, job, viewer, refreshNow }) {
+  return new StepTab(id, job, viewer, refreshNow);
 }
 
 class StepTab {
-  constructor(id, viewer, refreshNow) {
+  constructor(id, job, viewer, refreshNow) {
     Object.assign(this, { id, refreshNow, shownTrace: null });
     this.budget = budgetTable();
     this.source = h("select", { "aria-label": "Measured from", onchange: () => this.refreshNow() }, [["", "newest trace, else phases"], ["phases", "phases timed as it goes"], ["trace", "newest trace"]].map(([value, text]) => h("option", { value }, text)));
@@ -47,7 +48,8 @@ class StepTab {
     setVisible(this.planned.element, false);
     trace.body.append(h("div", { class: "toolbar" }, h("label", { class: "inline" }, "steps", this.steps), h("label", { class: "inline" }, "torch profiler on", this.profiled), this.ask, this.choice, this.state, h("span", { class: "gap" }), this.tools),
       this.facts, this.lanes.element, this.plannedHead, this.planned.element, h("p", { class: "note" }, "Colours are stages (light: forward, full: backward), numbers micro-batches; thin bars are communication and the like; what is empty is waiting; red below: the critical path. Click, then wheel or + and - zoom, drag moves, double-click shows all."));
-    this.element = h("div", {}, h("div", { class: "columns" }, budget.element, plan.element), trace.element);
+    this.parts = new PartsChart(id, job.spec.train?.time_parts_every ?? 0);
+    this.element = h("div", {}, h("div", { class: "columns" }, budget.element, h("div", {}, plan.element, this.parts.element)), trace.element);
     viewer.then((me) => setVisible(this.ask, may(me, "submit")));
   }
 
@@ -79,6 +81,7 @@ class StepTab {
     ]);
     this.showBudget(budget, job);
     if (plan) this.plan.show(plan);
+    await this.parts.refresh(signal);
     this.traces = [...(traces?.items ?? [])].sort((one, other) => (one.requested_at < other.requested_at ? 1 : -1));
     this.showChoice();
     setAttribute(this.ask, "disabled", job.state !== "RUNNING");
@@ -137,6 +140,7 @@ class StepTab {
   close() {
     this.lanes.close();
     this.planned.close();
+    this.parts.close();
   }
 }
 
