@@ -18,6 +18,8 @@ import uvicorn
 from api.app import create_app
 from api.permissions import LINK_PATH
 from api.ui import mount
+from service.checkpoint_deletion import delete_checkpoint
+from service.deletion import Deletion, delete_job
 from service.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
 from service.logs import LogsInHome, log_file, log_folder
 from service.model_packages import ModelPackages
@@ -40,8 +42,11 @@ from service.store import (
     state_changes,
 )
 from service.store.recoveries import Beginning
+from service.store.tables import Checkpoint
+from workers.checkpoint.catalog import checkpoint_path
 from workers.config import JobSpec
 from workers.data.roots import DataRoots
+from workers.paths import Paths
 
 STEPS, DONE, CRASHED_AT = 400, 200, 120
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -52,6 +57,7 @@ SPEC: dict[str, Any] = {
     "data": {"source": "python-stdlib"},
     "train": {"steps": STEPS, "global_batch_size": 16, "micro_batch_size": 2, "validate_every": 25},
     "parallel": {"tensor": 2, "pipeline": 2, "data": 2},
+    "elastic": {"min_data": 1, "max_data": 2},
 }
 
 
@@ -63,6 +69,7 @@ class SampleControl:
         self.home = home
         self.data_roots, self.model_packages = DataRoots(), ModelPackages()
         self.logs = LogsInHome(home)
+        self.draining = False
 
     def submitted(self, job_id: str) -> None:
         """Nothing to do."""
@@ -73,10 +80,30 @@ class SampleControl:
     def pause(self, job_id: str) -> None:
         """Nothing to do."""
 
+    def resize(self, job_id: str) -> None:
+        """Nothing to do."""
+
+    def delete(self, job_id: str) -> Deletion:
+        """At once: there is nothing on a cluster."""
+        return delete_job(self.store, Paths.of(self.home), job_id, lambda: None)
+
+    def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
+        """As the service does."""
+        return delete_checkpoint(self.store, Paths.of(self.home), job_id, checkpoint_id, force)
+
+    def drain(self, node: str, seconds: float) -> dict[str, Any]:
+        """Note it."""
+        self.draining = True
+        return self.cluster()["nodes"][0]
+
+    def check_cluster(self) -> dict[str, Any]:
+        """All is well."""
+        return {"problems": [], "nodes": 1, "tries": 4}
+
     def cluster(self) -> dict[str, Any]:
         """One node of 16 slots, half of them taken."""
-        node = {"id": "n1", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 8}
-        return {"nodes": [node], "totals": {}}
+        node = {"id": "a1b2c3", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 8}
+        return {"nodes": [{**node, "draining": self.draining}], "totals": {}}
 
     def waits(self, job_id: str) -> SeenWaits:
         """All but one wait for it."""
@@ -185,7 +212,8 @@ def _commit(session: Any, job_id: str, steps: Iterable[int]) -> None:
 
 
 def _checkpoint(session: Any, job_id: str, generation: int, step: int, home: Path) -> None:
-    saved = checkpoints.begin(session, job_id, generation, step, f"checkpoints/step-{step:08d}")
+    place = checkpoint_path(Paths.of(home).checkpoint_folder(job_id), step, generation)
+    saved = checkpoints.begin(session, job_id, generation, step, str(place))
     assert saved is not None
     checkpoints.complete(session, saved.id, 9_860_000)
 

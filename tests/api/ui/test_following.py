@@ -99,6 +99,54 @@ def test_jobs_are_paused_resumed_retried_and_renamed(followed, browser):
     expect(page.locator(".notice")).to_have_count(0)
 
 
+def test_jobs_are_resized_and_deleted_and_nodes_drained(followed, browser):
+    viewer = sign_in(browser, followed, followed.link)
+    page = viewer.open(f"jobs/{followed.job}")
+    page.get_by_role("button", name="Resize").click()
+    expect(page.get_by_role("dialog")).to_contain_text("may have 1 to 2")
+    page.get_by_role("dialog").get_by_label("Replicas").first.fill("1")
+    page.get_by_role("dialog").get_by_role("button", name="Resize").click()
+    expect(page.locator(".events tbody tr").first).to_contain_text("resize")
+    page.get_by_role("button", name="Resize").click()
+    page.get_by_role("dialog").get_by_label("Replicas").first.fill("7")
+    page.get_by_role("dialog").get_by_role("button", name="Resize").click()
+    expect(page.locator(".notice")).to_contain_text("7")
+
+    page.goto(followed.page(f"jobs/{followed.others['tiny-llama']}"))
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Keep it").click()
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Delete it all").click()
+    expect(page).to_have_title("Jobs – Manta")
+    expect(page.locator("tbody tr", has_text="tiny-llama")).to_have_count(0)
+
+    page.goto(followed.page("cluster"))
+    page.get_by_role("button", name="Drain").click()
+    expect(page.get_by_role("dialog")).to_contain_text("No rank is placed on 127.0.0.1 any more")
+    page.get_by_role("dialog").get_by_role("button", name="Drain").click()
+    expect(page.locator(".badge", has_text="draining")).to_be_visible()
+    page.get_by_role("button", name="Check ports").click()
+    expect(page.locator(".notice")).to_contain_text("All is open: 4 connections between 1 node.")
+
+
+def test_checkpoints_are_deleted_with_a_warning_for_the_newest(followed, browser):
+    page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}/checkpoints")
+    lines = page.get_by_role("table", name="Checkpoints", exact=True).locator("tbody tr")
+    lines.nth(1).get_by_role("button", name="delete").click()
+    expect(page.get_by_role("dialog")).not_to_contain_text("It is the newest")
+    page.get_by_role("button", name="Delete it").click()
+    expect(lines).to_have_count(2)
+    expect(page.get_by_text("1 deleted checkpoint")).to_be_visible()
+    lines.nth(0).get_by_role("button", name="delete").click()
+    expect(page.get_by_role("dialog")).to_contain_text("It is the newest")
+    page.get_by_role("button", name="Delete it").click()
+    expect(lines).to_have_count(1)
+    lines.nth(0).get_by_role("button", name="export").click()
+    expect(page.get_by_role("dialog")).to_contain_text("Export the weights of step 50")
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+
+
 def test_who_may_only_read_is_offered_nothing_else_and_signs_out(viewed, browser):
     viewer = sign_in(browser, viewed, viewed.of_reader)
     page = viewer.open(f"jobs/{viewed.job}")
