@@ -1,6 +1,17 @@
 /** The page's colours for what is drawn on canvases, which know no style sheets. */
 
-const SERIES = ["#2f7bf6", "#e0960c", "#0d9f8c", "#9366f0", "#d6409f", "#6b8e23", "#2b95c4", "#c2561a", "#7a8798", "#b03060"];
+const SERIES = [
+  "#2f7bf6",
+  "#e0960c",
+  "#0d9f8c",
+  "#9366f0",
+  "#d6409f",
+  "#6b8e23",
+  "#2b95c4",
+  "#c2561a",
+  "#7a8798",
+  "#b03060",
+];
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const waiting = new Set();
 let known = null;

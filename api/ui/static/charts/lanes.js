@@ -22,10 +22,23 @@ export class Lanes {
     this.view = null;
     this.canvas = h("canvas", { class: "lane-canvas" });
     this.tip = h("div", { class: "chart-tip", hidden: true });
-    this.plot = h("div", {
-      class: "lane-plot", tabindex: "0", role: "img", "aria-label": label, onpointermove: (event) => this.moved(event), onpointerdown: (event) => this.pressed(event),
-      onpointerup: () => (this.drag = null), onpointerleave: () => setVisible(this.tip, false), ondblclick: () => this.look(null), onkeydown: (event) => this.key(event),
-    }, this.canvas, this.tip);
+    this.plot = h(
+      "div",
+      {
+        class: "lane-plot",
+        tabindex: "0",
+        role: "img",
+        "aria-label": label,
+        onpointermove: (event) => this.moved(event),
+        onpointerdown: (event) => this.pressed(event),
+        onpointerup: () => (this.drag = null),
+        onpointerleave: () => setVisible(this.tip, false),
+        ondblclick: () => this.look(null),
+        onkeydown: (event) => this.key(event),
+      },
+      this.canvas,
+      this.tip,
+    );
     this.plot.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     this.element = this.plot;
     this.unwatch = onColorsChanged(() => this.draw());
@@ -71,7 +84,8 @@ export class Lanes {
     const nameEvery = Math.max(1, Math.ceil(13 / this.height));
     this.lanes.forEach((lane, place) => {
       const top = place * this.height;
-      if (place % nameEvery === 0) pen.text(LEFT - 8, top + this.height / 2, lane.name, { color: color("dim"), align: "right", size: 10.5 });
+      if (place % nameEvery === 0)
+        pen.text(LEFT - 8, top + this.height / 2, lane.name, { color: color("dim"), align: "right", size: 10.5 });
       pen.clipped(LEFT, top, pen.width - LEFT - 5, this.height, () => this.paintLane(pen, lane, top, x, from, to));
     });
   }
@@ -86,7 +100,13 @@ export class Lanes {
       pen.rectangle(left, top + shrink, width, inner - shrink * 1.4, { color: slice.color, alpha: slice.alpha ?? 1 });
       if (slice.critical) pen.rectangle(left, top + inner - 2.5, width, 2.5, { color: color("bad") });
       if (slice.text && width > LEAST_TEXT && inner > 12) {
-        pen.clipped(left, top, width, inner, () => pen.text(left + width / 2, top + inner / 2, slice.text, { color: slice.ink ?? "#fff", size: 10, align: "center" }));
+        pen.clipped(left, top, width, inner, () =>
+          pen.text(left + width / 2, top + inner / 2, slice.text, {
+            color: slice.ink ?? "#fff",
+            size: 10,
+            align: "center",
+          }),
+        );
       }
     }
   }
@@ -146,8 +166,13 @@ export class Lanes {
     const [from, to] = this.view ?? this.whole;
     const middle = (from + to) / 2;
     const acts = {
-      "+": () => this.zoom(middle, 0.7), "=": () => this.zoom(middle, 0.7), "-": () => this.zoom(middle, 1.4), 0: () => this.look(null), Escape: () => this.look(null),
-      ArrowLeft: () => this.view && this.look([from - (to - from) / 5, to - (to - from) / 5]), ArrowRight: () => this.view && this.look([from + (to - from) / 5, to + (to - from) / 5]),
+      "+": () => this.zoom(middle, 0.7),
+      "=": () => this.zoom(middle, 0.7),
+      "-": () => this.zoom(middle, 1.4),
+      0: () => this.look(null),
+      Escape: () => this.look(null),
+      ArrowLeft: () => this.view && this.look([from - (to - from) / 5, to - (to - from) / 5]),
+      ArrowRight: () => this.view && this.look([from + (to - from) / 5, to + (to - from) / 5]),
     };
     if (!acts[event.key]) return;
     event.preventDefault();

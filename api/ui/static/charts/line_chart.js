@@ -9,10 +9,11 @@
 import { download, csv } from "../core/download.js";
 import { fill, h, setVisible } from "../core/dom.js";
 import { clock, compact } from "../core/format.js";
+import { paintMarks, paintX, paintY } from "./axes.js";
 import { color, onColorsChanged, seriesColor } from "./colors.js";
 import { X_AXES } from "./group.js";
 import { CanvasPen, SvgPen } from "./pen.js";
-import { extent, nearest, scale, smoothed, tickTexts, ticks, timeTicks } from "./scale.js";
+import { extent, nearest, scale, smoothed } from "./scale.js";
 
 const MARGIN = { top: 10, bottom: 34, left: 58, right: 14, rightAxis: 54 };
 const LEAST_DRAG = 6;
@@ -45,24 +46,50 @@ export class LineChart {
     this.plot = h(
       "div",
       {
-        class: "chart-plot", tabindex: "0", role: "img", "aria-label": this.title,
-        onpointermove: (event) => this.moved(event), onpointerdown: (event) => this.pressed(event),
-        onpointerup: (event) => this.released(event), onpointerleave: () => this.left(), ondblclick: () => this.group.look(null),
-        onkeydown: (event) => this.key(event), onblur: () => this.left(),
+        class: "chart-plot",
+        tabindex: "0",
+        role: "img",
+        "aria-label": this.title,
+        onpointermove: (event) => this.moved(event),
+        onpointerdown: (event) => this.pressed(event),
+        onpointerup: (event) => this.released(event),
+        onpointerleave: () => this.left(),
+        ondblclick: () => this.group.look(null),
+        onkeydown: (event) => this.key(event),
+        onblur: () => this.left(),
       },
-      this.canvas, this.cursor, this.brush, this.tip, this.note,
+      this.canvas,
+      this.cursor,
+      this.brush,
+      this.tip,
+      this.note,
     );
     this.plot.style.height = `${this.height}px`;
     this.legend = h("div", { class: "chart-legend" });
-    const tool = (label, text, act) => h("button", { class: "plain", title: label, "aria-label": `${label}: ${this.title}`, onclick: act }, text);
+    const tool = (label, text, act) =>
+      h("button", { class: "plain", title: label, "aria-label": `${label}: ${this.title}`, onclick: act }, text);
     this.logTool = tool("Logarithmic axis", "log", () => this.toggleLog());
     this.logTool.setAttribute("aria-pressed", String(this.log));
-    const save = h("select", { class: "plain", "aria-label": `Save: ${this.title}`, onchange: (event) => this.save(event.target) },
-      h("option", { value: "" }, "save"), ["png", "svg", "csv"].map((kind) => h("option", { value: kind }, kind.toUpperCase())));
-    this.tools = h("span", { class: "chart-tools" }, this.logTool,
-      tool("Show all", "all", () => this.group.look(null)), tool("Full screen", "full", () => this.element.requestFullscreen?.()), save);
-    this.element = h("section", { class: "panel chart", "aria-label": this.title },
-      h("div", { class: "panel-head" }, h("h2", {}, this.title), this.legend, h("span", { class: "gap" }), this.tools), this.plot);
+    const save = h(
+      "select",
+      { class: "plain", "aria-label": `Save: ${this.title}`, onchange: (event) => this.save(event.target) },
+      h("option", { value: "" }, "save"),
+      ["png", "svg", "csv"].map((kind) => h("option", { value: kind }, kind.toUpperCase())),
+    );
+    this.tools = h(
+      "span",
+      { class: "chart-tools" },
+      this.logTool,
+      tool("Show all", "all", () => this.group.look(null)),
+      tool("Full screen", "full", () => this.element.requestFullscreen?.()),
+      save,
+    );
+    this.element = h(
+      "section",
+      { class: "panel chart", "aria-label": this.title },
+      h("div", { class: "panel-head" }, h("h2", {}, this.title), this.legend, h("span", { class: "gap" }), this.tools),
+      this.plot,
+    );
     this.element.addEventListener("fullscreenchange", () => this.fullScreen());
   }
 
@@ -82,7 +109,16 @@ export class LineChart {
     const key = (line, place) => {
       const mark = h("span", { class: "key-mark" });
       mark.style.background = this.colorOf(line, place);
-      return h("button", { class: "plain key", "aria-pressed": String(!this.hidden.has(line.name)), onclick: (event) => this.toggle(line.name, event.currentTarget) }, mark, line.name);
+      return h(
+        "button",
+        {
+          class: "plain key",
+          "aria-pressed": String(!this.hidden.has(line.name)),
+          onclick: (event) => this.toggle(line.name, event.currentTarget),
+        },
+        mark,
+        line.name,
+      );
     };
     fill(this.legend, this.lines.map(key));
   }
@@ -110,7 +146,9 @@ export class LineChart {
   }
 
   shown() {
-    return this.lines.map((line, place) => ({ ...line, color: this.colorOf(line, place) })).filter((line) => !this.hidden.has(line.name) && line.x.length);
+    return this.lines
+      .map((line, place) => ({ ...line, color: this.colorOf(line, place) }))
+      .filter((line) => !this.hidden.has(line.name) && line.x.length);
   }
 
   /** Draw all anew. */
@@ -121,61 +159,34 @@ export class LineChart {
     setVisible(this.note, shown.length === 0);
     const pen = new CanvasPen(this.canvas, width, height);
     if (shown.length) this.paint(pen, shown);
-    this.plot.setAttribute("aria-label", `${this.title}. ${shown.map((line) => `${line.name} ${lastValue(line)}`).join(", ")}`);
+    this.plot.setAttribute(
+      "aria-label",
+      `${this.title}. ${shown.map((line) => `${line.name} ${lastValue(line)}`).join(", ")}`,
+    );
   }
 
   paint(pen, shown) {
     const two = this.axes.length > 1;
-    const box = { x: MARGIN.left, y: MARGIN.top, w: pen.width - MARGIN.left - (two ? MARGIN.rightAxis : MARGIN.right), h: pen.height - MARGIN.top - MARGIN.bottom };
+    const box = {
+      x: MARGIN.left,
+      y: MARGIN.top,
+      w: pen.width - MARGIN.left - (two ? MARGIN.rightAxis : MARGIN.right),
+      h: pen.height - MARGIN.top - MARGIN.bottom,
+    };
     const [from, to] = this.group.view ?? ends(shown);
     const x = scale(from, to, box.x, box.x + box.w);
     this.box = box;
     this.x = x;
-    this.paintX(pen, box, x);
-    this.paintMarks(pen, box, x);
+    paintX(pen, box, x, this.group.axis);
+    paintMarks(pen, box, x, this.marks);
     this.axes.forEach((axis, place) => {
       const lines = shown.filter((line) => (line.axis ?? 0) === place);
       const log = place === 0 && this.log;
       const [low, high] = extent(lines, from, to, { log, floor: axis.floor ?? null });
       const y = scale(low, high, box.y + box.h, box.y, log);
-      this.paintY(pen, box, y, axis, place);
+      paintY(pen, box, y, axis, place);
       pen.clipped(box.x, box.y - 2, box.w, box.h + 4, () => lines.forEach((line) => this.paintLine(pen, line, x, y)));
     });
-  }
-
-  paintX(pen, box, x) {
-    const time = this.group.axis === "time";
-    const values = time ? timeTicks(x.low, x.high, box.w / 90) : ticks(x.low, x.high, box.w / 90, { whole: this.group.axis === "step" });
-    const days = x.high - x.low > 86_400;
-    const texts = time ? values.map((value) => clock(1000 * value, days).slice(0, days ? 11 : 8)) : tickTexts(values);
-    pen.rectangle(box.x, box.y + box.h, box.w, 1, { color: color("line") });
-    values.forEach((value, place) => pen.text(x.place(value), box.y + box.h + 13, texts[place], { color: color("dim"), align: "center" }));
-    pen.text(box.x + box.w, box.y + box.h + 27, X_AXES[this.group.axis].label, { color: color("dim"), align: "right", size: 10 });
-  }
-
-  paintY(pen, box, y, axis, place) {
-    const values = ticks(y.low, y.high, box.h / 45, { log: y.log });
-    const texts = axis.format ? values.map(axis.format) : tickTexts(values);
-    values.forEach((value, at) => {
-      const height = y.place(value);
-      if (place === 0) pen.rectangle(box.x, height, box.w, 1, { color: color("line"), alpha: 0.6 });
-      pen.text(place === 0 ? box.x - 7 : box.x + box.w + 7, height, texts[at], { color: color("dim"), align: place === 0 ? "right" : "left" });
-    });
-    pen.text(place === 0 ? box.x : box.x + box.w, box.y + box.h + 27, axis.label, { color: color("dim"), align: place === 0 ? "left" : "right", size: 10 });
-  }
-
-  paintMarks(pen, box, x) {
-    let free = -Infinity;
-    for (const mark of this.marks) {
-      const at = x.place(mark.x);
-      if (!(at >= box.x && at <= box.x + box.w)) continue;
-      pen.line([at, at], [box.y, box.y + box.h], { color: color(mark.tone ?? "warn"), dash: [4, 3] });
-      if (at < free || !mark.label) continue;
-      const width = pen.textWidth(mark.label, 10);
-      const fits = at + width + 5 < box.x + box.w;
-      pen.text(fits ? at + 4 : at - 4, box.y + 6, mark.label, { color: color(mark.tone ?? "warn"), size: 10, align: fits ? "left" : "right" });
-      free = at + width + 10;
-    }
   }
 
   paintLine(pen, line, x, y) {
@@ -192,7 +203,8 @@ export class LineChart {
       pen.line(px, ys, style);
     }
     if (line.sparse || px.length === 1) {
-      for (let at = 0; at < px.length; at += 1) if (Number.isFinite(ys[at])) pen.dot(px[at], ys[at], 2.6, { color: line.color });
+      for (let at = 0; at < px.length; at += 1)
+        if (Number.isFinite(ys[at])) pen.dot(px[at], ys[at], 2.6, { color: line.color });
     }
   }
 
@@ -218,12 +230,18 @@ export class LineChart {
     const [from, to] = [this.dragFrom, this.at(event)].sort((one, other) => one - other);
     this.dragFrom = undefined;
     setVisible(this.brush, false);
-    if (to - from >= LEAST_DRAG) this.group.look([this.x.value(Math.max(from, this.box.x)), this.x.value(Math.min(to, this.box.x + this.box.w))]);
+    if (to - from >= LEAST_DRAG)
+      this.group.look([this.x.value(Math.max(from, this.box.x)), this.x.value(Math.min(to, this.box.x + this.box.w))]);
   }
 
   drawBrush(at) {
     const [from, to] = [this.dragFrom, at].sort((one, other) => one - other);
-    Object.assign(this.brush.style, { left: `${from}px`, width: `${to - from}px`, top: `${this.box.y}px`, height: `${this.box.h}px` });
+    Object.assign(this.brush.style, {
+      left: `${from}px`,
+      width: `${to - from}px`,
+      top: `${this.box.y}px`,
+      height: `${this.box.h}px`,
+    });
     setVisible(this.brush, to - from >= LEAST_DRAG);
   }
 
@@ -253,7 +271,8 @@ export class LineChart {
   /** Show the cursor at `x`, with values beside it where the pointer is `here`. */
   showCursor(x, here) {
     this.cursorAt = x;
-    const inside = x !== null && this.x && this.x.place(x) >= this.box.x - 1 && this.x.place(x) <= this.box.x + this.box.w + 1;
+    const inside =
+      x !== null && this.x && this.x.place(x) >= this.box.x - 1 && this.x.place(x) <= this.box.x + this.box.w + 1;
     setVisible(this.cursor, inside);
     setVisible(this.tip, inside);
     if (!inside) return;
@@ -267,18 +286,33 @@ export class LineChart {
     this.tip.classList.toggle("quiet", !here);
     this.fillTip(shown, places, value);
     const onRight = left < this.plot.clientWidth / 2;
-    Object.assign(this.tip.style, { left: onRight ? `${left + 12}px` : "auto", right: onRight ? "auto" : `${this.plot.clientWidth - left + 12}px`, top: `${this.box.y + 4}px` });
+    Object.assign(this.tip.style, {
+      left: onRight ? `${left + 12}px` : "auto",
+      right: onRight ? "auto" : `${this.plot.clientWidth - left + 12}px`,
+      top: `${this.box.y + 4}px`,
+    });
   }
 
   fillTip(shown, places, x) {
-    const text = this.group.axis === "time" ? clock(1000 * x) : `${X_AXES[this.group.axis].label} ${x.toLocaleString("en-US")}`;
+    const text =
+      this.group.axis === "time" ? clock(1000 * x) : `${X_AXES[this.group.axis].label} ${x.toLocaleString("en-US")}`;
     const row = (line, place) => {
       const mark = h("span", { class: "key-mark" });
       mark.style.background = line.color;
       const format = this.axes[line.axis ?? 0].format ?? compact;
-      return h("div", {}, mark, h("span", { class: "tip-name" }, line.name), h("b", {}, place < 0 ? "–" : format(line.y[place])));
+      return h(
+        "div",
+        {},
+        mark,
+        h("span", { class: "tip-name" }, line.name),
+        h("b", {}, place < 0 ? "–" : format(line.y[place])),
+      );
     };
-    fill(this.tip, h("div", { class: "tip-head" }, text), shown.map((line, at) => row(line, places[at])));
+    fill(
+      this.tip,
+      h("div", { class: "tip-head" }, text),
+      shown.map((line, at) => row(line, places[at])),
+    );
   }
 
   save(select) {
@@ -317,7 +351,10 @@ export class LineChart {
       });
     });
     const sorted = [...rows].sort(([one], [other]) => one - other);
-    return csv([X_AXES[this.group.axis].label, ...shown.map((line) => line.name)], sorted.map(([x, values]) => [x, ...values]));
+    return csv(
+      [X_AXES[this.group.axis].label, ...shown.map((line) => line.name)],
+      sorted.map(([x, values]) => [x, ...values]),
+    );
   }
 
   /** The chart is gone for good. */
@@ -354,6 +391,7 @@ function nearestKnown(line, x) {
 }
 
 function lastValue(line) {
-  for (let place = line.y.length - 1; place >= 0; place -= 1) if (Number.isFinite(line.y[place])) return compact(line.y[place]);
+  for (let place = line.y.length - 1; place >= 0; place -= 1)
+    if (Number.isFinite(line.y[place])) return compact(line.y[place]);
   return "unknown";
 }

@@ -60,7 +60,12 @@ export class CanvasPen {
   }
 
   text(x, y, text, { color, size = 11, align = "left", base = "middle", weight = 400 }) {
-    Object.assign(this.context, { fillStyle: color, font: `${weight} ${size}px ${FONT}`, textAlign: align, textBaseline: base });
+    Object.assign(this.context, {
+      fillStyle: color,
+      font: `${weight} ${size}px ${FONT}`,
+      textAlign: align,
+      textBaseline: base,
+    });
     this.context.fillText(text, x, y);
   }
 
@@ -101,15 +106,21 @@ export class SvgPen {
     }
     if (!path) return;
     const dashes = dash.length ? ` stroke-dasharray="${dash.join(" ")}"` : "";
-    this.parts.push(`<path d="${path}" fill="none" stroke="${color}" stroke-width="${width}" stroke-linejoin="round" opacity="${alpha}"${dashes}/>`);
+    this.parts.push(
+      `<path d="${path}" fill="none" stroke="${color}" stroke-width="${width}" stroke-linejoin="round" opacity="${alpha}"${dashes}/>`,
+    );
   }
 
   rectangle(x, y, width, height, { color, alpha = 1 }) {
-    this.parts.push(`<rect x="${round(x)}" y="${round(y)}" width="${round(width)}" height="${round(height)}" fill="${color}" opacity="${alpha}"/>`);
+    this.parts.push(
+      `<rect x="${round(x)}" y="${round(y)}" width="${round(width)}" height="${round(height)}" fill="${color}" opacity="${alpha}"/>`,
+    );
   }
 
   outline(x, y, width, height, { color, thickness = 1 }) {
-    this.parts.push(`<rect x="${round(x)}" y="${round(y)}" width="${round(width)}" height="${round(height)}" fill="none" stroke="${color}" stroke-width="${thickness}"/>`);
+    this.parts.push(
+      `<rect x="${round(x)}" y="${round(y)}" width="${round(width)}" height="${round(height)}" fill="none" stroke="${color}" stroke-width="${thickness}"/>`,
+    );
   }
 
   dot(x, y, radius, { color }) {
@@ -119,7 +130,9 @@ export class SvgPen {
   text(x, y, text, { color, size = 11, align = "left", base = "middle", weight = 400 }) {
     const anchor = { left: "start", center: "middle", right: "end" }[align];
     const shift = { middle: 0.35, top: 0.8, bottom: -0.2 }[base] ?? 0;
-    this.parts.push(`<text x="${round(x)}" y="${round(y + shift * size)}" fill="${color}" font-size="${size}" font-weight="${weight}" text-anchor="${anchor}">${escaped(text)}</text>`);
+    this.parts.push(
+      `<text x="${round(x)}" y="${round(y + shift * size)}" fill="${color}" font-size="${size}" font-weight="${weight}" text-anchor="${anchor}">${escaped(text)}</text>`,
+    );
   }
 
   textWidth(text, size = 11) {
@@ -128,7 +141,9 @@ export class SvgPen {
 
   clipped(x, y, width, height, body) {
     const name = `clip${(this.clips += 1)}`;
-    this.parts.push(`<clipPath id="${name}"><rect x="${x}" y="${y}" width="${width}" height="${height}"/></clipPath><g clip-path="url(#${name})">`);
+    this.parts.push(
+      `<clipPath id="${name}"><rect x="${x}" y="${y}" width="${width}" height="${height}"/></clipPath><g clip-path="url(#${name})">`,
+    );
     body();
     this.parts.push("</g>");
   }

@@ -8,7 +8,13 @@ export function scale(low, high, from, to, log = false) {
   const back = log ? (value) => 10 ** value : (value) => value;
   const begin = forward(low);
   const factor = (to - from) / (forward(high) - begin || 1);
-  return { low, high, log, place: (value) => from + (forward(value) - begin) * factor, value: (place) => back(begin + (place - from) / factor) };
+  return {
+    low,
+    high,
+    log,
+    place: (value) => from + (forward(value) - begin) * factor,
+    value: (place) => back(begin + (place - from) / factor),
+  };
 }
 
 /** At most about `most` round numbers between `low` and `high`. */
@@ -49,7 +55,9 @@ function clean(value, step) {
   return Number(value.toPrecision(Math.max(1, 2 + Math.ceil(Math.log10(Math.abs(value) / step || 1)))));
 }
 
-const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400, 172_800, 604_800];
+const TIME_STEPS = [
+  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400, 172_800, 604_800,
+];
 
 /** At most about `most` moments between two (Unix seconds), at full minutes, hours or days of the viewer's zone. */
 export function timeTicks(low, high, most) {

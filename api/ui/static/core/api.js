@@ -45,7 +45,12 @@ async function request(method, url, body, signal) {
   const headers = body === undefined ? {} : { "Content-Type": "application/json" };
   let response;
   try {
-    response = await fetch(url, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+    response = await fetch(url, {
+      method,
+      headers,
+      signal,
+      body: body === undefined ? undefined : JSON.stringify(body),
+    });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Unreachable();

@@ -100,9 +100,21 @@ export class KeyedRows {
 /** A titled box; `{element, body, head}`. `note` stands beside the title. */
 export function panel(title, { note = "", classes = "", controls = [] } = {}) {
   const noteElement = h("span", { class: "note" }, note);
-  const head = h("div", { class: "panel-head" }, h("h2", {}, title), noteElement, h("span", { class: "gap" }), controls);
+  const head = h(
+    "div",
+    { class: "panel-head" },
+    h("h2", {}, title),
+    noteElement,
+    h("span", { class: "gap" }),
+    controls,
+  );
   const body = h("div", { class: "panel-body" });
-  return { element: h("section", { class: `panel ${classes}`, "aria-label": title }, head, body), head, body, note: noteElement };
+  return {
+    element: h("section", { class: `panel ${classes}`, "aria-label": title }, head, body),
+    head,
+    body,
+    note: noteElement,
+  };
 }
 
 /** What a place says that has nothing to show. */
@@ -114,8 +126,16 @@ export function emptyNote(text) {
 export function table(headings, { classes = "", label = "" } = {}) {
   const body = h("tbody");
   const cells = headings.map((heading) => h("th", { scope: "col" }, heading));
-  const grid = h("table", { class: `grid ${classes}`, "aria-label": label || null }, h("thead", {}, h("tr", {}, cells)), body);
-  return { element: h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label || "table" }, grid), body };
+  const grid = h(
+    "table",
+    { class: `grid ${classes}`, "aria-label": label || null },
+    h("thead", {}, h("tr", {}, cells)),
+    body,
+  );
+  return {
+    element: h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label || "table" }, grid),
+    body,
+  };
 }
 
 /** A state as coloured text; `{element, show(text, tone)}`. */
@@ -133,7 +153,11 @@ export function badge() {
 /** A progress bar; `{element, show(share, tone)}` with `share` from 0 to 1. */
 export function bar(label) {
   const inner = h("div", { class: "fill" });
-  const element = h("div", { class: "bar", role: "progressbar", "aria-valuemin": "0", "aria-valuemax": "100", "aria-label": label }, inner);
+  const element = h(
+    "div",
+    { class: "bar", role: "progressbar", "aria-valuemin": "0", "aria-valuemax": "100", "aria-label": label },
+    inner,
+  );
   return {
     element,
     show(share, tone) {

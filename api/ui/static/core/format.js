@@ -3,8 +3,14 @@
 export const UNKNOWN = "–";
 
 const TONES = {
-  RUNNING: "active", STARTING: "busy", RESIZING: "busy", RECOVERING: "warn", PAUSING: "warn", CANCELLING: "warn",
-  SUCCEEDED: "good", FAILED: "bad",
+  RUNNING: "active",
+  STARTING: "busy",
+  RESIZING: "busy",
+  RECOVERING: "warn",
+  PAUSING: "warn",
+  CANCELLING: "warn",
+  SUCCEEDED: "good",
+  FAILED: "bad",
 };
 const SPOKEN = { nan: NaN, inf: Infinity, "-inf": -Infinity };
 
@@ -26,7 +32,12 @@ export function compact(value) {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? UNKNOWN : value > 0 ? "inf" : "-inf";
   const size = Math.abs(value);
   if (size === 0) return "0";
-  for (const [unit, factor] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e4]]) {
+  for (const [unit, factor] of [
+    ["T", 1e12],
+    ["B", 1e9],
+    ["M", 1e6],
+    ["k", 1e4],
+  ]) {
     const divisor = unit === "k" ? 1e3 : factor;
     if (size >= factor) return `${trimmed(value / divisor)} ${unit}`;
   }
@@ -50,7 +61,8 @@ export function bytes(value) {
   if (!Number.isFinite(count)) return UNKNOWN;
   let rest = count;
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (Math.abs(rest) < 1024) return unit === "B" ? `${Math.round(rest)} B` : `${rest.toFixed(rest < 10 ? 2 : 1)} ${unit}`;
+    if (Math.abs(rest) < 1024)
+      return unit === "B" ? `${Math.round(rest)} B` : `${rest.toFixed(rest < 10 ? 2 : 1)} ${unit}`;
     rest /= 1024;
   }
   return `${rest.toFixed(2)} TiB`;
@@ -66,7 +78,11 @@ export function duration(value) {
   if (size < 1) return `${(seconds * 1e3).toFixed(size < 0.01 ? 2 : 1)} ms`;
   if (size < 60) return `${seconds.toFixed(size < 10 ? 2 : 1)} s`;
   const whole = Math.round(seconds);
-  const [days, hours, minutes] = [Math.floor(whole / 86400), Math.floor(whole / 3600) % 24, Math.floor(whole / 60) % 60];
+  const [days, hours, minutes] = [
+    Math.floor(whole / 86400),
+    Math.floor(whole / 3600) % 24,
+    Math.floor(whole / 60) % 60,
+  ];
   if (days) return `${days} d ${hours} h`;
   return hours ? `${hours} h ${minutes} min` : `${minutes} min ${whole % 60} s`;
 }
@@ -75,7 +91,11 @@ export function duration(value) {
 export function age(moment, now = Date.now()) {
   if (!moment) return UNKNOWN;
   const seconds = Math.max(0, (now - Date.parse(moment)) / 1000);
-  for (const [unit, length] of [["d", 86400], ["h", 3600], ["min", 60]]) {
+  for (const [unit, length] of [
+    ["d", 86400],
+    ["h", 3600],
+    ["min", 60],
+  ]) {
     if (seconds >= length) return `${Math.floor(seconds / length)} ${unit}`;
   }
   return "just now";
@@ -92,7 +112,12 @@ export function clock(moment, withDay = true) {
 
 /** The same moment in UTC, for who hovers over it. */
 export function utc(moment) {
-  return moment ? `${new Date(moment).toISOString().replace("T", " ").replace(/\.\d+Z$/, "")} UTC` : "";
+  return moment
+    ? `${new Date(moment)
+        .toISOString()
+        .replace("T", " ")
+        .replace(/\.\d+Z$/, "")} UTC`
+    : "";
 }
 
 /** The colour class of a job's state; the state itself is always written too. */

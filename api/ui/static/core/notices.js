@@ -31,7 +31,12 @@ export function confirmed(title, what, { yes = "Yes", no = "Keep it", danger = f
     };
     const dialog = h(
       "dialog",
-      { class: "confirm", "aria-labelledby": "confirm-title", oncancel: () => resolve(null), onclose: () => dialog.remove() },
+      {
+        class: "confirm",
+        "aria-labelledby": "confirm-title",
+        oncancel: () => resolve(null),
+        onclose: () => dialog.remove(),
+      },
       h("h2", { id: "confirm-title" }, title),
       h("div", { class: "confirm-what" }, what),
       h(

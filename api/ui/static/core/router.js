@@ -4,7 +4,9 @@ const ROOT = `${document.documentElement.dataset.base ?? ""}/ui`;
 
 /** Address of a page of the dashboard, with a query. */
 export function link(path, query = {}) {
-  const text = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "")).toString();
+  const text = new URLSearchParams(
+    Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== ""),
+  ).toString();
   return `${ROOT}${path}${text ? `?${text}` : ""}`;
 }
 
@@ -24,9 +26,24 @@ export class Router {
   }
 
   follow(event) {
-    if (event.defaultPrevented || event.button !== 0 || event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;
+    if (
+      event.defaultPrevented ||
+      event.button !== 0 ||
+      event.metaKey ||
+      event.ctrlKey ||
+      event.shiftKey ||
+      event.altKey
+    )
+      return;
     const anchor = event.target.closest?.("a[href]");
-    if (!anchor || anchor.target || anchor.download || anchor.origin !== location.origin || !anchor.pathname.startsWith(`${ROOT}/`)) return;
+    if (
+      !anchor ||
+      anchor.target ||
+      anchor.download ||
+      anchor.origin !== location.origin ||
+      !anchor.pathname.startsWith(`${ROOT}/`)
+    )
+      return;
     event.preventDefault();
     this.go(anchor.href);
   }

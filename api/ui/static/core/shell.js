@@ -7,8 +7,13 @@ import { noticeArea, notify } from "./notices.js";
 import { link } from "./router.js";
 
 const PLACES = [
-  ["Jobs", "/"], ["Compare", "/compare"], ["Queue", "/queue"], ["Cluster", "/cluster"], ["Plan", "/plan"],
-  ["Submit", "/submit"], ["Access", "/access"],
+  ["Jobs", "/"],
+  ["Compare", "/compare"],
+  ["Queue", "/queue"],
+  ["Cluster", "/cluster"],
+  ["Plan", "/plan"],
+  ["Submit", "/submit"],
+  ["Access", "/access"],
 ];
 
 /** Build it; `{main, showViewer(me), title(text)}`. */
@@ -23,10 +28,15 @@ export function buildShell(body, facts) {
     h(
       "header",
       { class: "top" },
-      h("div", { class: "top-inner" },
+      h(
+        "div",
+        { class: "top-inner" },
         h("a", { class: "brand", href: link("/"), title: `Manta ${facts.version}` }, "Manta"),
         h("nav", { class: "places", "aria-label": "Dashboard" }, links),
-        h("span", { class: "gap" }), viewer, signOut),
+        h("span", { class: "gap" }),
+        viewer,
+        signOut,
+      ),
     ),
     h("div", { class: "banner-place" }, connection.element),
     main,

@@ -24,10 +24,12 @@ function list(value, level) {
 function mapping(value, level) {
   const entries = Object.entries(value);
   if (entries.length === 0) return "{}";
-  return entries.map(([key, each]) => {
-    const text = block(each, level + 1);
-    return `\n${indent(level)}${scalar(key)}:${text.startsWith("\n") ? "" : " "}${text}`;
-  }).join("");
+  return entries
+    .map(([key, each]) => {
+      const text = block(each, level + 1);
+      return `\n${indent(level)}${scalar(key)}:${text.startsWith("\n") ? "" : " "}${text}`;
+    })
+    .join("");
 }
 
 function scalar(value) {

@@ -13,22 +13,78 @@ export async function open(root, { shell, viewer }) {
   shell.title("Access", "/access");
   const me = await viewer;
   const admin = me !== null && may(me, "admin");
-  const [mine, projects, keys, audit] = [panel("You"), panel("Projects"), panel("Keys"), panel("Audit", { note: `the last ${AUDIT} requests that changed something, or would have` })];
+  const [mine, projects, keys, audit] = [
+    panel("You"),
+    panel("Projects"),
+    panel("Keys"),
+    panel("Audit", { note: `the last ${AUDIT} requests that changed something, or would have` }),
+  ];
   setText(mine.note, "");
-  mine.body.append(h("p", {}, me ? `Key ${me.key_name}${me.user ? ` of ${me.user}` : ""}: ${me.scope} in ${me.installation ? "all projects" : `project ${me.project}`}; new jobs belong to ${me.project}.` : "The service does not say who you are."));
-  fill(root, h("div", { class: "title-row" }, h("h1", {}, "Access")), h("div", { class: "columns" }, mine.element, projects.element), keys.element, audit.element);
+  mine.body.append(
+    h(
+      "p",
+      {},
+      me
+        ? `Key ${me.key_name}${me.user ? ` of ${me.user}` : ""}: ${me.scope} in ${me.installation ? "all projects" : `project ${me.project}`}; new jobs belong to ${me.project}.`
+        : "The service does not say who you are.",
+    ),
+  );
+  fill(
+    root,
+    h("div", { class: "title-row" }, h("h1", {}, "Access")),
+    h("div", { class: "columns" }, mine.element, projects.element),
+    keys.element,
+    audit.element,
+  );
   setVisible(keys.element, admin);
   setVisible(audit.element, admin);
-  const newProject = h("button", { class: "button", hidden: !me?.installation || !admin, onclick: () => attempt(makeProject, show) }, "New project");
+  const newProject = h(
+    "button",
+    { class: "button", hidden: !me?.installation || !admin, onclick: () => attempt(makeProject, show) },
+    "New project",
+  );
   const newKey = h("button", { class: "button", onclick: () => attempt(() => makeKey(me), show) }, "New key");
   projects.head.append(newProject);
   keys.head.append(newKey);
 
   async function show() {
-    const [known, all_keys, entries] = await Promise.all([optional(all("/v1/projects"), []), admin ? optional(all("/v1/keys"), []) : [], admin ? optional(get("/v1/audit", { limit: AUDIT })) : null]);
-    fill(projects.body, tableOf(["Project", "Since"], known.map((project) => [project.name, when(project.created_at)])));
-    fill(keys.body, tableOf(["Key", "For", "Scope", "Project", "Made", "Expires", "State", ""], all_keys.map((key) => keyRow(key, show))));
-    fill(audit.body, h("div", { class: "tall" }, tableOf(["Time", "Who", "What", "About", "From", "Answer"], (entries?.items ?? []).map((each) => [when(each.time), each.user ?? each.key_name, words(each.operation), each.target ?? UNKNOWN, each.address ?? UNKNOWN, `${each.status}${each.code ? ` ${each.code}` : ""}`]))));
+    const [known, all_keys, entries] = await Promise.all([
+      optional(all("/v1/projects"), []),
+      admin ? optional(all("/v1/keys"), []) : [],
+      admin ? optional(get("/v1/audit", { limit: AUDIT })) : null,
+    ]);
+    fill(
+      projects.body,
+      tableOf(
+        ["Project", "Since"],
+        known.map((project) => [project.name, when(project.created_at)]),
+      ),
+    );
+    fill(
+      keys.body,
+      tableOf(
+        ["Key", "For", "Scope", "Project", "Made", "Expires", "State", ""],
+        all_keys.map((key) => keyRow(key, show)),
+      ),
+    );
+    fill(
+      audit.body,
+      h(
+        "div",
+        { class: "tall" },
+        tableOf(
+          ["Time", "Who", "What", "About", "From", "Answer"],
+          (entries?.items ?? []).map((each) => [
+            when(each.time),
+            each.user ?? each.key_name,
+            words(each.operation),
+            each.target ?? UNKNOWN,
+            each.address ?? UNKNOWN,
+            `${each.status}${each.code ? ` ${each.code}` : ""}`,
+          ]),
+        ),
+      ),
+    );
   }
 
   await show();
@@ -37,7 +93,16 @@ export async function open(root, { shell, viewer }) {
 
 function tableOf(headings, rows) {
   const { element, body } = table(headings, { label: headings[0] });
-  fill(body, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell)))));
+  fill(
+    body,
+    rows.map((row) =>
+      h(
+        "tr",
+        {},
+        row.map((cell) => h("td", {}, cell)),
+      ),
+    ),
+  );
   return rows.length ? element : h("p", { class: "empty-note" }, "None.");
 }
 
@@ -48,8 +113,21 @@ function when(moment) {
 function keyRow(key, changed) {
   const expired = key.expires_at && Date.parse(key.expires_at) < Date.now();
   const state = key.revoked_at ? "revoked" : expired ? "expired" : "good";
-  const revoke = h("button", { class: "plain", hidden: state !== "good", onclick: () => attempt(() => revokeKey(key), changed) }, "revoke");
-  return [h("b", {}, key.name), key.user ?? UNKNOWN, `${key.scope}${key.installation ? ", all projects" : ""}`, key.project, when(key.created_at), when(key.expires_at), state, revoke];
+  const revoke = h(
+    "button",
+    { class: "plain", hidden: state !== "good", onclick: () => attempt(() => revokeKey(key), changed) },
+    "revoke",
+  );
+  return [
+    h("b", {}, key.name),
+    key.user ?? UNKNOWN,
+    `${key.scope}${key.installation ? ", all projects" : ""}`,
+    key.project,
+    when(key.created_at),
+    when(key.expires_at),
+    state,
+    revoke,
+  ];
 }
 
 async function attempt(act, changed) {
@@ -64,25 +142,64 @@ async function attempt(act, changed) {
 
 async function makeProject() {
   const name = h("input", { "aria-label": "Name", autofocus: true });
-  const wanted = await confirmed("New project", [h("label", { class: "field" }, "Name: small letters, digits, hyphens", name)], { yes: "Make it", no: "Cancel", read: () => name.value });
+  const wanted = await confirmed(
+    "New project",
+    [h("label", { class: "field" }, "Name: small letters, digits, hyphens", name)],
+    { yes: "Make it", no: "Cancel", read: () => name.value },
+  );
   if (wanted) await send("POST", "/v1/projects", { name: wanted });
 }
 
 async function makeKey(me) {
   const [name, user] = [h("input", { "aria-label": "Name", autofocus: true }), h("input", { "aria-label": "User" })];
   const project = h("input", { value: me.project, "aria-label": "Project" });
-  const scope = h("select", { "aria-label": "Scope" }, ["read", "submit", "admin"].map((each) => h("option", {}, each)));
+  const scope = h(
+    "select",
+    { "aria-label": "Scope" },
+    ["read", "submit", "admin"].map((each) => h("option", {}, each)),
+  );
   const days = h("input", { type: "number", min: 1, "aria-label": "Days", placeholder: "never" });
-  const wanted = await confirmed("New key", [h("label", { class: "field" }, "What it is for", name), h("label", { class: "field" }, "Whom it is for", user), h("label", { class: "field" }, "Project", project), h("label", { class: "field" }, "Scope", scope), h("label", { class: "field" }, "Expires in days", days)], {
-    yes: "Make it", no: "Cancel",
-    read: () => ({ name: name.value, scope: scope.value, project: project.value || null, user: user.value || null, expires_in_days: days.value ? days.valueAsNumber : null }),
-  });
+  const wanted = await confirmed(
+    "New key",
+    [
+      h("label", { class: "field" }, "What it is for", name),
+      h("label", { class: "field" }, "Whom it is for", user),
+      h("label", { class: "field" }, "Project", project),
+      h("label", { class: "field" }, "Scope", scope),
+      h("label", { class: "field" }, "Expires in days", days),
+    ],
+    {
+      yes: "Make it",
+      no: "Cancel",
+      read: () => ({
+        name: name.value,
+        scope: scope.value,
+        project: project.value || null,
+        user: user.value || null,
+        expires_in_days: days.value ? days.valueAsNumber : null,
+      }),
+    },
+  );
   if (!wanted) return;
   const made = await send("POST", "/v1/keys", wanted);
-  await confirmed("The key is made", [h("p", {}, "It is shown this once and kept nowhere:"), h("pre", { class: "stack" }, made.key)], { yes: "I have it", no: "Close" });
+  await confirmed(
+    "The key is made",
+    [h("p", {}, "It is shown this once and kept nowhere:"), h("pre", { class: "stack" }, made.key)],
+    { yes: "I have it", no: "Close" },
+  );
 }
 
 async function revokeKey(key) {
-  const yes = await confirmed("Revoke this key?", [h("p", {}, `${key.name} opens nothing any more, its browsers are signed out and its streams end. Jobs that it submitted go on.`)], { yes: "Revoke", no: "Keep it", danger: true });
+  const yes = await confirmed(
+    "Revoke this key?",
+    [
+      h(
+        "p",
+        {},
+        `${key.name} opens nothing any more, its browsers are signed out and its streams end. Jobs that it submitted go on.`,
+      ),
+    ],
+    { yes: "Revoke", no: "Keep it", danger: true },
+  );
   if (yes) await send("DELETE", `/v1/keys/${key.id}`);
 }

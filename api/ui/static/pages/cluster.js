@@ -16,10 +16,27 @@ export async function open(root, { shell, viewer }) {
   const summary = h("span", { class: "cluster" });
   const nodes = h("div", { class: "nodes" });
   const me = await viewer;
-  const check = h("button", { class: "button", hidden: !me?.installation || me.scope !== "admin", onclick: () => checkPorts(check) }, "Check ports");
-  fill(root, h("div", { class: "title-row" }, h("h1", {}, "Cluster"), summary, h("span", { class: "gap" }), check), nodes);
+  const check = h(
+    "button",
+    { class: "button", hidden: !me?.installation || me.scope !== "admin", onclick: () => checkPorts(check) },
+    "Check ports",
+  );
+  fill(
+    root,
+    h("div", { class: "title-row" }, h("h1", {}, "Cluster"), summary, h("span", { class: "gap" }), check),
+    nodes,
+  );
   let names = new Map();
-  const rows = new KeyedRows(nodes, (node) => node.id, () => nodePanel(me, () => live.now(), (id) => names.get(id) ?? id));
+  const rows = new KeyedRows(
+    nodes,
+    (node) => node.id,
+    () =>
+      nodePanel(
+        me,
+        () => live.now(),
+        (id) => names.get(id) ?? id,
+      ),
+  );
   let turn = 0;
   const live = new Live(async (signal) => {
     const cluster = await get("/v1/cluster", {}, { signal });
@@ -54,41 +71,85 @@ function nodePanel(me, changed, nameOf) {
       if (text === shown) return;
       shown = text;
       setText(title, now.address);
-      state.show(now.alive ? (now.draining ? "draining" : "alive") : "lost", now.alive ? (now.draining ? "warn" : "good") : "bad");
+      state.show(
+        now.alive ? (now.draining ? "draining" : "alive") : "lost",
+        now.alive ? (now.draining ? "warn" : "good") : "bad",
+      );
       setVisible(drain, now.alive && !now.draining && me?.installation && me.scope === "admin");
       setVisible(problem, Boolean(now.problem));
       setText(problem, now.problem ?? "");
       setText(facts, factsOf(now));
-      fill(who, [...countsOf(now.ranks)].map(([job, ranks]) => h("span", { class: "chip" }, h("a", { href: link(`/jobs/${job}/ranks`) }, nameOf(job)), ` ${ranks.length > 6 ? counted(ranks.length, "rank") : `rank ${ranks.join(", ")}`}`)));
+      fill(
+        who,
+        [...countsOf(now.ranks)].map(([job, ranks]) =>
+          h(
+            "span",
+            { class: "chip" },
+            h("a", { href: link(`/jobs/${job}/ranks`) }, nameOf(job)),
+            ` ${ranks.length > 6 ? counted(ranks.length, "rank") : `rank ${ranks.join(", ")}`}`,
+          ),
+        ),
+      );
       fill(gpus, (now.gpus ?? []).map(gpuLine));
     },
   };
 }
 
 function factsOf(node) {
-  const gpus = node.accelerator === "gpu" ? `${number(node.free)} of ${number(node.total)} GPUs${node.gpu_type ? ` (${node.gpu_type}${node.gpu_memory_bytes ? `, ${bytes(node.gpu_memory_bytes)}` : ""})` : ""} free` : "";
-  const slots = node.slots_total ? `${number(node.slots_free)} of ${number(node.slots_total)} slots free` : node.accelerator !== "gpu" ? `${number(node.free)} of ${number(node.total)} slots free` : "";
+  const gpus =
+    node.accelerator === "gpu"
+      ? `${number(node.free)} of ${number(node.total)} GPUs${node.gpu_type ? ` (${node.gpu_type}${node.gpu_memory_bytes ? `, ${bytes(node.gpu_memory_bytes)}` : ""})` : ""} free`
+      : "";
+  const slots = node.slots_total
+    ? `${number(node.slots_free)} of ${number(node.slots_total)} slots free`
+    : node.accelerator !== "gpu"
+      ? `${number(node.free)} of ${number(node.total)} slots free`
+      : "";
   return [gpus, slots, `id ${node.id}`].filter(Boolean).join(" · ");
 }
 
 function countsOf(ranks) {
   const found = new Map();
-  for (const { job, rank } of ranks) found.set(job, [...(found.get(job) ?? []), rank].sort((one, other) => one - other));
+  for (const { job, rank } of ranks)
+    found.set(
+      job,
+      [...(found.get(job) ?? []), rank].sort((one, other) => one - other),
+    );
   return found;
 }
 
 function gpuLine(gpu) {
   const parts = [
-    `GPU ${gpu.index}`, `busy ${percent(gpu.utilization, 0)}`, `memory ${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_total_bytes)}`,
-    gpu.power_watts === null ? "" : `${number(gpu.power_watts)} W`, gpu.temperature_celsius === null ? "" : `${number(gpu.temperature_celsius)} °C`, gpu.clock_mhz === null ? "" : `${number(gpu.clock_mhz)} MHz`,
-    gpu.answers === false ? "its driver does not answer" : "", gpu.ecc_errors ? `ECC errors ${number(gpu.ecc_errors)}` : "", gpu.xid?.length ? `XID ${gpu.xid.join(", ")}` : "",
+    `GPU ${gpu.index}`,
+    `busy ${percent(gpu.utilization, 0)}`,
+    `memory ${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_total_bytes)}`,
+    gpu.power_watts === null ? "" : `${number(gpu.power_watts)} W`,
+    gpu.temperature_celsius === null ? "" : `${number(gpu.temperature_celsius)} °C`,
+    gpu.clock_mhz === null ? "" : `${number(gpu.clock_mhz)} MHz`,
+    gpu.answers === false ? "its driver does not answer" : "",
+    gpu.ecc_errors ? `ECC errors ${number(gpu.ecc_errors)}` : "",
+    gpu.xid?.length ? `XID ${gpu.xid.join(", ")}` : "",
   ];
-  return h("div", { class: gpu.answers === false || gpu.xid?.length || gpu.ecc_errors ? "tone-bad kind" : "" }, parts.filter(Boolean).join(" · ") || UNKNOWN);
+  return h(
+    "div",
+    { class: gpu.answers === false || gpu.xid?.length || gpu.ecc_errors ? "tone-bad kind" : "" },
+    parts.filter(Boolean).join(" · ") || UNKNOWN,
+  );
 }
 
 async function drainNode(node, changed) {
   const ranks = node.ranks.length;
-  const yes = await confirmed("Drain this node?", [h("p", {}, `No rank is placed on ${node.address} any more, and its ${counted(ranks, "rank")} move to other nodes at their next step; a job that finds no room elsewhere saves its state and waits in the queue.`)], { yes: "Drain", no: "Leave it" });
+  const yes = await confirmed(
+    "Drain this node?",
+    [
+      h(
+        "p",
+        {},
+        `No rank is placed on ${node.address} any more, and its ${counted(ranks, "rank")} move to other nodes at their next step; a job that finds no room elsewhere saves its state and waits in the queue.`,
+      ),
+    ],
+    { yes: "Drain", no: "Leave it" },
+  );
   if (!yes) return;
   await send("POST", `/v1/nodes/${node.id}/drain`, {}).catch((error) => notify(error.message, "bad"));
   changed();
@@ -98,7 +159,11 @@ async function checkPorts(button) {
   button.disabled = true;
   try {
     const { problems, warnings, nodes, tries } = await send("POST", "/v1/cluster/check", {});
-    notify([...problems, ...warnings].join("\n") || `All is open: ${counted(tries, "connection")} between ${counted(nodes, "node")}.`, problems.length ? "bad" : "good");
+    notify(
+      [...problems, ...warnings].join("\n") ||
+        `All is open: ${counted(tries, "connection")} between ${counted(nodes, "node")}.`,
+      problems.length ? "bad" : "good",
+    );
   } catch (error) {
     notify(error.message, "bad");
   }

@@ -28,19 +28,37 @@ export async function open(root, context) {
 class ComparePage {
   constructor(root, { router, query, facts }, ids) {
     Object.assign(this, { ids, router, facts, turn: 0, jobs: new Map(), curves: new Map() });
-    this.group = new ChartGroup({ axis: X_AXES[query.get("x")] ? query.get("x") : "step", onView: (view) => this.looked(view) });
-    this.charts = Object.values(CHARTS).map(({ title, axes, lines }) => ({ lines, chart: new LineChart(this.group, title, [axes[0]]) }));
+    this.group = new ChartGroup({
+      axis: X_AXES[query.get("x")] ? query.get("x") : "step",
+      onView: (view) => this.looked(view),
+    });
+    this.charts = Object.values(CHARTS).map(({ title, axes, lines }) => ({
+      lines,
+      chart: new LineChart(this.group, title, [axes[0]]),
+    }));
     this.chips = h("div", { class: "chips" });
-    this.add = h("select", { "aria-label": "Add a job", onchange: (event) => this.go([...this.ids, event.target.value]) });
+    this.add = h("select", {
+      "aria-label": "Add a job",
+      onchange: (event) => this.go([...this.ids, event.target.value]),
+    });
     this.figures = h("div");
     this.different = h("div");
     const figures = panel("Figures");
     figures.body.append(this.figures);
     const different = panel("What is different", { note: "fields of the specs; those that are alike are left out" });
     different.body.append(this.different);
-    fill(root, h("div", { class: "title-row" }, h("h1", {}, "Compare"), this.chips, this.add),
+    fill(
+      root,
+      h("div", { class: "title-row" }, h("h1", {}, "Compare"), this.chips, this.add),
       h("div", { class: "toolbar" }, chartControls({ group: this.group, measureBy: (axis) => this.measureBy(axis) })),
-      h("div", { class: "chart-grid" }, this.charts.map(({ chart }) => chart.element)), figures.element, different.element);
+      h(
+        "div",
+        { class: "chart-grid" },
+        this.charts.map(({ chart }) => chart.element),
+      ),
+      figures.element,
+      different.element,
+    );
     this.live = new Live((signal) => this.refresh(signal), SECONDS);
   }
 
@@ -71,13 +89,19 @@ class ComparePage {
   async offer(signal) {
     const { items } = await get("/v1/jobs", { limit: 100, spec: false }, { signal });
     const others = items.filter((job) => !this.ids.includes(job.id) && job.step > 0);
-    fill(this.add, h("option", { value: "" }, this.ids.length >= MOST ? `at most ${MOST} jobs` : "add a job ..."), others.map((job) => h("option", { value: job.id }, `${job.name} (${job.id})`)));
+    fill(
+      this.add,
+      h("option", { value: "" }, this.ids.length >= MOST ? `at most ${MOST} jobs` : "add a job ..."),
+      others.map((job) => h("option", { value: job.id }, `${job.name} (${job.id})`)),
+    );
   }
 
   async looked(view) {
     const column = X_AXES[this.group.axis].column;
     const all = [...this.curves.values()];
-    const done = await Promise.all(all.map((curves) => curves.look(view && view.map((x) => curves.all.stepAt(column, x))).catch(() => false)));
+    const done = await Promise.all(
+      all.map((curves) => curves.look(view && view.map((x) => curves.all.stepAt(column, x))).catch(() => false)),
+    );
     if (done.some(Boolean)) this.show();
   }
 
@@ -96,15 +120,38 @@ class ComparePage {
     const chip = (job, place) => {
       const mark = h("span", { class: "key-mark" });
       mark.style.background = seriesColor(this.ids.indexOf(job.id));
-      return h("span", { class: "chip" }, mark, h("a", { href: link(`/jobs/${job.id}`) }, names[place]), h("button", { class: "plain", "aria-label": `Leave out ${names[place]}`, onclick: () => this.go(this.ids.filter((id) => id !== job.id)) }, "×"));
+      return h(
+        "span",
+        { class: "chip" },
+        mark,
+        h("a", { href: link(`/jobs/${job.id}`) }, names[place]),
+        h(
+          "button",
+          {
+            class: "plain",
+            "aria-label": `Leave out ${names[place]}`,
+            onclick: () => this.go(this.ids.filter((id) => id !== job.id)),
+          },
+          "×",
+        ),
+      );
     };
     fill(this.chips, jobs.map(chip));
     for (const { chart, lines } of this.charts) {
       const [, metric] = lines[0];
-      chart.show(jobs.map((job, place) => {
-        const columns = this.curves.get(job.id).shown;
-        return { name: names[place], color: seriesColor(this.ids.indexOf(job.id)), x: columns.x(column), y: columns.columns[metric] };
-      }).filter((line) => line.y.some(Number.isFinite)));
+      chart.show(
+        jobs
+          .map((job, place) => {
+            const columns = this.curves.get(job.id).shown;
+            return {
+              name: names[place],
+              color: seriesColor(this.ids.indexOf(job.id)),
+              x: columns.x(column),
+              y: columns.columns[metric],
+            };
+          })
+          .filter((line) => line.y.some(Number.isFinite)),
+      );
     }
     this.showFigures(jobs, names);
     this.showDifferences(jobs, names);
@@ -112,13 +159,33 @@ class ComparePage {
 
   showFigures(jobs, names) {
     const figures = [
-      ["State", (job) => job.state], ["Step", (job) => `${number(job.step)} of ${number(job.steps)}`], ["Train loss", (job) => number(job.metrics.latest.loss, 4)],
-      ["Validation loss", (job) => number(job.metrics.latest.validation_loss, 4)], ["Tokens/s", (job) => number(job.metrics.latest.tokens_per_second)], ["Step time", (job) => duration(job.metrics.latest.step_seconds)],
-      ["MFU", (job) => percent(job.metrics.latest.mfu_full)], ["Goodput", (job) => percent(job.goodput)], ["Ranks", (job) => layout(job.parallel)], ["Restarts", (job) => number(job.restarts)],
+      ["State", (job) => job.state],
+      ["Step", (job) => `${number(job.step)} of ${number(job.steps)}`],
+      ["Train loss", (job) => number(job.metrics.latest.loss, 4)],
+      ["Validation loss", (job) => number(job.metrics.latest.validation_loss, 4)],
+      ["Tokens/s", (job) => number(job.metrics.latest.tokens_per_second)],
+      ["Step time", (job) => duration(job.metrics.latest.step_seconds)],
+      ["MFU", (job) => percent(job.metrics.latest.mfu_full)],
+      ["Goodput", (job) => percent(job.goodput)],
+      ["Ranks", (job) => layout(job.parallel)],
+      ["Restarts", (job) => number(job.restarts)],
     ];
     const { element, body } = table(["", ...names], { label: "Figures" });
-    fill(body, figures.map(([name, text]) => h("tr", {}, h("td", {}, name), jobs.map((job) => h("td", { class: "number" }, text(job))))));
-    fill(this.figures, jobs.length ? element : h("p", { class: "empty-note" }, "Choose jobs above, or tick them in the list of jobs."));
+    fill(
+      body,
+      figures.map(([name, text]) =>
+        h(
+          "tr",
+          {},
+          h("td", {}, name),
+          jobs.map((job) => h("td", { class: "number" }, text(job))),
+        ),
+      ),
+    );
+    fill(
+      this.figures,
+      jobs.length ? element : h("p", { class: "empty-note" }, "Choose jobs above, or tick them in the list of jobs."),
+    );
   }
 
   showDifferences(jobs, names) {
@@ -128,7 +195,17 @@ class ComparePage {
     }
     const { element, body } = table(["Field", ...names], { label: "Differences" });
     const rows = differences(jobs.map((job) => job.spec));
-    fill(body, rows.map(([path, ...values]) => h("tr", {}, h("td", { class: "mono" }, path), values.map((value) => h("td", { class: "message" }, value)))));
+    fill(
+      body,
+      rows.map(([path, ...values]) =>
+        h(
+          "tr",
+          {},
+          h("td", { class: "mono" }, path),
+          values.map((value) => h("td", { class: "message" }, value)),
+        ),
+      ),
+    );
     fill(this.different, rows.length ? element : h("p", { class: "empty-note" }, "Their specs are the same."));
   }
 
@@ -139,5 +216,7 @@ class ComparePage {
 }
 
 function namesOf(jobs) {
-  return jobs.map((job) => (jobs.filter((other) => other.name === job.name).length > 1 ? `${job.name} ${job.id.slice(-5)}` : job.name));
+  return jobs.map((job) =>
+    jobs.filter((other) => other.name === job.name).length > 1 ? `${job.name} ${job.id.slice(-5)}` : job.name,
+  );
 }

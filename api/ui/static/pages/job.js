@@ -41,7 +41,17 @@ class JobPage {
     this.turn = 0;
     this.tab = null;
     this.header = new JobHeader(context, id, () => this.live.now());
-    const tabs = TABS.map(([each, name]) => h("a", { href: link(`/jobs/${id}${each ? `/${each}` : ""}`), class: "tab", "aria-current": each === path ? "page" : null }, name));
+    const tabs = TABS.map(([each, name]) =>
+      h(
+        "a",
+        {
+          href: link(`/jobs/${id}${each ? `/${each}` : ""}`),
+          class: "tab",
+          "aria-current": each === path ? "page" : null,
+        },
+        name,
+      ),
+    );
     this.place = h("div", { class: "tab-place" });
     fill(root, this.header.element, h("nav", { class: "tabs", "aria-label": "Job" }, tabs), this.place);
     this.live = new Live((signal) => this.refresh(signal));
@@ -50,7 +60,8 @@ class JobPage {
   async refresh(signal) {
     const [job, module] = await Promise.all([this.readJob(signal), this.load()]);
     if (job === null) return true;
-    const moved = this.known?.state !== job.state || this.known?.generation !== job.generation || this.turn % SLOW_TURN === 0;
+    const moved =
+      this.known?.state !== job.state || this.known?.generation !== job.generation || this.turn % SLOW_TURN === 0;
     this.known = job;
     this.turn += 1;
     this.context.shell.title(job.name, "/");

@@ -2,7 +2,19 @@
 
 import { get, optional } from "../core/api.js";
 import { KeyedRows, badge, bar, fill, h, setAttribute, setText, setVisible, table } from "../core/dom.js";
-import { UNKNOWN, age, clock, counted, duration, number, numberOf, percent, stateTone, utc, why } from "../core/format.js";
+import {
+  UNKNOWN,
+  age,
+  clock,
+  counted,
+  duration,
+  number,
+  numberOf,
+  percent,
+  stateTone,
+  utc,
+  why,
+} from "../core/format.js";
 import { Live } from "../core/live.js";
 import { Router, link } from "../core/router.js";
 import { sparkline } from "../charts/sparkline.js";
@@ -13,8 +25,17 @@ const SECONDS = 2;
 const SPARKLINES_EVERY = 5; // refreshes
 const TYPED_MILLISECONDS = 250;
 const COLUMNS = [
-  ["", null], ["Name", "name"], ["State", "state"], ["Progress", "step"], ["Loss", "loss"], ["Tokens/s", null], ["MFU", null], ["Goodput", null],
-  ["Restarts", null], ["Owner, labels", null], ["Age", "created"],
+  ["", null],
+  ["Name", "name"],
+  ["State", "state"],
+  ["Progress", "step"],
+  ["Loss", "loss"],
+  ["Tokens/s", null],
+  ["MFU", null],
+  ["Goodput", null],
+  ["Restarts", null],
+  ["Owner, labels", null],
+  ["Age", "created"],
 ];
 const FILTERS = ["state", "search", "label", "sort", "order"];
 
@@ -40,22 +61,56 @@ class JobsPage {
 
   build(root, facts) {
     this.cluster = h("span", { class: "cluster" });
-    const search = h("input", { type: "search", placeholder: "name or id", value: this.filters.search, "aria-label": "Search by name or id", oninput: (event) => this.typed("search", event.target.value) });
-    const label = h("input", { type: "search", placeholder: "label, as key=value", value: this.filters.label, "aria-label": "Filter by label", oninput: (event) => this.typed("label", event.target.value) });
+    const search = h("input", {
+      type: "search",
+      placeholder: "name or id",
+      value: this.filters.search,
+      "aria-label": "Search by name or id",
+      oninput: (event) => this.typed("search", event.target.value),
+    });
+    const label = h("input", {
+      type: "search",
+      placeholder: "label, as key=value",
+      value: this.filters.label,
+      "aria-label": "Filter by label",
+      oninput: (event) => this.typed("label", event.target.value),
+    });
     const option = (name) => h("option", { value: name, selected: name === this.filters.state }, name || "All states");
-    this.states = h("select", { "aria-label": "Filter by state", onchange: (event) => this.filter("state", event.target.value) }, ["", ...facts.states].map(option));
-    this.compare = h("button", { class: "button", disabled: true, onclick: () => this.router.go(link("/compare", { jobs: [...this.ticked].join(",") })) }, "Compare");
+    this.states = h(
+      "select",
+      { "aria-label": "Filter by state", onchange: (event) => this.filter("state", event.target.value) },
+      ["", ...facts.states].map(option),
+    );
+    this.compare = h(
+      "button",
+      {
+        class: "button",
+        disabled: true,
+        onclick: () => this.router.go(link("/compare", { jobs: [...this.ticked].join(",") })),
+      },
+      "Compare",
+    );
     this.counts = h("span", { class: "note counts" });
     const headings = COLUMNS.map(([name, sort]) => (sort ? this.sorter(name, sort) : name));
     const { element, body } = table(headings, { classes: "jobs", label: "Jobs" });
     this.table = h("section", { class: "panel flush" }, element);
-    this.rows = new KeyedRows(body, (job) => job.id, (job) => new JobLine(job, this.lines, (id, on) => this.tick(id, on)));
+    this.rows = new KeyedRows(
+      body,
+      (job) => job.id,
+      (job) => new JobLine(job, this.lines, (id, on) => this.tick(id, on)),
+    );
     this.more = h("button", { class: "button", hidden: true, onclick: () => this.showMore() }, "Show more");
     this.none = h("p", { class: "empty-note", hidden: true });
     this.welcome = welcome();
-    fill(root, h("div", { class: "title-row" }, h("h1", {}, "Jobs"), this.cluster, h("span", { class: "gap" }), this.counts),
+    fill(
+      root,
+      h("div", { class: "title-row" }, h("h1", {}, "Jobs"), this.cluster, h("span", { class: "gap" }), this.counts),
       h("div", { class: "toolbar" }, search, this.states, label, h("span", { class: "gap" }), this.compare),
-      this.table, this.more, this.none, this.welcome);
+      this.table,
+      this.more,
+      this.none,
+      this.welcome,
+    );
     setVisible(this.table, false);
     setVisible(this.welcome, false);
   }
@@ -112,7 +167,10 @@ class JobsPage {
 
   async refreshSlowly(jobs, signal) {
     const { sort: _sort, order: _order, ...filters } = this.filters;
-    const ids = jobs.filter((job) => job.step > 0).slice(0, 200).map((job) => job.id);
+    const ids = jobs
+      .filter((job) => job.step > 0)
+      .slice(0, 200)
+      .map((job) => job.id);
     const [cluster, counts, lines] = await Promise.all([
       optional(get("/v1/cluster", {}, { signal })),
       optional(get("/v1/jobs/counts", filters, { signal })),
@@ -131,8 +189,19 @@ class JobsPage {
       this.states.value = state;
       this.filter("state", state);
     };
-    const chip = ([state, count]) => h("button", { class: `plain kind tone-${stateTone(state)}`, onclick: () => choose(state) }, `${number(count)} ${state}`);
-    fill(this.counts, counted(total, "job"), Object.entries(byState).filter(([, count]) => count > 0).map(chip));
+    const chip = ([state, count]) =>
+      h(
+        "button",
+        { class: `plain kind tone-${stateTone(state)}`, onclick: () => choose(state) },
+        `${number(count)} ${state}`,
+      );
+    fill(
+      this.counts,
+      counted(total, "job"),
+      Object.entries(byState)
+        .filter(([, count]) => count > 0)
+        .map(chip),
+    );
   }
 
   show(jobs, more) {
@@ -145,7 +214,11 @@ class JobsPage {
     setVisible(this.welcome, jobs.length === 0 && !filtered);
     for (const button of this.table.querySelectorAll("[data-sort]")) {
       const isOn = button.dataset.sort === (this.filters.sort || "created");
-      setAttribute(button.closest("th"), "aria-sort", isOn ? (this.filters.order === "asc" ? "ascending" : "descending") : null);
+      setAttribute(
+        button.closest("th"),
+        "aria-sort",
+        isOn ? (this.filters.order === "asc" ? "ascending" : "descending") : null,
+      );
     }
   }
 
@@ -159,7 +232,11 @@ class JobLine {
   constructor(job, lines, tick) {
     this.id = job.id;
     this.lines = lines;
-    this.box = h("input", { type: "checkbox", "aria-label": `Compare ${job.name}`, onchange: (event) => tick(job.id, event.target.checked) });
+    this.box = h("input", {
+      type: "checkbox",
+      "aria-label": `Compare ${job.name}`,
+      onchange: (event) => tick(job.id, event.target.checked),
+    });
     this.name = h("a", { class: "job-link", href: link(`/jobs/${job.id}`) });
     this.badge = badge();
     this.why = h("div", { class: "why-short" });
@@ -167,12 +244,19 @@ class JobLine {
     this.bar = bar(`Progress of ${job.name}`);
     this.line = sparkline(`Loss of ${job.name}`);
     this.loss = h("span", { class: "number" });
-    this.cells = ["tokens-s", "mfu", "goodput", "restarts", "owner", "age"].map((name) => h("td", { class: `number c-${name}` }));
-    this.element = h("tr", {}, h("td", { class: "c-tick" }, this.box),
+    this.cells = ["tokens-s", "mfu", "goodput", "restarts", "owner", "age"].map((name) =>
+      h("td", { class: `number c-${name}` }),
+    );
+    this.element = h(
+      "tr",
+      {},
+      h("td", { class: "c-tick" }, this.box),
       h("td", { class: "c-name" }, this.name, h("div", { class: "job-id" }, job.id)),
       h("td", { class: "c-state" }, this.badge.element, this.why),
       h("td", { class: "c-progress" }, this.step, this.bar.element),
-      h("td", { class: "c-loss" }, this.line.element, this.loss), this.cells);
+      h("td", { class: "c-loss" }, this.line.element, this.loss),
+      this.cells,
+    );
     this.showLine();
   }
 
@@ -188,7 +272,14 @@ class JobLine {
     this.bar.show(job.steps > 0 ? Math.min(1, job.step / job.steps) : 0, stateTone(job.state));
     setText(this.loss, number(latest.loss, 4));
     const labels = Object.entries(job.labels ?? {}).map(([key, value]) => `${key}=${value}`);
-    const texts = [number(latest.tokens_per_second), percent(latest.mfu_full), percent(job.goodput), number(job.restarts), [job.owner, ...labels].filter(Boolean).join(" ") || UNKNOWN, age(job.created_at)];
+    const texts = [
+      number(latest.tokens_per_second),
+      percent(latest.mfu_full),
+      percent(job.goodput),
+      number(job.restarts),
+      [job.owner, ...labels].filter(Boolean).join(" ") || UNKNOWN,
+      age(job.created_at),
+    ];
     texts.forEach((text, place) => setText(this.cells[place], text));
     setAttribute(this.cells[5], "title", `${clock(job.created_at)} (${utc(job.created_at)})`);
   }
@@ -199,6 +290,17 @@ class JobLine {
 }
 
 function welcome() {
-  return h("section", { class: "panel welcome" }, h("h2", {}, "No jobs yet"), h("p", {}, "Submit one from a terminal, or ", h("a", { href: link("/submit") }, "here"), "; it will show up at once."),
-    h("pre", {}, `export MANTA_URL=${location.origin}\nmanta submit examples/quickstart.yaml`));
+  return h(
+    "section",
+    { class: "panel welcome" },
+    h("h2", {}, "No jobs yet"),
+    h(
+      "p",
+      {},
+      "Submit one from a terminal, or ",
+      h("a", { href: link("/submit") }, "here"),
+      "; it will show up at once.",
+    ),
+    h("pre", {}, `export MANTA_URL=${location.origin}\nmanta submit examples/quickstart.yaml`),
+  );
 }

@@ -13,7 +13,12 @@ export function open(root, { shell }) {
 export function nothingHere(root, text, what = "") {
   fill(
     root,
-    h("section", { class: "panel welcome" }, h("h1", {}, text), what ? h("p", { class: "mono" }, what) : null,
-      h("a", { href: link("/") }, "Back to the jobs")),
+    h(
+      "section",
+      { class: "panel welcome" },
+      h("h1", {}, text),
+      what ? h("p", { class: "mono" }, what) : null,
+      h("a", { href: link("/") }, "Back to the jobs"),
+    ),
   );
 }

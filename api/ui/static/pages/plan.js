@@ -10,12 +10,18 @@ import { documentOf } from "../parts/spec_document.js";
 import { lanesOf, rangeOf } from "../parts/trace_lanes.js";
 
 const PRESETS = {
-  "This cluster, quickstart": "model: {layers: 4, hidden_size: 128, heads: 4, sequence_length: 128}\ntrain: {global_batch_size: 16}\ncluster: {current: true}\nparallel: auto\n",
-  "Llama 8B on 8 H100": "model: {family: llama, layers: 32, hidden_size: 4096, heads: 32, kv_heads: 8, ffn_hidden_size: 14336, sequence_length: 8192, vocabulary_size: 128256}\ntrain: {global_batch_size: 128, precision: bf16, steps: 10000}\ncluster: {accelerator: h100-80gb, nodes: 1}\nparallel: auto\n",
-  "GPT 22B on 8 A100 (arXiv:2205.05198)": "model: {layers: 48, hidden_size: 6144, heads: 64, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 4, precision: bf16}\ncluster: {accelerator: a100-80gb, nodes: 1}\nparallel: auto\n",
-  "GPT 175B on 1,024 A100 (arXiv:2104.04473)": "model: {layers: 96, hidden_size: 12288, heads: 96, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 1536, precision: bf16, steps: 95367}\ncluster: {accelerator: a100-80gb, nodes: 128}\nparallel: auto\n",
-  "GPT 530B on 2,240 A100 (arXiv:2201.11990)": "model: {layers: 105, hidden_size: 20480, heads: 128, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 1920, precision: bf16}\ncluster: {accelerator: a100-80gb, nodes: 280}\nparallel: auto\n",
-  "GPT 1T on 3,072 A100 (arXiv:2104.04473)": "model: {layers: 128, hidden_size: 25600, heads: 160, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 3072, precision: bf16, steps: 73243}\ncluster: {accelerator: a100-80gb, nodes: 384}\nparallel: auto\n",
+  "This cluster, quickstart":
+    "model: {layers: 4, hidden_size: 128, heads: 4, sequence_length: 128}\ntrain: {global_batch_size: 16}\ncluster: {current: true}\nparallel: auto\n",
+  "Llama 8B on 8 H100":
+    "model: {family: llama, layers: 32, hidden_size: 4096, heads: 32, kv_heads: 8, ffn_hidden_size: 14336, sequence_length: 8192, vocabulary_size: 128256}\ntrain: {global_batch_size: 128, precision: bf16, steps: 10000}\ncluster: {accelerator: h100-80gb, nodes: 1}\nparallel: auto\n",
+  "GPT 22B on 8 A100 (arXiv:2205.05198)":
+    "model: {layers: 48, hidden_size: 6144, heads: 64, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 4, precision: bf16}\ncluster: {accelerator: a100-80gb, nodes: 1}\nparallel: auto\n",
+  "GPT 175B on 1,024 A100 (arXiv:2104.04473)":
+    "model: {layers: 96, hidden_size: 12288, heads: 96, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 1536, precision: bf16, steps: 95367}\ncluster: {accelerator: a100-80gb, nodes: 128}\nparallel: auto\n",
+  "GPT 530B on 2,240 A100 (arXiv:2201.11990)":
+    "model: {layers: 105, hidden_size: 20480, heads: 128, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 1920, precision: bf16}\ncluster: {accelerator: a100-80gb, nodes: 280}\nparallel: auto\n",
+  "GPT 1T on 3,072 A100 (arXiv:2104.04473)":
+    "model: {layers: 128, hidden_size: 25600, heads: 160, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 3072, precision: bf16, steps: 73243}\ncluster: {accelerator: a100-80gb, nodes: 384}\nparallel: auto\n",
 };
 
 /** Build it. */
@@ -27,16 +33,30 @@ export async function open(root, { shell, router }) {
 
 class PlanPage {
   constructor(root) {
-    this.text = h("textarea", { class: "code short", spellcheck: "false", "aria-label": "What is to be planned, in YAML or JSON" });
+    this.text = h("textarea", {
+      class: "code short",
+      spellcheck: "false",
+      "aria-label": "What is to be planned, in YAML or JSON",
+    });
     this.text.value = Object.values(PRESETS)[0];
-    const presets = h("select", { "aria-label": "Examples", onchange: (event) => (this.text.value = PRESETS[event.target.value]) }, Object.keys(PRESETS).map((name) => h("option", { value: name }, name)));
+    const presets = h(
+      "select",
+      { "aria-label": "Examples", onchange: (event) => (this.text.value = PRESETS[event.target.value]) },
+      Object.keys(PRESETS).map((name) => h("option", { value: name }, name)),
+    );
     this.go = h("button", { class: "button primary", onclick: () => this.plan() }, "Plan");
     this.says = h("div", { role: "status" });
     const question = panel("What is to be planned", { controls: [presets, this.go] });
     question.body.append(this.text);
     this.plans = panel("Layouts, best first");
     this.plans.body.append(this.says);
-    [this.why, this.change, this.memory, this.line, this.run] = [panel("Where the step goes"), panel("What one change would do"), panel("Memory, by stage"), panel("The pipeline of one step"), panel("The whole training, with failures")];
+    [this.why, this.change, this.memory, this.line, this.run] = [
+      panel("Where the step goes"),
+      panel("What one change would do"),
+      panel("Memory, by stage"),
+      panel("The pipeline of one step"),
+      panel("The whole training, with failures"),
+    ];
     [this.budget, this.bars] = [budgetTable(), memoryBars()];
     this.lanes = new Lanes("The planned step", { format: duration });
     this.sentences = h("ul");
@@ -44,7 +64,18 @@ class PlanPage {
     this.memory.body.append(this.bars.element);
     this.line.body.append(this.lanes.element);
     this.answers = [this.why, this.change, this.memory, this.line, this.run];
-    fill(root, h("div", { class: "title-row" }, h("h1", {}, "Plan")), h("div", { class: "columns" }, question.element, this.plans.element), h("div", { class: "columns" }, this.why.element, h("div", {}, this.change.element, this.memory.element, this.run.element)), this.line.element);
+    fill(
+      root,
+      h("div", { class: "title-row" }, h("h1", {}, "Plan")),
+      h("div", { class: "columns" }, question.element, this.plans.element),
+      h(
+        "div",
+        { class: "columns" },
+        this.why.element,
+        h("div", {}, this.change.element, this.memory.element, this.run.element),
+      ),
+      this.line.element,
+    );
     this.showExplanation(null);
   }
 
@@ -56,28 +87,94 @@ class PlanPage {
       this.show(await send("POST", "/v1/plans", { ...document, explain: true }));
     } catch (error) {
       this.showExplanation(null);
-      fill(this.says, h("p", { class: "tone-bad kind" }, error.message), h("ul", { class: "problems" }, (error.errors ?? []).map((each) => h("li", {}, h("code", {}, each.path), ` ${each.rule}`))));
+      fill(
+        this.says,
+        h("p", { class: "tone-bad kind" }, error.message),
+        h(
+          "ul",
+          { class: "problems" },
+          (error.errors ?? []).map((each) => h("li", {}, h("code", {}, each.path), ` ${each.rule}`)),
+        ),
+      );
     }
     this.go.disabled = false;
   }
 
   show({ plans, rejected, note, explanation }) {
-    const { element, body } = table(["Layout", "Micro-batch", "Schedule", "Step", "Tokens/s", "MFU", "Bubble", "Memory", "Days"], { label: "Plans" });
-    fill(body, plans.map((plan) => h("tr", {}, [layout(plan.parallel), number(plan.micro_batch_size), scheduleOf(plan.parallel), duration(plan.step_seconds), number(plan.tokens_per_second), percent(plan.mfu_full), percent(plan.bubble_ratio), bytes(plan.memory_bytes.total), number(plan.hours / 24, 1)].map((text) => h("td", { class: "number" }, text)))));
-    const lost = h("details", {}, h("summary", {}, `${number(rejected.length)} layouts that are not among the best`), h("ul", {}, rejected.map((each) => h("li", {}, `${layout(each.parallel)}: ${each.reason}`))));
-    fill(this.says, plans.length ? element : h("p", {}, "Nothing fits."), note ? h("p", { class: "note" }, note) : "", rejected.length ? lost : "");
+    const { element, body } = table(
+      ["Layout", "Micro-batch", "Schedule", "Step", "Tokens/s", "MFU", "Bubble", "Memory", "Days"],
+      { label: "Plans" },
+    );
+    fill(
+      body,
+      plans.map((plan) =>
+        h(
+          "tr",
+          {},
+          [
+            layout(plan.parallel),
+            number(plan.micro_batch_size),
+            scheduleOf(plan.parallel),
+            duration(plan.step_seconds),
+            number(plan.tokens_per_second),
+            percent(plan.mfu_full),
+            percent(plan.bubble_ratio),
+            bytes(plan.memory_bytes.total),
+            number(plan.hours / 24, 1),
+          ].map((text) => h("td", { class: "number" }, text)),
+        ),
+      ),
+    );
+    const lost = h(
+      "details",
+      {},
+      h("summary", {}, `${number(rejected.length)} layouts that are not among the best`),
+      h(
+        "ul",
+        {},
+        rejected.map((each) => h("li", {}, `${layout(each.parallel)}: ${each.reason}`)),
+      ),
+    );
+    fill(
+      this.says,
+      plans.length ? element : h("p", {}, "Nothing fits."),
+      note ? h("p", { class: "note" }, note) : "",
+      rejected.length ? lost : "",
+    );
     this.showExplanation(explanation, plans[0]);
   }
 
   showExplanation(explanation, plan) {
     for (const { element } of this.answers) setVisible(element, explanation !== null);
     if (!explanation) return;
-    fill(this.sentences, explanation.sentences.map((each) => h("li", {}, each)));
+    fill(
+      this.sentences,
+      explanation.sentences.map((each) => h("li", {}, each)),
+    );
     this.budget.show({ step_seconds: plan.step_seconds, parts: explanation.shares });
     const { element, body } = table(["Change", "Step", "Memory", ""], { label: "Changes" });
-    fill(body, explanation.changes.map((each) => h("tr", {}, h("td", {}, each.change), h("td", { class: "number" }, `${duration(each.step_seconds)} (${percent(each.step_seconds / plan.step_seconds - 1)})`), h("td", { class: "number" }, bytes(each.memory_bytes)), h("td", {}, each.fits ? "" : "does not fit"))));
+    fill(
+      body,
+      explanation.changes.map((each) =>
+        h(
+          "tr",
+          {},
+          h("td", {}, each.change),
+          h(
+            "td",
+            { class: "number" },
+            `${duration(each.step_seconds)} (${percent(each.step_seconds / plan.step_seconds - 1)})`,
+          ),
+          h("td", { class: "number" }, bytes(each.memory_bytes)),
+          h("td", {}, each.fits ? "" : "does not fit"),
+        ),
+      ),
+    );
     fill(this.change.body, element);
-    this.bars.show(explanation.memory_by_stage.map((memory, stage) => [`stage ${stage}`, memory]), explanation.usable_bytes);
+    this.bars.show(
+      explanation.memory_by_stage.map((memory, stage) => [`stage ${stage}`, memory]),
+      explanation.usable_bytes,
+    );
     this.showTimeline(explanation.timeline);
     this.showRun(explanation.run);
   }
@@ -90,16 +187,27 @@ class PlanPage {
       if (!ranks.has(pass.rank)) ranks.set(pass.rank, { rank: pass.rank, slices: [] });
       ranks.get(pass.rank).slices.push({ ...pass, start: pass.begin, name: pass.kind });
     }
-    const lanes = lanesOf({ ranks: [...ranks.values()].sort((one, other) => one.rank - other.rank) }, { prefix: "stage" });
+    const lanes = lanesOf(
+      { ranks: [...ranks.values()].sort((one, other) => one.rank - other.rank) },
+      { prefix: "stage" },
+    );
     this.lanes.show(lanes, rangeOf(lanes));
   }
 
   showRun(run) {
     setVisible(this.run.element, Boolean(run));
     if (!run) return;
-    const lost = Object.entries(run.lost_hours).map(([name, hours]) => `${name} ${number(hours, 1)} h`).join(", ");
-    fill(this.run.body, [`${number(run.hours / 24, 1)} days, ${number(run.gpu_hours)} GPU hours, goodput ${percent(run.goodput)}, ${number(run.failures)} failures.`, `Best with ${number(run.spare_nodes)} spare nodes and a checkpoint every ${duration(run.checkpoint_seconds)}. Lost: ${lost}.`,
-      `With restarts of everything: goodput ${percent(run.goodput_with_restarts)}, ${number(run.gpu_hours_with_restarts)} GPU hours.`].map((text) => h("p", {}, text)));
+    const lost = Object.entries(run.lost_hours)
+      .map(([name, hours]) => `${name} ${number(hours, 1)} h`)
+      .join(", ");
+    fill(
+      this.run.body,
+      [
+        `${number(run.hours / 24, 1)} days, ${number(run.gpu_hours)} GPU hours, goodput ${percent(run.goodput)}, ${number(run.failures)} failures.`,
+        `Best with ${number(run.spare_nodes)} spare nodes and a checkpoint every ${duration(run.checkpoint_seconds)}. Lost: ${lost}.`,
+        `With restarts of everything: goodput ${percent(run.goodput_with_restarts)}, ${number(run.gpu_hours_with_restarts)} GPU hours.`,
+      ].map((text) => h("p", {}, text)),
+    );
     setText(this.run.note, "");
   }
 }

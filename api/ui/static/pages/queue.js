@@ -27,10 +27,30 @@ export async function open(root, { shell }) {
     ]);
     if (nodes) setText(cluster, clusterText(nodes));
     queued.sort((one, other) => (one.queue.position ?? Infinity) - (other.queue.position ?? Infinity));
-    fill(waiting.body, queued.length ? tableOf(["Place", "Job", "Ranks", "Priority", "Why it waits", "Waiting for"], queued.map(waitingRow), "Waiting") : h("p", { class: "empty-note" }, "Nobody waits."));
+    fill(
+      waiting.body,
+      queued.length
+        ? tableOf(
+            ["Place", "Job", "Ranks", "Priority", "Why it waits", "Waiting for"],
+            queued.map(waitingRow),
+            "Waiting",
+          )
+        : h("p", { class: "empty-note" }, "Nobody waits."),
+    );
     const holding = held.flat();
-    setText(running.note, counted(holding.reduce((sum, job) => sum + (job.parallel.world_size ?? 0), 0), "place"));
-    fill(running.body, holding.length ? tableOf(["Job", "State", "Ranks", "Places", "To go"], holding.map(runningRow), "Holding places") : h("p", { class: "empty-note" }, "Nobody holds a place."));
+    setText(
+      running.note,
+      counted(
+        holding.reduce((sum, job) => sum + (job.parallel.world_size ?? 0), 0),
+        "place",
+      ),
+    );
+    fill(
+      running.body,
+      holding.length
+        ? tableOf(["Job", "State", "Ranks", "Places", "To go"], holding.map(runningRow), "Holding places")
+        : h("p", { class: "empty-note" }, "Nobody holds a place."),
+    );
     return false;
   }
 
@@ -46,16 +66,39 @@ function tableOf(headings, rows, label) {
 }
 
 function nameOf(job) {
-  return h("td", {}, h("a", { class: "job-link", href: link(`/jobs/${job.id}`) }, job.name), h("div", { class: "job-id" }, job.id));
+  return h(
+    "td",
+    {},
+    h("a", { class: "job-link", href: link(`/jobs/${job.id}`) }, job.name),
+    h("div", { class: "job-id" }, job.id),
+  );
 }
 
 function waitingRow(job) {
   const lacks = job.queue.waiting_for;
-  const text = lacks ? `needs ${number(lacks.needed)} ${lacks.resource === "GPU" ? "GPUs" : "places"}, ${number(lacks.available)} free` : UNKNOWN;
-  return h("tr", {}, h("td", { class: "number" }, number(job.queue.position)), nameOf(job), h("td", { class: "number" }, layout(job.parallel)), h("td", { class: "number" }, number(job.spec.priority)),
-    h("td", { class: "message" }, job.message ?? "its turn has not come"), h("td", {}, text, h("div", { class: "note" }, `for ${age(job.created_at)}`)));
+  const text = lacks
+    ? `needs ${number(lacks.needed)} ${lacks.resource === "GPU" ? "GPUs" : "places"}, ${number(lacks.available)} free`
+    : UNKNOWN;
+  return h(
+    "tr",
+    {},
+    h("td", { class: "number" }, number(job.queue.position)),
+    nameOf(job),
+    h("td", { class: "number" }, layout(job.parallel)),
+    h("td", { class: "number" }, number(job.spec.priority)),
+    h("td", { class: "message" }, job.message ?? "its turn has not come"),
+    h("td", {}, text, h("div", { class: "note" }, `for ${age(job.created_at)}`)),
+  );
 }
 
 function runningRow(job) {
-  return h("tr", {}, nameOf(job), h("td", {}, job.state), h("td", { class: "number" }, layout(job.parallel)), h("td", { class: "number" }, number(job.parallel.world_size)), h("td", { class: "number" }, duration(job.eta_seconds)));
+  return h(
+    "tr",
+    {},
+    nameOf(job),
+    h("td", {}, job.state),
+    h("td", { class: "number" }, layout(job.parallel)),
+    h("td", { class: "number" }, number(job.parallel.world_size)),
+    h("td", { class: "number" }, duration(job.eta_seconds)),
+  );
 }

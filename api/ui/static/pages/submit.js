@@ -29,7 +29,12 @@ export async function open(root, context) {
 class SubmitPage {
   constructor(root, { router, viewer }) {
     this.router = router;
-    this.text = h("textarea", { class: "code", spellcheck: "false", "aria-label": "JobSpec, in YAML or JSON", oninput: () => this.typed() });
+    this.text = h("textarea", {
+      class: "code",
+      spellcheck: "false",
+      "aria-label": "JobSpec, in YAML or JSON",
+      oninput: () => this.typed(),
+    });
     this.submit = h("button", { class: "button primary", disabled: true, onclick: () => this.send() }, "Submit");
     this.says = h("div", { role: "status" });
     this.bars = memoryBars();
@@ -37,7 +42,11 @@ class SubmitPage {
     editor.body.append(this.text);
     const check = panel("What would happen");
     check.body.append(this.says, this.bars.element);
-    fill(root, h("div", { class: "title-row" }, h("h1", {}, "Submit a job")), h("div", { class: "columns" }, editor.element, check.element));
+    fill(
+      root,
+      h("div", { class: "title-row" }, h("h1", {}, "Submit a job")),
+      h("div", { class: "columns" }, editor.element, check.element),
+    );
     viewer.then((me) => (this.may = may(me, "submit")));
   }
 
@@ -65,28 +74,79 @@ class SubmitPage {
       if (text !== this.text.value) return;
       this.bars.show([], 0);
       fill(this.bars.element);
-      fill(this.says, h("p", { class: "tone-bad kind" }, error.message), h("ul", { class: "problems" }, (error.errors ?? []).map((each) => h("li", {}, h("code", {}, each.path), ` ${each.rule}`, each.suggestion ? ` (${each.suggestion} would do)` : ""))));
+      fill(
+        this.says,
+        h("p", { class: "tone-bad kind" }, error.message),
+        h(
+          "ul",
+          { class: "problems" },
+          (error.errors ?? []).map((each) =>
+            h(
+              "li",
+              {},
+              h("code", {}, each.path),
+              ` ${each.rule}`,
+              each.suggestion ? ` (${each.suggestion} would do)` : "",
+            ),
+          ),
+        ),
+      );
     }
   }
 
   async showPlan(dry, text) {
     const { spec, layout: found } = dry;
-    const lines = [`${counted(found.world_size, "rank")}: ${layout(found.parallel)}, ${counted(found.micro_batches, "micro-batch", "micro-batches")} a step of each replica.`, this.may ? "" : "Your key may not submit jobs."];
-    fill(this.says, lines.filter(Boolean).map((line) => h("p", {}, line)), h("p", { class: "note" }, "The planner is asked ..."));
+    const lines = [
+      `${counted(found.world_size, "rank")}: ${layout(found.parallel)}, ${counted(found.micro_batches, "micro-batch", "micro-batches")} a step of each replica.`,
+      this.may ? "" : "Your key may not submit jobs.",
+    ];
+    fill(
+      this.says,
+      lines.filter(Boolean).map((line) => h("p", {}, line)),
+      h("p", { class: "note" }, "The planner is asked ..."),
+    );
     const { world_size: _world, ...parallel } = found.parallel;
-    const plan = await optional(send("POST", "/v1/plans", { model: spec.model, train: spec.train, parallel, cluster: { current: true }, explain: true })).catch(() => null);
+    const plan = await optional(
+      send("POST", "/v1/plans", {
+        model: spec.model,
+        train: spec.train,
+        parallel,
+        cluster: { current: true },
+        explain: true,
+      }),
+    ).catch(() => null);
     if (text !== this.text.value) return;
     const best = plan?.plans?.[0];
     this.says.lastElementChild.remove();
     if (!best) {
-      this.says.append(h("p", { class: "note" }, plan?.rejected?.[0]?.reason ?? "The planner cannot say how long it takes on this cluster."));
+      this.says.append(
+        h(
+          "p",
+          { class: "note" },
+          plan?.rejected?.[0]?.reason ?? "The planner cannot say how long it takes on this cluster.",
+        ),
+      );
       fill(this.bars.element);
       return;
     }
     const time = best.hours >= 1 ? `${number(best.hours, 1)} hours` : duration(3600 * best.hours);
-    this.says.append(h("p", {}, `Planned: ${duration(best.step_seconds)} a step, ${number(best.tokens_per_second)} tokens/s, MFU ${percent(best.mfu_full)}, bubble ${percent(best.bubble_ratio)}; ${time} in all.`),
-      h("ul", {}, (plan.explanation?.sentences ?? []).map((each) => h("li", {}, each))), plan.note ? h("p", { class: "note" }, plan.note) : "");
-    this.bars.show((plan.explanation?.memory_by_stage ?? []).map((memory, stage) => [`stage ${stage}`, memory]), plan.explanation?.usable_bytes);
+    this.says.append(
+      h(
+        "p",
+        {},
+        `Planned: ${duration(best.step_seconds)} a step, ${number(best.tokens_per_second)} tokens/s, MFU ${percent(best.mfu_full)}, bubble ${percent(best.bubble_ratio)}; ${time} in all.`,
+      ),
+      h(
+        "ul",
+        {},
+        (plan.explanation?.sentences ?? []).map((each) => h("li", {}, each)),
+      ),
+      plan.note ? h("p", { class: "note" }, plan.note) : "",
+    );
+    this.bars.show(
+      (plan.explanation?.memory_by_stage ?? []).map((memory, stage) => [`stage ${stage}`, memory]),
+      plan.explanation?.usable_bytes,
+    );
   }
 
   async send() {

@@ -8,12 +8,37 @@ import { link } from "../core/router.js";
 
 /** By action: `name` on the button, `scope` that it needs, `offered(job, facts)`, `ask(job)` and `call(job, answer)`. */
 export const ACTIONS = {
-  pause: { name: "Pause", scope: "submit", offered: changes("pause"), ask: askPause, call: (job) => post(job, "pause") },
-  resume: { name: "Resume", scope: "submit", offered: changes("resume"), ask: null, call: (job) => post(job, "resume") },
+  pause: {
+    name: "Pause",
+    scope: "submit",
+    offered: changes("pause"),
+    ask: askPause,
+    call: (job) => post(job, "pause"),
+  },
+  resume: {
+    name: "Resume",
+    scope: "submit",
+    offered: changes("resume"),
+    ask: null,
+    call: (job) => post(job, "resume"),
+  },
   retry: { name: "Retry", scope: "submit", offered: changes("retry"), ask: null, call: (job) => post(job, "retry") },
-  resize: { name: "Resize", scope: "submit", offered: canResize, ask: askResize, call: (job, data) => post(job, "resize", { data }) },
+  resize: {
+    name: "Resize",
+    scope: "submit",
+    offered: canResize,
+    ask: askResize,
+    call: (job, data) => post(job, "resize", { data }),
+  },
   edit: { name: "Edit", scope: "submit", offered: () => true, ask: askEdit, call: edit },
-  cancel: { name: "Cancel job", scope: "submit", danger: true, offered: changes("cancel"), ask: askCancel, call: (job) => post(job, "cancel") },
+  cancel: {
+    name: "Cancel job",
+    scope: "submit",
+    danger: true,
+    offered: changes("cancel"),
+    ask: askCancel,
+    call: (job) => post(job, "cancel"),
+  },
   delete: { name: "Delete", scope: "submit", danger: true, offered: isFinal, ask: askDelete, call: remove },
 };
 
@@ -27,7 +52,10 @@ export async function run(action, job, context) {
     return true;
   } catch (error) {
     if (!(error instanceof Problem || error instanceof Unreachable)) throw error;
-    notify(`${name}: ${[error.message, ...(error.errors ?? []).map((each) => `${each.path} ${each.rule}`)].join("; ")}`, "bad");
+    notify(
+      `${name}: ${[error.message, ...(error.errors ?? []).map((each) => `${each.path} ${each.rule}`)].join("; ")}`,
+      "bad",
+    );
     return false;
   }
 }
@@ -65,53 +93,106 @@ async function lastCheckpoint(job) {
 
 function askPause(job) {
   const places = counted(job.parallel.world_size ?? 0, "place");
-  return confirmed("Pause this job?", [
-    h("p", {}, job.state === "QUEUED" ? "It leaves the queue, and has no place in it until it is resumed." :
-      `It saves its state after the step under way and gives back its ${places}. No step is lost; when it is resumed, it waits in the queue for as many places.`),
-  ], { yes: "Pause", no: "Let it run" });
+  return confirmed(
+    "Pause this job?",
+    [
+      h(
+        "p",
+        {},
+        job.state === "QUEUED"
+          ? "It leaves the queue, and has no place in it until it is resumed."
+          : `It saves its state after the step under way and gives back its ${places}. No step is lost; when it is resumed, it waits in the queue for as many places.`,
+      ),
+    ],
+    { yes: "Pause", no: "Let it run" },
+  );
 }
 
 async function askCancel(job) {
   const saved = await lastCheckpoint(job);
   const lost = Math.max(0, job.step - saved);
-  const cost = saved === 0 ? `It has no complete checkpoint: all ${counted(job.step, "step")} are lost.` :
-    `Its newest complete checkpoint is of step ${number(saved)} and stays on disk; ${lost ? `the ${counted(lost, "step")} since then are lost` : "no step is lost"}.`;
-  return confirmed("Cancel this job?", [h("p", {}, "Its ranks are stopped for good; a cancelled job cannot be resumed."), h("p", {}, cost)],
-    { yes: "Cancel the job", no: "Keep it", danger: true });
+  const cost =
+    saved === 0
+      ? `It has no complete checkpoint: all ${counted(job.step, "step")} are lost.`
+      : `Its newest complete checkpoint is of step ${number(saved)} and stays on disk; ${lost ? `the ${counted(lost, "step")} since then are lost` : "no step is lost"}.`;
+  return confirmed(
+    "Cancel this job?",
+    [h("p", {}, "Its ranks are stopped for good; a cancelled job cannot be resumed."), h("p", {}, cost)],
+    { yes: "Cancel the job", no: "Keep it", danger: true },
+  );
 }
 
 function askResize(job) {
   const [least, most] = boundsOf(job);
-  const input = h("input", { type: "number", min: least, max: most, value: job.parallel.data, "aria-label": "Replicas", autofocus: true });
+  const input = h("input", {
+    type: "number",
+    min: least,
+    max: most,
+    value: job.parallel.data,
+    "aria-label": "Replicas",
+    autofocus: true,
+  });
   const each = (job.parallel.world_size ?? 0) / (job.parallel.data || 1);
-  return confirmed("Resize this job?", [
-    h("p", {}, `It has ${counted(job.parallel.data, "replica")} of ${counted(each, "rank")} and may have ${least} to ${most}. It changes after the step under way, as soon as there is room, and goes on with the same batch and the same numbers.`),
-    h("label", { class: "field" }, "Replicas", input),
-  ], { yes: "Resize", no: "Leave it", read: () => input.valueAsNumber });
+  return confirmed(
+    "Resize this job?",
+    [
+      h(
+        "p",
+        {},
+        `It has ${counted(job.parallel.data, "replica")} of ${counted(each, "rank")} and may have ${least} to ${most}. It changes after the step under way, as soon as there is room, and goes on with the same batch and the same numbers.`,
+      ),
+      h("label", { class: "field" }, "Replicas", input),
+    ],
+    { yes: "Resize", no: "Leave it", read: () => input.valueAsNumber },
+  );
 }
 
 function askEdit(job) {
   const name = h("input", { value: job.name, "aria-label": "Name", autofocus: true });
   const priority = h("input", { type: "number", step: 1, value: job.spec.priority ?? 0, "aria-label": "Priority" });
-  const labels = h("input", { value: Object.entries(job.labels ?? {}).map(([key, value]) => `${key}=${value}`).join(" "), "aria-label": "Labels" });
-  return confirmed("Edit this job", [
-    h("label", { class: "field" }, "Name", name),
-    h("label", { class: "field" }, "Priority (higher starts first)", priority),
-    job.labels ? h("label", { class: "field" }, "Labels, as key=value", labels) : null,
-  ], { yes: "Save", no: "Leave it", read: () => ({ name: name.value, priority: priority.valueAsNumber, labels: labels.value }) });
+  const labels = h("input", {
+    value: Object.entries(job.labels ?? {})
+      .map(([key, value]) => `${key}=${value}`)
+      .join(" "),
+    "aria-label": "Labels",
+  });
+  return confirmed(
+    "Edit this job",
+    [
+      h("label", { class: "field" }, "Name", name),
+      h("label", { class: "field" }, "Priority (higher starts first)", priority),
+      job.labels ? h("label", { class: "field" }, "Labels, as key=value", labels) : null,
+    ],
+    {
+      yes: "Save",
+      no: "Leave it",
+      read: () => ({ name: name.value, priority: priority.valueAsNumber, labels: labels.value }),
+    },
+  );
 }
 
 function edit(job, wanted) {
   const body = { name: wanted.name, priority: wanted.priority };
-  if (job.labels) body.labels = Object.fromEntries(wanted.labels.split(/\s+/).filter(Boolean).map((each) => each.split(/=(.*)/s).slice(0, 2)).map(([key, value]) => [key, value ?? ""]));
+  if (job.labels)
+    body.labels = Object.fromEntries(
+      wanted.labels
+        .split(/\s+/)
+        .filter(Boolean)
+        .map((each) => each.split(/=(.*)/s).slice(0, 2))
+        .map(([key, value]) => [key, value ?? ""]),
+    );
   return send("PATCH", `/v1/jobs/${job.id}`, body);
 }
 
 function askDelete(job) {
-  return confirmed("Delete this job?", [
-    h("p", {}, "All that it has goes: checkpoints, snapshots, logs, metrics, events. Nothing of it comes back."),
-    h("p", { class: "mono" }, `${job.name} ${job.id}`),
-  ], { yes: "Delete it all", no: "Keep it", danger: true });
+  return confirmed(
+    "Delete this job?",
+    [
+      h("p", {}, "All that it has goes: checkpoints, snapshots, logs, metrics, events. Nothing of it comes back."),
+      h("p", { class: "mono" }, `${job.name} ${job.id}`),
+    ],
+    { yes: "Delete it all", no: "Keep it", danger: true },
+  );
 }
 
 async function remove(job, _answer, { router }) {

@@ -13,13 +13,24 @@ export function attention(job, ranks, events) {
 }
 
 function slowRanks(ranks) {
-  return ranks.filter((rank) => rank.straggler).map((rank) => ({ text: `${capital(rank.straggler.sentence)}.`, tone: "bad", tab: "ranks" }));
+  return ranks
+    .filter((rank) => rank.straggler)
+    .map((rank) => ({ text: `${capital(rank.straggler.sentence)}.`, tone: "bad", tab: "ranks" }));
 }
 
 function missingRanks(job, ranks) {
   const gone = ranks.filter((rank) => rank.state === "exited");
   if (gone.length === 0 || gone.length === ranks.length || job.state !== "RUNNING") return [];
-  return [{ text: `${counted(gone.length, "rank has", "ranks have")} exited: ${gone.slice(0, 8).map((rank) => rank.rank).join(", ")}.`, tone: "bad", tab: "ranks" }];
+  return [
+    {
+      text: `${counted(gone.length, "rank has", "ranks have")} exited: ${gone
+        .slice(0, 8)
+        .map((rank) => rank.rank)
+        .join(", ")}.`,
+      tone: "bad",
+      tab: "ranks",
+    },
+  ];
 }
 
 function drift(job, events) {
@@ -29,7 +40,9 @@ function drift(job, events) {
 
 function nonfinite(job) {
   const loss = job.metrics.latest.loss;
-  return typeof loss === "string" ? [{ text: `The loss of step ${number(job.step)} is ${loss}.`, tone: "bad", tab: "charts" }] : [];
+  return typeof loss === "string"
+    ? [{ text: `The loss of step ${number(job.step)} is ${loss}.`, tone: "bad", tab: "charts" }]
+    : [];
 }
 
 /** What a rank's own time says beside its peers', in a sentence; empty where nothing is known. */

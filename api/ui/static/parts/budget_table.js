@@ -14,7 +14,10 @@ export function budgetTable() {
       if (text === shown) return;
       shown = text;
       const planned = new Map((budget.planned ?? []).map((part) => [part.name, part]));
-      fill(element, budget.parts.map((part) => rowOf(part, planned.get(part.name), budget.step_seconds)));
+      fill(
+        element,
+        budget.parts.map((part) => rowOf(part, planned.get(part.name), budget.step_seconds)),
+      );
     },
   };
 }
@@ -23,8 +26,19 @@ function rowOf(part, planned, step) {
   const filled = bar(words(part.name));
   filled.show(Math.max(0, Math.min(1, part.seconds / step)), part.name === "arithmetic" ? "good" : "active");
   const plan = planned && planned.seconds > 0 ? `Planned: ${duration(planned.seconds)}` : "";
-  const texts = [part.what ?? part.how, part.help ? `What helps: ${part.help}` : "", plan].filter(Boolean).map(sentence).join(" ");
-  return h("div", { class: "budget-row" }, h("b", {}, words(part.name)), filled.element, h("span", { class: "number" }, duration(part.seconds)), h("span", { class: "number" }, percent(part.seconds / step)), texts ? h("div", { class: "budget-how" }, texts) : null);
+  const texts = [part.what ?? part.how, part.help ? `What helps: ${part.help}` : "", plan]
+    .filter(Boolean)
+    .map(sentence)
+    .join(" ");
+  return h(
+    "div",
+    { class: "budget-row" },
+    h("b", {}, words(part.name)),
+    filled.element,
+    h("span", { class: "number" }, duration(part.seconds)),
+    h("span", { class: "number" }, percent(part.seconds / step)),
+    texts ? h("div", { class: "budget-how" }, texts) : null,
+  );
 }
 
 function sentence(text) {

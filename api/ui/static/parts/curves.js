@@ -10,7 +10,10 @@ const MOST_SELDOM = 2000;
 /** The names of a job's validation sets and of the metrics with their losses: `[[label, metric], ...]`. */
 export function validationsOf(spec) {
   const sets = Array.isArray(spec?.data?.validation) ? spec.data.validation : [];
-  return [["validation", "validation_loss"], ...sets.filter((each) => each?.name).map((each) => [`validation ${each.name}`, `validation_loss_${each.name}`])];
+  return [
+    ["validation", "validation_loss"],
+    ...sets.filter((each) => each?.name).map((each) => [`validation ${each.name}`, `validation_loss_${each.name}`]),
+  ];
 }
 
 /** Columns by name, `step` among them, that can grow. */
@@ -104,7 +107,12 @@ export class JobCurves {
     const complete = this.seldom && this.seldomNames.some((name) => Number.isFinite(this.seldom.columns[name].at(-1)));
     if (complete && newest < last + this.every) return;
     this.seldom ??= new Columns([...new Set([...this.seldomNames, "tokens", "time"])]);
-    const query = { names: this.seldom.names.join(","), after_step: Math.max(0, last - 1), max_points: MOST_SELDOM, every: this.every };
+    const query = {
+      names: this.seldom.names.join(","),
+      after_step: Math.max(0, last - 1),
+      max_points: MOST_SELDOM,
+      every: this.every,
+    };
     this.seldom.merge(await get(`/v1/jobs/${this.id}/metrics`, query, { signal }));
   }
 

@@ -4,7 +4,9 @@
 export function differences(documents) {
   const leaves = documents.map((document) => new Map(leavesOf(document, "")));
   const paths = [...new Set(leaves.flatMap((each) => [...each.keys()]))];
-  return paths.map((path) => [path, ...leaves.map((each) => each.get(path) ?? "–")]).filter(([, first, ...others]) => others.some((value) => value !== first));
+  return paths
+    .map((path) => [path, ...leaves.map((each) => each.get(path) ?? "–")])
+    .filter(([, first, ...others]) => others.some((value) => value !== first));
 }
 
 function* leavesOf(value, path) {

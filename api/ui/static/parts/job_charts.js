@@ -11,15 +11,36 @@ const asPercent = (value) => percent(value, 1);
 /** By name: title, axes and lines, each `[label, metric, axis]`. */
 export const CHARTS = {
   loss: { title: "Loss", axes: [{ label: "nats per token" }], lines: [["train", "loss"]], validations: true },
-  throughput: { title: "Throughput", axes: [{ label: "tokens/s", floor: 0 }], lines: [["tokens/s", "tokens_per_second"]] },
-  norm: { title: "Gradient norm", axes: [{ label: "L2, before clipping" }], lines: [["gradient norm", "grad_norm"]] },
-  rate: { title: "Learning rate", axes: [{ label: "learning rate", floor: 0 }], lines: [["learning rate", "learning_rate"]] },
-  utilisation: {
-    title: "Utilisation", axes: [{ label: "of the devices' peak", floor: 0, format: asPercent }],
-    lines: [["MFU, attention in full", "mfu_full"], ["MFU, attention causal", "mfu_causal"], ["HFU, with recomputation", "hfu_full"]],
+  throughput: {
+    title: "Throughput",
+    axes: [{ label: "tokens/s", floor: 0 }],
+    lines: [["tokens/s", "tokens_per_second"]],
   },
-  step: { title: "Step time", axes: [{ label: "seconds a step", floor: 0, format: duration }], lines: [["step", "step_seconds"]] },
-  memory: { title: "Memory", axes: [{ label: "highest of a rank", floor: 0, format: bytes }], lines: [["memory", "memory_bytes"]] },
+  norm: { title: "Gradient norm", axes: [{ label: "L2, before clipping" }], lines: [["gradient norm", "grad_norm"]] },
+  rate: {
+    title: "Learning rate",
+    axes: [{ label: "learning rate", floor: 0 }],
+    lines: [["learning rate", "learning_rate"]],
+  },
+  utilisation: {
+    title: "Utilisation",
+    axes: [{ label: "of the devices' peak", floor: 0, format: asPercent }],
+    lines: [
+      ["MFU, attention in full", "mfu_full"],
+      ["MFU, attention causal", "mfu_causal"],
+      ["HFU, with recomputation", "hfu_full"],
+    ],
+  },
+  step: {
+    title: "Step time",
+    axes: [{ label: "seconds a step", floor: 0, format: duration }],
+    lines: [["step", "step_seconds"]],
+  },
+  memory: {
+    title: "Memory",
+    axes: [{ label: "highest of a rank", floor: 0, format: bytes }],
+    lines: [["memory", "memory_bytes"]],
+  },
 };
 
 const SHARED = ["tokens", "time"];
@@ -28,11 +49,19 @@ const SHARED = ["tokens", "time"];
 export class JobCharts {
   constructor(id, spec, names, options = {}) {
     this.group = new ChartGroup({ ...options, onView: (view) => this.looked(view) });
-    this.charts = names.map((name) => ({ ...CHARTS[name], chart: new LineChart(this.group, CHARTS[name].title, CHARTS[name].axes, options) }));
+    this.charts = names.map((name) => ({
+      ...CHARTS[name],
+      chart: new LineChart(this.group, CHARTS[name].title, CHARTS[name].axes, options),
+    }));
     this.validations = validationsOf(spec);
     this.extra = spec?.train?.z_loss ? ["z_loss"] : [];
     const metrics = [...this.charts.flatMap(({ lines }) => lines.map(([, metric]) => metric)), ...SHARED];
-    this.curves = new JobCurves(id, metrics, this.validations.map(([, metric]) => metric), spec?.train?.validate_every ?? 0);
+    this.curves = new JobCurves(
+      id,
+      metrics,
+      this.validations.map(([, metric]) => metric),
+      spec?.train?.validate_every ?? 0,
+    );
     this.marks = [];
     this.elements = this.charts.map(({ chart }) => chart.element);
   }
@@ -78,7 +107,10 @@ export class JobCharts {
           if (y.some(Number.isFinite)) drawn.push({ name, x: validations.x(column), y, sparse: true });
         }
       }
-      chart.show(drawn.filter((line) => line.y.some(Number.isFinite)), marks);
+      chart.show(
+        drawn.filter((line) => line.y.some(Number.isFinite)),
+        marks,
+      );
     }
   }
 
@@ -92,17 +124,36 @@ export function marksOf(events) {
   const marks = [];
   for (const event of events) {
     if (event.step === null) continue;
-    if (event.type === "state_changed" && event.data.to === "RECOVERING") marks.push({ step: event.step, label: "recovery", tone: "warn" });
-    if (["spike", "step_skipped", "rolled_back", "not_finite"].includes(event.type)) marks.push({ step: event.step, label: event.type.replaceAll("_", " "), tone: "bad" });
+    if (event.type === "state_changed" && event.data.to === "RECOVERING")
+      marks.push({ step: event.step, label: "recovery", tone: "warn" });
+    if (["spike", "step_skipped", "rolled_back", "not_finite"].includes(event.type))
+      marks.push({ step: event.step, label: event.type.replaceAll("_", " "), tone: "bad" });
   }
-  return marks.filter((mark, place) => place === 0 || mark.step !== marks[place - 1].step || mark.label !== marks[place - 1].label);
+  return marks.filter(
+    (mark, place) => place === 0 || mark.step !== marks[place - 1].step || mark.label !== marks[place - 1].label,
+  );
 }
 
 /** Controls of a page of charts: axis below, smoothing, show all. */
 export function chartControls(charts) {
-  const axis = h("select", { "aria-label": "Measure progress by", onchange: (event) => charts.measureBy(event.target.value) },
-    Object.entries(X_AXES).map(([name, { label }]) => h("option", { value: name }, `by ${label}`)));
-  const smooth = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: charts.group.smoothing, "aria-label": "Smoothing", oninput: (event) => charts.group.smooth(event.target.valueAsNumber) });
-  return [axis, h("label", { class: "inline" }, "smoothing", smooth), h("button", { class: "button", onclick: () => charts.group.look(null) }, "Show all"),
-    h("span", { class: "note" }, "drag to zoom, double-click for all; keys: arrows, +, -, 0")];
+  const axis = h(
+    "select",
+    { "aria-label": "Measure progress by", onchange: (event) => charts.measureBy(event.target.value) },
+    Object.entries(X_AXES).map(([name, { label }]) => h("option", { value: name }, `by ${label}`)),
+  );
+  const smooth = h("input", {
+    type: "range",
+    min: 0,
+    max: 0.99,
+    step: 0.01,
+    value: charts.group.smoothing,
+    "aria-label": "Smoothing",
+    oninput: (event) => charts.group.smooth(event.target.valueAsNumber),
+  });
+  return [
+    axis,
+    h("label", { class: "inline" }, "smoothing", smooth),
+    h("button", { class: "button", onclick: () => charts.group.look(null) }, "Show all"),
+    h("span", { class: "note" }, "drag to zoom, double-click for all; keys: arrows, +, -, 0"),
+  ];
 }

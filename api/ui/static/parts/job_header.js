@@ -1,7 +1,7 @@
 /** The head of a job's page: name, state, what can be done, progress and the figures that matter. */
 
 import { badge, bar, h, setAttribute, setText, setVisible } from "../core/dom.js";
-import { UNKNOWN, counted, duration, layout, number, percent, stateTone, why } from "../core/format.js";
+import { UNKNOWN, duration, layout, number, percent, stateTone, why } from "../core/format.js";
 import { may } from "../core/shell.js";
 import { ACTIONS, run } from "./actions.js";
 
@@ -9,9 +9,17 @@ const FIGURES = [
   ["Train loss", (job) => number(job.metrics.latest.loss, 4)],
   ["Validation loss", (job) => number(job.metrics.latest.validation_loss, 4)],
   ["Tokens/s", (job) => number(job.metrics.latest.tokens_per_second)],
-  ["MFU", (job) => percent(job.metrics.latest.mfu_full), "Of the peak rate of the job's devices, attention counted in full. On CPUs the peak is what this many cores reach in products of matrices."],
+  [
+    "MFU",
+    (job) => percent(job.metrics.latest.mfu_full),
+    "Of the peak rate of the job's devices, attention counted in full. On CPUs the peak is what this many cores reach in products of matrices.",
+  ],
   ["Step", (job) => duration(job.metrics.latest.step_seconds)],
-  ["Goodput", (job) => percent(job.goodput), "Time in which new steps were computed, of all time but queue and pauses."],
+  [
+    "Goodput",
+    (job) => percent(job.goodput),
+    "Time in which new steps were computed, of all time but queue and pauses.",
+  ],
   ["Restarts", (job) => number(job.restarts)],
   ["Ranks (t × p × d)", (job) => layout(job.parallel)],
   ["Running for", (job) => runningFor(job)],
@@ -31,12 +39,25 @@ export class JobHeader {
     this.bar = bar("Progress");
     this.progress = h("span", { class: "progress-text" });
     this.values = FIGURES.map(() => h("dd", { class: "value" }, UNKNOWN));
-    const figure = ([label, , hint], place) => h("div", { class: "figure", title: hint ?? null }, h("dt", {}, label), this.values[place]);
+    const figure = ([label, , hint], place) =>
+      h("div", { class: "figure", title: hint ?? null }, h("dt", {}, label), this.values[place]);
     this.element = h(
       "div",
       { class: "job-head" },
-      h("div", { class: "title-row" }, h("h1", {}, this.name), this.badge.element, this.id, this.labels, h("span", { class: "gap" }),
-        h("div", { class: "actions" }, this.buttons.map(({ element }) => element))),
+      h(
+        "div",
+        { class: "title-row" },
+        h("h1", {}, this.name),
+        this.badge.element,
+        this.id,
+        this.labels,
+        h("span", { class: "gap" }),
+        h(
+          "div",
+          { class: "actions" },
+          this.buttons.map(({ element }) => element),
+        ),
+      ),
       this.why,
       h("div", { class: "progress-row" }, this.bar.element, this.progress),
       h("dl", { class: "figures" }, FIGURES.map(figure)),
@@ -48,7 +69,14 @@ export class JobHeader {
       await run(action, this.job, this.context);
       await this.changed();
     };
-    return { action, element: h("button", { class: `button ${ACTIONS[action].danger ? "danger-outline" : ""}`, hidden: true, onclick: act }, name) };
+    return {
+      action,
+      element: h(
+        "button",
+        { class: `button ${ACTIONS[action].danger ? "danger-outline" : ""}`, hidden: true, onclick: act },
+        name,
+      ),
+    };
   }
 
   /** Show `job` as it is now to `me`. */
@@ -67,12 +95,13 @@ export class JobHeader {
     this.bar.show(job.steps > 0 ? Math.min(1, job.step / job.steps) : 0, tone);
     setText(this.progress, progressText(job));
     FIGURES.forEach(([, text], place) => setText(this.values[place], text(job)));
-    for (const { action, element } of this.buttons) setVisible(element, may(me, ACTIONS[action].scope) && ACTIONS[action].offered(job, this.context.facts));
+    for (const { action, element } of this.buttons)
+      setVisible(element, may(me, ACTIONS[action].scope) && ACTIONS[action].offered(job, this.context.facts));
   }
 }
 
 /** Where a job is, in one line. */
-export function progressText(job) {
+function progressText(job) {
   const text = `step ${number(job.step)} of ${number(job.steps)}`;
   return job.eta_seconds === null ? text : `${text}, about ${duration(job.eta_seconds)} to go`;
 }
@@ -81,9 +110,4 @@ function runningFor(job) {
   if (!job.started_at) return UNKNOWN;
   const until = job.finished_at ? Date.parse(job.finished_at) : Date.now();
   return duration(Math.round((until - Date.parse(job.started_at)) / 1000));
-}
-
-/** Ranks of a job's layout, in words. */
-export function ranksOf(job) {
-  return counted(job.parallel.world_size ?? 0, "rank");
 }

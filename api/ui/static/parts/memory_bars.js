@@ -15,7 +15,11 @@ export function memoryBars() {
       const largest = Math.max(0, ...rows.map(([, memory]) => memory.total));
       const most = usable && usable < 4 * largest ? Math.max(usable, largest) : largest; // a small job would be a hairline
       const key = PARTS.map((name, place) => h("span", { class: "key" }, mark(place), `${name} `));
-      fill(element, h("p", { class: "note" }, key, usable ? ` of ${bytes(usable)} that a device has for them` : ""), rows.map(([name, memory]) => line(name, memory, most, usable)));
+      fill(
+        element,
+        h("p", { class: "note" }, key, usable ? ` of ${bytes(usable)} that a device has for them` : ""),
+        rows.map(([name, memory]) => line(name, memory, most, usable)),
+      );
     },
   };
 }
@@ -28,7 +32,15 @@ function mark(place) {
 
 function line(name, memory, most, usable) {
   const text = PARTS.map((part) => `${part} ${bytes(memory[part])}`).join(", ");
-  const parts = PARTS.filter((part) => memory[part] > 0).map((part) => h("div", { style: { background: seriesColor(PARTS.indexOf(part)), width: `${(100 * memory[part]) / most}%` } }));
+  const parts = PARTS.filter((part) => memory[part] > 0).map((part) =>
+    h("div", { style: { background: seriesColor(PARTS.indexOf(part)), width: `${(100 * memory[part]) / most}%` } }),
+  );
   const share = usable ? `${bytes(memory.total)}, ${percent(memory.total / usable)}` : bytes(memory.total);
-  return h("div", { class: "memory-row", title: text }, h("span", {}, name), h("div", { class: "memory-bar", role: "img", "aria-label": `${name}: ${text}` }, parts), h("span", { class: "number" }, share));
+  return h(
+    "div",
+    { class: "memory-row", title: text },
+    h("span", {}, name),
+    h("div", { class: "memory-bar", role: "img", "aria-label": `${name}: ${text}` }, parts),
+    h("span", { class: "number" }, share),
+  );
 }

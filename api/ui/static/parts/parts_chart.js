@@ -6,13 +6,26 @@ import { setVisible } from "../core/dom.js";
 import { duration, words } from "../core/format.js";
 import { JobCurves } from "./curves.js";
 
-const PARTS = ["forward", "backward", "recompute", "tensor_communication", "pipeline_communication", "data_communication", "bubble", "optimizer", "data", "other"];
+const PARTS = [
+  "forward",
+  "backward",
+  "recompute",
+  "tensor_communication",
+  "pipeline_communication",
+  "data_communication",
+  "bubble",
+  "optimizer",
+  "data",
+  "other",
+];
 
 /** The chart; hidden while nothing is known. `every`: the job's `train.time_parts_every`. */
 export class PartsChart {
   constructor(id, every) {
     this.group = new ChartGroup();
-    this.chart = new LineChart(this.group, "Parts of a step over time", [{ label: "seconds a step", floor: 0, format: duration }]);
+    this.chart = new LineChart(this.group, "Parts of a step over time", [
+      { label: "seconds a step", floor: 0, format: duration },
+    ]);
     this.names = PARTS.map((part) => `${part}_seconds`);
     this.curves = new JobCurves(id, ["step_seconds"], this.names, every);
     this.element = this.chart.element;
@@ -24,8 +37,15 @@ export class PartsChart {
     await this.curves.poll(signal);
     const known = this.curves.seldom;
     if (!known) return;
-    const lines = PARTS.map((part, place) => ({ name: part === "data" ? "loader" : words(part), x: known.x(null), y: known.columns[this.names[place]] }));
-    setVisible(this.element, lines.some((line) => line.y.some(Number.isFinite)));
+    const lines = PARTS.map((part, place) => ({
+      name: part === "data" ? "loader" : words(part),
+      x: known.x(null),
+      y: known.columns[this.names[place]],
+    }));
+    setVisible(
+      this.element,
+      lines.some((line) => line.y.some(Number.isFinite)),
+    );
     this.chart.show(lines.filter((line) => line.y.some((value) => value > 0)));
   }
 

@@ -21,15 +21,39 @@ export function planTable() {
 
 function contents({ planned, measured, compared, drift, generation }) {
   const { element, body } = table(["", "Planned", "Measured", "Difference"], { label: "Planned and measured" });
-  const row = (name, one, other, write) => h("tr", {}, [name, write(one), other === null ? "–" : write(other), other && one ? signed(other / one - 1) : "–"].map((cell) => h("td", { class: "number" }, cell)));
-  const memory = planned.has_gpus ? [row("memory of a rank", planned.memory_bytes.total, measured?.memory_bytes ?? null, bytes)] : [];
-  fill(body, row("step", planned.step_seconds, measured?.step_seconds ?? null, duration), memory, compared.map((part) => row(words(part.name), part.planned, part.measured, duration)));
+  const row = (name, one, other, write) =>
+    h(
+      "tr",
+      {},
+      [name, write(one), other === null ? "–" : write(other), other && one ? signed(other / one - 1) : "–"].map(
+        (cell) => h("td", { class: "number" }, cell),
+      ),
+    );
+  const memory = planned.has_gpus
+    ? [row("memory of a rank", planned.memory_bytes.total, measured?.memory_bytes ?? null, bytes)]
+    : [];
+  fill(
+    body,
+    row("step", planned.step_seconds, measured?.step_seconds ?? null, duration),
+    memory,
+    compared.map((part) => row(words(part.name), part.planned, part.measured, duration)),
+  );
   const from = measured ? `, measured over steps ${number(measured.first_step)} to ${number(measured.last_step)}` : "";
   return [
     drift ? h("p", { class: "kind tone-warn" }, drift.message) : null,
     element,
-    h("p", { class: "note" }, `Generation ${generation}${from}.${planned.assumed ? " Nothing was measured or fitted on such a machine: `manta calibrate` does." : ""}`),
-    planned.sizes.length > 1 ? h("p", { class: "note" }, `As it loses ranks it goes on as ${planned.sizes.map((size) => `${layout(size.parallel)} on ${counted(size.gpus, "rank")}`).join(", ")}.`) : null,
+    h(
+      "p",
+      { class: "note" },
+      `Generation ${generation}${from}.${planned.assumed ? " Nothing was measured or fitted on such a machine: `manta calibrate` does." : ""}`,
+    ),
+    planned.sizes.length > 1
+      ? h(
+          "p",
+          { class: "note" },
+          `As it loses ranks it goes on as ${planned.sizes.map((size) => `${layout(size.parallel)} on ${counted(size.gpus, "rank")}`).join(", ")}.`,
+        )
+      : null,
   ];
 }
 

@@ -30,10 +30,21 @@ export class RankGrid {
     this.canvas = h("canvas", { class: "rank-canvas" });
     this.tip = h("div", { class: "chart-tip", hidden: true });
     this.summary = h("p", { class: "rank-summary" }, "No ranks are placed yet.");
-    this.plot = h("div", {
-      class: "rank-plot", tabindex: onPick ? "0" : null, role: "img", "aria-label": "Ranks", onpointermove: (event) => this.hover(event),
-      onpointerleave: () => setVisible(this.tip, false), onclick: (event) => this.pick(this.rankAt(event)), onkeydown: (event) => this.key(event),
-    }, this.canvas, this.tip);
+    this.plot = h(
+      "div",
+      {
+        class: "rank-plot",
+        tabindex: onPick ? "0" : null,
+        role: "img",
+        "aria-label": "Ranks",
+        onpointermove: (event) => this.hover(event),
+        onpointerleave: () => setVisible(this.tip, false),
+        onclick: (event) => this.pick(this.rankAt(event)),
+        onkeydown: (event) => this.key(event),
+      },
+      this.canvas,
+      this.tip,
+    );
     this.element = h("div", {}, this.summary, this.plot);
     this.unwatch = onColorsChanged(() => this.draw());
     this.observer = new ResizeObserver(() => this.draw());
@@ -75,7 +86,10 @@ export class RankGrid {
     const lines = tensor * contexts;
     const labels = replicas > 1 && replicas <= 64 ? 16 : 0;
     const gap = 10;
-    let side = Math.min(LARGEST, Math.max(SMALLEST, Math.floor(Math.sqrt((width * (this.compact ? 200 : 420)) / (this.ranks.length * 1.4)))));
+    let side = Math.min(
+      LARGEST,
+      Math.max(SMALLEST, Math.floor(Math.sqrt((width * (this.compact ? 200 : 420)) / (this.ranks.length * 1.4)))),
+    );
     side = Math.max(SMALLEST, Math.min(side, Math.floor((width - gap) / stages)));
     const block = stages * side + gap;
     const across = Math.max(1, Math.min(replicas, Math.floor((width + gap) / block)));
@@ -83,7 +97,13 @@ export class RankGrid {
     this.side = side;
     this.height = Math.ceil(replicas / across) * tall + 2;
     const corner = (replica) => [(replica % across) * block, Math.floor(replica / across) * tall + labels];
-    this.blocks = labels ? [...Array(replicas).keys()].map((replica) => ({ x: corner(replica)[0], y: corner(replica)[1], name: `replica ${replica}` })) : [];
+    this.blocks = labels
+      ? [...Array(replicas).keys()].map((replica) => ({
+          x: corner(replica)[0],
+          y: corner(replica)[1],
+          name: `replica ${replica}`,
+        }))
+      : [];
     this.boxes = this.ranks.map((rank) => {
       const [x, y] = corner(rank.data);
       return { x: x + rank.pipeline * side, y: y + (rank.context * tensor + rank.tensor) * side };
@@ -94,13 +114,23 @@ export class RankGrid {
     const [fill, alpha] = this.colourOf(rank);
     const inner = this.side - (this.side > 9 ? 2 : 1);
     pen.rectangle(x, y, inner, inner, { color: fill, alpha });
-    if (rank.straggler || this.chosen === rank.rank) pen.outline(x + 0.5, y + 0.5, inner - 1, inner - 1, { color: color(this.chosen === rank.rank ? "ink" : "bad"), thickness: 2 });
-    if (this.side >= 22) pen.text(x + inner / 2, y + inner / 2, String(rank.rank), { color: color("ink"), size: this.side >= 40 ? 13 : 10, align: "center" });
+    if (rank.straggler || this.chosen === rank.rank)
+      pen.outline(x + 0.5, y + 0.5, inner - 1, inner - 1, {
+        color: color(this.chosen === rank.rank ? "ink" : "bad"),
+        thickness: 2,
+      });
+    if (this.side >= 22)
+      pen.text(x + inner / 2, y + inner / 2, String(rank.rank), {
+        color: color("ink"),
+        size: this.side >= 40 ? 13 : 10,
+        align: "center",
+      });
   }
 
   colourOf(rank) {
     if (this.replaced.has(rank.rank)) return [color("bad"), 0.85];
-    if (rank.state === "exited") return [color(this.ranks.some((each) => each.state === "running") ? "bad" : "idle"), 0.85];
+    if (rank.state === "exited")
+      return [color(this.ranks.some((each) => each.state === "running") ? "bad" : "idle"), 0.85];
     if (rank.state !== "running") return [color("busy"), 0.6];
     const { value } = COLOURINGS[this.colouring];
     if (!value) return rank.straggler ? [color("warn"), 0.8] : [color("good"), 0.55];
@@ -119,7 +149,9 @@ export class RankGrid {
   rankAt(event) {
     const box = this.plot.getBoundingClientRect();
     const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-    const at = (this.boxes ?? []).findIndex((each) => x >= each.x && x < each.x + this.side && y >= each.y && y < each.y + this.side);
+    const at = (this.boxes ?? []).findIndex(
+      (each) => x >= each.x && x < each.x + this.side && y >= each.y && y < each.y + this.side,
+    );
     return at < 0 ? null : this.ranks[at];
   }
 
@@ -128,11 +160,18 @@ export class RankGrid {
     setVisible(this.tip, rank !== null);
     if (rank === null) return;
     const cause = this.replaced.get(rank.rank);
-    setText(this.tip, [...describe(rank, this.usual), cause ? `just replaced: ${cause}` : ""].filter(Boolean).join("\n"));
+    setText(
+      this.tip,
+      [...describe(rank, this.usual), cause ? `just replaced: ${cause}` : ""].filter(Boolean).join("\n"),
+    );
     const box = this.plot.getBoundingClientRect();
     const left = event.clientX - box.left;
     const onRight = left < box.width / 2;
-    Object.assign(this.tip.style, { top: `${event.clientY - box.top + 12}px`, left: onRight ? `${left + 12}px` : "auto", right: onRight ? "auto" : `${box.width - left + 12}px` });
+    Object.assign(this.tip.style, {
+      top: `${event.clientY - box.top + 12}px`,
+      left: onRight ? `${left + 12}px` : "auto",
+      right: onRight ? "auto" : `${box.width - left + 12}px`,
+    });
   }
 
   pick(rank) {

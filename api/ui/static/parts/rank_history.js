@@ -12,10 +12,23 @@ const [HEIGHT, LEFT, BOTTOM] = [220, 44, 18];
 export class RankHistory {
   constructor(id) {
     this.id = id;
-    const { element, body } = panel("Own time by step", { note: "a line a rank; the darker, the longer beside the median of its stage in that step" });
+    const { element, body } = panel("Own time by step", {
+      note: "a line a rank; the darker, the longer beside the median of its stage in that step",
+    });
     this.canvas = h("canvas", { class: "lane-canvas" });
     this.tip = h("div", { class: "chart-tip", hidden: true });
-    this.plot = h("div", { class: "lane-plot", role: "img", "aria-label": "Own time of every rank over the last steps", onpointermove: (event) => this.hover(event), onpointerleave: () => setVisible(this.tip, false) }, this.canvas, this.tip);
+    this.plot = h(
+      "div",
+      {
+        class: "lane-plot",
+        role: "img",
+        "aria-label": "Own time of every rank over the last steps",
+        onpointermove: (event) => this.hover(event),
+        onpointerleave: () => setVisible(this.tip, false),
+      },
+      this.canvas,
+      this.tip,
+    );
     this.plot.style.height = `${HEIGHT}px`;
     body.append(this.plot);
     this.element = element;
@@ -42,13 +55,22 @@ export class RankHistory {
     const pen = new CanvasPen(this.canvas, width, HEIGHT);
     const count = this.own[0].length;
     this.box = { x: LEFT, w: (width - LEFT) / this.steps.length, h: (HEIGHT - BOTTOM) / count };
-    this.own.forEach((row, at) => row.forEach((seconds, rank) => {
-      const ratio = seconds / this.usual[at].get(this.stages[rank]);
-      if (!Number.isFinite(ratio)) return;
-      const alpha = Math.max(0.06, Math.min(1, (ratio - 0.8) / 1.2));
-      pen.rectangle(LEFT + at * this.box.w, rank * this.box.h, Math.ceil(this.box.w), Math.max(1, this.box.h - (this.box.h > 4 ? 1 : 0)), { color: color(ratio >= 1.5 ? "bad" : "active"), alpha });
-    }));
-    for (let rank = 0; rank < count; rank += Math.max(1, Math.ceil(count / 12))) pen.text(LEFT - 6, (rank + 0.5) * this.box.h, String(rank), { color: color("dim"), align: "right", size: 10 });
+    this.own.forEach((row, at) =>
+      row.forEach((seconds, rank) => {
+        const ratio = seconds / this.usual[at].get(this.stages[rank]);
+        if (!Number.isFinite(ratio)) return;
+        const alpha = Math.max(0.06, Math.min(1, (ratio - 0.8) / 1.2));
+        pen.rectangle(
+          LEFT + at * this.box.w,
+          rank * this.box.h,
+          Math.ceil(this.box.w),
+          Math.max(1, this.box.h - (this.box.h > 4 ? 1 : 0)),
+          { color: color(ratio >= 1.5 ? "bad" : "active"), alpha },
+        );
+      }),
+    );
+    for (let rank = 0; rank < count; rank += Math.max(1, Math.ceil(count / 12)))
+      pen.text(LEFT - 6, (rank + 0.5) * this.box.h, String(rank), { color: color("dim"), align: "right", size: 10 });
     pen.text(LEFT, HEIGHT - 6, `step ${this.steps[0]}`, { color: color("dim"), size: 10 });
     pen.text(width, HEIGHT - 6, `step ${this.steps.at(-1)}`, { color: color("dim"), size: 10, align: "right" });
   }
@@ -61,8 +83,14 @@ export class RankHistory {
     const seconds = this.own[at]?.[rank];
     setVisible(this.tip, seconds !== undefined);
     if (seconds === undefined) return;
-    setText(this.tip, `rank ${rank}, step ${this.steps[at]}\nown ${duration(seconds)}, median of its stage ${duration(this.usual[at].get(this.stages[rank]))}`);
-    Object.assign(this.tip.style, { left: `${Math.min(event.clientX - bounds.left + 12, bounds.width - 260)}px`, top: `${Math.min(event.clientY - bounds.top + 10, HEIGHT - 50)}px` });
+    setText(
+      this.tip,
+      `rank ${rank}, step ${this.steps[at]}\nown ${duration(seconds)}, median of its stage ${duration(this.usual[at].get(this.stages[rank]))}`,
+    );
+    Object.assign(this.tip.style, {
+      left: `${Math.min(event.clientX - bounds.left + 12, bounds.width - 260)}px`,
+      top: `${Math.min(event.clientY - bounds.top + 10, HEIGHT - 50)}px`,
+    });
   }
 
   close() {
@@ -77,5 +105,10 @@ function mediansByStage(row, stages) {
     if (!found.has(stages[rank])) found.set(stages[rank], []);
     if (Number.isFinite(seconds)) found.get(stages[rank]).push(seconds);
   });
-  return new Map([...found].map(([stage, values]) => [stage, values.sort((one, other) => one - other)[Math.floor((values.length - 1) / 2)]]));
+  return new Map(
+    [...found].map(([stage, values]) => [
+      stage,
+      values.sort((one, other) => one - other)[Math.floor((values.length - 1) / 2)],
+    ]),
+  );
 }

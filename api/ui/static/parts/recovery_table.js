@@ -4,7 +4,7 @@ import { KeyedRows, emptyNote, fill, h, setVisible, table } from "../core/dom.js
 import { UNKNOWN, clock, counted, duration, number, utc, words } from "../core/format.js";
 
 /** Seconds of a recovery, times the ranks that waited: what it cost, in device hours. */
-export function lostHours(recovery) {
+function lostHours(recovery) {
   return ((recovery.total_seconds ?? 0) * (recovery.kept + recovery.forked.length)) / 3600;
 }
 
@@ -48,7 +48,14 @@ function row() {
         element,
         h("td", { class: "mono", title: utc(recovery.time) }, clock(recovery.time)),
         h("td", { class: "number" }, number(recovery.generation)),
-        h("td", { class: "message" }, recovery.cause, recovery.node ? h("div", { class: "note", title: recovery.node }, `node ${recovery.node.slice(0, 12)}`) : null),
+        h(
+          "td",
+          { class: "message" },
+          recovery.cause,
+          recovery.node
+            ? h("div", { class: "note", title: recovery.node }, `node ${recovery.node.slice(0, 12)}`)
+            : null,
+        ),
         h("td", {}, `${recovery.forked.length} of ${all}`),
         h("td", {}, `${recovery.source}, step ${number(recovery.resume_step)}`),
         h("td", {}, phaseBar(recovery)),
@@ -64,7 +71,18 @@ const PHASE_TONES = { detect: "bad", rest: "warn", re_form: "busy", restore: "ac
 
 function phaseBar(recovery) {
   const phases = Object.entries(recovery.seconds);
-  const text = phases.map(([name, seconds]) => `${words(name)} ${seconds === null ? UNKNOWN : duration(seconds)}`).join(", ");
-  const parts = phases.filter(([, seconds]) => seconds > 0).map(([name, seconds]) => h("div", { class: `ledger-part tone-${PHASE_TONES[name] ?? "idle"}`, style: { flexGrow: seconds } }));
-  return h("div", { title: text }, h("div", { class: "ledger-bar thin", role: "img", "aria-label": text }, parts), h("div", { class: "note" }, text));
+  const text = phases
+    .map(([name, seconds]) => `${words(name)} ${seconds === null ? UNKNOWN : duration(seconds)}`)
+    .join(", ");
+  const parts = phases
+    .filter(([, seconds]) => seconds > 0)
+    .map(([name, seconds]) =>
+      h("div", { class: `ledger-part tone-${PHASE_TONES[name] ?? "idle"}`, style: { flexGrow: seconds } }),
+    );
+  return h(
+    "div",
+    { title: text },
+    h("div", { class: "ledger-bar thin", role: "img", "aria-label": text }, parts),
+    h("div", { class: "note" }, text),
+  );
 }

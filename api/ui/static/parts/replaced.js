@@ -22,6 +22,8 @@ export class Replaced {
 
   /** By rank, why it was replaced a moment ago. */
   causes(now = Date.now()) {
-    return new Map([...this.since].filter(([, { at }]) => now - at < SHOWN_MILLISECONDS).map(([rank, { cause }]) => [rank, cause]));
+    return new Map(
+      [...this.since].filter(([, { at }]) => now - at < SHOWN_MILLISECONDS).map(([rank, { cause }]) => [rank, cause]),
+    );
   }
 }

@@ -5,8 +5,18 @@ import { bytes, duration, words } from "../core/format.js";
 
 const PASSES = { forward: 0.55, backward: 0.95, backward_input: 0.95, backward_weight: 0.75 };
 const OTHERS = {
-  recompute: "idle", send: "warn", receive: "track", collective: "warn", reduction: "good", agreement: "busy", optimizer: "bad", gather: "good",
-  loader: "dim", snapshot: "idle", checkpoint: "idle", validation: "busy",
+  recompute: "idle",
+  send: "warn",
+  receive: "track",
+  collective: "warn",
+  reduction: "good",
+  agreement: "busy",
+  optimizer: "bad",
+  gather: "good",
+  loader: "dim",
+  snapshot: "idle",
+  checkpoint: "idle",
+  validation: "busy",
 };
 
 /** The lanes of a trace or of a plan in the same shape: `[{name, slices}]`. */
@@ -14,7 +24,9 @@ export function lanesOf(trace, { prefix = "rank" } = {}) {
   const critical = new Set((trace.critical_path ?? []).map(([rank, index]) => `${rank}/${index}`));
   return trace.ranks.map((rank) => ({
     name: `${prefix} ${rank.rank}`,
-    slices: rank.slices.map((slice, index) => sliceOf(slice, critical.has(`${rank.rank}/${index}`))).sort((one, other) => one.start - other.start || other.end - one.end),
+    slices: rank.slices
+      .map((slice, index) => sliceOf(slice, critical.has(`${rank.rank}/${index}`)))
+      .sort((one, other) => one.start - other.start || other.end - one.end),
   }));
 }
 
@@ -22,7 +34,16 @@ function sliceOf(slice, critical) {
   const pass = PASSES[slice.kind];
   const text = pass === undefined ? "" : `${slice.micro_batch ?? ""}`;
   const shade = pass === undefined ? color(OTHERS[slice.kind] ?? "idle") : seriesColor(slice.stage ?? 0);
-  return { start: slice.start, end: slice.end, color: shade, alpha: pass ?? 0.7, inner: pass === undefined, text, tip: tipOf(slice), critical };
+  return {
+    start: slice.start,
+    end: slice.end,
+    color: shade,
+    alpha: pass ?? 0.7,
+    inner: pass === undefined,
+    text,
+    tip: tipOf(slice),
+    critical,
+  };
 }
 
 function tipOf(slice) {
@@ -33,7 +54,9 @@ function tipOf(slice) {
     slice.axis ? `${slice.axis} group` : "",
     slice.bytes ? bytes(slice.bytes) : "",
     slice.wait ? `waited ${duration(slice.wait)}` : "",
-  ].filter(Boolean).join(", ");
+  ]
+    .filter(Boolean)
+    .join(", ");
   return `${about}\n${duration(slice.end - slice.start)}, from ${duration(slice.start)}`;
 }
 

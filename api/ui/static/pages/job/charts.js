@@ -8,7 +8,12 @@ import { CHARTS, JobCharts, chartControls, marksOf } from "../../parts/job_chart
 export function create({ id, job }) {
   const charts = new JobCharts(id, job.spec, Object.keys(CHARTS));
   const events = new JobEvents(id);
-  const element = h("div", {}, h("div", { class: "toolbar" }, chartControls(charts)), h("div", { class: "chart-grid" }, charts.elements));
+  const element = h(
+    "div",
+    {},
+    h("div", { class: "toolbar" }, chartControls(charts)),
+    h("div", { class: "chart-grid" }, charts.elements),
+  );
   return {
     element,
     async refresh(signal, now, moved) {

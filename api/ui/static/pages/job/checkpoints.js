@@ -12,13 +12,27 @@ const TONES = { complete: "good", saving: "busy", failed: "bad", deleted: "idle"
 export function create({ id, viewer, refreshNow }) {
   const there = panel("Checkpoints");
   const none = emptyNote("No checkpoint yet.");
-  const main = table(["Step", "State", "Size", "Begun", "Age", "Where", ""], { classes: "checkpoints", label: "Checkpoints" });
+  const main = table(["Step", "State", "Size", "Begun", "Age", "Where", ""], {
+    classes: "checkpoints",
+    label: "Checkpoints",
+  });
   const exporting = h("p", { class: "note", role: "status" });
   there.body.append(none, exporting, main.element);
   const gone = table(["Step", "State", "Size", "Begun", "Age", "Where", ""], { label: "Deleted checkpoints" });
   const summary = h("summary", {});
   const folded = h("details", { class: "panel" }, summary, h("div", { class: "tall" }, gone.element));
-  const rows = [new KeyedRows(main.body, (each) => each.id, (each) => row(each)), new KeyedRows(gone.body, (each) => each.id, (each) => row(each))];
+  const rows = [
+    new KeyedRows(
+      main.body,
+      (each) => each.id,
+      (each) => row(each),
+    ),
+    new KeyedRows(
+      gone.body,
+      (each) => each.id,
+      (each) => row(each),
+    ),
+  ];
   let [me, job, last, closed] = [null, null, null, false];
   viewer.then((known) => (me = known));
 
@@ -29,10 +43,13 @@ export function create({ id, viewer, refreshNow }) {
     const [path, reason] = [h("div", { class: "mono message" }), h("div", { class: "note" })];
     cells[5].append(path, reason);
     cells[5].className = "";
-    const buttons = h("td", { class: "actions" },
+    const buttons = h(
+      "td",
+      { class: "actions" },
       h("button", { class: "plain", onclick: () => copy(checkpoint) }, "copy path"),
       h("button", { class: "plain", hidden: true, onclick: () => exportOf(checkpoint) }, "export"),
-      h("button", { class: "plain", hidden: true, onclick: () => remove(checkpoint) }, "delete"));
+      h("button", { class: "plain", hidden: true, onclick: () => remove(checkpoint) }, "delete"),
+    );
     return {
       element: h("tr", {}, cells, buttons),
       show(now) {
@@ -43,8 +60,12 @@ export function create({ id, viewer, refreshNow }) {
         cells[3].title = utc(now.created_at);
         setText(cells[4], age(now.created_at));
         setText(path, now.path || UNKNOWN);
-        setText(reason, now.exists === false && now.state === "complete" ? "its files are gone" : now.kept_because ?? "");
-        for (const button of [...buttons.children].slice(1)) setVisible(button, now.state === "complete" && may(me, "submit"));
+        setText(
+          reason,
+          now.exists === false && now.state === "complete" ? "its files are gone" : (now.kept_because ?? ""),
+        );
+        for (const button of [...buttons.children].slice(1))
+          setVisible(button, now.state === "complete" && may(me, "submit"));
       },
     };
   }
@@ -56,11 +77,27 @@ export function create({ id, viewer, refreshNow }) {
 
   async function exportOf(checkpoint) {
     const to = h("input", { placeholder: "/folder/that/is/not/there/yet", "aria-label": "Folder", autofocus: true });
-    const format = h("select", { "aria-label": "Format" }, [["hf", "Hugging Face"], ["safetensors", "safetensors alone"]].map(([value, text]) => h("option", { value }, text)));
-    const wanted = await confirmed(`Export the weights of step ${number(checkpoint.step)}`, [
-      h("p", {}, "A process of the service writes them to a folder of its machine; the folder is there as a whole, or not at all."),
-      h("label", { class: "field" }, "Folder", to), h("label", { class: "field" }, "Format", format),
-    ], { yes: "Export", no: "Cancel", read: () => ({ to: to.value, format: format.value }) });
+    const format = h(
+      "select",
+      { "aria-label": "Format" },
+      [
+        ["hf", "Hugging Face"],
+        ["safetensors", "safetensors alone"],
+      ].map(([value, text]) => h("option", { value }, text)),
+    );
+    const wanted = await confirmed(
+      `Export the weights of step ${number(checkpoint.step)}`,
+      [
+        h(
+          "p",
+          {},
+          "A process of the service writes them to a folder of its machine; the folder is there as a whole, or not at all.",
+        ),
+        h("label", { class: "field" }, "Folder", to),
+        h("label", { class: "field" }, "Format", format),
+      ],
+      { yes: "Export", no: "Cancel", read: () => ({ to: to.value, format: format.value }) },
+    );
     if (!wanted) return;
     try {
       const begun = await send("POST", `/v1/jobs/${id}/checkpoints/${checkpoint.id}/export`, wanted);
@@ -74,7 +111,10 @@ export function create({ id, viewer, refreshNow }) {
   async function followExport(begun) {
     let now = begun;
     while (now.state === "running" && !closed) {
-      setText(exporting, `Exporting to ${now.to}: ${bytes(now.done_bytes)}${now.total_bytes ? ` of ${bytes(now.total_bytes)}` : ""}`);
+      setText(
+        exporting,
+        `Exporting to ${now.to}: ${bytes(now.done_bytes)}${now.total_bytes ? ` of ${bytes(now.total_bytes)}` : ""}`,
+      );
       await new Promise((done) => setTimeout(done, 1000));
       now = await get(`/v1/jobs/${id}/exports/${begun.id}`);
     }
@@ -85,8 +125,25 @@ export function create({ id, viewer, refreshNow }) {
 
   async function remove(checkpoint) {
     const newest = checkpoint.id === last?.id;
-    const yes = await confirmed("Delete this checkpoint?", [
-      newest ? h("p", { class: "kind tone-bad" }, "It is the newest: what the job does after it is lost where no snapshot is left.") : null, h("p", {}, `Step ${number(checkpoint.step)}, ${bytes(checkpoint.bytes)}. Nobody can go on from it, or export it, any more.`), h("p", { class: "mono" }, checkpoint.path)], { yes: "Delete it", no: "Keep it", danger: true });
+    const yes = await confirmed(
+      "Delete this checkpoint?",
+      [
+        newest
+          ? h(
+              "p",
+              { class: "kind tone-bad" },
+              "It is the newest: what the job does after it is lost where no snapshot is left.",
+            )
+          : null,
+        h(
+          "p",
+          {},
+          `Step ${number(checkpoint.step)}, ${bytes(checkpoint.bytes)}. Nobody can go on from it, or export it, any more.`,
+        ),
+        h("p", { class: "mono" }, checkpoint.path),
+      ],
+      { yes: "Delete it", no: "Keep it", danger: true },
+    );
     if (!yes) return;
     try {
       await send("DELETE", `/v1/jobs/${id}/checkpoints/${checkpoint.id}`, undefined, newest ? { force: true } : {});
@@ -103,12 +160,19 @@ export function create({ id, viewer, refreshNow }) {
     async refresh(signal, now, moved) {
       job = now;
       if (!moved) return;
-      const items = (await optional(all(`/v1/jobs/${id}/checkpoints`, {}, 10_000, { signal }), [])).sort((one, other) => other.step - one.step);
+      const items = (await optional(all(`/v1/jobs/${id}/checkpoints`, {}, 10_000, { signal }), [])).sort(
+        (one, other) => other.step - one.step,
+      );
       const kept = items.filter((each) => each.state !== "deleted");
       last = kept.find((each) => each.state === "complete") ?? null;
       const deleted = items.filter((each) => each.state === "deleted");
       const total = kept.reduce((sum, each) => sum + (each.bytes ?? 0), 0);
-      setText(there.note, kept.length ? `${counted(kept.length, "checkpoint")}, ${bytes(total)}; every ${number(job.spec.checkpoint?.every_steps)} steps, ${number(job.spec.checkpoint?.keep)} are kept` : "");
+      setText(
+        there.note,
+        kept.length
+          ? `${counted(kept.length, "checkpoint")}, ${bytes(total)}; every ${number(job.spec.checkpoint?.every_steps)} steps, ${number(job.spec.checkpoint?.keep)} are kept`
+          : "",
+      );
       setVisible(none, kept.length === 0);
       setVisible(main.element, kept.length > 0);
       setVisible(folded, deleted.length > 0);

@@ -17,8 +17,20 @@ export function create({ id, job }) {
   const events = new JobEvents(id);
   const list = eventTable();
   happened.body.append(list.element);
-  fill(body, sourcesOf(job.spec.data).map((row) => h("tr", {}, row.map((text, place) => h("td", { class: place === 3 ? "mono message" : "number" }, text)))));
-  setText(sources.note, `tokenizer ${job.spec.data?.tokenizer_file ?? job.spec.data?.tokenizer ?? "–"}, validation fraction ${job.spec.data?.validation_fraction ?? "–"}`);
+  fill(
+    body,
+    sourcesOf(job.spec.data).map((row) =>
+      h(
+        "tr",
+        {},
+        row.map((text, place) => h("td", { class: place === 3 ? "mono message" : "number" }, text)),
+      ),
+    ),
+  );
+  setText(
+    sources.note,
+    `tokenizer ${job.spec.data?.tokenizer_file ?? job.spec.data?.tokenizer ?? "–"}, validation fraction ${job.spec.data?.validation_fraction ?? "–"}`,
+  );
   return {
     element: h("div", {}, progress.element, sources.element, happened.element),
     async refresh(signal, now, moved) {
@@ -27,16 +39,35 @@ export function create({ id, job }) {
       const batch = now.spec.train?.global_batch_size ?? 0;
       const tokens = numberOf(now.metrics.latest.tokens);
       const trained = (ledger.seconds.compute ?? 0) + (ledger.seconds.data_wait ?? 0);
-      const shown = [["Tokens seen", compact(tokens)], ["Samples a step", number(batch)], ["Tokens a sample", number(now.spec.model?.sequence_length)], ["Waited for data", duration(ledger.seconds.data_wait ?? 0)],
-        ["Of the training time", trained > 0 ? percent((ledger.seconds.data_wait ?? 0) / trained, 2) : "–"]];
-      fill(figures, shown.map(([label, value]) => h("div", { class: "figure" }, h("dt", {}, label), h("dd", { class: "value" }, value))));
+      const shown = [
+        ["Tokens seen", compact(tokens)],
+        ["Samples a step", number(batch)],
+        ["Tokens a sample", number(now.spec.model?.sequence_length)],
+        ["Waited for data", duration(ledger.seconds.data_wait ?? 0)],
+        ["Of the training time", trained > 0 ? percent((ledger.seconds.data_wait ?? 0) / trained, 2) : "–"],
+      ];
+      fill(
+        figures,
+        shown.map(([label, value]) =>
+          h("div", { class: "figure" }, h("dt", {}, label), h("dd", { class: "value" }, value)),
+        ),
+      );
       list.show(events.items.filter((event) => TYPES.some((part) => event.type.includes(part))));
     },
   };
 }
 
 function sourcesOf(data) {
-  const parts = Array.isArray(data?.blend) ? data.blend : Array.isArray(data?.paths) && data.weights ? data.paths.map((path, place) => ({ source: data.source, paths: [path], weight: data.weights[place] })) : [data ?? {}];
+  const parts = Array.isArray(data?.blend)
+    ? data.blend
+    : Array.isArray(data?.paths) && data.weights
+      ? data.paths.map((path, place) => ({ source: data.source, paths: [path], weight: data.weights[place] }))
+      : [data ?? {}];
   const total = parts.reduce((sum, part) => sum + (part.weight ?? 1), 0);
-  return parts.map((part) => [part.name ?? part.source ?? "–", number(part.weight ?? 1, part.weight % 1 ? 2 : 0), percent((part.weight ?? 1) / total), (part.paths ?? []).join(", ") || "–"]);
+  return parts.map((part) => [
+    part.name ?? part.source ?? "–",
+    number(part.weight ?? 1, part.weight % 1 ? 2 : 0),
+    percent((part.weight ?? 1) / total),
+    (part.paths ?? []).join(", ") || "–",
+  ]);
 }

@@ -13,9 +13,15 @@ import { costSentence, recoveryTable } from "../../parts/recovery_table.js";
 export function create({ id }) {
   let longer = false; // than a day
   const events = new JobEvents(id);
-  const lanes = new Lanes("States and recoveries over the job's life", { format: (seconds) => clock(1000 * seconds, longer), laneHeight: 34, moments: true });
+  const lanes = new Lanes("States and recoveries over the job's life", {
+    format: (seconds) => clock(1000 * seconds, longer),
+    laneHeight: 34,
+    moments: true,
+  });
   const [ledger, recoveries, happened] = [ledgerBar(), recoveryTable(), eventTable()];
-  const life = panel("Life", { note: "states, every second by class, the phases of recoveries; click, then wheel zooms" });
+  const life = panel("Life", {
+    note: "states, every second by class, the phases of recoveries; click, then wheel zooms",
+  });
   life.body.append(lanes.element);
   const time = panel("Every second");
   time.note.replaceWith(ledger.note);
@@ -34,7 +40,11 @@ export function create({ id }) {
     element: h("div", {}, life.element, h("div", {}, time.element, failures.element), list.element),
     async refresh(signal, now, moved) {
       if (!moved) return;
-      const [different, spent, failed] = await Promise.all([events.poll(signal), get(`/v1/jobs/${id}/ledger`, { intervals: true }, { signal }), all(`/v1/jobs/${id}/recoveries`, {}, 1000, { signal })]);
+      const [different, spent, failed] = await Promise.all([
+        events.poll(signal),
+        get(`/v1/jobs/${id}/ledger`, { intervals: true }, { signal }),
+        all(`/v1/jobs/${id}/recoveries`, {}, 1000, { signal }),
+      ]);
       if (different) {
         filters.offer(events.items);
         draw();
@@ -44,24 +54,43 @@ export function create({ id }) {
       recoveries.show(failed);
       const until = Date.parse(spent.until) / 1000;
       longer = spent.wall_seconds > 86_400;
-      lanes.show([{ name: "state", slices: statesOf(events.items, until) }, { name: "time", slices: (spent.intervals ?? []).map(spanOf) }, { name: "recovery", slices: failed.flatMap(phasesOf) }], [Date.parse(spent.began_at) / 1000, until]);
+      lanes.show(
+        [
+          { name: "state", slices: statesOf(events.items, until) },
+          { name: "time", slices: (spent.intervals ?? []).map(spanOf) },
+          { name: "recovery", slices: failed.flatMap(phasesOf) },
+        ],
+        [Date.parse(spent.began_at) / 1000, until],
+      );
     },
     close: () => lanes.close(),
   };
 }
 
 function statesOf(events, until) {
-  const entered = events.filter((event) => event.type === "state_changed" || event.type === "submitted").map((event) => [Date.parse(event.time) / 1000, event.data.to ?? "QUEUED"]);
+  const entered = events
+    .filter((event) => event.type === "state_changed" || event.type === "submitted")
+    .map((event) => [Date.parse(event.time) / 1000, event.data.to ?? "QUEUED"]);
   return entered.map(([start, state], place) => {
     const end = Math.max(start, entered[place + 1]?.[0] ?? until);
-    return { start, end, color: color(stateTone(state)), alpha: state === "RUNNING" ? 0.75 : 0.9, text: state, ink: color("panel"), tip: `${state} for ${duration(end - start)}\nfrom ${clock(1000 * start)}` };
+    return {
+      start,
+      end,
+      color: color(stateTone(state)),
+      alpha: state === "RUNNING" ? 0.75 : 0.9,
+      text: state,
+      ink: color("panel"),
+      tip: `${state} for ${duration(end - start)}\nfrom ${clock(1000 * start)}`,
+    };
   });
 }
 
 /** A part of the ledger's line, coloured by what most of it was. */
 function spanOf(interval) {
   const [start, end] = [Date.parse(interval.begin) / 1000, Date.parse(interval.end) / 1000];
-  const parts = Object.entries(interval.seconds).filter(([, seconds]) => seconds > 0).sort(([, one], [, other]) => other - one);
+  const parts = Object.entries(interval.seconds)
+    .filter(([, seconds]) => seconds > 0)
+    .sort(([, one], [, other]) => other - one);
   const [most] = parts[0] ?? ["queue"];
   const tip = parts.map(([name, seconds]) => `${words(name)} ${duration(seconds)}`).join("\n");
   return { start, end, color: color(ledgerTone(most)), alpha: 0.85, text: words(most), ink: color("panel"), tip };
@@ -69,16 +98,33 @@ function spanOf(interval) {
 
 function phasesOf(recovery) {
   let start = Date.parse(recovery.time) / 1000;
-  return Object.entries(recovery.seconds).filter(([, seconds]) => seconds > 0).map(([name, seconds]) => {
-    const slice = { start, end: start + seconds, color: color(ledgerTone(name) === "bad" ? "bad" : "warn"), text: words(name), tip: `${words(name)}: ${duration(seconds)} of ${duration(recovery.total_seconds)}\n${recovery.cause}` };
-    start += seconds;
-    return slice;
-  });
+  return Object.entries(recovery.seconds)
+    .filter(([, seconds]) => seconds > 0)
+    .map(([name, seconds]) => {
+      const slice = {
+        start,
+        end: start + seconds,
+        color: color(ledgerTone(name) === "bad" ? "bad" : "warn"),
+        text: words(name),
+        tip: `${words(name)}: ${duration(seconds)} of ${duration(recovery.total_seconds)}\n${recovery.cause}`,
+      };
+      start += seconds;
+      return slice;
+    });
 }
 
 function eventFilters(changed) {
-  const type = h("select", { "aria-label": "Only events of a type", onchange: changed }, h("option", { value: "" }, "All types"));
-  const text = h("input", { type: "search", placeholder: "text, rank 3, step 120", "aria-label": "Only events with this text", oninput: changed });
+  const type = h(
+    "select",
+    { "aria-label": "Only events of a type", onchange: changed },
+    h("option", { value: "" }, "All types"),
+  );
+  const text = h("input", {
+    type: "search",
+    placeholder: "text, rank 3, step 120",
+    "aria-label": "Only events with this text",
+    oninput: changed,
+  });
   const known = new Set();
   return {
     elements: [type, text],

@@ -21,22 +21,53 @@ class LogsTab {
     Object.assign(this, { id, refreshNow, settled: false });
     this.filters = Object.fromEntries(FILTERS.map((name) => [name, query.get(name) ?? ""]));
     this.begin();
-    this.rank = h("select", { "aria-label": "Rank of the log", onchange: (event) => this.choose("rank", event.target.value) }, h("option", { value: "" }, "All ranks"));
-    this.text = h("input", { type: "search", placeholder: "text, or /expression/", value: this.filters.text, "aria-label": "Only lines with", oninput: (event) => this.typed(event.target.value) });
+    this.rank = h(
+      "select",
+      { "aria-label": "Rank of the log", onchange: (event) => this.choose("rank", event.target.value) },
+      h("option", { value: "" }, "All ranks"),
+    );
+    this.text = h("input", {
+      type: "search",
+      placeholder: "text, or /expression/",
+      value: this.filters.text,
+      "aria-label": "Only lines with",
+      oninput: (event) => this.typed(event.target.value),
+    });
     this.quiet = h("input", { type: "checkbox", checked: true, onchange: () => this.draw() });
     this.follow = h("input", { type: "checkbox", checked: true });
     this.problem = h("span", { class: "kind tone-bad", role: "status" });
     this.more = h("button", { class: "button", hidden: true, onclick: () => this.showMore() }, "Earlier lines");
-    this.box = h("div", { class: "log", tabindex: "0", role: "log", "aria-label": "Log", onscroll: () => this.scrolled() });
+    this.box = h("div", {
+      class: "log",
+      tabindex: "0",
+      role: "log",
+      "aria-label": "Log",
+      onscroll: () => this.scrolled(),
+    });
     const { element, body, note } = panel("Log");
     this.note = note;
-    body.append(h("div", { class: "toolbar" }, this.rank, this.choice("stream", "Stream", ["stdout", "stderr", "agent"], "All streams"), this.choice("level", "Level", LEVELS, "All levels"), this.text,
-      h("label", { class: "inline" }, this.quiet, "hide notices of torch's sockets"), h("label", { class: "inline" }, this.follow, "follow"), this.more, this.problem), this.box);
+    body.append(
+      h(
+        "div",
+        { class: "toolbar" },
+        this.rank,
+        this.choice("stream", "Stream", ["stdout", "stderr", "agent"], "All streams"),
+        this.choice("level", "Level", LEVELS, "All levels"),
+        this.text,
+        h("label", { class: "inline" }, this.quiet, "hide notices of torch's sockets"),
+        h("label", { class: "inline" }, this.follow, "follow"),
+        this.more,
+        this.problem,
+      ),
+      this.box,
+    );
     this.element = h("div", {}, element);
   }
 
   choice(name, label, values, all) {
-    const options = ["", ...values].map((value) => h("option", { value, selected: value === this.filters[name] }, value || all));
+    const options = ["", ...values].map((value) =>
+      h("option", { value, selected: value === this.filters[name] }, value || all),
+    );
     return h("select", { "aria-label": label, onchange: (event) => this.choose(name, event.target.value) }, options);
   }
 
@@ -105,15 +136,33 @@ class LogsTab {
   async offerRanks(signal) {
     const { items } = await get(`/v1/jobs/${this.id}/ranks`, {}, { signal });
     if (items.length + 1 === this.rank.options.length) return;
-    fill(this.rank, h("option", { value: "" }, "All ranks"), items.map((each) => h("option", { value: each.rank, selected: String(each.rank) === this.filters.rank }, `Rank ${each.rank}`)));
+    fill(
+      this.rank,
+      h("option", { value: "" }, "All ranks"),
+      items.map((each) =>
+        h("option", { value: each.rank, selected: String(each.rank) === this.filters.rank }, `Rank ${each.rank}`),
+      ),
+    );
   }
 
   draw() {
     this.drawn = true;
     const lines = this.quiet.checked ? this.lines.filter((line) => !NOISE.test(line.text)) : this.lines;
     const hidden = this.lines.length - lines.length;
-    setText(this.note, `${counted(lines.length, "line")}${hidden ? `, ${hidden} hidden` : ""}${this.more.hidden ? "" : ", and earlier ones"}`);
-    const line = (each) => h("div", { class: `log-line ${each.stream} level-${each.level ?? "none"}`, title: `${utc(each.time)}, generation ${each.generation}` }, h("span", { class: "who" }, `${clock(each.time, false)} [${each.rank}] `), each.text);
+    setText(
+      this.note,
+      `${counted(lines.length, "line")}${hidden ? `, ${hidden} hidden` : ""}${this.more.hidden ? "" : ", and earlier ones"}`,
+    );
+    const line = (each) =>
+      h(
+        "div",
+        {
+          class: `log-line ${each.stream} level-${each.level ?? "none"}`,
+          title: `${utc(each.time)}, generation ${each.generation}`,
+        },
+        h("span", { class: "who" }, `${clock(each.time, false)} [${each.rank}] `),
+        each.text,
+      );
     const nothing = Object.values(this.filters).some(Boolean) ? "No line matches." : "Nothing was printed yet.";
     fill(this.box, lines.length ? lines.map(line) : h("p", { class: "empty-note" }, nothing));
     if (this.follow.checked) this.box.scrollTop = this.box.scrollHeight;

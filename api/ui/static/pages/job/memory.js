@@ -14,7 +14,9 @@ export function create({ id, job }) {
   const bars = memoryBars();
   const none = h("p", { class: "empty-note" }, "The planner is asked ...");
   planned.body.append(none, bars.element);
-  const { element: list, body } = table(["Rank", "Stage", "Tensor", "Replica", "Now", "Planned", "Difference"], { label: "Memory by rank" });
+  const { element: list, body } = table(["Rank", "Stage", "Tensor", "Replica", "Now", "Planned", "Difference"], {
+    label: "Memory by rank",
+  });
   const note = h("p", { class: "note" });
   measured.body.append(h("div", { class: "tall" }, list), note);
   let [asked, stages] = [null, null];
@@ -25,10 +27,16 @@ export function create({ id, job }) {
     asked = layout;
     const { world_size: _world, ...parallel } = now.parallel;
     const { model, train, data } = now.spec;
-    const plan = await optional(send("POST", "/v1/plans", { model, train, data, parallel, cluster: { current: true }, explain: true })).catch(() => null);
+    const plan = await optional(
+      send("POST", "/v1/plans", { model, train, data, parallel, cluster: { current: true }, explain: true }),
+    ).catch(() => null);
     stages = plan?.explanation?.memory_by_stage ?? null;
     setText(none, stages ? "" : "The planner says nothing of this job.");
-    if (stages) bars.show(stages.map((memory, stage) => [`stage ${stage}`, memory]), plan.explanation.usable_bytes);
+    if (stages)
+      bars.show(
+        stages.map((memory, stage) => [`stage ${stage}`, memory]),
+        plan.explanation.usable_bytes,
+      );
   }
 
   return {
@@ -40,8 +48,18 @@ export function create({ id, job }) {
       await askPlanner(now);
       const known = items.filter((rank) => Number.isFinite(rank.memory_bytes));
       const cpu = known.some((rank) => rank.device === "cpu");
-      setText(note, cpu ? "On CPUs this is the whole process, Python and torch included; the plan is of tensors alone." : known.length ? "" : `Not known by rank; the highest of all ranks is ${bytes(now.metrics.latest.memory_bytes)}.`);
-      fill(body, known.slice(0, 512).map((rank) => row(rank, stages?.[rank.pipeline]?.total)));
+      setText(
+        note,
+        cpu
+          ? "On CPUs this is the whole process, Python and torch included; the plan is of tensors alone."
+          : known.length
+            ? ""
+            : `Not known by rank; the highest of all ranks is ${bytes(now.metrics.latest.memory_bytes)}.`,
+      );
+      fill(
+        body,
+        known.slice(0, 512).map((rank) => row(rank, stages?.[rank.pipeline]?.total)),
+      );
     },
     close: () => charts.close(),
   };
@@ -50,5 +68,17 @@ export function create({ id, job }) {
 function row(rank, planned) {
   const onDevice = rank.device !== "cpu"; // of a process on CPUs the figure holds Python and torch too
   const difference = planned && onDevice ? `${(100 * (rank.memory_bytes / planned - 1)).toFixed(1)}%` : "–";
-  return h("tr", {}, [number(rank.rank), number(rank.pipeline), number(rank.tensor), number(rank.data), bytes(rank.memory_bytes), planned ? bytes(planned) : "–", difference].map((text) => h("td", { class: "number" }, text)));
+  return h(
+    "tr",
+    {},
+    [
+      number(rank.rank),
+      number(rank.pipeline),
+      number(rank.tensor),
+      number(rank.data),
+      bytes(rank.memory_bytes),
+      planned ? bytes(planned) : "–",
+      difference,
+    ].map((text) => h("td", { class: "number" }, text)),
+  );
 }

@@ -12,14 +12,20 @@ import { Replaced } from "../../parts/replaced.js";
 import { costSentence, recoveryTable } from "../../parts/recovery_table.js";
 
 const EVENTS = 12;
-const CPU_NOTE = "On CPUs MFU is of the rate that products of matrices reach on these cores, measured when the job starts.";
+const CPU_NOTE =
+  "On CPUs MFU is of the rate that products of matrices reach on these cores, measured when the job starts.";
 const RECOVERIES = 5;
 
 /** The tab. */
 export function create({ id, job }) {
   const charts = new JobCharts(id, job.spec, ["loss", "throughput"]);
   const events = new JobEvents(id);
-  const [grid, ledger, recoveries, happened] = [new RankGrid({ compact: true }), ledgerBar(), recoveryTable(), eventTable()];
+  const [grid, ledger, recoveries, happened] = [
+    new RankGrid({ compact: true }),
+    ledgerBar(),
+    recoveryTable(),
+    eventTable(),
+  ];
   const more = (tab, text) => h("a", { href: link(`/jobs/${id}/${tab}`) }, text);
   const replaced = new Replaced();
   const notes = h("ul", { class: "attention" });
@@ -33,8 +39,16 @@ export function create({ id, job }) {
   time.body.append(ledger.element);
   failures.body.append(recoveries.element);
   last.body.append(happened.element);
-  const element = h("div", {}, cpu, notes, h("div", { class: "chart-grid two" }, charts.elements),
-    h("div", { class: "columns" }, ranks.element, time.element), failures.element, last.element);
+  const element = h(
+    "div",
+    {},
+    cpu,
+    notes,
+    h("div", { class: "chart-grid two" }, charts.elements),
+    h("div", { class: "columns" }, ranks.element, time.element),
+    failures.element,
+    last.element,
+  );
 
   async function readSlowly(signal, now) {
     const [places, spent, failed] = await Promise.all([
@@ -48,7 +62,12 @@ export function create({ id, job }) {
     ledger.show(spent);
     setText(failures.note, failed.length ? costSentence(failed) : "");
     recoveries.show(failed.slice(-RECOVERIES));
-    fill(notes, attention(now, places.items, events.items).map(({ text, tone, tab }) => h("li", { class: `tone-${tone}` }, text, " ", tab ? more(tab, "look") : null)));
+    fill(
+      notes,
+      attention(now, places.items, events.items).map(({ text, tone, tab }) =>
+        h("li", { class: `tone-${tone}` }, text, " ", tab ? more(tab, "look") : null),
+      ),
+    );
   }
 
   return {

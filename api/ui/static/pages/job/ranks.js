@@ -25,31 +25,69 @@ class RanksTab {
     this.history = new RankHistory(id);
     this.replaced = new Replaced();
     this.verdict = h("p", { class: "verdict" });
-    this.detail = h("div", { class: "rank-detail" }, h("p", { class: "note" }, "Click a rank for its place, its log and its stack."));
-    const colour = h("select", { "aria-label": "Colour by", onchange: (event) => this.grid.colourBy(event.target.value) },
-      Object.entries(COLOURINGS).map(([name, { label }]) => h("option", { value: name }, `colour: ${label}`)));
+    this.detail = h(
+      "div",
+      { class: "rank-detail" },
+      h("p", { class: "note" }, "Click a rank for its place, its log and its stack."),
+    );
+    const colour = h(
+      "select",
+      { "aria-label": "Colour by", onchange: (event) => this.grid.colourBy(event.target.value) },
+      Object.entries(COLOURINGS).map(([name, { label }]) => h("option", { value: name }, `colour: ${label}`)),
+    );
     const grid = panel("Grid", { controls: [colour] });
     grid.body.append(this.verdict, this.grid.element);
     const detail = panel("Rank");
     detail.body.append(this.detail);
-    this.waits = panel("Who waits for whom", { controls: [h("button", { class: "button", onclick: () => this.askWaits() }, "Ask now")] });
+    this.waits = panel("Who waits for whom", {
+      controls: [h("button", { class: "button", onclick: () => this.askWaits() }, "Ask now")],
+    });
     this.waitsBody = h("div", {}, h("p", { class: "empty-note" }, "The agents of the ranks were not asked yet."));
     this.waits.body.append(this.waitsBody);
     const list = panel("All ranks");
-    const { element, body } = table(["Rank", "Tensor", "Stage", "Replica", "State", "Own time", "Waits", "Memory", "Node", "Device", "Pid", "Gen."], { label: "Ranks" });
+    const { element, body } = table(
+      ["Rank", "Tensor", "Stage", "Replica", "State", "Own time", "Waits", "Memory", "Node", "Device", "Pid", "Gen."],
+      { label: "Ranks" },
+    );
     this.note = h("p", { class: "note" });
     list.body.append(h("div", { class: "tall" }, element), this.note);
-    this.rows = new KeyedRows(body, (rank) => rank.rank, (rank) => this.row(rank));
-    this.element = h("div", {}, grid.element, h("div", { class: "columns" }, detail.element, this.waits.element), this.history.element, list.element);
+    this.rows = new KeyedRows(
+      body,
+      (rank) => rank.rank,
+      (rank) => this.row(rank),
+    );
+    this.element = h(
+      "div",
+      {},
+      grid.element,
+      h("div", { class: "columns" }, detail.element, this.waits.element),
+      this.history.element,
+      list.element,
+    );
   }
 
   row(rank) {
     const cells = Array.from({ length: 12 }, () => h("td", { class: "number" }));
-    fill(cells[0], h("button", { class: "plain", onclick: () => this.grid.pick(this.byNumber.get(rank.rank)) }, String(rank.rank)));
+    fill(
+      cells[0],
+      h("button", { class: "plain", onclick: () => this.grid.pick(this.byNumber.get(rank.rank)) }, String(rank.rank)),
+    );
     return {
       element: h("tr", {}, cells),
       show: (now) => {
-        const texts = [now.tensor, now.pipeline, now.data, now.state, duration(now.own_seconds), duration(now.wait_seconds), bytes(now.memory_bytes), now.node ?? "–", now.device ?? "–", now.pid ?? "–", now.generation];
+        const texts = [
+          now.tensor,
+          now.pipeline,
+          now.data,
+          now.state,
+          duration(now.own_seconds),
+          duration(now.wait_seconds),
+          bytes(now.memory_bytes),
+          now.node ?? "–",
+          now.device ?? "–",
+          now.pid ?? "–",
+          now.generation,
+        ];
         texts.forEach((text, place) => setText(cells[place + 1], String(text)));
       },
     };
@@ -63,17 +101,25 @@ class RanksTab {
     this.grid.show(this.ranks, this.replaced.causes());
     setText(this.verdict, this.verdictText());
     this.rows.show(this.ranks.slice(0, MOST_ROWS));
-    setText(this.note, this.ranks.length > MOST_ROWS ? `The first ${MOST_ROWS} of ${number(this.ranks.length)}; the grid has all of them.` : "");
+    setText(
+      this.note,
+      this.ranks.length > MOST_ROWS
+        ? `The first ${MOST_ROWS} of ${number(this.ranks.length)}; the grid has all of them.`
+        : "",
+    );
     if (moved && this.wantsWaits(job)) await this.askWaits(signal);
     if (moved) await this.history.refresh(signal, this.ranks);
   }
 
   verdictText() {
     const slow = this.ranks.find((rank) => rank.straggler);
-    if (slow) return `${slow.straggler.sentence[0].toUpperCase()}${slow.straggler.sentence.slice(1)}, on node ${slow.node ?? "–"} (${slow.device ?? "–"}, pid ${slow.pid ?? "–"}).`;
+    if (slow)
+      return `${slow.straggler.sentence[0].toUpperCase()}${slow.straggler.sentence.slice(1)}, on node ${slow.node ?? "–"} (${slow.device ?? "–"}, pid ${slow.pid ?? "–"}).`;
     const known = this.ranks.filter((rank) => Number.isFinite(rank.own_seconds));
     if (known.length === 0) return "Nothing is known of the ranks' own times yet.";
-    const worst = known.reduce((one, other) => (other.own_seconds / this.usual.get(other.pipeline) > one.own_seconds / this.usual.get(one.pipeline) ? other : one));
+    const worst = known.reduce((one, other) =>
+      other.own_seconds / this.usual.get(other.pipeline) > one.own_seconds / this.usual.get(one.pipeline) ? other : one,
+    );
     return `No rank is persistently slower than its peers. Slowest beside its stage: rank ${worst.rank}; ${slownessOf(worst, this.usual.get(worst.pipeline))}.`;
   }
 
@@ -81,7 +127,10 @@ class RanksTab {
   wantsWaits(job) {
     if (job.step !== this.step) [this.step, this.since] = [job.step, Date.now()];
     const usual = 1000 * (numberOf(job.metrics.latest.step_seconds) || 60);
-    return job.state === "RUNNING" && (this.ranks.length <= MOST_ASKED || Date.now() - this.since > STANDS_STILL_STEPS * usual);
+    return (
+      job.state === "RUNNING" &&
+      (this.ranks.length <= MOST_ASKED || Date.now() - this.since > STANDS_STILL_STEPS * usual)
+    );
   }
 
   async askWaits(signal) {
@@ -94,11 +143,29 @@ class RanksTab {
   }
 
   showWaits(waits) {
-    const line = (rank) => h("tr", {}, h("td", { class: "number" }, String(rank.rank)), h("td", {}, rank.doing ?? rank.phase ?? "–"), h("td", { class: "number" }, duration(rank.since_seconds)),
-      h("td", {}, rank.waits_for?.length ? `rank ${rank.waits_for.slice(0, 8).join(", ")}${rank.waits_for.length > 8 ? " ..." : ""}` : "nobody"));
+    const line = (rank) =>
+      h(
+        "tr",
+        {},
+        h("td", { class: "number" }, String(rank.rank)),
+        h("td", {}, rank.doing ?? rank.phase ?? "–"),
+        h("td", { class: "number" }, duration(rank.since_seconds)),
+        h(
+          "td",
+          {},
+          rank.waits_for?.length
+            ? `rank ${rank.waits_for.slice(0, 8).join(", ")}${rank.waits_for.length > 8 ? " ..." : ""}`
+            : "nobody",
+        ),
+      );
     const { element, body } = table(["Rank", "Does", "Since", "Waits for"], { label: "Who waits for whom" });
     fill(body, waits.ranks.slice(0, 64).map(line));
-    fill(this.waitsBody, h("p", { class: waits.culprits.length ? "kind tone-bad" : "" }, `${waits.sentence}.`), h("div", { class: "tall" }, element), h("p", { class: "note" }, `as of ${clock(waits.at, false)}`));
+    fill(
+      this.waitsBody,
+      h("p", { class: waits.culprits.length ? "kind tone-bad" : "" }, `${waits.sentence}.`),
+      h("div", { class: "tall" }, element),
+      h("p", { class: "note" }, `as of ${clock(waits.at, false)}`),
+    );
   }
 
   pick(rank) {
@@ -106,11 +173,22 @@ class RanksTab {
     const show = async () => {
       setVisible(stack, true);
       setText(stack, "asking the trainer ...");
-      const answer = await get(`/v1/jobs/${this.id}/ranks/${rank.rank}/stack`).catch((error) => ({ text: error.message }));
+      const answer = await get(`/v1/jobs/${this.id}/ranks/${rank.rank}/stack`).catch((error) => ({
+        text: error.message,
+      }));
       setText(stack, answer.at ? `${clock(answer.at)}, pid ${answer.pid}\n${answer.text}` : answer.text);
     };
-    fill(this.detail, describe(rank, this.usual).map((line, place) => h("p", { class: place ? "" : "strong" }, line)),
-      h("div", { class: "toolbar" }, h("a", { class: "button", href: link(`/jobs/${this.id}/logs`, { rank: rank.rank }) }, "Its log"), h("button", { class: "button", onclick: show }, "Its stack now")), stack);
+    fill(
+      this.detail,
+      describe(rank, this.usual).map((line, place) => h("p", { class: place ? "" : "strong" }, line)),
+      h(
+        "div",
+        { class: "toolbar" },
+        h("a", { class: "button", href: link(`/jobs/${this.id}/logs`, { rank: rank.rank }) }, "Its log"),
+        h("button", { class: "button", onclick: show }, "Its stack now"),
+      ),
+      stack,
+    );
   }
 
   close() {

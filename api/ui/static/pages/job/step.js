@@ -23,7 +23,15 @@ class StepTab {
   constructor(id, job, viewer, refreshNow) {
     Object.assign(this, { id, refreshNow, shownTrace: null });
     this.budget = budgetTable();
-    this.source = h("select", { "aria-label": "Measured from", onchange: () => this.refreshNow() }, [["", "newest trace, else phases"], ["phases", "phases timed as it goes"], ["trace", "newest trace"]].map(([value, text]) => h("option", { value }, text)));
+    this.source = h(
+      "select",
+      { "aria-label": "Measured from", onchange: () => this.refreshNow() },
+      [
+        ["", "newest trace, else phases"],
+        ["phases", "phases timed as it goes"],
+        ["trace", "newest trace"],
+      ].map(([value, text]) => h("option", { value }, text)),
+    );
     const budget = panel("Where a step goes", { controls: [this.source] });
     this.plan = planTable();
     const plan = panel("Planned and measured");
@@ -46,10 +54,35 @@ class StepTab {
     this.plannedHead = h("h3", { hidden: true }, "The same step as the planner sees it");
     setVisible(this.lanes.element, false);
     setVisible(this.planned.element, false);
-    trace.body.append(h("div", { class: "toolbar" }, h("label", { class: "inline" }, "steps", this.steps), h("label", { class: "inline" }, "torch profiler on", this.profiled), this.ask, this.choice, this.state, h("span", { class: "gap" }), this.tools),
-      this.facts, this.lanes.element, this.plannedHead, this.planned.element, h("p", { class: "note" }, "Colours are stages (light: forward, full: backward), numbers micro-batches; thin bars are communication and the like; what is empty is waiting; red below: the critical path. Click, then wheel or + and - zoom, drag moves, double-click shows all."));
+    trace.body.append(
+      h(
+        "div",
+        { class: "toolbar" },
+        h("label", { class: "inline" }, "steps", this.steps),
+        h("label", { class: "inline" }, "torch profiler on", this.profiled),
+        this.ask,
+        this.choice,
+        this.state,
+        h("span", { class: "gap" }),
+        this.tools,
+      ),
+      this.facts,
+      this.lanes.element,
+      this.plannedHead,
+      this.planned.element,
+      h(
+        "p",
+        { class: "note" },
+        "Colours are stages (light: forward, full: backward), numbers micro-batches; thin bars are communication and the like; what is empty is waiting; red below: the critical path. Click, then wheel or + and - zoom, drag moves, double-click shows all.",
+      ),
+    );
     this.parts = new PartsChart(id, job.spec.train?.time_parts_every ?? 0);
-    this.element = h("div", {}, h("div", { class: "columns" }, budget.element, h("div", {}, plan.element, this.parts.element)), trace.element);
+    this.element = h(
+      "div",
+      {},
+      h("div", { class: "columns" }, budget.element, h("div", {}, plan.element, this.parts.element)),
+      trace.element,
+    );
     viewer.then((me) => setVisible(this.ask, may(me, "submit")));
   }
 
@@ -60,11 +93,17 @@ class StepTab {
   async request() {
     const profiled = this.profiled.value.split(/[ ,]+/).filter(Boolean).map(Number);
     try {
-      const trace = await send("POST", `/v1/jobs/${this.id}/traces`, { steps: this.steps.valueAsNumber || 1, profiler_ranks: profiled });
+      const trace = await send("POST", `/v1/jobs/${this.id}/traces`, {
+        steps: this.steps.valueAsNumber || 1,
+        profiler_ranks: profiled,
+      });
       this.wanted = trace.id;
       await this.refreshNow();
     } catch (error) {
-      notify(`Trace: ${[error.message, ...(error.errors ?? []).map((each) => `${each.path} ${each.rule}`)].join("; ")}`, "bad");
+      notify(
+        `Trace: ${[error.message, ...(error.errors ?? []).map((each) => `${each.path} ${each.rule}`)].join("; ")}`,
+        "bad",
+      );
     }
   }
 
@@ -85,7 +124,9 @@ class StepTab {
     this.traces = [...(traces?.items ?? [])].sort((one, other) => (one.requested_at < other.requested_at ? 1 : -1));
     this.showChoice();
     setAttribute(this.ask, "disabled", job.state !== "RUNNING");
-    const ready = this.traces.find((trace) => (this.wanted ? trace.id === this.wanted : true) && ["complete", "partial"].includes(trace.state));
+    const ready = this.traces.find(
+      (trace) => (this.wanted ? trace.id === this.wanted : true) && ["complete", "partial"].includes(trace.state),
+    );
     if (ready && (this.shownTrace === null || this.wanted === ready.id)) {
       this.wanted = null;
       await this.choose(ready.id);
@@ -97,7 +138,10 @@ class StepTab {
     setVisible(this.noBudget, !budget?.parts?.length);
     if (!budget?.parts?.length) return;
     const mfu = job.metrics.latest.mfu_full;
-    setText(this.budgetNote, `${duration(budget.step_seconds)} a step, MFU ${percent(mfu)}; measured from ${budget.measured_from === "phases" ? "phases" : `trace ${budget.measured_from}`}`);
+    setText(
+      this.budgetNote,
+      `${duration(budget.step_seconds)} a step, MFU ${percent(mfu)}; measured from ${budget.measured_from === "phases" ? "phases" : `trace ${budget.measured_from}`}`,
+    );
     this.budget.show(budget);
   }
 
@@ -105,8 +149,12 @@ class StepTab {
     const text = this.traces.map((trace) => `${trace.id} ${trace.state}`).join();
     if (text === this.choices) return;
     this.choices = text;
-    const name = (trace) => `step ${number(trace.first_step ?? 0)}${trace.steps > 1 ? ` and ${trace.steps - 1} more` : ""}, ${trace.state}, ${age(trace.requested_at)}`;
-    fill(this.choice, this.traces.map((trace) => h("option", { value: trace.id, selected: trace.id === this.shownTrace }, name(trace))));
+    const name = (trace) =>
+      `step ${number(trace.first_step ?? 0)}${trace.steps > 1 ? ` and ${trace.steps - 1} more` : ""}, ${trace.state}, ${age(trace.requested_at)}`;
+    fill(
+      this.choice,
+      this.traces.map((trace) => h("option", { value: trace.id, selected: trace.id === this.shownTrace }, name(trace))),
+    );
     setVisible(this.choice, this.traces.length > 0);
   }
 
@@ -114,7 +162,11 @@ class StepTab {
     const newest = this.traces[0];
     if (!newest) setText(this.state, "No step was traced yet.");
     else if (newest.state === "complete") setText(this.state, "");
-    else setText(this.state, `${newest.state}${newest.message ? `: ${newest.message}` : newest.state === "requested" ? ": waits for the step to begin" : ""}`);
+    else
+      setText(
+        this.state,
+        `${newest.state}${newest.message ? `: ${newest.message}` : newest.state === "requested" ? ": waits for the step to begin" : ""}`,
+      );
   }
 
   async choose(traceId) {
@@ -131,10 +183,34 @@ class StepTab {
     if (planned) this.planned.show(planned, [range[0], Math.max(range[1], rangeOf(planned)[1])]);
     setText(this.facts, factsOf(trace));
     const file = address(`/v1/jobs/${this.id}/traces/${traceId}/perfetto`);
-    fill(this.tools, h("a", { class: "button", href: file, download: `${this.id}-${traceId}.pftrace` }, "Perfetto"),
-      h("button", { class: "button", onclick: () => download(`${this.id}-${traceId}.json`, JSON.stringify(trace), "application/json") }, "JSON"),
-      trace.profiles.map((rank) => h("a", { class: "button", href: address(`/v1/jobs/${this.id}/traces/${traceId}/profiles/${rank}`), download: `${this.id}-${traceId}-rank-${rank}.json.gz` }, `Profile of rank ${rank}`)),
-      h("button", { class: "button", onclick: () => download(`${this.id}-${traceId}.svg`, this.lanes.svg(), "image/svg+xml") }, "SVG"));
+    fill(
+      this.tools,
+      h("a", { class: "button", href: file, download: `${this.id}-${traceId}.pftrace` }, "Perfetto"),
+      h(
+        "button",
+        {
+          class: "button",
+          onclick: () => download(`${this.id}-${traceId}.json`, JSON.stringify(trace), "application/json"),
+        },
+        "JSON",
+      ),
+      trace.profiles.map((rank) =>
+        h(
+          "a",
+          {
+            class: "button",
+            href: address(`/v1/jobs/${this.id}/traces/${traceId}/profiles/${rank}`),
+            download: `${this.id}-${traceId}-rank-${rank}.json.gz`,
+          },
+          `Profile of rank ${rank}`,
+        ),
+      ),
+      h(
+        "button",
+        { class: "button", onclick: () => download(`${this.id}-${traceId}.svg`, this.lanes.svg(), "image/svg+xml") },
+        "SVG",
+      ),
+    );
   }
 
   close() {
@@ -148,8 +224,14 @@ function factsOf(trace) {
   const bubble = trace.bubble?.mean;
   return [
     `${counted(trace.ranks[0].steps.length, "step")} from step ${number(trace.first_step)}, generation ${trace.generation}, schedule ${trace.schedule}, requested ${clock(trace.requested_at)}`,
-    bubble === undefined || bubble === null ? "" : `bubble ${percent(bubble)}${trace.planned ? ` (planned ${percent(trace.planned.bubble.mean)})` : ""}`,
-    trace.clock.error_seconds === null ? "" : `clocks agree within ${duration(trace.clock.error_seconds)}; times are ${trace.clock.device ? "the devices'" : "the hosts'"}`,
+    bubble === undefined || bubble === null
+      ? ""
+      : `bubble ${percent(bubble)}${trace.planned ? ` (planned ${percent(trace.planned.bubble.mean)})` : ""}`,
+    trace.clock.error_seconds === null
+      ? ""
+      : `clocks agree within ${duration(trace.clock.error_seconds)}; times are ${trace.clock.device ? "the devices'" : "the hosts'"}`,
     trace.message ?? "",
-  ].filter(Boolean).join("; ");
+  ]
+    .filter(Boolean)
+    .join("; ");
 }
