@@ -26,12 +26,19 @@ def address(sample, page):
     return page.replace("JOB", sample.job).replace("OTHER", sample.others["tiny-llama"])
 
 
-@pytest.mark.parametrize("colours", ["light", "dark"])
-def test_nobody_is_kept_out_of_any_page(browser, viewed, colours):
+SOME = ("", "jobs/JOB", "jobs/JOB/ranks", "submit")
+
+
+@pytest.mark.parametrize(
+    ("colours", "pages"),
+    [("light", SOME), ("dark", SOME[:2])]
+    + [pytest.param(each, PAGES, marks=pytest.mark.soak) for each in ("light", "dark")],
+)
+def test_nobody_is_kept_out_of_any_page(browser, viewed, colours, pages):
     """By axe's rules, of which none that is serious may be broken."""
     viewer = sign_in(browser, viewed, viewed.new_link(), color_scheme=colours)
     page, axe, broken = viewer.open(), Axe(), []
-    for name in PAGES if colours == "light" else PAGES[:3]:  # what differs are the colours
+    for name in pages:
         page.goto(viewed.page(address(viewed, name)))
         expect(page.locator("#main h1")).to_be_visible()
         page.wait_for_load_state("networkidle")
@@ -42,14 +49,16 @@ def test_nobody_is_kept_out_of_any_page(browser, viewed, colours):
     assert viewer.complaints.said == []
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_no_page_is_wider_than_a_telephone(browser, viewed, name):
-    viewer = sign_in(browser, viewed, viewed.new_link())
-    page = viewer.open(address(viewed, name))
+def test_no_page_is_wider_than_a_telephone(viewer):
+    page, wide = viewer.open(), []
     page.set_viewport_size({"width": 390, "height": 800})
-    expect(page.locator("#main h1")).to_be_visible()
-    page.wait_for_load_state("networkidle")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    for name in PAGES:
+        page.goto(viewer.sample.page(address(viewer.sample, name)))
+        expect(page.locator("#main h1")).to_be_visible()
+        page.wait_for_load_state("networkidle")
+        if page.evaluate("document.documentElement.scrollWidth") > 390:
+            wide.append(name)
+    assert wide == []
 
 
 def test_charts_zoom_together_and_are_saved(viewer):

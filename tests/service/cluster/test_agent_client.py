@@ -33,6 +33,7 @@ from workers.protocol.messages import (
     LaunchOrder,
     NodeDescription,
     ProtocolMismatch,
+    TraceOrder,
 )
 from workers.protocol.ownership import EPOCH, StaleOwner
 from workers.protocol.remote_call import serve
@@ -115,7 +116,7 @@ def test_all_that_an_agent_or_a_daemon_is_given_arrives_there(protocol, client, 
         int: lambda: next(numbers), float: lambda: next(numbers) / 2, str: lambda: f"text {next(numbers)}",
         bool: lambda: True, int | None: lambda: next(numbers), str | None: lambda: f"text {next(numbers)}",
         Fault: lambda: Fault("f", "kill", 3), BackupAddress: lambda: BackupAddress("there", 7000),
-        LaunchOrder: lambda: LaunchOrder("job-1", 2, 3, {"any": 1}),
+        LaunchOrder: lambda: LaunchOrder("job-1", 2, 3, {"any": 1}), TraceOrder: lambda: TraceOrder(1, 2, 3, 4, (0, 2)),
         tuple[int, ...] | None: lambda: (next(numbers), next(numbers)),
         list[Endpoint]: lambda: [Endpoint("there", next(numbers))],
         JsonObject: lambda: {"any": next(numbers)}, list[str] | None: lambda: [f"text {next(numbers)}"],
