@@ -1,9 +1,9 @@
 """What the dashboard costs, and how soon it is there.
 
 First Chromium opens the list of 10,000 jobs, the page of one of them and a series of a million steps, and zooms in:
-how long until it is painted, and until what was asked for is drawn. Then a real job of one rank runs on core 0 while 20
-viewers follow it, with the service and the viewers on core 1, in turns with nobody: what they cost the service, and
-whether the rank's steps become slower. Needs two cores and the system's Chromium.
+how long until it is painted, and until what was asked for is drawn. Then a real job of one rank runs on core 0 while
+20 viewers follow it, with all of the service (Ray, the rank's agent) and the viewers on core 1, in turns with nobody:
+what they cost the service, and whether the rank's steps become slower. Needs two cores and the system's Chromium.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import psutil  # type: ignore[import-untyped]
 from api.local_service import running_service
 from benchmarks.support.filled_database import fill
 from benchmarks.support.jobs import quickstart
+from benchmarks.support.own_processes import of_service
 from benchmarks.support.own_service import OwnService, own_service
 from benchmarks.support.report import ROOT, Report, deliver, parser
 from service.automatic_key import read_key
@@ -162,6 +163,14 @@ def _zoom(context: Any, address: str) -> float:
 
 
 def _viewers(report: Report, options: argparse.Namespace) -> None:
+    cores = os.sched_getaffinity(0)
+    try:
+        _watch(report, options)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _watch(report: Report, options: argparse.Namespace) -> None:
     with own_service() as service:
         job = service.client.submit(_one_rank(options)).id
         service.wait_for_step(job, SETTLE_STEPS, START_SECONDS)
@@ -170,8 +179,9 @@ def _viewers(report: Report, options: argparse.Namespace) -> None:
         if running is None:
             raise CannotMeasure("the service has ended")
         process = psutil.Process(int(str(running["pid"])))
+        for each in (*of_service(process, service.paths), psutil.Process()):
+            _pin(each, 1)
         _pin(psutil.Process(pid), 0)
-        _pin(process, 1)
         began = process.memory_info().rss
         quiet, watched, cores = _turns(service, job, process, options)
         added = (process.memory_info().rss - began) / 1e6
@@ -195,12 +205,11 @@ def _one_rank(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _pin(process: psutil.Process, core: int) -> None:
-    """Let a process and its children use one of this process's cores only."""
-    mine = sorted(os.sched_getaffinity(0))
-    for each in (process, *process.children(recursive=True)):
-        for thread in each.threads():
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread.id, {mine[core]})
+    """Let a process, and what it starts from now on, use one core only."""
+    with contextlib.suppress(psutil.Error):
+        for thread in process.threads():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                os.sched_setaffinity(thread.id, {core})
 
 
 def _turns(
