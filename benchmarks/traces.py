@@ -1,6 +1,6 @@
 """What a trace costs the steps that it records, and whether its bubble is right.
 
-A job of 2 x 2 ranks trains steps of which every second one is recorded; the medians of both kinds are compared. A
+A job of 2 x 2 ranks trains steps of which five in ten are recorded; the medians of both kinds are compared. A
 job of two stages does the same while timers of its own measure the bubble of the steps that are not recorded: waits for
 messages, and the time from a rank's last pass to the last of all.
 """
@@ -33,6 +33,8 @@ from workers.tracing import Make
 from workers.trainer import Trainer
 
 WARM_UP, PHASES = 4, 20_000
+TURN = 5
+"""Steps of a trace."""
 STAGES = RankGrid(ParallelConfig(pipeline=2))
 MODEL = {"layers": 4, "hidden_size": 128, "heads": 4, "sequence_length": 128}
 
@@ -55,7 +57,7 @@ class Seen:
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parser("traces", __doc__)
-    options.add_argument("--steps", type=int, default=60, help="steps of each kind (default: 60)")
+    options.add_argument("--steps", type=int, default=60, help="steps of each kind, a multiple of 5 (default: 60)")
     return deliver(measure, options.parse_args(arguments))
 
 
@@ -72,8 +74,8 @@ def measure(options: argparse.Namespace) -> Report:
     report.add("cost_of_the_processor", round(traced / plain - 1, 4), "ratio", 0.02)
     for name, recorder in (("phase", None), ("recorded_phase", Recorder(1, 1, HostMoments()))):
         report.add(name, round(1e6 * seconds_of_a_phase(recorder), 3), "us")
-    report.add("slices_of_a_step", len(four[0].recordings[0].slices), "slices")
-    report.add("bytes_of_a_step", len(four[0].recordings[0].pack().packed), "bytes")
+    report.add("slices_of_a_step", len(four[0].recordings[0].slices) // TURN, "slices")
+    report.add("bytes_of_a_step", len(four[0].recordings[0].pack().packed) // TURN, "bytes")
     two = ranks.run(alternating, job(options, tensor=1, pipeline=2), options.steps)
     by_timers = statistics.mean(statistics.median(each.bubbles) for each in two)
     traces = [assembled(dict(enumerate(both)), STAGES) for both in zip(*(each.recordings for each in two), strict=True)]
@@ -148,16 +150,18 @@ class _Timers:
 
 
 def alternating(comm: Comm, spec: JobSpec, steps: int) -> Seen:
-    """Train, with every second step recorded."""
+    """Train, with TURN steps recorded and as many not, in turns: Python's interpreter adapts to what it does again and
+    again, so that single steps of either kind would cost more than they do."""
     trainer = Trainer(spec, comm, Reporter(lambda _: None), 1e12)
     trainer.restore(Resume())
     timers, seen = _Timers(trainer), Seen([], [], [], [], [], [])
     makes: list[Make] = []
     trainer.tracing.take = lambda _number, make: makes.append(make)
     for number in range(WARM_UP + 2 * steps):
-        records = number >= WARM_UP and number % 2 == 0
-        if records:
-            trainer.tracing.begin_with_next_step(number, 1)
+        turn, place = divmod(number - WARM_UP, TURN)
+        records = number >= WARM_UP and turn % 2 == 0
+        if records and place == 0:
+            trainer.tracing.begin_with_next_step(number, TURN)
         comm.barrier()
         began, busy = time.monotonic(), time.process_time()
         trainer.train_step()
