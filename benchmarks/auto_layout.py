@@ -19,10 +19,9 @@ from typing import Any
 
 import yaml
 
+from benchmarks.support.calibrated import add_options, calibration
 from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.report import ROOT, Report, deliver, parser
-from service.machines import Calibrated
-from service.machines import measure as measure_machine
 from service.planner.hardware import Cluster, cpu_machine
 from service.planner.search import search
 from service.planner.software import engine_on
@@ -30,7 +29,6 @@ from service.planner.step_time import StepModel, threads_in
 from workers.config import JobSpec
 from workers.spec.reading import parse_job_spec
 from workers.system.cores import usable_cores
-from workers.system.processor import node_type
 from workers.threads import with_threads
 
 TURNS, STEPS, WARM_UP = 5, 10, 3
@@ -70,10 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser("auto_layout", __doc__)
     options.add_argument("--turns", type=int, default=TURNS, help=f"of all layouts (default: {TURNS})")
     options.add_argument("--steps", type=int, default=STEPS, help=f"of each in a turn (default: {STEPS})")
-    options.add_argument(
-        "--predictions", type=Path, metavar="FILE", help="where predictions are stored before the runs"
-    )
-    options.add_argument("--machine", type=Path, metavar="FILE", help="a stored calibration, instead of a new one")
+    add_options(options)
     return deliver(measure, options.parse_args(arguments))
 
 
@@ -103,11 +98,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _cluster(file: Path | None) -> Cluster:
-    if file is not None:
-        calibrated = Calibrated.from_json(json.loads(file.read_text(encoding="utf-8")))
-    else:
-        calibrated = measure_machine(node_type(), lambda line: print(line, file=sys.stderr))
-    return Cluster(cpu_machine(FORCED, usable_cores(), MEMORY, calibrated.core), 1, FORCED)
+    return Cluster(cpu_machine(FORCED, usable_cores(), MEMORY, calibration(file).core), 1, FORCED)
 
 
 def quickstart(parallel: Any) -> dict[str, Any]:

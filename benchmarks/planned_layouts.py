@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.calibrated import add_options, calibration
 from benchmarks.support.drawn_layouts import draw_jobs
 from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.report import Report, deliver, parser
 from benchmarks.support.tensor_bytes import peak_bytes, tracker_of_bytes
 from service.machines import Calibrated
-from service.machines import measure as measure_machine
 from service.planner.hardware import Cluster, Core, cpu_machine
 from service.planner.memory import memory_of
 from service.planner.software import engine_on
@@ -35,7 +35,6 @@ from workers.config import JobSpec
 from workers.engine import Engine
 from workers.spec.reading import parse_job_spec
 from workers.system.cores import usable_cores
-from workers.system.processor import node_type
 from workers.threads import with_threads
 
 JOBS, STEPS, WARM_UP = 30, 7, 2
@@ -48,10 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser("planned_layouts", __doc__)
     options.add_argument("--jobs", type=int, default=JOBS, help=f"layouts (default: {JOBS})")
     options.add_argument("--steps", type=int, default=STEPS, help=f"measured steps of each (default: {STEPS})")
-    options.add_argument(
-        "--predictions", type=Path, metavar="FILE", help="where predictions are stored before the runs"
-    )
-    options.add_argument("--machine", type=Path, metavar="FILE", help="a stored calibration, instead of a new one")
+    add_options(options)
     return deliver(measure, options.parse_args(arguments))
 
 
@@ -59,7 +55,7 @@ def measure(options: argparse.Namespace) -> Report:
     """Calibrate, predict, run, compare."""
     report = Report("planned_layouts", options.seed)
     began = time.perf_counter()
-    calibrated = _calibrated(options.machine)
+    calibrated = calibration(options.machine)
     report.add("calibration_seconds", round(time.perf_counter() - began, 1), "s", 120.0)
     jobs = draw_jobs(options.seed, options.jobs)
     with tempfile.TemporaryDirectory() as folder:
@@ -72,12 +68,6 @@ def measure(options: argparse.Namespace) -> Report:
     report.settings = {"jobs": options.jobs, "steps": options.steps, "machine": calibrated.to_json()}
     report.samples = {"layouts": rows}
     return report
-
-
-def _calibrated(file: Path | None) -> Calibrated:
-    if file is not None:
-        return Calibrated.from_json(json.loads(file.read_text(encoding="utf-8")))
-    return measure_machine(node_type(), lambda line: print(line, file=sys.stderr))
 
 
 def predict(document: dict[str, Any], calibrated: Calibrated) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from api.ui.files import DIGEST, FILES
 from service.states import ACTIONS, FINAL, STATE_NAMES
 from service.store.tables import METRIC_NAMES
 
+_STYLES = ("style", "parts", "charts", "narrow")
 _LOADED_AT_ONCE = ("main.js", *(name for name in FILES if name.startswith("core/")))
 
 
@@ -20,6 +21,7 @@ _LOADED_AT_ONCE = ("main.js", *(name for name in FILES if name.startswith("core/
 def document_for(base: str) -> str:
     """The document for a service whose addresses begin with `base`."""
     static = f"{html.escape(base)}{DASHBOARD_PATH}/static/{DIGEST}"
+    styles = "".join(f'<link rel="stylesheet" href="{static}/{name}.css">\n' for name in _STYLES)
     preloads = "".join(f'<link rel="modulepreload" href="{static}/{name}">\n' for name in _LOADED_AT_ONCE)
     facts = json.dumps(_facts()).replace("<", "\\u003c")  # no text in it ends the element
     return f"""<!doctype html>
@@ -30,9 +32,7 @@ def document_for(base: str) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <link rel="icon" href="{static}/icon.svg" type="image/svg+xml">
-<link rel="stylesheet" href="{static}/style.css">
-<link rel="stylesheet" href="{static}/charts.css">
-{preloads}<script type="application/json" id="facts">{facts}</script>
+{styles}{preloads}<script type="application/json" id="facts">{facts}</script>
 <script type="module" src="{static}/main.js"></script>
 </head>
 <body><noscript>The dashboard needs JavaScript; the command <code>manta</code> shows the same.</noscript></body>

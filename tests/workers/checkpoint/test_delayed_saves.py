@@ -34,20 +34,6 @@ def trainer(corpus, tmp_path, monkeypatch) -> Iterator[Trainer]:
     made.close()
 
 
-@pytest.fixture
-def store(monkeypatch) -> Iterator[threading.Event]:
-    """Takes what is written only once it is set."""
-    takes, write = threading.Event(), SummingFile.write
-
-    def held_up(self: SummingFile, data: Any) -> int:
-        assert takes.wait(60), "nothing is ever written"
-        return write(self, data)
-
-    monkeypatch.setattr(SummingFile, "write", held_up)
-    yield takes
-    takes.set()
-
-
 def noted_of(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, str]]:
     noted: list[tuple[str, int, str]] = []
     monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: noted.append(event[:3]))

@@ -15,7 +15,6 @@ from engine_specs import axes
 
 from workers.checkpoint import checkpointer
 from workers.checkpoint.catalog import whole_checkpoints
-from workers.checkpoint.checksums import SummingFile
 from workers.config import ParallelConfig
 from workers.protocol.messages import Resume
 from workers.snapshot.files import snapshot_path, steps_kept
@@ -48,20 +47,6 @@ def make(corpus, tmp_path, monkeypatch) -> Iterator[Make]:
     yield of
     for trainer in made:
         trainer.close()
-
-
-@pytest.fixture
-def store(monkeypatch) -> Iterator[threading.Event]:
-    """Takes what is written only once it is set."""
-    takes, write = threading.Event(), SummingFile.write
-
-    def held_up(self: SummingFile, data: Any) -> int:
-        assert takes.wait(60), "nothing is ever written"
-        return write(self, data)
-
-    monkeypatch.setattr(SummingFile, "write", held_up)
-    yield takes
-    takes.set()
 
 
 def train(trainer: Trainer, steps: int) -> None:

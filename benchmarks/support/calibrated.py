@@ -1,0 +1,27 @@
+"""The machine that a benchmark plans for: measured now, or as it was."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from service.machines import Calibrated
+from service.machines import measure as measure_machine
+from workers.system.processor import node_type
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    """Where predictions go before anything runs, and which machine they are for."""
+    options.add_argument(
+        "--predictions", type=Path, metavar="FILE", help="where predictions are stored before the runs"
+    )
+    options.add_argument("--machine", type=Path, metavar="FILE", help="a stored calibration, instead of a new one")
+
+
+def calibration(file: Path | None) -> Calibrated:
+    """The calibration in `file`, else a new one. Raises what a measurement does."""
+    if file is not None:
+        return Calibrated.from_json(json.loads(file.read_text(encoding="utf-8")))
+    return measure_machine(node_type(), lambda line: print(line, file=sys.stderr))
