@@ -18,7 +18,7 @@ OVERLAP = 8
 
 
 @dataclass
-class _Page:
+class Page:
     """One open page."""
 
     client: httpx.AsyncClient
@@ -46,7 +46,7 @@ async def _follow(url: str, key: str, job: str, count: int) -> None:
     limits = httpx.Limits(max_connections=count)
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=30) as client:
-        pages = [_Page(client, job) for _ in range(count)]
+        pages = [Page(client, job) for _ in range(count)]
         await asyncio.gather(*(page.refresh() for page in pages))
         print(json.dumps({"ready": True}), flush=True)
         following = [asyncio.create_task(_forever(page, number / count)) for number, page in enumerate(pages)]
@@ -55,7 +55,7 @@ async def _follow(url: str, key: str, job: str, count: int) -> None:
             each.cancel()
 
 
-async def _forever(page: _Page, shift: float) -> None:
+async def _forever(page: Page, shift: float) -> None:
     await asyncio.sleep(shift * TURN_SECONDS)  # people do not open pages at the same moment
     while True:
         await page.refresh()

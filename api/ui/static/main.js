@@ -1,6 +1,6 @@
 /** Begins the dashboard: the frame around all pages, who looks, and which page an address is. */
 
-import { get, optional } from "./core/api.js";
+import { get } from "./core/api.js";
 import { Router } from "./core/router.js";
 import { buildShell } from "./core/shell.js";
 
@@ -23,4 +23,4 @@ const shell = buildShell(document.body, facts);
 const viewer = get("/v1/me").catch(() => null);
 viewer.then((me) => shell.showViewer(me));
 const context = { facts, viewer, shell };
-await optional(new Router(shell.main, ROUTES, context).open());
+await new Router(shell.main, ROUTES, context).open();

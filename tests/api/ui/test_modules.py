@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from api.ui.files import DIGEST
 from tests.api.ui.browser import needs_chromium, sign_in
+from workers.timing.step_parts import PARTS
 
 pytestmark = needs_chromium
 
@@ -173,3 +174,21 @@ def test_attention_is_asked_for_what_needs_it(call, changes, state, words):
     assert len(found) == len(words) and all(word in each["text"] for word, each in zip(words, found, strict=True))
     job["metrics"]["latest"]["loss"] = "nan"
     assert "nan" in call("parts/attention.js", "attention", job, ranks, [])[-1]["text"]
+
+
+def test_plans_that_have_drifted_are_told_until_the_layout_changes(call):
+    job = {"state": "RUNNING", "generation": 3, "step": 5, "metrics": {"latest": {"loss": 1.0}}}
+    drifted = {"type": "plan_drift", "generation": 1, "message": "a step takes longer", "data": {}}
+    recovered, resized = ({"type": "state_changed", "data": {"to": to}} for to in ("RECOVERING", "RESIZING"))
+    for events, told in (([drifted, recovered], True), ([drifted, resized], False), ([recovered], False)):
+        found = call("parts/attention.js", "attention", job, RANKS, events)
+        assert [each["text"] for each in found] == (["a step takes longer"] if told else [])
+
+
+def test_labels_that_are_left_out_are_taken_away(call):
+    found = call("parts/actions.js", "labelChanges", {"team": "vision", "old": "1"}, "team=text  new a=b=c")
+    assert found == {"team": "text", "old": None, "new": "", "a": "b=c"}
+
+
+def test_parts_of_a_step_are_those_that_the_engine_times(call):
+    assert set(call("parts/parts_chart.js", "partsOfAStep")) == set(PARTS)

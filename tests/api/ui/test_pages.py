@@ -212,6 +212,16 @@ def test_planner_answers_with_reasons_and_pictures(viewer):
     viewer.complaints.said = [text for text in viewer.complaints.said if "422" not in text]
 
 
+@pytest.mark.soak
+def test_all_examples_of_the_planner_have_a_plan(viewer):
+    page = viewer.open("plan")
+    for name in page.get_by_label("Examples").locator("option").all_inner_texts():
+        page.get_by_label("Examples").select_option(name)
+        page.get_by_role("button", name="Plan", exact=True).click()
+        expect(page.get_by_text("Searching ...")).to_be_hidden()
+        expect(page.get_by_role("table", name="Plans").locator("tbody tr").first, name).to_be_visible()
+
+
 def test_keys_are_made_shown_once_and_revoked(followed, browser):
     viewer = sign_in(browser, followed, followed.link)
     page = viewer.open("access")

@@ -80,7 +80,7 @@ export async function all(path, query = {}, most = 10_000, options = {}) {
   return items;
 }
 
-/** What each of `calls` answers, `otherwise` in place of one that this release or this job does not have. */
+/** What `call` answers; `otherwise` where this viewer, this release or this job does not have it. */
 export async function optional(call, otherwise = null) {
   try {
     return await call;

@@ -165,7 +165,7 @@ class ComparePage {
       ["Validation loss", (job) => number(job.metrics.latest.validation_loss, 4)],
       ["Tokens/s", (job) => number(job.metrics.latest.tokens_per_second)],
       ["Step time", (job) => duration(job.metrics.latest.step_seconds)],
-      ["MFU", (job) => percent(job.metrics.latest.mfu_full)],
+      ["MFU (full)", (job) => percent(job.metrics.latest.mfu_full)],
       ["Goodput", (job) => percent(job.goodput)],
       ["Ranks", (job) => layout(job.parallel)],
       ["Restarts", (job) => number(job.restarts)],

@@ -31,7 +31,7 @@ const COLUMNS = [
   ["Progress", "step"],
   ["Loss", "loss"],
   ["Tokens/s", null],
-  ["MFU", null],
+  ["MFU (full)", null],
   ["Goodput", null],
   ["Restarts", null],
   ["Owner, labels", null],

@@ -21,7 +21,7 @@ const PRESETS = {
   "GPT 530B on 2,240 A100 (arXiv:2201.11990)":
     "model: {layers: 105, hidden_size: 20480, heads: 128, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 1920, precision: bf16}\ncluster: {accelerator: a100-80gb, nodes: 280}\nparallel: auto\n",
   "GPT 1T on 3,072 A100 (arXiv:2104.04473)":
-    "model: {layers: 128, hidden_size: 25600, heads: 160, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 3072, precision: bf16, steps: 73243}\ncluster: {accelerator: a100-80gb, nodes: 384}\nparallel: auto\n",
+    "model: {layers: 128, hidden_size: 25600, heads: 160, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 3072, precision: bf16, steps: 71526}\ncluster: {accelerator: a100-80gb, nodes: 384}\nparallel: auto\n",
 };
 
 /** Build it. */
@@ -102,7 +102,7 @@ class PlanPage {
 
   show({ plans, rejected, note, explanation }) {
     const { element, body } = table(
-      ["Layout", "Micro-batch", "Schedule", "Step", "Tokens/s", "MFU", "Bubble", "Memory", "Days"],
+      ["Layout", "Micro-batch", "Schedule", "Step", "Tokens/s", "MFU (full)", "Bubble", "Memory", "Days"],
       { label: "Plans" },
     );
     fill(

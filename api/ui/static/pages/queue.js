@@ -77,7 +77,7 @@ function nameOf(job) {
 function waitingRow(job) {
   const lacks = job.queue.waiting_for;
   const text = lacks
-    ? `needs ${number(lacks.needed)} ${lacks.resource === "GPU" ? "GPUs" : "places"}, ${number(lacks.available)} free`
+    ? `needs ${number(lacks.needed)} ${lacks.unit === "GPU" ? "GPUs" : "places"}, ${number(lacks.available)} free`
     : UNKNOWN;
   return h(
     "tr",

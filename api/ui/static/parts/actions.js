@@ -171,16 +171,20 @@ function askEdit(job) {
   );
 }
 
+/** What PATCH is told so that a job has the labels in `text`, `key=value` each: null takes one of `before` away. */
+export function labelChanges(before, text) {
+  const gone = Object.keys(before).map((key) => [key, null]);
+  const wanted = text
+    .split(/\s+/)
+    .filter(Boolean)
+    .map((each) => each.split(/=(.*)/s).slice(0, 2))
+    .map(([key, value]) => [key, value ?? ""]);
+  return Object.fromEntries([...gone, ...wanted]);
+}
+
 function edit(job, wanted) {
   const body = { name: wanted.name, priority: wanted.priority };
-  if (job.labels)
-    body.labels = Object.fromEntries(
-      wanted.labels
-        .split(/\s+/)
-        .filter(Boolean)
-        .map((each) => each.split(/=(.*)/s).slice(0, 2))
-        .map(([key, value]) => [key, value ?? ""]),
-    );
+  if (job.labels) body.labels = labelChanges(job.labels, wanted.labels);
   return send("PATCH", `/v1/jobs/${job.id}`, body);
 }
 

@@ -7,7 +7,7 @@ import { counted, duration, number } from "../core/format.js";
  * is to be seen.
  */
 export function attention(job, ranks, events) {
-  const found = [...slowRanks(ranks), ...missingRanks(job, ranks), ...drift(job, events), ...nonfinite(job)];
+  const found = [...slowRanks(ranks), ...missingRanks(job, ranks), ...drift(events), ...nonfinite(job)];
   const order = ["bad", "warn", "idle"];
   return found.sort((one, other) => order.indexOf(one.tone) - order.indexOf(other.tone));
 }
@@ -33,9 +33,12 @@ function missingRanks(job, ranks) {
   ];
 }
 
-function drift(job, events) {
-  const last = events.findLast((event) => event.type === "plan_drift");
-  return last && last.generation === job.generation ? [{ text: last.message, tone: "warn", tab: "step" }] : [];
+/** Told once a layout: it holds until the layout changes. */
+function drift(events) {
+  const last = events.findLast(
+    (event) => event.type === "plan_drift" || (event.type === "state_changed" && event.data.to === "RESIZING"),
+  );
+  return last?.type === "plan_drift" ? [{ text: last.message, tone: "warn", tab: "step" }] : [];
 }
 
 function nonfinite(job) {

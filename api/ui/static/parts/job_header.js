@@ -10,7 +10,7 @@ const FIGURES = [
   ["Validation loss", (job) => number(job.metrics.latest.validation_loss, 4)],
   ["Tokens/s", (job) => number(job.metrics.latest.tokens_per_second)],
   [
-    "MFU",
+    "MFU (full)",
     (job) => percent(job.metrics.latest.mfu_full),
     "Of the peak rate of the job's devices, attention counted in full. On CPUs the peak is what this many cores reach in products of matrices.",
   ],

@@ -19,6 +19,11 @@ const PARTS = [
   "other",
 ];
 
+/** Of `workers/timing/step_parts.py`. */
+export function partsOfAStep() {
+  return PARTS;
+}
+
 /** The chart; hidden while nothing is known. `every`: the job's `train.time_parts_every`. */
 export class PartsChart {
   constructor(id, every) {

@@ -58,16 +58,15 @@ export function create({ id, job }) {
 }
 
 function sourcesOf(data) {
-  const parts = Array.isArray(data?.blend)
-    ? data.blend
-    : Array.isArray(data?.paths) && data.weights
-      ? data.paths.map((path, place) => ({ source: data.source, paths: [path], weight: data.weights[place] }))
-      : [data ?? {}];
-  const total = parts.reduce((sum, part) => sum + (part.weight ?? 1), 0);
+  const blended = data?.weights && data.paths.length > 0;
+  const parts = blended
+    ? data.paths.map((path, place) => ({ source: data.source, paths: [path], weight: data.weights[place] }))
+    : [{ source: data?.source, paths: data?.paths, weight: 1 }];
+  const total = parts.reduce((sum, part) => sum + part.weight, 0);
   return parts.map((part) => [
-    part.name ?? part.source ?? "–",
-    number(part.weight ?? 1, part.weight % 1 ? 2 : 0),
-    percent((part.weight ?? 1) / total),
+    part.source ?? "–",
+    number(part.weight, part.weight % 1 ? 2 : 0),
+    percent(part.weight / total),
     (part.paths ?? []).join(", ") || "–",
   ]);
 }
