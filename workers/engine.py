@@ -55,8 +55,11 @@ class Engine:
             sums = StepSums(comm, CountedNorm(self.flat, self.reduction.parts, comm.index("tensor")))
             when_added = self.reduction.added if self.reduction.overlaps else None
             self.pipeline = Pipeline(spec, self.model, comm, when_added=when_added)
-        zero_stage = 1 if layout.zero else 0
-        self.optimizer = ZeroOptimizer(self.flat, spec.train.optimizer, comm, self.reduction, sums, zero_stage)
+        # On a CPU torch's kernels, pass after pass, are no slower, and cost no compilation.
+        one_pass = spec.train.compile and comm.device.type == "cuda"
+        self.optimizer = ZeroOptimizer(
+            self.flat, spec.train.optimizer, comm, self.reduction, sums, 1 if layout.zero else 0, one_pass
+        )
         if layout.gather == "beside_forward" and (arriving := self.optimizer.gather_beside_forward()) is not None:
             wait_before_parts(self.model, arriving.wait_for)
         if spec.train.compile:

@@ -7,7 +7,7 @@ from typing import Any
 from workers.config import JobSpec
 
 
-def gpt2_like(spec: JobSpec) -> Any:
+def gpt2_like(spec: JobSpec, attention: str = "sdpa") -> Any:
     """GPT2LMHeadModel of the spec's shape, which has as many key-value heads as heads. Raises ImportError without
     transformers."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -27,12 +27,12 @@ def gpt2_like(spec: JobSpec) -> Any:
         use_cache=False,
         bos_token_id=0,
         eos_token_id=0,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
     )
     return GPT2LMHeadModel(config)
 
 
-def llama_like(spec: JobSpec) -> Any:
+def llama_like(spec: JobSpec, attention: str = "sdpa") -> Any:
     """LlamaForCausalLM of the spec's shape. Raises ImportError without transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -49,11 +49,23 @@ def llama_like(spec: JobSpec) -> Any:
         rms_norm_eps=model.norm_epsilon,
         tie_word_embeddings=model.tie_embeddings,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
     )
     return LlamaForCausalLM(config)
 
 
-def transformers_like(spec: JobSpec) -> Any:
+def transformers_like(spec: JobSpec, attention: str = "sdpa") -> Any:
     """That of the spec's family."""
-    return gpt2_like(spec) if spec.model.family == "gpt" else llama_like(spec)
+    return gpt2_like(spec, attention) if spec.model.family == "gpt" else llama_like(spec, attention)
+
+
+def causal_attention() -> str:
+    """Name of an attention like "sdpa" that is never given a mask, which under torch.compile "sdpa" is, even where all
+    that it says is that no token sees those after it; and the kernels that are made for that take no masks."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    name = "sdpa_causal"
+    AttentionInterface.register(name, sdpa_attention_forward)
+    AttentionMaskInterface.register(name, lambda *arguments, **named: None)
+    return name

@@ -38,8 +38,9 @@ def use(device: torch.device, same_bits: bool = False) -> None:
     if same_bits:
         # Of these cuBLAS takes the size of its workspace, without which it may add in another order on each stream.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Also for the attention kernel's backward. What torch has no such kernel for it names in the rank's log.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # What torch has no such kernel for is an error that names it. Were it a warning, flash attention's backward
+        # would take that for leave to add in any order.
+        torch.use_deterministic_algorithms(True)
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # with what nobody reads
 
 

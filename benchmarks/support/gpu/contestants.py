@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.support.hugging_face import transformers_like
+from benchmarks.support.hugging_face import causal_attention, transformers_like
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
@@ -109,7 +109,17 @@ def manta(spec: JobSpec, device: torch.device) -> Step:
 
 def transformers(spec: JobSpec, device: torch.device) -> Step:
     """The family's model there, with fp32 weights, bf16 autocast and fused AdamW; compiled where the job is."""
-    model = transformers_like(spec).to(device)
+    return _of_transformers(spec, device, "sdpa")
+
+
+def transformers_causal(spec: JobSpec, device: torch.device) -> Step:
+    """The same without masks, so that flash attention takes its attention: as fast as it gets without a package of its
+    own for that."""
+    return _of_transformers(spec, device, causal_attention())
+
+
+def _of_transformers(spec: JobSpec, device: torch.device, attention: str) -> Step:
+    model = transformers_like(spec, attention).to(device)
     compiled = torch.compile(model) if spec.train.compile else model
     return _plain(model, lambda tokens_bs: compiled(tokens_bs).logits, spec, device)
 
@@ -226,4 +236,9 @@ def _layer_spec() -> Any:
         return gpt_layer_specs.get_gpt_layer_local_spec()
 
 
-OTHERS: dict[str, Maker] = {"transformers": transformers, "torchtitan": torchtitan, "megatron_core": megatron_core}
+OTHERS: dict[str, Maker] = {
+    "transformers": transformers,
+    "transformers_causal": transformers_causal,
+    "torchtitan": torchtitan,
+    "megatron_core": megatron_core,
+}

@@ -73,6 +73,7 @@ def test_attention_takes_the_best_kernel_of_the_card_and_never_the_one_that_keep
 def test_kernels_give_the_same_bits_where_the_job_wants_that(chosen, train):
     gpu.use_for(spec(train=train), torch.device("cuda:0"))
     assert torch.are_deterministic_algorithms_enabled() == bool(train)
+    assert not torch.is_deterministic_algorithms_warn_only_enabled(), "for flash attention that is not enough"
     assert torch.utils.deterministic.fill_uninitialized_memory != bool(train)
     assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == bool(train)
 

@@ -9,6 +9,9 @@ import torch
 
 from workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range
 
+_LONG_ROW = 4096
+"""Elements of a row on a GPU."""
+
 
 class SquaredNorm(Protocol):
     """The squared norm of what a rank has of the step's summed gradient."""
@@ -35,7 +38,16 @@ class CountedNorm:
 
     def square(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """fp64 scalar, of the owned ranges' gradient."""
+        if self._elsewhere is None and all(part.is_cuda for part in parts):
+            return torch.stack([_square_by_long_rows(part) for part in parts]).sum()
         # Short rows, summed in fp64: as exact as squaring in fp64, and forty times as fast on a CPU.
         norms = [torch.linalg.vector_norm(part.view(-1, ALIGNMENT), dim=1) for part in parts]
         rows = torch.cat(norms).double().square()
         return rows.sum() if self._elsewhere is None else rows.masked_fill(self._elsewhere, 0.0).sum()
+
+
+def _square_by_long_rows(part: torch.Tensor) -> torch.Tensor:
+    """fp64 scalar. A GPU's threads sum up a row between them, and short rows keep few of them busy."""
+    end = len(part) // _LONG_ROW * _LONG_ROW
+    whole, rest = part[:end].view(-1, _LONG_ROW), part[end:].view(1, -1)
+    return torch.stack([torch.linalg.vector_norm(rows, dim=1).double().square().sum() for rows in (whole, rest)]).sum()

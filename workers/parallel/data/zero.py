@@ -2,40 +2,26 @@
 parts of the flat buffer, updates them, and the updated parts are gathered again. Stage 0: every replica keeps and
 updates everything; gradients are reduced the same way, so both stages give the same bits.
 
-AdamW itself is torch's (fused), on flat ranges in fp32: decoupled weight decay on the decayed ones, none on the others.
-With 16-bit compute the parts are fp32 master weights, rounded into the parameters after each step.
+AdamW (`adamw.py`) works on flat ranges in fp32: decoupled weight decay on the decayed ones, none on the others. With
+16-bit compute the parts are fp32 master weights, rounded into the parameters after each step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
-from torch.optim.adamw import adamw
 
 from workers.comm.comm import Comm
 from workers.config import OptimizerConfig
+from workers.parallel.data import adamw
 from workers.parallel.data.agreement import Agreement, StepSums
 from workers.parallel.data.arriving import ArrivingParameters
 from workers.parallel.data.flat import FlatParameters, Range, overlap
 from workers.parallel.data.gradient_clipping import Clipping, clip
 from workers.parallel.data.reduction import GradientReduction
 from workers.parallel.data.step_statistics import Loss, StepStatistics
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A part of the held ranges with one rate of weight decay."""
-
-    values: torch.Tensor
-    gradient: torch.Tensor
-    """Its place in the flat buffer, where the reduction leaves the sum."""
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    steps: torch.Tensor
-    """Steps done, fp32 scalar."""
 
 
 class ZeroOptimizer:
@@ -49,8 +35,9 @@ class ZeroOptimizer:
         reduction: GradientReduction,
         sums: StepSums,
         stage: int,
+        one_pass: bool = False,
     ):
-        """`stage`: 0 or 1."""
+        """`stage`: 0 or 1. `one_pass`: update by a kernel that is compiled first."""
         self.flat, self.config, self.comm, self.reduction, self.sums = flat, config, comm, reduction, sums
         self.owned = reduction.parts
         """Ranges of the flat buffer that this replica saves; between them the replicas save each element once."""
@@ -70,6 +57,9 @@ class ZeroOptimizer:
         if self.has_masters:
             masters = flat.gradients.new_zeros(length)
             self.parameters = list(masters.split([end - start for start, end in self.held]))
+        self.one_pass = one_pass
+        self.rounds_at_once = one_pass and self.has_masters and self.holds_everything
+        """Whether the parameters are rounded by the update, and not after it."""
         self.exp_avg = flat.gradients.new_zeros(length)
         self.exp_avg_sq = flat.gradients.new_zeros(length)
         self.arriving: ArrivingParameters | None = None
@@ -81,9 +71,9 @@ class ZeroOptimizer:
         self.limits = (math.inf, math.inf)
         """Loss and gradient norm above which a step updates nothing; the same on every rank."""
 
-    def _decay_groups(self) -> dict[float, list[_Piece]]:
+    def _decay_groups(self) -> dict[float, list[adamw.Piece]]:
         """The held ranges cut where weight decay begins or ends, by the rate of their decay."""
-        groups: dict[float, list[_Piece]] = {}
+        groups: dict[float, list[adamw.Piece]] = {}
         position = 0
         for (start, end), values in zip(self.held, self.parameters, strict=True):
             for (first, last), decayed in self._cut(start, end):
@@ -91,7 +81,8 @@ class ZeroOptimizer:
                 moments = self.exp_avg[where], self.exp_avg_sq[where]
                 steps = torch.zeros((), dtype=torch.float32, device=values.device)
                 gradient = self.flat.gradients[first:last]
-                piece = _Piece(values[first - start : last - start], gradient, *moments, steps)
+                rounded = self.flat.parameters[first:last] if self.rounds_at_once else None
+                piece = adamw.Piece(values[first - start : last - start], gradient, *moments, steps, rounded)
                 groups.setdefault(self.config.weight_decay if decayed else 0.0, []).append(piece)
             position += end - start
         return groups
@@ -107,6 +98,11 @@ class ZeroOptimizer:
                 start = last
         if start < end:
             yield (start, end), False
+
+    @property
+    def holds_everything(self) -> bool:
+        """Whether this rank keeps the state of all parameters, so that nothing has to be gathered."""
+        return len(self.held) == 1 and self.held[0] == (0, self.flat.size)
 
     def set_step(self, step: int) -> None:
         """Tell AdamW that `step` steps are done."""
@@ -140,37 +136,27 @@ class ZeroOptimizer:
             agreed_seconds = self.comm.step_seconds
         with step.phase("optimizer"):
             clipping = clip(agreed, loss.scale, self.config.clip_norm, self.limits)
-            torch._foreach_mul_(gradient, clipping.factor)
-            if sum(map(len, gradient)) < len(self.exp_avg):  # stage 0
+            has_parts_alone = sum(map(len, gradient)) < len(self.exp_avg)  # stage 0
+            if has_parts_alone or not self.one_pass:
+                torch._foreach_mul_(gradient, clipping.factor)
+            if has_parts_alone:
                 self.reduction.gather(gradient, self.flat.gradients)
             self.updating = True
-            self._update(learning_rate, clipping.refused)
+            self._update(learning_rate, clipping, has_parts_alone)
             with step.phase("gather"):
-                self.publish_parameters()
+                if not self.rounds_at_once:
+                    self.publish_parameters()
             statistics = _read(agreed, clipping, agreed_seconds, loss.z_losses_m is not None)
             self.comm.confirm()
             return statistics
 
-    def _update(self, learning_rate: float, refused: torch.Tensor) -> None:
-        """AdamW on the held ranges, which does nothing where `refused`."""
-        for decay, pieces in self._groups.items():
-            adamw(
-                [piece.values for piece in pieces],
-                [piece.gradient for piece in pieces],
-                [piece.exp_avg for piece in pieces],
-                [piece.exp_avg_sq for piece in pieces],
-                [],
-                [piece.steps for piece in pieces],
-                fused=True,
-                found_inf=refused.to(torch.float32),
-                amsgrad=False,
-                beta1=self.config.beta1,
-                beta2=self.config.beta2,
-                lr=learning_rate,
-                weight_decay=decay,
-                eps=self.config.epsilon,
-                maximize=False,
-            )
+    def _update(self, learning_rate: float, clipping: Clipping, scaled: bool) -> None:
+        """AdamW on the held ranges, whose gradients have perhaps been `scaled`; does nothing where it is refused."""
+        if self.one_pass:
+            factor = torch.ones_like(clipping.factor) if scaled else clipping.factor
+            adamw.update_in_one_pass(self._groups, self.config, learning_rate, factor, clipping.refused)
+        else:
+            adamw.update(self._groups, self.config, learning_rate, clipping.refused)
 
     def load_parameters(self, values: torch.Tensor) -> None:
         """Take over the flat parameters `values`, fp32 [flat.whole]."""
@@ -199,10 +185,9 @@ class ZeroOptimizer:
 
     def publish_parameters(self) -> None:
         """Bring the held weights, of all replicas, into the parameters. Frozen ones stay as they are."""
-        everything = len(self.held) == 1 and self.held[0] == (0, self.flat.size)
-        if everything and self.has_masters:
+        if self.holds_everything and self.has_masters:
             self.flat.parameters[: self.flat.size].copy_(self.parameters[0])
-        elif not everything:
+        elif not self.holds_everything:
             # A copy also where no rounding is needed: the parts lie inside of what is gathered into.
             parts = [part.to(self.flat.parameters.dtype, copy=True) for part in self.parameters]
             if self.arriving is None:
