@@ -104,6 +104,8 @@ class TorchProducts:
             total_oi.addmm_(left, inputs_ni, beta=beta)
         elif total_oi.is_cuda and ADDS_WIDER:
             torch.addmm(total_oi, left, inputs_ni, beta=beta, out_dtype=total_oi.dtype, out=total_oi)
+        elif total_oi.is_cuda and not keep:
+            torch.mm(left, inputs_ni, out_dtype=total_oi.dtype, out=total_oi)
         else:
             product_oi = _wide_product(left, inputs_ni, total_oi.dtype)
             total_oi.add_(product_oi) if keep else total_oi.copy_(product_oi)

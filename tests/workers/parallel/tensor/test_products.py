@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.engine import Engine
+from workers.parallel.tensor import products as products_module
 from workers.parallel.tensor.products import TorchProducts
 
 
@@ -75,7 +76,7 @@ class Asked(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.calls.append((function, args, kwargs or {}))
-        if function is torch.ops.aten.addmm.dtype_out:
+        if function in (torch.ops.aten.addmm.dtype_out, torch.ops.aten.mm.dtype_out):
             return kwargs["out"]
         return function(*args, **(kwargs or {}))
 
@@ -93,6 +94,19 @@ def test_on_a_gpu_a_16_bit_product_is_added_to_wide_gradients_as_it_is_made(keep
     assert added_to is options["out"] is total
     assert (left.shape, right.shape, dtype) == ((3, 6), (6, 5), torch.float32)
     assert options.get("beta", 1) == int(keep)
+
+
+def test_where_nothing_is_kept_an_older_torch_needs_no_matrix_in_between_either(monkeypatch):
+    monkeypatch.setattr(products_module, "ADDS_WIDER", False)
+    with FakeTensorMode(), Asked() as asked:
+        total = torch.empty(3, 5, device="cuda")
+        grads, inputs = (torch.empty(6, width, device="cuda", dtype=torch.bfloat16) for width in (3, 5))
+        asked.calls.clear()
+        TorchProducts().add_weight_gradient(total, grads, inputs, keep=False)
+    *before, (function, (left, right, dtype), options) = asked.calls
+    assert {each.name() for each, *_ in before} <= {"aten::t", "aten::detach", "prim::device"}, "no other kernel"
+    assert function is torch.ops.aten.mm.dtype_out and options["out"] is total
+    assert (left.shape, right.shape, dtype) == ((3, 6), (6, 5), torch.float32)
 
 
 def test_a_residual_is_added_and_not_changed():
