@@ -17,8 +17,8 @@ from api.credentials import Credential, Identities
 from api.permissions import Need, is_anonymous, needs
 from api.rate_limits import CallerLimits
 from service.identity import Identity
+from service.ids import is_job_id
 from service.store import JobNotFound, Store, jobs
-from service.store.ids import is_job_id
 from workers.errors import MantaError
 
 _REQUEST = "manta.request"

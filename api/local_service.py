@@ -9,8 +9,8 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
-from service.automatic_key import read_key
 from service.cluster.processes import same_process, start_of, started_in
+from service.key_file import read_key
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 from workers.errors import MantaError
 

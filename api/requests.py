@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from service.exports import Dtype, Format
 from service.identity import PROJECT_PATTERN, Scope
-from service.store.trace_requests import MOST_STEPS
 from workers.config import MOST_LABELS, JobName, LabelKey, LabelValue, Priority
 from workers.protocol.messages import FaultKind, FaultPhase
+from workers.timing.trace_orders import MOST_STEPS
+from workers.weights.formats import Dtype, Format
 
 
 class Resize(BaseModel):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
 from sqlalchemy.orm import Session
 
@@ -20,13 +20,11 @@ from service.settings import without_secrets
 from service.store import Store, checkpoints, events, exports
 from service.store.tables import Checkpoint, Export
 from workers.errors import MantaError
+from workers.weights.formats import Dtype, Format
 
 AT_ONCE = 2
 NOTE_SECONDS = 2.0
 _LAST_LINES = 5
-
-Format = Literal["hf", "safetensors"]
-Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 class ExportNotPossible(MantaError):

@@ -15,9 +15,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from service.ids import is_job_id
 from service.log_filters import Level, LineTest, LogFilter, level_of
 from service.store.errors import InvalidCursor
-from service.store.ids import is_job_id
 from service.store.paging import Cursors
 from workers.errors import MantaError
 

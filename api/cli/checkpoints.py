@@ -21,7 +21,7 @@ from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, JobId, Json, MantaGroup, U
 from api.cli.render import size
 from api.client import MantaClient
 from api.schemas import Checkpoint
-from service.store.ids import is_job_id
+from service.ids import is_job_id
 from workers.checkpoint.catalog import Manifest, generation_of, list_checkpoints, verify
 from workers.checkpoint.checksums import DamagedCheckpoint
 from workers.checkpoint.transfer import copy

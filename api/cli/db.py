@@ -22,6 +22,11 @@ from workers.errors import MantaError
 db = typer.Typer(no_args_is_help=True, help="The job database: bring it up to date, look at it, back it up.")
 
 
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.add_typer(db, name="db")
+
+
 class NotWritten(MantaError):
     """A file cannot be written."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -310,46 +312,39 @@ def read_file(file: Path) -> Any:
         raise fail(f"cannot read {file}: {error.strerror or error}", EXIT_BAD_INPUT) from error
 
 
-def command_line() -> typer.Typer:
-    """`manta` with all of its commands."""
-    from api.cli import (
-        access,
-        calibrate,
-        checkpoints,
-        doctor,
-        inference,
-        jobs,
-        lines,
-        nodes,
-        plan,
-        ranks,
-        service,
-        tokenize,
-        trace,
-        track,
-        version,
-    )
-    from api.cli.db import db
+_FILES: dict[str, tuple[str, ...]] = {
+    "access": ("audit", "link", "keys", "projects"),
+    "calibrate": ("calibrate",),
+    "checkpoints": ("export", "checkpoints"),
+    "db": ("db",),
+    "doctor": ("doctor",),
+    "inference": ("evaluate", "generate"),
+    "jobs": ("ps", "edit"),
+    "lines": ("logs", "events"),
+    "nodes": ("drain", "nodes"),
+    "plan": ("plan",),
+    "ranks": ("ranks", "waits", "stack"),
+    "service": ("up", "down", "serve"),
+    "tokenize": ("tokenize",),
+    "trace": ("trace", "traces", "budget"),
+    "track": ("track",),
+}
+"""Which file beside this one has which commands; this one has the others."""
+
+
+def command_line(wanted: str | None = None) -> typer.Typer:
+    """`manta` with all of its commands; where `wanted` is one of them, with no other file's: what some of them load,
+    such as the database's library, takes longer than most commands."""
+    from api.cli import version
 
     app.callback()(version.options)
-    access.register(app)
-    calibrate.register(app)
-    checkpoints.register(app)
-    doctor.register(app)
-    inference.register(app)
-    jobs.register(app)
-    lines.register(app)
-    nodes.register(app)
-    plan.register(app)
-    ranks.register(app)
-    service.register(app)
-    tokenize.register(app)
-    trace.register(app)
-    track.register(app)
-    app.add_typer(db, name="db")
+    here = {str(command.name or getattr(command.callback, "__name__", "")) for command in app.registered_commands}
+    files = [file for file, commands in _FILES.items() if wanted in commands] or ([] if wanted in here else [*_FILES])
+    for file in files:
+        importlib.import_module(f"api.cli.{file}").register(app)
     return app
 
 
 def main() -> None:
     """Entry of the `manta` command."""
-    command_line()()
+    command_line(sys.argv[1] if len(sys.argv) > 1 else None)()

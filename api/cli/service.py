@@ -19,11 +19,11 @@ from api.cli.restarts import run_again_when_ended_by_ray
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service, writing_in
 from api.server import configure_logging, refuse_without_protection, serve, serve_command
-from service.automatic_key import read_key
 from service.cluster.own_raylet import end_raylet
 from service.cluster.processes import wait_until_ended
 from service.cluster.ray_head import RayHead
 from service.data_roots import LOOPBACK_HOSTS
+from service.key_file import read_key
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings, Tls
 from service.states import JobState
 from service.store import Job, Store

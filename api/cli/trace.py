@@ -15,7 +15,7 @@ from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, JobId, J
 from api.client import MantaClient
 from api.requests import TraceRequest
 from api.schemas import traces as trace_schemas
-from service.store.trace_requests import MOST_STEPS
+from workers.timing.trace_orders import MOST_STEPS
 
 ENDINGS = (".json", ".pftrace")
 _OVER = tuple(f"trace_{state}" for state in ("complete", "partial", "failed"))

@@ -16,8 +16,8 @@ from api.parameters import Control, Cursor, LastEventId, Limit, event_number
 from api.problem_codes import reads
 from api.sse_server import Batch, Entry, stream, wants_stream
 from api.threads import Threads
+from service.ids import JOB_ID_PATTERN
 from service.store import Event, Store, events
-from service.store.ids import JOB_ID_PATTERN
 from service.store.paging import Page
 
 router = APIRouter(prefix="/v1/events", tags=["events"])

@@ -11,8 +11,8 @@ from api.access import Caller
 from api.parameters import Control, Cursor, Limit
 from api.problem_codes import reads
 from api.schemas import access as access_schemas
+from service.ids import KEY_ID_PATTERN
 from service.store import audit
-from service.store.ids import KEY_ID_PATTERN
 
 router = APIRouter(prefix="/v1/audit", tags=["access"])
 

@@ -14,9 +14,9 @@ from api.problem_codes import reads
 from api.rendered_pages import rendered_pages_of
 from api.rendered_sparklines import MOST_JOBS, rendered_sparklines_of
 from api.threads import read_threads_of
+from service.ids import is_job_id
 from service.states import STATE_NAMES
 from service.store import job_rows
-from service.store.ids import is_job_id
 from service.store.job_filters import JobFilter, JobOrder
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])

@@ -27,8 +27,8 @@ from sqlalchemy import (
     type_coerce,
 )
 
+from service.ids import is_job_id
 from service.store.errors import InvalidCursor
-from service.store.ids import is_job_id
 from service.store.paging import Cursors
 from service.store.tables import Job, JobLabel
 from service.store.types import storable

@@ -10,9 +10,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, Select, Text, bindparam, cast, func, select, type_coerce
 from sqlalchemy.types import NullType
 
+from service.ids import is_job_id
 from service.store import job_filters
 from service.store.errors import JobNotFound
-from service.store.ids import is_job_id
 from service.store.job_filters import EVERY_JOB, NEWEST_FIRST, JobFilter, JobOrder
 from service.store.paging import Page
 from service.store.tables import Job

@@ -12,10 +12,10 @@ from sqlalchemy.orm import Session, load_only, make_transient_to_detached
 
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
 from service.identity import DEFAULT_PROJECT, digest_of
+from service.ids import is_job_id, next_job_id
 from service.states import FINAL, JobState, after_action, can, is_final
 from service.store import events, state_changes, step_traces
 from service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
-from service.store.ids import is_job_id, next_job_id
 from service.store.tables import Job, JobLabel
 from service.store.types import Reader
 from service.stored_specs import as_written, not_default, stored_spec

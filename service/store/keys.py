@@ -9,10 +9,10 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from service.identity import DEFAULT_PROJECT, Identity, Scope
+from service.ids import is_key_id, next_key_id
 from service.store import projects
 from service.store.access_tables import ApiKey
 from service.store.errors import InvalidCursor, KeyNotFound
-from service.store.ids import is_key_id, next_key_id
 from service.store.paging import Cursors, Page
 
 

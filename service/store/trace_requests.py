@@ -22,8 +22,6 @@ KEPT = 10
 """Traces that are kept of a job: with one more the oldest goes."""
 MOST_WAITING = 5
 """Traces of a job that are not over yet."""
-MOST_STEPS = 20
-"""Steps of one trace."""
 MOST_RANK_STEPS = 4096
 """Steps of one trace times ranks of the job."""
 

@@ -20,7 +20,7 @@ from api.cli.service import start_service, stop_service
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service
 from benchmarks.support import own_processes
-from service.automatic_key import read_key
+from service.key_file import read_key
 from service.states import is_final
 from tests.e2e.network import Network
 from tests.e2e.small_file_system import small_where_allowed

@@ -6,8 +6,9 @@ import stat
 import pytest
 
 from service import automatic_key
-from service.automatic_key import KeyFileUnsafe, ensure, read_key
+from service.automatic_key import ensure
 from service.identity import Scope, digest_of
+from service.key_file import KeyFileUnsafe, read_key
 from service.store import audit, keys
 
 

@@ -6,6 +6,9 @@ import threading
 
 from workers.protocol.messages import TraceOrder
 
+MOST_STEPS = 20
+"""Of one trace."""
+
 
 class TraceOrders:
     """The orders of one trainer, through its generations. Any thread may ask; the training thread takes them."""

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from workers.checkpoint.archives import ITEM_BYTES
 from workers.checkpoint.catalog import Manifest, manifest_of
@@ -31,13 +30,12 @@ from workers.storage.places import place_of
 from workers.weights.casting import DTYPES
 from workers.weights.companions import add_tokenizer, files_beside, source_config
 from workers.weights.folder import INDEX
+from workers.weights.formats import Dtype, Format
 from workers.weights.mapping import Piece, TheirTensor, their_tensors
 from workers.weights.new_folder import new_folder
 from workers.weights.safetensors_files import NewFiles, NewTensor, index_of, plan_files, write_text
 from workers.weights.stream_out import Source, write_tensors
 
-Format = Literal["hf", "safetensors"]
-Dtype = Literal["fp32", "bf16", "fp16"]
 SHARD_BYTES = 5 * 10**9
 SPEC = "job.json"
 """Of format safetensors: the JobSpec."""

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import text
 
+from service.ids import is_job_id, next_job_id
 from service.states import JobState
 from service.store import IdempotencyConflict, IllegalTransition, JobNotFound, events, generations, jobs
-from service.store.ids import is_job_id, next_job_id
 from service.store.tables import Job
 
 times = st.floats(min_value=1_800_000_000, max_value=3_000_000_000)

@@ -1,0 +1,51 @@
+"""A command loads what it needs, and no more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from api.cli import main
+
+LOADED = (
+    "import sys; from api.cli.main import command_line; command_line(sys.argv[1]); print(*sys.modules, file=sys.stdout)"
+)
+
+
+@pytest.mark.parametrize("command", ["status", "ps", "checkpoints"])
+def test_what_asks_a_service_loads_no_library_of_databases_and_no_torch(command: str) -> None:
+    modules = subprocess.run([sys.executable, "-c", LOADED, command], capture_output=True, text=True, check=True).stdout
+    assert {"sqlalchemy", "torch", "ray", "fastapi"}.isdisjoint(modules.split()) and "httpx" in modules.split()
+
+
+def names_of(app: typer.Typer) -> set[str]:
+    commands = {each.name or getattr(each.callback, "__name__", "") for each in app.registered_commands}
+    return {str(name) for name in commands | {each.name for each in app.registered_groups}}
+
+
+def commands_for(wanted: str | None, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What the command line has, built for `wanted`."""
+    app = typer.Typer()
+    app.registered_commands = list(OWN)
+    monkeypatch.setattr(main, "app", app)
+    return names_of(main.command_line(wanted))
+
+
+OWN = [each for each in main.app.registered_commands if each.callback and each.callback.__module__ == main.__name__]
+
+
+@pytest.mark.parametrize("file", main._FILES)
+def test_a_file_has_the_commands_that_it_is_said_to_have(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {str(each.name or getattr(each.callback, "__name__", "")) for each in OWN}
+    for command in main._FILES[file]:
+        assert commands_for(command, monkeypatch) == own | set(main._FILES[file])
+
+
+@pytest.mark.parametrize("wanted", [None, "--help", "no-such-command"])
+def test_who_may_want_any_command_gets_all(wanted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = commands_for(wanted, monkeypatch)
+    assert everything >= {command for commands in main._FILES.values() for command in commands} | {"submit", "status"}
+    assert commands_for("submit", monkeypatch) < everything
