@@ -5,11 +5,11 @@ from __future__ import annotations
 from api import schemas
 from api.control import ControlPlane
 from service.cluster.errors import ClusterUnavailable
-from service.machines import BadCalibration, this_node
+from service.machines import BadCalibration, measured_gpus, this_node
 from service.planner.answer import to_json
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.job_plan import NotPlanned, refuse_unplannable
-from service.planner.request import CurrentCluster, PlanRequest, cluster_of_nodes
+from service.planner.request import CurrentCluster, Gpus, PlanRequest, cluster_of_nodes
 from workers.config import JobSpec
 from workers.paths import Paths
 from workers.spec.problems import Problem, SpecError
@@ -38,10 +38,18 @@ def cpu_node(control: ControlPlane) -> CpuNode:
         raise SpecError([Problem("cluster", str(error))]) from error
 
 
+def gpus(control: ControlPlane) -> Gpus:
+    """What was measured on GPUs. Raises SpecError."""
+    try:
+        return measured_gpus(Paths.of(control.home).machines)
+    except BadCalibration as error:
+        raise SpecError([Problem("cluster", str(error))]) from error
+
+
 def current_cluster(control: ControlPlane) -> CurrentCluster:
     """What gives it. Raises ClusterUnavailable, SpecError."""
 
     def cluster(accelerator: str | None) -> Cluster:
-        return cluster_of_nodes(control.cluster()["nodes"], accelerator, cpu_node(control))
+        return cluster_of_nodes(control.cluster()["nodes"], accelerator, cpu_node(control), gpus(control))
 
     return cluster

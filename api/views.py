@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -166,7 +165,7 @@ def machine_view(kept: KeptCalibration, own: str) -> schemas.Machine:
         measured_at=moment(kept.measured_at),
         device=found and found.device,
         cores=found and found.cores,
-        constants=found and asdict(found.core),
+        constants=found and found.constants,
         this_node=kept.name == own,
         problem=kept.problem,
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.support.calibrated import add_options, calibration
+from benchmarks.support.calibrated import add_options, calibration, core_of
 from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.report import ROOT, Report, deliver, parser
 from service.planner.hardware import Cluster, cpu_machine
@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _cluster(file: Path | None) -> Cluster:
-    return Cluster(cpu_machine(FORCED, usable_cores(), MEMORY, calibration(file).core), 1, FORCED)
+    return Cluster(cpu_machine(FORCED, usable_cores(), MEMORY, core_of(calibration(file))), 1, FORCED)
 
 
 def quickstart(parallel: Any) -> dict[str, Any]:

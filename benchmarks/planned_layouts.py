@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.calibrated import add_options, calibration
+from benchmarks.support.calibrated import add_options, calibration, core_of
 from benchmarks.support.drawn_layouts import draw_jobs
 from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.report import Report, deliver, parser
@@ -74,7 +74,7 @@ def predict(document: dict[str, Any], calibrated: Calibrated) -> dict[str, Any]:
     """What the planner says of a job: seconds of a step, core seconds that all ranks need together, and bytes of the
     tensors of each pipeline rank."""
     spec = with_threads(parse_job_spec(document), 1)
-    seconds, core_seconds = (_step_seconds(spec, calibrated.core, cores) for cores in (usable_cores(), 1))
+    seconds, core_seconds = (_step_seconds(spec, core_of(calibrated), cores) for cores in (usable_cores(), 1))
     memory = [round(memory_of(spec, rank, gpu=False).total) for rank in range(spec.layout.pipeline)]
     return {"seconds": seconds, "core_seconds": core_seconds, "bytes": memory}
 

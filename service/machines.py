@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from service.planner.fitting import fit_core
-from service.planner.hardware import Core, CpuNode
+from service.planner.fitting_gpu import fit_gpu, machine_measured
+from service.planner.hardware import MACHINES, Core, CpuNode, Gpu
 from workers.calibration.measurements import Measurements
 from workers.errors import MantaError
 from workers.paths import safe_name
@@ -39,11 +40,19 @@ class Calibrated:
     """A type of node that was measured."""
 
     name: str
-    """Of the type (`workers.system.processor.node_type`)."""
+    """Of the type: that of its GPUs in the planner's MACHINES, or without any `workers.system.processor.node_type`."""
     device: str
-    """Its processor."""
+    """Its GPU, or its processor."""
     cores: int
-    core: Core
+    core: Core | None = None
+    gpu: Gpu | None = None
+    """One of both is there."""
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """The eight."""
+        found = dataclasses.asdict(self.core or self.gpu)  # type: ignore[arg-type]
+        return {name: value for name, value in found.items() if not isinstance(value, bool)}
 
     def to_json(self) -> dict[str, Any]:
         """As it is kept."""
@@ -52,10 +61,23 @@ class Calibrated:
     @classmethod
     def from_json(cls, document: Any) -> Calibrated:
         """What `to_json` made. Raises KeyError, TypeError, ValueError."""
-        constants = {name: float(value) for name, value in document["core"].items()}
-        if any(not 0 < value < math.inf for name, value in constants.items() if name != "attention_width"):
+        core, gpu = document.get("core"), document.get("gpu")
+        if (core is None) == (gpu is None):
+            raise ValueError("a core's constants, or a GPU's")
+        found = cls(
+            str(document["name"]),
+            str(document["device"]),
+            int(document["cores"]),
+            None if core is None else Core(**{name: float(value) for name, value in core.items()}),
+            None if gpu is None else Gpu(**{name: _number(value) for name, value in gpu.items()}),
+        )
+        if any(not 0 < value < math.inf for name, value in found.constants.items() if name != "attention_width"):
             raise ValueError("constants are positive")
-        return cls(str(document["name"]), str(document["device"]), int(document["cores"]), Core(**constants))
+        return found
+
+
+def _number(value: Any) -> Any:
+    return value if isinstance(value, bool) else float(value)
 
 
 def load(folder: Path, name: str) -> Calibrated | None:
@@ -114,13 +136,34 @@ def this_node(folder: Path) -> CpuNode:
     """This machine without GPUs, as it was calibrated, if it was. Raises BadCalibration."""
     known = load(folder, node_type())
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return CpuNode(usable_cores(), memory) if known is None else CpuNode(usable_cores(), memory, known.core)
+    core = None if known is None else known.core
+    return CpuNode(usable_cores(), memory) if core is None else CpuNode(usable_cores(), memory, core)
 
 
-def measure(name: str, say: Callable[[str], None]) -> Calibrated:
-    """Measure this machine, of type `name`, in a process of its own: this one has no torch. `say` is told what is
-    measured next. Raises CalibrationFailed."""
-    with subprocess.Popen(_COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def measured_gpus(folder: Path) -> dict[str, Gpu]:
+    """The GPUs that were calibrated, by their name in the planner's MACHINES. Raises BadCalibration."""
+    found = {name: load(folder, name) for name in MACHINES}
+    return {name: each.gpu for name, each in found.items() if each is not None and each.gpu is not None}
+
+
+def measure(device: str, say: Callable[[str], None]) -> Calibrated:
+    """Measure this machine in a process of its own: this one has no torch. `device`: auto (a GPU where there is one),
+    cpu or cuda. `say` is told what is measured next. Raises CalibrationFailed, UnknownMachine."""
+    return calibrated(Measurements.from_json(_measurements(device, say)))
+
+
+def calibrated(found: Measurements) -> Calibrated:
+    """What plans go by after such measurements. Raises UnknownMachine."""
+    if found.gpu_memory_bytes is None:
+        return Calibrated(node_type(), found.device, found.cores, core=fit_core(found))
+    name = machine_measured(found)
+    return Calibrated(name, found.device, found.cores, gpu=fit_gpu(found, MACHINES[name]))
+
+
+def _measurements(device: str, say: Callable[[str], None]) -> Any:
+    with subprocess.Popen(
+        (*_COMMAND, "--device", device), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         last = ""
         for line in process.stderr:
@@ -130,5 +173,4 @@ def measure(name: str, say: Callable[[str], None]) -> Calibrated:
         text = process.stdout.read()
     if process.returncode:
         raise CalibrationFailed(f"this machine could not be measured: {last}")
-    found = Measurements.from_json(json.loads(text))
-    return Calibrated(name, found.device, found.cores, fit_core(found))
+    return json.loads(text)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from enum import Enum
+from typing import Annotated
 
 import typer
 
@@ -11,7 +12,6 @@ from api.cli.main import Json
 from service.machines import Calibrated, measure, save
 from service.settings import Settings
 from workers.paths import Paths
-from workers.system.processor import node_type
 
 _UNITS = {
     "product_fp32": (1e9, "GFLOP/s, products in fp32"),
@@ -23,6 +23,24 @@ _UNITS = {
     "message_seconds": (1e-6, "us, a message beside its bytes"),
     "all_busy": (1, "of its speed, a core while all compute"),
 }
+_UNITS_OF_GPU = {
+    "product_16bit": (1e12, "TFLOP/s, products in bf16"),
+    "product_fp32": (1e12, "TFLOP/s, products in fp32"),
+    "attention": (1e12, "TFLOP/s, attention's forward"),
+    "attention_backward": (1e12, "TFLOP/s, its backward"),
+    "memory": (1e9, "GB/s, element-wise kernels"),
+    "kernel_seconds": (1e-6, "us, a kernel beside its work"),
+    "host_seconds": (1e-6, "us, an operation's launch by the host"),
+    "copy": (1e9, "GB/s, to and from pinned memory of the host"),
+}
+
+
+class Device(Enum):
+    """What can be measured."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 def register(app: typer.Typer) -> None:
@@ -30,12 +48,17 @@ def register(app: typer.Typer) -> None:
     app.command()(calibrate)
 
 
-def calibrate(as_json: Json = False) -> None:
+def calibrate(
+    device: Annotated[
+        Device, typer.Option("--device", help="What to measure; auto: one of its GPUs where it has any.")
+    ] = Device.auto,
+    as_json: Json = False,
+) -> None:
     """Measure this machine for plans and for `parallel: auto`: about a minute in which nothing else should run here.
-    What is found is kept in MANTA_HOME, for all nodes of the same processor and number of cores, and takes the place of
-    what was found before. Ranks on CPUs; for GPUs plans go by published measurements. Needs no service."""
+    What is found is kept in MANTA_HOME, for all nodes of the same processor and number of cores or of the same type of
+    GPU, and takes the place of what was found before. Needs no service."""
     folder = Paths.of(Settings.from_environment().home).machines
-    found = measure(node_type(), lambda line: typer.echo(line, err=True))
+    found = measure(device.value, lambda line: typer.echo(line, err=True))
     path = save(folder, found)
     if as_json:
         typer.echo(json.dumps(found.to_json()))
@@ -46,5 +69,5 @@ def calibrate(as_json: Json = False) -> None:
 
 
 def _lines(found: Calibrated) -> list[str]:
-    values = dataclasses.asdict(found.core)
-    return [f"  {values[name] / unit:10.3f} {what}" for name, (unit, what) in _UNITS.items()]
+    units = _UNITS if found.gpu is None else _UNITS_OF_GPU
+    return [f"  {found.constants[name] / unit:10.3f} {what}" for name, (unit, what) in units.items()]

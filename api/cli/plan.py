@@ -11,7 +11,7 @@ from rich.console import Console
 from api import schemas
 from api.cli import render
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, read_file, show
-from service.machines import this_node
+from service.machines import measured_gpus, this_node
 from service.planner.answer import to_json
 from service.planner.hardware import GIB, Cluster
 from service.planner.pictures import picture
@@ -79,8 +79,8 @@ def _answer(document: Any, url: str | None) -> schemas.Plans:
     if isinstance(cluster, dict) and cluster.get("current") is True:
         with connect(url) as client:
             return client.plans({**document, "cluster": cluster})
-    node = this_node(Paths.of(Settings.from_environment().home).machines)
-    wanted = read_request(with_shape_of_weights(document), _nowhere, node)
+    folder = Paths.of(Settings.from_environment().home).machines
+    wanted = read_request(with_shape_of_weights(document), _nowhere, this_node(folder), measured_gpus(folder))
     return schemas.Plans.model_validate(to_json(wanted, wanted.answer()))
 
 

@@ -134,15 +134,15 @@ class Machine(Answer):
     """A type of node that `manta calibrate` has measured, by which plans for its kind go."""
 
     name: str
-    """Processor and cores, as nodes of that type are told apart."""
+    """Processor and cores, or the type of GPU, as nodes are told apart."""
     measured_at: datetime
     device: str | None
-    """Its processor."""
+    """Its processor, or its GPU."""
     cores: int | None
     constants: dict[str, float] | None
-    """What a core reaches: the eight of docs/planner.md."""
+    """What a core or a GPU reaches: the eight of docs/planner.md."""
     this_node: bool
-    """Whether the control plane that answers is on such a node."""
+    """Whether the control plane that answers is on such a node; of GPUs it does not know."""
     problem: str | None
     """Why it cannot be used; then the three before are null."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from service.machines import Calibrated
 from service.machines import measure as measure_machine
-from workers.system.processor import node_type
+from service.planner.hardware import Core
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
@@ -21,7 +21,14 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 
 def calibration(file: Path | None) -> Calibrated:
-    """The calibration in `file`, else a new one. Raises what a measurement does."""
+    """The calibration in `file`, else a new one, of cores. Raises what a measurement does."""
     if file is not None:
         return Calibrated.from_json(json.loads(file.read_text(encoding="utf-8")))
-    return measure_machine(node_type(), lambda line: print(line, file=sys.stderr))
+    return measure_machine("cpu", lambda line: print(line, file=sys.stderr))
+
+
+def core_of(calibrated: Calibrated) -> Core:
+    """What a core reaches. Raises ValueError where a GPU was measured."""
+    if calibrated.core is None:
+        raise ValueError(f"{calibrated.name} is the calibration of a GPU")
+    return calibrated.core

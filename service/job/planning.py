@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from service.job.context import JobContext
-from service.machines import BadCalibration, this_node
+from service.machines import BadCalibration, measured_gpus, this_node
 from service.planner.job_plan import NotPlanned, Place, cluster_of, planned
 from service.store import plans
 from workers.config import JobSpec
@@ -49,7 +49,8 @@ async def _plan(job: JobContext, where: Mapping[int, AgentDescription]) -> dict[
 
 
 def _planned(spec: JobSpec, job: JobContext, places: list[Place]) -> dict[str, Any]:
-    return planned(spec, cluster_of(places, this_node(job.cluster.paths.machines)))
+    folder = job.cluster.paths.machines
+    return planned(spec, cluster_of(places, this_node(folder), measured_gpus(folder)))
 
 
 async def _places(job: JobContext, where: Mapping[int, AgentDescription]) -> list[Place]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from service.planner import explain
+from service.planner.hardware import Cluster
 from service.planner.memory import host_bytes, usable_bytes
 from service.planner.request import PlanRequest
 from service.planner.search import Answer, Plan
@@ -16,11 +17,21 @@ ASSUMED = (
     "layouts, and may be far from what a clock will show"
 )
 
+LINKS_ASSUMED = (
+    "what its GPUs reach was measured; what lies between them is assumed, and was neither fitted nor measured"
+)
+
+
+def _note(cluster: Cluster) -> str | None:
+    if cluster.machine.is_assumed:
+        return ASSUMED
+    return LINKS_ASSUMED if cluster.gpus > 1 and cluster.machine.links_are_assumed else None
+
 
 def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
     """In the form of `api.schemas.Plans`."""
     return {
-        "note": ASSUMED if request.cluster.machine.is_assumed else None,
+        "note": _note(request.cluster),
         "plans": [_plan(plan, request) for plan in answer.plans],
         "rejected": [
             {"parallel": each.spec.layout.model_dump(mode="json"), "reason": each.reason} for each in answer.rejected

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from service.planner.communication import groups_of
+from service.planner.engine_passes import layer_time
 from service.planner.hardware import Cluster, with_threads
-from service.planner.layer_time import LayerTime, Passes
+from service.planner.layer_time import Passes
 from service.planner.pipeline import StageTimes
 from service.planner.software import Software
 from service.planner.step_time import StepModel, layer_counts, slowest_of, stage_totals, threads_in
@@ -187,7 +188,7 @@ class Bounds:
         key = candidate.tensor, candidate.micro_batch, candidate.recompute, threads
         if key not in self._passes:
             spec, cluster = self._alone(candidate), with_threads(self.cluster, threads)
-            self._passes[key] = LayerTime(spec, groups_of(spec.layout, cluster, self.software), self.software).passes()
+            self._passes[key] = layer_time(spec, groups_of(spec.layout, cluster, self.software), self.software).passes()
         return self._passes[key]
 
     def _threads(self, candidate: Candidate) -> int:

@@ -142,5 +142,5 @@ def _tail(planned: Mapping[str, Any]) -> str:
     if not planned["assumed"]:
         return ""
     if planned["has_gpus"]:
-        return ". What such a GPU reaches is assumed, nothing of it was measured"
+        return ". What such a GPU reaches is assumed: `manta calibrate` on such a node measures it"
     return ". What this machine reaches is assumed: `manta calibrate` measures it"

@@ -88,6 +88,32 @@ class Core:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """What was measured on one GPU: the eight constants of its calibration, which take the place of what is assumed of
+    products, memory and host. `docs/planner.md` says what each is measured on."""
+
+    product_16bit: float
+    """FLOP/s of matrix products of 16-bit numbers that fill all multiprocessors."""
+    product_fp32: float
+    """The same of fp32."""
+    attention: float
+    """FLOP/s of fused attention's forward, over the scores that the causal mask leaves, with `SOFTMAX` in
+    operations.py."""
+    attention_backward: float
+    """The same of its backward."""
+    memory: float
+    """Bytes/s of element-wise kernels on large tensors, and of the optimizer's."""
+    kernel_seconds: float
+    """What a kernel takes of the device beside its work, with others waiting behind it."""
+    host_seconds: float
+    """What the host takes for one operation (`Budget.operations`)."""
+    copy: float
+    """Bytes/s between the device and pinned memory of its host, the slower way."""
+    adds_wider: bool = False
+    """No constant: whether products there add 16-bit gradients to fp32 sums themselves (torch 2.13)."""
+
+
+@dataclass(frozen=True)
 class Machine:
     """A node with accelerators, or with cores that take their place."""
 
@@ -105,6 +131,8 @@ class Machine:
     """Such a node's cores, which its ranks share."""
     threads: int = 1
     """With which each rank computes there."""
+    gpu: Gpu | None = None
+    """What was measured on one of its GPUs, and is in `constants` too where these have it."""
 
     @property
     def adapters_each(self) -> float:
@@ -120,6 +148,11 @@ class Machine:
     def is_assumed(self) -> bool:
         """Whether nothing was fitted or measured on such a machine."""
         return self.core == ASSUMED_CORE or (self.core is None and self.constants == HOPPER)
+
+    @property
+    def links_are_assumed(self) -> bool:
+        """Whether its GPUs were measured, one at a time, and what lies between them was not."""
+        return self.gpu is not None and replace(self.constants, **ASSUMED_OF_GPU) == HOPPER
 
 
 @dataclass(frozen=True)
@@ -169,6 +202,8 @@ V100 = replace(A100, product=0.92, skew_seconds=2e-4)
 the data sheet; those GPUs have a higher power limit). The others as of the A100."""
 HOPPER = replace(A100, product=0.70, skew_seconds=1e-4, host_seconds=3e-5)
 """Nothing was fitted: products reach a smaller part of a higher peak under the same power limits, hosts are faster."""
+ASSUMED_OF_GPU = {name: getattr(HOPPER, name) for name in ("product", "memory", "host_seconds")}
+"""What a calibration takes the place of."""
 
 MACHINES = {
     # DGX-2: arXiv:1909.08053, section 5 (32 GB, NVSwitch of 300 GB/s both ways, 8 adapters of 100 Gb/s).
@@ -242,6 +277,22 @@ def machine_of(name: str) -> Machine:
     if not fitting:
         raise UnknownMachine(f"no accelerator {name!r} is known; known are {', '.join(MACHINES)}")
     return MACHINES[max(fitting, key=lambda known: MACHINES[known].accelerator.memory_bytes)]
+
+
+def measured(machine: Machine, gpu: Gpu) -> Machine:
+    """The same machine by what was measured on one of its GPUs."""
+    device = machine.accelerator
+    product, memory = gpu.product_16bit / device.peak_16bit, gpu.memory / device.memory_bandwidth
+    constants = replace(machine.constants, product=product, memory=memory, host_seconds=gpu.host_seconds)
+    return replace(machine, constants=constants, gpu=gpu)
+
+
+def named_by_driver(device: str, memory_bytes: float) -> str | None:
+    """The name in MACHINES of a GPU that its driver calls `device`; None: there is none."""
+    words = device.lower().replace("-", " ").split()
+    kinds = {name.split("-")[0] for name in MACHINES}
+    kind = next((word for word in words if word in kinds), None)
+    return None if kind is None else known_as(kind, memory_bytes)
 
 
 def known_as(ray_type: str, memory_bytes: float | None) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from service.planner.budget import Share, step_shares
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.memory import usable_bytes
-from service.planner.request import cluster_of_nodes, too_large
+from service.planner.request import NONE_MEASURED, Gpus, cluster_of_nodes, too_large
 from service.planner.search import plan_of
 from service.planner.sizes import elastic_sizes
 from service.planner.software import engine_on
@@ -36,9 +36,9 @@ class Place:
     gpu_memory_bytes: int | None = None
 
 
-def cluster_of(places: Sequence[Place], node: CpuNode) -> Cluster:
-    """The nodes of a job, as far as they are alike. `node`: what one without GPUs is. Raises SpecError where the type
-    of the GPUs is not known."""
+def cluster_of(places: Sequence[Place], node: CpuNode, gpus: Gpus = NONE_MEASURED) -> Cluster:
+    """The nodes of a job, as far as they are alike. `node`: what one without GPUs is; `gpus`: those that were measured.
+    Raises SpecError where the type of the GPUs is not known."""
     most = max(place.ranks for place in places)
     if not places[0].has_gpus:
         cores = min((place.cores for place in places if place.cores), default=node.cores)
@@ -48,7 +48,7 @@ def cluster_of(places: Sequence[Place], node: CpuNode) -> Cluster:
         | {"gpu_memory_bytes": each.gpu_memory_bytes}
         for each in places
     ]
-    return cluster_of_nodes(nodes, None, node)
+    return cluster_of_nodes(nodes, None, node, gpus)
 
 
 def refuse_unplannable(spec: JobSpec) -> None:

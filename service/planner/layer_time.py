@@ -12,7 +12,7 @@ from functools import cached_property
 
 from service.planner.communication import Groups, gather_seconds, reduce_seconds
 from service.planner.hardware import Machine
-from service.planner.operations import Budget, memory_seconds, product_seconds
+from service.planner.operations import WIDE, Budget, memory_seconds, product_seconds
 from service.planner.pipeline import StageTimes
 from service.planner.software import Software
 from workers.accounting.flops import key_value_copies, padded_vocabulary
@@ -20,8 +20,6 @@ from workers.config import JobSpec
 
 MASK = 1
 """Bytes of an element of a dropout mask."""
-WIDE = 4
-"""Bytes of fp32."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,17 @@ class Passes:
         if last:
             forward, backward = forward.plus(self.last_forward), backward.plus(self.last_backward)
         weight = Budget().plus(self.backward_weight, layers)
+        if machine.gpu is not None and first and last:
+            forward.host = host_wait(machine, forward, backward, weight)
+            return forward, backward, weight
         return forward.wait_for_host(machine), backward.wait_for_host(machine), weight.wait_for_host(machine)
+
+
+def host_wait(machine: Machine, *passes: Budget) -> float:
+    """Seconds that a device waits for its host in these passes together, while there are more of them behind: the host
+    queues what comes next as long as it is the faster one."""
+    host = sum(each.operations for each in passes) * machine.constants.host_seconds
+    return max(0.0, host - sum(each.device_seconds for each in passes))
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 A matrix product is cut into tiles, and each multiprocessor works on one tile at a time: the last wave of tiles need not
 fill them all (tile and wave quantization). An operation takes the larger of its arithmetic and its memory traffic. On
-a core of a CPU products of all shapes have about the same rate, and come after what they read and write.
+a core of a CPU products of all shapes have about the same rate, and come after what they read and write. On a GPU that
+was measured every kernel takes a little beside its work, and products with few tiles cut their inner dimension too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ RAMP = 32
 """Elements of the inner dimension whose time filling and draining a tile's pipeline takes: one slice of a tile."""
 
 
+WIDE = 4
+"""Bytes of fp32."""
+SOFTMAX = 32
+"""The softmax within fused attention, as that much more width of each head in its products."""
+ROWS = 128
+"""Queries of which a multiprocessor computes attention at a time; of the scores on the diagonal it computes all."""
+SPLITS, LEAST_SPLIT = (1, 2, 4, 8), 512
+"""In how many parts the inner dimension of a product may be cut, and how many elements each has at least."""
+
 GRAIN_BYTES = 2 * 4 * 32768
 """What an element-wise kernel moves for each thread at least: torch cuts none into pieces of fewer than 32,768
 elements."""
@@ -34,6 +44,8 @@ def product_seconds(machine: Machine, m: int, n: int, k: int, batch: int = 1, wi
         return (arithmetic + batch * width * (m * k + k * n + m * n) / core.memory) / machine.threads
     device, constants = machine.accelerator, machine.constants
     peak = device.peak_16bit if width == 2 else device.peak_fp32
+    if machine.gpu is not None:
+        return _measured_product(machine, m, n, k, batch, width)
     rate = peak * constants.product / device.multiprocessors
     arithmetic = min(
         -(-(-(-m // rows) * -(-n // columns) * batch) // device.multiprocessors)
@@ -42,6 +54,40 @@ def product_seconds(machine: Machine, m: int, n: int, k: int, batch: int = 1, wi
     )
     traffic = batch * width * (m * k + k * n + m * n)
     return max(arithmetic, traffic / (device.memory_bandwidth * constants.memory))
+
+
+def _measured_product(machine: Machine, m: int, n: int, k: int, batch: int, width: int) -> float:
+    """The same on a GPU that was measured."""
+    gpu, count = machine.gpu, machine.accelerator.multiprocessors
+    assert gpu is not None
+    rate = (gpu.product_16bit if width == 2 else gpu.product_fp32) / count
+    arithmetic = min(
+        -(-(-(-m // rows) * -(-n // columns) * batch * splits) // count)
+        * (2.0 * rows * columns * (k / splits + RAMP) / (rate * relative))
+        + (2 * WIDE * splits * m * n * batch / gpu.memory if splits > 1 else 0.0)
+        for rows, columns, relative in TILES
+        for splits in SPLITS
+        if splits == 1 or k >= splits * LEAST_SPLIT
+    )
+    traffic = batch * width * (m * k + k * n + m * n)
+    return max(arithmetic, traffic / gpu.memory) + gpu.kernel_seconds
+
+
+@lru_cache(maxsize=10_000)
+def attention_seconds(
+    machine: Machine, heads: int, sequence: int, head_size: int, width: int = 2
+) -> tuple[float, float]:
+    """Seconds of fused causal attention on a GPU that was measured, forward and backward; `heads`: of all samples.
+    Backward has five products where forward has two."""
+    gpu, count = machine.gpu, machine.accelerator.multiprocessors
+    assert gpu is not None
+    each = 4.0 * (head_size + SOFTMAX)
+    rows = min(ROWS, sequence)
+    whole = each * heads * sequence * (sequence + rows) / 2
+    longest = each * sequence * rows * count  # the last rows see all that is before them
+    slower = 1.0 if width == 2 else gpu.product_16bit / gpu.product_fp32
+    work = max(whole, longest) * slower
+    return work / gpu.attention + gpu.kernel_seconds, 2.5 * work / gpu.attention_backward + 3 * gpu.kernel_seconds
 
 
 def memory_seconds(machine: Machine, moved: float) -> float:

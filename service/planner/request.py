@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from service.planner.candidates import MOST_STAGES
-from service.planner.hardware import MACHINES, Cluster, CpuNode, UnknownMachine, known_as, machine_of
+from service.planner.hardware import (
+    MACHINES,
+    Cluster,
+    CpuNode,
+    Gpu,
+    UnknownMachine,
+    known_as,
+    machine_of,
+    measured,
+)
 from service.planner.search import Answer, evaluate, search, smallest_cluster
 from service.planner.software import engine_on
 from workers.config import JobSpec, ParallelConfig
@@ -22,6 +32,9 @@ CPU = "cpu"
 """The accelerator of a cluster of nodes like the one that plans, without GPUs; `gpus_per_node` are their ranks."""
 SECTIONS = ("model", "train", "data", "parallel", "cluster")
 """What is read. A job's other sections may be there too, so that its file can be planned as it is."""
+Gpus = Mapping[str, Gpu]
+"""What was measured on GPUs, by their name in MACHINES."""
+NONE_MEASURED: Gpus = MappingProxyType({})
 WISHES = ("explain", "sizes")
 """What may be asked for beside plans."""
 MOST_LAYERS, MOST_NODES, MOST_MICRO_BATCHES = 1000, 100_000, 100_000
@@ -57,9 +70,9 @@ class PlanRequest:
         return found
 
 
-def read_request(document: Any, current: CurrentCluster, node: CpuNode) -> PlanRequest:
-    """Check `document`. `node`: the one that accelerator `cpu` means. Raises SpecError with everything that is wrong
-    with it."""
+def read_request(document: Any, current: CurrentCluster, node: CpuNode, gpus: Gpus = NONE_MEASURED) -> PlanRequest:
+    """Check `document`. `node`: the one that accelerator `cpu` means. `gpus`: those that were measured. Raises
+    SpecError with everything that is wrong with it."""
     if not isinstance(document, dict):
         raise SpecError([Problem("", f"a plan is asked for with a mapping, not {kind_of(document)}", "model: {...}")])
     wishes = {name: document.get(name, False) for name in WISHES}
@@ -70,7 +83,7 @@ def read_request(document: Any, current: CurrentCluster, node: CpuNode) -> PlanR
     ]:
         raise SpecError(problems)
     job = _job_in({key: value for key, value in document.items() if key not in WISHES})
-    cluster = read_cluster(document.get("cluster"), current, node)
+    cluster = read_cluster(document.get("cluster"), current, node, gpus)
     problems = too_large(job)
     if problems:
         raise SpecError(problems)
@@ -114,7 +127,7 @@ def _data_for(model: Any) -> dict[str, Any]:
     return {"source": "python-stdlib"}
 
 
-def read_cluster(document: Any, current: CurrentCluster, node: CpuNode) -> Cluster:
+def read_cluster(document: Any, current: CurrentCluster, node: CpuNode, gpus: Gpus = NONE_MEASURED) -> Cluster:
     """The cluster that `document` describes; {current: true} is the one that `current` gives. Raises SpecError."""
     example = "{accelerator: a100-80gb, nodes: 8, gpus_per_node: 8}"
     if not isinstance(document, dict):
@@ -146,10 +159,10 @@ def read_cluster(document: Any, current: CurrentCluster, node: CpuNode) -> Clust
     if name == CPU:
         slots = sizes.get("gpus_per_node", node.cores)
         return Cluster(node.machine(slots), sizes.get("nodes", 1), slots)
-    return _named_cluster(name, sizes)
+    return _named_cluster(name, sizes, gpus)
 
 
-def _named_cluster(name: str | None, sizes: dict[str, int]) -> Cluster:
+def _named_cluster(name: str | None, sizes: dict[str, int], gpus: Gpus) -> Cluster:
     if name is None:
         known = ", ".join([*MACHINES, CPU])
         problem = f"which accelerators the nodes have must be said: {known}; or current: true"
@@ -158,6 +171,8 @@ def _named_cluster(name: str | None, sizes: dict[str, int]) -> Cluster:
         machine = machine_of(name)
     except UnknownMachine as error:
         raise SpecError([Problem("cluster.accelerator", str(error), "a100-80gb")]) from error
+    if (gpu := gpus.get(machine.accelerator.name)) is not None:
+        machine = measured(machine, gpu)
     return Cluster(machine, sizes.get("nodes", 1), sizes.get("gpus_per_node", machine.devices))
 
 
@@ -195,9 +210,12 @@ def _type_of(nodes: Sequence[Mapping[str, Any]]) -> str:
     return name
 
 
-def cluster_of_nodes(nodes: Sequence[Mapping[str, Any]], accelerator: str | None, cpu_node: CpuNode) -> Cluster:
+def cluster_of_nodes(
+    nodes: Sequence[Mapping[str, Any]], accelerator: str | None, cpu_node: CpuNode, gpus: Gpus = NONE_MEASURED
+) -> Cluster:
     """The cluster of which the control plane sees `nodes` (in the form of `api.schemas.Node`), as far as they are
-    equal: of the size that most have. `cpu_node`: what one without GPUs is. Raises SpecError."""
+    equal: of the size that most have. `cpu_node`: what one without GPUs is; `gpus`: those that were measured. Raises
+    SpecError."""
     sizes = Counter(int(node["total"]) for node in nodes if node.get("alive") and int(node["total"]) > 0)
     if not sizes:
         raise SpecError([Problem("cluster.current", "this cluster has no node with free places", "false")])
@@ -206,5 +224,5 @@ def cluster_of_nodes(nodes: Sequence[Mapping[str, Any]], accelerator: str | None
     with_gpus = [node for node in nodes if node.get("accelerator") == "gpu"]
     if with_gpus:
         name = _type_of(with_gpus) if accelerator is None else accelerator
-        return _named_cluster(name, {"nodes": count, "gpus_per_node": size})
+        return _named_cluster(name, {"nodes": count, "gpus_per_node": size}, gpus)
     return Cluster(cpu_node.machine(size), count, size)

@@ -42,6 +42,11 @@ class Software:
     replicas_inside: bool = True
     """Whether the ranks of one stage's replicas follow one another, so that they share nodes; else whole replicas
     do."""
+    counts_kernels: bool = False
+    """Whether a layer's element-wise kernels are counted one by one as this engine has them, compiled or not
+    (`engine_passes.py`), in place of what engines have in common."""
+    update_operations: int = 0
+    """What the host does at the end of a step, and the device in kernels of next to no work."""
     shards_optimizer: bool = False
     """Whether layouts with `zero: 1` update a part of the parameters each and gather them (an all-gather of 16-bit
     parameters)."""
@@ -79,6 +84,11 @@ MANTA = Software(
     shards_optimizer=True,
 )
 """This engine."""
+MANTA_ON_MEASURED_GPU = replace(
+    MANTA, name="manta-on-measured-gpu", counts_kernels=True, update_operations=110, optimizer_bytes=46.0
+)
+"""The same on GPUs that were measured. Update: gradients are read for their norm (4) and scaled (8), AdamW (28), the
+parameters rounded (6)."""
 MANTA_ON_CPU = replace(
     MANTA,
     name="manta-on-cpu",
@@ -103,6 +113,7 @@ PROFILES = {
         MEGATRON_2022,
         MEGATRON_DEEPSPEED_2021,
         MANTA,
+        MANTA_ON_MEASURED_GPU,
         MANTA_ON_CPU,
     )
 }
@@ -111,4 +122,6 @@ PROFILES = {
 
 def engine_on(machine: Machine) -> Software:
     """This engine as it runs on such a machine."""
-    return MANTA if machine.core is None else MANTA_ON_CPU
+    if machine.core is not None:
+        return MANTA_ON_CPU
+    return MANTA if machine.gpu is None else MANTA_ON_MEASURED_GPU

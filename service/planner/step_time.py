@@ -14,9 +14,10 @@ from service.planner.communication import (
     message_seconds,
     reduce_seconds,
 )
+from service.planner.engine_passes import layer_time
 from service.planner.hardware import Cluster, with_threads
-from service.planner.layer_time import LayerTime, Passes
-from service.planner.operations import memory_seconds
+from service.planner.layer_time import Passes, host_wait
+from service.planner.operations import Budget, memory_seconds
 from service.planner.pipeline import Pipeline, StageTimes
 from service.planner.shared_cores import SharedCores
 from service.planner.software import MANTA, Software
@@ -93,7 +94,7 @@ class StepModel:
         self.spec, self.software = spec, software
         self.cluster = cluster = with_threads(cluster, threads_in(spec, cluster))
         self.groups: Groups = groups_of(spec.layout, cluster, software)
-        self.layer = LayerTime(spec, self.groups, software)
+        self.layer = layer_time(spec, self.groups, software)
         self.passes = passes or self.layer.passes()
         self.parameters = parameters or max(rank_parameters(spec))
 
@@ -148,13 +149,39 @@ class StepModel:
         """The whole step."""
         layout, m = self.spec.layout, self.spec.micro_batches
         pipeline = self.pipeline()
-        seconds, work = pipeline.seconds(m), pipeline.work(m)
+        seconds, work = pipeline.seconds(m) + self.first_wait(), pipeline.work(m)
         last = min(each.backward_input + each.backward_weight for each in pipeline.times)
         gradients, optimizer = self.gradient_seconds(last), self.optimizer_seconds()
         tied = self.tied_seconds()
         total = seconds + gradients + optimizer + tied
         waiting = total * (slowest_of(layout.data, self.cluster) - 1)
         return StepTime(total + waiting, seconds, work, gradients, tied, optimizer, waiting)
+
+    def first_wait(self) -> float:
+        """What a measured GPU that has the whole model waits for its host in the step's first forward beyond what it
+        does in each: nothing was queued before it. Where the device is the slower one afterwards, that is all."""
+        budgets = self._whole_model()
+        if budgets is None:
+            return 0.0
+        return max(0.0, host_wait(self.cluster.machine, budgets[0]) - budgets[0].host)
+
+    def _whole_model(self) -> tuple[Budget, Budget, Budget] | None:
+        """One micro-batch's passes of a measured GPU that has the whole model."""
+        machine, layout = self.cluster.machine, self.spec.layout
+        if machine.gpu is None or layout.pipeline * layout.virtual_stages > 1:
+            return None
+        return self.passes.budgets_of_stage(self.spec.model.layers, True, True, machine)
+
+    def _update_wait(self, update: float) -> float:
+        """What the device waits for its host around an update of so many seconds: for what the host was not ahead."""
+        budgets, machine = self._whole_model(), self.cluster.machine
+        if budgets is None or machine.gpu is None:
+            return 0.0
+        operations, constants = self.software.update_operations, machine.constants
+        host = sum(each.operations for each in budgets) * constants.host_seconds
+        ahead = self.spec.micro_batches * (sum(each.device_seconds for each in budgets) - host)
+        kernels = operations * machine.gpu.kernel_seconds
+        return kernels + max(0.0, operations * constants.host_seconds - update - kernels - max(0.0, ahead))
 
     def gradient_seconds(self, backward: float) -> float:
         """Reduction over the replicas, as far as it is not hidden; `backward`: least of a virtual stage."""
@@ -173,6 +200,7 @@ class StepModel:
         layout, machine = self.spec.layout, self.cluster.machine
         split = layout.data if self.software.shards_optimizer and layout.zero else 1
         update = memory_seconds(machine, self.software.optimizer_bytes * self.parameters / split)
+        update += self._update_wait(update)
         if not self.software.shards_optimizer:
             return self._alike(update)
         # What each replica has updated, or without ZeRO what each has summed up, goes to all the others.

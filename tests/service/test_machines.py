@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from service import machines
-from service.machines import BadCalibration, Calibrated, CalibrationFailed, load, save, this_node
-from service.planner.hardware import ASSUMED_CORE, Core
+from service.machines import BadCalibration, Calibrated, CalibrationFailed, load, measured_gpus, save, this_node
+from service.planner.hardware import ASSUMED_CORE, Core, Gpu
 from workers.system.processor import node_type
 
 CORE = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
@@ -50,7 +50,18 @@ def test_a_file_that_is_no_calibration_says_what_to_do(tmp_path, change):
         load(tmp_path, "abacus-4")
 
 
+def test_gpus_are_kept_by_their_type_and_are_no_nodes_of_cores(tmp_path):
+    gpu = Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=Gpu(6.8e14, 5e13, 5e14, 4e14, 2.7e12, 2e-6, 7e-6, 5e10, True))
+    save(tmp_path, gpu)
+    save(tmp_path, calibrated())
+    assert measured_gpus(tmp_path) == {"h100-80gb": gpu.gpu}
+    assert load(tmp_path, "h100-80gb") == gpu and len(gpu.constants) == 8
+    (tmp_path / "h100-80gb.json").write_text(json.dumps(gpu.to_json() | {"core": vars(CORE)}))
+    with pytest.raises(BadCalibration, match="calibrate again, or remove it"):
+        measured_gpus(tmp_path)
+
+
 def test_a_machine_that_cannot_be_measured_says_why(monkeypatch):
     monkeypatch.setattr(machines, "_COMMAND", (sys.executable, "-c", "raise SystemExit('no memory left')"))
     with pytest.raises(CalibrationFailed, match="could not be measured: no memory left"):
-        machines.measure("abacus-4", print)
+        machines.measure("auto", print)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from workers.calibration.gpu import ON_GPU, measure_gpu
 from workers.calibration.kernels import attention_times, product_times
 from workers.calibration.links import collective_times
 from workers.calibration.local_ranks import LocalRanks
@@ -22,12 +23,15 @@ from workers.system.host_memory import keep_freed_memory
 from workers.system.processor import processor_name
 
 MOST_RANKS = 8
+DEVICES = ("cpu", "cuda")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure; returns the exit status."""
     options = argparse.ArgumentParser(prog="python -m workers.calibration", description=__doc__)
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options.add_argument(
+        "--device", choices=("auto", *DEVICES), default="auto", help="auto (the default): a GPU where there is one"
+    )
     chosen = options.parse_args(arguments)
     found = measure(chosen.device, lambda part: print(f"measuring: {part}", file=sys.stderr, flush=True))
     print(json.dumps(dataclasses.asdict(found)))
@@ -36,19 +40,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(kind: str, say: Callable[[str], None]) -> Measurements:
     """Everything, part by part; `say` is told what is measured next."""
+    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
+        return measure_gpu(torch.device("cuda", 0), ON_GPU, say)
     torch.set_num_threads(1)
     keep_freed_memory()
-    device = torch.device(kind)
+    device = torch.device("cpu")
     cores = usable_cores()
-    name = torch.cuda.get_device_name(device) if kind == "cuda" else processor_name()
     say("matrix products and attention")
     narrow = product_times(device, torch.bfloat16)
     wide = product_times(device, torch.float32)
-    attention = attention_times(device, torch.bfloat16 if kind == "cuda" else torch.float32)
+    attention = attention_times(device, torch.float32)
     say("steps of one rank")
-    found = Measurements(name, cores, wide + narrow, attention, step_times(device))
-    if kind == "cuda":
-        return found
+    found = Measurements(processor_name(), cores, wide + narrow, attention, step_times(device))
     say("several ranks")
     gangs = LocalRanks()
     document = document_of(BUSY_SHAPE, "fp32")

@@ -15,7 +15,7 @@ class ProductTime:
     name: str
     """forward, input (its gradient) or weight (its gradient, added to a sum)."""
     precision: str
-    """Of its factors, as torch calls it: float32, bfloat16."""
+    """Of its factors, as torch calls it: float32, bfloat16; tf32 for float32 that tensor cores round."""
     n: int
     i: int
     o: int
@@ -35,6 +35,28 @@ class AttentionTime:
     heads: int
     sequence: int
     head_size: int
+    seconds: float
+    forward_seconds: float | None = None
+    """Of forward alone; None where it was not measured."""
+
+
+@dataclass(frozen=True)
+class ElementTime:
+    """An element-wise kernel of a GPU."""
+
+    name: str
+    moved: int
+    """Bytes that it reads and writes."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CopyTime:
+    """A copy between a GPU and pinned memory of its host."""
+
+    direction: Literal["to_device", "to_host"]
+    size: int
+    """Bytes."""
     seconds: float
 
 
@@ -82,6 +104,12 @@ class Measurements:
     collectives: list[CollectiveTime] = field(default_factory=list)
     busy: list[BusyTime] = field(default_factory=list)
     """With one rank first."""
+    elements: list[ElementTime] = field(default_factory=list)
+    copies: list[CopyTime] = field(default_factory=list)
+    gpu_memory_bytes: int | None = None
+    """Of a GPU; None: a processor was measured."""
+    adds_wider: bool = False
+    """Whether products there add 16-bit gradients to fp32 sums themselves."""
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Measurements:
@@ -92,9 +120,18 @@ class Measurements:
             "steps": StepSeconds,
             "collectives": CollectiveTime,
             "busy": BusyTime,
+            "elements": ElementTime,
+            "copies": CopyTime,
         }
-        lists = {name: [kind(**row) for row in document[name]] for name, kind in kinds.items()}
-        return cls(document["device"], document["cores"], **lists)
+        lists: dict[str, Any] = {name: [kind(**row) for row in document[name]] for name, kind in kinds.items()}
+        others: dict[str, Any] = {
+            name: document[name] for name in ("device", "cores", "gpu_memory_bytes", "adds_wider")
+        }
+        return cls(**others, **lists)
+
+
+SMALL = 256
+"""Hidden size up to which the time of a GPU's step is its host's."""
 
 
 def step_job(step: StepSeconds) -> JobSpec:

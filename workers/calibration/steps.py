@@ -3,6 +3,7 @@ take."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ ON_CPU = (
     (2, 512, 8, 32, 1, 1, 512),  # the optimizer
     (2, 512, 8, 256, 2, 2, 512),
 )
-ON_GPU = ((4, 256, 4, 64, 1, 4, 1024), (4, 2048, 16, 2048, 1, 4, 32000), (2, 4096, 32, 2048, 2, 2, 32000))
 BUSY = (2, 256, 8, 128, 4, 4, 512)
 
 Shape = tuple[int, int, int, int, int, int, int]
@@ -75,11 +75,10 @@ class OneRank:
         self._engine.step(self._batch, self._sequences, 1e-4, 0)
 
 
-def step_times(device: torch.device) -> list[StepSeconds]:
-    """Of jobs in which different things count."""
-    on_gpu = device.type == "cuda"
-    documents = [document_of(shape, "bf16" if on_gpu else "fp32") for shape in (ON_GPU if on_gpu else ON_CPU)]
-    return [StepSeconds(each, median_seconds(OneRank(each, device).step, device, 0.5)) for each in documents]
+def step_times(device: torch.device, documents: Sequence[dict[str, Any]] | None = None) -> list[StepSeconds]:
+    """Of these jobs of one rank, by default of those in which different things count on a core."""
+    chosen = documents or [document_of(shape, "fp32") for shape in ON_CPU]
+    return [StepSeconds(each, median_seconds(OneRank(each, device).step, device, 0.5)) for each in chosen]
 
 
 def busy_seconds(comm: Comm, _: JobSpec) -> float:

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from api.cli import calibrate
 from api.cli.main import command_line
 from service.machines import Calibrated, CalibrationFailed, save
-from service.planner.hardware import Core
+from service.planner.hardware import Core, Gpu
 from workers.paths import Paths
 from workers.system.processor import node_type
 
+GPU = Gpu(6.8e14, 5e13, 5.5e14, 4.2e14, 2.7e12, 2.3e-6, 7e-6, 5e10)
 CORE = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
 PLAN = {
     "model": {"layers": 4, "hidden_size": 256, "heads": 4, "sequence_length": 128, "vocabulary_size": 1000},
@@ -27,7 +28,8 @@ PLAN = {
 def manta(tmp_path, monkeypatch):
     """Runs a command whose machine is measured in no time; checks the exit code, returns what it printed."""
     monkeypatch.setenv("MANTA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(calibrate, "measure", lambda name, say: Calibrated(name, "Abacus", 4, CORE))
+    found = {"auto": Calibrated(node_type(), "Abacus", 4, CORE), "cuda": Calibrated("h100-80gb", "H100", 4, gpu=GPU)}
+    monkeypatch.setattr(calibrate, "measure", lambda device, say: found[device])
 
     def run(*arguments, code=0):
         result = CliRunner().invoke(command_line(), [str(each) for each in arguments])
@@ -57,6 +59,22 @@ def test_every_constant_is_printed(manta):
     assert json.loads(manta("calibrate", "--json"))["core"] == vars(CORE)
     lines = manta("calibrate").splitlines()[1:]
     assert len(lines) == len(vars(CORE)) and "    90.000 GFLOP/s, products in fp32" in lines[0]
+
+
+def test_plans_for_gpus_go_by_the_calibration_of_one(manta, file):
+    def plan(gpus):
+        cluster = {"accelerator": "h100", "nodes": 1, "gpus_per_node": gpus}
+        file.write_text(yaml.safe_dump(PLAN | {"cluster": cluster, "parallel": {"data": gpus}}))
+        return json.loads(manta("plan", file, "--json"))
+
+    before = plan(1)
+    assert "neither fitted nor measured" in before["note"]
+    lines = manta("calibrate", "--device", "cuda").splitlines()
+    assert lines[0].startswith("h100-80gb: H100, 4 cores") and "   680.000 TFLOP/s, products in bf16" in lines[1]
+    after = plan(1)
+    assert after["note"] is None
+    assert after["plans"][0]["step_seconds"] != before["plans"][0]["step_seconds"]
+    assert "what lies between them is assumed" in plan(2)["note"]
 
 
 def test_a_failure_is_a_sentence(manta, monkeypatch):

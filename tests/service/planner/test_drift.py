@@ -89,5 +89,6 @@ def test_memory_counts_where_ranks_have_gpus():
 
 
 def test_who_was_not_measured_is_told_so():
-    assert "manta calibrate" in drift_of(plan(assumed=True, has_gpus=False), took(3.0)).message
+    assert "manta calibrate` measures" in drift_of(plan(assumed=True, has_gpus=False), took(3.0)).message
+    assert "manta calibrate` on such a node" in drift_of(plan(assumed=True), took(3.0)).message
     assert "manta calibrate" not in drift_of(plan(), took(3.0)).message

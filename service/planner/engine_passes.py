@@ -1,0 +1,272 @@
+"""What this engine's layers do on a GPU that was measured: every element-wise kernel with the bytes that it reads and
+writes, as the modules of `workers/model` and `workers/parallel/tensor` have them, compiled or not. Pure Python.
+
+Eager, each operation is a kernel: an RMS norm is eight, six of them over numbers in fp32. torch.compile makes one of
+what lies between two products (decision 0029). Shapes as in `layer_time.py`.
+"""
+
+from __future__ import annotations
+
+from service.planner.communication import Groups
+from service.planner.layer_time import LayerTime
+from service.planner.operations import WIDE, Budget, attention_seconds, memory_seconds, product_seconds
+from service.planner.software import Software
+from workers.config import JobSpec
+
+FUNCTION = 3
+"""Host operations of one of the engine's own functions beside its kernels: it is Python, forward and backward."""
+OPERATOR, GRAPH = 5, 12
+"""The same of an operator that a compiled layer calls, and of calling a compiled layer."""
+LOSS_ELEMENTS, LOSS_ROWS = 2**24, 256
+"""Logits that are widened at once, and rows of them at least (`workers/parallel/tensor/cross_entropy.py`)."""
+SMALL_OF_LOSS = (35, 15)
+"""Kernels over a number a token, forward and backward."""
+SORT = 14
+"""Kernels that bring the gradients of an embedding's rows together: tokens are sorted first."""
+
+
+def layer_time(spec: JobSpec, groups: Groups, software: Software) -> LayerTime:
+    """The times of a model's parts, as exactly as they are known."""
+    exact = software.counts_kernels and groups.cluster.machine.gpu is not None
+    return EnginePasses(spec, groups, software) if exact else LayerTime(spec, groups, software)
+
+
+class EnginePasses(LayerTime):
+    """Times of the parts of one job's model, kernel by kernel."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        gpu = self.machine.gpu
+        assert gpu is not None
+        self.gpu, self.compiled = gpu, self.spec.train.compile
+        model = self.spec.model
+        self.parts, self.values = model.parts, self.key_values // 2
+        self.fused_projection = model.key_value_heads == model.heads
+
+    # What passes are made of.
+
+    def _elements(self, budget: Budget, moved: float, kernels: int = 1) -> None:
+        budget.elementwise += memory_seconds(self.machine, moved) + kernels * self.gpu.kernel_seconds
+        budget.operations += kernels
+
+    def _product(self, budget: Budget, m: int, n: int, k: int) -> None:
+        super()._product(budget, m, n, k)
+        budget.operations += OPERATOR if self.compiled else FUNCTION
+
+    def _norm(self, budget: Budget, elements: int) -> None:
+        """Eager: torch's layer norm, or an RMS norm operation by operation (`rms_norm.py`)."""
+        if not self.parts.rms_norm:
+            self._elements(budget, 2 * self.width * elements)
+        elif self.width == WIDE:
+            self._elements(budget, 28 * elements, 6)
+        else:
+            self._elements(budget, 34 * elements, 8)
+
+    def _norm_backward(self, budget: Budget, elements: int) -> None:
+        if not self.parts.rms_norm:
+            self._elements(budget, 5 * self.width * elements, 5)
+        else:
+            self._elements(budget, (76 if self.width == WIDE else 78) * elements, 11 if self.width == WIDE else 13)
+
+    @property
+    def _projections(self) -> list[int]:
+        """Columns of the products before attention."""
+        fused = [self.attention_width + self.key_values]
+        return fused if self.fused_projection else [self.attention_width, self.key_values]
+
+    @property
+    def _turned(self) -> list[tuple[int, int]]:
+        """Of what is turned by its position at once: columns, and how many of them are."""
+        queries, keys = self.attention_width, self.values
+        if not self.parts.rotary:
+            return []
+        if self.parts.query_key_norm:
+            return [(queries, queries), (keys, keys)]
+        if self.fused_projection:
+            return [(queries + 2 * keys, queries + keys)]
+        return [(queries, queries), (2 * keys, keys)]
+
+    @property
+    def _head_norms(self) -> list[int]:
+        return [self.attention_width, self.values] if self.parts.query_key_norm else []
+
+    # A layer.
+
+    def forward(self) -> Budget:
+        """One layer's forward."""
+        budget = Budget(operations=GRAPH if self.compiled else 0)
+        (self._fused_elements if self.compiled else self._eager_elements)(budget)
+        for columns in self._projections:
+            self._product(budget, self.tokens, columns, self.hidden)
+        self._attention_forward(budget)
+        self._product(budget, self.tokens, self.hidden, self.attention_width)
+        for _ in range(self.up_matrices):
+            self._product(budget, self.tokens, self.inner, self.hidden)
+        self._product(budget, self.tokens, self.hidden, self.inner)
+        self._communicate(budget, 4 if self.spec.layout.sequence_parallel_on else 2)
+        return budget
+
+    def _eager_elements(self, budget: Budget) -> None:
+        width, residual = self.width, self.outside * self.hidden
+        for _ in range(2):
+            self._norm(budget, residual)
+        for columns in self._head_norms:
+            self._norm(budget, self.tokens * columns)
+        for _, columns in self._turned:  # a copy of one half, two products and two sums of halves
+            self._elements(budget, 6 * width * self.tokens * columns, 5)
+        self._activate(budget)
+        for _ in range(2):  # what the product is added to
+            if self.has_dropout:
+                self._elements(budget, self._residual_bytes(), 8)
+            else:
+                self._elements(budget, 2 * width * residual)
+
+    def _activate(self, budget: Budget) -> None:
+        gated = self.up_matrices > 1
+        self._elements(budget, (5 if gated else 2) * self.width * self.tokens * self.inner, 2 if gated else 1)
+
+    def _fused_elements(self, budget: Budget) -> None:
+        width, residual = self.width, self.outside * self.hidden
+        dropped = self._residual_bytes() - 3 * width * residual if self.has_dropout else 0.0
+        self._elements(budget, 2 * width * residual)  # norm
+        self._elements(budget, 4 * width * residual + dropped)  # the sum with the residual, and its norm
+        self._elements(budget, 3 * width * residual + dropped)
+        normed = 4 if self._head_norms else 2
+        for columns, _ in self._turned:
+            self._elements(budget, normed * width * self.tokens * columns, normed // 2)
+        self._elements(budget, (1 + self.up_matrices) * width * self.tokens * self.inner)
+
+    def _fused_attention(self, budget: Budget, times: float) -> None:
+        model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
+        seconds = attention_seconds(self.machine, count, model.sequence_length, model.head_size, self.width)
+        budget.attention += seconds[0] if times == 1.0 else seconds[1]
+        budget.operations += FUNCTION + (1 if times == 1.0 else 3)
+
+    def backward_input(self) -> Budget:
+        """The half of one layer's backward that makes gradients of activations, with what is recomputed."""
+        budget = Budget(operations=GRAPH if self.compiled else 0)
+        (self._fused_elements_backward if self.compiled else self._eager_elements_backward)(budget)
+        self._product(budget, self.tokens, self.inner, self.hidden)
+        for _ in range(self.up_matrices):
+            self._product(budget, self.tokens, self.hidden, self.inner)
+        self._product(budget, self.tokens, self.attention_width, self.hidden)
+        self._attention_backward(budget)
+        for columns in self._projections:
+            self._product(budget, self.tokens, self.hidden, columns)
+        self._tensor_backward(budget)
+        return budget.plus(self.recomputed())
+
+    def _eager_elements_backward(self, budget: Budget) -> None:
+        width, residual = self.width, self.outside * self.hidden
+        gated = self.up_matrices > 1
+        self._elements(budget, (11 if gated else 3) * width * self.tokens * self.inner, 4 if gated else 1)
+        for _ in range(2):
+            self._norm_backward(budget, residual)
+            self._elements(budget, 3 * width * residual)  # the sum with the residual's gradient
+            if self.has_dropout:
+                self._elements(budget, (3 * width + 1) * residual, 8)
+        for columns in self._head_norms:
+            self._norm_backward(budget, self.tokens * columns)
+        self._elements(budget, 2 * width * self.tokens * self._projections[-1])  # gradients brought together
+        for columns, turned in self._turned:
+            self._elements(budget, width * self.tokens * (2 * columns + 6 * turned), 7)
+
+    def _fused_elements_backward(self, budget: Budget) -> None:
+        width, residual = self.width, self.outside * self.hidden
+        self._elements(budget, (1 + 2 * self.up_matrices) * width * self.tokens * self.inner)
+        # Each norm with the sums around it, and in kernels of their own its weights' gradients.
+        pairs = (self.up_matrices - 1) + (len(self._projections) - 1)
+        self._elements(budget, (2 * (5 + 2) + pairs) * width * residual, 8)
+        turned = 3 if self.parts.rotary and not self._head_norms else 2
+        for columns in self._projections if self.parts.rotary else self._projections[-1:]:
+            self._elements(budget, turned * width * self.tokens * columns, 2)
+        for columns in self._head_norms:
+            self._elements(budget, 7 * width * self.tokens * columns, 3)
+
+    def weight_products(self) -> float:
+        """Seconds of all products for the weights' gradients of a layer."""
+        h = self.hidden
+        sizes = [(columns, h) for columns in self._projections]
+        sizes += [(h, self.attention_width), (h, self.inner)] + self.up_matrices * [(self.inner, h)]
+        return sum(product_seconds(self.machine, m, n, self.tokens, 1, self.width) for m, n in sizes)
+
+    def backward_weight(self) -> Budget:
+        """The half that makes gradients of weights, and adds them up."""
+        products = len(self._projections) + 2 + self.up_matrices
+        budget = Budget(products=self.weight_products(), operations=2 * products)
+        if self.spec.model.bias:
+            columns = sum(self._projections) + 2 * self.hidden + self.up_matrices * self.inner
+            self._elements(budget, self.width * self.tokens * columns, 2 * products)
+        parameters = self.hidden * (2 * self.attention_width + self.key_values + (1 + self.up_matrices) * self.inner)
+        self._accumulate(budget, parameters, products)
+        return budget
+
+    def _accumulate(self, budget: Budget, parameters: int, products: int) -> None:
+        """Products of 16 bits leave fp32 matrices that are added to the sums; others read the sums themselves."""
+        apart = self.width < WIDE and not self.gpu.adds_wider
+        budget.accumulation += memory_seconds(self.machine, (12 if apart else 4) * parameters)
+        budget.accumulation += products * self.gpu.kernel_seconds if apart else 0.0
+
+    def recomputed(self) -> Budget:
+        """What a layer's backward computes again."""
+        layout = self.spec.layout
+        if layout.recompute != "selective":
+            return super().recomputed()
+        again = Budget()
+        if "core_attention" in layout.recompute_modules:
+            self._attention_forward(again)
+            again.operations += FUNCTION
+        if "norm" in layout.recompute_modules:
+            for _ in range(2):
+                self._norm(again, self.outside * self.hidden)
+        if "mlp_activation" in layout.recompute_modules:
+            self._activate(again)
+        return Budget(recomputation=again.device_seconds, operations=again.operations)
+
+    # The ends of the model.
+
+    def embedding_forward(self) -> Budget:
+        """Rows of the table, over the tensor group a sum; positions and dropout."""
+        budget, residual = Budget(), self.outside * self.hidden
+        self._elements(budget, 2 * self.width * residual, 3)
+        if not self.parts.rotary:
+            self._elements(budget, 2 * self.width * residual)
+        self._communicate(budget, 1)
+        return budget
+
+    def embedding_backward(self) -> Budget:
+        """Gradients into rows of a table in fp32, which is added to the sum."""
+        budget, table = Budget(), self._vocabulary * self.hidden
+        self._elements(budget, (self.width + 3 * WIDE) * self.tokens * self.hidden + 4 * WIDE * table, SORT)
+        if not self.parts.rotary:
+            self._elements(budget, self.width * self.tokens * self.hidden, 5)
+        return budget
+
+    def output_forward(self) -> Budget:
+        """Final norm, logits, cross-entropy in fp32."""
+        budget, logits = Budget(), self.tokens * self._vocabulary
+        self._norm(budget, self.outside * self.hidden)
+        if self.spec.layout.sequence_parallel_on:
+            self._communicate(budget, 1)
+        self._product(budget, self.tokens, self._vocabulary, self.hidden)
+        if self.width == WIDE:
+            self._elements(budget, 4 * WIDE * logits, SMALL_OF_LOSS[0])
+        elif self.compiled:  # largest, sums, exponentials
+            self._elements(budget, 4 * self.width * logits, SMALL_OF_LOSS[0])
+        else:  # the largest; and block by block two rounds of widened, less, exponentials, and sums or rounded
+            blocks = -(-self.tokens // max(LOSS_ROWS, LOSS_ELEMENTS // self._vocabulary))
+            moved = 4 * self.width + 12 * WIDE
+            self._elements(budget, moved * logits, SMALL_OF_LOSS[0] + 8 * blocks)
+        return budget
+
+    def output_backward(self) -> Budget:
+        """The same, back."""
+        budget = Budget()
+        self._elements(budget, 2 * self.width * self.tokens * self._vocabulary, SMALL_OF_LOSS[1])
+        self._product(budget, self.tokens, self.hidden, self._vocabulary)
+        weights = product_seconds(self.machine, self._vocabulary, self.hidden, self.tokens, 1, self.width)
+        budget.products += weights
+        self._communicate_beside(budget, 1, weights)
+        self._norm_backward(budget, self.outside * self.hidden)
+        self._accumulate(budget, self._vocabulary * self.hidden, 1)
+        return budget

@@ -1,0 +1,113 @@
+"""The constants of a GPU, fitted on what `python -m workers.calibration` has measured there. Pure Python.
+
+Rates are medians over rows of one kind. What an operation takes of the host comes from steps of models so small that
+the device waits; nothing is fitted on the other steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+
+from service.planner.hardware import (
+    MACHINES,
+    Cluster,
+    Gpu,
+    Machine,
+    UnknownMachine,
+    measured,
+    named_by_driver,
+)
+from service.planner.operations import attention_seconds, product_seconds
+from service.planner.software import engine_on
+from service.planner.step_time import StepModel
+from workers.calibration.measurements import SMALL, AttentionTime, Measurements, ProductTime, StepSeconds, step_job
+
+LARGE, TINY = 5e7, 1e6
+"""Bytes from which on a kernel's time is the memory's, and up to which it is that of any kernel."""
+
+
+def machine_measured(found: Measurements) -> str:
+    """The name in MACHINES of the GPU that was measured. Raises UnknownMachine."""
+    name = named_by_driver(found.device, found.gpu_memory_bytes or 0.0)
+    if name is None:
+        raise UnknownMachine(
+            f"of GPUs like this one ({found.device}) no plans are made; known are {', '.join(MACHINES)}"
+        )
+    return name
+
+
+def fit_gpu(found: Measurements, machine: Machine) -> Gpu:
+    """What a GPU of `machine` reaches. Raises ValueError where rows are missing."""
+    kernel = statistics.median(each.seconds for each in found.elements if each.moved <= TINY)
+    large = [each for each in found.elements if each.moved >= LARGE]
+    memory = statistics.median(each.moved / max(each.seconds - kernel, each.seconds / 2) for each in large)
+    copy = min(each.size / each.seconds for each in found.copies)
+    known = Gpu(1.0, 1.0, 1.0, 1.0, memory, kernel, 0.0, copy, found.adds_wider)
+    narrow, wide = (
+        statistics.median(_product_rate(each, known, machine) for each in found.products if each.precision == name)
+        for name in ("bfloat16", "float32")
+    )
+    known = replace(known, product_16bit=narrow, product_fp32=wide)
+    rates = [_attention_rates(each, known, machine) for each in found.attention]
+    forward, backward = (statistics.median(each) for each in zip(*rates, strict=True))
+    known = replace(known, attention=forward, attention_backward=backward)
+    small = [each for each in found.steps if step_job(each).model.hidden_size <= SMALL]
+    return replace(known, host_seconds=statistics.median(_host_seconds(each, known, machine) for each in small))
+
+
+def product_time(row: ProductTime, machine: Machine) -> float:
+    """What the planner says of a product of a calibration: one for weights is added to a sum in fp32."""
+    gpu, width = machine.gpu, 2 if row.precision == "bfloat16" else 4
+    assert gpu is not None
+    if row.name != "weight":
+        n, k = (row.o, row.i) if row.name == "forward" else (row.i, row.o)
+        return product_seconds(machine, row.n, n, k, 1, width)
+    apart = width == 2 and not gpu.adds_wider
+    added = 12 * row.i * row.o / gpu.memory + gpu.kernel_seconds if apart else 4 * row.i * row.o / gpu.memory
+    return product_seconds(machine, row.o, row.i, row.n, 1, width) + added
+
+
+def _product_rate(row: ProductTime, known: Gpu, machine: Machine) -> float:
+    """FLOP/s with which it takes as long as it did."""
+
+    def seconds(each: float) -> float:
+        gpu = replace(known, product_16bit=1 / each, product_fp32=1 / each)
+        return product_time(row, measured(machine, gpu))
+
+    return 1 / _solved(seconds, row.seconds, 1 / (10 * machine.accelerator.peak_16bit))
+
+
+def _attention_rates(row: AttentionTime, known: Gpu, machine: Machine) -> tuple[float, float]:
+    """FLOP/s of forward and of backward."""
+    shape = row.batch * row.heads, row.sequence, row.head_size
+    forward, backward = attention_seconds(measured(machine, replace(known, kernel_seconds=0.0)), *shape)
+    taken = row.seconds / 3.5 if row.forward_seconds is None else row.forward_seconds
+    kernel, least = known.kernel_seconds, row.seconds / 100
+    return forward / max(least, taken - kernel), backward / max(least, row.seconds - taken - 3 * kernel)
+
+
+def step_seconds(row: StepSeconds, machine: Machine) -> float:
+    """What the planner says of a step of a calibration."""
+    return StepModel(step_job(row), Cluster(machine, 1, 1), engine_on(machine)).time().seconds
+
+
+def _host_seconds(row: StepSeconds, known: Gpu, machine: Machine) -> float:
+    """Seconds of an operation with which the step takes as long as it did."""
+
+    def seconds(each: float) -> float:
+        return step_seconds(row, measured(machine, replace(known, host_seconds=each)))
+
+    return _solved(seconds, row.seconds, 1e-9)
+
+
+def _solved(seconds: Callable[[float], float], wanted: float, least: float) -> float:
+    """x, at least `least`, with seconds(x) = wanted, where more of x takes no less."""
+    low, high = least, least
+    while seconds(high) < wanted:
+        low, high = high, 2 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(middle) < wanted else (low, middle)
+    return high

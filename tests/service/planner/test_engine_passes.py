@@ -1,0 +1,139 @@
+"""What the planner counts of element-wise kernels is what the engine does: operation by operation on a CPU, eager; and
+compiled it is less."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from service.planner.engine_passes import EnginePasses, layer_time
+from service.planner.hardware import MACHINES, Cluster, Gpu, measured
+from service.planner.layer_time import LayerTime
+from service.planner.software import engine_on
+from service.planner.step_time import StepModel
+from tests.service.support.planned import job
+from workers.calibration.gpu import step_document
+from workers.calibration.steps import OneRank
+from workers.config import JobSpec
+
+ASSUMED = MACHINES["h100-80gb"]
+GPU = Gpu(6.8e14, 5e13, 5.5e14, 4.2e14, 2.7e12, 2.3e-6, 7e-6, 5e10)
+BYTES = Gpu(1e30, 1e30, 1e30, 1e30, 1.0, 1e-30, 1e-30, 1.0)
+"""On which a byte takes a second, and nothing else takes any time."""
+NO_TRAFFIC = {"view", "_unsafe_view", "t", "transpose", "permute", "unsqueeze", "expand", "slice", "select", "unbind"}
+NO_TRAFFIC |= {"split", "alias", "detach", "as_strided", "_reshape_alias", "empty_like", "lift_fresh"}
+COUNTED_APART = {"mm", "addmm", "addmm_", "_scaled_dot_product_flash_attention_for_cpu", "copy_", "add_"}
+COUNTED_APART |= {"_scaled_dot_product_flash_attention_for_cpu_backward", "_fused_adamw_", "_foreach_mul_"}
+COUNTED_APART |= {"linalg_vector_norm", "cat"}
+"""Products, attention, sums of gradients, the update."""
+LAYERS, HIDDEN, TOKENS, MICRO_BATCHES = (1, 3), 256, 256, 4
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that each operation reads and writes, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func.__name__.split(".")[0]
+        written = [each for key, each in kwargs.items() if key == "grad_input"]
+        given = (args, {key: each for key, each in kwargs.items() if key != "grad_input"})
+        if name not in NO_TRAFFIC:
+            self.moved[name] += _bytes(tree_leaves(given)) + _bytes(tree_leaves(written or result))
+        return result
+
+
+def _bytes(values: Sequence[Any]) -> int:
+    return sum(each.numel() * each.element_size() for each in values if isinstance(each, torch.Tensor))
+
+
+def engine_bytes(family: str, layers: int, kv_heads: int | None) -> Counter[str]:
+    rank = OneRank(document(family, layers, kv_heads), torch.device("cpu"))
+    rank.step()
+    with Traffic() as found:
+        rank.step()
+    return found.moved
+
+
+def document(family: str, layers: int, kv_heads: int | None, compiled: bool = False) -> dict[str, Any]:
+    found = step_document(family, layers, HIDDEN, 4, 128, TOKENS // 128, MICRO_BATCHES, 512, kv_heads)
+    found["train"]["compile"] = compiled
+    return found
+
+
+def passes(spec: JobSpec, gpu: Gpu = GPU) -> LayerTime:
+    machine = measured(ASSUMED, gpu)
+    return StepModel(spec, Cluster(machine, 1, 1), engine_on(machine)).layer
+
+
+@pytest.mark.parametrize(("family", "kv_heads"), [("gpt", None), ("llama", None), ("llama", 2), ("qwen", 2)])
+def test_the_bytes_of_a_layer_are_those_of_the_engines_operations(family, kv_heads):
+    few, many = (engine_bytes(family, layers, kv_heads) for layers in LAYERS)
+    of_layer = {name: (many[name] - few[name]) / (LAYERS[1] - LAYERS[0]) / MICRO_BATCHES for name in many}
+    made = sum(moved for name, moved in of_layer.items() if name not in COUNTED_APART)
+    # A kernel of its own reads the same again for the gradients of the norm's weights.
+    made += of_layer.get("native_layer_norm_backward", 0.0) * 2 / 3
+    layer = passes(JobSpec.model_validate(document(family, 2, kv_heads)), BYTES)
+    told = sum(each.elementwise for each in (layer.forward(), layer.backward_input(), layer.backward_weight()))
+    assert told == pytest.approx(made, rel=0.03)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+def test_compiled_layers_move_a_fraction_of_it(family):
+    eager, compiled = (passes(JobSpec.model_validate(document(family, 2, 2, each)), BYTES) for each in (False, True))
+    for name in ("forward", "backward_input"):
+        assert getattr(compiled, name)().elementwise < 0.5 * getattr(eager, name)().elementwise
+    assert compiled.output_forward().elementwise < 0.4 * eager.output_forward().elementwise
+
+
+def test_only_a_measured_gpu_is_told_so_exactly():
+    spec, machine = job(), measured(ASSUMED, GPU)
+    assert isinstance(passes(spec), EnginePasses)
+    assert type(StepModel(spec, Cluster(ASSUMED, 1, 8), engine_on(ASSUMED)).layer) is LayerTime
+    assert type(layer_time(spec, passes(spec).groups, engine_on(ASSUMED))) is LayerTime
+    assert engine_on(machine).counts_kernels and not engine_on(ASSUMED).counts_kernels
+
+
+def test_a_full_recomputation_is_a_forward_and_core_attention_a_small_one():
+    plain, selective, full = (passes(job(recompute=each)).backward_input() for each in ("none", "selective", "full"))
+    forward = passes(job()).forward()
+    assert full.seconds - plain.seconds == pytest.approx(forward.seconds)
+    assert 0 < selective.recomputation < 0.2 * full.recomputation
+    assert full.operations - plain.operations == forward.operations
+
+
+def test_what_leaves_products_in_fp32_is_added_apart_unless_they_do_it():
+    spec = job()
+    apart, within = (passes(spec, Gpu(**{**vars(GPU), "adds_wider": each})).backward_weight() for each in (False, True))
+    assert within.accumulation < 0.4 * apart.accumulation
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "qwen"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_many_micro_batches_hide_the_host_and_small_ones_wait_for_it(family, compiled):
+    def step(size: int, micro_batches: int, host: float) -> float:
+        spec = job(
+            model={"family": family, "kv_heads": 16, "sequence_length": 1024},
+            train={"micro_batch_size": size, "global_batch_size": size * micro_batches, "compile": compiled},
+        )
+        machine = measured(ASSUMED, Gpu(**{**vars(GPU), "host_seconds": host}))
+        return StepModel(spec, Cluster(machine, 1, 1), engine_on(machine)).time().seconds
+
+    assert step(16, 4, 7e-6) == pytest.approx(step(16, 4, 1e-9), rel=0.1)
+    assert step(1, 4, 3e-5) == pytest.approx(2 * step(1, 4, 1.5e-5), rel=0.1)
+
+
+def test_tensor_parallel_layers_of_measured_gpus_have_less_each_and_communicate():
+    alone, split = passes(job()), passes(job(tensor=4))
+    assert split.forward().products < alone.forward().products
+    assert split.forward().tensor > 0 == alone.forward().tensor

@@ -1,0 +1,109 @@
+"""A GPU's constants come out of rows that were made with them, and plans for it go by them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from service.planner.fitting_gpu import fit_gpu, machine_measured, product_time, step_seconds
+from service.planner.hardware import HOPPER, MACHINES, Gpu, UnknownMachine, measured, named_by_driver
+from service.planner.operations import attention_seconds, product_seconds
+from workers.calibration.gpu import ON_GPU, step_document
+from workers.calibration.measurements import (
+    AttentionTime,
+    CopyTime,
+    ElementTime,
+    Measurements,
+    ProductTime,
+    StepSeconds,
+)
+
+ASSUMED = MACHINES["h100-80gb"]
+GPU = Gpu(6.8e14, 5e13, 5.5e14, 4.2e14, 2.7e12, 2.3e-6, 7e-6, 5e10)
+
+
+def rows(gpu: Gpu) -> Measurements:
+    """Rows as such a GPU would give them."""
+    machine = measured(ASSUMED, gpu)
+    found = Measurements("NVIDIA H100 80GB HBM3", 16, gpu_memory_bytes=int(79.2 * 2**30), adds_wider=gpu.adds_wider)
+    for precision, shapes in (("bfloat16", ON_GPU.products), ("float32", ON_GPU.wide_products)):
+        for n, i, o in shapes:
+            for name in ("forward", "input", "weight"):
+                row = ProductTime(name, precision, n, i, o, 1.0)
+                found.products.append(replace(row, seconds=product_time(row, machine)))
+    for b, a, s, d in ON_GPU.attention:
+        forward, backward = attention_seconds(machine, b * a, s, d)
+        found.attention.append(AttentionTime(b, a, s, d, forward + backward, forward))
+    for moved in (2**16, 2**18, 2**28, 2**30):
+        found.elements.append(ElementTime("sum", moved, gpu.kernel_seconds * (moved < 2**20) + moved / gpu.memory))
+    found.elements.append(ElementTime("update", 2**16, gpu.kernel_seconds))
+    found.elements.append(ElementTime("update", 2**29, gpu.kernel_seconds + 2**29 / gpu.memory))
+    found.copies.extend(
+        [CopyTime("to_device", 2**28, 2**28 / gpu.copy), CopyTime("to_host", 2**28, 0.9 * 2**28 / gpu.copy)]
+    )
+    for family in ("gpt", "llama", "qwen"):
+        row = StepSeconds(step_document(family, 8, 128, 2, 128, 1, 4, 1024), 1.0)
+        found.steps.append(replace(row, seconds=step_seconds(row, machine)))
+    return found
+
+
+@pytest.mark.parametrize("adds_wider", [False, True])
+def test_what_rows_were_made_with_comes_out(adds_wider):
+    gpu = replace(GPU, adds_wider=adds_wider)
+    assert asdict(fit_gpu(rows(gpu), ASSUMED)) == pytest.approx(asdict(gpu), rel=0.03)
+
+
+@pytest.mark.parametrize("name", [name for name in asdict(GPU) if name != "adds_wider"])
+def test_each_constant_follows_its_rows(name):
+    changed = replace(GPU, **{name: 1.3 * getattr(GPU, name)})
+    assert asdict(fit_gpu(rows(changed), ASSUMED)) == pytest.approx(asdict(changed), rel=0.03)
+
+
+def test_measurements_of_a_gpu_travel_as_json():
+    found = rows(GPU)
+    assert Measurements.from_json(asdict(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("device", "gibibytes", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.2, "h100-80gb"),
+        ("NVIDIA H200", 140.0, "h200-141gb"),
+        ("NVIDIA A100-SXM4-40GB", 39.5, "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80gb"),
+        ("Tesla V100-SXM2-16GB", 15.8, "v100-16gb"),
+        ("NVIDIA L40S", 44.5, "l40s-48gb"),
+        ("NVIDIA B200", 178.0, "b200-180gb"),
+        ("NVIDIA GeForce RTX 4090", 24.0, None),
+    ],
+)
+def test_a_gpu_is_known_by_what_its_driver_calls_it(device, gibibytes, name):
+    assert named_by_driver(device, gibibytes * 2**30) == name
+
+
+def test_a_gpu_that_no_plans_are_made_of_is_named():
+    with pytest.raises(UnknownMachine, match=r"\(Abacus\) no plans are made; known are v100-32gb"):
+        machine_measured(Measurements("Abacus", 1, gpu_memory_bytes=1))
+
+
+def test_a_measured_machine_is_not_assumed_but_its_links_are():
+    machine = measured(ASSUMED, GPU)
+    assert ASSUMED.is_assumed and not ASSUMED.links_are_assumed and ASSUMED.constants == HOPPER
+    assert not machine.is_assumed and machine.links_are_assumed
+    assert machine.constants.inside == HOPPER.inside
+    assert not measured(MACHINES["a100-80gb"], GPU).links_are_assumed
+
+
+def test_few_tiles_with_much_behind_them_are_cut_along_what_is_behind():
+    machine = measured(ASSUMED, GPU)
+    one_wave = 2 * 64 * 64 * 16384 / (GPU.product_16bit / 132 * 0.55)
+    assert product_seconds(machine, 512, 512, 16384) < 0.6 * one_wave
+    assert product_seconds(machine, 512, 512, 256) > GPU.kernel_seconds
+
+
+def test_attention_of_few_heads_waits_for_its_last_rows():
+    machine = measured(ASSUMED, replace(GPU, kernel_seconds=1e-12))
+    one, many = attention_seconds(machine, 1, 2048, 128)[0], attention_seconds(machine, 64, 2048, 128)[0]
+    assert one > many / 32
+    assert attention_seconds(machine, 128, 2048, 128)[0] == pytest.approx(2 * many)

@@ -1,0 +1,56 @@
+"""What is measured on a GPU, rehearsed on a CPU: every kind of row is there, and a GPU comes out of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from service.planner.fitting_gpu import fit_gpu
+from service.planner.hardware import MACHINES
+from workers.calibration import __main__ as program
+from workers.calibration import gpu
+from workers.calibration.measurements import SMALL, Measurements, StepSeconds, step_job
+
+CPU = torch.device("cpu")
+SHAPES = dataclasses.replace(gpu.TINY, steps=gpu.TINY.steps[:1])
+
+
+def test_every_kind_of_row_is_there():
+    said: list[str] = []
+    found = gpu.measure_gpu(CPU, SHAPES, said.append)
+    assert {row.precision for row in found.products} == {"bfloat16", "float32", "tf32"}
+    assert {row.name for row in found.products} == {"forward", "input", "weight"}
+    assert all(row.forward_seconds is not None for row in found.attention)
+    assert {"sum", "update", "layer_norm"} < {row.name for row in found.elements}
+    assert [row.direction for row in found.copies] == ["to_device", "to_host"]
+    assert all(row.seconds > 0 for rows in (found.products, found.elements, found.copies) for row in rows)
+    assert said == ["matrix products and attention", "memory and copies", "steps of one rank"]
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert found.gpu_memory_bytes is not None
+    assert all(value > 0 for name, value in vars(fit_gpu(found, MACHINES["h100-80gb"])).items() if name != "adds_wider")
+
+
+def test_all_jobs_whose_steps_are_measured_are_small_enough_to_be_quick():
+    for document in gpu.ON_GPU.steps:
+        spec = step_job(StepSeconds(document, 1.0))
+        assert spec.layout.world_size == 1 and spec.train.global_batch_size * spec.model.sequence_length <= 2**15
+    assert sum(document["model"]["hidden_size"] <= SMALL for document in gpu.ON_GPU.steps) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "there", "measured"), [("auto", True, True), ("auto", False, False), ("cpu", True, False)]
+)
+def test_a_gpu_is_what_is_measured_where_there_is_one(monkeypatch, kind, there, measured):
+    class Chosen(Exception):
+        pass
+
+    def stop(*_: object) -> Measurements:
+        raise Chosen
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(program, "measure_gpu", stop)
+    monkeypatch.setattr(program, "product_times", lambda *_: (_ for _ in ()).throw(LookupError))
+    with pytest.raises(Chosen if measured else LookupError):
+        program.measure(kind, print)

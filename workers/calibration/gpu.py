@@ -1,0 +1,192 @@
+"""What is measured on one GPU: matrix products and attention by shape, element-wise kernels, copies, and steps of the
+engine. A CPU can rehearse it with tiny shapes.
+
+Kernels are timed with others queued behind them, so that no host is waited for; steps by the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.optim.adamw import adamw
+
+from workers.calibration.clock import Run, back_to_back_seconds, release
+from workers.calibration.kernels import attention_times, product_times
+from workers.calibration.measurements import CopyTime, ElementTime, Measurements
+from workers.calibration.steps import step_times
+from workers.parallel.tensor.products import ADDS_WIDER
+from workers.system import gpu
+from workers.system.cores import usable_cores
+from workers.system.processor import processor_name
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is measured."""
+
+    products: Sequence[tuple[int, ...]]
+    """(n, i, o) in 16 bits: what models from 100 million parameters on have."""
+    wide_products: Sequence[tuple[int, ...]]
+    """The same in fp32, and in TF32."""
+    attention: Sequence[tuple[int, ...]]
+    """(b, a, s, d)."""
+    elements: Sequence[int]
+    """Bytes of a tensor in 16 bits."""
+    copied: int
+    """Bytes."""
+    steps: Sequence[dict[str, Any]]
+    """Jobs. Of the small ones the host is what takes time; the others say how well the constants add up."""
+
+
+def step_document(
+    family: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    sequence: int,
+    size: int,
+    count: int,
+    vocabulary: int,
+    kv_heads: int | None = None,
+) -> dict[str, Any]:
+    """A job of one rank, in 16 bits; `count` micro-batches of `size`."""
+    model = {"family": family, "layers": layers, "hidden_size": hidden, "heads": heads, "kv_heads": kv_heads}
+    train = {"steps": 1000, "micro_batch_size": size, "global_batch_size": size * count}
+    return {
+        "model": {**model, "sequence_length": sequence, "vocabulary_size": vocabulary},
+        "data": {"source": "megatron", "paths": ["corpus.bin"]},
+        "train": {**train, "precision": "bf16", "seed": 1234},
+    }
+
+
+ON_GPU = Shapes(
+    products=(
+        (1024, 768, 768),
+        (2048, 768, 3072),
+        (8192, 768, 2304),
+        (8192, 3072, 768),
+        (4096, 1024, 4096),
+        (2048, 2048, 2048),
+        (8192, 2048, 6144),
+        (4096, 8192, 2048),
+        (8192, 2048, 32000),
+        (4096, 4096, 4096),
+        (8192, 4096, 14336),
+    ),
+    wide_products=((2048, 1024, 4096), (4096, 2048, 2048)),
+    attention=((8, 12, 1024, 64), (2, 12, 1024, 64), (4, 16, 2048, 64), (2, 16, 2048, 128), (1, 16, 4096, 128)),
+    elements=(2**15, 2**23, 2**25, 2**28),
+    copied=2**28,
+    steps=(
+        step_document("gpt", 8, 128, 2, 128, 1, 4, 1024),
+        step_document("llama", 8, 128, 2, 128, 1, 4, 1024, 1),
+        step_document("qwen", 8, 128, 2, 128, 1, 4, 1024, 1),
+        step_document("gpt", 6, 768, 12, 1024, 8, 2, 50304),
+        step_document("llama", 4, 2048, 16, 2048, 4, 2, 32000, 8),
+        step_document("qwen", 6, 1024, 16, 2048, 2, 4, 32000, 8),
+    ),
+)
+TINY = Shapes(
+    products=((64, 64, 64), (256, 128, 512)),
+    wide_products=((64, 64, 64),),
+    attention=((2, 2, 64, 16), (1, 2, 128, 32)),
+    elements=(2**12, 2**22),
+    copied=2**16,
+    steps=tuple(step_document(family, 2, 32, 2, 16, 1, 2, 64, 1) for family in ("gpt", "llama")),
+)
+"""For a rehearsal."""
+
+
+def measure_gpu(device: torch.device, shapes: Shapes, say: Callable[[str], None]) -> Measurements:
+    """Everything, part by part."""
+    gpu.use(device)
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else processor_name()
+    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
+    found = Measurements(name, usable_cores(), gpu_memory_bytes=memory, adds_wider=ADDS_WIDER)
+    say("matrix products and attention")
+    found.products.extend(product_times(device, torch.bfloat16, shapes.products))
+    found.products.extend(product_times(device, torch.float32, shapes.wide_products))
+    with _rounded_products():
+        found.products.extend(product_times(device, torch.float32, shapes.wide_products, "tf32"))
+    found.attention.extend(attention_times(device, torch.bfloat16, shapes.attention))
+    say("memory and copies")
+    for size in shapes.elements:
+        found.elements.extend(element_times(device, size))
+    found.copies.extend(copy_times(device, shapes.copied))
+    release()
+    say("steps of one rank")
+    found.steps.extend(step_times(device, shapes.steps))
+    return found
+
+
+@contextmanager
+def _rounded_products() -> Iterator[None]:
+    """Products of fp32 by tensor cores, which round its factors to TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def element_times(device: torch.device, size: int) -> list[ElementTime]:
+    """Kernels of the engine on tensors of `size` bytes in 16 bits, twice that in fp32."""
+    count = size // 2
+    x, y, out = (torch.randn(count, device=device).to(torch.bfloat16) for _ in range(3))
+    wide, wide_out = x.float(), y.float()
+    rows = x.view(-1, min(2048, count))
+    weight = torch.ones(rows.shape[1], device=device, dtype=torch.bfloat16)
+    runs: dict[str, tuple[int, Run]] = {
+        "sum": (6, partial(torch.add, x, y, out=out)),
+        "gelu": (4, partial(F.gelu, x)),
+        "layer_norm": (4, partial(F.layer_norm, rows, weight.shape, weight, weight)),
+        "sum_of_rows": (2, partial(torch.sum, rows, 0, dtype=torch.float32)),
+        "widened": (6, partial(wide_out.copy_, x)),
+        "square": (8, partial(torch.mul, wide, wide, out=wide_out)),
+        "update": (28, _update(wide, wide_out)),
+    }
+    return [ElementTime(name, moved * count, back_to_back_seconds(run, device)) for name, (moved, run) in runs.items()]
+
+
+def _update(values: torch.Tensor, gradient: torch.Tensor) -> Run:
+    """AdamW as the engine calls it."""
+    means, squares = torch.zeros_like(values), torch.zeros_like(values)
+    steps, refused = (torch.zeros((), dtype=torch.float32, device=values.device) for _ in range(2))
+
+    def run() -> None:
+        adamw(
+            [values],
+            [gradient],
+            [means],
+            [squares],
+            [],
+            [steps],
+            fused=True,
+            found_inf=refused,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.95,
+            lr=1e-4,
+            weight_decay=0.1,
+            eps=1e-8,
+            maximize=False,
+        )
+
+    return run
+
+
+def copy_times(device: torch.device, size: int) -> list[CopyTime]:
+    """To the device and back."""
+    there = torch.zeros(size, dtype=torch.uint8, device=device)
+    here = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    to_device = back_to_back_seconds(partial(there.copy_, here, non_blocking=True), device)
+    to_host = back_to_back_seconds(partial(here.copy_, there, non_blocking=True), device)
+    return [CopyTime("to_device", size, to_device), CopyTime("to_host", size, to_host)]
