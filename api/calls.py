@@ -356,6 +356,11 @@ def job_plan(job_id: str) -> Call[schemas.JobPlan]:
     return Call(schemas.JobPlan, "GET", _job(job_id, "/plan"))
 
 
+def job_plan_picture(job_id: str) -> Call[bytes]:
+    """The same drawn, as SVG; to be downloaded."""
+    return Call(bytes, "GET", _job(job_id, "/plan/picture"), patience=60.0)
+
+
 def machines() -> Call[schemas.Items[schemas.Machine]]:
     """Types of node that were calibrated."""
     return Call(schemas.Items[schemas.Machine], "GET", "/v1/machines")

@@ -62,6 +62,7 @@ NEEDS: dict[str, Need] = {
     "get_export": _READ,
     "get_ledger": _READ,
     "get_job_plan": _READ,
+    "get_job_plan_picture": _READ,
     "list_machines": _READ,
     "list_recoveries": _READ,
     "request_trace": _SUBMIT,

@@ -57,6 +57,7 @@ KINDS: dict[str, Kind] = {
     "fault_not_possible": Kind(409, "the fault could never strike"),
     "trace_not_possible": Kind(409, "the trace cannot be made"),
     "nothing_measured": Kind(409, "nothing is known yet of where the job's steps go"),
+    "nothing_planned": Kind(409, "the job has no plan, or none that can be drawn; `detail` says why"),
     "not_understood": Kind(409, "another release stored the job's spec, and this one does not understand it"),
     "precondition_failed": Kind(412, "the job is not any more what If-Match says"),
     "body_too_large": Kind(413, "the body is longer than any request needs"),

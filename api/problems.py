@@ -26,6 +26,7 @@ from service.deletion import FilesNotRemoved
 from service.exports import BadTarget, ExportNotPossible
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.logs import LogsUnavailable
+from service.planner.job_plan import NotPlanned
 from service.running_ranks import NoRanks, RankNotFound, RankSilent
 from service.step_traces.reading import NothingMeasured
 from service.store import (
@@ -93,6 +94,7 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (TraceNotFound, "trace_not_found"),
     (TraceNotPossible, "trace_not_possible"),
     (NothingMeasured, "nothing_measured"),
+    (NotPlanned, "nothing_planned"),
     (NodeNotFound, "node_not_found"),
     (NodeUnreachable, "node_unreachable"),
     (ClusterUnavailable, "cluster_unavailable"),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
 from api import schemas, views
 from api.access import JobId
 from api.parameters import Control
 from api.problem_codes import OF_A_JOB, reads
-from service.store import plans
+from service.planner.job_plan import NotPlanned, drawn
+from service.store import jobs, plans
+from service.stored_specs import stored_spec
+from workers.config import ParallelConfig
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/plan", tags=["plans"])
+SVG = "image/svg+xml"
 
 
 @router.get("", responses=reads(*OF_A_JOB))
@@ -18,3 +22,24 @@ def get_job_plan(control: Control, job_id: JobId) -> schemas.JobPlan:
     """What the job's step was planned to take when it last began or changed its layout, beside what its steps take."""
     with control.store.read() as session:
         return views.job_plan_view(plans.newest(session, job_id))
+
+
+@router.get(
+    "/picture",
+    response_class=Response,
+    responses={
+        200: {"content": {SVG: {"schema": {"type": "string"}}}},
+        **reads(*OF_A_JOB, "nothing_planned", "not_understood"),
+    },
+)
+def get_job_plan_picture(control: Control, job_id: JobId) -> Response:
+    """That plan drawn: the pipeline of one step, where the step goes, memory by rank. It has no scripts and fetches
+    nothing."""
+    with control.store.read() as session:
+        kept, job = plans.newest(session, job_id), jobs.get(session, job_id)
+        spec = stored_spec(job).spec
+    if kept is None or kept.plan["planned"] is None:
+        raise NotPlanned(views.NOT_PLANNED_YET if kept is None else kept.plan["problem"])
+    in_layout = spec.model_copy(update={"parallel": ParallelConfig.model_validate(kept.plan["parallel"])})
+    title = f"{job.name} ({job_id}), generation {kept.generation}"
+    return Response(drawn(in_layout, kept.plan["planned"], title), media_type=SVG)

@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from service.planner import cluster_record, explain
 from service.planner.budget import Share, step_shares
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.memory import usable_bytes
+from service.planner.pictures import picture
 from service.planner.request import NONE_MEASURED, Gpus, cluster_of_nodes, too_large
 from service.planner.search import plan_of
 from service.planner.sizes import elastic_sizes
 from service.planner.software import engine_on
-from service.planner.step_time import StepModel
+from service.planner.step_time import StepModel, threads_in
 from workers.config import JobSpec
 from workers.errors import MantaError
+from workers.threads import with_threads
 
 
 class NotPlanned(MantaError):
@@ -72,7 +75,19 @@ def planned(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
         "assumed": cluster.machine.is_assumed,
         "has_gpus": cluster.machine.has_gpus,
         "sizes": _sizes(spec, cluster),
+        "cluster": cluster_record.to_json(cluster),
+        "threads": threads_in(spec, cluster),
     }
+
+
+def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
+    """The picture (SVG) of a plan that `planned` made of `spec`. Raises NotPlanned."""
+    try:
+        cluster, spec = cluster_record.from_json(kept["cluster"]), with_threads(spec, kept["threads"])
+    except (KeyError, TypeError) as error:
+        raise NotPlanned("another release has planned this job, without what a picture needs") from error
+    plan = plan_of(spec, cluster, engine_on(cluster.machine))
+    return picture(title, explain.to_json(explain.explain(plan, cluster)))
 
 
 def _sizes(spec: JobSpec, cluster: Cluster) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ from api import access
 from api.app import create_app
 from service.identity import Scope, digest_of, new_browser_token, new_key
 from service.logs import log_file, log_folder
+from service.planner.hardware import Cluster, CpuNode
+from service.planner.job_plan import planned
 from service.store import (
     JobNotFound,
     browser_tokens,
@@ -21,6 +23,7 @@ from service.store import (
     generations,
     jobs,
     keys,
+    plans,
     trace_requests,
 )
 from service.store.tables import Base
@@ -41,7 +44,8 @@ NEEDS = {
          "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
          "get_rank_history", "get_waits", "get_rank_stack",
          "list_checkpoints", "list_exports", "get_export",
-         "get_ledger", "get_job_plan", "list_recoveries", "list_traces", "get_trace", "get_trace_for_perfetto",
+         "get_ledger", "get_job_plan",
+         "get_job_plan_picture", "list_recoveries", "list_traces", "get_trace", "get_trace_for_perfetto",
          "get_profile", "get_budget", "get_cluster", "list_projects", "create_link", "get_me",
          "end_session", "get_prometheus_metrics", "make_plans", "list_machines"), ("read",),
     ),
@@ -92,6 +96,8 @@ class Theirs:
         service.move(self.job, *STATES.get(operation.id, ("STARTING", "RUNNING")))
         if operation.id in ("get_trace", "get_trace_for_perfetto", "get_profile", "get_budget"):
             self._trace()
+        if operation.id == "get_job_plan_picture":
+            self._plan()
         with service.store.read() as session:
             self.key = next(key.id for key in keys.page(session, "theirs").items if key.scope == "read")
         service.http.headers.pop("Authorization")
@@ -109,6 +115,14 @@ class Theirs:
             ),
         ):
             self.service.store.write(write)
+
+    def _plan(self):
+        """The job is planned."""
+        spec = parse_job_spec(DOCUMENT)
+        of_step = planned(spec, Cluster(CpuNode(4, 2.0**33).machine(4), 1, 4))
+        kept = {"parallel": spec.layout.model_dump(mode="json"), "planned": of_step, "problem": None}
+        self.service.store.write(lambda session: generations.begin(session, self.job, "test", False))
+        self.service.store.write(lambda session: plans.keep(session, self.job, 1, kept))
 
     def _submit(self):
         store = self.service.store

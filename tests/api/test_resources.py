@@ -295,6 +295,28 @@ def test_a_plan_stands_beside_what_steps_take(service):
     assert service.http.get("/v1/jobs/job_000000000000/plan").json()["code"] == "job_not_found"
 
 
+def test_a_plan_is_drawn_as_it_was_made(service):
+    job = service.submit()
+    path = f"/v1/jobs/{job['id']}/plan/picture"
+    early = service.http.get(path)
+    assert (early.status_code, early.json()["code"]) == (409, "nothing_planned")
+    layout = {"tensor": 2, "pipeline": 2, "data": 1}
+    of_step = planned(parse_job_spec(DOCUMENT), Cluster(CpuNode(4, 2.0**33).machine(4), 1, 4))
+    service.move(job["id"], "STARTING", "RUNNING")
+    service.report(job["id"], [{"step": 1, "step_seconds": 0.04}])
+
+    def keep(plan):
+        kept = {"parallel": layout, "planned": plan, "problem": None}
+        service.control.store.write(lambda s: plans.keep(s, job["id"], 1, kept))
+
+    keep(of_step)
+    drawn = service.http.get(path)
+    assert drawn.headers["content-type"].startswith("image/svg+xml") and drawn.text.startswith("<svg ")
+    assert job["id"] in drawn.text and "stage 1" in drawn.text and "<script" not in drawn.text
+    keep({name: value for name, value in of_step.items() if name != "cluster"})
+    assert "another release has planned" in service.http.get(path).json()["detail"]
+
+
 def fail_once(service, job_id):
     """Two generations, the second one begun because rank 3 of the first was killed."""
 

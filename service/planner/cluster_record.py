@@ -1,0 +1,32 @@
+"""The cluster that a job was planned for, as it is kept with the plan: enough to plan and to draw the same again,
+whatever was calibrated since. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from service.planner.hardware import MACHINES, Cluster, Core, Gpu, cpu_machine, measured
+
+
+def to_json(cluster: Cluster) -> dict[str, Any]:
+    """As it is kept."""
+    machine = cluster.machine
+    found: dict[str, Any] = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
+    if machine.core is None:
+        gpu = None if machine.gpu is None else asdict(machine.gpu)
+        return found | {"accelerator": machine.accelerator.name, "gpu": gpu}
+    memory = machine.accelerator.memory_bytes * machine.devices
+    return found | {"cores": machine.cores, "slots": machine.devices, "memory": memory, "core": asdict(machine.core)}
+
+
+def from_json(document: dict[str, Any]) -> Cluster:
+    """What `to_json` made. Raises KeyError, TypeError where another release made it."""
+    if "core" in document:
+        core = Core(**document["core"])
+        machine = cpu_machine(document["slots"], document["cores"], document["memory"], core)
+    else:
+        machine = MACHINES[document["accelerator"]]
+        if document["gpu"] is not None:
+            machine = measured(machine, Gpu(**document["gpu"]))
+    return Cluster(machine, document["nodes"], document["gpus_per_node"])

@@ -1,0 +1,31 @@
+"""A cluster that was kept with a plan is the same again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from service.planner.cluster_record import from_json, to_json
+from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, measured
+
+GPU = Gpu(6.8e14, 5e13, 5.5e14, 4.2e14, 2.7e12, 2.3e-6, 7e-6, 5e10)
+CORE = replace(ASSUMED_CORE, memory=3e10)
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        Cluster(MACHINES["a100-40gb"], 3, 6),
+        Cluster(measured(MACHINES["h100-80gb"], GPU), 2, 8),
+        Cluster(CpuNode(6, 2.0**34, CORE).machine(4), 2, 4),
+    ],
+)
+def test_it_comes_back_from_json(cluster):
+    assert from_json(json.loads(json.dumps(to_json(cluster)))) == cluster
+
+
+def test_what_another_release_kept_is_refused():
+    with pytest.raises(KeyError):
+        from_json({"nodes": 1, "gpus_per_node": 1})
