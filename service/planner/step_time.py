@@ -195,11 +195,16 @@ class StepModel:
         # Beside the backward of the step's last micro-batch, in which gradients become complete.
         return max(0.0, whole - backward * self.spec.layout.virtual_stages)
 
+    def _optimizer_bytes(self) -> float:
+        """That an update moves for each parameter."""
+        compiled = self.software.compiled_optimizer_bytes if self.spec.train.compile else None
+        return self.software.optimizer_bytes if compiled is None else compiled
+
     def optimizer_seconds(self) -> float:
         """The update, and bringing it to all replicas."""
         layout, machine = self.spec.layout, self.cluster.machine
         split = layout.data if self.software.shards_optimizer and layout.zero else 1
-        update = memory_seconds(machine, self.software.optimizer_bytes * self.parameters / split)
+        update = memory_seconds(machine, self._optimizer_bytes() * self.parameters / split)
         update += self._update_wait(update)
         if not self.software.shards_optimizer:
             return self._alike(update)

@@ -96,6 +96,14 @@ def test_compiled_layers_move_a_fraction_of_it(family):
     assert compiled.output_forward().elementwise < 0.4 * eager.output_forward().elementwise
 
 
+def test_a_compiled_update_is_one_pass_behind_the_norm():
+    machine = measured(ASSUMED, BYTES)
+    eager, compiled = (
+        StepModel(job(train={"compile": each}), Cluster(machine, 1, 1), engine_on(machine)) for each in (False, True)
+    )
+    assert compiled.optimizer_seconds() == pytest.approx(34 / 46 * eager.optimizer_seconds())
+
+
 def test_only_a_measured_gpu_is_told_so_exactly():
     spec, machine = job(), measured(ASSUMED, GPU)
     assert isinstance(passes(spec), EnginePasses)
