@@ -21,6 +21,8 @@ LOSS_ELEMENTS, LOSS_ROWS = 2**24, 256
 """Logits that are widened at once, and rows of them at least (`workers/parallel/tensor/cross_entropy.py`)."""
 SMALL_OF_LOSS = (35, 15)
 """Kernels over a number a token, forward and backward."""
+COLUMN_SUMS = 2
+"""How often the bytes of a sum over tokens count: torch's kernel reaches half of the rate that others do."""
 SORT = 14
 """Kernels that bring the gradients of an embedding's rows together: tokens are sorted first."""
 
@@ -151,6 +153,9 @@ class EnginePasses(LayerTime):
             self._product(budget, self.tokens, self.hidden, self.inner)
         self._product(budget, self.tokens, self.attention_width, self.hidden)
         self._attention_backward(budget)
+        if not self.fused_projection:  # each head's gradients of keys and values, and their sums over groups
+            moved = self.width * self.tokens * (4 * self.attention_width + self.key_values)
+            budget.attention += memory_seconds(self.machine, moved) + 2 * self.gpu.kernel_seconds
         for columns in self._projections:
             self._product(budget, self.tokens, self.hidden, columns)
         self._tensor_backward(budget)
@@ -196,7 +201,7 @@ class EnginePasses(LayerTime):
         budget = Budget(products=self.weight_products(), operations=2 * products)
         if self.spec.model.bias:
             columns = sum(self._projections) + 2 * self.hidden + self.up_matrices * self.inner
-            self._elements(budget, self.width * self.tokens * columns, 2 * products)
+            self._elements(budget, COLUMN_SUMS * self.width * self.tokens * columns, 2 * products)
         parameters = self.hidden * (2 * self.attention_width + self.key_values + (1 + self.up_matrices) * self.inner)
         self._accumulate(budget, parameters, products)
         return budget

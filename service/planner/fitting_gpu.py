@@ -22,10 +22,16 @@ from service.planner.hardware import (
 from service.planner.operations import attention_seconds, product_seconds
 from service.planner.software import engine_on
 from service.planner.step_time import StepModel
-from workers.calibration.measurements import SMALL, AttentionTime, Measurements, ProductTime, StepSeconds, step_job
-
-LARGE, TINY = 5e7, 1e6
-"""Bytes from which on a kernel's time is the memory's, and up to which it is that of any kernel."""
+from workers.calibration.measurements import (
+    SMALL,
+    UPDATE,
+    AttentionTime,
+    ElementTime,
+    Measurements,
+    ProductTime,
+    StepSeconds,
+    step_job,
+)
 
 
 def machine_measured(found: Measurements) -> str:
@@ -40,21 +46,27 @@ def machine_measured(found: Measurements) -> str:
 
 def fit_gpu(found: Measurements, machine: Machine) -> Gpu:
     """What a GPU of `machine` reaches. Raises ValueError where rows are missing."""
-    kernel = statistics.median(each.seconds for each in found.elements if each.moved <= TINY)
-    large = [each for each in found.elements if each.moved >= LARGE]
-    memory = statistics.median(each.moved / max(each.seconds - kernel, each.seconds / 2) for each in large)
+    smallest, largest = (
+        {each.name: each for each in sorted(found.elements, key=lambda each: sign * each.moved)} for sign in (-1, 1)
+    )
+    update = _bytes_per_second(largest.pop(UPDATE), 0.0)
+    kernel = statistics.median(smallest[name].seconds for name in largest)
+    memory = statistics.median(_bytes_per_second(each, kernel) for each in largest.values())
     copy = min(each.size / each.seconds for each in found.copies)
-    known = Gpu(1.0, 1.0, 1.0, 1.0, memory, kernel, 0.0, copy, found.adds_wider)
+    known = Gpu(1.0, 1.0, 1.0, memory, update, kernel, 0.0, copy, found.adds_wider)
     narrow, wide = (
         statistics.median(_product_rate(each, known, machine) for each in found.products if each.precision == name)
         for name in ("bfloat16", "float32")
     )
     known = replace(known, product_16bit=narrow, product_fp32=wide)
-    rates = [_attention_rates(each, known, machine) for each in found.attention]
-    forward, backward = (statistics.median(each) for each in zip(*rates, strict=True))
-    known = replace(known, attention=forward, attention_backward=backward)
+    rates = [rate for each in found.attention for rate in _attention_rates(each, known, machine)]
+    known = replace(known, attention=statistics.median(rates))
     small = [each for each in found.steps if step_job(each).model.hidden_size <= SMALL]
     return replace(known, host_seconds=statistics.median(_host_seconds(each, known, machine) for each in small))
+
+
+def _bytes_per_second(row: ElementTime, kernel: float) -> float:
+    return row.moved / max(row.seconds - kernel, row.seconds / 2)
 
 
 def product_time(row: ProductTime, machine: Machine) -> float:
@@ -80,7 +92,7 @@ def _product_rate(row: ProductTime, known: Gpu, machine: Machine) -> float:
 
 
 def _attention_rates(row: AttentionTime, known: Gpu, machine: Machine) -> tuple[float, float]:
-    """FLOP/s of forward and of backward."""
+    """FLOP/s, as forward and as backward have it."""
     shape = row.batch * row.heads, row.sequence, row.head_size
     forward, backward = attention_seconds(measured(machine, replace(known, kernel_seconds=0.0)), *shape)
     taken = row.seconds / 3.5 if row.forward_seconds is None else row.forward_seconds

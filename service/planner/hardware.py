@@ -99,10 +99,10 @@ class Gpu:
     attention: float
     """FLOP/s of fused attention's forward, over the scores that the causal mask leaves, with `SOFTMAX` in
     operations.py."""
-    attention_backward: float
-    """The same of its backward."""
     memory: float
-    """Bytes/s of element-wise kernels on large tensors, and of the optimizer's."""
+    """Bytes/s of element-wise kernels on large tensors."""
+    update: float
+    """Bytes/s of an update that is not compiled."""
     kernel_seconds: float
     """What a kernel takes of the device beside its work, with others waiting behind it."""
     host_seconds: float

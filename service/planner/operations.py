@@ -26,6 +26,8 @@ WIDE = 4
 """Bytes of fp32."""
 SOFTMAX = 32
 """The softmax within fused attention, as that much more width of each head in its products."""
+ATTENTION_BACKWARD = 0.74
+"""Rate of its backward, of that of its forward (arXiv:2407.08608: 550 and 740 TFLOP/s)."""
 ROWS = 128
 """Queries of which a multiprocessor computes attention at a time; of the scores on the diagonal it computes all."""
 SPLITS, LEAST_SPLIT = (1, 2, 4, 8), 512
@@ -87,7 +89,8 @@ def attention_seconds(
     longest = each * sequence * rows * count  # the last rows see all that is before them
     slower = 1.0 if width == 2 else gpu.product_16bit / gpu.product_fp32
     work = max(whole, longest) * slower
-    return work / gpu.attention + gpu.kernel_seconds, 2.5 * work / gpu.attention_backward + 3 * gpu.kernel_seconds
+    backward = 2.5 * work / (gpu.attention * ATTENTION_BACKWARD)
+    return work / gpu.attention + gpu.kernel_seconds, backward + 3 * gpu.kernel_seconds
 
 
 def memory_seconds(machine: Machine, moved: float) -> float:

@@ -195,16 +195,19 @@ class StepModel:
         # Beside the backward of the step's last micro-batch, in which gradients become complete.
         return max(0.0, whole - backward * self.spec.layout.virtual_stages)
 
-    def _optimizer_bytes(self) -> float:
-        """That an update moves for each parameter."""
-        compiled = self.software.compiled_optimizer_bytes if self.spec.train.compile else None
-        return self.software.optimizer_bytes if compiled is None else compiled
+    def _update(self, parameters: float) -> float:
+        """Seconds of an update of so many parameters, where nothing is waited for."""
+        machine, software, compiled = self.cluster.machine, self.software, self.spec.train.compile
+        if machine.gpu is not None and not compiled:
+            return software.optimizer_bytes * parameters / machine.gpu.update
+        moved = software.compiled_optimizer_bytes if compiled else None
+        return memory_seconds(machine, (software.optimizer_bytes if moved is None else moved) * parameters)
 
     def optimizer_seconds(self) -> float:
         """The update, and bringing it to all replicas."""
-        layout, machine = self.spec.layout, self.cluster.machine
+        layout, _machine = self.spec.layout, self.cluster.machine
         split = layout.data if self.software.shards_optimizer and layout.zero else 1
-        update = memory_seconds(machine, self._optimizer_bytes() * self.parameters / split)
+        update = self._update(self.parameters / split)
         update += self._update_wait(update)
         if not self.software.shards_optimizer:
             return self._alike(update)

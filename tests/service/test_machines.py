@@ -51,7 +51,7 @@ def test_a_file_that_is_no_calibration_says_what_to_do(tmp_path, change):
 
 
 def test_gpus_are_kept_by_their_type_and_are_no_nodes_of_cores(tmp_path):
-    gpu = Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=Gpu(6.8e14, 5e13, 5e14, 4e14, 2.7e12, 2e-6, 7e-6, 5e10, True))
+    gpu = Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=Gpu(6.8e14, 5e13, 5e14, 2.7e12, 2e12, 2e-6, 7e-6, 5e10, True))
     save(tmp_path, gpu)
     save(tmp_path, calibrated())
     assert measured_gpus(tmp_path) == {"h100-80gb": gpu.gpu}

@@ -11,9 +11,12 @@ import torch
 
 SECONDS = 0.05
 LEAST_TIMES = 5
-ROUNDS, MOST_TIMES = 5, 20
+ROUNDS, MOST_TIMES, ROUND_SECONDS = 5, 20, 0.005
 SQUARE, LEAST_OF_SQUARE = 8192, 4e-4
 """Rows of a square product, and seconds that it takes on any GPU at least."""
+BETWEEN, WARM = 10, 600
+"""Such products in front of each round, and before anything: what a device is measured at is the clock that is left to
+it by its limit of power while it trains, and not that of one that has rested."""
 
 Run = Callable[[], object]
 
@@ -31,13 +34,13 @@ def median_seconds(run: Run, device: torch.device, seconds: float = SECONDS) -> 
 
 
 def back_to_back_seconds(run: Run, device: torch.device, rounds: int = ROUNDS) -> float:
-    """What `run` takes of a device that has more of them queued behind it, so that no host is waited for: the median of
-    some rounds. On a CPU as `median_seconds`, only shorter."""
+    """What `run` takes of a device that has more of them queued behind it, so that no host is waited for, and that was
+    busy with large products before: the median of some rounds. On a CPU as `median_seconds`, only shorter."""
     if device.type != "cuda":
         return median_seconds(run, device, 0.0)
     run()
     alone = _on_gpu(run, device)
-    times = max(3, min(MOST_TIMES, int(SECONDS / rounds / alone)))
+    times = max(3, min(MOST_TIMES, int(ROUND_SECONDS / alone)))
     began = time.perf_counter()
     for _ in range(times):
         run()
@@ -49,7 +52,7 @@ def back_to_back_seconds(run: Run, device: torch.device, rounds: int = ROUNDS) -
 def _queued(run: Run, times: int, queueing: float, device: torch.device) -> float:
     """Seconds of one of so many runs, which are queued while the device is busy with something else."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    _keep_busy(1.5 * queueing, device)
+    _keep_busy(max(BETWEEN, int(1.5 * queueing / LEAST_OF_SQUARE)), device)
     first.record()
     for _ in range(times):
         run()
@@ -58,10 +61,17 @@ def _queued(run: Run, times: int, queueing: float, device: torch.device) -> floa
     return float(first.elapsed_time(last)) / 1e3 / times
 
 
-def _keep_busy(seconds: float, device: torch.device) -> None:
+def warm_up(device: torch.device) -> None:
+    """Bring a GPU to the clock at which it trains."""
+    if device.type == "cuda":
+        _keep_busy(WARM, device)
+        torch.cuda.synchronize(device)
+
+
+def _keep_busy(products: int, device: torch.device) -> None:
     square = _square(device)
     out = torch.empty_like(square)
-    for _ in range(1 + int(seconds / LEAST_OF_SQUARE)):
+    for _ in range(products):
         torch.mm(square, square, out=out)
 
 

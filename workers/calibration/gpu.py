@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.optim.adamw import adamw
 
-from workers.calibration.clock import Run, back_to_back_seconds, release
+from workers.calibration.clock import Run, back_to_back_seconds, release, warm_up
 from workers.calibration.kernels import attention_times, product_times
-from workers.calibration.measurements import CopyTime, ElementTime, Measurements
+from workers.calibration.measurements import UPDATE, CopyTime, ElementTime, Measurements
 from workers.calibration.steps import step_times
+from workers.config import OptimizerConfig
+from workers.parallel.data import adamw
 from workers.parallel.tensor.products import ADDS_WIDER
 from workers.system import gpu
 from workers.system.cores import usable_cores
@@ -111,6 +112,7 @@ def measure_gpu(device: torch.device, shapes: Shapes, say: Callable[[str], None]
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
     found = Measurements(name, usable_cores(), gpu_memory_bytes=memory, adds_wider=ADDS_WIDER)
     say("matrix products and attention")
+    warm_up(device)
     found.products.extend(product_times(device, torch.bfloat16, shapes.products))
     found.products.extend(product_times(device, torch.float32, shapes.wide_products))
     with _rounded_products():
@@ -151,34 +153,26 @@ def element_times(device: torch.device, size: int) -> list[ElementTime]:
         "sum_of_rows": (2, partial(torch.sum, rows, 0, dtype=torch.float32)),
         "widened": (6, partial(wide_out.copy_, x)),
         "square": (8, partial(torch.mul, wide, wide, out=wide_out)),
-        "update": (28, _update(wide, wide_out)),
+        UPDATE: (46, _update(wide, wide_out)),
     }
     return [ElementTime(name, moved * count, back_to_back_seconds(run, device)) for name, (moved, run) in runs.items()]
 
 
 def _update(values: torch.Tensor, gradient: torch.Tensor) -> Run:
-    """AdamW as the engine calls it."""
-    means, squares = torch.zeros_like(values), torch.zeros_like(values)
-    steps, refused = (torch.zeros((), dtype=torch.float32, device=values.device) for _ in range(2))
+    """What the engine does with each parameter at the end of a step that is not compiled: the gradients' norm, their
+    factor, AdamW, and 16-bit parameters."""
+    means, squares, rounded = torch.zeros_like(values), torch.zeros_like(values), values.to(torch.bfloat16)
+    steps = torch.zeros((), dtype=torch.float32, device=values.device)
+    factor = torch.ones((), dtype=torch.float64, device=values.device)
+    refused = torch.zeros((), dtype=torch.bool, device=values.device)
+    groups = {0.1: [adamw.Piece(values, gradient, means, squares, steps, None)]}
 
     def run() -> None:
-        adamw(
-            [values],
-            [gradient],
-            [means],
-            [squares],
-            [],
-            [steps],
-            fused=True,
-            found_inf=refused,
-            amsgrad=False,
-            beta1=0.9,
-            beta2=0.95,
-            lr=1e-4,
-            weight_decay=0.1,
-            eps=1e-8,
-            maximize=False,
-        )
+        long_rows = gradient.view(-1, min(4096, len(gradient)))
+        torch.linalg.vector_norm(long_rows, dim=1)
+        torch._foreach_mul_([gradient], factor)
+        adamw.update(groups, OptimizerConfig(), 1e-4, refused)
+        rounded.copy_(values)
 
     return run
 

@@ -40,6 +40,10 @@ class AttentionTime:
     """Of forward alone; None where it was not measured."""
 
 
+UPDATE = "update"
+"""What a GPU does with each parameter at the end of a step: of several kernels, unlike the others."""
+
+
 @dataclass(frozen=True)
 class ElementTime:
     """An element-wise kernel of a GPU."""

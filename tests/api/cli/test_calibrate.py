@@ -15,7 +15,7 @@ from service.planner.hardware import Core, Gpu
 from workers.paths import Paths
 from workers.system.processor import node_type
 
-GPU = Gpu(6.8e14, 5e13, 5.5e14, 4.2e14, 2.7e12, 2.3e-6, 7e-6, 5e10)
+GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
 CORE = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
 PLAN = {
     "model": {"layers": 4, "hidden_size": 256, "heads": 4, "sequence_length": 128, "vocabulary_size": 1000},

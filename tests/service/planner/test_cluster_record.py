@@ -10,7 +10,7 @@ import pytest
 from service.planner.cluster_record import from_json, to_json
 from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, measured
 
-GPU = Gpu(6.8e14, 5e13, 5.5e14, 4.2e14, 2.7e12, 2.3e-6, 7e-6, 5e10)
+GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
 CORE = replace(ASSUMED_CORE, memory=3e10)
 
 

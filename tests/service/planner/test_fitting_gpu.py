@@ -20,7 +20,7 @@ from workers.calibration.measurements import (
 )
 
 ASSUMED = MACHINES["h100-80gb"]
-GPU = Gpu(6.8e14, 5e13, 5.5e14, 4.2e14, 2.7e12, 2.3e-6, 7e-6, 5e10)
+GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
 
 
 def rows(gpu: Gpu) -> Measurements:
@@ -35,10 +35,11 @@ def rows(gpu: Gpu) -> Measurements:
     for b, a, s, d in ON_GPU.attention:
         forward, backward = attention_seconds(machine, b * a, s, d)
         found.attention.append(AttentionTime(b, a, s, d, forward + backward, forward))
-    for moved in (2**16, 2**18, 2**28, 2**30):
-        found.elements.append(ElementTime("sum", moved, gpu.kernel_seconds * (moved < 2**20) + moved / gpu.memory))
-    found.elements.append(ElementTime("update", 2**16, gpu.kernel_seconds))
-    found.elements.append(ElementTime("update", 2**29, gpu.kernel_seconds + 2**29 / gpu.memory))
+    for name in ("sum", "gelu", "square"):
+        found.elements.append(ElementTime(name, 2**16, gpu.kernel_seconds))
+        found.elements.append(ElementTime(name, 2**30, gpu.kernel_seconds + 2**30 / gpu.memory))
+        found.elements.append(ElementTime(name, 2**24, 2**24 / gpu.memory / 3))  # in a cache
+    found.elements.extend(ElementTime("update", moved, moved / gpu.update) for moved in (2**16, 2**29))
     found.copies.extend(
         [CopyTime("to_device", 2**28, 2**28 / gpu.copy), CopyTime("to_host", 2**28, 0.9 * 2**28 / gpu.copy)]
     )
