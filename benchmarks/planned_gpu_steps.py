@@ -153,7 +153,7 @@ def predict(document: dict[str, Any], assumed: Machine, machine: Machine) -> dic
         "update_seconds": after.optimizer_seconds(),
         "passes": {name: vars(each) for name, each in zip(("forward", "input", "weight"), parts, strict=True)},
         "bytes_accounted": device_bytes(spec)[0].total,
-        "bytes": round(memory_of(spec, 0).total),
+        "bytes": round(memory_of(spec, 0, machine).total),
     }
 
 

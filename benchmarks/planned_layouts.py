@@ -39,6 +39,8 @@ from workers.threads import with_threads
 
 JOBS, STEPS, WARM_UP = 30, 7, 2
 SLOTS = 8
+CPU = cpu_machine(SLOTS, 1, 1e12)
+"""What ranks are on."""
 TIME_TARGET, ORDER_TARGET, MEMORY_TARGET = 0.12, 0.9, 0.03
 
 
@@ -75,7 +77,7 @@ def predict(document: dict[str, Any], calibrated: Calibrated) -> dict[str, Any]:
     tensors of each pipeline rank."""
     spec = with_threads(parse_job_spec(document), 1)
     seconds, core_seconds = (_step_seconds(spec, core_of(calibrated), cores) for cores in (usable_cores(), 1))
-    memory = [round(memory_of(spec, rank, gpu=False).total) for rank in range(spec.layout.pipeline)]
+    memory = [round(memory_of(spec, rank, CPU).total) for rank in range(spec.layout.pipeline)]
     return {"seconds": seconds, "core_seconds": core_seconds, "bytes": memory}
 
 

@@ -177,26 +177,33 @@ class Bounds:
 
     def __init__(self, job: JobSpec, cluster: Cluster, software: Software):
         self.job, self.cluster, self.software = job, cluster, software
-        self._passes: dict[tuple[int, int, str, int], Passes] = {}
+        self._passes: dict[tuple[int, int, str, int, int], Passes] = {}
         self._sizes: dict[int, _Sizes] = {}
         self._layer_bytes: dict[tuple[int, int, str], int] = {}
-        self._stages: dict[tuple[int, int, str, int, int, bool, bool], StageTimes] = {}
+        self._stages: dict[tuple[int, int, str, int, int, int, bool, bool], StageTimes] = {}
 
     def passes(self, candidate: Candidate) -> Passes:
         """The times of the parts of the model."""
-        threads = self._threads(candidate)
-        key = candidate.tensor, candidate.micro_batch, candidate.recompute, threads
+        threads, counted = self._threads(candidate), self._counted(candidate)
+        key = candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted
         if key not in self._passes:
-            spec, cluster = self._alone(candidate), with_threads(self.cluster, threads)
+            spec, cluster = (
+                self._alone(candidate, candidate.data if counted else 1),
+                with_threads(self.cluster, threads),
+            )
             self._passes[key] = layer_time(spec, groups_of(spec.layout, cluster, self.software), self.software).passes()
         return self._passes[key]
+
+    def _counted(self, candidate: Candidate) -> int:
+        """Micro-batches, where a pass takes longer with more of them; else 0."""
+        return candidate.micro_batches(self.job) if self.software.counts_kernels else 0
 
     def _threads(self, candidate: Candidate) -> int:
         return 1 if self.cluster.machine.core is None else threads_in(candidate.spec(self.job), self.cluster)
 
-    def _alone(self, candidate: Candidate) -> JobSpec:
+    def _alone(self, candidate: Candidate, data: int = 1) -> JobSpec:
         """A job whose layers are those of `candidate`, on one stage."""
-        return replace(candidate, pipeline=1, data=1, virtual_stages=1, schedule="1f1b").spec(self.job)
+        return replace(candidate, pipeline=1, data=data, virtual_stages=1, schedule="1f1b").spec(self.job)
 
     def _sizes_of(self, tensor: int) -> _Sizes:
         if tensor not in self._sizes:
@@ -257,8 +264,8 @@ class Bounds:
         return StepModel(candidate.spec(self.job), self.cluster, self.software, self.passes(candidate), parameters)
 
     def _stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
-        threads = self._threads(candidate)
-        key = (candidate.tensor, candidate.micro_batch, candidate.recompute, threads, layers, first, last)
+        threads, counted = self._threads(candidate), self._counted(candidate)
+        key = (candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted, layers, first, last)
         if key not in self._stages:
             self._stages[key] = self.passes(candidate).of_stage(layers, first, last, self.cluster.machine)
         return self._stages[key]

@@ -13,16 +13,23 @@ from service.planner.operations import WIDE, Budget, attention_seconds, memory_s
 from service.planner.software import Software
 from workers.config import JobSpec
 
-FUNCTION = 3
-"""Host operations of one of the engine's own functions beside its kernels: it is Python, forward and backward."""
-OPERATOR, GRAPH = 5, 12
-"""The same of an operator that a compiled layer calls, and of calling a compiled layer."""
+LAYER, COMPILED_LAYER = (35, 45), (45, 60)
+"""What a layer takes of its host beside its kernels, in launches of kernels, forward and backward: modules, the
+engine's own functions and autograd are Python, and so is what calls a compiled layer and the operators within it."""
+UNDER_HOOKS = 35
+"""The same where a layer is recomputed: each tensor that forward would have kept goes through Python twice."""
+MICRO_BATCH = 30
+"""The same of a micro-batch, beside layers."""
 LOSS_ELEMENTS, LOSS_ROWS = 2**24, 256
 """Logits that are widened at once, and rows of them at least (`workers/parallel/tensor/cross_entropy.py`)."""
 SMALL_OF_LOSS = (35, 15)
 """Kernels over a number a token, forward and backward."""
-COLUMN_SUMS = 2
-"""How often the bytes of a sum over tokens count: torch's kernel reaches half of the rate that others do."""
+CAST, REDUCED, SPREAD = 1.5, 1.4, 1.3
+"""How often bytes count in torch's kernels that change the precision, that add up along rows or columns (layer norms
+too), and that spread a number over a row: they reach 1.9, 2.1 and about 2.3 TB/s on an H100 where others reach 3.0."""
+MIXED, MIXED_IN_PLACE = 10, 15
+"""Bytes that a product of a number in 16 bits with one of its row in fp32 counts as: its kernel converts element by
+element. In 16 bits again, in place, it takes 5 ps of each there."""
 SORT = 14
 """Kernels that bring the gradients of an embedding's rows together: tokens are sorted first."""
 
@@ -51,24 +58,32 @@ class EnginePasses(LayerTime):
         budget.elementwise += memory_seconds(self.machine, moved) + kernels * self.gpu.kernel_seconds
         budget.operations += kernels
 
-    def _product(self, budget: Budget, m: int, n: int, k: int) -> None:
-        super()._product(budget, m, n, k)
-        budget.operations += OPERATOR if self.compiled else FUNCTION
+    @property
+    def _host_of_layer(self) -> tuple[int, int]:
+        return COMPILED_LAYER if self.compiled else LAYER
 
     def _norm(self, budget: Budget, elements: int) -> None:
         """Eager: torch's layer norm, or an RMS norm operation by operation (`rms_norm.py`)."""
         if not self.parts.rms_norm:
-            self._elements(budget, 2 * self.width * elements)
-        elif self.width == WIDE:
-            self._elements(budget, 28 * elements, 6)
-        else:
-            self._elements(budget, 34 * elements, 8)
+            self._elements(budget, REDUCED * 2 * self.width * elements)
+        elif self.width == WIDE:  # squares, their mean, its root's product, the weight's
+            self._elements(budget, (8 + REDUCED * 4 + SPREAD * (8 + 8)) * elements, 6)
+        else:  # widened before, and rounded before the weight's
+            self._elements(budget, (CAST * 6 + 8 + REDUCED * 4 + MIXED + CAST * 6 + SPREAD * 4) * elements, 8)
 
     def _norm_backward(self, budget: Budget, elements: int) -> None:
         if not self.parts.rms_norm:
-            self._elements(budget, 5 * self.width * elements, 5)
+            self._elements(budget, REDUCED * 5 * self.width * elements, 5)
+            return
+        # The norm again; the weight's gradient, its sum over rows; the gradient times the weight, the input times its
+        # root; what both have along a row, taken from it; all times the root.
+        if self.width == WIDE:
+            moved = SPREAD * 8 + 12 + REDUCED * 4 + SPREAD * (8 + 8) + 12 + REDUCED * 4 + SPREAD * (12 + 8)
+            self._elements(budget, moved * elements, 11)
         else:
-            self._elements(budget, (76 if self.width == WIDE else 78) * elements, 11 if self.width == WIDE else 13)
+            moved = MIXED + CAST * 6 + 6 + REDUCED * 2 + SPREAD * 4 + CAST * 6 + MIXED
+            moved += 12 + REDUCED * 4 + SPREAD * (12 + 8) + CAST * 6
+            self._elements(budget, moved * elements, 13)
 
     @property
     def _projections(self) -> list[int]:
@@ -96,7 +111,7 @@ class EnginePasses(LayerTime):
 
     def forward(self) -> Budget:
         """One layer's forward."""
-        budget = Budget(operations=GRAPH if self.compiled else 0)
+        budget = Budget(operations=self._host_of_layer[0])
         (self._fused_elements if self.compiled else self._eager_elements)(budget)
         for columns in self._projections:
             self._product(budget, self.tokens, columns, self.hidden)
@@ -142,11 +157,11 @@ class EnginePasses(LayerTime):
         model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
         seconds = attention_seconds(self.machine, count, model.sequence_length, model.head_size, self.width)
         budget.attention += seconds[0] if times == 1.0 else seconds[1]
-        budget.operations += FUNCTION + (1 if times == 1.0 else 3)
+        budget.operations += 1 if times == 1.0 else 3
 
     def backward_input(self) -> Budget:
         """The half of one layer's backward that makes gradients of activations, with what is recomputed."""
-        budget = Budget(operations=GRAPH if self.compiled else 0)
+        budget = Budget(operations=self._host_of_layer[1])
         (self._fused_elements_backward if self.compiled else self._eager_elements_backward)(budget)
         self._product(budget, self.tokens, self.inner, self.hidden)
         for _ in range(self.up_matrices):
@@ -201,26 +216,29 @@ class EnginePasses(LayerTime):
         budget = Budget(products=self.weight_products(), operations=2 * products)
         if self.spec.model.bias:
             columns = sum(self._projections) + 2 * self.hidden + self.up_matrices * self.inner
-            self._elements(budget, COLUMN_SUMS * self.width * self.tokens * columns, 2 * products)
+            self._elements(budget, REDUCED * self.width * self.tokens * columns, 2 * products)
         parameters = self.hidden * (2 * self.attention_width + self.key_values + (1 + self.up_matrices) * self.inner)
         self._accumulate(budget, parameters, products)
         return budget
 
     def _accumulate(self, budget: Budget, parameters: int, products: int) -> None:
-        """Products of 16 bits leave fp32 matrices that are added to the sums; others read the sums themselves."""
+        """Products of 16 bits leave fp32 matrices that are added to the sums; others read the sums themselves. A step's
+        first ones take their place."""
         apart = self.width < WIDE and not self.gpu.adds_wider
-        budget.accumulation += memory_seconds(self.machine, (12 if apart else 4) * parameters)
-        budget.accumulation += products * self.gpu.kernel_seconds if apart else 0.0
+        later = 1 - 1 / self.spec.micro_batches
+        budget.accumulation += later * memory_seconds(self.machine, (12 if apart else 4) * parameters)
+        budget.accumulation += later * products * self.gpu.kernel_seconds if apart else 0.0
 
     def recomputed(self) -> Budget:
         """What a layer's backward computes again."""
         layout = self.spec.layout
-        if layout.recompute != "selective":
-            return super().recomputed()
+        if layout.recompute == "none":
+            return Budget()
+        if layout.recompute == "full":
+            return super().recomputed().plus(Budget(operations=UNDER_HOOKS))
         again = Budget()
         if "core_attention" in layout.recompute_modules:
             self._attention_forward(again)
-            again.operations += FUNCTION
         if "norm" in layout.recompute_modules:
             for _ in range(2):
                 self._norm(again, self.outside * self.hidden)
@@ -232,7 +250,7 @@ class EnginePasses(LayerTime):
 
     def embedding_forward(self) -> Budget:
         """Rows of the table, over the tensor group a sum; positions and dropout."""
-        budget, residual = Budget(), self.outside * self.hidden
+        budget, residual = Budget(operations=MICRO_BATCH), self.outside * self.hidden
         self._elements(budget, 2 * self.width * residual, 3)
         if not self.parts.rotary:
             self._elements(budget, 2 * self.width * residual)
@@ -257,17 +275,20 @@ class EnginePasses(LayerTime):
         if self.width == WIDE:
             self._elements(budget, 4 * WIDE * logits, SMALL_OF_LOSS[0])
         elif self.compiled:  # largest, sums, exponentials
-            self._elements(budget, 4 * self.width * logits, SMALL_OF_LOSS[0])
+            moved = REDUCED * 2 * self.width + CAST * 2 * self.width
+            self._elements(budget, moved * logits, SMALL_OF_LOSS[0])
         else:  # the largest; and block by block two rounds of widened, less, exponentials, and sums or rounded
             blocks = -(-self.tokens // max(LOSS_ROWS, LOSS_ELEMENTS // self._vocabulary))
-            moved = 4 * self.width + 12 * WIDE
+            widened = CAST * (self.width + WIDE) + SPREAD * 2 * WIDE + 2 * WIDE
+            moved = REDUCED * (self.width + WIDE) + 2 * widened + CAST * (self.width + WIDE)
             self._elements(budget, moved * logits, SMALL_OF_LOSS[0] + 8 * blocks)
         return budget
 
     def output_backward(self) -> Budget:
         """The same, back."""
         budget = Budget()
-        self._elements(budget, 2 * self.width * self.tokens * self._vocabulary, SMALL_OF_LOSS[1])
+        scaled = MIXED_IN_PLACE if self.width < WIDE else SPREAD * 2 * WIDE
+        self._elements(budget, scaled * self.tokens * self._vocabulary, SMALL_OF_LOSS[1])
         self._product(budget, self.tokens, self.hidden, self._vocabulary)
         weights = product_seconds(self.machine, self._vocabulary, self.hidden, self.tokens, 1, self.width)
         budget.products += weights

@@ -48,7 +48,7 @@ def explain(plan: Plan, cluster: Cluster) -> Explanation:
     return Explanation(
         shares=step_shares(model, plan.time, plan.peak_flops),
         changes=what_ifs(spec, cluster, engine),
-        memory=tuple(memory_of(spec, rank, cluster.machine.has_gpus) for rank in range(layout.pipeline)),
+        memory=tuple(memory_of(spec, rank, cluster.machine) for rank in range(layout.pipeline)),
         usable_bytes=usable_bytes(cluster),
         bars=tuple(model.pipeline().bars(spec.micro_batches)) if few else None,
         run=_whole_run(plan, cluster),

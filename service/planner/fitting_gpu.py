@@ -33,6 +33,9 @@ from workers.calibration.measurements import (
     step_job,
 )
 
+STREAMED = ("sum", "gelu", "square")
+"""Kernels that do nothing but read and write; how others do beside them is in `engine_passes.py`."""
+
 
 def machine_measured(found: Measurements) -> str:
     """The name in MACHINES of the GPU that was measured. Raises UnknownMachine."""
@@ -51,7 +54,7 @@ def fit_gpu(found: Measurements, machine: Machine) -> Gpu:
     )
     update = _bytes_per_second(largest.pop(UPDATE), 0.0)
     kernel = statistics.median(smallest[name].seconds for name in largest)
-    memory = statistics.median(_bytes_per_second(each, kernel) for each in largest.values())
+    memory = statistics.median(_bytes_per_second(largest[name], kernel) for name in STREAMED)
     copy = min(each.size / each.seconds for each in found.copies)
     known = Gpu(1.0, 1.0, 1.0, memory, update, kernel, 0.0, copy, found.adds_wider)
     narrow, wide = (

@@ -150,6 +150,11 @@ class Machine:
         return self.core == ASSUMED_CORE or (self.core is None and self.constants == HOPPER)
 
     @property
+    def sums_apart(self) -> bool:
+        """Whether products for weights there leave matrices in fp32 that are then added to the sums."""
+        return self.gpu is not None and not self.gpu.adds_wider
+
+    @property
     def links_are_assumed(self) -> bool:
         """Whether its GPUs were measured, one at a time, and what lies between them was not."""
         return self.gpu is not None and replace(self.constants, **ASSUMED_OF_GPU) == HOPPER

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from service.planner.hardware import GIB, Cluster
+from service.planner.hardware import GIB, Cluster, Machine
 from workers.accounting.device_bytes import bytes_of_stage
 from workers.accounting.flops import rank_parameters
 from workers.accounting.snapshot_bytes import SLOTS, STATE_BYTES
@@ -52,9 +52,9 @@ def usable_bytes(cluster: Cluster) -> float:
     return cluster.machine.accelerator.memory_bytes * (1 - RESERVE)
 
 
-def worst_rank(spec: JobSpec, gpu: bool = True) -> RankMemory:
-    """The rank that needs most. `gpu`: whether ranks have one; a CPU makes some tensors otherwise."""
-    passes = StepPeak(spec, gpu)
+def worst_rank(spec: JobSpec, machine: Machine | None = None) -> RankMemory:
+    """The rank that needs most. `machine`: what ranks are on, which makes some tensors otherwise; by default a GPU."""
+    passes = _passes(spec, machine)
     return max((_memory(passes, rank) for rank in _candidates(spec)), key=lambda each: each.total)
 
 
@@ -79,9 +79,13 @@ def _layers_of(spec: JobSpec, rank: int) -> int:
     return sum(len(stage_layers(spec.model.layers, p * v, index)) for index in indices)
 
 
-def memory_of(spec: JobSpec, rank: int, gpu: bool = True) -> RankMemory:
-    """What pipeline rank `rank` needs; `gpu` as in `worst_rank`."""
-    return _memory(StepPeak(spec, gpu), rank)
+def memory_of(spec: JobSpec, rank: int, machine: Machine | None = None) -> RankMemory:
+    """What pipeline rank `rank` needs; `machine` as in `worst_rank`."""
+    return _memory(_passes(spec, machine), rank)
+
+
+def _passes(spec: JobSpec, machine: Machine | None) -> StepPeak:
+    return StepPeak(spec) if machine is None else StepPeak(spec, machine.has_gpus, machine.sums_apart)
 
 
 def _memory(passes: StepPeak, rank: int) -> RankMemory:
@@ -141,12 +145,12 @@ class Fit:
 
 def fits(spec: JobSpec, cluster: Cluster) -> Fit:
     """Whether `spec` fits on the devices of `cluster`; where it does not, with the smallest change that helps."""
-    gpu = cluster.machine.has_gpus
-    found = Fit(worst_rank(spec, gpu), usable_bytes(cluster))
+    machine = cluster.machine
+    found = Fit(worst_rank(spec, machine), usable_bytes(cluster))
     if found.fits:
         return found
     for change, other in _changes(spec):
-        if worst_rank(other, gpu).total <= found.usable:
+        if worst_rank(other, machine).total <= found.usable:
             return Fit(found.memory, found.usable, change)
     return found
 

@@ -24,8 +24,9 @@ RAMP = 32
 
 WIDE = 4
 """Bytes of fp32."""
-SOFTMAX = 32
-"""The softmax within fused attention, as that much more width of each head in its products."""
+SOFTMAX = 64
+"""The softmax within fused attention, as that much more width of each head in its products: a multiprocessor of Hopper
+has 16 exponentials or 4096 FLOP a clock."""
 ATTENTION_BACKWARD = 0.74
 """Rate of its backward, of that of its forward (arXiv:2407.08608: 550 and 740 TFLOP/s)."""
 ROWS = 128

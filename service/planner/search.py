@@ -68,7 +68,7 @@ def plan_of(spec: JobSpec, cluster: Cluster, software: Software = MANTA, model: 
     device = cluster.machine.accelerator
     peak = device.peak_fp32 if spec.train.precision == "fp32" else device.peak_16bit
     model = model or StepModel(spec, cluster, software)
-    return Plan(spec, model.time(), worst_rank(spec, cluster.machine.has_gpus), peak)
+    return Plan(spec, model.time(), worst_rank(spec, cluster.machine), peak)
 
 
 def evaluate(spec: JobSpec, cluster: Cluster, software: Software = MANTA) -> Answer:
@@ -124,7 +124,7 @@ def search(
         spec = candidate.spec(job)
         if find_problems(spec):
             continue
-        memory = worst_rank(spec, cluster.machine.has_gpus)
+        memory = worst_rank(spec, cluster.machine)
         if memory.total > usable:
             _keep_least(too_large, candidate, memory.total)
             continue
@@ -165,9 +165,7 @@ def _rejected(
         if key not in chosen and key not in slower and len(answers) < MOST_REJECTED:
             spec = candidate.spec(job)
             answers.append(
-                Rejected(
-                    spec, f"does not fit: {Fit(worst_rank(spec, cluster.machine.has_gpus), usable_bytes(cluster))}"
-                )
+                Rejected(spec, f"does not fit: {Fit(worst_rank(spec, cluster.machine), usable_bytes(cluster))}")
             )
     return answers[:MOST_REJECTED]
 
@@ -181,6 +179,6 @@ def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:
             candidate = Candidate(pipeline, tensor, data, 1, "1f1b", 1, "full")
             if bounds.least_bytes(candidate) > usable:
                 continue
-            if worst_rank(candidate.spec(job), larger.machine.has_gpus).total <= usable:
+            if worst_rank(candidate.spec(job), larger.machine).total <= usable:
                 return f"{larger.nodes} nodes of {larger.gpus_per_node} ({usable / GIB:.0f} GiB a GPU) would do"
     return None

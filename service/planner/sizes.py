@@ -88,7 +88,7 @@ def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Pla
             if SLACK * least >= best:
                 break
             spec = candidate.spec(job)
-            if find_problems(spec) or worst_rank(spec, cluster.machine.has_gpus).total > usable:
+            if find_problems(spec) or worst_rank(spec, cluster.machine).total > usable:
                 continue
             plan = plan_of(spec, cluster, software, bounds.model(candidate))
             if plan.time.seconds < best:

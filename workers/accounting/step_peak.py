@@ -61,10 +61,14 @@ def _posted(
 
 
 class StepPeak:
-    """Of a job whose ranks have GPUs, or with `gpu` false run on CPUs."""
+    """Of a job whose ranks have GPUs, or with `gpu` false run on CPUs. `sums_apart`: whether products of 16 bits for
+    weights leave matrices in fp32 that are then added to the sums, as on GPUs before torch 2.13; that of the output
+    layer is counted, the largest, at the moment when most is held."""
 
-    def __init__(self, spec: JobSpec, gpu: bool = True):
+    def __init__(self, spec: JobSpec, gpu: bool = True, sums_apart: bool = False):
         self.spec, self.gpu, self.sizes = spec, gpu, Sizes.of(spec)
+        # A step's first products go where the sums are.
+        self.sums_apart = sums_apart and self.sizes.width < WIDE and spec.micro_batches > 1
         layout = spec.layout
         self.kind, self.stages, self.chunks = layout.schedule, layout.pipeline, layout.virtual_stages
         self.split = self.kind in SPLIT_BACKWARD
@@ -232,6 +236,8 @@ class StepPeak:
         if sizes.gathered:
             tape.take(sizes.residual)
             tape.free(sizes.whole)
+        if self.sums_apart and self.output_trained and not self.split:
+            tape.for_a_moment(WIDE * self._columns * self.spec.model.hidden_size)
         tape.free(gathered)
         if not self.output_trained:
             tape.free(self._logits)

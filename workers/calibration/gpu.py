@@ -146,12 +146,20 @@ def element_times(device: torch.device, size: int) -> list[ElementTime]:
     wide, wide_out = x.float(), y.float()
     rows = x.view(-1, min(2048, count))
     weight = torch.ones(rows.shape[1], device=device, dtype=torch.bfloat16)
+    column = torch.ones(len(rows), 1, device=device)
+    wide_rows, wide_out_rows = wide.view(rows.shape), wide_out.view(rows.shape)
     runs: dict[str, tuple[int, Run]] = {
         "sum": (6, partial(torch.add, x, y, out=out)),
         "gelu": (4, partial(F.gelu, x)),
         "layer_norm": (4, partial(F.layer_norm, rows, weight.shape, weight, weight)),
         "sum_of_rows": (2, partial(torch.sum, rows, 0, dtype=torch.float32)),
         "widened": (6, partial(wide_out.copy_, x)),
+        "rounded": (6, partial(out.copy_, wide)),
+        "mixed": (6, partial(torch.mul, rows, column, out=wide_out_rows)),
+        "mixed_in_place": (4, partial(out.view(rows.shape).mul_, column)),
+        "spread": (8, partial(torch.mul, wide_rows, column, out=wide_out_rows)),
+        "mean_of_rows": (4, partial(torch.mean, wide_rows, -1, keepdim=True)),
+        "largest_of_rows": (2, partial(torch.amax, rows, 1)),
         "square": (8, partial(torch.mul, wide, wide, out=wide_out)),
         UPDATE: (46, _update(wide, wide_out)),
     }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.planner.hardware import MACHINES, Gpu, measured
 from service.planner.memory import fits, host_bytes, memory_of, usable_bytes, worst_rank
 from tests.service.support.planned import a100s, job
 from workers.accounting.activation_bytes import rank_bytes
@@ -98,3 +100,15 @@ def test_snapshots_take_host_memory_for_two_slots():
     assert host_bytes(spec, 8) == pytest.approx(2 * 12 * rank_parameters(spec)[0] / 4 * 8)
     without = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"snapshots": "off"})})
     assert host_bytes(without, 8) == 0
+
+
+def test_sums_apart_take_the_largest_product_once_more():
+    gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
+    apart, within = (measured(MACHINES["h100-80gb"], replace(gpu, adds_wider=each)) for each in (False, True))
+    spec = job(train={"micro_batch_size": 16}, model={"vocabulary_size": 100_000})
+    more = memory_of(spec, 0, apart).total - memory_of(spec, 0, within).total
+    assert 0 < more <= 4 * 100_000 * 1024
+    assert memory_of(spec, 0, within) == memory_of(spec, 0)
+    assert worst_rank(spec, apart).total == memory_of(spec, 0, apart).total
+    one = job(train={"micro_batch_size": 64}, model={"vocabulary_size": 100_000})
+    assert memory_of(one, 0, apart) == memory_of(one, 0), "a step's first product goes where the sum is"
