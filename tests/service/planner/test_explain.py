@@ -9,7 +9,7 @@ import pytest
 
 from service.planner.budget import sentences
 from service.planner.explain import explain, to_json
-from service.planner.hardware import Cluster, cpu_machine, machine_of
+from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
 from service.planner.pictures import picture
 from service.planner.pipeline import WEIGHT
 from service.planner.search import plan_of
@@ -17,7 +17,12 @@ from service.planner.software import engine_on
 from service.planner.step_time import StepModel
 from workers.config import JobSpec
 
-CLUSTERS = {"a100": Cluster(machine_of("a100"), 4, 8), "cpu": Cluster(cpu_machine(8, 2, 2**34), 4, 8)}
+GPU = Gpu(2.4e14, 1.5e13, 1.8e14, 1.6e12, 1.2e12, 3e-6, 1e-5, 2e10)
+CLUSTERS = {
+    "a100": Cluster(machine_of("a100"), 4, 8),
+    "measured": Cluster(measured(machine_of("a100"), GPU), 4, 8),
+    "cpu": Cluster(cpu_machine(8, 2, 2**34), 4, 8),
+}
 LAYOUTS = [
     {},
     {"tensor": 4, "pipeline": 2, "data": 2},

@@ -11,7 +11,7 @@ import pytest
 
 from service.planner import candidates as candidates_module
 from service.planner.candidates import Bounds, Candidate, candidates, is_complete
-from service.planner.hardware import Cluster, cpu_machine
+from service.planner.hardware import Cluster, Gpu, cpu_machine, measured
 from service.planner.memory import usable_bytes, worst_rank
 from service.planner.search import evaluate, search, smallest_cluster
 from service.planner.software import engine_on
@@ -78,6 +78,14 @@ def drawn_on_cores(seed: int) -> tuple[JobSpec, Cluster]:
     return spec, Cluster(cpu_machine(slots, draw.randint(1, slots), memory), cluster.nodes, slots)
 
 
+def drawn_on_measured(seed: int) -> tuple[JobSpec, Cluster]:
+    """The same on GPUs that were measured, compiled or not."""
+    spec, cluster = drawn(seed)
+    gpu = Gpu(2.4e14, 1.5e13, 1.8e14, 1.6e12, 1.2e12, 3e-6, 1e-5, 2e10)
+    train = spec.train.model_copy(update={"compile": seed % 2 == 1})
+    return spec.model_copy(update={"train": train}), replace(cluster, machine=measured(cluster.machine, gpu))
+
+
 @pytest.mark.parametrize(
     "seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.soak) for seed in range(50)]
 )
@@ -118,7 +126,10 @@ def test_a_number_of_ranks_can_be_asked_for():
     assert search(spec, a100s(), ranks=9).plans == ()
 
 
-@pytest.mark.parametrize(("draw", "seed"), [(drawn, seed) for seed in range(6)] + [(drawn_on_cores, 1)])
+@pytest.mark.parametrize(
+    ("draw", "seed"),
+    [(drawn, seed) for seed in range(6)] + [(drawn_on_cores, 1), (drawn_on_measured, 1), (drawn_on_measured, 4)],
+)
 def test_bounds_are_bounds(draw, seed):
     spec, cluster = draw(seed)
     engine = engine_on(cluster.machine)
@@ -126,7 +137,7 @@ def test_bounds_are_bounds(draw, seed):
     for candidate in candidates(spec, cluster):
         found = candidate.spec(spec)
         if not find_problems(found):
-            assert bounds.least_bytes(candidate) <= worst_rank(found).total
+            assert bounds.least_bytes(candidate) <= worst_rank(found, cluster.machine).total
             assert bounds.least_seconds(candidate) <= bounds.model(candidate).time().seconds * (1 + 1e-9)
             assert bounds.model(candidate).time() == StepModel(found, cluster, engine).time()
 
