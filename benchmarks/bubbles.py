@@ -128,6 +128,9 @@ class TimedStage(nn.Module):
             for chunk in range(layout.virtual_stages)
         )
 
+    def begin(self) -> None:
+        """Nothing is known of weights."""
+
 
 def timed_steps(comm: Comm, spec: JobSpec, repetitions: int, wait: float) -> list[float]:
     """Seconds of each step on this rank, from a start that all ranks share."""

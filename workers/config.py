@@ -391,6 +391,12 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of compute. bf16 and fp16 keep fp32 master weights, moments and gradient sums; fp16 also scales
     the loss dynamically."""
+    fp8: Literal["off", "tensorwise", "rowwise"] = "off"
+    """Whether the products of the linear layers inside of the transformer layers take 8-bit matrices, forward and
+    backward; with precision bf16. Embedding, output layer, norms and attention stay as they are, and so do master
+    weights, gradient sums and what is kept for backward. tensorwise: each matrix has one scale, gradients are e5m2;
+    rowwise: each row has its own, gradients are e4m3, more is computed beside the products. Needs a GPU of compute
+    capability 8.9 or above, or a CPU, where it is slow. Takes 2 bytes more for each weight (docs/parallelism.md)."""
     attention: Literal["auto", "sdpa", "explicit"] = "auto"
     """How attention is computed: sdpa: torch's fused kernels, which never hold the s x s scores; explicit: batched
     matrix products that do. auto: sdpa, or explicit with dropout (the fused kernels' dropout depends on the layout)."""

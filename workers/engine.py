@@ -10,7 +10,7 @@ import torch
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
-from workers.model.parallelize import ModelStage, compile_layers, wait_before_parts
+from workers.model.parallelize import ModelStage, compile_layers, compute_in_fp8, wait_before_parts
 from workers.parallel.data.agreement import StepSums
 from workers.parallel.data.elastic_sums import ElasticReduction, ElasticStepSums
 from workers.parallel.data.flat import FlatParameters
@@ -21,6 +21,7 @@ from workers.parallel.data.shared_gradients import SharedGradients
 from workers.parallel.data.step_statistics import StepStatistics
 from workers.parallel.data.zero import ZeroOptimizer
 from workers.parallel.pipeline.runtime import Pipeline
+from workers.parallel.tensor.fp8_products import Fp8Products
 from workers.parallel.tensor.initial_values import fill_initial
 from workers.parallel.tensor.products import Products
 from workers.parallel.tensor.shards import NamedShard
@@ -32,17 +33,22 @@ class Engine:
 
     def __init__(self, spec: JobSpec, comm: Comm, dtype: torch.dtype | None = None, products: Products | None = None):
         """`dtype` overrides the precision of compute: fp64 checks the arithmetic. `products` computes the linear
-        layers; default: torch."""
+        layers; default: torch, in 8 bits where the job wants that."""
         self.spec, self.comm = spec, comm
         layout = spec.layout
         if comm.device.type == "cpu":
             keep_freed_memory()
         dtype = dtype or getattr(torch, spec.train.dtype)
+        fp8: Fp8Products | None = None
+        if products is None and spec.train.fp8 != "off":
+            products = fp8 = Fp8Products(spec.train.fp8, comm.device, compiled=spec.train.compile)
         with torch.device(comm.device):
             self.model = ModelStage(spec, comm, products)
         bucket_bytes = layout.bucket_bytes(comm.device.type == "cuda")
         decayed = spec.train.optimizer.weight_decay_groups
         self.flat = FlatParameters(self.model.named_shards(), layout.data, comm.device, dtype, bucket_bytes, decayed)
+        if fp8 is not None:
+            compute_in_fp8(self.model, fp8)
         shared = SharedGradients(self.flat, comm, layout.sequence_parallel_on)
         self.reduction: GradientReduction
         sums: StepSums

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from service.cluster.placement import Capacity
 from workers.config import JobSpec, ParallelConfig
 from workers.errors import MantaError
-from workers.spec.rules import divisors, find_problems
+from workers.spec.divisors import divisors
+from workers.spec.rules import find_problems
 
 
 class SizeOutOfBounds(MantaError):

@@ -24,7 +24,7 @@ from service.planner.step_time import StepModel, layer_counts, slowest_of, stage
 from workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
 from workers.accounting.flops import rank_parameters
 from workers.config import JobSpec, ParallelConfig
-from workers.spec.rules import divisors
+from workers.spec.divisors import divisors
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_STAGES = 256

@@ -15,8 +15,7 @@ from workers.model.shared import Shared, first_place
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.recompute.modules import Again
 from workers.parallel.tensor.dropout import derived_keys
-from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from workers.parallel.tensor.linear_autograd import column_parallel_pair
+from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, both
 
 
 class Attention(nn.Module):
@@ -81,7 +80,7 @@ class Attention(nn.Module):
                 qkv = rotary(qkv, self.head_size, 3, 2, run)
             q, k, v = qkv.view(*qkv.shape[:2], self.heads, 3, self.head_size).unbind(3)
         else:
-            q, kv = self._pair(x, norm_again)
+            q, kv = both(x, self.q, self.kv, norm_again)
             if rotary is not None:
                 q = rotary(q, self.head_size, 1, 1, run)
                 kv = rotary(kv, self.head_size, 2, 1, run)
@@ -94,12 +93,6 @@ class Attention(nn.Module):
             q = self.rotary(q, self.head_size, 1, 1, run)
             k = self.rotary(k, self.head_size, 1, 1, run)
         return q, k, v
-
-    def _pair(self, x: torch.Tensor, norm_again: Again | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if torch.compiler.is_compiling():
-            return self.q(x), self.kv(x)
-        first, second = (self.q.weight, self.q.bias), (self.kv.weight, self.kv.bias)
-        return column_parallel_pair(x, first, second, self.region, norm_again)
 
     def _explicit(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: ForwardPass, recompute: bool

@@ -16,8 +16,7 @@ from workers.model.layer import Embedding, Layer
 from workers.model.shared import Shared
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.recompute.modules import Again
-from workers.parallel.tensor.layers import ColumnParallelLinear, GatedRowParallelLinear
-from workers.parallel.tensor.linear_autograd import column_parallel_pair
+from workers.parallel.tensor.layers import ColumnParallelLinear, GatedRowParallelLinear, both
 from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.rms_norm import RMSNorm
 
@@ -28,7 +27,6 @@ class SwiGLU(nn.Module):
     def __init__(self, model: ModelConfig, region: Region):
         super().__init__()
         h, f = model.hidden_size, model.ffn_size
-        self.region = region
         self.gate = ColumnParallelLinear(h, f, region, model.bias, INIT_STD)
         self.up = ColumnParallelLinear(h, f, region, model.bias, INIT_STD)
         self.down = GatedRowParallelLinear(f, h, region, model.bias, residual_std(model))
@@ -37,11 +35,7 @@ class SwiGLU(nn.Module):
         self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual where it is given."""
-        if torch.compiler.is_compiling():
-            gate, up = self.gate(x), self.up(x)
-        else:
-            pair = ((self.gate.weight, self.gate.bias), (self.up.weight, self.up.bias))
-            gate, up = column_parallel_pair(x, *pair, self.region, norm_again)
+        gate, up = both(x, self.gate, self.up, norm_again)
         return self.down(gate, up, residual, run.recompute.mlp_activation)
 
 

@@ -5,7 +5,7 @@ is compiled. What is recomputed differs between micro-batches, so the pipeline p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from workers.model.chunk import Chunk
 from workers.model.shared import Shared
 from workers.parallel.pipeline.stages import virtual_stage
 from workers.parallel.tensor import compiled_operators
+from workers.parallel.tensor.fp8_products import Fp8Products
 from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from workers.parallel.tensor.products import Products, TorchProducts
 from workers.parallel.tensor.region import Region
@@ -32,7 +33,7 @@ class ModelStage(nn.Module):
         super().__init__()
         layout = spec.layout
         region = Region(comm, layout.sequence_parallel_on, products or TorchProducts())
-        self.weight_gradients = region.weight_gradients
+        self.weight_gradients, self._products = region.weight_gradients, region.products
         shared, count = Shared(spec, region), layout.pipeline * layout.virtual_stages
         indices = [
             virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, comm.index("pipeline"), chunk)
@@ -45,6 +46,10 @@ class ModelStage(nn.Module):
         frozen = frozen_names(spec)
         for entry in self.named_shards():
             entry.parameter.requires_grad_(entry.name not in frozen)
+
+    def begin(self) -> None:
+        """A step or an evaluation begins, whose weights may be others than those of the one before."""
+        self._products.begin()
 
     @property
     def reads_tokens(self) -> bool:
@@ -88,14 +93,29 @@ def wait_before_parts(stage: ModelStage, wait_for: Callable[[nn.Module], object]
         chunk.before = wait_for
 
 
+def compute_in_fp8(stage: ModelStage, products: Fp8Products) -> None:
+    """Have `products` compute the layers' linear ones in 8 bits. Parameters must not move any more. Raises ModelError
+    for widths that do not fit."""
+    for name, module in linear_layers(stage):
+        products.take(f"{name}.weight", module.weight)
+
+
+def linear_layers(stage: ModelStage) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
+    """Those inside of the stage's transformer layers, with their names there."""
+    for chunk in stage.chunks:
+        assert isinstance(chunk, Chunk)
+        for name, module in chunk.layers.named_modules(prefix="layers"):
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                yield name, module
+
+
 def compile_layers(stage: ModelStage, backend: str = "inductor") -> None:
     """Compile each layer as a block of its own; equal ones share the result. Parameters must not move any more."""
     # Training and evaluation, whole and smaller micro-batches, recomputed or not: each is a variant of its own.
     torch._dynamo.config.recompile_limit = 32
+    for _, module in linear_layers(stage):
+        compiled_operators.enter(module)
     for chunk in stage.chunks:
         assert isinstance(chunk, Chunk)
         for layer in chunk.layers.values():
-            for module in layer.modules():
-                if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                    compiled_operators.enter(module)
             layer.compile(backend=backend)

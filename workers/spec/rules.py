@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 
 from workers.config import BYTE_VOCABULARY, END_OF_TEXT, LEAST_WINDOW, NO_TOKEN, DataConfig, JobSpec
 from workers.spec.chat_rules import CHAT_RULES
+from workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
 from workers.spec.environment import environment_is_allowed
 from workers.spec.families import FAMILIES
+from workers.spec.fp8_rules import fp8_fits
 from workers.spec.problems import Problem
 from workers.spec.recipe_rules import RECIPE_RULES
 
@@ -29,23 +31,6 @@ def find_problems(spec: JobSpec) -> list[Problem]:
     if not isinstance(spec.parallel, str):
         problems += [problem for rule in FITTING for problem in rule(spec)]
     return problems
-
-
-def nearest_divisor(of: int, to: int) -> int:
-    """The divisor of `of` that lies nearest to `to` (the smaller one when two are as near)."""
-    return min(divisors(of), key=lambda d: (abs(d - to), d))
-
-
-def divisors(of: int) -> list[int]:
-    """All divisors of `of`, from 1 up."""
-    small = [d for d in range(1, math.isqrt(of) + 1) if of % d == 0]
-    return sorted({*small, *(of // d for d in small)})
-
-
-def nearest_multiple(of: int, to: int) -> int:
-    """The positive multiple of `of` that lies nearest to `to` (the smaller one when two are as near)."""
-    below = to // of * of
-    return max(of, below if to - below <= of // 2 else below + of)
 
 
 def _not_built(path: str, value: object, *works: str) -> Problem:
@@ -520,6 +505,7 @@ FITTING: tuple[Rule, ...] = (
     _ramp_reaches_the_batch,
     _attention_can_drop_out,
     _compiled_blocks_are_plain,
+    fp8_fits,
     _elastic_sums_are_not_compiled,
     _recomputation_is_whole,
     _vocabulary_holds_tokenizer,

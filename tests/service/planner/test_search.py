@@ -18,7 +18,8 @@ from service.planner.software import engine_on
 from service.planner.step_time import StepModel
 from tests.service.support.planned import a100s, job
 from workers.config import JobSpec
-from workers.spec.rules import divisors, find_problems
+from workers.spec.divisors import divisors
+from workers.spec.rules import find_problems
 
 PAPERS = {"sequence_length": 2048, "vocabulary_size": 51200, "dropout": 0.1}
 

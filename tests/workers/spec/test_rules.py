@@ -11,9 +11,9 @@ from engine_specs import document
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from workers.spec.divisors import nearest_divisor, nearest_multiple
 from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import parse_job_spec
-from workers.spec.rules import nearest_divisor, nearest_multiple
 
 RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     ("heads", {"model": {"heads": 5}}, "model.heads", "heads (5) must divide hidden_size (32)", "4"),
@@ -282,6 +282,43 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "elastic sums and the compiler",
         {"train": {"deterministic": "elastic", "compile": True}},
         "train.compile", "with train.deterministic elastic blocks are not compiled", "false",
+    ),
+    (
+        "8 bits of 32",
+        {"train": {"fp8": "tensorwise"}, "model": {"sequence_length": 16, "head_dim": 16}},
+        "train.precision", "train.fp8 needs precision bf16, of which 8-bit matrices are made, not fp32", "bf16",
+    ),
+    (
+        "tokens of 8-bit products",
+        {"train": {"fp8": "rowwise", "precision": "bf16"}, "parallel": {"tensor": 2}, "model": {"head_dim": 16}},
+        "model.sequence_length", "with train.fp8 sequence_length (8) must be a multiple of 16", "16",
+    ),
+    (
+        "width of 8-bit products",
+        {
+            "train": {"fp8": "rowwise", "precision": "bf16"},
+            "model": {"sequence_length": 16, "hidden_size": 72, "heads": 3, "ffn_hidden_size": 64},
+        },
+        "model.hidden_size", "with train.fp8 hidden_size (72) must be a multiple of 16", "48",
+    ),
+    (
+        "heads of 8-bit products",
+        {
+            "train": {"fp8": "rowwise", "precision": "bf16"},
+            "model": {"sequence_length": 16, "heads": 8, "kv_heads": 2},
+            "parallel": {"tensor": 2},
+        },
+        "model.head_dim", "4 of queries and 2 of keys and values, 4 each, are not", "8",
+    ),
+    (
+        "MLP of 8-bit products",
+        {
+            "train": {"fp8": "tensorwise", "precision": "bf16"},
+            "model": {"sequence_length": 16, "head_dim": 16, "ffn_hidden_size": 48},
+            "parallel": {"tensor": 2},
+        },
+        "model.ffn_hidden_size",
+        "with train.fp8 ffn_hidden_size (48) must be a multiple of 16 x parallel.tensor", "32",
     ),
     (
         "state that is kept nowhere",

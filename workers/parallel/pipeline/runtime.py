@@ -85,6 +85,10 @@ class Stage(Protocol):
     """In the order of the schedule's chunk numbers; each maps (input, ForwardPass) to its output."""
     weight_gradients: WeightGradients
 
+    def begin(self) -> None:
+        """A step or an evaluation begins, whose weights may be others than those of the one before."""
+        ...
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of all chunks."""
         ...
@@ -160,6 +164,7 @@ class Pipeline:
         return held.losses_m, held.valid_tokens
 
     def _step(self, batch: list[MicroBatch], loss_scale: float, again: frozenset[tuple[int, int]]) -> _Step:
+        self.model.begin()
         zeros = torch.zeros(1 + 2 * len(batch), dtype=torch.float64, device=self.comm.device)
         losses_m, z_losses_m = zeros[1:].chunk(2)
         sizes = [len(each.samples) for each in batch]

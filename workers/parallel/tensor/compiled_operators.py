@@ -66,6 +66,51 @@ def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gathers: int) -
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op("manta::column_parallel_pair", mutates_args=())
+def column_parallel_pair(
+    x: torch.Tensor,
+    first: torch.Tensor,
+    first_bias: torch.Tensor | None,
+    second: torch.Tensor,
+    second_bias: torch.Tensor | None,
+    gathers: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two such products of the same x, which is gathered once."""
+    one, other = column_forward(x, [first, second], [first_bias, second_bias], _place_of(first).region)
+    return one, other
+
+
+@column_parallel_pair.register_fake
+def _(
+    x: torch.Tensor,
+    first: torch.Tensor,
+    first_bias: torch.Tensor | None,
+    second: torch.Tensor,
+    second_bias: torch.Tensor | None,
+    gathers: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = (x.shape[0] * gathers, *x.shape[1:-1])
+    return x.new_empty((*rows, first.shape[0])), x.new_empty((*rows, second.shape[0]))
+
+
+@torch.library.custom_op("manta::column_parallel_pair_backward", mutates_args=())
+def column_parallel_pair_backward(
+    grad: torch.Tensor, other_grad: torch.Tensor, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of x, which is reduced once."""
+    one, other = _place_of(first), _place_of(second)
+    weights, biases = [one.weight, other.weight], [one.bias, other.bias]
+    grad_x = column_backward([grad, other_grad], x, weights, biases, one.region)
+    return grad_x if grad_x.is_contiguous() else grad_x.contiguous()
+
+
+@column_parallel_pair_backward.register_fake
+def _(
+    grad: torch.Tensor, other_grad: torch.Tensor, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
 @torch.library.custom_op("manta::row_parallel", mutates_args=())
 def row_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scatters: int) -> torch.Tensor:
     """The sum over ranks of x W^T, plus b, scattered along the sequence over `scatters` ranks."""
@@ -95,6 +140,15 @@ def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
     ctx.ranks = ranks
 
 
+def _keep_input_of_pair(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, first, _, second, *_ = inputs
+    ctx.save_for_backward(x, first, second)
+
+
+def _pair_gradient(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return column_parallel_pair_backward(*grads, *ctx.saved_tensors), None, None, None, None, None
+
+
 def _column_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
     x, weight = ctx.saved_tensors
     return column_parallel_backward(grad, x, weight, ctx.ranks), None, None, None
@@ -106,4 +160,5 @@ def _row_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, Non
 
 
 column_parallel.register_autograd(_column_gradient, setup_context=_keep_input)
+column_parallel_pair.register_autograd(_pair_gradient, setup_context=_keep_input_of_pair)
 row_parallel.register_autograd(_row_gradient, setup_context=_keep_input)

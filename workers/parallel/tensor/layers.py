@@ -13,6 +13,7 @@ from workers.parallel.recompute.modules import Again
 from workers.parallel.tensor import compiled_operators
 from workers.parallel.tensor.linear_autograd import (
     column_parallel,
+    column_parallel_pair,
     gated_row_parallel,
     gelu_row_parallel,
     look_up,
@@ -49,6 +50,16 @@ class ColumnParallelLinear(ShardedModule):
         if torch.compiler.is_compiling():
             return compiled_operators.column_parallel(x, self.weight, self.bias, self.region.sequence_split)
         return column_parallel(x, self.weight, self.bias, self.region, again)
+
+
+def both(
+    x: torch.Tensor, first: ColumnParallelLinear, second: ColumnParallelLinear, again: Again | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two column-parallel layers of the same x, which is gathered and reduced once."""
+    region, pair = first.region, ((first.weight, first.bias), (second.weight, second.bias))
+    if torch.compiler.is_compiling():
+        return compiled_operators.column_parallel_pair(x, *pair[0], *pair[1], region.sequence_split)
+    return column_parallel_pair(x, *pair, region, again)
 
 
 class RowParallelLinear(ShardedModule):

@@ -28,8 +28,7 @@ def column_forward(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], region: Region
 ) -> tuple[torch.Tensor, ...]:
     """x W^T + b for one or more W that are split over their rows; x is gathered once."""
-    whole, output = gather(x, region), region.products.output
-    return tuple([output(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
+    return region.products.outputs(gather(x, region), weights, biases)
 
 
 def _trained(weights: Sequence[nn.Parameter | None]) -> bool:
@@ -65,10 +64,10 @@ def column_backward(
     def add_weight_gradients() -> None:
         if needed is not None:
             whole = gathered[0] if gathered is not None else gather(needed, region)
+            trained = [each for each in zip(weights, grads_no, strict=True) if each[0].requires_grad]
             whole_ni = whole.reshape(-1, whole.shape[-1])
-        for grad_no, weight, bias in zip(grads_no, weights, biases, strict=True):
-            if weight.requires_grad:
-                store.add_product(weight, grad_no, whole_ni)
+            store.add_products([weight for weight, _ in trained], [grad_no for _, grad_no in trained], whole_ni)
+        for grad_no, bias in zip(grads_no, biases, strict=True):
             if bias is not None and bias.requires_grad:
                 store.add_sum(bias, grad_no)
 

@@ -26,8 +26,19 @@ APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
 class Products(Protocol):
     """What a linear layer computes, forward and backward."""
 
+    def begin(self) -> None:
+        """A step or an evaluation begins, whose weights may be others than those of the one before. Within it they do
+        not change."""
+        ...
+
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b: [..., i] -> [..., o], a tensor of its own."""
+        ...
+
+    def outputs(
+        self, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor, ...]:
+        """The same of several layers that share their input."""
         ...
 
     def output_added(
@@ -44,6 +55,16 @@ class Products(Protocol):
         self, total_oi: torch.Tensor, grads_no: torch.Tensor, inputs_ni: torch.Tensor, keep: bool
     ) -> None:
         """Add grads^T inputs to `total_oi`, which may be wider than they are; without `keep`, put it there instead."""
+        ...
+
+    def add_weight_gradients(
+        self,
+        totals_oi: Sequence[torch.Tensor],
+        grads_no: Sequence[torch.Tensor],
+        inputs_ni: torch.Tensor,
+        keeps: Sequence[bool],
+    ) -> None:
+        """The same of several layers that share their input."""
         ...
 
     def add_bias_gradient(self, total_o: torch.Tensor, grads_no: torch.Tensor, keep: bool) -> None:
@@ -75,9 +96,18 @@ class TorchProducts:
     def __init__(self) -> None:
         self._ones: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
+    def begin(self) -> None:
+        """Nothing is known of weights."""
+
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b."""
         return F.linear(x, weight, bias)
+
+    def outputs(
+        self, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor, ...]:
+        """One after the other."""
+        return tuple([self.output(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
 
     def output_added(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
@@ -109,6 +139,17 @@ class TorchProducts:
         else:
             product_oi = _wide_product(left, inputs_ni, total_oi.dtype)
             total_oi.add_(product_oi) if keep else total_oi.copy_(product_oi)
+
+    def add_weight_gradients(
+        self,
+        totals_oi: Sequence[torch.Tensor],
+        grads_no: Sequence[torch.Tensor],
+        inputs_ni: torch.Tensor,
+        keeps: Sequence[bool],
+    ) -> None:
+        """One after the other."""
+        for total_oi, grad_no, keep in zip(totals_oi, grads_no, keeps, strict=True):
+            self.add_weight_gradient(total_oi, grad_no, inputs_ni, keep)
 
     def add_bias_gradient(self, total_o: torch.Tensor, grads_no: torch.Tensor, keep: bool) -> None:
         """Add the sum over tokens."""

@@ -63,6 +63,15 @@ class WeightGradients:
         self._products.add_weight_gradient(main_grad(weight), grads_no, inputs_ni, _take_up(weight))
         self._added(weight)
 
+    def add_products(
+        self, weights: Sequence[nn.Parameter], grads_no: Sequence[torch.Tensor], inputs_ni: torch.Tensor
+    ) -> None:
+        """The same of several layers that share their input."""
+        totals, keeps = [main_grad(weight) for weight in weights], [_take_up(weight) for weight in weights]
+        self._products.add_weight_gradients(totals, grads_no, inputs_ni, keeps)
+        for weight in weights:
+            self._added(weight)
+
     def add_sum(self, bias: nn.Parameter, grads_no: torch.Tensor) -> None:
         """Add the sum over tokens, [out], to the gradient of `bias`."""
         self._products.add_bias_gradient(main_grad(bias), grads_no, _take_up(bias))

@@ -1,0 +1,84 @@
+"""Training with 8-bit products: the curve of bf16 up to their rounding, the same under every layout up to that of
+bf16."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from engine_specs import axes, document
+from plain_gpt import random_weights
+from rank_programs import Precise, run_precise
+
+from workers.spec.reading import parse_job_spec
+
+KINDS = ("tensorwise", "rowwise")
+STEPS = 60
+LAYOUTS: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
+    ((2, 1, 1), {}),
+    ((1, 2, 1), {"schedule": "zb-h1"}),
+    ((2, 1, 1), {"sequence_parallel": False, "recompute": "full"}),
+    ((1, 1, 2), {"recompute": "selective", "recompute_modules": ["norm", "mlp_activation"]}),
+    ((2, 2, 2), {}),
+)
+
+
+def job(fp8: str, layout: tuple[int, int, int] = (1, 1, 1), train: dict[str, Any] | None = None, **parallel: Any):
+    """A small job that learns something in 60 steps."""
+    numbers = {"steps": STEPS, "precision": "bf16", "fp8": fp8, "micro_batch_size": 2}
+    return document(
+        model={"layers": 2, "hidden_size": 64, "heads": 4, "sequence_length": 16},
+        train=numbers | {"optimizer": {"learning_rate": 3e-3, "warmup_steps": 5}} | (train or {}),
+        parallel={**axes(layout), **parallel},
+    )
+
+
+@functools.cache
+def batches() -> list[torch.Tensor]:
+    """A global batch for each step: sequences that count up in ones, twos or threes."""
+    generator = torch.Generator().manual_seed(2)
+    starts = torch.randint(64, (STEPS, 8, 1), generator=generator)
+    strides = torch.randint(1, 4, (STEPS, 8, 1), generator=generator)
+    return list((starts + strides * torch.arange(17)) % 64)
+
+
+def run(ranks: Any, jobs: list[dict[str, Any]], steps: int) -> list[list[Precise]]:
+    """Results by job, then by rank."""
+    weights = random_weights(parse_job_spec(jobs[0]), spread=0.03)
+    by_rank = ranks.run(parse_job_spec(jobs[0]).layout, run_precise, jobs, weights, batches()[:steps])
+    return [[rank[number] for rank in by_rank] for number in range(len(jobs))]
+
+
+@pytest.fixture(scope="module")
+def curves(ranks) -> dict[str, list[float]]:
+    """Losses of one rank."""
+    kinds = ("off", *KINDS)
+    ran = run(ranks, [job(kind) for kind in kinds], STEPS)
+    return {kind: rank.losses for kind, (rank,) in zip(kinds, ran, strict=True)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_follows_that_of_16_bits(curves, kind):
+    expected, losses = curves["off"], curves[kind]
+    assert expected[-1] < expected[0] / 2, "the job learns"
+    assert losses != expected
+    assert losses[:10] == pytest.approx(expected[:10], rel=2e-3)
+    assert losses == pytest.approx(expected, rel=0.015)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_follow_one_curve(ranks, curves, kind):
+    for layout, parallel in LAYOUTS:
+        (by_rank,) = run(ranks, [job(kind, layout, **parallel)], 10)
+        for rank in by_rank:
+            assert rank.losses == by_rank[0].losses, "all ranks say the same"
+            assert rank.losses == pytest.approx(curves[kind][:10], rel=2e-3), (layout, parallel)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_elastic_sums_have_the_same_bits_with_any_number_of_replicas(ranks, kind):
+    elastic = {"deterministic": "elastic"}
+    one, two = (run(ranks, [job(kind, (1, 1, data), elastic)], 5)[0][0].losses for data in (1, 2))
+    assert one == two

@@ -1,0 +1,197 @@
+"""Linear layers whose products take 8-bit matrices and sum in fp32, on kernels that do twice as many a second as with
+16 bits. Weights, what is kept for backward and all that leaves a product stay as they are without: only what enters a
+product is cast, with a scale that is found anew each time (dynamic scaling), so nothing has to be kept with the state.
+
+Inputs and weights are e4m3. With one scale a matrix gradients are e5m2, since what the tokens of a batch have as
+gradients lies many powers of two apart; with one scale a row they are e4m3 too, since each row has its own range.
+
+Shapes: n tokens, i input width, o output width of this rank's part of W [o, i].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from workers.errors import ModelError
+from workers.parallel.tensor.fp8_casts import BY_ROW, BY_TENSOR, E4M3, E5M2, Both, Cast
+from workers.parallel.tensor.products import TorchProducts
+from workers.spec.fp8_rules import UNIT
+
+Kind = Literal["tensorwise", "rowwise"]
+LEAST_CAPABILITY = (8, 9)
+"""Of a GPU with 8-bit products."""
+
+
+class _Weight:
+    """A weight in 8 bits, as it was in the last step."""
+
+    def __init__(self, weight: nn.Parameter):
+        self.weight, self.is_trained, self.is_current = weight.detach(), weight.requires_grad, False
+        self.cast: Both | None = None
+
+
+class Fp8Products(TorchProducts):
+    """8-bit products for the weights that it is told of, torch's own for all others."""
+
+    def __init__(self, kind: Kind, device: torch.device, compiled: bool = False):
+        """`compiled`: whether casts are compiled. Raises ModelError for a GPU without 8-bit products."""
+        super().__init__()
+        if device.type == "cuda":
+            refuse_without_kernels(torch.cuda.get_device_capability(device))
+        by_row = kind == "rowwise"
+        casts = BY_ROW if by_row else BY_TENSOR
+        self._casts = casts.compiled() if compiled else casts
+        self._of_gradients = E4M3 if by_row else E5M2
+        # Kernels with a scale a row give 16 bits alone.
+        self._wide = torch.bfloat16 if by_row else torch.float32
+        self._weights: dict[int, _Weight] = {}
+        """By address."""
+        self._totals: set[int] = set()
+        """Addresses of their gradients' sums."""
+        self._gradients: list[tuple[torch.Tensor, Cast]] = []
+        """Those that have entered the last product for an input, with their columns, which enter that for a weight."""
+
+    def take(self, name: str, weight: nn.Parameter) -> None:
+        """Compute the products of `weight`, which must not move any more, in 8 bits. Raises ModelError for widths that
+        do not fit."""
+        outputs, inputs = weight.shape
+        if outputs % UNIT or inputs % UNIT:
+            raise ModelError(
+                f"{name} is [{outputs}, {inputs}] on each tensor rank, and 8-bit products need multiples of {UNIT}: "
+                "change the model's widths or parallel.tensor, or set train.fp8: off"
+            )
+        self._weights[weight.data_ptr()] = _Weight(weight)
+        if weight.requires_grad:
+            self._totals.add(weight.main_grad.data_ptr())  # type: ignore[attr-defined]
+
+    def begin(self) -> None:
+        """Weights may be others than in the step before."""
+        for each in self._weights.values():
+            each.is_current = False
+
+    def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b."""
+        return self.outputs(x, (weight,), (bias,))[0]
+
+    def outputs(
+        self, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor, ...]:
+        """Their input is cast once."""
+        known = self._known(weights)
+        if known is None:
+            return tuple([super(Fp8Products, self).output(x, *each) for each in zip(weights, biases, strict=True)])
+        cast = self._casts.rows(x.detach().reshape(-1, x.shape[-1]), E4M3)
+        products = [
+            product(cast, self._both(weight).rows, x.dtype, bias, fast=True)
+            for weight, bias in zip(known, biases, strict=True)
+        ]
+        return tuple([y_no.view(*x.shape[:-1], -1) for y_no in products])
+
+    def output_added(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """x W^T + b + residual."""
+        if weight.data_ptr() not in self._weights:
+            return super().output_added(x, weight, bias, residual)
+        return self.output(x, weight, bias).add_(residual)
+
+    def input_gradient(self, grads_no: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of grad W."""
+        known = self._known(weights)
+        if known is None:
+            return super().input_gradient(grads_no, weights)
+        total_ni: torch.Tensor | None = None
+        self._gradients = []
+        for grad_no, weight in zip(grads_no, known, strict=True):
+            if weight.is_trained:
+                rows, columns = self._casts.both(grad_no, self._of_gradients)
+                self._gradients.append((grad_no, columns))
+            else:
+                rows = self._casts.rows(grad_no, self._of_gradients)
+            product_ni = product(rows, self._both(weight).columns, grad_no.dtype)
+            total_ni = product_ni if total_ni is None else total_ni.add_(product_ni)
+        assert total_ni is not None
+        return total_ni
+
+    def add_weight_gradient(
+        self, total_oi: torch.Tensor, grads_no: torch.Tensor, inputs_ni: torch.Tensor, keep: bool
+    ) -> None:
+        """Add grads^T inputs."""
+        self.add_weight_gradients([total_oi], [grads_no], inputs_ni, [keep])
+
+    def add_weight_gradients(
+        self,
+        totals_oi: Sequence[torch.Tensor],
+        grads_no: Sequence[torch.Tensor],
+        inputs_ni: torch.Tensor,
+        keeps: Sequence[bool],
+    ) -> None:
+        """Their input is cast once. A kernel of 8 bits adds to nothing, so the sum comes after it."""
+        if any(total_oi.data_ptr() not in self._totals for total_oi in totals_oi):
+            for total_oi, grad_no, keep in zip(totals_oi, grads_no, keeps, strict=True):
+                super().add_weight_gradient(total_oi, grad_no, inputs_ni, keep)
+            return
+        right = self._casts.columns(inputs_ni, E4M3)
+        for total_oi, grad_no, keep in zip(totals_oi, grads_no, keeps, strict=True):
+            left = self._columns_of(grad_no)
+            if keep or self._wide != total_oi.dtype:
+                product_oi = product(left, right, self._wide)
+                total_oi.add_(product_oi) if keep else total_oi.copy_(product_oi)
+            else:
+                product(left, right, self._wide, out=total_oi)
+
+    def _columns_of(self, grad_no: torch.Tensor) -> Cast:
+        """Of a gradient whose rows have just been multiplied, or where products for weights are put off, anew."""
+        for number, (known_no, columns) in enumerate(self._gradients):
+            if known_no is grad_no:
+                self._gradients.pop(number)
+                return columns
+        return self._casts.columns(grad_no, self._of_gradients)
+
+    def _known(self, weights: Sequence[torch.Tensor]) -> list[_Weight] | None:
+        """Those of layers with one input; None where they are not in 8 bits."""
+        known = [self._weights.get(weight.data_ptr()) for weight in weights]
+        return [each for each in known if each is not None] if all(known) else None
+
+    def _both(self, known: _Weight) -> Both:
+        if known.cast is None or not known.is_current:
+            known.cast, known.is_current = self._casts.both(known.weight, E4M3), True
+        return known.cast
+
+
+def product(
+    left: Cast,
+    right: Cast,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    fast: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """left right^T + b: [m, k] [n, k] -> [m, n]. `fast`: a Hopper's tensor cores add more products before the sum goes
+    to an fp32 register, which costs some of its last bits."""
+    options: dict[str, Any] = {} if out is None else {"out": out}
+    # One scale a row stands in a column on the left and in a row on the right.
+    inverse = right.inverse.view(1, -1) if right.inverse.dim() else right.inverse
+    return torch._scaled_mm(
+        left.values,
+        right.values.t(),
+        scale_a=left.inverse,
+        scale_b=inverse,
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+        **options,
+    )
+
+
+def refuse_without_kernels(capability: tuple[int, int]) -> None:
+    """Raises ModelError for a GPU of this compute capability that has no 8-bit products."""
+    if capability < LEAST_CAPABILITY:
+        raise ModelError(
+            f"train.fp8 needs a GPU of compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or above (Ada, "
+            f"Hopper, Blackwell), and this one has {capability[0]}.{capability[1]}: set train.fp8: off"
+        )
