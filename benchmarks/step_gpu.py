@@ -4,9 +4,10 @@
 
 One training step in bf16 of GPTs of 125 million and 1.3 billion parameters, of a Llama of 1.5 billion, and of one as
 wide as an 8 billion one with its layers cut to fit: tokens a second, MFU in both conventions, peak memory beside what
-was told before; compiled, not compiled, and by kernels that give the same bits each time; beside the same model of
-`transformers` under torch.compile, of torchtitan and of Megatron Core where those are installed, and beside the card's
-own rate of matrix products. Then two ranks on the one card, whose messages travel through host memory: the numbers of
+was told before; compiled, not compiled, by kernels that give the same bits each time, and with 8-bit products in the
+layers; beside the same model of `transformers` under torch.compile, of torchtitan and of Megatron Core where those are
+installed, and beside the card's own rate of matrix products. How fast products and casts of 8 bits are, and how far
+losses then go from those of bf16. Two ranks on the one card, whose messages travel through host memory: the numbers of
 one rank, and the same bits after one of them was killed. What snapshots cost. Whether process groups can be repaired in
 place. A trace of two steps, for Perfetto or chrome://tracing.
 
@@ -21,15 +22,16 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from benchmarks.support.gpu import contestants, two_ranks
-from benchmarks.support.gpu.page import page_of
-from benchmarks.support.gpu.sizes import PAIRED, SIZES, Size, tiny
+from benchmarks.support.gpu.eight_bits import KINDS, measure_eight_bits
+from benchmarks.support.gpu.left_out import going_on
+from benchmarks.support.gpu.page import CONTESTANTS, page_of
+from benchmarks.support.gpu.sizes import CURVES, PAIRED, SIZES, Size, tiny
 from benchmarks.support.gpu.snapshot_cost import measure_snapshots
 from benchmarks.support.report import Report, parser
 from workers.accounting.device_bytes import device_bytes
@@ -39,9 +41,11 @@ from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.spec.reading import parse_job_spec
 
-PARTS = ("models", "pairs", "kill", "snapshots", "repair", "trace")
+PARTS = ("models", "fp8", "pairs", "kill", "snapshots", "repair", "trace")
 SNAPSHOT_SIZES = ("gpt_125m", "llama_1b5")
 TRACED = "llama_1b5"
+EIGHT_BITS = {f"manta_fp8_{kind}": kind for kind in KINDS}
+"""Contestants, by what they give train.fp8."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,6 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--steps", type=int, default=10, help="timed steps of each model (default: 10)")
     options.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="default: all")
     options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    options.add_argument(
+        "--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="of part models; default: all"
+    )
     options.add_argument("--eager", action="store_true", help="compile nothing, which takes most of a rehearsal's time")
     options.set_defaults(out=Path("step_gpu.json"))
     given = options.parse_args(arguments)
@@ -86,6 +93,7 @@ def measure(options: argparse.Namespace) -> Report:
     }
     parts: dict[str, Callable[[], object]] = {
         "models": lambda: _measure_models(report, sizes, options, device),
+        "fp8": lambda: measure_eight_bits(report, _chosen(CURVES, device), options.seed, device, not options.eager),
         "pairs": lambda: two_ranks.measure_pairs(report, _chosen(PAIRED, device), options.seed, device),
         "kill": lambda: two_ranks.measure_kill(report, _chosen(PAIRED, device), options.seed, device),
         "snapshots": lambda: _measure_snapshots(report, sizes, options, device),
@@ -94,20 +102,10 @@ def measure(options: argparse.Namespace) -> Report:
     }
     for name in options.parts:
         began = time.monotonic()
-        with _going_on(report, name):
+        with going_on(report, name):
             parts[name]()
         report.add(f"part_{name}", round(time.monotonic() - began, 1), "s")
     return report
-
-
-@contextmanager
-def _going_on(report: Report, name: str) -> Iterator[None]:
-    """What fails inside is noted under `name`, and is no reason to lose the rest."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - a card that nobody has tried may fail in any way
-        lines = str(error).strip().splitlines() or [""]
-        report.settings["left_out"][name] = f"{type(error).__name__}: {lines[0]}"
 
 
 def _chosen(size: Size, device: torch.device) -> Size:
@@ -119,26 +117,35 @@ def _measure_models(report: Report, sizes: dict[str, Size], options: argparse.Na
     report.add("peak", round(peak.flops / 1e12, 3), "TFLOP/s")
     report.add("matrix_products", round(products / 1e12, 3), "TFLOP/s")
     for name, size in sizes.items():
-        compiled, eager = (parse_job_spec(size.document(options.seed, each)) for each in (not options.eager, False))
-        kernels = {"train": {"deterministic_kernels": True}}
-        same_bits = parse_job_spec(size.document(options.seed, not options.eager, **kernels))
-        report.add(f"{name}_parameters", parameter_count(compiled), "parameters")
-        makers: dict[str, tuple[contestants.Maker, JobSpec]]
-        makers = {"manta": (contestants.manta, compiled), "manta_eager": (contestants.manta, eager)}
-        makers["manta_same_bits"] = contestants.manta, same_bits
-        makers |= {who: (make, compiled) for who, make in contestants.OTHERS.items()}
-        if options.eager:
-            makers.pop("manta_eager")
-        for who, (make, spec) in makers.items():
-            with _going_on(report, f"{name}_{who}"):
+        contest = _contestants(size, options)
+        report.add(f"{name}_parameters", parameter_count(contest["manta"][1]), "parameters")
+        for who in (each for each in options.contestants if each in contest):
+            make, spec = contest[who]
+            with going_on(report, f"{name}_{who}"):
                 taken = contestants.timed(functools.partial(make, spec, device), options.steps, device)
                 _add_step(report, f"{name}_{who}", spec, taken, peak.flops, products)
-        if f"{name}_manta_step" in report.figures:
-            report.add(f"{name}_manta_memory_told", device_bytes(compiled)[0].total, "bytes")
-        for who in contestants.OTHERS:
-            ours, theirs = (report.figures.get(f"{name}_{each}_tokens_per_second") for each in ("manta", who))
-            if ours is not None and theirs is not None:
-                report.add(f"{name}_manta_to_{who}", round(ours.value / theirs.value, 4), "ratio")
+                if make is contestants.manta:
+                    report.add(f"{name}_{who}_memory_told", device_bytes(spec)[0].total, "bytes")
+        for ours, theirs in (*(("manta", who) for who in contestants.OTHERS), *((who, "manta") for who in EIGHT_BITS)):
+            rates = [report.figures.get(f"{name}_{each}_tokens_per_second") for each in (ours, theirs)]
+            if rates[0] is not None and rates[1] is not None:
+                report.add(f"{name}_{ours}_to_{theirs}", round(rates[0].value / rates[1].value, 4), "ratio")
+
+
+def _contestants(size: Size, options: argparse.Namespace) -> dict[str, tuple[contestants.Maker, JobSpec]]:
+    """By name."""
+
+    def job(compiled: bool = not options.eager, **train: object) -> JobSpec:
+        return parse_job_spec(size.document(options.seed, compiled, train=train))
+
+    ours = {"manta": job(), "manta_eager": job(compiled=False), "manta_same_bits": job(deterministic_kernels=True)}
+    if options.eager:
+        ours.pop("manta_eager")
+    ours |= {who: job(fp8=kind) for who, kind in EIGHT_BITS.items()}
+    return {
+        **{who: (contestants.manta, spec) for who, spec in ours.items()},
+        **{who: (make, ours["manta"]) for who, make in contestants.OTHERS.items()},
+    }
 
 
 def _add_step(
@@ -159,7 +166,7 @@ def _measure_snapshots(
 ) -> None:
     for name in SNAPSHOT_SIZES:
         if name in sizes:
-            with _going_on(report, f"snapshots_{name}"):
+            with going_on(report, f"snapshots_{name}"):
                 measure_snapshots(report, name, sizes[name], options.seed, options.steps, device, not options.eager)
 
 

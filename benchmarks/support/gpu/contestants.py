@@ -100,11 +100,17 @@ def _tokens(spec: JobSpec, device: torch.device) -> torch.Tensor:
 
 def manta(spec: JobSpec, device: torch.device) -> Step:
     """This engine, on the kernels that a job's ranks choose."""
+    engine = manta_engine(spec, device)
+    batch = batch_of(spec, device)
+    return lambda: engine.step(batch, spec.train.global_batch_size, LEARNING_RATE, 0)
+
+
+def manta_engine(spec: JobSpec, device: torch.device) -> Engine:
+    """The engine of a job of one rank, with its first weights."""
     gpu.use_for(spec, device)
     engine = Engine(spec, Comm(RankGrid(spec.layout), 0, device))
     engine.initialise(spec.train.seed)
-    batch = batch_of(spec, device)
-    return lambda: engine.step(batch, spec.train.global_batch_size, LEARNING_RATE, 0)
+    return engine
 
 
 def transformers(spec: JobSpec, device: torch.device) -> Step:
