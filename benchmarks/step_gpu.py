@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.support.gpu import contestants, two_ranks
-from benchmarks.support.gpu.eight_bits import KINDS, measure_eight_bits
+from benchmarks.support.gpu.eight_bits import KINDS, measure_losses, measure_rates
 from benchmarks.support.gpu.left_out import going_on
 from benchmarks.support.gpu.page import CONTESTANTS, page_of
 from benchmarks.support.gpu.sizes import CURVES, PAIRED, SIZES, Size, tiny
@@ -41,7 +41,7 @@ from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.spec.reading import parse_job_spec
 
-PARTS = ("models", "fp8", "pairs", "kill", "snapshots", "repair", "trace")
+PARTS = ("models", "fp8_rates", "fp8_losses", "pairs", "kill", "snapshots", "repair", "trace")
 SNAPSHOT_SIZES = ("gpt_125m", "llama_1b5")
 TRACED = "llama_1b5"
 EIGHT_BITS = {f"manta_fp8_{kind}": kind for kind in KINDS}
@@ -93,7 +93,8 @@ def measure(options: argparse.Namespace) -> Report:
     }
     parts: dict[str, Callable[[], object]] = {
         "models": lambda: _measure_models(report, sizes, options, device),
-        "fp8": lambda: measure_eight_bits(report, _chosen(CURVES, device), options.seed, device, not options.eager),
+        "fp8_rates": lambda: measure_rates(report, device, not options.eager),
+        "fp8_losses": lambda: measure_losses(report, _chosen(CURVES, device), options.seed, device),
         "pairs": lambda: two_ranks.measure_pairs(report, _chosen(PAIRED, device), options.seed, device),
         "kill": lambda: two_ranks.measure_kill(report, _chosen(PAIRED, device), options.seed, device),
         "snapshots": lambda: _measure_snapshots(report, sizes, options, device),

@@ -38,7 +38,7 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(
 
     monkeypatch.setattr(contestants, "OTHERS", {"transformers": broken, "megatron_core": absent})
     monkeypatch.setattr(step_gpu.two_ranks, "measure_repair", broken)
-    parts = ("--parts", "models", "fp8", "repair", "snapshots", "trace")
+    parts = ("--parts", "models", "fp8_rates", "fp8_losses", "repair", "snapshots", "trace")
     report, text = rehearse(tmp_path, "--sizes", "llama_1b5", *parts)
     left_out, figures = report["settings"]["left_out"], report["figures"]
     assert left_out["repair"] == "RuntimeError: CUDA error: an illegal memory access was encountered"

@@ -30,9 +30,8 @@ GOAL_LOSS = 0.01
 KINDS = ("tensorwise", "rowwise")
 
 
-def measure_eight_bits(report: Report, size: Size, seed: int, device: torch.device, compiled: bool) -> None:
-    """Rates on a layer as wide as an 8 billion model's, then the loss curves of `size`."""
-    _measure_rates(report, device, compiled)
+def measure_losses(report: Report, size: Size, seed: int, device: torch.device) -> None:
+    """Train `size` from the same weights on the same text, with each kind of products and without."""
     curves = {kind: _losses(size, seed, device, kind) for kind in ("off", *KINDS)}
     for kind in KINDS:
         name = f"fp8_{kind}_loss_difference"
@@ -66,18 +65,19 @@ def _losses(size: Size, seed: int, device: torch.device, kind: str) -> list[floa
     return losses
 
 
-def _measure_rates(report: Report, device: torch.device, compiled: bool) -> None:
+def measure_rates(report: Report, device: torch.device, compiled: bool) -> None:
+    """Of products, and of the casts of what is largest, in a layer as wide as an 8 billion model's."""
     n, i, o = (8192, 4096, 14336) if device.type == "cuda" else (64, 32, 48)
     x_ni, w_oi, g_no = (torch.randn(*shape, device=device).bfloat16() for shape in ((n, i), (o, i), (n, o)))
     runs: dict[str, Callable[[], object]] = {"16bit": lambda: x_ni @ w_oi.t()}
     for kind, plain in zip(KINDS, (BY_TENSOR, BY_ROW), strict=True):
-        casts = plain.compiled() if compiled else plain
         of_gradients, wide = (E5M2, torch.float32) if kind == "tensorwise" else (E4M3, torch.bfloat16)
-        x, w, g = casts.both(x_ni, E4M3), casts.both(w_oi, E4M3), casts.both(g_no, of_gradients)
+        x, w, g = plain.both(x_ni, E4M3), plain.both(w_oi, E4M3), plain.both(g_no, of_gradients)
         for fast in (False, True):
             name = f"{kind}_{'fast' if fast else 'exact'}"
             runs[name] = partial(product, x.rows, w.rows, torch.bfloat16, fast=fast)
             runs[f"{name}_weight_gradient"] = partial(product, g.columns, x.columns, wide, fast=fast)
+        casts = plain.compiled() if compiled else plain
         for name, cast in (("rows", casts.rows), ("columns", casts.columns), ("both", casts.both)):
             milliseconds = 1e3 * _seconds(partial(cast, g_no, of_gradients), device)
             report.add(f"fp8_cast_{kind}_{name}", round(milliseconds, 4), "ms")
