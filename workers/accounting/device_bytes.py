@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workers.accounting.activation_bytes import bytes_of_rank
+from workers.accounting.eight_bits import weight_bytes
 from workers.accounting.flops import frozen_parameters_of_rank, parameters_of_rank, waiting_gradient_buffers
 from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
@@ -23,7 +24,7 @@ class DeviceBytes:
     """Memory of one rank."""
 
     parameters: int
-    """In the precision of compute."""
+    """In the precision of compute, and with train.fp8 those that are held in 8 bits too, both ways round."""
     gradients: int
     """The flat buffer, and what elastic sums wait in."""
     optimizer: int
@@ -62,4 +63,5 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
     incoming = 0 if passes.gpu else gradients // replicas * (replicas - 1)
     activations = bytes_of_rank(spec, stage, micro_batches)
     most = max(passes.of_rank(stage, micro_batches), copies, incoming)
-    return DeviceBytes(width * held, gradients, optimizer, activations, max(0, most - activations))
+    parameters = width * held + weight_bytes(spec, stage)
+    return DeviceBytes(parameters, gradients, optimizer, activations, max(0, most - activations))

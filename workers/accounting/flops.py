@@ -118,12 +118,23 @@ def _layer_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
     return sizes | {f"{block}_norm.{part}": h for block in ("attention", "mlp") for part in ("weight", "bias")}
 
 
+def layer_matrices(model: ModelConfig, tensor: int) -> dict[str, int]:
+    """Elements of the weights of a layer's linear layers on one of `tensor` ranks, by their names in the layer."""
+    sizes = _layer_sizes(model, tensor)
+    return {name: sizes[name] for name in _products(model, 1)}
+
+
+def layers_of_rank(spec: JobSpec, rank: int) -> int:
+    """How many layers pipeline rank `rank` has."""
+    count = spec.layout.pipeline * spec.layout.virtual_stages
+    return sum(len(stage_layers(spec.model.layers, count, index)) for index in _virtual_stages(spec, rank))
+
+
 def parameters_of_rank(spec: JobSpec, rank: int) -> int:
     """Those of pipeline rank `rank`."""
     model, layout, h = spec.model, spec.layout, spec.model.hidden_size
     count = layout.pipeline * layout.virtual_stages
-    indices = _virtual_stages(spec, rank)
-    layers = sum(len(stage_layers(model.layers, count, index)) for index in indices)
+    indices, layers = _virtual_stages(spec, rank), layers_of_rank(spec, rank)
     first, last = 0 in indices, count - 1 in indices
     rows = int(first) + int(last) - int(first and last and model.tie_embeddings)
     total = layers * _layer_parameters(model, layout.tensor) + rows * padded_vocabulary(spec) // layout.tensor * h

@@ -8,7 +8,7 @@ to the other is that of `activation_bytes.py`. Shapes as there; sizes are bytes 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from workers.accounting.activation_bytes import (
@@ -20,12 +20,20 @@ from workers.accounting.activation_bytes import (
     value_heads_of,
     width_of,
 )
+from workers.accounting.eight_bits import EightBits
 from workers.accounting.tape import Pass, Tape
 from workers.config import JobSpec
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 
 MASKED_AT_ONCE, MASKED_AT_ONCE_ON_CPU = 2**24, 2**19
 """Elements of a mask of dropout that are hashed at once."""
+
+LEAVING = {"mlp_activation": ("mlp.down.weight",), "context": ("attention.output.weight",)}
+ENTERING = {
+    "mlp_norm": ("mlp.gate.weight", "mlp.up.weight"),
+    "attention_norm": ("attention.qkv.weight", "attention.q.weight", "attention.kv.weight"),
+}
+"""Weights of the products behind what goes into them."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class LayerPasses:
         """`modules` are recomputed; on a `gpu` keys and values of grouped heads may be repeated."""
         self.spec, self.model, self.modules, self.sizes = spec, spec.model, modules, Sizes.of(spec)
         layout, sizes, self.gpu = spec.layout, self.sizes, gpu
-        self.split = layout.schedule in SPLIT_BACKWARD
+        self.split, self.eight = layout.schedule in SPLIT_BACKWARD, EightBits.of(spec)
         self.gates = 2 if self.model.parts.gated_mlp else 1
         self.grouped = self.model.key_value_heads != self.model.heads
         self.repeated = 0
@@ -108,9 +116,9 @@ class LayerPasses:
         of_attention = self.kept - self._kept_of_mlp - residual if keeps else 0
         tape.free(tape.now - residual - of_attention)
         self.norm(tape, residual)
-        tape.for_a_moment(self.sizes.gathered, self.gates * self.sizes.inner)
+        self._enter(tape, self.gates * self.sizes.inner)
         tape.take((self.gates + 1) * self.sizes.inner)
-        self._leave(tape)
+        self._leave(tape, self.sizes.inner)
         tape.free(tape.now - residual - (self.kept - residual if keeps else 0))
         return tape.whole()
 
@@ -118,7 +126,7 @@ class LayerPasses:
         """Up to the sum with the residual; nothing is freed that the block holds until then."""
         sizes, context, keys = self.sizes, self.sizes.context, self.sizes.keys
         self.norm(tape, sizes.residual)
-        tape.for_a_moment(sizes.gathered, context + 2 * keys)
+        self._enter(tape, context + 2 * keys)
         tape.take(context + 2 * keys)
         if self.model.parts.query_key_norm:
             self.norm(tape, context)
@@ -128,7 +136,7 @@ class LayerPasses:
         tape.take(self.repeated)
         self._core(tape)
         tape.take(context)
-        self._leave(tape)
+        self._leave(tape, context)
 
     def _core(self, tape: Tape) -> None:
         """What core attention makes beside its result stays."""
@@ -144,9 +152,15 @@ class LayerPasses:
         most = MASKED_AT_ONCE if self.gpu else MASKED_AT_ONCE_ON_CPU
         return 8 * min(size // self.sizes.width, most) if self.model.dropout > 0 else 0
 
-    def _leave(self, tape: Tape) -> None:
-        """The product that leaves a block, summed over the tensor group: its result stays."""
+    def _enter(self, tape: Tape, size: int) -> None:
+        """The products that enter a block, whose results are of that size."""
+        tape.for_a_moment(self.sizes.gathered, size)
+        self.eight.product(tape, self.sizes.whole, self.sizes.gathered, size)
+
+    def _leave(self, tape: Tape, size: int) -> None:
+        """The product of an input of that size that leaves a block, summed over the tensor group: its result stays."""
         residual = self.sizes.residual
+        self.eight.product(tape, size, self.sizes.whole)
         if self.sizes.gathered:
             tape.for_a_moment(self.sizes.whole, residual)
         tape.take(residual)
@@ -189,10 +203,11 @@ class LayerPasses:
         if not self.split:
             self._free(tape, "mlp_activation")
         self._free(tape, "mlp_inner", "mlp_dropout_mask")
-        self._enter_backward(tape, self.gates * sizes.inner, "mlp_norm")
+        self._enter_backward(tape, self.gates * [sizes.inner], "mlp_norm")
         self._leave_backward(tape, sizes.context, "context")
         self._attend_backward(tape)
-        self._enter_backward(tape, sizes.context + 2 * sizes.keys, "attention_norm")
+        projected = (sizes.context, 2 * sizes.keys) if self.grouped else (sizes.context + 2 * sizes.keys,)
+        self._enter_backward(tape, projected, "attention_norm")
         return tape.whole()
 
     def computed_again(self) -> Pass:
@@ -228,8 +243,10 @@ class LayerPasses:
         holds the gathered gradient and the input."""
         again = size if self._again(name) else 0
         tape.take(self._dropped_out, self.sizes.gathered, again)
+        columns = self.eight.gradient_of_input(tape, [self.sizes.whole], size)
         tape.take(size)
         if not self.split:
+            self.eight.gradients_of_weights(tape, columns, size, *LEAVING[name])
             tape.free(self._dropped_out, self.sizes.gathered, again)
 
     @property
@@ -237,7 +254,7 @@ class LayerPasses:
         """The gradient of what dropout was applied to; without, it is that of the residual stream itself."""
         return self.sizes.residual if self.model.dropout > 0 else 0
 
-    def _enter_backward(self, tape: Tape, gradients: int, norm: str) -> None:
+    def _enter_backward(self, tape: Tape, gradients: Sequence[int], norm: str) -> None:
         """From the gradients of what enters a block, through its norm, to the sum with the residual stream's. What is
         put off holds these gradients, and the norm's output; and the product that left the block what has come."""
         sizes, output = self.sizes, f"{norm}_output"
@@ -245,13 +262,17 @@ class LayerPasses:
         if again:
             self.norm(tape, again)
         gathered = sizes.gathered if self._held(output, 1) and not self.split else 0
+        columns = self.eight.gradient_of_input(tape, gradients, gathered + sizes.whole)
         tape.take(gathered, sizes.whole)
         if sizes.gathered:
             tape.take(sizes.residual)
+        if not self.split:
+            self.eight.gradients_of_weights(tape, columns, sizes.whole, *ENTERING[norm])
+        if sizes.gathered:
             tape.free(sizes.whole)
         tape.free(gathered)
         if not self.split:
-            tape.free(gradients, again)
+            tape.free(*gradients, again)
             self._free(tape, output)
         self.norm_gradient(tape, sizes.residual)
         tape.free(sizes.residual)

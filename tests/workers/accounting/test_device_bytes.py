@@ -51,6 +51,11 @@ JOBS = {
     "frozen": job(frozen=["embedding", "layers.0-3"]),
     "two samples": job(micro_batches=16, micro_batch_size=2),
     "four stages": job(parallel={"pipeline": 4}),
+    "tensorwise": job(fp8="tensorwise"),
+    "rowwise": job("gpt", fp8="rowwise"),
+    "8 bits, zb-h1": job(fp8="rowwise", parallel={"schedule": "zb-h1"}),
+    "8 bits, one rank": job(fp8="tensorwise", parallel={"tensor": 1, "pipeline": 1, "data": 1}),
+    "8 bits, whole layers": job(fp8="tensorwise", parallel={"recompute": "full"}, micro_batch_size=2, micro_batches=16),
 }
 
 
@@ -63,12 +68,16 @@ def assert_as_told(job_spec: JobSpec, stage: int) -> None:
         peak = rank.step()["Total"]
         if job_spec.train.deterministic == "elastic":  # whose buffers are made in the first step, and stay
             peak = max(peak, rank.step()["Total"])
+        elif job_spec.train.fp8 != "off":  # weights in 8 bits are made in the first step, and stay
+            resting = rank.tracker.get_tracker_snapshot("current")[CPU]["Total"]
+            assert told.parameters + told.gradients + told.optimizer == pytest.approx(resting, rel=0.005)
+            peak = max(peak, rank.step()["Total"])
         else:
             assert told.parameters + told.gradients + told.optimizer == pytest.approx(resting, rel=0.005)
     assert told.total == pytest.approx(peak, rel=0.03)
 
 
-@pytest.mark.parametrize(("name", "stage"), [("1f1b", 0), ("zb-h1", 0), ("full", 3)])
+@pytest.mark.parametrize(("name", "stage"), [("1f1b", 0), ("zb-h1", 0), ("full", 3), ("8 bits, zb-h1", 1)])
 def test_the_peak_of_a_step_is_what_is_told(name, stage):
     assert_as_told(JOBS[name], stage)
 

@@ -27,10 +27,10 @@ LEAST_CAPABILITY = (8, 9)
 
 
 class _Weight:
-    """A weight in 8 bits, as it was in the last step."""
+    """A weight, and in 8 bits from its first use in a step to the next step."""
 
     def __init__(self, weight: nn.Parameter):
-        self.weight, self.is_trained, self.is_current = weight.detach(), weight.requires_grad, False
+        self.weight, self.is_trained = weight.detach(), weight.requires_grad
         self.cast: Both | None = None
 
 
@@ -71,7 +71,7 @@ class Fp8Products(TorchProducts):
     def begin(self) -> None:
         """Weights may be others than in the step before."""
         for each in self._weights.values():
-            each.is_current = False
+            each.cast = None
 
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b."""
@@ -158,8 +158,8 @@ class Fp8Products(TorchProducts):
         return [each for each in known if each is not None] if all(known) else None
 
     def _both(self, known: _Weight) -> Both:
-        if known.cast is None or not known.is_current:
-            known.cast, known.is_current = self._casts.both(known.weight, E4M3), True
+        if known.cast is None:
+            known.cast = self._casts.both(known.weight, E4M3)
         return known.cast
 
 
