@@ -36,6 +36,8 @@ class Accelerator:
     """Units that work on one tile of a product at a time."""
     link_bandwidth: float
     """Bytes/s that leave one device towards the others of its node."""
+    peak_8bit: float | None = None
+    """Products of 8-bit floats, FLOP/s; None: it has none."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +184,9 @@ protocol; github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
 def _accelerator(
     name: str, gibibytes: float, terabytes: float, multiprocessors: int, link: float, peak_name: str | None = None
 ) -> Accelerator:
-    peak, wide = known_peak(peak_name or name), known_peak(peak_name or name, "fp32")
+    peak, wide, narrow = (known_peak(peak_name or name, precision) for precision in ("bf16", "fp32", "fp8"))
     assert peak is not None and wide is not None
-    return Accelerator(name, gibibytes * GIB, peak, wide, terabytes * 1e12, multiprocessors, link * 1e9)
+    return Accelerator(name, gibibytes * GIB, peak, wide, terabytes * 1e12, multiprocessors, link * 1e9, narrow)
 
 
 A100 = Constants(

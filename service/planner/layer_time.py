@@ -20,6 +20,9 @@ from workers.config import JobSpec
 
 MASK = 1
 """Bytes of an element of a dropout mask."""
+CAST_ROWS, CAST_COLUMNS, CAST_BOTH = 5, 7, 8
+"""Bytes that are moved for an element of 16 bits: it is read for the scale and to be cast, 3 of them; columns are made
+from rows."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class LayerTime:
         model = spec.model
         self.machine = self.groups.cluster.machine
         self.width = 4 if spec.train.precision == "fp32" else 2
+        self.linear_width = self.width if spec.train.fp8 == "off" else 1
         self.tokens = spec.train.micro_batch_size * model.sequence_length
         self.outside = self.tokens // t if spec.layout.sequence_parallel_on else self.tokens
         self.hidden, self.inner = model.hidden_size, model.ffn_size // t
@@ -102,6 +106,17 @@ class LayerTime:
     def _product(self, budget: Budget, m: int, n: int, k: int) -> None:
         budget.products += product_seconds(self.machine, m, n, k, 1, self.width)
         budget.operations += 1
+
+    def _linear(self, budget: Budget, m: int, n: int, k: int) -> None:
+        """A product of a linear layer inside of a transformer layer."""
+        budget.products += product_seconds(self.machine, m, n, k, 1, self.linear_width)
+        budget.operations += 1
+
+    def _cast(self, budget: Budget, columns: int, times: int, moved: int) -> None:
+        """With 8-bit products: matrices of all tokens and so many columns in all, in so many casts."""
+        if self.linear_width < self.width:
+            budget.elementwise += memory_seconds(self.machine, moved * self.tokens * columns)
+            budget.operations += 3 * times
 
     def _elements(self, budget: Budget, moved: float) -> None:
         budget.elementwise += memory_seconds(self.machine, moved)
@@ -143,15 +158,16 @@ class LayerTime:
         columns = self.attention_width + self.key_values
         for _ in range(2):
             self._elements(budget, 2 * width * self.outside * h)  # norm
-        self._product(budget, self.tokens, columns, h)
+        self._cast(budget, 2 * h + self.attention_width + self.inner, 4, CAST_ROWS)
+        self._linear(budget, self.tokens, columns, h)
         self._elements(budget, 2 * width * self.tokens * columns)  # bias, or turning and splitting
         self._attention_forward(budget)
-        self._product(budget, self.tokens, h, self.attention_width)
+        self._linear(budget, self.tokens, h, self.attention_width)
         for _ in range(self.up_matrices):
-            self._product(budget, self.tokens, self.inner, h)
+            self._linear(budget, self.tokens, self.inner, h)
         activation = 2 if self.software.fused else 4
         self._elements(budget, (activation + self.up_matrices - 1) * width * self.tokens * self.inner)
-        self._product(budget, self.tokens, h, self.inner)
+        self._linear(budget, self.tokens, h, self.inner)
         for _ in range(2):
             self._elements(budget, self._residual_bytes())
         gathers = 4 if self.spec.layout.sequence_parallel_on else 2
@@ -225,14 +241,15 @@ class LayerTime:
             self._elements(budget, (5 + 3) * width * self.outside * h)
             masks = MASK if self.has_dropout else 0
             self._elements(budget, ((3 if self.has_dropout else 1) * width + masks) * self.outside * h)
-        self._product(budget, self.tokens, h, columns)
+        self._cast(budget, columns + 2 * h + self.up_matrices * self.inner, 3 + self.up_matrices, CAST_BOTH)
+        self._linear(budget, self.tokens, h, columns)
         self._attention_backward(budget)
-        self._product(budget, self.tokens, self.attention_width, h)
+        self._linear(budget, self.tokens, self.attention_width, h)
         for _ in range(self.up_matrices):
-            self._product(budget, self.tokens, h, self.inner)
+            self._linear(budget, self.tokens, h, self.inner)
         activation = 4 if self.software.fused else 6
         self._elements(budget, (activation + self.up_matrices - 1) * width * self.tokens * self.inner)
-        self._product(budget, self.tokens, self.inner, h)
+        self._linear(budget, self.tokens, self.inner, h)
         self._tensor_backward(budget)
         return budget.plus(self.recomputed())
 
@@ -250,11 +267,12 @@ class LayerTime:
         """Seconds of all products for the weights' gradients of a layer."""
         h, columns, sizes = self.hidden, self.attention_width + self.key_values, []
         sizes += [(columns, h), (h, self.attention_width), (h, self.inner)] + self.up_matrices * [(self.inner, h)]
-        return sum(product_seconds(self.machine, m, n, self.tokens, 1, self.width) for m, n in sizes)
+        return sum(product_seconds(self.machine, m, n, self.tokens, 1, self.linear_width) for m, n in sizes)
 
     def backward_weight(self) -> Budget:
         """The half that makes gradients of weights, and adds them up."""
         budget = Budget(products=self.weight_products(), operations=2 * (3 + self.up_matrices))
+        self._cast(budget, 2 * self.hidden + self.attention_width + self.inner, 4, CAST_COLUMNS)
         self._elements(budget, self.width * self.tokens * (self.attention_width + self.key_values))  # biases
         parameters = self.hidden * (2 * self.attention_width + self.key_values + (1 + self.up_matrices) * self.inner)
         budget.accumulation = memory_seconds(self.machine, self.software.accumulation_bytes * parameters)

@@ -46,9 +46,9 @@ def product_seconds(machine: Machine, m: int, n: int, k: int, batch: int = 1, wi
         arithmetic = 2.0 * m * n * k * batch / core.product_rate(width)
         return (arithmetic + batch * width * (m * k + k * n + m * n) / core.memory) / machine.threads
     device, constants = machine.accelerator, machine.constants
-    peak = device.peak_16bit if width == 2 else device.peak_fp32
     if machine.gpu is not None:
         return _measured_product(machine, m, n, k, batch, width)
+    peak = {1: device.peak_8bit or device.peak_16bit, 2: device.peak_16bit}.get(width, device.peak_fp32)
     rate = peak * constants.product / device.multiprocessors
     arithmetic = min(
         -(-(-(-m // rows) * -(-n // columns) * batch) // device.multiprocessors)
@@ -61,9 +61,10 @@ def product_seconds(machine: Machine, m: int, n: int, k: int, batch: int = 1, wi
 
 def _measured_product(machine: Machine, m: int, n: int, k: int, batch: int, width: int) -> float:
     """The same on a GPU that was measured."""
-    gpu, count = machine.gpu, machine.accelerator.multiprocessors
+    gpu, device = machine.gpu, machine.accelerator
     assert gpu is not None
-    rate = (gpu.product_16bit if width == 2 else gpu.product_fp32) / count
+    count, faster = device.multiprocessors, (device.peak_8bit or device.peak_16bit) / device.peak_16bit
+    rate = {1: gpu.product_16bit * faster, 2: gpu.product_16bit}.get(width, gpu.product_fp32) / count
     arithmetic = min(
         -(-(-(-m // rows) * -(-n // columns) * batch * splits) // count)
         * (2.0 * rows * columns * (k / splits + RAMP) / (rate * relative))

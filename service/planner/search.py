@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from service.planner.candidates import Bounds, Candidate, axes, candidates
 from service.planner.hardware import GIB, Cluster
@@ -73,13 +74,21 @@ def plan_of(spec: JobSpec, cluster: Cluster, software: Software = MANTA, model: 
 
 def evaluate(spec: JobSpec, cluster: Cluster, software: Software = MANTA) -> Answer:
     """A job whose layout is given: its plan, or why it is none."""
-    problem = _no_room(spec, cluster)
+    problem = _no_products(spec, cluster) or _no_room(spec, cluster)
     if problem is None:
         found = fits(spec, cluster)
         problem = None if found.fits else f"does not fit: {found}"
     if problem is not None:
         return Answer((), (Rejected(spec, problem),))
     return Answer((plan_of(spec, cluster, software),), ())
+
+
+def _no_products(spec: JobSpec, cluster: Cluster) -> str | None:
+    machine = cluster.machine
+    if spec.train.fp8 == "off" or not machine.has_gpus or machine.accelerator.peak_8bit is not None:
+        return None
+    name = machine.accelerator.name
+    return f"train.fp8 needs GPUs of Ada, Hopper or Blackwell, and {name} has no 8-bit products: set train.fp8: off"
 
 
 def _no_room(spec: JobSpec, cluster: Cluster) -> str | None:
@@ -100,6 +109,9 @@ def search(
     """The `limit` fastest layouts that the rules allow and that fit, over tensor, pipeline, virtual stages, data,
     micro-batch, recomputation and schedule; of so many `ranks`, where that is given. Deterministic: between equals the
     simpler layout comes first."""
+    problem = _no_products(job, cluster)
+    if problem is not None:
+        return Answer((), tuple(Rejected(each.spec(job), problem) for each in islice(candidates(job, cluster), 1)))
     bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
     too_large: dict[tuple[int, int], tuple[float, Candidate]] = {}
     left = []

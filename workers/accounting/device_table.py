@@ -16,7 +16,14 @@ class DevicePeak:
     fp32: float
     """Plain fp32 units (no TF32)."""
 
+    @property
+    def fp8(self) -> float | None:
+        """Tensor cores with 8-bit floats: twice as many as with bfloat16 on all that have them, which those before Ada
+        and Hopper do not."""
+        return 2 * self.bf16 if self.name.startswith(WITH_8_BITS) else None
 
+
+WITH_8_BITS = ("b200", "b100", "h200", "h100", "h800", "h20", "l40", "l4")
 # The first match counts, so longer names stand before the shorter ones that they contain.
 DEVICE_PEAKS = (
     DevicePeak("b200", bf16=2250e12, fp32=75e12),
@@ -46,10 +53,10 @@ DEVICE_PEAKS = (
 def known_peak(device_name: str, precision: str = "bf16") -> float | None:
     """Dense peak in FLOP/s of the device that reports `device_name`, or None for an unknown one.
 
-    `precision`: "bf16" or "fp32".
+    `precision`: "bf16", "fp32" or "fp8"; also None for a device without fp8.
     """
     lowered = device_name.lower()
     known = next((peak for peak in DEVICE_PEAKS if peak.name in lowered), None)
     if known is None:
         return None
-    return known.fp32 if precision == "fp32" else known.bf16
+    return {"fp32": known.fp32, "fp8": known.fp8}.get(precision, known.bf16)

@@ -11,7 +11,7 @@ import pytest
 
 from service.planner import candidates as candidates_module
 from service.planner.candidates import Bounds, Candidate, candidates, is_complete
-from service.planner.hardware import Cluster, Gpu, cpu_machine, measured
+from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
 from service.planner.memory import usable_bytes, worst_rank
 from service.planner.search import evaluate, search, smallest_cluster
 from service.planner.software import engine_on
@@ -210,3 +210,14 @@ def test_a_layout_that_is_given_is_judged_alone():
     assert "needs 64 GPUs in groups of 8 on one node; 2 nodes of 8 have room for 2" in rejected.reason
     alone = spec.model_copy(update={"parallel": job(tensor=8).layout})
     assert evaluate(alone, a100s(8)).rejected[0].reason.startswith("does not fit: ")
+
+
+def test_8_bit_products_are_faster_where_there_are_any():
+    wide, narrow = (job(32, 4096, 32, train={"global_batch_size": 64, "fp8": fp8}) for fp8 in ("off", "rowwise"))
+    hopper, ampere = (Cluster(machine_of(name), 1, 8) for name in ("h100", "a100"))
+    (slow, *_), (quick, *_) = (search(each, hopper).plans for each in (wide, narrow))
+    assert 0.5 * slow.time.seconds < quick.time.seconds < 0.9 * slow.time.seconds
+    assert slow.peak_flops == quick.peak_flops, "an MFU is one of bf16"
+    for answer in (search(narrow, ampere), evaluate(slow.spec.model_copy(update={"train": narrow.train}), ampere)):
+        assert answer.plans == ()
+        assert "a100-80gb has no 8-bit products: set train.fp8: off" in answer.rejected[0].reason

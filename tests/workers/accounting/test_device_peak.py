@@ -30,6 +30,12 @@ def test_known_devices(name, bf16, fp32):
     assert known_peak(name, "fp32") == fp32
 
 
+def test_8_bit_floats_are_twice_as_fast_where_there_are_any():
+    assert known_peak("NVIDIA H100 80GB HBM3", "fp8") == 1978.8e12
+    assert known_peak("NVIDIA L4", "fp8") == 242e12
+    assert known_peak("NVIDIA A100-SXM4-80GB", "fp8") is None
+
+
 def test_no_device_is_taken_for_another_whose_name_is_in_its_own():
     assert [known_peak(f"NVIDIA {device.name.upper()}") for device in DEVICE_PEAKS] == [
         device.bf16 for device in DEVICE_PEAKS

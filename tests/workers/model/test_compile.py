@@ -73,6 +73,18 @@ def test_compiled_layers_are_one_graph_and_give_the_same_numbers(ranks, family, 
         assert (graphs, breaks) == (1, 0)
 
 
+def test_layers_with_8_bit_products_are_one_graph_too(ranks):
+    job = document(
+        model={"family": "llama", "layers": 3, "hidden_size": 64, "kv_heads": 2, "sequence_length": 16},
+        train={"micro_batch_size": 4, "precision": "bf16", "fp8": "rowwise"},
+        parallel=axes((2, 1, 1)),
+    )
+    expected = ranks.run(layout_of(tensor=2), plain, job, 3)
+    for rank, (numbers, graphs, breaks) in enumerate(ranks.run(layout_of(tensor=2), compiled, job, 3)):
+        assert numbers == [pytest.approx(each, rel=5e-3) for each in expected[rank]]
+        assert (graphs, breaks) == (1, 0)
+
+
 @pytest.mark.parametrize("wanted", [False, True])
 def test_a_job_that_asks_for_it_has_each_layer_compiled_by_the_default_compiler(monkeypatch, wanted):
     given = []
@@ -108,6 +120,18 @@ def test_16_bits_compiled_are_the_same_ones_each_time_and_near_those_of_plain_to
     )
     assert first == second
     assert first == [pytest.approx(each, rel=5e-3) for each in plain_one]  # fused operations round less
+
+
+@pytest.mark.soak  # its C++ takes a minute to compile
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_compiled_casts_are_the_others(kind):
+    comm = Comm(RankGrid(spec().layout), 0, torch.device("cpu"))
+    shape = {"layers": 2, "hidden_size": 64, "sequence_length": 16}
+    plain_one, compiled_one = (
+        train(Engine(spec(model=shape, train={"precision": "bf16", "fp8": kind, "compile": each}), comm), 3)
+        for each in (False, True)
+    )
+    assert compiled_one == [pytest.approx(each, rel=5e-3) for each in plain_one]
 
 
 @pytest.mark.soak  # its C++ takes twenty seconds to compile
