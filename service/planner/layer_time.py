@@ -20,9 +20,9 @@ from workers.config import JobSpec
 
 MASK = 1
 """Bytes of an element of a dropout mask."""
-CAST_ROWS, CAST_COLUMNS, CAST_BOTH = 5, 7, 8
-"""Bytes that are moved for an element of 16 bits: it is read for the scale and to be cast, 3 of them; columns are made
-from rows."""
+CAST_ROWS, CAST_COLUMNS, CAST_BOTH = 5, 5, 6
+"""Bytes that are moved for an element of 16 bits: it is read for the scale and to be cast, and written once or
+twice."""
 
 
 @dataclass(frozen=True)

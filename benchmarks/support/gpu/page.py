@@ -99,7 +99,7 @@ def _others(report: Report) -> Iterator[str]:
     for name, figure in report.figures.items():
         if figure.met is None and not name.startswith(of_steps):
             yield f"{name:<44} {_value(figure)} {figure.unit}"
-    for name in ("repair_self_test", "trace"):
+    for name in ("fp8_product_errors", "fp8_losses", "repair_self_test", "trace"):
         if name in report.settings:
             yield f"{name:<44} {report.settings[name]}"
 

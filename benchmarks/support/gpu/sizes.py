@@ -56,10 +56,15 @@ SIZES = {
 """An 8 billion one's layers are cut to fit."""
 PAIRED = Size(4, 512, 8, 256, micro_batch_size=4, micro_batches=4, vocabulary_size=8192)
 """Of the jobs of two ranks."""
-CURVES = Size(
-    12, 1024, 16, 1024, micro_batch_size=8, micro_batches=2, family="llama", kv_heads=8, ffn_hidden_size=2816,
+CURVES = replace(
+    SIZES["llama_1b5"],
+    layers=8,
+    hidden_size=1024,
+    ffn_hidden_size=2816,
+    sequence_length=1024,
     vocabulary_size=512,
-)  # fmt: skip
+    micro_batches=2,
+)
 """Whose losses in 8 and in 16 bits are compared, on bytes."""
 
 
