@@ -4,10 +4,12 @@
 
 One training step in bf16 of GPTs of 125 million and 1.3 billion parameters, of a Llama of 1.5 billion, and of one as
 wide as an 8 billion one with its layers cut to fit: tokens a second, MFU in both conventions, peak memory beside what
-was told before; compiled, not compiled, by kernels that give the same bits each time, and with 8-bit products in the
-layers; beside the same model of `transformers` under torch.compile, of torchtitan and of Megatron Core where those are
-installed, and beside the card's own rate of matrix products. How fast products and casts of 8 bits are, and how far
-losses then go from those of bf16. Two ranks on the one card, whose messages travel through host memory: the numbers of
+was told before; compiled, not compiled, by kernels that give the same bits each time, with 8-bit products in the
+layers, with the logits of a few tokens at a time, and with a third of the layers' activations in host memory; beside
+the same model of `transformers` under torch.compile, of torchtitan and of Megatron Core where those are installed, and
+beside the card's own rate of matrix products. How fast products and casts of 8 bits are, and how far losses then go
+from those of bf16. What is saved by few logits and by host memory in a Llama of 1 billion with 128,256 token ids, and
+that it computes the same. Two ranks on the one card, whose messages travel through host memory: the numbers of
 one rank, and the same bits after one of them was killed. What snapshots cost. Whether process groups can be repaired in
 place. A trace of two steps, for Perfetto or chrome://tracing.
 
@@ -30,8 +32,9 @@ import torch
 from benchmarks.support.gpu import contestants, two_ranks
 from benchmarks.support.gpu.eight_bits import KINDS, measure_losses, measure_rates
 from benchmarks.support.gpu.left_out import going_on
+from benchmarks.support.gpu.memory_savers import measure_memory_savers
 from benchmarks.support.gpu.page import CONTESTANTS, page_of
-from benchmarks.support.gpu.sizes import CURVES, PAIRED, SIZES, Size, tiny
+from benchmarks.support.gpu.sizes import CURVES, PAIRED, SIZES, WIDE_VOCABULARY, Size, tiny
 from benchmarks.support.gpu.snapshot_cost import measure_snapshots
 from benchmarks.support.report import Report, parser
 from workers.accounting.device_bytes import device_bytes
@@ -41,11 +44,12 @@ from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.spec.reading import parse_job_spec
 
-PARTS = ("models", "fp8_rates", "fp8_losses", "pairs", "kill", "snapshots", "repair", "trace")
+PARTS = ("models", "fp8_rates", "fp8_losses", "memory", "pairs", "kill", "snapshots", "repair", "trace")
 SNAPSHOT_SIZES = ("gpt_125m", "llama_1b5")
 TRACED = "llama_1b5"
 EIGHT_BITS = {f"manta_fp8_{kind}": kind for kind in KINDS}
 """Contestants, by what they give train.fp8."""
+HEAD_TOKENS = 2048
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -95,6 +99,7 @@ def measure(options: argparse.Namespace) -> Report:
         "models": lambda: _measure_models(report, sizes, options, device),
         "fp8_rates": lambda: measure_rates(report, device, not options.eager),
         "fp8_losses": lambda: measure_losses(report, _chosen(CURVES, device), options.seed, device),
+        "memory": lambda: measure_memory_savers(report, _chosen(WIDE_VOCABULARY, device), options, device),
         "pairs": lambda: two_ranks.measure_pairs(report, _chosen(PAIRED, device), options.seed, device),
         "kill": lambda: two_ranks.measure_kill(report, _chosen(PAIRED, device), options.seed, device),
         "snapshots": lambda: _measure_snapshots(report, sizes, options, device),
@@ -136,13 +141,16 @@ def _measure_models(report: Report, sizes: dict[str, Size], options: argparse.Na
 def _contestants(size: Size, options: argparse.Namespace) -> dict[str, tuple[contestants.Maker, JobSpec]]:
     """By name."""
 
-    def job(compiled: bool = not options.eager, **train: object) -> JobSpec:
-        return parse_job_spec(size.document(options.seed, compiled, train=train))
+    def job(compiled: bool = not options.eager, offload_layers: int = 0, **train: object) -> JobSpec:
+        parallel = {"offload_layers": offload_layers}
+        return parse_job_spec(size.document(options.seed, compiled, train=train, parallel=parallel))
 
     ours = {"manta": job(), "manta_eager": job(compiled=False), "manta_same_bits": job(deterministic_kernels=True)}
     if options.eager:
         ours.pop("manta_eager")
     ours |= {who: job(fp8=kind) for who, kind in EIGHT_BITS.items()}
+    ours["manta_chunked_head"] = job(head_tokens=HEAD_TOKENS)
+    ours["manta_offload"] = job(offload_layers=size.layers // 3)
     return {
         **{who: (contestants.manta, spec) for who, spec in ours.items()},
         **{who: (make, ours["manta"]) for who, make in contestants.OTHERS.items()},

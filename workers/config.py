@@ -402,6 +402,11 @@ class TrainConfig(Section):
     matrix products that do. auto: sdpa, or explicit with dropout (the fused kernels' dropout depends on the layout)."""
     compile: StrictBool = False
     """Whether each transformer block is compiled by torch.compile."""
+    head_tokens: Count = 0
+    """Tokens whose logits are in memory at once: output layer, loss and their gradients are computed for so many after
+    the other (docs/parallelism.md). 0: those of a whole micro-batch. Fewer take less memory, and one pass more over the
+    gradient of the output layer's weight each time, which 1024 or more tokens outweigh on a GPU; on a CPU, and where
+    logits are no large part of the memory, there is nothing to gain. Changes roundings of that one gradient."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate."""
     frozen: Annotated[tuple[str, ...], Field(max_length=1000)] = ()
@@ -455,6 +460,10 @@ class ParallelConfig(Section):
     recompute_keep: Count = 0
     """Micro-batches in flight on each stage that keep all their activations; only the others are recomputed
     (arXiv:2205.05198, appendix C)."""
+    offload_layers: Count = 0
+    """Of the layers of each virtual stage, how many, evenly spread, have what they keep for backward in pinned host
+    memory meanwhile; with recomputation, what that keeps. The same numbers. Copies run beside the layers between; where
+    they take longer than those, the device waits (docs/parallelism.md). 0: none, which is fastest where they fit."""
     zero: Literal[0, 1, 3] = 1
     """ZeRO stage (arXiv:1910.02054). 0: every replica holds the whole optimizer state; 1: it is split over the data
     group. 3 is not built."""

@@ -108,7 +108,8 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
     render.table(console, heads, rows, "no layout fits")
     if answer.plans and answer.plans[0].host_memory_bytes:
         taken = f"{answer.plans[0].host_memory_bytes / GIB:.1f} GiB of a node's memory"
-        console.print(f"The best plan's snapshots take {taken} (checkpoint.snapshots).", highlight=False)
+        what = "snapshots and activations" if answer.plans[0].parallel.get("offload_layers") else "snapshots"
+        console.print(f"The best plan's {what} take {taken} (checkpoint.snapshots).", highlight=False)
     for each in answer.rejected:
         console.print(f"{render.layout_name(each.parallel)}: {each.reason}", highlight=False)
     if answer.note is not None:

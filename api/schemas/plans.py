@@ -58,7 +58,7 @@ class Plan(Answer):
     """Part of the pipeline's time in which its busiest stage waits."""
     memory_bytes: PlanMemory
     host_memory_bytes: int
-    """Of a node, for snapshots."""
+    """Of a node, for snapshots and for activations that wait there."""
     step_parts: StepParts
     hours: float
     """For train.steps steps."""

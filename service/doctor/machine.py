@@ -12,6 +12,7 @@ from pathlib import Path
 
 from service.byte_counts import byte_count
 from service.doctor.findings import Finding
+from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
 from workers.config import JobSpec
 from workers.paths import SHARED_MEMORY, Paths
@@ -71,6 +72,19 @@ def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator
         yield Finding("shared memory", "warning", text, f"most jobs need more: {enlarge}")
     else:
         yield Finding("shared memory", "ok", text)
+
+
+def activations(job: JobSpec | None) -> Iterator[Finding]:
+    """Whether the activations of one rank of `job` fit into host memory, where they are to wait there."""
+    if job is None or not job.model.is_counted or not job.layout.offload_layers:
+        return
+    needed = max(host_bytes_of_rank(job, stage, job.micro_batches) for stage in range(job.layout.pipeline))
+    had = memory_available()
+    text = f"activations of each rank of {job.name} take {byte_count(needed)}; {byte_count(had)} of memory can be had"
+    if needed <= had:
+        yield Finding("host memory", "ok", text)
+    else:
+        yield Finding("host memory", "problem", text, "fewer parallel.offload_layers, or parallel.recompute: full")
 
 
 def limits() -> Iterator[Finding]:

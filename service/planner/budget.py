@@ -49,6 +49,8 @@ def step_shares(model: StepModel, time: StepTime, peak_flops: float) -> tuple[Sh
         "optimizer": time.optimizer,
         "replicas": time.waiting,
     }
+    if mean.copies:
+        seconds["copies"] = mean.copies
     return tuple(Share(name, each, *_words(name, model)) for name, each in seconds.items())
 
 
@@ -94,6 +96,10 @@ def _words(name: str, model: StepModel) -> tuple[str, str]:
             "less recomputation, where memory allows: a smaller micro-batch, or more stages",
         ),
         "tensor": (f"communication of tensor {layout.tensor}", "a smaller tensor size with more pipeline stages"),
+        "copies": (
+            f"activations of {layout.offload_layers} layers a stage on their way to host memory and back",
+            "fewer parallel.offload_layers, or parallel.recompute: full beside them",
+        ),
         "host": ("the device waits for the host to launch its kernels", "a larger micro-batch, or train.compile: true"),
         "bubble": (
             f"ranks wait for other stages ({layout.schedule}, pipeline {layout.pipeline})",

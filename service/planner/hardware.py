@@ -19,6 +19,11 @@ class UnknownMachine(MantaError):
     """A cluster of machines that the planner does not know; the message lists those that it does."""
 
 
+HOST_COPY = 48e9
+"""Bytes/s between a device and pinned memory of its host, where nothing is measured: an H100's over PCIe 5, in one
+direction at a time."""
+
+
 @dataclass(frozen=True)
 class Accelerator:
     """One device, from its data sheet."""

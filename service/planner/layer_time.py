@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from service.planner.communication import Groups, gather_seconds, reduce_seconds
-from service.planner.hardware import Machine
+from service.planner.hardware import HOST_COPY, Machine
 from service.planner.operations import WIDE, Budget, memory_seconds, product_seconds
 from service.planner.pipeline import StageTimes
 from service.planner.software import Software
+from workers.accounting.activation_bytes import kept_terms, offloaded
 from workers.accounting.flops import key_value_copies, padded_vocabulary
 from workers.config import JobSpec
 
@@ -91,15 +92,31 @@ class LayerTime:
 
     def passes(self) -> Passes:
         """All of them."""
+        forward, backward, weight = self.forward(), self.backward_input(), self.backward_weight()
+        forward.copies = self._waiting_for_copies(forward.device_seconds)
+        backward.copies = self._waiting_for_copies(backward.device_seconds + weight.device_seconds)
         return Passes(
-            self.forward(),
-            self.backward_input(),
-            self.backward_weight(),
+            forward,
+            backward,
+            weight,
             self.embedding_forward(),
             self.embedding_backward(),
             self.output_forward(),
             self.output_backward(),
         )
+
+    def _waiting_for_copies(self, seconds: float) -> float:
+        """What a layer that takes so long waits, as a mean over a stage's layers, for activations of those that have
+        them in host memory: each one's copies have as many layers to hide behind as there are to one of them."""
+        layout, model = self.spec.layout, self.spec.model
+        layers = max(1, model.layers // (layout.pipeline * layout.virtual_stages))
+        count = min(layout.offload_layers, layers)
+        if count == 0:
+            return 0.0
+        modules = layout.recompute_modules if layout.recompute == "selective" else ()
+        terms = kept_terms(self.spec, 0, layout.recompute, modules)
+        moved = sum(offloaded(self.spec, 0, 0, terms)) / HOST_COPY
+        return max(0.0, moved * count / layers - seconds)
 
     # What passes are made of.
 
@@ -317,9 +334,13 @@ class LayerTime:
         return padded_vocabulary(self.spec) // self.spec.layout.tensor
 
     def output_forward(self) -> Budget:
-        """Final norm, logits, cross-entropy in fp32."""
+        """Final norm, logits, cross-entropy in fp32; with `train.head_tokens` the norm alone."""
         budget = Budget()
         self._elements(budget, 2 * self.width * self.outside * self.hidden)
+        return budget if self.spec.train.head_tokens else budget.plus(self._logits_forward())
+
+    def _logits_forward(self) -> Budget:
+        budget = Budget()
         if self.spec.layout.sequence_parallel_on:
             self._communicate(budget, 1)
         self._product(budget, self.tokens, self._vocabulary, self.hidden)
@@ -339,4 +360,9 @@ class LayerTime:
         self._elements(budget, 8 * self.width * self.outside * self.hidden)
         moved = self.software.accumulation_bytes * self._vocabulary * self.hidden
         budget.accumulation = memory_seconds(self.machine, moved)
-        return budget
+        if not self.spec.train.head_tokens:
+            return budget
+        parts = -(-self.tokens // self.spec.train.head_tokens)
+        budget.accumulation *= parts  # the weight's gradient is read and written for each
+        budget.operations *= parts
+        return budget.plus(self._logits_forward())

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from service.planner.hardware import GIB, Cluster, Machine
+from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import bytes_of_stage
 from workers.accounting.flops import rank_parameters
 from workers.accounting.snapshot_bytes import SLOTS, STATE_BYTES
@@ -19,6 +20,10 @@ from workers.parallel.pipeline.stages import stage_layers, virtual_stage
 RESERVE = 0.04
 """Part of a device's memory that stays free for what the allocator cannot use: it keeps blocks of the sizes that it was
 asked for."""
+
+
+HEAD_TOKENS = 1024
+"""Of `train.head_tokens`, where it is advised: enough for a GPU's matrix products."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +109,14 @@ def _enough(spec: JobSpec) -> int:
 
 
 def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
-    """Bytes of a node's memory that the snapshots of its ranks take, without backups of others'."""
+    """Bytes of a node's memory that its ranks take for snapshots, without backups of others', and for activations that
+    wait there."""
+    ranks, stages = min(gpus_per_node, spec.layout.world_size), range(spec.layout.pipeline)
+    activations = max(host_bytes_of_rank(spec, stage, _enough(spec)) for stage in stages)
     if spec.checkpoint.snapshots == "off":
-        return 0
+        return activations * ranks
     held = max(rank_parameters(spec)) / (spec.layout.data if spec.layout.zero else 1)
-    return round(SLOTS * STATE_BYTES * held * min(gpus_per_node, spec.layout.world_size))
+    return round((SLOTS * STATE_BYTES * held + activations) * ranks)
 
 
 @dataclass(frozen=True)
@@ -166,12 +174,18 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, JobSpec]]:
         yield "parallel.zero: 1", with_layout(zero=1)
     if layout.recompute == "none" and spec.attention_is_explicit:
         yield "parallel.recompute: selective", with_layout(recompute="selective")
+    if not spec.train.head_tokens and spec.train.micro_batch_size * spec.model.sequence_length > HEAD_TOKENS:
+        few = spec.train.model_copy(update={"head_tokens": HEAD_TOKENS})
+        yield f"train.head_tokens: {HEAD_TOKENS}", spec.model_copy(update={"train": few})
     while size > 1:
         size //= 2
         smaller = spec.train.model_copy(update={"micro_batch_size": size})
         yield f"train.micro_batch_size: {size}", spec.model_copy(update={"train": smaller})
     if layout.recompute != "full":
         yield "parallel.recompute: full", with_layout(recompute="full", recompute_every=1, recompute_keep=0)
+    if layout.offload_layers < spec.model.layers:
+        layers = -(-spec.model.layers // (layout.pipeline * layout.virtual_stages))
+        yield f"parallel.offload_layers: {layers}", with_layout(offload_layers=layers)
     for times in (2, 4, 8, 16, 32, 64):
         tensor, pipeline = layout.tensor * times, layout.pipeline * times
         if spec.model.heads % tensor == 0 and spec.model.ffn_size % tensor == 0:

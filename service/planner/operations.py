@@ -121,6 +121,8 @@ class Budget:
     host: float = 0.0
     """Waiting for the host to launch the next operation."""
     operations: int = 0
+    copies: float = 0.0
+    """Waiting for activations on their way to host memory and back."""
 
     @property
     def seconds(self) -> float:
@@ -130,7 +132,8 @@ class Budget:
     @property
     def device_seconds(self) -> float:
         """Without waiting for the host."""
-        return self.products + self.attention + self.elementwise + self.accumulation + self.recomputation + self.tensor
+        computes = self.products + self.attention + self.elementwise + self.accumulation + self.recomputation
+        return computes + self.tensor + self.copies
 
     def wait_for_host(self, machine: Machine) -> Budget:
         """The same, at least as long as the host takes for all operations; where it is the host that computes, longer

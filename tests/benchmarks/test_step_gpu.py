@@ -47,6 +47,7 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(
     assert "A rehearsal on a CPU" in text
     assert figures["llama_1b5_manta_tokens_per_second"]["value"] > 0
     assert figures["llama_1b5_manta_memory_told"]["value"] > 0
+    assert figures["llama_1b5_manta_offload_memory_told"]["value"] > 0
     assert figures["snapshot_llama_1b5_copied"]["value"] > 0 and "target" in figures["snapshot_llama_1b5_stall_share"]
     for kind in ("tensorwise", "rowwise"):
         assert figures[f"llama_1b5_manta_fp8_{kind}_to_manta"]["value"] > 0
@@ -89,6 +90,14 @@ def test_verdicts_follow_from_the_figures(reached: float, against: float, stall:
     assert lines_of == verdicts
     assert sum(line[:2] == ["NOT", "MEASURED"] for line in lines) == 8
     assert "rehearsal" not in page.page_of(report)
+
+
+def test_what_saves_memory_computes_the_same(tmp_path: Path) -> None:
+    report, text = rehearse(tmp_path, "--parts", "memory")
+    assert report["settings"]["left_out"] == {}
+    verdicts = {name: each["met"] for name, each in report["figures"].items() if "met" in each}
+    assert all(verdicts.values()) and len(verdicts) == 10
+    assert "met           memory_offload_half_same_bits (True, True)" in text
 
 
 @pytest.mark.soak

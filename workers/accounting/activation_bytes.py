@@ -19,7 +19,8 @@ from workers.config import JobSpec, ModelConfig
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD, compute_of_rank
 from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.stages import stage_layers, virtual_stage
-from workers.parallel.recompute.policy import recomputed
+from workers.parallel.recompute import policy as recompute_policy
+from workers.parallel.recompute.policy import recomputed, waits_on_host
 from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, parameter_names
 
 WIDE = 4
@@ -146,18 +147,79 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     modules = layout.recompute_modules if policy == "selective" else ()
     count, first = layout.pipeline * layout.virtual_stages, first_trained_layer(model, spec.train.frozen)
     total = 0
-    for layer in stage_layers(model.layers, count, index):
+    for place, layer in enumerate(stage_layers(model.layers, count, index)):
         if layer < first:
             continue  # no backward comes there
-        whole = policy == "full" and layer % layout.recompute_every == 0
-        terms, dropped = layer_terms(spec, modules), not_kept(spec, layer)
-        kept = sum(size for name, size in terms.items() if name not in dropped)
-        total += layer_input_bytes(spec) if whole else kept
+        terms = kept_terms(spec, layer, policy, modules)
+        total += sum(terms.values()) - sum(offloaded(spec, index, place, terms))
     if index == 0 and first < 0:
         total += _embedding_bytes(spec)
     if index == count - 1:
         total += output_bytes(spec)
     return total
+
+
+def kept_terms(spec: JobSpec, layer: int, policy: str, modules: Collection[str]) -> dict[str, int]:
+    """Of `layer_terms`, what a layer keeps of a micro-batch that is recomputed by `policy`."""
+    if policy == "full" and layer % spec.layout.recompute_every == 0:
+        return {"attention_norm_input": layer_input_bytes(spec)}
+    dropped = not_kept(spec, layer)
+    return {name: size for name, size in layer_terms(spec, modules).items() if name not in dropped}
+
+
+def offloaded(spec: JobSpec, index: int, place: int, terms: dict[str, int]) -> list[int]:
+    """Bytes of what goes to host memory of the `terms` that a layer keeps, the one at `place` in virtual stage
+    `index`. What comes as a message from another stage stays."""
+    layout = spec.layout
+    layers = stage_layers(spec.model.layers, layout.pipeline * layout.virtual_stages, index)
+    if not layout.offload_layers or not waits_on_host(place, len(layers), layout.offload_layers):
+        return []
+    stays = "attention_norm_input" if place == 0 and index > 0 else ""
+    return [
+        size
+        for name, term in terms.items()
+        if name != stays
+        for size in _tensors(spec, name, term)
+        if size >= recompute_policy.OFFLOADED_BYTES
+    ]
+
+
+def _tensors(spec: JobSpec, name: str, size: int) -> tuple[int, ...]:
+    """What one of the `layer_terms` lies in."""
+    model = spec.model
+    if name == "repeated" or (name == "mlp_inner" and model.parts.gated_mlp):
+        return size // 2, size // 2
+    of_grouped = name == "queries_keys_values" and model.key_value_heads != model.heads
+    if not of_grouped and name != "normed_queries_keys":
+        return (size,)
+    queries = tokens_of(spec)[0] * model.attention_width // spec.layout.tensor * width_of(spec)
+    return queries, size - queries
+
+
+def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
+    """Most bytes of host memory that a pipeline rank's activations take at once: each block of pinned memory is as
+    large as the next power of two."""
+    layout = spec.layout
+    if not layout.offload_layers:
+        return 0
+    shape = layout.schedule, rank, layout.pipeline, layout.virtual_stages, micro_batches
+    actions = passes_of_rank(*shape)
+    again, first = recomputed(actions, layout), first_trained_layer(spec.model, spec.train.frozen)
+
+    def of_pass(action: Action) -> int:
+        index = virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, rank, action.chunk)
+        policy = layout.recompute if (action.micro_batch, action.chunk) in again else "none"
+        modules = layout.recompute_modules if policy == "selective" else ()
+        layers = enumerate(stage_layers(spec.model.layers, layout.pipeline * layout.virtual_stages, index))
+        return sum(
+            1 << (size - 1).bit_length()
+            for place, layer in layers
+            if layer >= first
+            for size in offloaded(spec, index, place, kept_terms(spec, layer, policy, modules))
+        )
+
+    signs = {"forward": 1, "backward": -1, "backward_input": -1}
+    return max(accumulate(signs[each.kind] * of_pass(each) for each in actions if each.kind in signs))
 
 
 def _embedding_bytes(spec: JobSpec) -> int:
@@ -167,7 +229,8 @@ def _embedding_bytes(spec: JobSpec) -> int:
 
 
 def output_bytes(spec: JobSpec) -> int:
-    """Inputs of the final norm and of the output layer, and the logits; the cross-entropy also keeps a few numbers a
+    """Inputs of the final norm and of the output layer, and the logits, unless these are made a few tokens at a time;
+    the cross-entropy also keeps a few numbers a
     token, which are left out. The paper has 4 s b v / t for the logits, which it keeps in fp32 (section 4.3); here
     they have the activations' precision."""
     (tokens, outside), frozen, model = tokens_of(spec), frozen_names(spec), spec.model
@@ -176,6 +239,8 @@ def output_bytes(spec: JobSpec) -> int:
     inputs = 0
     if reached or not {name for name in parameter_names(model) if name.startswith("final_norm.")} <= frozen:
         inputs += vector + outside * _statistics(model) * WIDE
+    if spec.train.head_tokens:  # logits are made in backward
+        return inputs + vector
     if output_weight(model) not in frozen:
         inputs += vector
     return inputs + tokens * padded_vocabulary(spec) // spec.layout.tensor * width_of(spec)
@@ -233,7 +298,7 @@ def put_off_bytes(spec: JobSpec, index: int) -> int:
     total = len(layers) * put_off_layer_bytes(spec)
     if index == 0 and first < 0:
         total += width * tokens * h
-    if index == count - 1 and output_weight(model) not in frozen_names(spec):
+    if index == count - 1 and output_weight(model) not in frozen_names(spec) and not spec.train.head_tokens:
         total += width * (outside * h + tokens * padded_vocabulary(spec) // layout.tensor)
     return total
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 
-from workers.accounting.activation_bytes import WIDE, output_weight, passes_of_rank, tokens_of
+from workers.accounting.activation_bytes import WIDE, offloaded, output_weight, passes_of_rank, tokens_of
 from workers.accounting.flops import padded_vocabulary
 from workers.accounting.layer_passes import LayerPasses, Sizes
 from workers.accounting.tape import NOTHING, Pass, Tape
@@ -17,7 +18,7 @@ from workers.config import JobSpec
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.stages import neighbours, stage_layers, virtual_stage
-from workers.parallel.recompute.policy import recomputed
+from workers.parallel.recompute.policy import recomputed, waits_on_host
 from workers.spec.parameters import first_trained_layer, frozen_names, takes_gradient
 
 LOSS_ROWS, LOSS_ELEMENTS = 256, 2**24
@@ -74,6 +75,7 @@ class StepPeak:
         self.split = self.kind in SPLIT_BACKWARD
         self.takes, self.first = takes_gradient(spec), first_trained_layer(spec.model, spec.train.frozen)
         self.output_trained = output_weight(spec.model) not in frozen_names(spec)
+        self.head_tokens = min(spec.train.head_tokens, tokens_of(spec)[0])
         self._layers: dict[tuple[int, tuple[str, ...]], LayerPasses] = {}
         self._of_layers: dict[tuple[Callable[..., Pass], int, bool], Pass] = {}
         scatters = layout.tensor > 1 and not layout.sequence_parallel_on
@@ -158,16 +160,41 @@ class StepPeak:
             self._of_layers[key] = what(layer, flag) if what is LayerPasses.forward else what(layer)
         return self._of_layers[key]
 
+    def _offloaded(self, index: int, place: int, again: bool) -> int:
+        """Bytes of what one layer of a virtual stage keeps that wait in host memory."""
+        number = self._indices(index).start + place
+        if place < 0 or number < self.first:
+            return 0
+        layer, whole = self._layer(number, again)
+        terms = {"attention_norm_input": self.sizes.residual} if whole else layer.terms
+        return sum(offloaded(self.spec, index, place, terms))
+
+    def _coming_back(self, index: int) -> list[list[int]]:
+        """Places of the layers whose activations come back from the host when a layer's backward begins, by its place:
+        with such a layer itself the next one below, and the last one with the layer behind it."""
+        count = len(self._indices(index))
+        waiting = [place for place in range(count) if waits_on_host(place, count, self.spec.layout.offload_layers)]
+        coming: list[list[int]] = [[] for _ in range(count)]
+        for below, place in pairwise(waiting):
+            coming[place].append(below)
+        if waiting:
+            coming[min(waiting[-1] + 1, count - 1)].append(waiting[-1])
+        return coming
+
     def _forward(self, tape: Tape, index: int, again: bool) -> None:
         residual = self.sizes.residual
         if index == 0:
             self._look_up(tape)
-        for number in self._indices(index):
+        leaving = 0
+        for place, number in enumerate(self._indices(index)):
             layer, whole = self._layer(number, again)
             trained = number >= self.first
             tape.run(self._known(LayerPasses.forward, layer, trained and not whole))
             if not trained:
                 tape.free(residual)
+            tape.free(leaving)  # which is copied while the next layer computes
+            leaving = self._offloaded(index, place, again)
+        tape.free(leaving)
         if self._is_last(index):
             self._loss(tape)
         elif not self._goes_on_here(index):
@@ -177,10 +204,12 @@ class StepPeak:
         residual = self.sizes.residual
         if self._is_last(index):
             self._loss_backward(tape)
-        for number in reversed(self._indices(index)):
+        comes_back = self._coming_back(index)
+        for place, number in reversed(list(enumerate(self._indices(index)))):
             if number < self.first:
                 break
             layer, whole = self._layer(number, again)
+            tape.take(*(self._offloaded(index, each, again) for each in comes_back[place]))
             tape.run(self._known(LayerPasses.computed_again if whole else LayerPasses.backward, layer))
             if number == self._indices(index)[-1] and not self._is_last(index) and not self.split:
                 tape.take(residual)  # the gradient that has come is held until the end
@@ -188,15 +217,15 @@ class StepPeak:
             self._look_up_backward(tape)
         elif not (self._goes_on_here(index - 1) and self.takes[index - 1]):
             tape.free(residual)
-        if not self._is_last(index) and not self.split:
+        if self.head_tokens if self._is_last(index) else not self.split:
             tape.free(residual)
 
     def _weights(self, tape: Tape, index: int) -> None:
         """Products for weights that were put off, each of which frees what it held."""
         sizes = self.sizes
-        if self._is_last(index) and self.output_trained:
+        if self._is_last(index) and self.output_trained and not self.head_tokens:
             tape.for_a_moment(sizes.gathered)
-            tape.free(sizes.residual + self._logits)
+            tape.free(sizes.residual + self._logits_of(tokens_of(self.spec)[0]))
         for number in reversed(self._indices(index)):
             if number < self.first:
                 break
@@ -207,9 +236,8 @@ class StepPeak:
             tape.for_a_moment(self._table)
             tape.free(sizes.whole)
 
-    @property
-    def _logits(self) -> int:
-        return self.sizes.width * tokens_of(self.spec)[0] * self._columns
+    def _logits_of(self, tokens: int) -> int:
+        return self.sizes.width * tokens * self._columns
 
     @property
     def _columns(self) -> int:
@@ -218,19 +246,43 @@ class StepPeak:
 
     def _loss(self, tape: Tape) -> None:
         """Final norm, logits, cross-entropy: the residual stream becomes what is kept of them."""
-        sizes, tokens, columns = self.sizes, tokens_of(self.spec)[0], self._columns
+        sizes, tokens = self.sizes, tokens_of(self.spec)[0]
         self._layer(0, False)[0].norm(tape, sizes.residual)
-        tape.for_a_moment(sizes.gathered, self._logits)
-        tape.take(self._logits)
-        rows = max(LOSS_ROWS, LOSS_ELEMENTS // columns) if self.gpu else LOSS_ROWS
-        widened = WIDE * columns * min(tokens, rows) if sizes.width < WIDE and not self.spec.train.compile else 0
+        if self.head_tokens:
+            return
+        tape.for_a_moment(sizes.gathered, self._logits_of(tokens))
+        tape.take(self._logits_of(tokens))
         tape.take(LOSS_TOKEN * tokens)
         tape.free(0 if self.output_trained else sizes.residual)
-        tape.for_a_moment(LOSS_NUMBERS * tokens, widened)  # compiled kernels widen in registers
+        tape.for_a_moment(LOSS_NUMBERS * tokens, self._widened(tokens))
+
+    def _widened(self, tokens: int) -> int:
+        """Of 16-bit logits of so many tokens; compiled kernels widen in registers."""
+        if self.sizes.width == WIDE or self.spec.train.compile:
+            return 0
+        rows = max(LOSS_ROWS, LOSS_ELEMENTS // self._columns) if self.gpu else LOSS_ROWS
+        return WIDE * self._columns * min(tokens, rows)
+
+    def _loss_by_parts(self, tape: Tape) -> None:
+        """Logits, cross-entropy and gradients of a few tokens at a time: what the output layer takes becomes its
+        gradient."""
+        sizes, tokens = self.sizes, self.head_tokens
+        tape.take(sizes.gathered, sizes.whole)
+        tape.for_a_moment(self._logits_of(tokens), (LOSS_TOKEN + LOSS_NUMBERS) * tokens, self._widened(tokens))
+        tape.for_a_moment(self._logits_of(tokens), sizes.width * tokens * self.spec.model.hidden_size)
+        if sizes.gathered:
+            tape.take(sizes.residual)
+            tape.free(sizes.whole)
+        tape.free(sizes.gathered, sizes.residual)
+        self._layer(0, False)[0].norm_gradient(tape, sizes.residual)
+        tape.free(sizes.residual)  # the norm's input; backward's beginning is held until its end
 
     def _loss_backward(self, tape: Tape) -> None:
         """From the logits' gradient, which takes their place, to that of the residual stream."""
-        sizes = self.sizes
+        if self.head_tokens:
+            self._loss_by_parts(tape)
+            return
+        sizes, logits = self.sizes, self._logits_of(tokens_of(self.spec)[0])
         gathered = sizes.gathered if self.output_trained and not self.split else 0
         tape.take(gathered, sizes.whole)
         if sizes.gathered:
@@ -240,9 +292,9 @@ class StepPeak:
             tape.for_a_moment(WIDE * self._columns * self.spec.model.hidden_size)
         tape.free(gathered)
         if not self.output_trained:
-            tape.free(self._logits)
+            tape.free(logits)
         elif not self.split:
-            tape.free(self._logits, sizes.residual)
+            tape.free(logits, sizes.residual)
         self._layer(0, False)[0].norm_gradient(tape, sizes.residual)
         tape.free(sizes.residual, sizes.residual, LOSS_TOKEN * tokens_of(self.spec)[0])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from workers.model.shared import Shared
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.pipeline.stages import stage_layers
 from workers.parallel.recompute.modules import checkpointed
+from workers.parallel.recompute.offload import OffloadedPass, memory_of
 from workers.parallel.tensor.layers import VocabularyParallelOutput
 
 
@@ -33,17 +35,20 @@ class Chunk(nn.Module):
         self.sequence_is_whole = count == 1 and region.tensor_size == 1  # so nobody else sees the order of its tokens
         self.before: Callable[[nn.Module], object] = _nothing
         """Called with each part before it computes: its parameters may still be on their way."""
+        self._stays: frozenset[int] | None = None
+        """Memory of what is no activation, once it is known."""
         self.embedding = parts.embedding(shared) if self.is_first else None
         indices = stage_layers(model.layers, count, index)
         self.layers = nn.ModuleDict({str(i): parts.layer(shared, i) for i in indices})
         self.final_norm = parts.norm(model) if self.is_last else None
         self.output: VocabularyParallelOutput | None = None
         if self.is_last:
-            self.output = VocabularyParallelOutput(model.hidden_size, spec.vocabulary_size, region, INIT_STD)
+            by_parts = spec.train.head_tokens > 0
+            self.output = VocabularyParallelOutput(model.hidden_size, spec.vocabulary_size, region, INIT_STD, by_parts)
 
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
-        """Tokens [s, b] in the first virtual stage, else [s or s/t, b, h]; logits [s, b, v/t] in the last one, perhaps
-        a view of [b, s, v], else [s or s/t, b, h]."""
+        """Tokens [s, b] in the first virtual stage, else [s or s/t, b, h]; in the last one logits [s, b, v/t] or what
+        they are made of, perhaps a view of [b, s, v], else [s or s/t, b, h]."""
         if self.sequence_is_whole and run.keys_b is None:
             run = replace(run, batch_first=True)
             x = x.t().contiguous()
@@ -51,18 +56,37 @@ class Chunk(nn.Module):
             self.before(self.embedding)
             x = self.embedding(x, run)
         self.shared.prepare(x)
+        offloading = self._offloading()
         for name, layer in self.layers.items():
             self.before(layer)
             x = _gradient_begins(x, layer)
-            whole = run.recompute.whole_layer(int(name))
-            x = checkpointed(self.region.comm, layer, x, run) if whole else layer(x, run)
+            part = partial(self._layer, name, layer, run)
+            x = part(x) if offloading is None else offloading.run(part, x)
+        if offloading is not None:
+            offloading.end()
         if run.cache is not None:
             x = x[:, -1:]
         if self.final_norm is not None and self.output is not None:
             self.before(self.final_norm)
             self.before(self.output)
-            x = self.output(_gradient_begins(self.final_norm(x), self.output))
+            x = self.final_norm(x)
+            if run.logits:
+                x = self.output(_gradient_begins(x, self.output))
         return x.transpose(0, 1) if run.batch_first else x
+
+    def _layer(self, name: str, layer: nn.Module, run: ForwardPass, x: torch.Tensor) -> torch.Tensor:
+        whole = run.recompute.whole_layer(int(name))
+        result: torch.Tensor = checkpointed(self.region.comm, layer, x, run) if whole else layer(x, run)
+        return result
+
+    def _offloading(self) -> OffloadedPass | None:
+        """What sends activations to the host, where that is asked for."""
+        count = self.shared.spec.layout.offload_layers
+        if not count or not torch.is_grad_enabled():
+            return None
+        if self._stays is None:
+            self._stays = frozenset(memory_of(each) for each in (*self.parameters(), *self.shared.all_tables()))
+        return OffloadedPass(len(self.layers), count, self.shared.host_blocks, self._stays)
 
 
 def _nothing(module: nn.Module) -> None:

@@ -38,6 +38,10 @@ class Visible:
             self._bands[key] = band.masked_fill_(self.hidden(length, like.device), float("-inf"))
         return self._bands[key]
 
+    def bands(self) -> list[torch.Tensor]:
+        """Those that have been made so far."""
+        return list(self._bands.values())
+
     def hidden(self, length: int, device: torch.device) -> torch.Tensor:
         """bool [s, s], true where a row's token does not attend to a column's, documents aside."""
         later = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)

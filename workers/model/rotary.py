@@ -45,6 +45,10 @@ class Rotary:
             self._tables[key] = cos.to(x.device, x.dtype), sin.to(x.device, x.dtype)
         return self._tables[key]
 
+    def all_tables(self) -> list[torch.Tensor]:
+        """Those that have been made so far."""
+        return [table for pair in self._tables.values() for table in pair]
+
 
 class _Turn(torch.autograd.Function):
     """A turn in place; its backward turns the gradient back and needs nothing that forward computed.

@@ -7,6 +7,7 @@ import torch
 from workers.config import JobSpec
 from workers.model.core_attention import Visible
 from workers.model.rotary import Rotary
+from workers.parallel.recompute.offload import HostBlocks
 from workers.parallel.tensor.region import Region
 
 # Places in the model at which dropout happens; keys of different places are independent.
@@ -23,6 +24,8 @@ class Shared:
         """None where positions are learned."""
         if model.parts.rotary:
             self.rotary = Rotary(model.rope_or_default, model.head_size, model.sequence_length)
+        self.host_blocks = HostBlocks()
+        """Where activations wait that are not to wait on the device."""
         self._visible = {window: Visible(window) for window in {model.window(i) for i in range(model.layers)}}
 
     def prepare(self, x: torch.Tensor) -> None:
@@ -31,6 +34,11 @@ class Shared:
             self.rotary.tables(x)
         for visible in self._visible.values():
             visible.band(self.spec.model.sequence_length, x)
+
+    def all_tables(self) -> list[torch.Tensor]:
+        """Those that have been made so far."""
+        turning = [] if self.rotary is None else self.rotary.all_tables()
+        return [*turning, *(band for each in self._visible.values() for band in each.bands())]
 
     def visible(self, layer: int) -> Visible:
         """Which tokens each token of a layer attends to."""

@@ -12,6 +12,7 @@ GOAL_MFU_CAUSAL = 0.45
 GOAL_AGAINST_TRANSFORMERS = 1.1
 CONTESTANTS = (
     *("manta", "manta_eager", "manta_same_bits", "manta_fp8_tensorwise", "manta_fp8_rowwise"),
+    *("manta_chunked_head", "manta_offload"),
     *("transformers", "transformers_causal", "torchtitan", "megatron_core"),
 )
 """In this order; MFU of all is against the peak of bf16."""

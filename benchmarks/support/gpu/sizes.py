@@ -54,6 +54,11 @@ SIZES = {
     ),
 }
 """An 8 billion one's layers are cut to fit."""
+WIDE_VOCABULARY = Size(
+    16, 2048, 32, 4096, micro_batch_size=2, micro_batches=2, family="llama", kv_heads=8, ffn_hidden_size=8192,
+    vocabulary_size=128256,
+)  # fmt: skip
+"""Llama 3.2 1B, but for its tied embedding."""
 PAIRED = Size(4, 512, 8, 256, micro_batch_size=4, micro_batches=4, vocabulary_size=8192)
 """Of the jobs of two ranks."""
 CURVES = replace(

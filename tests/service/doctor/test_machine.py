@@ -77,6 +77,16 @@ def test_shared_memory_is_compared_with_what_a_job_takes(room):
     )
 
 
+@pytest.mark.parametrize(("had", "verdict"), [(10**12, "ok"), (10**6, "problem")])
+def test_activations_that_wait_in_host_memory_are_compared_with_what_can_be_had(monkeypatch, had, verdict):
+    monkeypatch.setattr(machine, "memory_available", lambda: had)
+    large = job(offload_layers=2)
+    large = large.model_copy(update={"model": large.model.model_copy(update={"sequence_length": 8192})})
+    (seen,) = machine.activations(large)
+    assert seen.verdict == verdict and "activations of each rank of big take" in seen.message
+    assert list(machine.activations(job())) == list(machine.activations(None)) == []
+
+
 def test_snapshots_that_do_not_fit_into_shared_memory_may_lie_elsewhere(room):
     needed = snapshot_bytes(job())
     room(64 << 20, needed - 1)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from fake_rank import FakeRank, pretended_gpu
+from fake_rank import FakeRank, host_memory_apart, pretended_gpu
 
 from service.planner.hardware import Cluster
-from service.planner.memory import fits, worst_rank
+from service.planner.memory import fits, memory_of, worst_rank
 from tests.service.support.planned import a100s, job
 from workers.config import JobSpec
 from workers.spec.rules import find_problems
@@ -30,6 +30,19 @@ def drawn(seed: int) -> tuple[JobSpec, Cluster]:
     memory = worst_rank(spec).total * draw.uniform(0.85, 1.25)
     device = replace(cluster.machine.accelerator, memory_bytes=memory)
     return spec, replace(cluster, machine=replace(cluster.machine, accelerator=device))
+
+
+def saving(seed: int) -> JobSpec:
+    """A job that makes few logits at once, or has activations wait in host memory."""
+    spec, draw = drawn(seed)[0], random.Random(seed)
+    few = {"head_tokens": draw.choice((0, 100, 512))}
+    layers = draw.choice((0, 1, 2, 9)) if few["head_tokens"] else draw.choice((1, 2, 9))
+    return spec.model_copy(
+        update={
+            "train": spec.train.model_copy(update=few),
+            "parallel": spec.layout.model_copy(update={"offload_layers": layers}),
+        }
+    )
 
 
 def _job(draw: random.Random) -> JobSpec:
@@ -67,7 +80,7 @@ def _model(draw: random.Random) -> dict[str, Any]:
 
 def made_bytes(spec: JobSpec, stage: int) -> int:
     """The peak of a rank of this stage in a step of the engine."""
-    with pretended_gpu():
+    with pretended_gpu(), host_memory_apart():
         return FakeRank(spec, stage * spec.layout.tensor).step()["Total"]
 
 
@@ -106,6 +119,14 @@ def test_a_dozen_jobs_take_what_they_are_told_to(seed):
     answer = verdict(seed, all_stages=False)
     assert answer.told == pytest.approx(answer.made, rel=0.02)
     assert not answer.breaks and not answer.is_wrong
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 100), marks=pytest.mark.soak)], ids=str)
+def test_jobs_that_save_memory_take_what_they_are_told_to(seeds):
+    for seed in seeds:
+        spec = saving(seed)
+        stage = worst_rank(spec).rank
+        assert memory_of(spec, stage).total == pytest.approx(made_bytes(spec, stage), rel=0.03), seed
 
 
 @pytest.mark.soak

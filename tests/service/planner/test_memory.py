@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from service.planner.hardware import MACHINES, Gpu, measured
 from service.planner.memory import fits, host_bytes, memory_of, usable_bytes, worst_rank
 from tests.service.support.planned import a100s, job
-from workers.accounting.activation_bytes import rank_bytes
+from workers.accounting.activation_bytes import host_bytes_of_rank, rank_bytes
 from workers.accounting.flops import rank_parameters
 
 
@@ -78,7 +78,8 @@ def test_what_does_not_fit_says_by_how_much_and_in_which_part():
             {"train": {"micro_batch_size": 64}, "model": {"sequence_length": 2048}, "layers": 16, "hidden": 2048},
             "train.micro_batch_size: 16",
         ),
-        ({"model": {"sequence_length": 65536}, "layers": 32}, "parallel.recompute: full"),
+        ({"model": {"sequence_length": 65536}, "layers": 32}, "train.head_tokens: 1024"),
+        ({"model": {"sequence_length": 131072}, "layers": 32}, "parallel.recompute: full"),
     ],
 )
 def test_the_smallest_change_that_helps_is_named_and_does(sections, change):
@@ -98,6 +99,10 @@ def test_a_reserve_of_the_device_stays_free():
 def test_snapshots_take_host_memory_for_two_slots():
     spec = job(tensor=2, data=4)
     assert host_bytes(spec, 8) == pytest.approx(2 * 12 * rank_parameters(spec)[0] / 4 * 8)
+    waiting = spec.model_copy(update={"parallel": spec.layout.model_copy(update={"offload_layers": 9})})
+    activations = host_bytes(waiting, 8) - host_bytes(spec, 8)
+    assert activations == pytest.approx(8 * host_bytes_of_rank(waiting, 0, waiting.micro_batches)) and activations > 0
+    assert memory_of(waiting, 0).total < memory_of(spec, 0).total
     without = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"snapshots": "off"})})
     assert host_bytes(without, 8) == 0
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from service.planner.budget import step_shares
 from service.planner.layer_time import LayerTime
 from service.planner.software import MANTA, MEGATRON_2021, MEGATRON_2021_SCATTER, MEGATRON_2022, Software
 from service.planner.step_time import StepModel, StepTime
@@ -52,6 +53,25 @@ def test_recomputation_costs_a_forward_and_no_more():
     plain, full = layer(job()), layer(job(recompute="full"))
     again = full.backward_input().seconds - plain.backward_input().seconds
     assert again == pytest.approx(plain.forward().seconds)
+
+
+def test_activations_on_their_way_to_the_host_are_waited_for_where_layers_are_faster():
+    """What recomputation leaves of a layer is copied beside it."""
+    shape = {"model": {"sequence_length": 2048}}
+    plain, half, most = (step(job(**shape, offload_layers=layers)).seconds for layers in (0, 4, 8))
+    assert plain < half < most
+    full, offloaded = (step(job(**shape, recompute="full", offload_layers=layers)).seconds for layers in (0, 8))
+    assert offloaded == full
+    model = StepModel(job(**shape, offload_layers=8), a100s(), MANTA)
+    shares = {each.name: each.seconds for each in step_shares(model, model.time(), 312e12)}
+    assert shares["copies"] == pytest.approx(most - plain, rel=0.05)
+    assert sum(shares.values()) == pytest.approx(most)
+
+
+def test_few_logits_at_once_cost_passes_over_the_gradient_of_their_weight():
+    size = {"model": {"sequence_length": 4096}}
+    whole, large, small = (step(job(**size, train={"head_tokens": tokens})).seconds for tokens in (0, 2048, 256))
+    assert whole < large < 1.05 * whole and large < small
 
 
 def test_tensor_groups_that_leave_the_node_pay_for_it():

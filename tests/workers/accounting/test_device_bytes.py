@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from engine_specs import spec
-from fake_rank import CPU, FakeRank, pretended_gpu
+from fake_rank import CPU, FakeRank, host_memory_apart, pretended_gpu
 
 from workers.accounting import step_peak
+from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import device_bytes
 from workers.config import JobSpec
 from workers.parallel.tensor.cross_entropy import BLOCK_ELEMENTS, BLOCK_ROWS
@@ -22,10 +23,16 @@ LAYOUT = {"tensor": 2, "pipeline": 2, "data": 2}
 ALL_MODULES = ("norm", "mlp_activation", "core_attention")
 
 
-def job(family: str = "llama", micro_batches: int = 8, parallel: dict[str, Any] | None = None, **train: Any) -> JobSpec:
+def job(
+    family: str = "llama",
+    micro_batches: int = 8,
+    parallel: dict[str, Any] | None = None,
+    vocabulary: int = 32000,
+    **train: Any,
+) -> JobSpec:
     """A model of 0.5e9 parameters, in bf16."""
     layout = LAYOUT | (parallel or {})
-    model = {"layers": 8, "hidden_size": 2048, "heads": 16, "sequence_length": 2048, "vocabulary_size": 32000}
+    model = {"layers": 8, "hidden_size": 2048, "heads": 16, "sequence_length": 2048, "vocabulary_size": vocabulary}
     numbers = {"precision": "bf16", "global_batch_size": micro_batches * layout["data"], "micro_batch_size": 1}
     return spec(model=model | FAMILIES[family], train=numbers | train, parallel=layout)
 
@@ -56,13 +63,20 @@ JOBS = {
     "8 bits, zb-h1": job(fp8="rowwise", parallel={"schedule": "zb-h1"}),
     "8 bits, one rank": job(fp8="tensorwise", parallel={"tensor": 1, "pipeline": 1, "data": 1}),
     "8 bits, whole layers": job(fp8="tensorwise", parallel={"recompute": "full"}, micro_batch_size=2, micro_batches=16),
+    "a few logits": job(vocabulary=128256, head_tokens=256),
+    "a few logits, zb-h1": job(vocabulary=128256, parallel={"schedule": "zb-h1"}, head_tokens=512),
+    "offload": job(parallel={"offload_layers": 3}),
+    "offload of all": job("gpt", parallel={"offload_layers": 9, "schedule": "zb-v", "virtual_stages": 2}),
+    "offload, full": job(parallel={"offload_layers": 3, "recompute": "full", "schedule": "gpipe"}),
+    "offload, one stage": job("qwen", parallel={"offload_layers": 6, "pipeline": 1, "tensor": 1}),
+    "a few logits of all": job(vocabulary=128256, parallel={"tensor": 1, "pipeline": 1}, head_tokens=256),
 }
 
 
 def assert_as_told(job_spec: JobSpec, stage: int) -> None:
     """What rests is told to 0.1%, the peak to 3%."""
     told = device_bytes(job_spec)[stage]
-    with pretended_gpu():
+    with pretended_gpu(), host_memory_apart():
         rank = FakeRank(job_spec, stage * job_spec.layout.tensor)
         resting = rank.tracker.get_tracker_snapshot("current")[CPU]["Total"]
         peak = rank.step()["Total"]
@@ -77,14 +91,16 @@ def assert_as_told(job_spec: JobSpec, stage: int) -> None:
     assert told.total == pytest.approx(peak, rel=0.03)
 
 
-@pytest.mark.parametrize(("name", "stage"), [("1f1b", 0), ("zb-h1", 0), ("full", 3), ("8 bits, zb-h1", 1)])
+@pytest.mark.parametrize(
+    ("name", "stage"), [("1f1b", 0), ("zb-h1", 0), ("full", 3), ("8 bits, zb-h1", 1), ("a few logits", 1)]
+)
 def test_the_peak_of_a_step_is_what_is_told(name, stage):
     assert_as_told(JOBS[name], stage)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", JOBS)
-def test_the_peaks_of_twenty_jobs_are_what_is_told(name):
+def test_the_peaks_of_all_jobs_are_what_is_told(name):
     for stage in sorted({0, JOBS[name].layout.pipeline - 1}):
         assert_as_told(JOBS[name], stage)
 
@@ -96,6 +112,15 @@ def test_masters_and_moments_are_shared_by_replicas():
         parameters = told.parameters / 2
         resting = told.parameters + told.gradients + told.optimizer
         assert resting == pytest.approx((6 + 12 / replicas) * parameters, rel=1e-6)
+
+
+def test_activations_that_wait_in_host_memory_take_none_of_the_device():
+    """As the job's others do, and in host memory what is told."""
+    stays, leaves = device_bytes(job())[0], device_bytes(JOBS["offload"])[0]
+    assert leaves.total < stays.total - 0.5 * (stays.activations - leaves.activations)
+    with pretended_gpu(), host_memory_apart() as host:
+        FakeRank(JOBS["offload"], 0).step()
+    assert 0.95 < host.taken / host_bytes_of_rank(JOBS["offload"], 0, 8) <= 1
 
 
 def test_logits_are_gone_when_layers_are_computed_again():

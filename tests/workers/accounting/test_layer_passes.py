@@ -13,6 +13,7 @@ from workers.accounting.layer_passes import LayerPasses
 from workers.accounting.step_peak import StepPeak
 from workers.accounting.tape import Pass, Tape
 from workers.config import JobSpec
+from workers.parallel.recompute import policy
 
 FAMILIES = ({"family": "gpt"}, {"family": "llama", "kv_heads": 2}, {"family": "qwen", "kv_heads": 2, "head_dim": 16})
 MODULES = ((), ("norm", "mlp_activation", "core_attention"))
@@ -61,16 +62,19 @@ def test_a_layer_that_is_recomputed_leaves_nothing_but_takes_all_for_a_moment():
         assert again.most >= layer.kept
 
 
+@pytest.mark.parametrize("saves", [{}, {"offload_layers": 1}, {"offload_layers": 9}], ids=str)
+@pytest.mark.parametrize("head_tokens", [0, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
-def test_a_step_ends_where_it_began(schedule):
+def test_a_step_ends_where_it_began(monkeypatch, schedule, head_tokens, saves):
+    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
     chunks = {"interleaved": 2, "zb-v": 2}.get(schedule, 1)
     layout = {"pipeline": 2, "schedule": schedule, "virtual_stages": chunks, "tensor": 2}
     for recompute, family, frozen in product(
         ("none", "selective", "full"), FAMILIES, ((), ("embedding", "layers.0-4"))
     ):
         model = {"layers": 8, "hidden_size": 64, "heads": 4} | family
-        train = {"global_batch_size": 4, "frozen": frozen}
-        job = spec(model=model, train=train, parallel=layout | {"recompute": recompute})
+        train = {"global_batch_size": 4, "frozen": frozen, "head_tokens": head_tokens}
+        job = spec(model=model, train=train, parallel=layout | {"recompute": recompute} | saves)
         for rank in range(2):
             passes = StepPeak(job)
             most, left = passes.walk(rank, 4)

@@ -89,6 +89,11 @@ def test_parameters_that_come_beside_the_next_forward_keep_to_the_rules(corpus, 
     assert_sound(recorded_job(job, 2, tmp_path))
 
 
+def test_a_loss_of_a_few_tokens_at_a_time_keeps_to_the_rules(corpus):
+    job = job_of(row("zb-v", (2, 2, 2)), corpus, train={"head_tokens": 3, "z_loss": 1e-4})
+    assert_sound(recorded_job(job, 1))
+
+
 def test_the_interval_of_snapshots_is_agreed_upon_in_one_order(corpus, tmp_path):
     """After sixteen steps."""
     job = job_of(row("1f1b", (1, 1, 4)), corpus, train={"steps": 17, "validate_every": 0, "time_parts_every": 0})

@@ -17,6 +17,7 @@ from workers.engine import Engine
 from workers.model.layer import Layer
 from workers.model.parallelize import compile_layers
 from workers.parallel.pipeline import runtime
+from workers.parallel.recompute import offload, policy
 from workers.parallel.tensor.cross_entropy import BY_BLOCKS, LossKernels
 from workers.spec.reading import parse_job_spec
 
@@ -95,20 +96,42 @@ def test_a_job_that_asks_for_it_has_each_layer_compiled_by_the_default_compiler(
     assert given == [(layer, "inductor") for layer in chunk.layers.values() if wanted]
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_of_compiled_layers_can_wait_in_host_memory(monkeypatch, recompute):
+    """With one graph, and the same numbers."""
+    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    taken, take, found = [], offload.HostBlocks.take, []
+    monkeypatch.setattr(offload.HostBlocks, "take", lambda host, like: taken.append(like.shape) or take(host, like))
+    comm = Comm(RankGrid(spec().layout), 0, torch.device("cpu"))
+    for layers in (0, 3):
+        layout = {"recompute": recompute, "offload_layers": layers}
+        job = document(model={"layers": 4}, train={"micro_batch_size": 4}, parallel=layout)
+        found.append(compiled(comm, job, 3))
+        assert (len(taken) > 0) == (layers > 0)
+    assert found[0] == found[1] and found[0][1:] == (1, 0)
+
+
 @pytest.mark.parametrize("wanted", [False, True])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-4])
-def test_the_loss_of_a_compiled_job_is_compiled(monkeypatch, wanted, z_loss):
+@pytest.mark.parametrize(("z_loss", "head_tokens"), [(0.0, 0), (1e-4, 0), (0.0, 5)])
+def test_the_loss_of_a_compiled_job_is_compiled(monkeypatch, wanted, z_loss, head_tokens):
     called: list[str] = []
 
     def noting(name: str, real: Any) -> Any:
         return lambda *given: called.append(name) or real(*given)
 
-    fused = LossKernels(noting("sums", BY_BLOCKS.sums), noting("exponentials", BY_BLOCKS.exponentials))
+    fused = LossKernels(
+        noting("sums", BY_BLOCKS.sums),
+        noting("exponentials", BY_BLOCKS.exponentials),
+        noting("scaled", BY_BLOCKS.scaled),
+    )
     monkeypatch.setattr(Layer, "compile", lambda layer, backend: None)
     monkeypatch.setattr(runtime, "compiled_kernels", lambda: fused)
-    job = spec(model={"layers": 1}, train={"compile": wanted, "precision": "bf16", "z_loss": z_loss})
+    job = spec(
+        model={"layers": 1},
+        train={"compile": wanted, "precision": "bf16", "z_loss": z_loss, "head_tokens": head_tokens},
+    )
     train(Engine(job, Comm(RankGrid(job.layout), 0, torch.device("cpu"))), 1)
-    assert set(called) == ({"sums", "exponentials"} if wanted else set())
+    assert set(called) == ({"sums", "exponentials", "scaled"} if wanted else set())
 
 
 @pytest.mark.soak

@@ -59,6 +59,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     # Every layer; every other one; none.
     "sliding_window": ((3, None), (5, 2), (None, None)),
     "documents": ("together", "apart", "conversations"),
+    # Of a micro-batch of 8 or 16.
+    "head_tokens": (0, 7),
 }
 DATA: dict[str, dict[str, Any]] = {
     "together": {},
@@ -202,6 +204,7 @@ def job(row: Row) -> dict[str, Any]:
             "global_batch_size": sequences(row),
             "micro_batch_size": row["micro_batch_size"],
             "attention": row["attention"],
+            "head_tokens": row["head_tokens"],
             "deterministic": row["deterministic"],
             "optimizer": {"beta1": 0.0, "clip_norm": 0.0},
         },

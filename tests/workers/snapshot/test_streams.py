@@ -3,7 +3,9 @@ memory that the driver has pinned. Streams and events are pretended (`tests/work
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from stream_races import COMPUTE, OrderedWork, PretendedCuda, RaceRecorder, pret
 from workers.checkpoint import checkpointer
 from workers.config import JobSpec
 from workers.parallel.data.arriving import ArrivingParameters
+from workers.parallel.recompute import offload, policy
 from workers.parallel.tensor import products
 from workers.snapshot import state_copy
 from workers.snapshot.snapshots import Snapshots
@@ -163,6 +166,14 @@ def test_whole_steps_use_nothing_without_a_wait(corpus, tmp_path, family, schedu
         assert cuda.made == 1
 
 
+def added(
+    _: products.TorchProducts, total_oi: torch.Tensor, grads_no: torch.Tensor, inputs_ni: torch.Tensor, keep: bool
+) -> None:
+    """A weight's gradient, as a CPU can: it has no products whose results are wider."""
+    product_oi = grads_no.t() @ inputs_ni
+    total_oi.add_(product_oi) if keep else total_oi.copy_(product_oi)
+
+
 @pytest.mark.parametrize("forgets", [False, True])
 def test_parameters_that_come_beside_the_next_forward_are_waited_for(corpus, tmp_path, monkeypatch, forgets):
     beside = {"gather": "beside_forward", "bucket_megabytes": 0.01}
@@ -172,12 +183,66 @@ def test_parameters_that_come_beside_the_next_forward_are_waited_for(corpus, tmp
         train={"steps": 2},
         parallel=beside,
     )
-    monkeypatch.setattr(products, "ADDS_WIDER", False)  # a CPU has no such product
-    monkeypatch.setattr(products, "_wide_product", lambda left, right, dtype: left @ right)
+    monkeypatch.setattr(products.TorchProducts, "add_weight_gradient", added)
     if forgets:
         monkeypatch.setattr(ArrivingParameters, "wait_for", lambda *_: None)
     cuda = raced(job, 0, tmp_path)
     assert any("data" in race and COMPUTE in race for race in cuda.order.races) == forgets
+
+
+def offloading(corpus: str, layout: tuple[int, int, int], **parallel: object) -> JobSpec:
+    """A job whose first layers' activations wait in host memory."""
+    return job_of(
+        PLAIN | {"layout": layout, "sequence_parallel": layout[0] > 1, "schedule": parallel.pop("schedule", "1f1b")},
+        corpus,
+        train={"steps": 2},
+        parallel={"offload_layers": 3, **parallel},
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [
+        ((1, 2, 2), {}),
+        ((1, 1, 4), {"recompute": "full", "offload_layers": 9}),
+        pytest.param((2, 2, 2), {"schedule": "zb-v"}, marks=pytest.mark.soak),
+        pytest.param((1, 2, 2), {"schedule": "interleaved", "recompute": "selective"}, marks=pytest.mark.soak),
+    ],
+)
+def test_activations_that_wait_in_host_memory_are_waited_for(corpus, tmp_path, monkeypatch, layout, parallel):
+    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    cuda = raced(offloading(corpus, layout, **parallel), 0, tmp_path)
+    assert cuda.order.races == []
+    assert cuda.made == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "event", "race"),
+    [
+        ("_copy", "queued", "stream {out} reads"),
+        ("_copy", "queued", "stream {back} writes"),
+        ("release", "self._copied", "compute writes"),
+        ("give", "self._fetched", "compute reads"),
+    ],
+)
+def test_activations_on_their_way_that_nobody_waits_for_are_found(corpus, tmp_path, monkeypatch, function, event, race):
+    """Each wait by itself."""
+    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    with pretended_streams() as cuda:
+        waits = cuda.Stream.wait_event
+
+        def forgets(stream: Any, awaited: Any) -> None:
+            frame = sys._getframe(1)
+            if frame.f_code.co_name != function or awaited is not eval(event, {}, frame.f_locals):
+                waits(stream, awaited)
+
+        monkeypatch.setattr(cuda.Stream, "wait_event", forgets)
+        recorder = RaceRecorder(0, 4)
+        recorder.order = cuda.order
+        recorded_rank(offloading(corpus, (1, 2, 2)), 0, 1, recorder=recorder)
+        out, back = offload.copy_streams(torch.device("cpu"))
+    wanted = race.format(out=out.name.split()[-1], back=back.name.split()[-1])
+    assert any(wanted in found for found in cuda.order.races), cuda.order.races
 
 
 def test_batches_that_are_copied_on_a_stream_nobody_waits_for_are_found(corpus, tmp_path):

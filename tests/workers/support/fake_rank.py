@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,7 @@ from workers.comm.regroup import NewGroups
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
+from workers.parallel.recompute import offload
 
 CPU = torch.device("cpu")
 _TENSOR = torch.Tensor
@@ -83,6 +85,31 @@ def pretended_gpu() -> Iterator[HostSyncs]:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+@dataclass
+class HostMemory:
+    """Of activations, where a rank has them there."""
+
+    taken: int = 0
+    """Bytes."""
+
+
+@contextmanager
+def host_memory_apart() -> Iterator[HostMemory]:
+    """Within the block host memory for activations counts for itself; streams are not there, and copies do nothing."""
+    host = HostMemory()
+
+    def of_host(size: int, pinned: bool) -> torch.Tensor:
+        assert pinned
+        host.taken += size
+        return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(offload, "host_memory", of_host))
+        stack.enter_context(mock.patch.object(offload, "copy_streams", lambda _: None))
+        stack.enter_context(mock.patch.object(offload.OffloadedLayer, "_copy", lambda *_: None))
+        yield host
 
 
 def tracker_of_bytes() -> MemTracker:

@@ -2,8 +2,9 @@
 
 What runs on a stream, or on a thread of the host, comes after what that stream or thread has waited for, and after
 nothing else; two uses of the same bytes, of which one writes, must have an order. Streams are those of each
-communicator, the compute stream, and those that the engine makes; threads are whoever asks for a copy and waits for it,
-who writes checkpoints out of the snapshots' slots, and, in `pretended_loader`, who reads batches ahead.
+communicator, the compute stream, and those that the engine makes, of snapshots and of activations in host memory;
+threads are whoever asks for a copy and waits for it, who writes checkpoints out of the snapshots' slots, and, in
+`pretended_loader`, who reads batches ahead.
 
 torch's own sanitizer (`torch.cuda._sanitizer`) knows a tensor by its first byte, so to it a bucket and the parameters
 that lie in it have nothing to do with each other; here bytes are compared.
@@ -29,6 +30,7 @@ from workers import rank_state
 from workers.checkpoint import checkpointer
 from workers.data import batches, prefetch
 from workers.data.batches import MicroBatch
+from workers.parallel.recompute import offload
 from workers.snapshot import snapshots, state_copy
 from workers.snapshot.snapshots import HeldSlot
 
@@ -328,6 +330,28 @@ def _to_device(cuda: PretendedCuda, thread: Callable[[], None]) -> Callable[...,
     return moved
 
 
+def _of_offloading(cuda: PretendedCuda) -> dict[str, Any]:
+    """In the place of what moves activations to the host and back: the compute stream has used the memory that it is
+    given, and uses at once what is let go of."""
+
+    def device_memory(like: torch.Tensor, device: Any) -> torch.Tensor:
+        given = torch.empty_like(like)
+        cuda.order.runs(COMPUTE, [(given, True)], _thread())
+        return given
+
+    class Layer(offload.OffloadedLayer):
+        def release(self) -> None:
+            wholes = [each.device for each in self._alive() if each.device is not None]
+            super().release()
+            cuda.order.runs(COMPUTE, [(each, True) for each in wholes], _thread())
+
+    return {
+        "host_memory": lambda size, _: torch.empty(size, dtype=torch.uint8),
+        "device_memory": device_memory,
+        "OffloadedLayer": Layer,
+    }
+
+
 @contextmanager
 def pretended_loader(cuda: PretendedCuda, stream: str = COMPUTE) -> Iterator[None]:
     """Within the block batches are copied to the device by the thread that reads ahead, on the current stream of that
@@ -347,7 +371,10 @@ def pretended_streams() -> Iterator[PretendedCuda]:
     """Within the block tensors say that they lie on a GPU, whose streams are pretended; races are in `order.races`."""
     cuda = PretendedCuda(Order())
     state_copy.copy_stream.cache_clear()
+    offload.copy_streams.cache_clear()
     with ExitStack() as stack:
+        for name, stand_in in _of_offloading(cuda).items():
+            stack.enter_context(mock.patch.object(offload, name, stand_in))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True), create=True))
         for name in ("Stream", "Event", "current_stream", "stream", "cudart"):
             stack.enter_context(mock.patch.object(torch.cuda, name, getattr(cuda, name)))
@@ -360,3 +387,4 @@ def pretended_streams() -> Iterator[PretendedCuda]:
         stack.enter_context(_Kernels(cuda))
         yield cuda
     state_copy.copy_stream.cache_clear()
+    offload.copy_streams.cache_clear()

@@ -14,6 +14,7 @@ from torch import nn
 
 from workers.parallel.data.flat import FlatParameters, Range, Slot, merged
 from workers.parallel.data.tree_sum import Node, TreeSum
+from workers.parallel.tensor.shards import ShardedModule
 
 Pass = tuple[str, int]
 """Kind of action and chunk."""
@@ -117,14 +118,15 @@ def leaf_sums(
     `split_backward`: the weights' gradients come in a pass of their own, and so at another time than those that
     autograd adds.
     """
-    by_autograd = {slot.entry.parameter for slot in flat.slots if slot.entry.by_autograd}
     passes: dict[nn.Parameter, set[Pass]] = {slot.entry.parameter: set() for slot in flat.slots}
     for number, chunk in enumerate(chunks):
-        for parameter in (each for each in chunk.parameters() if each in passes):
+        for module in (each for each in chunk.modules() if isinstance(each, ShardedModule)):
             kind = "backward"
             if split_backward:
-                kind = "backward_input" if parameter in by_autograd else "backward_weight"
-            passes[parameter].add((kind, number))
+                kind = "backward_input" if module.by_autograd or module.never_put_off else "backward_weight"
+            for parameter in module.parameters(recurse=False):
+                if parameter in passes:
+                    passes[parameter].add((kind, number))
     together: dict[frozenset[Pass], list[Slot]] = {}
     for slot in flat.slots:
         together.setdefault(frozenset(passes[slot.entry.parameter]), []).append(slot)

@@ -26,3 +26,5 @@ class ForwardPass:
     cache: KeyValueCache | None = None
     """What the model has read before, where it goes on with it; only where one rank has the whole model, and without
     gradients. Then there are logits of the last token alone."""
+    logits: bool = True
+    """Whether the output layer computes; without, the last stage gives what that is to take."""

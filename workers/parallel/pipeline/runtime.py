@@ -24,14 +24,17 @@ from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.pipeline.schedules import forward_only, schedule
 from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.stages import neighbours, virtual_stage
-from workers.parallel.recompute.policy import Recompute, recomputed
+from workers.parallel.recompute.policy import NOTHING, Recompute, recomputed
 from workers.parallel.tensor.cross_entropy import (
     BY_BLOCKS,
+    LossKernels,
     compiled_kernels,
     cross_entropy_and_log_z,
     vocabulary_parallel_cross_entropy,
 )
 from workers.parallel.tensor.dropout import sample_keys
+from workers.parallel.tensor.head_loss import Gradients, HeadLoss
+from workers.parallel.tensor.layers import VocabularyParallelOutput
 from workers.parallel.tensor.weight_gradients import Task, WeightGradients
 from workers.spec.parameters import takes_gradient
 
@@ -71,6 +74,8 @@ class _Step:
     """What has been computed and is not sent yet."""
     edges: dict[Key, GradientEdge] = field(default_factory=dict)
     """Where backward begins. The output itself is freed once sent: its values are not needed for that."""
+    head_inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """What the output layer is to take in backward, with `train.head_tokens`."""
     gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
     """Gradients of outputs that went to another chunk of this rank."""
     input_gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
@@ -130,6 +135,16 @@ class Pipeline:
         self.dtype = next(model.parameters()).dtype
         self._when_done, self._when_added = when_done, when_added
         self._known: dict[tuple[bool, int], _Plan] = {}
+        self.head_loss = self._head_loss()
+        """Output layer and loss together, where a micro-batch's tokens go through them a few at a time."""
+
+    def _head_loss(self) -> HeadLoss | None:
+        at_once, size = self.spec.train.head_tokens, self.spec.vocabulary_size
+        if at_once:
+            for chunk in self.model.chunks:
+                if isinstance(chunk.output, VocabularyParallelOutput):
+                    return HeadLoss(chunk.output, size, at_once, self._kernels)
+        return None
 
     def _plan(self, micro_batches: int, training: bool) -> _Plan:
         """This rank's actions, and the (micro-batch, chunk) pairs that it recomputes."""
@@ -201,15 +216,19 @@ class Pipeline:
         chunk, key = self.model.chunks[action.chunk], (action.chunk, action.micro_batch)
         x = self._input(action, held)
         y = chunk(x, self._forward_pass(action, held))
-        if chunk.is_last:
-            y = self._loss(y, action.micro_batch, held)
         _, behind = self.places[action.chunk]
         takes = torch.is_grad_enabled() and self.takes_gradient[action.chunk]
+        if chunk.is_last and self.head_loss is None:
+            y = self._loss(y, action.micro_batch, held)
+        elif chunk.is_last and takes:
+            held.head_inputs[key] = y.detach()
+        elif chunk.is_last:
+            self._loss_by_parts(y, action.micro_batch, held, None)
         if behind is not None and behind[0] == self.rank:
             held.inputs[behind[1], action.micro_batch] = y.detach().requires_grad_(takes)
         elif behind is not None:
             held.outputs[key] = y.detach()
-        if takes:
+        if takes and y.requires_grad:
             held.edges[key] = get_gradient_edge(y)
         if not (takes and self.passes_gradient[action.chunk]):
             held.inputs.pop(key, None)
@@ -230,45 +249,71 @@ class Pipeline:
         training, rate = torch.is_grad_enabled(), self.spec.model.dropout
         keys = held.dropout_keys[action.micro_batch] if training and rate > 0.0 else None
         documents = held.batch[action.micro_batch].documents
-        if (action.micro_batch, action.chunk) not in held.recomputed:
-            return ForwardPass(keys, documents=documents)
-        return ForwardPass(keys, Recompute.of(self.spec.layout), documents=documents)
+        again = (action.micro_batch, action.chunk) in held.recomputed
+        recompute = Recompute.of(self.spec.layout) if again else NOTHING
+        return ForwardPass(keys, recompute, documents=documents, logits=self.head_loss is None)
 
     def _loss(self, logits: torch.Tensor, micro_batch: int, held: _Step) -> torch.Tensor:
         """Sum of the micro-batch's losses, z-loss included, for backward; also counts both."""
+        logits, targets_n = self._with_targets(logits, micro_batch, held)
+        given = (logits.flatten(0, 1), targets_n, self.spec.vocabulary_size, self.comm, self._kernels)
+        weight = self.spec.train.z_loss
+        if weight and torch.is_grad_enabled():
+            losses_n, squares_n = cross_entropy_and_log_z(*given)
+            self._count(micro_batch, targets_n, losses_n, squares_n, held)
+            return losses_n.sum() + weight * squares_n.sum()
+        losses_n = vocabulary_parallel_cross_entropy(*given)
+        self._count(micro_batch, targets_n, losses_n, None, held)
+        return losses_n.sum()
+
+    @property
+    def _kernels(self) -> LossKernels:
+        return compiled_kernels() if self.spec.train.compile else BY_BLOCKS
+
+    @staticmethod
+    def _with_targets(x: torch.Tensor, micro_batch: int, held: _Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model gives for each token, as it lies in memory, and the targets [n] in the same order."""
         targets_sb = held.batch[micro_batch].targets_sb
         assert targets_sb is not None
-        if not logits.is_contiguous():  # a sample's tokens lie side by side
-            logits, targets_sb = logits.transpose(0, 1), targets_sb.t()
-        targets_n = targets_sb.flatten()
-        given = (logits.flatten(0, 1), targets_n, self.spec.vocabulary_size, self.comm)
-        kernels = compiled_kernels() if self.spec.train.compile else BY_BLOCKS
-        counts, weight = self.comm.index("tensor") == 0, self.spec.train.z_loss
-        if weight and torch.is_grad_enabled():
-            losses_n, squares_n = cross_entropy_and_log_z(*given, kernels)
-            total = losses_n.sum() + weight * squares_n.sum()
-            if counts:
-                held.z_losses_m[micro_batch] = weight * squares_n.detach().sum(dtype=torch.float64)
-        else:
-            losses_n = vocabulary_parallel_cross_entropy(*given, kernels)
-            total = losses_n.sum()
-        if counts:
+        if not x.is_contiguous():  # a sample's tokens lie side by side
+            x, targets_sb = x.transpose(0, 1), targets_sb.t()
+        return x, targets_sb.flatten()
+
+    def _count(
+        self,
+        micro_batch: int,
+        targets_n: torch.Tensor,
+        losses_n: torch.Tensor,
+        squares_n: torch.Tensor | None,
+        held: _Step,
+    ) -> None:
+        if self.comm.index("tensor") == 0:
+            if squares_n is not None:
+                squares = squares_n.detach().sum(dtype=torch.float64)
+                held.z_losses_m[micro_batch] = self.spec.train.z_loss * squares
             held.losses_m[micro_batch] = losses_n.detach().sum(dtype=torch.float64)
             held.valid_tokens += (targets_n != NO_TARGET).sum()
-        return total
+
+    def _loss_by_parts(
+        self, x: torch.Tensor, micro_batch: int, held: _Step, gradients: Gradients | None
+    ) -> torch.Tensor | None:
+        """Counts the losses that `_loss` does, from what the output layer takes, and with `gradients` gives x's."""
+        rows, targets_n = self._with_targets(x, micro_batch, held)
+        assert self.head_loss is not None
+        weight = self.spec.train.z_loss if gradients is not None else 0.0
+        found = self.head_loss(rows, targets_n, weight, gradients)
+        self._count(micro_batch, targets_n, found.losses_n, found.squares_n, held)
+        return found.grad_x if found.grad_x is None or rows is x else found.grad_x.transpose(0, 1)
 
     def _backward(self, action: Action, held: _Step) -> None:
         if not self.takes_gradient[action.chunk]:
             return
         key = (action.chunk, action.micro_batch)
-        before, behind = self.places[action.chunk]
-        if behind is None:
-            grad = torch.full((), held.loss_scale, dtype=self._loss_dtype, device=self.comm.device)
-        elif behind[0] == self.rank:
-            grad = held.gradients.pop(key)
-        else:
-            grad = self._arrived("backward", key, held)
-        torch.autograd.backward([held.edges.pop(key)], [grad])
+        before, _ = self.places[action.chunk]
+        edge = held.edges.pop(key, None)
+        grad = self._gradient(action, held, edge is not None)
+        if edge is not None and grad is not None:
+            torch.autograd.backward([edge], [grad])
         if before is None or not self.passes_gradient[action.chunk]:
             return
         grad_x = held.inputs.pop(key).grad
@@ -277,6 +322,21 @@ class Pipeline:
             held.gradients[before[1], action.micro_batch] = grad_x
         else:
             held.input_gradients[key] = grad_x
+
+    def _gradient(self, action: Action, held: _Step, wanted: bool) -> torch.Tensor | None:
+        """That of what the chunk's forward has left, where it is `wanted`: it is not where the output layer alone is
+        trained."""
+        key = (action.chunk, action.micro_batch)
+        _, behind = self.places[action.chunk]
+        if behind is None:
+            scale = torch.full((), held.loss_scale, dtype=self._loss_dtype, device=self.comm.device)
+            if self.head_loss is None:
+                return scale
+            x = held.head_inputs.pop(key)
+            return self._loss_by_parts(x, action.micro_batch, held, Gradients(scale, wanted))
+        if behind[0] == self.rank:
+            return held.gradients.pop(key)
+        return self._arrived("backward", key, held)
 
     @property
     def _loss_dtype(self) -> torch.dtype:

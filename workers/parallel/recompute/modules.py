@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +18,41 @@ Again = Callable[[], torch.Tensor]
 """Computes a tensor once more in backward, which forward has not kept."""
 
 
+class _Keepers(threading.local):
+    """Of each thread, what `kept_through` said last."""
+
+    innermost: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
+
+
+_keepers = _Keepers()
+
+
+@contextmanager
+def kept_through(keep: Callable[[torch.Tensor], Any], give: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """Within the block, whatever is kept for backward is held as keep(tensor), and comes back by `give`: what autograd
+    keeps, and inputs of what is computed again."""
+    before, _keepers.innermost = _keepers.innermost, (keep, give)
+    try:
+        with saved_tensors_hooks(keep, give):
+            yield
+    finally:
+        _keepers.innermost = before
+
+
+def _kept(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Gives x apart from its graph in backward."""
+    x = x.detach()
+    if _keepers.innermost is None:
+        return lambda: x
+    keep, give = _keepers.innermost
+    held = keep(x)
+    return lambda: give(held)
+
+
 def again(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Again:
     """Computes function(x) once more, for whoever takes function(x) and does not keep it."""
-    kept = x.detach()
-    return lambda: function(kept)
+    kept = _kept(x)
+    return lambda: function(kept())
 
 
 def in_backward(compute: Callable[[], Result], comm: Comm) -> Result:
@@ -55,7 +88,8 @@ class _Dropped:
     """
 
     def __init__(self, comm: Comm, function: Callable[..., torch.Tensor], inputs: tuple[Any, ...]):
-        self._comm, self._function, self._inputs = comm, function, inputs
+        self._comm, self._function = comm, function
+        self._inputs = [_again_a_leaf(each) for each in inputs]
         self._count = 0
         self._again: dict[int, torch.Tensor] = {}
 
@@ -84,7 +118,7 @@ class _Dropped:
         def refuse(nothing: None) -> torch.Tensor:
             raise RuntimeError("a forward that runs again has no backward of its own")
 
-        inputs = [_leaf(each) for each in self._inputs]
+        inputs = [each() for each in self._inputs]
         try:
             with torch.enable_grad(), self._comm.step.forward_work(), saved_tensors_hooks(keep, refuse):
                 self._function(*inputs)
@@ -95,8 +129,9 @@ class _Dropped:
         )
 
 
-def _leaf(value: Any) -> Any:
-    """An input apart from the graph that it came from."""
+def _again_a_leaf(value: Any) -> Callable[[], Any]:
+    """Gives an input in backward, apart from the graph that it came from."""
     if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
+        return lambda: value
+    kept, has_gradient = _kept(value), value.requires_grad
+    return lambda: kept().detach().requires_grad_(has_gradient)

@@ -15,6 +15,17 @@ from dataclasses import dataclass
 from workers.config import ParallelConfig
 from workers.parallel.pipeline.schedules.action import Action
 
+OFFLOADED_BYTES = 2**20
+"""Of what is kept for backward, what is smaller than this stays on the device: a copy of its own costs more."""
+
+
+def waits_on_host(place: int, layers: int, count: int) -> bool:
+    """Whether the layer at `place` of a stage's `layers` is one of the `count` whose activations wait in host memory.
+    They are spread, so that each one's copies have the layers between to hide behind; the last layer, whose backward
+    comes first, is one only where all are."""
+    behind, count = layers - 1 - place, min(count, layers)
+    return (behind + 1) * count // layers != behind * count // layers
+
 
 @dataclass(frozen=True)
 class Recompute:

@@ -32,6 +32,71 @@ class LossKernels:
     """Of the exponentials of logits [n, v/t] less a number a row [n]: fp32 [n]."""
     exponentials: Callable[[torch.Tensor, torch.Tensor], object]
     """Turns the logits into them."""
+    scaled: Callable[[torch.Tensor, torch.Tensor], object]
+    """Multiplies each row of 16-bit numbers, in place, with a number of fp32, and rounds once."""
+
+
+Kept = tuple[torch.Tensor | None, ...]
+"""What the logits' gradient is made of: the logits' memory, and a few numbers a token."""
+
+
+def token_losses(
+    logits_nv: torch.Tensor,
+    targets_n: torch.Tensor,
+    vocabulary_size: int,
+    comm: Comm,
+    with_squares: bool,
+    kernels: LossKernels,
+    keeps: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, Kept]:
+    """Losses [n], log Z [n] for whom wants its squares, and where `keeps`, what `logits_gradient` needs. Overwrites the
+    logits; no gradients of autograd's."""
+    columns = logits_nv.shape[1]
+    start = comm.index("tensor") * columns
+    real = max(0, min(columns, vocabulary_size - start))
+    wide = torch.float32 if logits_nv.element_size() < 4 else logits_nv.dtype
+    logits_nv[:, real:] = float("-inf")  # padding has no probability
+    own_largest_n = logits_nv.amax(1).to(wide)
+    largest_n = own_largest_n.clone()
+    comm.all_reduce("tensor", largest_n, largest=True)
+
+    local_n = targets_n - start
+    mine_n = (local_n >= 0) & (local_n < real)
+    local_n = local_n.masked_fill(~mine_n, 0).unsqueeze(1)
+    target_n = logits_nv.gather(1, local_n).squeeze(1).to(wide) - largest_n
+    own_n = _sums_of_exponentials(logits_nv, own_largest_n, largest_n, real, kernels)
+    sums_2n = torch.stack([own_n, target_n.masked_fill(~mine_n, 0.0)])
+    comm.all_reduce("tensor", sums_2n)
+    ignored_n = targets_n < 0
+    losses_n = (sums_2n[0].log() - sums_2n[1]).masked_fill(ignored_n, 0.0)
+    log_z_n = (sums_2n[0].log() + largest_n).masked_fill(ignored_n, 0.0) if with_squares else None
+    if not keeps:
+        return losses_n, log_z_n, ()
+    factor_n = _unscaled_probabilities(logits_nv, largest_n, own_n, sums_2n[0], kernels)
+    # Kept apart: rounding p before 1 is taken from it would lose the small difference.
+    error_n = target_n.exp() / sums_2n[0] - 1.0
+    return losses_n, log_z_n, (logits_nv, local_n, mine_n, error_n, factor_n, ignored_n, log_z_n)
+
+
+def logits_gradient(
+    kept: Kept, kernels: LossKernels, grad_n: torch.Tensor, grad_square_n: torch.Tensor | None
+) -> torch.Tensor:
+    """The logits' gradient [n, v/t], in their memory, from those of losses and of squares of log Z: p - 1 at the
+    target and p elsewhere of the loss, 2 log(Z) p of the square."""
+    logits_nv, local_n, mine_n, error_n, factor_n, ignored_n, log_z_n = kept
+    assert logits_nv is not None and local_n is not None and mine_n is not None
+    assert error_n is not None and factor_n is not None and ignored_n is not None
+    grad_nv = logits_nv.detach()  # who keeps the gradient must not keep the graph that the logits came from
+    grad_n = grad_n.masked_fill(ignored_n, 0.0)
+    every_n, target_n = grad_n, grad_n * error_n
+    if log_z_n is not None and grad_square_n is not None:  # zero where there is no target
+        of_square_n = 2.0 * log_z_n * grad_square_n
+        every_n, target_n = grad_n + of_square_n, target_n + of_square_n * (error_n + 1.0)
+    # In fp32 and rounded once: the scale is the same for all tokens, and so would be its rounding to 16 bits.
+    scaled = kernels.scaled if grad_nv.dtype != factor_n.dtype else _scaled_rows
+    scaled(grad_nv, every_n * factor_n)
+    targets_n = target_n.unsqueeze(1).to(grad_nv.dtype)
+    return grad_nv.scatter_(1, local_n, torch.where(mine_n.unsqueeze(1), targets_n, grad_nv.gather(1, local_n)))
 
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
@@ -45,47 +110,18 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         with_squares: bool,
         kernels: LossKernels,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        columns = logits_nv.shape[1]
-        start = comm.index("tensor") * columns
-        real = max(0, min(columns, vocabulary_size - start))
-        wide = torch.float32 if logits_nv.element_size() < 4 else logits_nv.dtype
-        logits_nv[:, real:] = float("-inf")  # padding has no probability
-        own_largest_n = logits_nv.amax(1).to(wide)
-        largest_n = own_largest_n.clone()
-        comm.all_reduce("tensor", largest_n, largest=True)
-
-        local_n = targets_n - start
-        mine_n = (local_n >= 0) & (local_n < real)
-        local_n = local_n.masked_fill(~mine_n, 0).unsqueeze(1)
-        target_n = logits_nv.gather(1, local_n).squeeze(1).to(wide) - largest_n
-        own_n = _sums_of_exponentials(logits_nv, own_largest_n, largest_n, real, kernels)
-        sums_2n = torch.stack([own_n, target_n.masked_fill(~mine_n, 0.0)])
-        comm.all_reduce("tensor", sums_2n)
-        ignored_n = targets_n < 0
-        losses_n = (sums_2n[0].log() - sums_2n[1]).masked_fill(ignored_n, 0.0)
-        log_z_n = (sums_2n[0].log() + largest_n).masked_fill(ignored_n, 0.0) if with_squares else None
-        if ctx.needs_input_grad[0]:
-            factor_n = _unscaled_probabilities(logits_nv, largest_n, own_n, sums_2n[0], kernels)
-            # Kept apart: rounding p before 1 is taken from it would lose the small difference.
-            error_n = target_n.exp() / sums_2n[0] - 1.0
-            ctx.save_for_backward(logits_nv, local_n, mine_n, error_n, factor_n, ignored_n, log_z_n)
+        keeps = ctx.needs_input_grad[0]
+        losses_n, log_z_n, kept = token_losses(
+            logits_nv, targets_n, vocabulary_size, comm, with_squares, kernels, keeps
+        )
+        if keeps:
+            ctx.kernels = kernels
+            ctx.save_for_backward(*kept)
         return losses_n, None if log_z_n is None else log_z_n.square()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
-        """A logit's gradient is p - 1 at the target, p elsewhere, of the loss; 2 log(Z) p of the square."""
-        logits_nv, local_n, mine_n, error_n, factor_n, ignored_n, log_z_n = ctx.saved_tensors
-        grad_nv = logits_nv.detach()  # who keeps the gradient must not keep the graph that the logits came from
-        grad_n = grads[0].masked_fill(ignored_n, 0.0)
-        every_n, target_n = grad_n, grad_n * error_n
-        if log_z_n is not None:  # zero where there is no target
-            of_square_n = 2.0 * log_z_n * grads[1]
-            every_n, target_n = grad_n + of_square_n, target_n + of_square_n * (error_n + 1.0)
-        # In fp32 and rounded once: the scale is the same for all tokens, and so would be its rounding to 16 bits.
-        grad_nv.mul_((every_n * factor_n).unsqueeze(1))
-        targets_n = target_n.unsqueeze(1).to(grad_nv.dtype)
-        grad_nv.scatter_(1, local_n, torch.where(mine_n.unsqueeze(1), targets_n, grad_nv.gather(1, local_n)))
-        return grad_nv, None, None, None, None, None
+        return logits_gradient(ctx.saved_tensors, ctx.kernels, *grads), None, None, None, None, None
 
 
 def _sums_of_exponentials(
@@ -140,7 +176,11 @@ def _blocks(logits_nv: torch.Tensor) -> Iterator[slice]:
         yield slice(first, first + rows)
 
 
-BY_BLOCKS = LossKernels(_sums_by_blocks, _exponentials_by_blocks)
+def _scaled_rows(grad_nv: torch.Tensor, factor_n: torch.Tensor) -> None:
+    grad_nv.mul_(factor_n.unsqueeze(1))
+
+
+BY_BLOCKS = LossKernels(_sums_by_blocks, _exponentials_by_blocks, _scaled_rows)
 """One torch operator after the other."""
 
 
@@ -152,11 +192,19 @@ def _whole_exponentials(logits_nv: torch.Tensor, less_n: torch.Tensor) -> None:
     logits_nv.copy_((logits_nv.to(less_n.dtype) - less_n.unsqueeze(1)).exp())
 
 
+def _whole_scaled(grad_nv: torch.Tensor, factor_n: torch.Tensor) -> None:
+    grad_nv.copy_(grad_nv.to(factor_n.dtype) * factor_n.unsqueeze(1))
+
+
 @cache
 def compiled_kernels() -> LossKernels:
     """Made by torch.compile: each logit is read once, and nothing is kept of it in between. Sums are rounded otherwise
     than by blocks."""
-    return LossKernels(torch.compile(_whole_sums, dynamic=True), torch.compile(_whole_exponentials, dynamic=True))
+    return LossKernels(
+        torch.compile(_whole_sums, dynamic=True),
+        torch.compile(_whole_exponentials, dynamic=True),
+        torch.compile(_whole_scaled, dynamic=True),
+    )
 
 
 def vocabulary_parallel_cross_entropy(

@@ -173,9 +173,9 @@ class PositionEmbedding(ShardedModule):
 class VocabularyParallelOutput(ShardedModule):
     """Logits: [s or s/t, b, h] -> [s, b, v/t]."""
 
-    def __init__(self, hidden_size: int, vocabulary_size: int, region: Region, std: float):
+    def __init__(self, hidden_size: int, vocabulary_size: int, region: Region, std: float, never_put_off: bool = False):
         super().__init__()
-        self.region = region
+        self.region, self.never_put_off = region, never_put_off
         rows = vocabulary_rows(vocabulary_size, region.tensor_size)
         shard = ParameterShard((vocabulary_size, hidden_size), 0, region.comm.index("tensor") * rows, std=std)
         self.weight = self.add_parameter("weight", (rows, hidden_size), shard)

@@ -57,6 +57,8 @@ class ShardedModule(nn.Module):
     by_autograd = False
     """Whether autograd itself adds the gradients of its parameters. Those of the others go to WeightGradients, under
     the zero-bubble schedules in the weights' pass (workers/parallel/tensor/weight_gradients.py)."""
+    never_put_off = False
+    """Whether they go there in the first half of backward under those schedules too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,10 +58,14 @@ class WeightGradients:
         finally:
             self._when_added = None
 
-    def add_product(self, weight: nn.Parameter, grads_no: torch.Tensor, inputs_ni: torch.Tensor) -> None:
-        """Add grads^T inputs, [out, in], to the gradient of `weight`: n tokens."""
+    def add_product(
+        self, weight: nn.Parameter, grads_no: torch.Tensor, inputs_ni: torch.Tensor, is_last: bool = True
+    ) -> None:
+        """Add grads^T inputs, [out, in], to the gradient of `weight`: n tokens, with `is_last` the last ones of the
+        micro-batch."""
         self._products.add_weight_gradient(main_grad(weight), grads_no, inputs_ni, _take_up(weight))
-        self._added(weight)
+        if is_last:
+            self._added(weight)
 
     def add_products(
         self, weights: Sequence[nn.Parameter], grads_no: Sequence[torch.Tensor], inputs_ni: torch.Tensor

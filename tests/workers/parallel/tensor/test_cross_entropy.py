@@ -51,7 +51,9 @@ def test_losses_and_gradients_are_torchs(ranks, tensor, vocabulary):
     assert (gradient[:, vocabulary:] == 0).all(), "padding of the vocabulary learns nothing"
 
 
-WHOLE = LossKernels(cross_entropy_module._whole_sums, cross_entropy_module._whole_exponentials)
+WHOLE = LossKernels(
+    cross_entropy_module._whole_sums, cross_entropy_module._whole_exponentials, cross_entropy_module._whole_scaled
+)
 KERNELS = {"by blocks": lambda: BY_BLOCKS, "whole": lambda: WHOLE, "compiled": compiled_kernels}
 
 

@@ -1,0 +1,138 @@
+"""What takes less memory on a device, in a Llama with many token ids: the logits of a few tokens at a time, and
+activations in host memory. Peak memory, beside what is told, time of a step, and whether the numbers are the same.
+
+Each computes the same steps by kernels that give the same bits each time, from the same weights: activations that
+waited elsewhere must give the very bits, fewer logits at once the numbers to rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.support.gpu import contestants
+from benchmarks.support.gpu.left_out import going_on
+from benchmarks.support.gpu.sizes import Size
+from benchmarks.support.report import Report
+from workers.accounting.activation_bytes import host_bytes_of_rank
+from workers.accounting.device_bytes import device_bytes
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.config import JobSpec
+from workers.engine import Engine
+from workers.parallel.recompute import policy
+from workers.parallel.tensor.shards import NamedShard
+from workers.spec.reading import parse_job_spec
+from workers.system import gpu
+
+CHECKED_STEPS = 3
+GOAL_LOSS = 1e-3
+"""Most that a loss may differ, relatively."""
+SPREAD = 0.02
+Found = tuple[list[float], int]
+
+
+def savers(size: Size, on_gpu: bool) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Keys of the sections train and parallel, by name."""
+    few, dropped = (2048 if on_gpu else 16), {"recompute": "selective", "recompute_modules": ["norm", "mlp_activation"]}
+
+    def waiting(part: int) -> dict[str, Any]:
+        return {"offload_layers": size.layers // part}
+
+    return {
+        "plain": ({}, {}),
+        "head": ({"head_tokens": few}, {}),
+        "offload_third": ({}, waiting(3) if on_gpu else waiting(2)),
+        "offload_half": ({}, waiting(2)),
+        "selective": ({"head_tokens": few}, dropped),
+        "selective_offload_half": ({"head_tokens": few}, dropped | waiting(2)),
+        "full": ({"head_tokens": few}, {"recompute": "full"}),
+        "full_offload": ({"head_tokens": few}, {"recompute": "full"} | waiting(1)),
+    }
+
+
+def measure_memory_savers(report: Report, size: Size, options: argparse.Namespace, device: torch.device) -> None:
+    """Add figures of each to the report."""
+    expected: Found | None = None
+    for name, (train, parallel) in savers(size, device.type == "cuda").items():
+        with going_on(report, f"memory_{name}"):
+
+            def job(compiled: bool, parallel: dict[str, Any] = parallel, **more: Any) -> JobSpec:
+                return parse_job_spec(size.document(options.seed, compiled, train=more, parallel=parallel))
+
+            _measure(report, name, job(not options.eager, **train), options.steps, device)
+            spec = job(False, **train, deterministic_kernels=True)
+            found = _checked(spec, device)
+            if expected is None:
+                expected = found
+                report.add("memory_plain_same_bits_twice", _checked(spec, device) == expected, "bool", True)
+            else:
+                _compare(report, name, found, expected, wants_bits="head_tokens" not in train)
+
+
+def _measure(report: Report, name: str, spec: JobSpec, steps: int, device: torch.device) -> None:
+    seconds, peak = contestants.timed(functools.partial(_step, spec, device), steps, device)
+    report.add(f"memory_{name}_step", round(1e3 * seconds, 2), "ms")
+    report.add(f"memory_{name}_peak", peak, "bytes")
+    report.add(f"memory_{name}_told", device_bytes(spec)[0].total, "bytes")
+    report.add(f"memory_{name}_host_told", host_bytes_of_rank(spec, 0, spec.micro_batches), "bytes")
+
+
+def _compare(report: Report, name: str, found: Found, expected: Found, wants_bits: bool) -> None:
+    error = max(abs(loss - plain) / plain for loss, plain in zip(found[0], expected[0], strict=True))
+    report.add(f"memory_{name}_loss_difference", float(f"{error:.3g}"), "ratio", GOAL_LOSS)
+    if wants_bits:
+        report.add(f"memory_{name}_same_bits", found == expected, "bool", True)
+
+
+def _engine(spec: JobSpec, device: torch.device) -> Engine:
+    """With weights drawn on the device, which takes no time."""
+    gpu.use_for(spec, device)
+    engine = Engine(spec, Comm(RankGrid(spec.layout), 0, device))
+    generator = torch.Generator(device).manual_seed(spec.train.seed)
+
+    def fill(entry: NamedShard, part: torch.Tensor) -> None:
+        if entry.shard.group == "norm":
+            part.fill_(1.0)
+        else:
+            part.normal_(0.0, SPREAD, generator=generator)
+
+    engine.begin_with(fill)
+    return engine
+
+
+def _step(spec: JobSpec, device: torch.device) -> Callable[[], object]:
+    engine, batch = _engine(spec, device), contestants.batch_of(spec, device)
+    return lambda: engine.step(batch, spec.train.global_batch_size, contestants.LEARNING_RATE, 0)
+
+
+def _checked(spec: JobSpec, device: torch.device) -> Found:
+    """Losses of some steps, and a number of all bits of the weights after them. On a CPU, whose models are tiny, all
+    activations are large."""
+    least, policy.OFFLOADED_BYTES = policy.OFFLOADED_BYTES, policy.OFFLOADED_BYTES if device.type == "cuda" else 0
+    try:
+        engine, batch = _engine(spec, device), contestants.batch_of(spec, device)
+        rate, sequences = contestants.LEARNING_RATE, spec.train.global_batch_size
+        losses = [engine.step(batch, sequences, rate, 0).loss for _ in range(CHECKED_STEPS)]
+        return losses, _fingerprint(engine.flat.parameters)
+    finally:
+        policy.OFFLOADED_BYTES = least
+        gpu.leave()
+        del engine
+        gc.collect()  # else the next one's peak is both's
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _fingerprint(values: torch.Tensor) -> int:
+    """Another one for almost every other bits of a vector of 16-bit numbers."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for number, part in enumerate(values.view(torch.int16).split(2**26)):
+        places = torch.arange(len(part), device=values.device) % 65521 + 1
+        total += (part.to(torch.int64) * places).sum() * (2 * number + 1)
+    return int(total.item())

@@ -1,0 +1,252 @@
+"""Activations of layers in host memory from forward to backward (`parallel.offload_layers`).
+
+What autograd keeps of a layer is copied out when the layer's forward has been queued, while the next layer computes,
+and is let go of on the device once that one has been queued too, after the copies. Backward has each one's brought back
+while the next such layer behind it, and those between, compute. On a GPU copies go to and from pinned memory, on two
+streams beside the compute stream, which waits for them by events; memory of the device is taken and given back on the
+compute stream alone, so no block waits for another stream, and the most that there is at once does not depend on how
+far the host runs ahead. On a CPU the same happens without streams.
+
+Whatever lies in the same memory is copied once. Small tensors stay, and what somebody else keeps anyway: parameters,
+tables that layers share, the input of a stage that came as a message.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from workers.parallel.recompute import policy
+from workers.parallel.recompute.modules import kept_through
+
+LARGEST_SHARE = 4
+"""How many times larger than a tensor its memory may be: queries, keys and values of one product are parts of it."""
+Streams = tuple[torch.cuda.Stream, torch.cuda.Stream]
+
+
+@cache
+def copy_streams(device: torch.device) -> Streams:
+    """Of this process, to host memory and back, as torch's streams belong to the process."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+def host_memory(size: int, pinned: bool) -> torch.Tensor:
+    """So many bytes of the host."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
+class HostBlocks:
+    """Host memory of one rank's activations, which is used again and again: in powers of two, as torch takes pinned
+    memory anyway.
+
+    A block that is given back may still be read by a copy to the device. Whoever takes it next writes to it after what
+    the compute stream has been given by then, which has waited for that copy.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """As much as the vector has, of its type."""
+        size = block_bytes(like.nbytes)
+        block = self._free[size].pop() if self._free[size] else host_memory(size, like.is_cuda)
+        return block[: like.nbytes].view(like.dtype)
+
+    def give_back(self, taken: torch.Tensor) -> None:
+        """Nobody needs it any more."""
+        whole = taken.view(torch.uint8)
+        size = block_bytes(len(whole))
+        self._free[size].append(whole.as_strided((size,), (1,)))
+
+
+def block_bytes(size: int) -> int:
+    """Of the block for so many bytes."""
+    return 1 << (size - 1).bit_length()
+
+
+def device_memory(like: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """As much memory of the device, for the compute stream, which may still use it for something else by then."""
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number of the memory that a tensor lies in, while that exists."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+class _Stored:
+    """Memory that autograd keeps something in; gone when nobody keeps any more."""
+
+    def __init__(self, layer: OffloadedLayer, whole: torch.Tensor):
+        self.layer = layer
+        self.device: torch.Tensor | None = whole
+        """All of it as a vector, while it is there."""
+        self.host: torch.Tensor | None = None
+
+    def __del__(self) -> None:
+        if self.host is not None:  # backward has broken off before it
+            self.layer.host.give_back(self.host)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What autograd holds in place of a tensor."""
+
+    stored: _Stored
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class OffloadedLayer:
+    """What is kept of one layer's forward of one micro-batch."""
+
+    def __init__(self, host: HostBlocks, stays: Collection[int]):
+        """`host`: where it waits; `stays`: memory that is not copied."""
+        self.host, self._stays = host, stays
+        self._new: dict[tuple[int, torch.dtype], _Stored] = {}
+        self._stored: list[weakref.ref[_Stored]] = []
+        self._device: torch.device | None = None
+        self._streams: Streams | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._fetched: torch.cuda.Event | None = None
+        self._here = True
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        """What is to be held in place of the tensor, maybe itself."""
+        size, memory = tensor.untyped_storage().nbytes(), memory_of(tensor)
+        if size < policy.OFFLOADED_BYTES or size > LARGEST_SHARE * tensor.nbytes or memory in self._stays:
+            return tensor
+        key = memory, tensor.dtype
+        if key not in self._new:
+            whole = tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0)
+            self._new[key] = _Stored(self, whole)
+        return _Saved(self._new[key], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def give(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
+        """The tensor again."""
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self.fetch()
+        if self._fetched is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._fetched)
+            self._fetched = None
+        assert saved.stored.device is not None
+        return saved.stored.device.as_strided(saved.size, saved.stride, saved.offset)
+
+    def leave(self) -> None:
+        """Forward has been queued: begin to copy to the host."""
+        kept = list(self._new.values())
+        self._new = {}
+        self._stored = [weakref.ref(each) for each in kept]
+        if not kept:
+            return
+        wholes = [each.device for each in kept if each.device is not None]
+        self._device = wholes[0].device
+        self._streams = copy_streams(self._device) if wholes[0].is_cuda else None
+        for stored, whole in zip(kept, wholes, strict=True):
+            stored.host = self.host.take(whole)
+        pairs = [(each.host, whole) for each, whole in zip(kept, wholes, strict=True) if each.host is not None]
+        self._copied = self._copy(pairs, 0)
+
+    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], direction: int) -> torch.cuda.Event | None:
+        """Copy into the first of each pair, on a GPU after what has been queued for it. What the copies are done
+        at."""
+        with torch.no_grad():
+            if self._streams is None:
+                for target, source in pairs:
+                    target.copy_(source)
+                return None
+            stream, queued = self._streams[direction], torch.cuda.Event()
+            queued.record(torch.cuda.current_stream(self._device))
+            stream.wait_event(queued)
+            with torch.cuda.stream(stream):
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+            return done
+
+    def release(self) -> None:
+        """Let go of what has been copied, on a GPU after that."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        for each in self._alive():
+            each.device = None
+        self._here = False
+
+    def fetch(self) -> None:
+        """Begin to bring it back, where nobody has."""
+        if self._here:
+            return
+        self._here, pairs = True, []
+        for each in self._alive():
+            assert each.host is not None
+            each.device = device_memory(each.host, self._device)
+            pairs.append((each.device, each.host))
+            each.host = None
+        if pairs:
+            self._fetched = self._copy(pairs, 1)  # after the copies to the host, which have been waited for
+        for _, host in pairs:
+            self.host.give_back(host)
+
+    def __del__(self) -> None:
+        # Backward has broken off before anybody waited, and the memory that is copied to is free now.
+        if self._fetched is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._fetched)
+
+    def _alive(self) -> list[_Stored]:
+        return [stored for each in self._stored if (stored := each()) is not None]
+
+
+class OffloadedPass:
+    """The layers of one virtual stage in one micro-batch's forward, some of whose activations go to the host."""
+
+    def __init__(self, layers: int, count: int, host: HostBlocks, stays: Collection[int]):
+        """`layers`: of the stage; `count`: how many go there; `host`: where they wait; `stays`: memory that is not
+        copied."""
+        self._layers, self._count, self._host, self._stays = layers, count, host, set(stays)
+        self._place = 0
+        self._below: OffloadedLayer | None = None
+        """The nearest one that waits on the host."""
+        self._leaving: OffloadedLayer | None = None
+        """That of the layer before, if it does."""
+
+    def run(self, layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """layer(x) of the next layer."""
+        if x.is_leaf and x.requires_grad:  # whoever wants its gradient keeps it
+            self._stays.add(memory_of(x))
+        leaving, self._leaving = self._leaving, None
+        wanted = [leaving] if leaving is not None else []
+        if policy.waits_on_host(self._place, self._layers, self._count):
+            offloaded = OffloadedLayer(self._host, self._stays)
+            with kept_through(offloaded.keep, offloaded.give):
+                y = layer(x)
+            offloaded.leave()
+            # The one below comes back beside all that lies between, so that the link is never idle.
+            wanted = [offloaded] if self._below is None else [offloaded, self._below]
+            self._below = self._leaving = offloaded
+        else:
+            y = layer(x)
+        self._place += 1
+        if leaving is not None:
+            leaving.release()
+        if wanted and y.requires_grad:
+            y.register_hook(lambda _: _fetch(wanted))  # when this layer's backward is about to begin
+        return y
+
+    def end(self) -> None:
+        """The last layer has been queued."""
+        if self._leaving is not None:
+            self._leaving.release()
+
+
+def _fetch(layers: list[OffloadedLayer]) -> None:
+    for each in layers:
+        each.fetch()
