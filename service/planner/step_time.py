@@ -172,16 +172,17 @@ class StepModel:
             return None
         return self.passes.budgets_of_stage(self.spec.model.layers, True, True, machine)
 
-    def _update_wait(self, update: float) -> float:
-        """What the device waits for its host around an update of so many seconds: for what the host was not ahead."""
+    def _update_wait(self) -> float:
+        """What the device waits for its host before an update: for norm, agreement and clipping, as far as the host was
+        not ahead; and their kernels."""
         budgets, machine = self._whole_model(), self.cluster.machine
         if budgets is None or machine.gpu is None:
             return 0.0
         operations, constants = self.software.update_operations, machine.constants
         host = sum(each.operations for each in budgets) * constants.host_seconds
         ahead = self.spec.micro_batches * (sum(each.device_seconds for each in budgets) - host)
-        kernels = operations * machine.gpu.kernel_seconds
-        return kernels + max(0.0, operations * constants.host_seconds - update - kernels - max(0.0, ahead))
+        wait = max(0.0, operations * constants.host_seconds - max(0.0, ahead))
+        return wait + operations * machine.gpu.kernel_seconds
 
     def gradient_seconds(self, backward: float) -> float:
         """Reduction over the replicas, as far as it is not hidden; `backward`: least of a virtual stage."""
@@ -208,7 +209,7 @@ class StepModel:
         layout, _machine = self.spec.layout, self.cluster.machine
         split = layout.data if self.software.shards_optimizer and layout.zero else 1
         update = self._update(self.parameters / split)
-        update += self._update_wait(update)
+        update += self._update_wait()
         if not self.software.shards_optimizer:
             return self._alike(update)
         # What each replica has updated, or without ZeRO what each has summed up, goes to all the others.

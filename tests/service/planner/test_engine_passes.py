@@ -16,7 +16,7 @@ from service.planner import engine_passes
 from service.planner.engine_passes import EnginePasses, layer_time
 from service.planner.hardware import MACHINES, Cluster, Gpu, measured
 from service.planner.layer_time import LayerTime
-from service.planner.software import engine_on
+from service.planner.software import MANTA_ON_MEASURED_GPU, engine_on
 from service.planner.step_time import StepModel
 from tests.service.support.planned import job
 from workers.calibration.gpu import step_document
@@ -105,6 +105,16 @@ def test_a_compiled_update_is_one_pass_behind_the_norm():
         StepModel(job(train={"compile": each}), Cluster(machine, 1, 1), engine_on(machine)) for each in (False, True)
     )
     assert compiled.optimizer_seconds() == pytest.approx(34 / 46 * eager.optimizer_seconds())
+
+
+def test_an_update_waits_for_a_host_that_is_not_ahead():
+    def update(size: int, host: float) -> float:
+        machine = measured(ASSUMED, Gpu(**{**vars(GPU), "host_seconds": host}))
+        spec = job(train={"micro_batch_size": size, "global_batch_size": size})
+        return StepModel(spec, Cluster(machine, 1, 1), engine_on(machine)).optimizer_seconds()
+
+    assert update(64, 7e-6) == pytest.approx(update(64, 1e-9))
+    assert update(1, 3e-5) - update(1, 2e-5) == pytest.approx(1e-5 * MANTA_ON_MEASURED_GPU.update_operations)
 
 
 def test_only_a_measured_gpu_is_told_so_exactly():
