@@ -8,7 +8,7 @@ what lies between two products (decision 0029). Shapes as in `layer_time.py`.
 from __future__ import annotations
 
 from service.planner.communication import Groups
-from service.planner.layer_time import LayerTime
+from service.planner.layer_time import CAST_BOTH, CAST_COLUMNS, CAST_ROWS, LayerTime
 from service.planner.operations import WIDE, Budget, attention_seconds, memory_seconds, product_seconds
 from service.planner.software import Software
 from workers.config import JobSpec
@@ -113,13 +113,14 @@ class EnginePasses(LayerTime):
         """One layer's forward."""
         budget = Budget(operations=self._host_of_layer[0])
         (self._fused_elements if self.compiled else self._eager_elements)(budget)
+        self._cast(budget, 2 * self.hidden + self.attention_width + self.inner, 4, CAST_ROWS)
         for columns in self._projections:
-            self._product(budget, self.tokens, columns, self.hidden)
+            self._linear(budget, self.tokens, columns, self.hidden)
         self._attention_forward(budget)
-        self._product(budget, self.tokens, self.hidden, self.attention_width)
+        self._linear(budget, self.tokens, self.hidden, self.attention_width)
         for _ in range(self.up_matrices):
-            self._product(budget, self.tokens, self.inner, self.hidden)
-        self._product(budget, self.tokens, self.hidden, self.inner)
+            self._linear(budget, self.tokens, self.inner, self.hidden)
+        self._linear(budget, self.tokens, self.hidden, self.inner)
         self._communicate(budget, 4 if self.spec.layout.sequence_parallel_on else 2)
         return budget
 
@@ -163,16 +164,18 @@ class EnginePasses(LayerTime):
         """The half of one layer's backward that makes gradients of activations, with what is recomputed."""
         budget = Budget(operations=self._host_of_layer[1])
         (self._fused_elements_backward if self.compiled else self._eager_elements_backward)(budget)
-        self._product(budget, self.tokens, self.inner, self.hidden)
+        columns = sum(self._projections) + 2 * self.hidden + self.up_matrices * self.inner
+        self._cast(budget, columns, 3 + self.up_matrices, CAST_BOTH)
+        self._linear(budget, self.tokens, self.inner, self.hidden)
         for _ in range(self.up_matrices):
-            self._product(budget, self.tokens, self.hidden, self.inner)
-        self._product(budget, self.tokens, self.attention_width, self.hidden)
+            self._linear(budget, self.tokens, self.hidden, self.inner)
+        self._linear(budget, self.tokens, self.attention_width, self.hidden)
         self._attention_backward(budget)
         if not self.fused_projection:  # each head's gradients of keys and values, and their sums over groups
             moved = self.width * self.tokens * (4 * self.attention_width + self.key_values)
             budget.attention += memory_seconds(self.machine, moved) + 2 * self.gpu.kernel_seconds
         for columns in self._projections:
-            self._product(budget, self.tokens, self.hidden, columns)
+            self._linear(budget, self.tokens, self.hidden, columns)
         self._tensor_backward(budget)
         return budget.plus(self.recomputed())
 
@@ -208,12 +211,13 @@ class EnginePasses(LayerTime):
         h = self.hidden
         sizes = [(columns, h) for columns in self._projections]
         sizes += [(h, self.attention_width), (h, self.inner)] + self.up_matrices * [(self.inner, h)]
-        return sum(product_seconds(self.machine, m, n, self.tokens, 1, self.width) for m, n in sizes)
+        return sum(product_seconds(self.machine, m, n, self.tokens, 1, self.linear_width) for m, n in sizes)
 
     def backward_weight(self) -> Budget:
         """The half that makes gradients of weights, and adds them up."""
         products = len(self._projections) + 2 + self.up_matrices
         budget = Budget(products=self.weight_products(), operations=2 * products)
+        self._cast(budget, 2 * self.hidden + self.attention_width + self.inner, 4, CAST_COLUMNS)
         if self.spec.model.bias:
             columns = sum(self._projections) + 2 * self.hidden + self.up_matrices * self.inner
             self._elements(budget, REDUCED * self.width * self.tokens * columns, 2 * products)
@@ -221,11 +225,11 @@ class EnginePasses(LayerTime):
         self._accumulate(budget, parameters, products)
         return budget
 
-    def _accumulate(self, budget: Budget, parameters: int, products: int) -> None:
+    def _accumulate(self, budget: Budget, parameters: int, products: int, parts: int = 1) -> None:
         """Products of 16 bits leave fp32 matrices that are added to the sums; others read the sums themselves. A step's
-        first ones take their place."""
+        first ones take their place. `parts`: in how many products each of them is made."""
         apart = self.width < WIDE and not self.gpu.adds_wider
-        later = 1 - 1 / self.spec.micro_batches
+        later = parts - 1 / self.spec.micro_batches
         budget.accumulation += later * memory_seconds(self.machine, (12 if apart else 4) * parameters)
         budget.accumulation += later * products * self.gpu.kernel_seconds if apart else 0.0
 
@@ -266,9 +270,13 @@ class EnginePasses(LayerTime):
         return budget
 
     def output_forward(self) -> Budget:
-        """Final norm, logits, cross-entropy in fp32."""
-        budget, logits = Budget(), self.tokens * self._vocabulary
+        """Final norm, logits, cross-entropy in fp32; with `train.head_tokens` the norm alone."""
+        budget = Budget()
         self._norm(budget, self.outside * self.hidden)
+        return budget if self.spec.train.head_tokens else budget.plus(self._logits_forward())
+
+    def _logits_forward(self) -> Budget:
+        budget, logits = Budget(), self.tokens * self._vocabulary
         if self.spec.layout.sequence_parallel_on:
             self._communicate(budget, 1)
         self._product(budget, self.tokens, self._vocabulary, self.hidden)
@@ -286,13 +294,17 @@ class EnginePasses(LayerTime):
 
     def output_backward(self) -> Budget:
         """The same, back."""
-        budget = Budget()
+        budget, tokens = Budget(), self.spec.train.head_tokens
+        parts = -(-self.tokens // tokens) if tokens else 1
+        if tokens:  # a few of them at a time, there and back
+            budget = self._logits_forward()
         scaled = MIXED_IN_PLACE if self.width < WIDE else SPREAD * 2 * WIDE
         self._elements(budget, scaled * self.tokens * self._vocabulary, SMALL_OF_LOSS[1])
         self._product(budget, self.tokens, self.hidden, self._vocabulary)
         weights = product_seconds(self.machine, self._vocabulary, self.hidden, self.tokens, 1, self.width)
         budget.products += weights
         self._communicate_beside(budget, 1, weights)
+        budget.operations *= parts
         self._norm_backward(budget, self.outside * self.hidden)
-        self._accumulate(budget, self._vocabulary * self.hidden, 1)
+        self._accumulate(budget, self._vocabulary * self.hidden, 1, parts)
         return budget

@@ -115,7 +115,8 @@ class LayerTime:
             return 0.0
         modules = layout.recompute_modules if layout.recompute == "selective" else ()
         terms = kept_terms(self.spec, 0, layout.recompute, modules)
-        moved = sum(offloaded(self.spec, 0, 0, terms)) / HOST_COPY
+        rate = HOST_COPY if self.machine.gpu is None else self.machine.gpu.copy
+        moved = sum(offloaded(self.spec, 0, 0, terms)) / rate
         return max(0.0, moved * count / layers - seconds)
 
     # What passes are made of.

@@ -68,14 +68,15 @@ class StepPeak:
 
     def __init__(self, spec: JobSpec, gpu: bool = True, sums_apart: bool = False):
         self.spec, self.gpu, self.sizes = spec, gpu, Sizes.of(spec)
-        # A step's first products go where the sums are.
-        self.sums_apart = sums_apart and self.sizes.width < WIDE and spec.micro_batches > 1
         layout = spec.layout
         self.kind, self.stages, self.chunks = layout.schedule, layout.pipeline, layout.virtual_stages
         self.split = self.kind in SPLIT_BACKWARD
         self.takes, self.first = takes_gradient(spec), first_trained_layer(spec.model, spec.train.frozen)
         self.output_trained = output_weight(spec.model) not in frozen_names(spec)
         self.head_tokens = min(spec.train.head_tokens, tokens_of(spec)[0])
+        # A step's first product goes where the sum is.
+        several = spec.micro_batches > 1 or 0 < self.head_tokens < tokens_of(spec)[0]
+        self.sums_apart = sums_apart and several and self.output_trained and self.sizes.width < WIDE
         self._layers: dict[tuple[int, tuple[str, ...]], LayerPasses] = {}
         self._of_layers: dict[tuple[Callable[..., Pass], int, bool], Pass] = {}
         scatters = layout.tensor > 1 and not layout.sequence_parallel_on
@@ -270,12 +271,18 @@ class StepPeak:
         tape.take(sizes.gathered, sizes.whole)
         tape.for_a_moment(self._logits_of(tokens), (LOSS_TOKEN + LOSS_NUMBERS) * tokens, self._widened(tokens))
         tape.for_a_moment(self._logits_of(tokens), sizes.width * tokens * self.spec.model.hidden_size)
+        tape.for_a_moment(self._logits_of(tokens), self._product_apart)
         if sizes.gathered:
             tape.take(sizes.residual)
             tape.free(sizes.whole)
         tape.free(sizes.gathered, sizes.residual)
         self._layer(0, False)[0].norm_gradient(tape, sizes.residual)
         tape.free(sizes.residual)  # the norm's input; backward's beginning is held until its end
+
+    @property
+    def _product_apart(self) -> int:
+        """The gradient of the output layer's weight, before it is added."""
+        return WIDE * self._columns * self.spec.model.hidden_size if self.sums_apart else 0
 
     def _loss_backward(self, tape: Tape) -> None:
         """From the logits' gradient, which takes their place, to that of the residual stream."""
@@ -288,8 +295,8 @@ class StepPeak:
         if sizes.gathered:
             tape.take(sizes.residual)
             tape.free(sizes.whole)
-        if self.sums_apart and self.output_trained and not self.split:
-            tape.for_a_moment(WIDE * self._columns * self.spec.model.hidden_size)
+        if not self.split:
+            tape.for_a_moment(self._product_apart)
         tape.free(gathered)
         if not self.output_trained:
             tape.free(logits)

@@ -160,3 +160,23 @@ def test_tensor_parallel_layers_of_measured_gpus_have_less_each_and_communicate(
     alone, split = passes(job()), passes(job(tensor=4))
     assert split.forward().products < alone.forward().products
     assert split.forward().tensor > 0 == alone.forward().tensor
+
+
+def test_what_waits_in_host_memory_takes_the_measured_copies():
+    spec = job(offload_layers=8, train={"micro_batch_size": 32})
+    fast, slow = (passes(spec, Gpu(**{**vars(GPU), "copy": each})).passes() for each in (1e13, 1e9))
+    assert fast.forward.copies == 0 < slow.forward.copies
+
+
+def test_a_head_in_parts_moves_its_forward_to_the_backward():
+    whole, parts = (passes(job(train={"micro_batch_size": 16, "head_tokens": each})) for each in (0, 1024))
+    assert parts.output_forward().products == 0 < whole.output_forward().products
+    both = [each.output_forward().products + each.output_backward().products for each in (whole, parts)]
+    assert both[0] == pytest.approx(both[1])
+    assert parts.output_backward().accumulation > 5 * whole.output_backward().accumulation
+
+
+def test_8_bit_products_are_faster_and_cast_first():
+    plain, narrow = (passes(job(hidden=4096, heads=32, train={"fp8": each})) for each in ("off", "tensorwise"))
+    assert narrow.forward().products < 0.7 * plain.forward().products
+    assert narrow.forward().elementwise > plain.forward().elementwise

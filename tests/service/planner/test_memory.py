@@ -117,3 +117,5 @@ def test_sums_apart_take_the_largest_product_once_more():
     assert worst_rank(spec, apart).total == memory_of(spec, 0, apart).total
     one = job(train={"micro_batch_size": 64}, model={"vocabulary_size": 100_000})
     assert memory_of(one, 0, apart) == memory_of(one, 0), "a step's first product goes where the sum is"
+    parts = job(train={"micro_batch_size": 64, "head_tokens": 1024}, model={"vocabulary_size": 100_000})
+    assert memory_of(parts, 0, apart).total >= memory_of(parts, 0).total
