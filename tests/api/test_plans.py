@@ -1,7 +1,7 @@
 """`POST /v1/plans`, and jobs that leave their layout to the service."""
 
 from service.machines import Calibrated, save
-from service.planner.hardware import Core
+from service.planner.hardware import Core, Gpu
 from tests.api.conftest import DOCUMENT
 from workers.paths import Paths
 from workers.system.processor import node_type
@@ -42,6 +42,23 @@ def test_a_calibration_in_the_home_is_what_plans_go_by(service):
         assert machine["constants"] is None and "calibrate again" in machine["problem"]
         answer = service.http.post("/v1/plans", json=asked)
         assert answer.status_code == 422 and "calibrate again" in answer.json()["errors"][0]["rule"]
+    finally:
+        path.unlink()
+
+
+def test_a_gpu_that_was_calibrated_is_what_plans_for_its_type_go_by(service):
+    asked = PLAN | {"cluster": {"accelerator": "h100", "nodes": 1, "gpus_per_node": 1}}
+    before = service.http.post("/v1/plans", json=asked).json()
+    gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
+    path = save(Paths.of(service.control.home).machines, Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=gpu))
+    try:
+        after = service.http.post("/v1/plans", json=asked).json()
+        assert before["note"] is not None and after["note"] is None
+        assert after["plans"][0]["step_seconds"] != before["plans"][0]["step_seconds"]
+        (machine,) = service.http.get("/v1/machines").json()["items"]
+        assert (machine["name"], machine["this_node"], len(machine["constants"])) == ("h100-80gb", False, 8)
+        path.write_text("{}")
+        assert "calibrate again" in service.http.post("/v1/plans", json=asked).json()["errors"][0]["rule"]
     finally:
         path.unlink()
 

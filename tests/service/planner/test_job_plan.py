@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from service.planner.hardware import CpuNode
+from service.planner.hardware import CpuNode, Gpu
 from service.planner.job_plan import NotPlanned, Place, cluster_of, planned
 from tests.service.support.planned import a100s, job
 from workers.spec.problems import SpecError
@@ -35,6 +35,14 @@ def test_gpus_are_those_that_ray_knows():
     assert (found.nodes, found.gpus_per_node, found.machine.accelerator.name) == (2, 8, "a100-80gb")
     with pytest.raises(SpecError, match="Ray does not know"):
         cluster_of([Place(8, 0, True)], NODE)
+
+
+def test_gpus_that_were_calibrated_are_what_was_measured():
+    gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
+    found = cluster_of([Place(1, 0, True, "H100", 80 * 2**30)], NODE, {"h100-80gb": gpu})
+    assert found.machine.gpu == gpu and not planned(job(), found)["assumed"]
+    other = cluster_of([Place(1, 0, True, "A100", 80 * 2**30)], NODE, {"h100-80gb": gpu})
+    assert other.machine.gpu is None
 
 
 def test_nothing_is_planned_of_a_model_of_a_user():
