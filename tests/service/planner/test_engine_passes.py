@@ -33,7 +33,7 @@ COUNTED_APART = {"mm", "addmm", "addmm_", "_scaled_dot_product_flash_attention_f
 COUNTED_APART |= {"_scaled_dot_product_flash_attention_for_cpu_backward", "_fused_adamw_", "_foreach_mul_"}
 COUNTED_APART |= {"linalg_vector_norm", "cat"}
 """Products, attention, sums of gradients, the update."""
-LAYERS, HIDDEN, TOKENS, MICRO_BATCHES = (1, 3), 256, 256, 4
+LAYERS, HIDDEN, TOKENS, MICRO_BATCHES = (1, 2), 256, 256, 8
 
 
 class Traffic(TorchDispatchMode):
@@ -88,7 +88,7 @@ def test_the_bytes_of_a_layer_are_those_of_the_engines_operations(monkeypatch, f
     made += of_layer.get("native_layer_norm_backward", 0.0) * 2 / 3
     layer = passes(JobSpec.model_validate(document(family, 2, kv_heads)), BYTES)
     told = sum(each.elementwise for each in (layer.forward(), layer.backward_input(), layer.backward_weight()))
-    assert told == pytest.approx(made, rel=0.03)
+    assert told == pytest.approx(made, rel=0.012)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen"])

@@ -107,4 +107,8 @@ def test_attention_of_few_heads_waits_for_its_last_rows():
     machine = measured(ASSUMED, replace(GPU, kernel_seconds=1e-12))
     one, many = attention_seconds(machine, 1, 2048, 128)[0], attention_seconds(machine, 64, 2048, 128)[0]
     assert one > many / 32
-    assert attention_seconds(machine, 128, 2048, 128)[0] == pytest.approx(2 * many)
+    forward, backward = attention_seconds(machine, 128, 2048, 128)
+    assert forward == pytest.approx(2 * many)
+    # Half of the scores and those on the diagonal, two products forward and five backward.
+    assert forward * GPU.attention == pytest.approx(4 * 128 * 2048 * (2048 + 128) / 2 * (128 + 64))
+    assert backward / forward == pytest.approx(5 / 2 / 0.74)
