@@ -146,6 +146,17 @@ def test_16_bits_compiled_are_the_same_ones_each_time_and_near_those_of_plain_to
 
 
 @pytest.mark.soak  # its C++ takes a minute to compile
+def test_products_for_weights_may_be_put_off():
+    comm = Comm(RankGrid(spec().layout), 0, torch.device("cpu"))
+    model, parallel = {"family": "llama", "layers": 3}, {"schedule": "zb-h1"}
+    plain_one, compiled_one = (
+        train(Engine(spec(model=model, train={"micro_batch_size": 4, "compile": each}, parallel=parallel), comm), 3)
+        for each in (False, True)
+    )
+    assert compiled_one == [pytest.approx(each, rel=1e-5) for each in plain_one]
+
+
+@pytest.mark.soak  # its C++ takes a minute to compile
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
 def test_compiled_casts_are_the_others(kind):
     comm = Comm(RankGrid(spec().layout), 0, torch.device("cpu"))

@@ -42,6 +42,12 @@ def _place_of(weight: torch.Tensor) -> Product:
     return place
 
 
+def _to_keep(place: Product, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What products for weights are computed from. Where those are put off it is copied: once an operator has returned,
+    compiled code takes the memory of what it was given for something else."""
+    return [tensor.clone() if place.region.weight_gradients.keeping else tensor for tensor in tensors]
+
+
 @torch.library.custom_op("manta::column_parallel", mutates_args=())
 def column_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gathers: int) -> torch.Tensor:
     """x W^T + b, x gathered along the sequence from `gathers` ranks."""
@@ -57,6 +63,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gathers:
 def column_parallel_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gathers: int) -> torch.Tensor:
     """The gradient of x."""
     place = _place_of(weight)
+    grad, x = _to_keep(place, grad, x)
     grad_x = column_backward([grad], x, [place.weight], [place.bias], place.region)
     return grad_x if grad_x.is_contiguous() else grad_x.contiguous()
 
@@ -100,7 +107,8 @@ def column_parallel_pair_backward(
     """The gradient of x, which is reduced once."""
     one, other = _place_of(first), _place_of(second)
     weights, biases = [one.weight, other.weight], [one.bias, other.bias]
-    grad_x = column_backward([grad, other_grad], x, weights, biases, one.region)
+    *grads, x = _to_keep(one, grad, other_grad, x)
+    grad_x = column_backward(grads, x, weights, biases, one.region)
     return grad_x if grad_x.is_contiguous() else grad_x.contiguous()
 
 
@@ -126,7 +134,8 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scatters
 def row_parallel_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scatters: int) -> torch.Tensor:
     """The gradient of x."""
     place = _place_of(weight)
-    return row_backward(grad.contiguous(), lambda: x, place.weight, place.bias, place.region)
+    kept_grad, kept_x = _to_keep(place, grad.contiguous(), x)
+    return row_backward(kept_grad, lambda: kept_x, place.weight, place.bias, place.region)
 
 
 @row_parallel_backward.register_fake
