@@ -120,6 +120,22 @@ def test_what_layers_keep_is_copied_once_and_nothing_that_stays_anyway(monkeypat
     assert not stay & {offload.memory_of(each) for each in host.copied}
 
 
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+def test_8_bit_products_take_what_comes_back_too(monkeypatch, fp8):
+    monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
+    found = []
+    for layers in (0, 3):
+        train = {"micro_batch_size": 2, "precision": "bf16", "fp8": fp8, "head_tokens": 5}
+        model = {"layers": 4, "sequence_length": 16, "hidden_size": 64}
+        job_spec = spec(model=model, train=train, parallel={"offload_layers": layers})
+        engine = Engine(job_spec, lone_rank(job_spec))
+        engine.initialise(1)
+        batch = micro_batches(job_spec, 0, WINDOWS.repeat(1, 2)[:, :17])
+        losses = [engine.step(batch, len(WINDOWS), 1e-3, 0).loss for _ in range(2)]
+        found.append((losses, engine.flat.gradients.clone()))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
 def uncounted(size: int, pinned: bool) -> torch.Tensor:
     """Memory that `held_bytes` does not see."""
     with _disable_current_modes():
