@@ -23,6 +23,7 @@ Heads = Annotated[int, Field(gt=0, le=100_000, strict=True)]
 Length = Annotated[int, Field(gt=0, le=10_000_000, strict=True)]
 Vocabulary = Annotated[int, Field(gt=0, le=100_000_000, strict=True)]
 AxisSize = Annotated[int, Field(gt=0, le=100_000, strict=True)]
+Chunks = Annotated[int, Field(gt=0, le=1024, strict=True)]
 Batch = Annotated[int, Field(gt=0, le=100_000_000, strict=True)]
 Steps = Annotated[int, Field(gt=0, le=1_000_000_000, strict=True)]
 StepsOrNever = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
@@ -449,6 +450,11 @@ class ParallelConfig(Section):
     sequence_parallel: StrictBool | None = None
     """Split norms and residuals along the sequence over the tensor group (arXiv:2205.05198, section 4.2.2);
     default: exactly when tensor > 1."""
+    forward_chunks: Chunks = 1
+    """Chunks along the sequence in which, forward, products run beside their communication over the tensor group: one
+    is gathered or summed while another is computed (docs/parallelism.md). Nothing changes with tensor 1. 1: first all
+    of one, then all of the other; the default, because smaller products and more messages may cost more than they hide,
+    and nobody has measured it on several GPUs."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in backward. selective: those of recompute_modules; full: whole layers, of which only
     the input is kept (arXiv:2205.05198, section 5)."""

@@ -144,7 +144,9 @@ class LayerTime:
     def _boundary(self) -> float:
         """Seconds of one collective of a whole activation over the tensor group: an all-reduce, or with sequence
         parallelism an all-gather or a reduce-scatter."""
-        size = self.tokens * self.hidden * self.width
+        return self._collective(self.tokens * self.hidden * self.width)
+
+    def _collective(self, size: float) -> float:
         tensor, cluster = self.groups.tensor, self.groups.cluster
         if self.spec.layout.sequence_parallel_on:
             return gather_seconds(tensor, cluster, size)
@@ -153,10 +155,12 @@ class LayerTime:
     def _communicate(self, budget: Budget, times: int) -> None:
         """So many collectives, while nothing else runs."""
         if self.groups.tensor.size > 1:
-            # A gather follows a scatter closely, so that only one of them finds ranks apart.
-            waits = times / 2 if self.spec.layout.sequence_parallel_on else times
-            budget.tensor += times * self._boundary + waits * self.machine.constants.skew_seconds
+            budget.tensor += times * self._boundary + self._waits(times) * self.machine.constants.skew_seconds
             budget.operations += times
+
+    def _waits(self, times: int) -> float:
+        """How many of so many collectives find ranks apart: a gather follows a scatter closely."""
+        return times / 2 if self.spec.layout.sequence_parallel_on else times
 
     def _communicate_beside(self, budget: Budget, times: int, work: float) -> None:
         """So many collectives beside so many seconds of products, as far as the engine does that."""
@@ -168,6 +172,38 @@ class LayerTime:
             budget.tensor += whole - hidden * min(whole, work)
             budget.operations += times
 
+    def _enter(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
+        """Forward products (n, k) of what enters a tensor-parallel block, which is gathered where the sequence is
+        split."""
+        if self.spec.layout.sequence_parallel_on:
+            self._with_boundary(budget, width, *products)
+        else:
+            self._forward_products(budget, width, *products)
+
+    def _forward_products(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
+        budget.products += sum(product_seconds(self.machine, self.tokens, n, k, 1, width) for n, k in products)
+        budget.operations += len(products)
+
+    def _with_boundary(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
+        """Products of all tokens that share an input, with the collective that brings it or that sums up their result:
+        one after the other, or chunk by chunk beside each other."""
+        layout, ranks = self.spec.layout, self.groups.tensor.size
+        chunks = layout.forward_chunks if ranks > 1 else 1
+        if chunks == 1:
+            self._forward_products(budget, width, *products)
+            self._communicate(budget, 1)
+            return
+        # Of each rank's part of the sequence one block, in one kernel.
+        blocks = ranks if layout.sequence_parallel_on else 1
+        rows = -(-self.tokens // (blocks * chunks))
+        product = sum(product_seconds(self.machine, rows, n, k, blocks, width) for n, k in products)
+        collective = self._collective(self.tokens * self.hidden * self.width / chunks)
+        # All but the first gathering, or the last sum, run beside a product.
+        hidden = self.software.overlaps_tensor * (chunks - 1) * min(collective, product)
+        budget.products += chunks * product
+        budget.tensor += chunks * collective - hidden + self._waits(1) * self.machine.constants.skew_seconds
+        budget.operations += chunks * (len(products) + 1)
+
     # A layer.
 
     def forward(self) -> Budget:
@@ -177,19 +213,16 @@ class LayerTime:
         for _ in range(2):
             self._elements(budget, 2 * width * self.outside * h)  # norm
         self._cast(budget, 2 * h + self.attention_width + self.inner, 4, CAST_ROWS)
-        self._linear(budget, self.tokens, columns, h)
+        self._enter(budget, self.linear_width, (columns, h))
         self._elements(budget, 2 * width * self.tokens * columns)  # bias, or turning and splitting
         self._attention_forward(budget)
-        self._linear(budget, self.tokens, h, self.attention_width)
-        for _ in range(self.up_matrices):
-            self._linear(budget, self.tokens, self.inner, h)
+        self._with_boundary(budget, self.linear_width, (h, self.attention_width))
+        self._enter(budget, self.linear_width, *self.up_matrices * [(self.inner, h)])
         activation = 2 if self.software.fused else 4
         self._elements(budget, (activation + self.up_matrices - 1) * width * self.tokens * self.inner)
-        self._linear(budget, self.tokens, h, self.inner)
+        self._with_boundary(budget, self.linear_width, (h, self.inner))
         for _ in range(2):
             self._elements(budget, self._residual_bytes())
-        gathers = 4 if self.spec.layout.sequence_parallel_on else 2
-        self._communicate(budget, gathers)
         return budget
 
     def _residual_bytes(self) -> float:
@@ -341,10 +374,12 @@ class LayerTime:
         return budget if self.spec.train.head_tokens else budget.plus(self._logits_forward())
 
     def _logits_forward(self) -> Budget:
-        budget = Budget()
-        if self.spec.layout.sequence_parallel_on:
-            self._communicate(budget, 1)
-        self._product(budget, self.tokens, self._vocabulary, self.hidden)
+        budget, product = Budget(), (self._vocabulary, self.hidden)
+        if self.spec.train.head_tokens:  # gathered in one piece
+            self._forward_products(budget, self.width, product)
+            self._communicate(budget, int(self.spec.layout.sequence_parallel_on))
+        else:
+            self._enter(budget, self.width, product)
         loss = self.software.loss_bytes[0] - WIDE + self.width
         self._elements(budget, loss * self.tokens * self._vocabulary)
         return budget

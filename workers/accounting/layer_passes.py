@@ -48,6 +48,8 @@ class Sizes:
     """What a rank has of it."""
     gathered: int
     """A copy of all of it that is brought together for a product; 0 where a rank has all."""
+    in_chunks: int
+    """What of such a copy is there at once in forward, as of a sum that is yet to be scattered: two chunks."""
     context: int
     """What attention gives; as large as the queries."""
     keys: int
@@ -61,11 +63,15 @@ class Sizes:
         model, t, width = spec.model, spec.layout.tensor, width_of(spec)
         tokens, outside = tokens_of(spec)
         whole, context = width * tokens * model.hidden_size, width * tokens * model.attention_width // t
+        gathered = whole if spec.layout.sequence_parallel_on else 0
+        rows = max(1, model.sequence_length // t)
+        of_chunk = -(-rows // min(rows, spec.layout.forward_chunks))
         return cls(
             width,
             whole,
             residual=width * outside * model.hidden_size,
-            gathered=whole if spec.layout.sequence_parallel_on else 0,
+            gathered=gathered,
+            in_chunks=gathered * min(rows, 2 * of_chunk) // rows,
             context=context,
             keys=width * tokens * value_heads_of(spec) * model.head_size,
             inner=width * tokens * model.ffn_size // t,
@@ -154,7 +160,7 @@ class LayerPasses:
 
     def _enter(self, tape: Tape, size: int) -> None:
         """The products that enter a block, whose results are of that size."""
-        tape.for_a_moment(self.sizes.gathered, size)
+        tape.for_a_moment(self.sizes.in_chunks, size)
         self.eight.product(tape, self.sizes.whole, self.sizes.gathered, size)
 
     def _leave(self, tape: Tape, size: int) -> None:
@@ -162,7 +168,7 @@ class LayerPasses:
         residual = self.sizes.residual
         self.eight.product(tape, size, self.sizes.whole)
         if self.sizes.gathered:
-            tape.for_a_moment(self.sizes.whole, residual)
+            tape.for_a_moment(self.sizes.in_chunks, residual)
         tape.take(residual)
         self.drop_out(tape)
 

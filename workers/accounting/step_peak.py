@@ -251,7 +251,7 @@ class StepPeak:
         self._layer(0, False)[0].norm(tape, sizes.residual)
         if self.head_tokens:
             return
-        tape.for_a_moment(sizes.gathered, self._logits_of(tokens))
+        tape.for_a_moment(sizes.in_chunks, self._logits_of(tokens))
         tape.take(self._logits_of(tokens))
         tape.take(LOSS_TOKEN * tokens)
         tape.free(0 if self.output_trained else sizes.residual)

@@ -32,7 +32,7 @@ class ModelStage(nn.Module):
         """`products` computes the linear layers; default: torch."""
         super().__init__()
         layout = spec.layout
-        region = Region(comm, layout.sequence_parallel_on, products or TorchProducts())
+        region = Region(comm, layout.sequence_parallel_on, products or TorchProducts(), layout.forward_chunks)
         self.weight_gradients, self._products = region.weight_gradients, region.products
         shared, count = Shared(spec, region), layout.pipeline * layout.virtual_stages
         indices = [

@@ -170,6 +170,23 @@ def _sequence_parallel_fits(spec: JobSpec) -> Iterator[Problem]:
         )
 
 
+def _chunks_have_rows(spec: JobSpec) -> Iterator[Problem]:
+    layout, length = spec.layout, spec.model.sequence_length
+    rows = length // layout.tensor if layout.sequence_parallel_on else length
+    if layout.tensor > 1 and layout.forward_chunks > max(1, rows):
+        yield Problem(
+            "parallel.forward_chunks",
+            f"{layout.forward_chunks} chunks are more than the {rows} rows of the sequence that a rank holds",
+            str(max(1, rows)),
+        )
+
+
+def _chunks_have_16_bits(spec: JobSpec) -> Iterator[Problem]:
+    if spec.layout.forward_chunks > 1 and spec.train.fp8 != "off":
+        rule = "with train.fp8 products are not cut in chunks: each chunk would be cast by itself"
+        yield Problem("parallel.forward_chunks", rule, "1")
+
+
 def _key_value_heads_fit(spec: JobSpec) -> Iterator[Problem]:
     model, tensor = spec.model, spec.layout.tensor
     groups = model.key_value_heads
@@ -496,6 +513,8 @@ FITTING: tuple[Rule, ...] = (
     _custom_models_are_named,
     _tensor_divides,
     _sequence_parallel_fits,
+    _chunks_have_rows,
+    _chunks_have_16_bits,
     _key_value_heads_fit,
     _schedule_fits_virtual_stages,
     _pipeline_has_layers,

@@ -92,6 +92,31 @@ def test_reduction_beside_weight_gradients_hides_most_of_it():
     assert 0 < hidden < 0.5 * seen
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_chunks_hide_communication_behind_large_products_and_cost_small_ones_more(sequence_parallel):
+    def in_chunks(count: int, hidden: int, software: Software = MANTA) -> LayerTime:
+        parallel = {"tensor": 8, "sequence_parallel": sequence_parallel, "forward_chunks": count}
+        shape = {"model": {"sequence_length": 4096}, "train": {"micro_batch_size": 4}}
+        return layer(job(hidden=hidden, heads=64, **shape, **parallel), software)
+
+    whole, cut = in_chunks(1, 8192).forward(), in_chunks(4, 8192).forward()
+    assert cut.tensor < 0.7 * whole.tensor
+    assert cut.seconds < whole.seconds
+    assert cut.products >= whole.products
+    assert cut.operations > whole.operations
+    # But for one chunk all is hidden where nothing is lost by sharing the device.
+    ideal = in_chunks(4, 8192, replace(MANTA, overlaps_tensor=1.0)).forward()
+    assert whole.tensor / 4 < ideal.tensor < cut.tensor
+    # What nothing hides takes longer, by the latency of more messages.
+    apart = in_chunks(4, 8192, replace(MANTA, overlaps_tensor=0.0)).forward()
+    assert apart.tensor > whole.tensor
+    assert in_chunks(64, 512).forward().seconds > in_chunks(1, 512).forward().seconds
+
+
+def test_chunks_on_one_tensor_rank_change_nothing():
+    assert layer(job(forward_chunks=4)).forward() == layer(job()).forward()
+
+
 def test_zero_divides_the_update_over_the_replicas():
     whole, split = step(job(data=8, zero=0)), step(job(data=8, zero=1))
     assert split.optimizer < whole.optimizer

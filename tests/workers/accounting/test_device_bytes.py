@@ -91,6 +91,20 @@ def assert_as_told(job_spec: JobSpec, stage: int) -> None:
     assert told.total == pytest.approx(peak, rel=0.03)
 
 
+CHUNKED = {
+    "full": job("gpt", 1, parallel={"recompute": "full", "forward_chunks": 4, "pipeline": 1}),
+    "1f1b": job(parallel={"forward_chunks": 3}),
+    "gpt": job("gpt", parallel={"forward_chunks": 4, "sequence_parallel": False}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each == "full" else pytest.mark.soak) for each in CHUNKED]
+)
+def test_forward_in_chunks_takes_what_is_told(name):
+    assert_as_told(CHUNKED[name], 0)
+
+
 @pytest.mark.parametrize(
     ("name", "stage"), [("1f1b", 0), ("zb-h1", 0), ("full", 3), ("8 bits, zb-h1", 1), ("a few logits", 1)]
 )

@@ -94,6 +94,24 @@ def test_a_loss_of_a_few_tokens_at_a_time_keeps_to_the_rules(corpus):
     assert_sound(recorded_job(job, 1))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "layout", "more"),
+    [
+        ("zb-v", (2, 2, 2), {"family": "llama"}),
+        ("1f1b", (4, 2, 1), {"sequence_parallel": False, "recompute": "full"}),
+        *(
+            pytest.param(schedule, (2, 2, 2), {"family": "qwen", "recompute": "selective"}, marks=pytest.mark.soak)
+            for schedule in SCHEDULES
+        ),
+    ],
+)
+def test_forward_in_chunks_keeps_to_the_rules(corpus, tmp_path, schedule, layout, more):
+    # A rank of four has no more than two rows.
+    chunks = {"forward_chunks": 3 if layout[0] == 2 else 2}
+    job = job_of(row(schedule, layout, **more), corpus, parallel=chunks)
+    assert_sound(recorded_job(job, 1, tmp_path))
+
+
 def test_the_interval_of_snapshots_is_agreed_upon_in_one_order(corpus, tmp_path):
     """After sixteen steps."""
     job = job_of(row("1f1b", (1, 1, 4)), corpus, train={"steps": 17, "validate_every": 0, "time_parts_every": 0})

@@ -53,20 +53,20 @@ def plain(comm: Comm, job: dict, steps: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "tensor", "kv_heads", "recompute"),
+    ("family", "tensor", "kv_heads", "recompute", "chunks"),
     [
-        *(("gpt", 1, 4, "none"), ("gpt", 2, 4, "selective"), ("qwen", 2, 2, "none")),
+        *(("gpt", 1, 4, "none", 1), ("gpt", 2, 4, "selective", 3), ("qwen", 2, 2, "none", 1)),
         *(
             pytest.param(*each, marks=pytest.mark.soak)
-            for each in (("gpt", 2, 1, "none"), ("gpt", 2, 4, "full"), ("llama", 1, 4, "selective"))
+            for each in (("gpt", 2, 1, "none", 1), ("gpt", 2, 4, "full", 2), ("llama", 1, 4, "selective", 1))
         ),
     ],
 )
-def test_compiled_layers_are_one_graph_and_give_the_same_numbers(ranks, family, tensor, kv_heads, recompute):
+def test_compiled_layers_are_one_graph_and_give_the_same_numbers(ranks, family, tensor, kv_heads, recompute, chunks):
     job = document(
         model={"family": family, "layers": 5, "kv_heads": kv_heads, "sliding_window": 5},
         train={"micro_batch_size": 4},
-        parallel={**axes((tensor, 1, 1)), "recompute": recompute},
+        parallel={**axes((tensor, 1, 1)), "recompute": recompute, "forward_chunks": chunks},
     )
     expected = ranks.run(layout_of(tensor=tensor), plain, job, 3)
     for rank, (numbers, graphs, breaks) in enumerate(ranks.run(layout_of(tensor=tensor), compiled, job, 3)):

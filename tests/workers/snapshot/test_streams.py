@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from job_cover import FACTORS, SCHEDULES, job_of
+from recorded_groups import code_line
 from recorded_jobs import recorded_rank
 from stream_races import COMPUTE, OrderedWork, PretendedCuda, RaceRecorder, pretended_loader, pretended_streams
 
@@ -243,6 +244,19 @@ def test_activations_on_their_way_that_nobody_waits_for_are_found(corpus, tmp_pa
         out, back = offload.copy_streams(torch.device("cpu"))
     wanted = race.format(out=out.name.split()[-1], back=back.name.split()[-1])
     assert any(wanted in found for found in cuda.order.races), cuda.order.races
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_chunks_of_a_forward_product_are_waited_for(corpus, tmp_path, monkeypatch, sequence_parallel, forgets):
+    chunks = {"layout": (2, 2, 2), "sequence_parallel": sequence_parallel}
+    job = job_of(PLAIN | chunks, corpus, train={"steps": 1}, parallel={"forward_chunks": 3})
+    if forgets:
+        wait = OrderedWork.wait
+        in_chunks = "forward_chunks.py"
+        monkeypatch.setattr(OrderedWork, "wait", lambda work: in_chunks in code_line() or wait(work))
+    cuda = raced(job, 0, tmp_path, 1)
+    assert any("tensor" in race and COMPUTE in race for race in cuda.order.races) == forgets
 
 
 def test_batches_that_are_copied_on_a_stream_nobody_waits_for_are_found(corpus, tmp_path):

@@ -146,6 +146,25 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "model.sequence_length", "must be a multiple of parallel.tensor (2) with sequence parallelism", "8",
     ),
     (
+        "more chunks than rows of a rank",
+        {"parallel": {"tensor": 2, "forward_chunks": 5}},
+        "parallel.forward_chunks", "5 chunks are more than the 4 rows of the sequence that a rank holds", "4",
+    ),
+    (
+        "more chunks than rows",
+        {"parallel": {"tensor": 2, "sequence_parallel": False, "forward_chunks": 9}},
+        "parallel.forward_chunks", "9 chunks are more than the 8 rows", "8",
+    ),
+    (
+        "chunks of 8 bits",
+        {
+            "model": {"hidden_size": 64, "sequence_length": 32},
+            "train": {"fp8": "rowwise", "precision": "bf16"},
+            "parallel": {"tensor": 2, "forward_chunks": 2},
+        },
+        "parallel.forward_chunks", "with train.fp8 products are not cut in chunks", "1",
+    ),
+    (
         "sequence parallel alone",
         {"parallel": {"sequence_parallel": True}},
         "parallel.sequence_parallel", "but parallel.tensor is 1", "false",
@@ -626,6 +645,8 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("a ramp from the whole batch", {"train": {"batch_ramp": {**RAMP, "start": 8}}, "parallel": {"data": 8}}),
     ("explicit attention with dropout", {"train": {"attention": "explicit"}, "model": {"dropout": 0.1}}),
     ("sequences kept whole", {"model": {"sequence_length": 9}, "parallel": {"tensor": 2, "sequence_parallel": False}}),
+    ("a chunk for each row", {"parallel": {"tensor": 2, "forward_chunks": 4}}),
+    ("chunks on one tensor rank", {"parallel": {"forward_chunks": 9}}),
     ("fewer key-value heads than tensor ranks", {"model": {"kv_heads": 2}, "parallel": {"tensor": 4}}),
     ("compiled blocks that are computed again", {"train": {"compile": True}, "parallel": {"recompute": "selective"}}),
     ("interleaved on one", {"parallel": {"schedule": "interleaved", "data": 2}, "train": {"global_batch_size": 7}}),

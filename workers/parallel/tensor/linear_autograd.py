@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from workers.parallel.recompute.modules import Again, in_backward
+from workers.parallel.tensor.forward_chunks import column_forward_in_chunks, row_sum_in_chunks
 from workers.parallel.tensor.products import Gelu
 from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.sequence_parallel import gather, start_gather, start_sum, sum_partial
@@ -28,6 +29,8 @@ def column_forward(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], region: Region
 ) -> tuple[torch.Tensor, ...]:
     """x W^T + b for one or more W that are split over their rows; x is gathered once."""
+    if region.forward_chunks > 1 and region.sequence_parallel:
+        return column_forward_in_chunks(x, weights, biases, region)
     return region.products.outputs(gather(x, region), weights, biases)
 
 
@@ -91,7 +94,10 @@ def row_forward(
         return (
             products.output(x, weight, bias) if residual is None else products.output_added(x, weight, bias, residual)
         )
-    y = sum_partial(products.output(x, weight), region)
+    if region.forward_chunks > 1:
+        y = row_sum_in_chunks(x, weight, region)
+    else:
+        y = sum_partial(products.output(x, weight), region)
     if bias is not None:
         y.add_(bias)
     return y if residual is None else y.add_(residual)

@@ -41,6 +41,12 @@ class Products(Protocol):
         """The same of several layers that share their input."""
         ...
 
+    def output_into(
+        self, out_rno: torch.Tensor, x_rni: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        """x W^T + b, put into `out_rno`. Both are r blocks of rows, which may lie apart from each other in memory."""
+        ...
+
     def output_added(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
@@ -108,6 +114,22 @@ class TorchProducts:
     ) -> tuple[torch.Tensor, ...]:
         """One after the other."""
         return tuple([self.output(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
+
+    def output_into(
+        self, out_rno: torch.Tensor, x_rni: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        """x W^T + b, with no copy of either."""
+        if len(x_rni) > 1 and x_rni.is_cuda:
+            # One kernel: the product of a single block may be too small to fill a GPU.
+            torch.bmm(x_rni, weight.t().expand(len(x_rni), -1, -1), out=out_rno)
+            if bias is not None:
+                out_rno.add_(bias)
+            return
+        for x_ni, out_no in zip(x_rni, out_rno, strict=True):
+            if bias is None:
+                torch.mm(x_ni, weight.t(), out=out_no)
+            else:
+                torch.addmm(bias, x_ni, weight.t(), out=out_no)
 
     def output_added(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
