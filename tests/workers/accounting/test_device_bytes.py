@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from engine_specs import spec
-from fake_rank import CPU, FakeRank, host_memory_apart, pretended_gpu
+from fake_rank import CPU, FakeRank, host_memory_apart, pretended_gpu, tracker_of_bytes
+from one_layer import OneLayer
 
 from workers.accounting import step_peak
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import device_bytes
+from workers.accounting.layer_passes import LayerPasses
 from workers.config import JobSpec
 from workers.parallel.tensor.cross_entropy import BLOCK_ELEMENTS, BLOCK_ROWS
 
@@ -98,11 +100,35 @@ CHUNKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each == "full" else pytest.mark.soak) for each in CHUNKED]
-)
-def test_forward_in_chunks_takes_what_is_told(name):
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CHUNKED)
+def test_steps_in_chunks_take_what_is_told(name):
     assert_as_told(CHUNKED[name], 0)
+
+
+def forward_peak(job_spec: JobSpec) -> int:
+    """Bytes that a layer's forward takes at its peak, with its weights."""
+    with pretended_gpu():
+        layer, tracker = OneLayer(job_spec), tracker_of_bytes()
+        x = layer.input().requires_grad_()
+        layer.forward(x)  # makes the tables that all layers share
+        with tracker:
+            layer.forward(x)
+        return tracker.get_tracker_snapshot("peak")[CPU]["Total"]
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_a_forward_in_chunks_holds_two_of_them_at_once(family):
+    def told_and_taken(chunks: int) -> tuple[int, int]:
+        layer = job(family, parallel={"tensor": 4, "pipeline": 1, "forward_chunks": chunks}, micro_batch_size=2)
+        return LayerPasses(layer, 0).forward().most, forward_peak(layer)
+
+    told, taken = told_and_taken(1)
+    assert told_and_taken(2) == (told, taken)
+    for chunks in (3, 8):
+        less_told, less_taken = told_and_taken(chunks)
+        assert told - less_told == pytest.approx(taken - less_taken, rel=0.02)
+        assert told - less_told > 0.05 * told
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ class OneLayer:
 
     def __init__(self, spec: JobSpec):
         self.spec, self.comm = spec, lone_rank(spec)
-        region = Region(self.comm, spec.layout.sequence_parallel_on, TorchProducts())
+        layout = spec.layout
+        region = Region(self.comm, layout.sequence_parallel_on, TorchProducts(), layout.forward_chunks)
         self.layer = parts_of(spec.model).layer(Shared(spec, region), 0)
         self.dtype = getattr(torch, spec.train.dtype)
         self.flat = FlatParameters(named_shards(self.layer), 1, CPU, self.dtype)
