@@ -21,6 +21,7 @@ from benchmarks import (
     control_plane,
     dashboard,
     elastic_sums,
+    forward_chunks,
     layouts,
     metrics,
     nanogpt,
@@ -104,6 +105,15 @@ def test_elastic_sums_give_the_same_bits() -> None:
     report = elastic_sums.measure(options, model)
     assert report.figures["same_bits_elastic"].met
     assert (report.figures["gradient_buffers_1"].value, report.figures["gradient_buffers_2"].value) == (2, 1)
+
+
+@pytest.mark.soak
+def test_forward_in_chunks_gives_the_same_losses() -> None:
+    options = argparse.Namespace(seed=1, steps=2, rounds=1)
+    model = {"layers": 1, "hidden_size": 32, "heads": 2, "sequence_length": 16}
+    report = forward_chunks.measure(options, model)
+    assert all(each.met for name, each in report.figures.items() if name.startswith("loss_distance"))
+    assert len(report.figures) == 14
 
 
 @pytest.mark.soak

@@ -46,9 +46,10 @@ def column_forward_in_chunks(
         gathering.wait()
         if number + 1 < len(chunks):
             ahead = _gathering(x, chunks[number + 1], region)
-        chunk_tni = gathered.view(ranks, -1, x.shape[-1])
         for output, weight, bias in zip(outputs, weights, biases, strict=True):
-            region.products.output_into(_of_each_rank(output, rows, ranks), chunk_tni, weight, bias)
+            # No name for its view, which would hold the chunk while the next but one is gathered.
+            chunk_tno = _of_each_rank(output, rows, ranks)
+            region.products.output_into(chunk_tno, gathered.view(ranks, -1, x.shape[-1]), weight, bias)
     return tuple(outputs)
 
 

@@ -13,6 +13,7 @@ from engine_specs import axes, document, layout_of
 from plain_gpt import random_weights
 from plain_llama import plain_model
 from rank_programs import Steps, assemble, light, run_steps, train_job
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
@@ -158,25 +159,28 @@ class OfTwo(Comm):
     def __init__(self) -> None:
         super().__init__(RankGrid(layout_of(tensor=2)), 1, torch.device("cpu"))
         self.notes: list[str] = []
-        self._started = 0
+        self.most_alive, self._started = 0, 0
+        self._chunks: list[StorageWeakRef] = []
 
-    def _begins(self, finish: Any) -> Noted:
+    def _begins(self, chunk: torch.Tensor, finish: Any) -> Noted:
+        self._chunks.append(StorageWeakRef(chunk.untyped_storage()))
+        self.most_alive = max(self.most_alive, sum(not each.expired() for each in self._chunks))
         name = f"communication {self._started}"
         self._started += 1
         self.notes.append(f"start {name}")
         return Noted(self.notes, name, finish)
 
     def start_all_reduce(self, axis, tensor, largest=False):
-        return self._begins(lambda: tensor.mul_(11.0))
+        return self._begins(tensor, lambda: tensor.mul_(11.0))
 
     def start_all_gather(self, axis, tensor, out=None):
         out = tensor.new_full((2 * len(tensor), *tensor.shape[1:]), float("nan"))
-        return out, self._begins(lambda: out.copy_(torch.cat([10.0 * tensor, tensor])))
+        return out, self._begins(out, lambda: out.copy_(torch.cat([10.0 * tensor, tensor])))
 
     def start_reduce_scatter(self, axis, tensor, out=None):
         if out is None:
             out = torch.empty_like(tensor[: len(tensor) // 2])
-        return out, self._begins(lambda: out.copy_(11.0 * tensor[len(tensor) // 2 :]))
+        return out, self._begins(tensor, lambda: out.copy_(11.0 * tensor[len(tensor) // 2 :]))
 
 
 class NotedProducts(TorchProducts):
@@ -194,6 +198,17 @@ class NotedProducts(TorchProducts):
 def region_of(sequence_parallel: bool, chunks: int) -> tuple[Region, list[str]]:
     comm = OfTwo()
     return Region(comm, sequence_parallel, NotedProducts(comm.notes), chunks), comm.notes
+
+
+def test_two_chunks_are_there_at_once():
+    region, _ = region_of(True, 6)
+    assert isinstance(region.comm, OfTwo)
+    column_forward(whole_numbers(6, 1, 4), [whole_numbers(5, 4)], [None], region)
+    assert region.comm.most_alive == 2
+    region, _ = region_of(True, 6)
+    assert isinstance(region.comm, OfTwo)
+    row_forward(whole_numbers(12, 1, 4), whole_numbers(5, 4), None, region)
+    assert region.comm.most_alive == 2
 
 
 def whole_numbers(*shape: int) -> torch.Tensor:
