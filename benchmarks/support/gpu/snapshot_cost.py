@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -20,55 +21,89 @@ from workers.errors import MantaError
 from workers.paths import SHARED_MEMORY
 from workers.protocol.messages import Resume
 from workers.reporter import Reporter
+from workers.snapshot.interval import AGREE_EVERY, steps_between
 from workers.spec.reading import parse_job_spec
 from workers.system import gpu
 from workers.system.host_memory import memory_available
 from workers.trainer import NO_PLACES, Places, Trainer
 
 GOAL_STALL = 0.01
-"""Most of a step's time that a snapshot may hold the device up."""
+"""Most of a step's time that snapshots may hold the device up, as a mean over steps, at the interval that a job chooses
+by itself."""
+INTERVALS_AFTER = 2
+"""Of those that are measured."""
 
 
 def measure_snapshots(
     report: Report, name: str, size: Size, seed: int, steps: int, device: torch.device, compiled: bool
 ) -> None:
-    """Train without snapshots, then with one after each step. Raises MantaError where there is no memory for them."""
-    spec = parse_job_spec(size.document(seed, compiled, checkpoint={"every_steps": 0, "snapshot_every_steps": 1}))
+    """Train without snapshots, with one after each step, and at the interval that the job chooses. Raises MantaError
+    where there is no memory for them."""
+
+    def job(every: int | str) -> JobSpec:
+        return parse_job_spec(
+            size.document(seed, compiled, checkpoint={"every_steps": 0, "snapshot_every_steps": every})
+        )
+
+    spec = job(1)
     needed = snapshot_bytes(spec)
     if needed > memory_available():
         raise MantaError(f"the snapshots of {name} take {needed} bytes, and {memory_available()} can be had")
-    without = statistics.median(_trained(spec, device, NO_PLACES, steps)[0])
+    without = statistics.median(_trained(spec, device, NO_PLACES, steps).seconds)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared, tempfile.TemporaryDirectory() as durable:
         places = Places("snapshots", snapshots=shared, checkpoints=durable)
-        seconds, stalls, copies, saved, pinned = _trained(spec, device, places, steps)
-    step, copied = statistics.median(seconds), statistics.median(copies)
+        each = _trained(spec, device, places, steps)
+    step, stall = statistics.median(each.seconds), statistics.median(each.stalls)
     report.add(f"snapshot_{name}_bytes", checkpoint_bytes(spec), "bytes")
-    report.add(f"snapshot_{name}_copied", round(checkpoint_bytes(spec) / copied / 1e9, 3), "GB/s")
-    report.add(f"snapshot_{name}_stall_share", round(statistics.median(stalls) / step, 5), "ratio", GOAL_STALL)
-    report.add(f"snapshot_{name}_step_to_without", round(step / without, 4), "ratio")
-    report.add(f"snapshot_{name}_checkpoint_written_in", round(saved, 3), "s")
+    report.add(
+        f"snapshot_{name}_copied", round(checkpoint_bytes(spec) / statistics.median(each.copies) / 1e9, 3), "GB/s"
+    )
+    report.add(f"snapshot_{name}_stall", round(1e3 * stall, 3), "ms")
+    report.add(f"snapshot_{name}_each_step_to_without", round(step / without, 4), "ratio")
+    report.add(f"snapshot_{name}_checkpoint_written_in", round(each.saved, 3), "s")
     if device.type == "cuda":
-        report.add(f"snapshot_{name}_memory_is_pinned", pinned, "bool", True)
+        report.add(f"snapshot_{name}_memory_is_pinned", each.pinned, "bool", True)
+    counted = max(steps, INTERVALS_AFTER * steps_between(stall, step))
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
+        chosen = _trained(job("auto"), device, Places("snapshots", snapshots=shared), counted, warm_up=AGREE_EVERY + 1)
+    report.add(f"snapshot_{name}_interval", chosen.interval, "steps")
+    report.add(f"snapshot_{name}_stall_share", round(sum(chosen.stalls) / sum(chosen.seconds), 5), "ratio", GOAL_STALL)
+    report.add(f"snapshot_{name}_step_to_without", round(statistics.mean(chosen.seconds) / without, 4), "ratio")
 
 
-def _trained(
-    spec: JobSpec, device: torch.device, places: Places, steps: int
-) -> tuple[list[float], list[float], list[float], float, bool]:
-    """Seconds of each step, of each stall and of each copy after warm-up; seconds of a checkpoint; whether the memory
-    of the snapshots is pinned."""
+@dataclass(frozen=True)
+class _Trained:
+    """What was seen after warm-up."""
+
+    seconds: list[float]
+    """Of each step."""
+    stalls: list[float]
+    """Of each step, 0 where there was no snapshot to wait for."""
+    copies: list[float]
+    """Of the last copy before each step's end."""
+    interval: int
+    """Steps from one snapshot to the next, in the end."""
+    saved: float
+    """Seconds of a checkpoint."""
+    pinned: bool
+    """Whether the memory of the snapshots is."""
+
+
+def _trained(spec: JobSpec, device: torch.device, places: Places, steps: int, warm_up: int = WARM_UP) -> _Trained:
     gpu.use_for(spec, device)
     trainer = Trainer(spec, Comm(RankGrid(spec.layout), 0, device), Reporter(lambda messages: None), 1e12, places)
     trainer.restore(Resume())
     snapshots, checkpoints = trainer.state.snapshots, trainer.state.checkpoints
     seconds, stalls, copies = [], [], []
-    for number in range(WARM_UP + steps):
+    for number in range(warm_up + steps):
         settle(device)
+        waits = trainer.state.interval.due(trainer.step)
         began = time.perf_counter()
         trainer.train_step()
         settle(device)
-        if number >= WARM_UP:
+        if number >= warm_up:
             seconds.append(time.perf_counter() - began)
-            stalls.append(trainer.state.stall_seconds)
+            stalls.append(trainer.state.stall_seconds if waits else 0.0)
             copies.append(snapshots.copy_seconds if snapshots is not None else 0.0)
     began = time.perf_counter()
     if checkpoints is not None:
@@ -79,4 +114,4 @@ def _trained(
     saved, pinned = time.perf_counter() - began, snapshots is not None and snapshots.pin_error == 0
     trainer.close()
     trainer.reporter.close()
-    return seconds, stalls, copies, saved, pinned
+    return _Trained(seconds, stalls, copies, trainer.state.interval.every, saved, pinned)
