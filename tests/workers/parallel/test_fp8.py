@@ -20,7 +20,10 @@ LAYOUTS: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
     ((2, 1, 1), {}),
     ((1, 2, 1), {"schedule": "zb-h1"}),
     ((2, 1, 1), {"sequence_parallel": False, "recompute": "full"}),
-    ((1, 1, 2), {"recompute": "selective", "recompute_modules": ["norm", "mlp_activation"]}),
+    (
+        (1, 1, 2),
+        {"gather": "beside_forward", "recompute": "selective", "recompute_modules": ["norm", "mlp_activation"]},
+    ),
     ((2, 2, 2), {}),
 )
 

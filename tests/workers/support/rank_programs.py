@@ -315,6 +315,7 @@ def run_precise(
             precise.grad_norms.append(statistics.grad_norm)
             precise.scales.append(engine.loss_scale.value)
         optimizer = engine.optimizer
+        optimizer.wait_for_parameters()
         masters = torch.cat(optimizer.parameters)
         for rectangle in rectangles_of(engine.flat, optimizer.held, optimizer.held, False, comm.index("tensor")):
             precise.masters.append((rectangle.name, rectangle.offsets, rectangle.view(masters).clone()))
