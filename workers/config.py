@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from workers.spec.families import FAMILIES, Family
 
@@ -62,6 +62,10 @@ RecomputeModule = Literal["core_attention", "norm", "mlp_activation"]
 Accelerator = Literal["auto", "gpu", "cpu"]
 ParameterGroup = Literal["linear", "embedding", "norm", "bias"]
 Source = Literal["python-stdlib", "text", "jsonl", "parquet", "chat", "megatron"]
+
+
+MayBeOff = BeforeValidator(lambda value: "off" if value is False else value)
+"""Of a word that may be `off`, which YAML reads as false where it is not in quotes."""
 
 
 class Section(BaseModel):
@@ -392,7 +396,7 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of compute. bf16 and fp16 keep fp32 master weights, moments and gradient sums; fp16 also scales
     the loss dynamically."""
-    fp8: Literal["off", "tensorwise", "rowwise"] = "off"
+    fp8: Annotated[Literal["off", "tensorwise", "rowwise"], MayBeOff] = "off"
     """Whether the products of the linear layers inside of the transformer layers take 8-bit matrices, forward and
     backward; with precision bf16. Embedding, output layer, norms and attention stay as they are, and so do master
     weights, gradient sums and what is kept for backward. tensorwise: each matrix has one scale, gradients are e5m2;
@@ -544,7 +548,7 @@ class CheckpointConfig(Section):
     keep: Steps = 3
     """Newest durable checkpoints kept; older ones are deleted after a newer one is complete. Where a roll back could
     undo all of these, up to two from before are kept too."""
-    snapshots: Literal["auto", "shared_memory", "node_memory", "off"] = "auto"
+    snapshots: Annotated[Literal["auto", "shared_memory", "node_memory", "off"], MayBeOff] = "auto"
     """Where each rank keeps its last two snapshots, 24 bytes for each parameter whose moments it has, from which a job
     goes on after a failure. shared_memory: /dev/shm of the rank's node; node_memory: memory that the node's daemon
     holds, which no size of /dev/shm limits and which ends with the daemon; auto: shared memory, and where that has no

@@ -1,7 +1,9 @@
 """YAML as people write it."""
 
 import pytest
+from engine_specs import spec
 
+from workers.spec.problems import SpecError
 from workers.spec.yaml import read_yaml
 
 
@@ -17,3 +19,13 @@ def test_numbers_with_an_exponent_are_numbers(text, number):
 @pytest.mark.parametrize("text", ["1e", "e3", "1e3x", "1e-", "--1e3", "1.2.3e4", ".e3"])
 def test_what_is_no_number_is_a_text(text):
     assert read_yaml(f"name: {text}") == {"name": text}
+
+
+@pytest.mark.parametrize("off", ["off", "'off'", "false"])
+def test_what_may_be_off_may_be_so_without_quotes(off):
+    sections = read_yaml(f"train: {{fp8: {off}}}\ncheckpoint: {{snapshots: {off}}}")
+    job = spec(**sections)
+    assert (job.train.fp8, job.checkpoint.snapshots) == ("off", "off")
+    assert spec(**sections) == spec(train={"fp8": "off"}, checkpoint={"snapshots": "off"})
+    with pytest.raises(SpecError, match=r"must be one of off, tensorwise, rowwise, not True"):
+        spec(train=read_yaml("{fp8: on}"))
