@@ -27,9 +27,8 @@ from workers.system import gpu
 STEPS, STEPS_OF_A_REHEARSAL = 60, 12
 SMOOTHED, WARM_UP, LEARNING_RATE = 10, 20, 2e-4
 """A steep beginning would make much of any rounding, bf16's too."""
-GOAL_LOSS, GOAL_GRADIENT, GOAL_PRODUCT = 0.01, 0.1, 0.01
-"""Most that the smoothed loss, the first step's gradient, and a product beside the same of what its casts stand for may
-differ, relatively."""
+GOAL_LOSS, GOAL_PRODUCT = 0.01, 0.01
+"""Most that the smoothed loss, and a product beside the same of what its casts stand for, may differ, relatively."""
 KINDS = ("tensorwise", "rowwise")
 
 
@@ -42,9 +41,9 @@ def measure_losses(report: Report, size: Size, seed: int, device: torch.device) 
     for name, shape, kind in (("bf16_again", half, "off"), *((f"fp8_{kind}", size, kind) for kind in KINDS)):
         losses, other = _trained(shape, seed, device, kind)
         difference = round(largest_difference(losses, expected), 5)
-        report.add(f"{name}_loss_difference", difference, "ratio", GOAL_LOSS)
+        report.add(f"{name}_loss_difference", difference, "ratio", GOAL_LOSS if kind != "off" else None)
         at_once = round(((other - gradient).norm() / gradient.norm()).item(), 5)
-        report.add(f"{name}_gradient_difference", at_once, "ratio", GOAL_GRADIENT)
+        report.add(f"{name}_gradient_difference", at_once, "ratio")
         report.settings["fp8_losses"][name] = [round(loss, 4) for loss in losses]
 
 
