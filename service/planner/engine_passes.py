@@ -24,12 +24,12 @@ LOSS_ELEMENTS, LOSS_ROWS = 2**24, 256
 """Logits that are widened at once, and rows of them at least (`workers/parallel/tensor/cross_entropy.py`)."""
 SMALL_OF_LOSS = (35, 15)
 """Kernels over a number a token, forward and backward."""
-CAST, REDUCED, SPREAD = 1.5, 1.4, 1.3
-"""How often bytes count in torch's kernels that change the precision, that add up along rows or columns (layer norms
-too), and that spread a number over a row: they reach 1.9, 2.1 and about 2.3 TB/s on an H100 where others reach 3.0."""
-MIXED, MIXED_IN_PLACE = 10, 15
-"""Bytes that a product of a number in 16 bits with one of its row in fp32 counts as: its kernel converts element by
-element. In 16 bits again, in place, it takes 5 ps of each there."""
+WIDENED, REDUCED, SPREAD = 1.7, 1.4, 1.3
+"""How often bytes count in torch's kernels that widen 16 bits to fp32, that add up columns or norm rows, and that spread
+a number over a row: they reach 1.8, 1.9 to 2.4 and 2.3 TB/s on an H100, where others reach 3.0."""
+MIXED = 15
+"""Bytes that a product of a number in 16 bits with one of its row in fp32 counts as, whatever it writes: its kernel
+converts element by element, 5 ps each there."""
 SORT = 14
 """Kernels that bring the gradients of an embedding's rows together: tokens are sorted first."""
 
@@ -67,9 +67,9 @@ class EnginePasses(LayerTime):
         if not self.parts.rms_norm:
             self._elements(budget, REDUCED * 2 * self.width * elements)
         elif self.width == WIDE:  # squares, their mean, its root's product, the weight's
-            self._elements(budget, (8 + REDUCED * 4 + SPREAD * (8 + 8)) * elements, 6)
+            self._elements(budget, (8 + 4 + SPREAD * (8 + 8)) * elements, 6)
         else:  # widened before, and rounded before the weight's
-            self._elements(budget, (CAST * 6 + 8 + REDUCED * 4 + MIXED + CAST * 6 + SPREAD * 4) * elements, 8)
+            self._elements(budget, (WIDENED * 6 + 8 + 4 + MIXED + 6 + SPREAD * 4) * elements, 8)
 
     def _norm_backward(self, budget: Budget, elements: int) -> None:
         if not self.parts.rms_norm:
@@ -78,11 +78,11 @@ class EnginePasses(LayerTime):
         # The norm again; the weight's gradient, its sum over rows; the gradient times the weight, the input times its
         # root; what both have along a row, taken from it; all times the root.
         if self.width == WIDE:
-            moved = SPREAD * 8 + 12 + REDUCED * 4 + SPREAD * (8 + 8) + 12 + REDUCED * 4 + SPREAD * (12 + 8)
+            moved = SPREAD * 8 + 12 + REDUCED * 4 + SPREAD * (8 + 8) + 12 + 4 + SPREAD * (12 + 8)
             self._elements(budget, moved * elements, 11)
         else:
-            moved = MIXED + CAST * 6 + 6 + REDUCED * 2 + SPREAD * 4 + CAST * 6 + MIXED
-            moved += 12 + REDUCED * 4 + SPREAD * (12 + 8) + CAST * 6
+            moved = MIXED + 6 + 6 + REDUCED * 2 + SPREAD * 4 + WIDENED * 6 + MIXED
+            moved += 12 + 4 + SPREAD * (12 + 8) + 6
             self._elements(budget, moved * elements, 13)
 
     @property
@@ -283,12 +283,12 @@ class EnginePasses(LayerTime):
         if self.width == WIDE:
             self._elements(budget, 4 * WIDE * logits, SMALL_OF_LOSS[0])
         elif self.compiled:  # largest, sums, exponentials
-            moved = REDUCED * 2 * self.width + CAST * 2 * self.width
+            moved = REDUCED * 2 * self.width + WIDENED * 2 * self.width
             self._elements(budget, moved * logits, SMALL_OF_LOSS[0])
         else:  # the largest; and block by block two rounds of widened, less, exponentials, and sums or rounded
             blocks = -(-self.tokens // max(LOSS_ROWS, LOSS_ELEMENTS // self._vocabulary))
-            widened = CAST * (self.width + WIDE) + SPREAD * 2 * WIDE + 2 * WIDE
-            moved = REDUCED * (self.width + WIDE) + 2 * widened + CAST * (self.width + WIDE)
+            widened = WIDENED * (self.width + WIDE) + SPREAD * 2 * WIDE + 2 * WIDE
+            moved = REDUCED * self.width + 2 * widened + WIDE + (WIDE + self.width)
             self._elements(budget, moved * logits, SMALL_OF_LOSS[0] + 8 * blocks)
         return budget
 
@@ -298,7 +298,7 @@ class EnginePasses(LayerTime):
         parts = -(-self.tokens // tokens) if tokens else 1
         if tokens:  # a few of them at a time, there and back
             budget = self._logits_forward()
-        scaled = MIXED_IN_PLACE if self.width < WIDE else SPREAD * 2 * WIDE
+        scaled = MIXED if self.width < WIDE else SPREAD * 2 * WIDE
         self._elements(budget, scaled * self.tokens * self._vocabulary, SMALL_OF_LOSS[1])
         self._product(budget, self.tokens, self.hidden, self._vocabulary)
         weights = product_seconds(self.machine, self._vocabulary, self.hidden, self.tokens, 1, self.width)

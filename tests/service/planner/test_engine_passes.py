@@ -79,7 +79,7 @@ def passes(spec: JobSpec, gpu: Gpu = GPU) -> LayerTime:
 
 @pytest.mark.parametrize(("family", "kv_heads"), [("gpt", None), ("llama", None), ("llama", 2), ("qwen", 2)])
 def test_the_bytes_of_a_layer_are_those_of_the_engines_operations(monkeypatch, family, kv_heads):
-    for name, value in {"CAST": 1, "REDUCED": 1, "SPREAD": 1, "MIXED": 6}.items():
+    for name, value in {"WIDENED": 1, "REDUCED": 1, "SPREAD": 1, "MIXED": 6}.items():
         monkeypatch.setattr(engine_passes, name, value)  # what is moved, however fast
     few, many = (engine_bytes(family, layers, kv_heads) for layers in LAYERS)
     of_layer = {name: (many[name] - few[name]) / (LAYERS[1] - LAYERS[0]) / MICRO_BATCHES for name in many}
