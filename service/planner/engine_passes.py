@@ -25,8 +25,8 @@ LOSS_ELEMENTS, LOSS_ROWS = 2**24, 256
 SMALL_OF_LOSS = (35, 15)
 """Kernels over a number a token, forward and backward."""
 WIDENED, REDUCED, SPREAD = 1.7, 1.4, 1.3
-"""How often bytes count in torch's kernels that widen 16 bits to fp32, that add up columns or norm rows, and that spread
-a number over a row: they reach 1.8, 1.9 to 2.4 and 2.3 TB/s on an H100, where others reach 3.0."""
+"""How often bytes count in torch's kernels that widen 16 bits to fp32, that add up columns or norm rows, and that
+spread a number over a row: they reach 1.8, 1.9 to 2.4 and 2.3 TB/s on an H100, where others reach 3.0."""
 MIXED = 15
 """Bytes that a product of a number in 16 bits with one of its row in fp32 counts as, whatever it writes: its kernel
 converts element by element, 5 ps each there."""
