@@ -193,8 +193,9 @@ class StepPeak:
             tape.run(self._known(LayerPasses.forward, layer, trained and not whole))
             if not trained:
                 tape.free(residual)
-            tape.free(leaving)  # which is copied while the next layer computes
-            leaving = self._offloaded(index, place, again)
+            if waits_on_host(place, len(self._indices(index)), self.spec.layout.offload_layers):
+                tape.free(leaving)  # which is copied until the next one leaves
+                leaving = self._offloaded(index, place, again)
         tape.free(leaving)
         if self._is_last(index):
             self._loss(tape)

@@ -1,8 +1,8 @@
 """Activations of layers in host memory from forward to backward (`parallel.offload_layers`).
 
-What autograd keeps of a layer is copied out when the layer's forward has been queued, while the next layer computes,
-and is let go of on the device once that one has been queued too, after the copies. Backward has each one's brought back
-while the next such layer behind it, and those between, compute. On a GPU copies go to and from pinned memory, on two
+What autograd keeps of a layer is copied out when the layer's forward has been queued, while the layers up to the next
+such one compute, and is let go of on the device once that one has been queued too, after the copies. Backward has each
+one's brought back while the next such layer behind it, and those between, compute. On a GPU copies go to and from pinned memory, on two
 streams beside the compute stream, which waits for them by events; memory of the device is taken and given back on the
 compute stream alone, so no block waits for another stream, and the most that there is at once does not depend on how
 far the host runs ahead. On a CPU the same happens without streams.
@@ -215,36 +215,36 @@ class OffloadedPass:
         self._place = 0
         self._below: OffloadedLayer | None = None
         """The nearest one that waits on the host."""
-        self._leaving: OffloadedLayer | None = None
+        self._before: OffloadedLayer | None = None
         """That of the layer before, if it does."""
 
     def run(self, layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """layer(x) of the next layer."""
         if x.is_leaf and x.requires_grad:  # whoever wants its gradient keeps it
             self._stays.add(memory_of(x))
-        leaving, self._leaving = self._leaving, None
-        wanted = [leaving] if leaving is not None else []
+        wanted = [self._before] if self._before is not None else []
         if policy.waits_on_host(self._place, self._layers, self._count):
             offloaded = OffloadedLayer(self._host, self._stays)
             with kept_through(offloaded.keep, offloaded.give):
                 y = layer(x)
             offloaded.leave()
-            # The one below comes back beside all that lies between, so that the link is never idle.
-            wanted = [offloaded] if self._below is None else [offloaded, self._below]
-            self._below = self._leaving = offloaded
+            # The one below comes and goes beside all that lies between, so that the link is never idle.
+            wanted = [offloaded]
+            if self._below is not None:
+                wanted.append(self._below)
+                self._below.release()
+            self._below = self._before = offloaded
         else:
-            y = layer(x)
+            y, self._before = layer(x), None
         self._place += 1
-        if leaving is not None:
-            leaving.release()
         if wanted and y.requires_grad:
             y.register_hook(lambda _: _fetch(wanted))  # when this layer's backward is about to begin
         return y
 
     def end(self) -> None:
         """The last layer has been queued."""
-        if self._leaving is not None:
-            self._leaving.release()
+        if self._below is not None:
+            self._below.release()
 
 
 def _fetch(layers: list[OffloadedLayer]) -> None:
