@@ -77,7 +77,15 @@ def passes(spec: JobSpec, gpu: Gpu = GPU) -> LayerTime:
     return StepModel(spec, Cluster(machine, 1, 1), engine_on(machine)).layer
 
 
-@pytest.mark.parametrize(("family", "kv_heads"), [("gpt", None), ("llama", None), ("llama", 2), ("qwen", 2)])
+@pytest.mark.parametrize(
+    ("family", "kv_heads"),
+    [
+        ("gpt", None),
+        pytest.param("llama", None, marks=pytest.mark.soak),
+        ("llama", 2),
+        pytest.param("qwen", 2, marks=pytest.mark.soak),
+    ],
+)
 def test_the_bytes_of_a_layer_are_those_of_the_engines_operations(monkeypatch, family, kv_heads):
     for name, value in {"WIDENED": 1, "REDUCED": 1, "SPREAD": 1, "MIXED": 6}.items():
         monkeypatch.setattr(engine_passes, name, value)  # what is moved, however fast

@@ -2,10 +2,10 @@
 
 What autograd keeps of a layer is copied out when the layer's forward has been queued, while the layers up to the next
 such one compute, and is let go of on the device once that one has been queued too, after the copies. Backward has each
-one's brought back while the next such layer behind it, and those between, compute. On a GPU copies go to and from pinned memory, on two
-streams beside the compute stream, which waits for them by events; memory of the device is taken and given back on the
-compute stream alone, so no block waits for another stream, and the most that there is at once does not depend on how
-far the host runs ahead. On a CPU the same happens without streams.
+one's brought back while the next such layer behind it, and those between, compute. On a GPU copies go to and from
+pinned memory, on two streams beside the compute stream, which waits for them by events; memory of the device is taken
+and given back on the compute stream alone, so no block waits for another stream, and the most that there is at once
+does not depend on how far the host runs ahead. On a CPU the same happens without streams.
 
 Whatever lies in the same memory is copied once. Small tensors stay, and what somebody else keeps anyway: parameters,
 tables that layers share, the input of a stage that came as a message.

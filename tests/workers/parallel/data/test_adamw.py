@@ -91,9 +91,9 @@ def test_values_are_rounded_where_they_are_wanted_in_16_bits(not_compiled):
     assert torch.equal(rounded, values.to(torch.bfloat16))
 
 
-def test_compiled_it_is_one_kernel_for_pieces_of_all_lengths_and_all_steps():
+def test_it_is_compiled_once_for_pieces_of_all_lengths_and_all_steps():
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(adamw.one_pass(CONFIG.beta1, CONFIG.beta2, CONFIG.epsilon), dynamic=True, backend=counter)
     scalars = [torch.tensor(x) for x in (0.3, 0.05, 1.0, 0.99)]
     plain = adamw.one_pass(CONFIG.beta1, CONFIG.beta2, CONFIG.epsilon)
