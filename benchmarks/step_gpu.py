@@ -50,6 +50,8 @@ TRACED = "llama_1b5"
 EIGHT_BITS = {f"manta_fp8_{kind}": kind for kind in KINDS}
 """Contestants, by what they give train.fp8."""
 HEAD_TOKENS = 2048
+CONTEXT_BYTES = 2**30
+"""More than a context takes of a GPU's memory."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,12 +72,15 @@ def main(arguments: list[str] | None = None) -> int:
     except MantaError as error:
         print(error, file=sys.stderr)
         return 1
-    text, page = json.dumps(report.to_json(), indent=1), page_of(report)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(text + "\n", encoding="utf-8")
-    given.out.with_suffix(".txt").write_text(page, encoding="utf-8")
-    print(text if given.json else page)
+    print(json.dumps(report.to_json(), indent=1) if given.json else page_of(report))
     return 0
+
+
+def _write(report: Report, out: Path) -> None:
+    """What is known so far: a run that is cut off must not have been for nothing."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".txt").write_text(page_of(report), encoding="utf-8")
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -93,6 +98,7 @@ def measure(options: argparse.Namespace) -> Report:
         "cuda": torch.version.cuda,
         "steps": options.steps,
         "compiled": not options.eager,
+        "held_by_others": _held_by_others(device),
         "left_out": {},
     }
     parts: dict[str, Callable[[], object]] = {
@@ -111,7 +117,16 @@ def measure(options: argparse.Namespace) -> Report:
         with going_on(report, name):
             parts[name]()
         report.add(f"part_{name}", round(time.monotonic() - began, 1), "s")
+        _write(report, options.out)
     return report
+
+
+def _held_by_others(device: torch.device) -> int:
+    """Bytes of the device's memory that are in use before anything begins, this process's context apart."""
+    if device.type == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - CONTEXT_BYTES)
 
 
 def _chosen(size: Size, device: torch.device) -> Size:
@@ -132,6 +147,7 @@ def _measure_models(report: Report, sizes: dict[str, Size], options: argparse.Na
                 _add_step(report, f"{name}_{who}", spec, taken, peak.flops, products)
                 if make is contestants.manta:
                     report.add(f"{name}_{who}_memory_told", device_bytes(spec)[0].total, "bytes")
+            _write(report, options.out)
         for ours, theirs in (*(("manta", who) for who in contestants.OTHERS), *((who, "manta") for who in EIGHT_BITS)):
             rates = [report.figures.get(f"{name}_{each}_tokens_per_second") for each in (ours, theirs)]
             if rates[0] is not None and rates[1] is not None:

@@ -62,6 +62,30 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(
     assert capsys.readouterr().out.strip() == text.strip()
 
 
+def test_what_was_measured_before_a_run_was_cut_off_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contestants, "OTHERS", {"transformers": cut_off})
+    with pytest.raises(KeyboardInterrupt):
+        rehearse(tmp_path, "--sizes", "gpt_1b3", "--parts", "models", "--contestants", "manta", "transformers")
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert report["figures"]["gpt_1b3_manta_step"]["value"] > 0
+    assert "gpt_1b3 manta " in (tmp_path / "gpu.txt").read_text()
+
+
+def test_a_card_that_others_use_is_said_to_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_gpu.torch.cuda, "mem_get_info", lambda device: (60 * 2**30, 80 * 2**30))
+    assert step_gpu._held_by_others(step_gpu.torch.device("cuda", 0)) == 19 * 2**30
+    monkeypatch.setattr(step_gpu.torch.cuda, "mem_get_info", lambda device: (79.5 * 2**30, 80 * 2**30))
+    assert step_gpu._held_by_others(step_gpu.torch.device("cuda", 0)) == 0
+    report = Report("step_gpu", 1)
+    report.settings = {"device": "a card", "torch": "2", "rehearsal": False, "sizes": {}, "left_out": {}}
+    assert "Others held" not in page.page_of(report)
+    report.settings["held_by_others"] = 19 * 2**30
+    assert "Others held 20.4 GB of this card" in page.page_of(report)
+
+
 @pytest.mark.soak
 def test_a_job_whose_rank_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
     report, text = rehearse(tmp_path, "--parts", "kill")

@@ -10,6 +10,7 @@ from benchmarks.support.report import Figure, Report
 
 GOAL_MFU_CAUSAL = 0.45
 GOAL_AGAINST_TRANSFORMERS = 1.1
+SHARED = "Others held {:.1f} GB of this card when it began: what they computed meanwhile is in these times too."
 CONTESTANTS = (
     *("manta", "manta_eager", "manta_same_bits", "manta_fp8_tensorwise", "manta_fp8_rowwise"),
     *("manta_chunked_head", "manta_offload"),
@@ -42,10 +43,11 @@ def goals() -> Iterator[Goal]:
 
 def page_of(report: Report) -> str:
     """The page, as plain text."""
-    settings = report.settings
+    settings, others = report.settings, report.settings.get("held_by_others", 0)
     lines = [
         f"Manta on {settings['device']}, torch {settings['torch']}, seed {report.seed}",
         *(["A rehearsal on a CPU with tiny models: no figure and no verdict means anything."] * settings["rehearsal"]),
+        *([SHARED.format(others / 1e9)] * (others > 0)),
         "",
         "GOALS",
         *(f"  {line}" for line in _verdicts(report)),
