@@ -72,10 +72,11 @@ def update_in_one_pass(
     run = compiled_pass(config.beta1, config.beta2, config.epsilon)
     for decay, pieces in groups.items():
         # Numbers that differ between calls are tensors: as Python's they would be compiled anew.
-        numbers = [*scales, torch.full_like(done, 1.0 - learning_rate * decay)]
+        exact = *scales, torch.full_like(done, 1.0 - learning_rate * decay)
+        numbers = [number.to(pieces[0].values.dtype) for number in exact]
         for piece in pieces:
             tensors = (piece.values, piece.gradient, piece.exp_avg, piece.exp_avg_sq, piece.rounded)
-            run(*tensors, *(number.to(piece.values.dtype) for number in numbers), refused)
+            run(*tensors, *numbers, refused)
 
 
 def one_pass(beta1: float, beta2: float, epsilon: float) -> Callable[..., None]:
