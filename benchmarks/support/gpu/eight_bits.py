@@ -94,7 +94,7 @@ def measure_rates(report: Report, device: torch.device, compiled: bool) -> None:
     errors: dict[str, float] = {}
     for name, run in runs.items():
         with going_on(report, f"fp8_product_{name}"):
-            report.add(f"fp8_product_{name}", round(2e-12 * n * i * o / _seconds(run, device), 3), "TFLOP/s")
+            report.add(f"fp8_product_{name}", float(f"{2e-12 * n * i * o / _seconds(run, device):.4g}"), "TFLOP/s")
             wanted = expected[name]()
             errors[name] = ((run().float() - wanted).norm() / wanted.norm()).item()
     report.add("fp8_product_largest_error", round(max(errors.values()), 6), "ratio", GOAL_PRODUCT)
