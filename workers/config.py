@@ -449,6 +449,10 @@ class ParallelConfig(Section):
     """Context-parallel size. Built: 1."""
     virtual_stages: Layers = 1
     """Model chunks per stage (v): any number for interleaved, 2 for zb-v, 1 for the others."""
+    stage_layers: Annotated[tuple[Layers, ...], Field(max_length=10_000)] | None = None
+    """Layers of each virtual stage, in the model's order: pipeline x virtual_stages numbers that add up to
+    model.layers. Default: evenly, which also holds where the job goes on with another pipeline size
+    (elastic.reshape). With a large vocabulary fewer on the last one, which has the logits (docs/parallelism.md)."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
     """Order of forwards and backwards in the pipeline (docs/parallelism.md)."""
     sequence_parallel: StrictBool | None = None

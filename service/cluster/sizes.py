@@ -60,6 +60,8 @@ def shapes_of(spec: JobSpec) -> list[JobSpec]:
 def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int) -> ParallelConfig:
     """`layout` with other tensor- and pipeline-parallel sizes."""
     changed: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline}
+    if pipeline != layout.pipeline:
+        changed["stage_layers"] = None
     if pipeline == 1 < layout.pipeline:  # nothing is left to schedule
         changed |= {"schedule": "1f1b", "virtual_stages": 1}
     if tensor == 1 < layout.tensor:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from service.planner.operations import Budget
-from service.planner.step_time import StepModel, StepTime, layer_counts
+from service.planner.step_time import StepModel, StepTime
 from workers.accounting.flops import step_flops
+from workers.parallel.pipeline.stages import layer_counts
 
 WORTH_SAYING = 0.04
 """Part of a step, from which on one of its parts is named in a sentence."""
@@ -66,7 +67,7 @@ def _peak_of_rank(model: StepModel) -> float | None:
 def _mean_passes(model: StepModel) -> Budget:
     """Of all passes of a step on one rank, the mean over the pipeline's ranks."""
     layout, machine = model.spec.layout, model.cluster.machine
-    counts = layer_counts(model.spec.model.layers, layout.pipeline * layout.virtual_stages)
+    counts = layer_counts(model.spec.model.layers, layout)
     total, last = Budget(), len(counts) - 1
     for index, layers in enumerate(counts):
         for each in model.passes.budgets_of_stage(layers, index == 0, index == last, machine):

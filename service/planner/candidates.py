@@ -20,10 +20,11 @@ from service.planner.hardware import Cluster, with_threads
 from service.planner.layer_time import Passes
 from service.planner.pipeline import StageTimes
 from service.planner.software import Software
-from service.planner.step_time import StepModel, layer_counts, slowest_of, stage_totals, threads_in
+from service.planner.step_time import StepModel, slowest_of, stage_totals, threads_in
 from workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
 from workers.accounting.flops import rank_parameters
 from workers.config import JobSpec, ParallelConfig
+from workers.parallel.pipeline.stages import even_counts
 from workers.spec.divisors import divisors
 
 RECOMPUTE = ("none", "selective", "full")
@@ -55,6 +56,7 @@ class Candidate:
                 "pipeline": self.pipeline,
                 "data": self.data,
                 "virtual_stages": self.virtual_stages,
+                "stage_layers": None,
                 "schedule": self.schedule,
                 "recompute": self.recompute,
                 "zero": 1,
@@ -287,7 +289,7 @@ class Bounds:
         apart, that of as many micro-batches as stages need not be done by then.
         """
         p, v, m = candidate.pipeline, candidate.virtual_stages, candidate.micro_batches(self.job)
-        counts = layer_counts(self.job.model.layers, p * v)
+        counts = even_counts(self.job.model.layers, p * v)
         if p == 1:
             only = self._stage(candidate, counts[0], True, True)
             return m * only.seconds, only.backward
@@ -318,5 +320,5 @@ class Bounds:
         p, v = candidate.pipeline, candidate.virtual_stages
         if candidate.schedule != "zb-v":
             return stage_totals(self.job.model.layers, p, v)
-        counts = layer_counts(self.job.model.layers, 2 * p)
+        counts = even_counts(self.job.model.layers, 2 * p)
         return tuple(counts[rank] + counts[2 * p - 1 - rank] for rank in range(p))

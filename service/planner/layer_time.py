@@ -109,7 +109,8 @@ class LayerTime:
         """What a layer that takes so long waits, as a mean over a stage's layers, for activations of those that have
         them in host memory: each one's copies have as many layers to hide behind as there are to one of them."""
         layout, model = self.spec.layout, self.spec.model
-        layers = max(1, model.layers // (layout.pipeline * layout.virtual_stages))
+        fewest = max(1, model.layers // (layout.pipeline * layout.virtual_stages))
+        layers = fewest if layout.stage_layers is None else min(layout.stage_layers)
         count = min(layout.offload_layers, layers)
         if count == 0:
             return 0.0

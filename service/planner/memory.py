@@ -15,7 +15,7 @@ from workers.accounting.flops import rank_parameters
 from workers.accounting.snapshot_bytes import SLOTS, STATE_BYTES
 from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
-from workers.parallel.pipeline.stages import stage_layers, virtual_stage
+from workers.parallel.pipeline.stages import layer_counts, virtual_stage
 
 RESERVE = 0.04
 """Part of a device's memory that stays free for what the allocator cannot use: it keeps blocks of the sizes that it was
@@ -64,10 +64,10 @@ def worst_rank(spec: JobSpec, machine: Machine | None = None) -> RankMemory:
 
 
 def _candidates(spec: JobSpec) -> Iterator[int]:
-    """Ranks one of which needs most: both ends, and of those with equally many layers the first, which holds most
-    micro-batches."""
+    """Ranks one of which needs most: both ends, and of those with equally many layers in each chunk the first, which
+    holds most micro-batches."""
     layout = spec.layout
-    seen: set[int] = set()
+    seen: set[tuple[int, ...]] = set()
     for rank in range(layout.pipeline):
         layers = _layers_of(spec, rank)
         if layers not in seen or rank == layout.pipeline - 1:
@@ -77,11 +77,11 @@ def _candidates(spec: JobSpec) -> Iterator[int]:
         yield 1
 
 
-def _layers_of(spec: JobSpec, rank: int) -> int:
-    layout = spec.layout
+def _layers_of(spec: JobSpec, rank: int) -> tuple[int, ...]:
+    """Of each chunk."""
+    layout, counts = spec.layout, layer_counts(spec.model.layers, spec.layout)
     kind, p, v = layout.schedule, layout.pipeline, layout.virtual_stages
-    indices = (virtual_stage(kind, p, v, rank, chunk) for chunk in range(v))
-    return sum(len(stage_layers(spec.model.layers, p * v, index)) for index in indices)
+    return tuple(counts[virtual_stage(kind, p, v, rank, chunk)] for chunk in range(v))
 
 
 def memory_of(spec: JobSpec, rank: int, machine: Machine | None = None) -> RankMemory:
@@ -184,11 +184,11 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, JobSpec]]:
     if layout.recompute != "full":
         yield "parallel.recompute: full", with_layout(recompute="full", recompute_every=1, recompute_keep=0)
     if layout.offload_layers < spec.model.layers:
-        layers = -(-spec.model.layers // (layout.pipeline * layout.virtual_stages))
+        layers = max(layer_counts(spec.model.layers, layout))
         yield f"parallel.offload_layers: {layers}", with_layout(offload_layers=layers)
     for times in (2, 4, 8, 16, 32, 64):
         tensor, pipeline = layout.tensor * times, layout.pipeline * times
         if spec.model.heads % tensor == 0 and spec.model.ffn_size % tensor == 0:
             yield f"parallel.tensor: {tensor}", with_layout(tensor=tensor)
         if pipeline * layout.virtual_stages <= spec.model.layers and layout.schedule != "interleaved":
-            yield f"parallel.pipeline: {pipeline}", with_layout(pipeline=pipeline)
+            yield f"parallel.pipeline: {pipeline}", with_layout(pipeline=pipeline, stage_layers=None)

@@ -23,7 +23,7 @@ from service.planner.shared_cores import SharedCores
 from service.planner.software import MANTA, Software
 from workers.accounting.flops import padded_vocabulary, rank_parameters
 from workers.config import JobSpec
-from workers.parallel.pipeline.stages import stage_layers
+from workers.parallel.pipeline.stages import even_counts, layer_counts
 from workers.threads import decided_threads
 
 
@@ -52,15 +52,9 @@ class StepTime:
 
 
 @lru_cache(maxsize=4096)
-def layer_counts(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each virtual stage."""
-    return tuple(len(stage_layers(layers, stages, index)) for index in range(stages))
-
-
-@lru_cache(maxsize=4096)
 def stage_totals(layers: int, pipeline: int, virtual_stages: int) -> tuple[int, ...]:
     """Layers of each rank whose chunks go round robin."""
-    counts = layer_counts(layers, pipeline * virtual_stages)
+    counts = even_counts(layers, pipeline * virtual_stages)
     return tuple(sum(counts[rank::pipeline]) for rank in range(pipeline))
 
 
@@ -101,7 +95,7 @@ class StepModel:
     def pipeline(self) -> Pipeline:
         """The pipeline, with the times of every virtual stage."""
         layout = self.spec.layout
-        counts = layer_counts(self.spec.model.layers, layout.pipeline * layout.virtual_stages)
+        counts = layer_counts(self.spec.model.layers, layout)
         last = len(counts) - 1
         known: dict[tuple[int, bool, bool], StageTimes] = {}
         stages = []

@@ -51,9 +51,10 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
     train, parallel = document["train"], document["parallel"]
 
     def of(section: str, **values: Any) -> tuple[str, dict[str, Any]]:
+        others_stages = {"stage_layers": None} if values.keys() & {"pipeline", "virtual_stages"} else {}
         return ", ".join(f"{key}: {value}" for key, value in values.items()), {
             **document,
-            section: document[section] | values,
+            section: document[section] | others_stages | values,
         }
 
     micro = train["micro_batch_size"]

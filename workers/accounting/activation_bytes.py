@@ -18,7 +18,7 @@ from workers.accounting.flops import padded_vocabulary
 from workers.config import JobSpec, ModelConfig
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD, compute_of_rank
 from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.stages import stage_layers, virtual_stage
+from workers.parallel.pipeline.stages import layers_of, virtual_stage
 from workers.parallel.recompute import policy as recompute_policy
 from workers.parallel.recompute.policy import recomputed, waits_on_host
 from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, parameter_names
@@ -147,7 +147,7 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     modules = layout.recompute_modules if policy == "selective" else ()
     count, first = layout.pipeline * layout.virtual_stages, first_trained_layer(model, spec.train.frozen)
     total = 0
-    for place, layer in enumerate(stage_layers(model.layers, count, index)):
+    for place, layer in enumerate(layers_of(model.layers, layout, index)):
         if layer < first:
             continue  # no backward comes there
         terms = kept_terms(spec, layer, policy, modules)
@@ -171,7 +171,7 @@ def offloaded(spec: JobSpec, index: int, place: int, terms: dict[str, int]) -> l
     """Bytes of what goes to host memory of the `terms` that a layer keeps, the one at `place` in virtual stage
     `index`. What comes as a message from another stage stays."""
     layout = spec.layout
-    layers = stage_layers(spec.model.layers, layout.pipeline * layout.virtual_stages, index)
+    layers = layers_of(spec.model.layers, layout, index)
     if not layout.offload_layers or not waits_on_host(place, len(layers), layout.offload_layers):
         return []
     stays = "attention_norm_input" if place == 0 and index > 0 else ""
@@ -210,7 +210,7 @@ def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
         index = virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, rank, action.chunk)
         policy = layout.recompute if (action.micro_batch, action.chunk) in again else "none"
         modules = layout.recompute_modules if policy == "selective" else ()
-        layers = enumerate(stage_layers(spec.model.layers, layout.pipeline * layout.virtual_stages, index))
+        layers = enumerate(layers_of(spec.model.layers, layout, index))
         return sum(
             1 << (size - 1).bit_length()
             for place, layer in layers
@@ -294,7 +294,7 @@ def put_off_bytes(spec: JobSpec, index: int) -> int:
     h, count = model.hidden_size, layout.pipeline * layout.virtual_stages
     tokens, outside = tokens_of(spec)
     first = first_trained_layer(model, spec.train.frozen)
-    layers = [layer for layer in stage_layers(model.layers, count, index) if layer >= first]
+    layers = [layer for layer in layers_of(model.layers, layout, index) if layer >= first]
     total = len(layers) * put_off_layer_bytes(spec)
     if index == 0 and first < 0:
         total += width * tokens * h

@@ -32,7 +32,7 @@ from workers.config import JobSpec, ModelConfig, ParallelConfig
 from workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
 from workers.parallel.data.tree_sum import buffers
 from workers.parallel.pipeline.schedules import schedule
-from workers.parallel.pipeline.stages import stage_layers, virtual_stage
+from workers.parallel.pipeline.stages import layers_of, virtual_stage
 from workers.parallel.recompute.policy import recomputed
 from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, padded_rows
 
@@ -79,7 +79,7 @@ def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
     if not frozen:
         return 0
     indices, count = _virtual_stages(spec, rank), spec.layout.pipeline * spec.layout.virtual_stages
-    layers = [layer for index in indices for layer in stage_layers(model.layers, count, index)]
+    layers = [layer for index in indices for layer in layers_of(model.layers, spec.layout, index)]
     first, last = 0 in indices, count - 1 in indices
     sizes = _layer_sizes(model, spec.layout.tensor)
     total = sum(size for layer in layers for name, size in sizes.items() if f"layers.{layer}.{name}" in frozen)
@@ -126,8 +126,7 @@ def layer_matrices(model: ModelConfig, tensor: int) -> dict[str, int]:
 
 def layers_of_rank(spec: JobSpec, rank: int) -> int:
     """How many layers pipeline rank `rank` has."""
-    count = spec.layout.pipeline * spec.layout.virtual_stages
-    return sum(len(stage_layers(spec.model.layers, count, index)) for index in _virtual_stages(spec, rank))
+    return sum(len(layers_of(spec.model.layers, spec.layout, index)) for index in _virtual_stages(spec, rank))
 
 
 def parameters_of_rank(spec: JobSpec, rank: int) -> int:
@@ -296,6 +295,6 @@ def _passes_of_replica(layout: ParallelConfig, layers: int, first: int, sizes: t
     for rank, actions in enumerate(schedule(kind, stages, virtual_stages, len(sizes))):
         for micro_batch, chunk in recomputed(actions, layout):
             index = virtual_stage(kind, stages, virtual_stages, rank, chunk)
-            held = stage_layers(layers, stages * virtual_stages, index)
+            held = layers_of(layers, layout, index)
             passes += sizes[micro_batch] * sum(layer >= first and layer % _every(layout) == 0 for layer in held)
     return passes

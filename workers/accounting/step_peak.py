@@ -17,7 +17,7 @@ from workers.accounting.tape import NOTHING, Pass, Tape
 from workers.config import JobSpec
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.stages import neighbours, stage_layers, virtual_stage
+from workers.parallel.pipeline.stages import layers_of, neighbours, virtual_stage
 from workers.parallel.recompute.policy import recomputed, waits_on_host
 from workers.spec.parameters import first_trained_layer, frozen_names, takes_gradient
 
@@ -136,7 +136,7 @@ class StepPeak:
             tape.free(self.message)
 
     def _indices(self, index: int) -> range:
-        return stage_layers(self.spec.model.layers, self.stages * self.chunks, index)
+        return layers_of(self.spec.model.layers, self.spec.layout, index)
 
     def _is_last(self, index: int) -> bool:
         return index == self.stages * self.chunks - 1

@@ -16,7 +16,7 @@ from workers.model.families import parts_of
 from workers.model.initial import INIT_STD
 from workers.model.shared import Shared
 from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.pipeline.stages import stage_layers
+from workers.parallel.pipeline.stages import layers_of
 from workers.parallel.recompute.modules import checkpointed
 from workers.parallel.recompute.offload import OffloadedPass, memory_of
 from workers.parallel.tensor.layers import VocabularyParallelOutput
@@ -38,7 +38,7 @@ class Chunk(nn.Module):
         self._stays: frozenset[int] | None = None
         """Memory of what is no activation, once it is known."""
         self.embedding = parts.embedding(shared) if self.is_first else None
-        indices = stage_layers(model.layers, count, index)
+        indices = layers_of(model.layers, spec.layout, index)
         self.layers = nn.ModuleDict({str(i): parts.layer(shared, i) for i in indices})
         self.final_norm = parts.norm(model) if self.is_last else None
         self.output: VocabularyParallelOutput | None = None

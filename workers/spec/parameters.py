@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from workers.config import JobSpec, ModelConfig
-from workers.parallel.pipeline.stages import stage_layers
+from workers.parallel.pipeline.stages import layers_of
 from workers.spec.families import Family
 
 TOKEN_EMBEDDING = "embedding.token.weight"
@@ -140,5 +140,5 @@ def takes_gradient(spec: JobSpec) -> tuple[bool, ...]:
     parameters that are trained. The last one always has, since some are."""
     layout, model = spec.layout, spec.model
     first, count = first_trained_layer(model, spec.train.frozen), layout.pipeline * layout.virtual_stages
-    ends = [stage_layers(model.layers, count, index).stop for index in range(count)]
+    ends = [layers_of(model.layers, layout, index).stop for index in range(count)]
     return (*(first < end for end in ends[:-1]), True)

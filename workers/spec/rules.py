@@ -15,6 +15,7 @@ from workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
 from workers.spec.environment import environment_is_allowed
 from workers.spec.families import FAMILIES
 from workers.spec.fp8_rules import fp8_fits
+from workers.spec.pipeline_rules import PIPELINE_RULES
 from workers.spec.problems import Problem
 from workers.spec.recipe_rules import RECIPE_RULES
 
@@ -202,38 +203,6 @@ def _key_value_heads_fit(spec: JobSpec) -> Iterator[Problem]:
             f"kv_heads ({groups}) must be a multiple or a divisor of parallel.tensor ({tensor})",
             str(nearest),
         )
-
-
-def _schedule_fits_virtual_stages(spec: JobSpec) -> Iterator[Problem]:
-    layout = spec.layout
-    if layout.schedule == "zb-v" and layout.virtual_stages != 2:
-        yield Problem("parallel.virtual_stages", f"zb-v has 2 virtual stages, not {layout.virtual_stages}", "2")
-    elif layout.schedule in ("gpipe", "1f1b", "zb-h1") and layout.virtual_stages != 1:
-        yield Problem(
-            "parallel.schedule",
-            f"{layout.schedule} has one virtual stage, not {layout.virtual_stages}; interleaved has any number",
-            "interleaved",
-        )
-
-
-def _pipeline_has_layers(spec: JobSpec) -> Iterator[Problem]:
-    layout, layers = spec.layout, spec.model.layers
-    virtual_stages = 2 if layout.schedule == "zb-v" else layout.virtual_stages
-    if layers < layout.pipeline * virtual_stages:
-        if virtual_stages > layers or layout.schedule == "zb-v" or layout.pipeline == 1:
-            yield Problem(
-                "model.layers",
-                f"layers ({layers}) must be at least parallel.pipeline x virtual_stages "
-                f"({layout.pipeline} x {virtual_stages})",
-                str(layout.pipeline * virtual_stages),
-            )
-        else:
-            yield Problem(
-                "parallel.pipeline",
-                f"pipeline ({layout.pipeline}) x virtual_stages ({virtual_stages}) must be at most model.layers "
-                f"({layers})",
-                str(layers // virtual_stages),
-            )
 
 
 def _smallest_batch(spec: JobSpec) -> tuple[str, int]:
@@ -516,8 +485,7 @@ FITTING: tuple[Rule, ...] = (
     _chunks_have_rows,
     _chunks_have_16_bits,
     _key_value_heads_fit,
-    _schedule_fits_virtual_stages,
-    _pipeline_has_layers,
+    *PIPELINE_RULES,
     _every_replica_has_samples,
     _every_replica_has_whole_micro_batches,
     _interleaving_fits_batches,

@@ -112,6 +112,7 @@ def test_smaller_shapes_divide_the_own_one_and_come_after_larger_ones():
 @pytest.mark.parametrize("parallel", [
     {"tensor": 4, "pipeline": 4, "schedule": "interleaved", "virtual_stages": 2},
     {"tensor": 2, "pipeline": 4, "schedule": "zb-v", "virtual_stages": 2},
+    {"tensor": 2, "pipeline": 4, "stage_layers": [1, 2, 2, 3]},
     {"tensor": 4, "pipeline": 1, "sequence_parallel": True},
 ])  # fmt: skip
 def test_every_shape_is_a_spec_that_would_be_taken(parallel):
@@ -186,3 +187,14 @@ def test_reshaped_layout_keeps_what_still_has_a_meaning(tensor, pipeline, kept):
     running = layout_in_use(submitted, SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=3))
     assert (running.tensor, running.pipeline, running.data) == (tensor, pipeline, 3)
     assert (running.schedule, running.virtual_stages, running.sequence_parallel) == kept
+
+
+def test_a_list_of_layers_holds_for_its_own_pipeline_only():
+    submitted = ParallelConfig(tensor=2, pipeline=2, stage_layers=(1, 3))
+    lists = {
+        (tensor, pipeline): layout_in_use(
+            submitted, SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=2)
+        ).stage_layers
+        for tensor, pipeline in ((2, 2), (1, 2), (2, 1))
+    }
+    assert lists == {(2, 2): (1, 3), (1, 2): (1, 3), (2, 1): None}

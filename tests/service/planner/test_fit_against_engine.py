@@ -65,6 +65,9 @@ def _job(draw: random.Random) -> JobSpec:
     if layout["tensor"] > 1 and draw.random() < 0.25:
         layout["sequence_parallel"] = False
     hidden, layers = heads * draw.choice((64, 128)), pipeline * chunks * draw.choice((1, 2))
+    if draw.random() < 0.3:
+        layout["stage_layers"] = tuple(draw.choice((1, 2, 3)) for _ in range(pipeline * chunks))
+        layers = sum(layout["stage_layers"])
     return job(layers, hidden, heads, model=_model(draw), train=train, **layout)
 
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.planner.pipeline import Pipeline, StageTimes
-from service.planner.step_time import layer_counts
 from workers.parallel.pipeline.schedules import schedule
 from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
+from workers.parallel.pipeline.stages import even_counts
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 times = st.floats(0.1, 5.0)
@@ -53,7 +53,7 @@ def test_many_micro_batches_go_on_as_the_first_few_did(kind, stages, rounds, lay
     more = [ends[0], *[0.0] * (count - 2), ends[1]][:count]
     stage_times = tuple(
         StageTimes(*(seconds * number + extra for seconds in layer))
-        for number, extra in zip(layer_counts(2 * count + layers % count, count), more, strict=True)
+        for number, extra in zip(even_counts(2 * count + layers % count, count), more, strict=True)
     )
     pipeline = Pipeline(kind, stages, v, stage_times, (message,) * (count - 1), blocking)
     whole = pipeline.simulated_seconds(m)

@@ -180,6 +180,7 @@ def held_by_chunk(job_spec: JobSpec, rank: int, chunk: int, run: ForwardPass) ->
         {"tensor": 2, "sequence_parallel": False},
         {"pipeline": 2},
         {"pipeline": 2, "virtual_stages": 2, "schedule": "zb-v", "tensor": 2},
+        {"pipeline": 2, "virtual_stages": 2, "schedule": "zb-v", "stage_layers": [1, 3, 1, 2]},
     ],
     ids=str,
 )

@@ -60,6 +60,8 @@ JOBS = {
     "frozen": job(frozen=["embedding", "layers.0-3"]),
     "two samples": job(micro_batches=16, micro_batch_size=2),
     "four stages": job(parallel={"pipeline": 4}),
+    "one layer and seven": job(parallel={"stage_layers": [1, 7]}),
+    "uneven, zb-v": job(parallel={"schedule": "zb-v", "virtual_stages": 2, "stage_layers": [1, 3, 2, 2]}),
     "tensorwise": job(fp8="tensorwise"),
     "rowwise": job("gpt", fp8="rowwise"),
     "8 bits, zb-h1": job(fp8="rowwise", parallel={"schedule": "zb-h1"}),

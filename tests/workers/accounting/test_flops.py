@@ -73,6 +73,8 @@ def layouts() -> list[dict]:
         {"pipeline": 3},
         {"pipeline": 3, "virtual_stages": 2, "schedule": "interleaved"},
         {"pipeline": 2, "virtual_stages": 2, "schedule": "zb-v", "tensor": 4},
+        {"pipeline": 2, "virtual_stages": 2, "schedule": "zb-v", "stage_layers": [3, 1, 2, 1]},
+        {"pipeline": 3, "stage_layers": [4, 1, 2]},
     ]
 
 

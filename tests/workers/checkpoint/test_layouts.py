@@ -1,4 +1,4 @@
-"""Any of twelve layouts reads what any other wrote: parameters and moments to the bit."""
+"""Any of thirteen layouts reads what any other wrote: parameters and moments to the bit."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "p2 zb-h1 d3 small buckets": {"pipeline": 2, "schedule": "zb-h1", "data": 3, **SMALL},
     "t2 p2 d2 zero 0 small buckets": {"tensor": 2, "pipeline": 2, "data": 2, "zero": 0, **SMALL},
     "t4 p2 zb-h1": {"tensor": 4, "pipeline": 2, "schedule": "zb-h1"},
+    "p2 d2, one layer and three": {"pipeline": 2, "data": 2, "stage_layers": [1, 3]},
 }  # fmt: skip
 WRITER = "t2 p2 zb-v d2"
 SAVED_STEP = 2
-GOING_ON = ("1", "t4", "p2 interleaved d2 small buckets", "p2 zb-h1 d3 small buckets")
+GOING_ON = ("1", "t4", "p2 d2, one layer and three", "p2 interleaved d2 small buckets", "p2 zb-h1 d3 small buckets")
 TIED = {"hidden_size": 16, "bias": False}
 UNTIED = {"hidden_size": 16, "tie_embeddings": False, "kv_heads": 1, "vocabulary_size": 263}
 Whole = dict[str, torch.Tensor]
@@ -139,14 +140,14 @@ def test_what_every_layout_loads_and_saves_is_bit_equal(first, resaved, layout):
 
 
 @pytest.mark.parametrize(
-    "distances", [pytest.param((5,), id="each from another"), pytest.param(range(12), id="all", marks=pytest.mark.soak)]
+    "distances", [pytest.param((5,), id="each from another"), pytest.param(range(13), id="all", marks=pytest.mark.soak)]
 )
 def test_any_layout_reads_what_any_other_wrote_to_the_bit(first, resaved, corpus, distances):
-    """Each layout reads what those so far behind it in the list wrote; `all` are 144 pairs. The writers are those of
+    """Each layout reads what those so far behind it in the list wrote; `all` are 169 pairs. The writers are those of
     the test above, where each wrote in its own processes what it had loaded; here each rank of each reader loads all
     that it would need, by itself, as it does in a restore."""
     names = list(LAYOUTS)
-    assert len(names) == 12
+    assert len(names) == 13
     for place, name in enumerate(names):
         readers = set(readers_of(job(corpus, LAYOUTS[name], model=TIED)))
         for writer in (names[place - distance] for distance in distances):

@@ -47,7 +47,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "vocabulary_size": (256, 257),
     "kv_heads": (4, 2, 1),
     "attention": ("sdpa", "explicit"),
-    "layers_more_than_stages": (0, 1),
+    # One on each virtual stage; with one more; with two more, both on the last virtual stage or both on the first.
+    "layers": ("one each", "one more", "three on the last", "three on the first"),
     "micro_batch_size": (1, 2),
     # Of the replica that has the most.
     "micro_batches": (2, 4, 8),
@@ -189,9 +190,13 @@ def job(row: Row) -> dict[str, Any]:
         recompute["recompute_modules"] = list(row["dropped"])
     if row["recompute"] == "full":
         recompute["recompute_every"] = row["dropped"]
+    stages = row["pipeline"] * virtual_stages
+    more = {"one each": 0, "one more": 1}.get(row["layers"], 2)
+    ones, three = [1] * (stages - 1), max(2, stages) + more - stages + 1
+    lists = {"three on the last": [*ones, three], "three on the first": [three, *ones]}
     return document(
         model={
-            "layers": max(2, row["pipeline"] * virtual_stages) + row["layers_more_than_stages"],
+            "layers": max(2, stages) + more,
             "hidden_size": 16,
             "ffn_hidden_size": 40,
             **{name: row[name] for name in ("tie_embeddings", "bias", "vocabulary_size", "kv_heads", "family")},
@@ -212,6 +217,7 @@ def job(row: Row) -> dict[str, Any]:
             **{name: row[name] for name in ("tensor", "pipeline", "data", "sequence_parallel", "zero")},
             "schedule": schedule,
             "virtual_stages": virtual_stages,
+            "stage_layers": lists.get(row["layers"]),
             "bucket_megabytes": row["bucket_megabytes"],
             **recompute,
         },

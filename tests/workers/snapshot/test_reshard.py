@@ -37,6 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "data": 2, **SMALL,
     },
     "t2 p2 zb-v d2": {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "virtual_stages": 2, "data": 2},
+    "p2, three layers and one": {"pipeline": 2, "stage_layers": [3, 1]},
 }  # fmt: skip
 STEPS = 2
 MODEL = {"hidden_size": 16, "kv_heads": 2}

@@ -97,6 +97,8 @@ def test_virtual_stages_in_front_of_it_take_no_gradient():
     assert takes("embedding", "layers.0-5") == (False, False, True, True)
     assert takes("embedding", "layers") == (False, False, False, True)
     assert takes("embedding", "layers.0-10", "output", "final_norm") == (False, False, False, True)
+    assert takes("embedding", "layers.0-4", stage_layers=(5, 1, 3, 3)) == (False, True, True, True)
+    assert takes("embedding", "layers.0-4", stage_layers=(6, 1, 2, 3)) == (True,) * 4
     two = {"virtual_stages": 2, "schedule": "zb-v", "pipeline": 2}
     assert takes("embedding", "layers.0-6", **two) == (False, False, True, True)
 

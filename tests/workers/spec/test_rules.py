@@ -205,6 +205,18 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "model.layers", "layers (4) must be at least parallel.pipeline x virtual_stages (2 x 5)", "10",
     ),
     (
+        "stages without a number of layers",
+        {"parallel": {"pipeline": 2, "schedule": "zb-v", "virtual_stages": 2, "stage_layers": [1, 3]}},
+        "parallel.stage_layers",
+        "2 numbers of layers for 4 virtual stages: there must be one for each (parallel.pipeline 2 x virtual_stages 2)",
+        "[1, 1, 1, 1]",
+    ),
+    (
+        "layers of another model",
+        {"parallel": {"pipeline": 3, "stage_layers": [1, 1, 1]}},
+        "parallel.stage_layers", "3 layers in all, not model.layers (4)", "[1, 2, 1]",
+    ),
+    (
         "replicas without samples",
         {"train": {"global_batch_size": 2}, "parallel": {"data": 3}},
         "train.global_batch_size", "a batch of 2 leaves some of parallel.data (3) replicas without", "3",
@@ -642,6 +654,8 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("spikes judged once", {"recovery": {"spike": {"policy": "skip", "window": 29}}}),
     ("as many replicas as samples", {"parallel": {"data": 8}, "elastic": {"min_data": 8, "max_data": 8}}),
     ("as many stages as layers", {"parallel": {"pipeline": 2, "schedule": "zb-v", "virtual_stages": 2}}),
+    ("stages of one and three layers", {"parallel": {"pipeline": 2, "stage_layers": [1, 3]}}),
+    ("all layers on one stage", {"parallel": {"stage_layers": [4]}}),
     ("a ramp from the whole batch", {"train": {"batch_ramp": {**RAMP, "start": 8}}, "parallel": {"data": 8}}),
     ("explicit attention with dropout", {"train": {"attention": "explicit"}, "model": {"dropout": 0.1}}),
     ("sequences kept whole", {"model": {"sequence_length": 9}, "parallel": {"tensor": 2, "sequence_parallel": False}}),
@@ -692,6 +706,7 @@ ramps = st.none() | st.fixed_dictionaries({"start": small, "increment": small, "
     axes=st.fixed_dictionaries({"tensor": small, "pipeline": small, "data": small}),
     schedule=schedules,
     virtual_stages=st.integers(1, 4),
+    stage_layers=st.none() | st.lists(small, min_size=1, max_size=4),
     split=st.sampled_from([None, True, False]),
     most=st.none() | small,
 )
@@ -707,12 +722,16 @@ ramps = st.none() | st.fixed_dictionaries({"start": small, "increment": small, "
     axes={"tensor": 3, "pipeline": 2, "data": 2},
     schedule="gpipe",
     virtual_stages=2,
+    stage_layers=[1, 1],
     split=True,
     most=1,
 )
-def test_following_the_advice_always_leads_to_a_spec(model, width, train, axes, schedule, virtual_stages, split, most):
+def test_following_the_advice_always_leads_to_a_spec(
+    model, width, train, axes, schedule, virtual_stages, stage_layers, split, most
+):
     model = {**model, "hidden_size": 8 * width}
     layout = {**axes, "schedule": schedule, "virtual_stages": virtual_stages, "sequence_parallel": split}
+    layout["stage_layers"] = stage_layers
     spec = document(model=model, train=train, parallel=layout, elastic={"max_data": most})
     for _ in range(20):  # more than there are keys that advice may change
         problems = problems_of(spec)

@@ -31,6 +31,8 @@ FACTORS: Factors = {
     "z_loss": (0.0, 1e-4),
     "frozen": ((), ("embedding",), ("embedding", "layers.0-1")),
     "rolls_back": (False, True),
+    # Layers more than virtual stages, all on the last of them; None: shared out evenly.
+    "more_on_the_last": (None, 2),
 }
 _CANDIDATES, _SEED = 20, 7
 
@@ -47,13 +49,17 @@ def job_of(row: Row, corpus: str, **more: dict[str, Any]) -> JobSpec:
         raise NotWanted("without a pipeline all schedules are one")
     layout = {"tensor": tensor, "pipeline": pipeline, "data": data, "virtual_stages": SCHEDULES[row["schedule"]]}
     layout |= {key: row[key] for key in ("schedule", "sequence_parallel", "recompute", "zero")}
+    layers, stages = max(4, pipeline * SCHEDULES[row["schedule"]]), pipeline * SCHEDULES[row["schedule"]]
+    if row["more_on_the_last"] is not None:
+        layers = stages + row["more_on_the_last"]
+        layout["stage_layers"] = [1] * (stages - 1) + [1 + row["more_on_the_last"]]
     train = {key: row[key] for key in ("deterministic", "precision", "z_loss")} | {"frozen": list(row["frozen"])}
     per_step = pipeline * data * (1 if data > 2 else 2)
     numbers = {"steps": 1, "global_batch_size": per_step, "micro_batch_size": 1, "time_parts_every": 1}
     sections: dict[str, dict[str, Any]] = {
         "model": {
             "family": row["family"],
-            "layers": max(4, pipeline * SCHEDULES[row["schedule"]]),
+            "layers": layers,
             "tie_embeddings": row["tied"],
             "kv_heads": 2 if row["family"] != "gpt" else None,
         },

@@ -1,10 +1,17 @@
 """Where the parts of the model live: virtual stages on pipeline ranks, layers in virtual stages. Pure Python.
 
 A model is cut into as many virtual stages as there are pipeline ranks times model chunks per rank. Virtual stage 0
-has the embedding, the last one the logits; micro-batches go forward through them in order.
+has the embedding, the last one the logits; micro-batches go forward through them in order. How many layers each has is
+said by `parallel.stage_layers`, or else they are shared out evenly: everything that asks for a stage's layers asks
+`layers_of`.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+
+from workers.config import ParallelConfig
 
 Place = tuple[int, int]
 """Pipeline rank and chunk of it."""
@@ -40,8 +47,40 @@ def neighbours(kind: str, stages: int, virtual_stages: int, rank: int, chunk: in
     return before, behind
 
 
-def stage_layers(layers: int, virtual_stages_total: int, index: int) -> range:
-    """Indices of the layers in virtual stage `index` of `virtual_stages_total`.
+def layers_of(layers: int, layout: ParallelConfig, index: int) -> range:
+    """Indices of the layers in virtual stage `index` of a model of `layers` under `layout`. Raises ValueError where
+    there is no such stage, or `parallel.stage_layers` has not one number for each (the rules of the spec see to it)."""
+    count = layout.pipeline * layout.virtual_stages
+    if layout.stage_layers is None:
+        return even_layers(layers, count, index)
+    _check_in_range("virtual stage", index, count)
+    ends = _ends(layout.stage_layers)
+    if (len(ends), ends[-1]) != (count, layers):
+        raise ValueError(f"stage_layers {list(layout.stage_layers)} are not {layers} layers in {count} virtual stages")
+    return range(ends[index] - layout.stage_layers[index], ends[index])
+
+
+def layer_counts(layers: int, layout: ParallelConfig) -> tuple[int, ...]:
+    """How many layers each virtual stage has, in the model's order."""
+    if layout.stage_layers is not None:
+        return layout.stage_layers
+    return even_counts(layers, layout.pipeline * layout.virtual_stages)
+
+
+@lru_cache(maxsize=4096)
+def even_counts(layers: int, virtual_stages_total: int) -> tuple[int, ...]:
+    """How many layers each virtual stage has where they are shared out evenly."""
+    return tuple(len(even_layers(layers, virtual_stages_total, index)) for index in range(virtual_stages_total))
+
+
+@lru_cache(maxsize=1024)
+def _ends(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The layer behind each virtual stage's last one."""
+    return tuple(accumulate(counts))
+
+
+def even_layers(layers: int, virtual_stages_total: int, index: int) -> range:
+    """Indices of the layers in virtual stage `index` of `virtual_stages_total` that share them out evenly.
 
     Where the layers do not divide evenly, the extra ones go to virtual stages 1, 2, ..., last but one, then 0: the
     last one has the logits already, which cost about as much as a layer, the first one the embedding.

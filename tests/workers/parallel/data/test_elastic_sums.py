@@ -65,6 +65,7 @@ CASES: dict[str, Case] = {
         (1, 2), {"schedule": "zb-v", "virtual_stages": 2},
         {"model": {"tie_embeddings": False}, "train": {"global_batch_size": 13}},
     ),
+    "p2, one layer and three": ((1, 2), {"stage_layers": [1, 3], **SMALL}, {}),
     "t2 p2 zb-h1 with dropout": ((2, 2), {"schedule": "zb-h1"}, {"model": {"dropout": 0.1}}),
     "t2 p2 zb-v": ((2, 2), {"schedule": "zb-v", "virtual_stages": 2}, {"model": {"kv_heads": 1}}),
 }  # fmt: skip

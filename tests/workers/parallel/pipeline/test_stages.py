@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workers.config import ParallelConfig
 from workers.parallel.pipeline.schedules import KINDS
-from workers.parallel.pipeline.stages import place, stage_layers, virtual_stage
+from workers.parallel.pipeline.stages import even_counts, even_layers, layer_counts, layers_of, place, virtual_stage
 
 
 @pytest.mark.parametrize("stages", range(1, 17))
@@ -47,8 +48,9 @@ def test_places_outside_the_model_are_refused():
 @given(st.integers(1, 64), st.integers(0, 200))
 def test_layers_are_cut_in_order_into_almost_equal_parts(total, more):
     layers = total + more
-    parts = [stage_layers(layers, total, index) for index in range(total)]
+    parts = [layers_of(layers, ParallelConfig(pipeline=total), index) for index in range(total)]
     assert [layer for part in parts for layer in part] == list(range(layers))
+    assert even_counts(layers, total) == tuple(map(len, parts))
     assert {len(part) for part in parts} <= {layers // total, layers // total + 1}
     assert total == 1 or len(parts[-1]) == layers // total, "the logits are on the last one"
 
@@ -65,16 +67,30 @@ def test_layers_are_cut_in_order_into_almost_equal_parts(total, more):
     ],
 )
 def test_extra_layers_go_to_the_middle_then_to_the_first(layers, counts):
-    assert [len(stage_layers(layers, 4, index)) for index in range(4)] == counts
+    assert list(even_counts(layers, 4)) == counts
 
 
 def test_small_cuts():
-    assert stage_layers(5, 1, 0) == range(5)
-    assert [stage_layers(5, 2, index) for index in range(2)] == [range(3), range(3, 5)]
+    assert even_layers(5, 1, 0) == range(5)
+    assert [even_layers(5, 2, index) for index in range(2)] == [range(3), range(3, 5)]
 
 
 def test_fewer_layers_than_virtual_stages_are_refused():
     with pytest.raises(ValueError, match="3 layers do not fill 4 virtual stages"):
-        stage_layers(3, 4, 0)
+        even_layers(3, 4, 0)
     with pytest.raises(ValueError, match=r"virtual stage 4 is outside 0\.\.3"):
-        stage_layers(8, 4, 4)
+        even_layers(8, 4, 4)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+def test_layers_are_cut_as_the_list_says(counts):
+    layout = ParallelConfig(pipeline=len(counts), stage_layers=tuple(counts))
+    parts = [layers_of(sum(counts), layout, index) for index in range(len(counts))]
+    assert [len(part) for part in parts] == counts == list(layer_counts(sum(counts), layout))
+    assert [layer for part in parts for layer in part] == list(range(sum(counts)))
+
+
+@pytest.mark.parametrize(("layers", "stages", "index"), [(7, 3, 0), (6, 2, 0), (6, 3, 3), (6, 3, -1)])
+def test_a_list_of_another_model_or_pipeline_is_refused(layers, stages, index):
+    with pytest.raises(ValueError, match=r"stage_layers \[1, 2, 3\] are not|outside 0"):
+        layers_of(layers, ParallelConfig(pipeline=stages, stage_layers=(1, 2, 3)), index)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from workers.parallel.pipeline.schedules import KINDS, forward_only, schedule
 from workers.parallel.pipeline.schedules.action import COMPUTE, Action
 from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
-from workers.parallel.pipeline.stages import stage_layers
+from workers.parallel.pipeline.stages import even_counts
 
 UNIT = PassTimes(1.0, 1.0, 1.0)
 times = st.floats(0.1, 10.0)
@@ -137,7 +137,7 @@ def test_a_message_takes_as_long_with_more_chunks():
 
 
 def test_virtual_stages_take_as_long_as_their_share():
-    layers = [len(stage_layers(10, 4, index)) for index in range(4)]
+    layers = list(even_counts(10, 4))
     share = tuple(count / 2.5 for count in layers)
     simulated = timeline("zb-v", 2, 2, 4, PassTimes(1.0, 2.0, 3.0, share=share))
     work = [sum(end - start for _, start, end in passes) for passes in simulated.passes]

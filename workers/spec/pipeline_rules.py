@@ -1,0 +1,62 @@
+"""Rules about how a model is cut into the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from workers.config import JobSpec
+from workers.parallel.pipeline.stages import even_counts
+from workers.spec.problems import Problem
+
+
+def _schedule_fits_virtual_stages(spec: JobSpec) -> Iterator[Problem]:
+    layout = spec.layout
+    if layout.schedule == "zb-v" and layout.virtual_stages != 2:
+        yield Problem("parallel.virtual_stages", f"zb-v has 2 virtual stages, not {layout.virtual_stages}", "2")
+    elif layout.schedule in ("gpipe", "1f1b", "zb-h1") and layout.virtual_stages != 1:
+        yield Problem(
+            "parallel.schedule",
+            f"{layout.schedule} has one virtual stage, not {layout.virtual_stages}; interleaved has any number",
+            "interleaved",
+        )
+
+
+def _pipeline_has_layers(spec: JobSpec) -> Iterator[Problem]:
+    layout, layers = spec.layout, spec.model.layers
+    virtual_stages = 2 if layout.schedule == "zb-v" else layout.virtual_stages
+    if layers < layout.pipeline * virtual_stages:
+        if virtual_stages > layers or layout.schedule == "zb-v" or layout.pipeline == 1:
+            yield Problem(
+                "model.layers",
+                f"layers ({layers}) must be at least parallel.pipeline x virtual_stages "
+                f"({layout.pipeline} x {virtual_stages})",
+                str(layout.pipeline * virtual_stages),
+            )
+        else:
+            yield Problem(
+                "parallel.pipeline",
+                f"pipeline ({layout.pipeline}) x virtual_stages ({virtual_stages}) must be at most model.layers "
+                f"({layers})",
+                str(layers // virtual_stages),
+            )
+
+
+def _stages_have_all_layers(spec: JobSpec) -> Iterator[Problem]:
+    """Of a list of layers; that there are enough for all stages is another rule's."""
+    layout, layers, counts = spec.layout, spec.model.layers, spec.layout.stage_layers
+    stages = layout.pipeline * layout.virtual_stages
+    if counts is None or layers < stages:
+        return
+    even = str(list(even_counts(layers, stages)))
+    if len(counts) != stages:
+        yield Problem(
+            "parallel.stage_layers",
+            f"{len(counts)} numbers of layers for {stages} virtual stages: there must be one for each "
+            f"(parallel.pipeline {layout.pipeline} x virtual_stages {layout.virtual_stages})",
+            even,
+        )
+    elif sum(counts) != layers:
+        yield Problem("parallel.stage_layers", f"{sum(counts)} layers in all, not model.layers ({layers})", even)
+
+
+PIPELINE_RULES = (_schedule_fits_virtual_stages, _pipeline_has_layers, _stages_have_all_layers)
