@@ -452,7 +452,8 @@ class ParallelConfig(Section):
     stage_layers: Annotated[tuple[Layers, ...], Field(max_length=10_000)] | None = None
     """Layers of each virtual stage, in the model's order: pipeline x virtual_stages numbers that add up to
     model.layers. Default: evenly, which also holds where the job goes on with another pipeline size
-    (elastic.reshape). With a large vocabulary fewer on the last one, which has the logits (docs/parallelism.md)."""
+    (elastic.reshape). With a large vocabulary fewer on the last one, which has the logits (docs/parallelism.md); `auto`
+    finds them."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
     """Order of forwards and backwards in the pipeline (docs/parallelism.md)."""
     sequence_parallel: StrictBool | None = None

@@ -16,6 +16,7 @@ from service.planner.answer import to_json
 from service.planner.hardware import GIB, Cluster
 from service.planner.pictures import picture
 from service.planner.request import read_request
+from service.planner.stage_shares import in_words
 from service.settings import Settings
 from workers.paths import Paths
 from workers.spec.problems import Problem, SpecError
@@ -63,6 +64,8 @@ def plan(
     if picture_file is not None and answer.explanation is not None:
         best = answer.plans[0]
         title = f"{render.layout_name(best.parallel)}, micro-batch {best.micro_batch_size}, {best.gpus} ranks"
+        if best.parallel.get("stage_layers"):
+            title += f", stages of {in_words(best.parallel['stage_layers'])} layers"
         _write(picture_file, picture(title, answer.explanation.model_dump(mode="json")))
     show(answer, as_json, lambda console: plans_page(console, answer))
 
@@ -93,7 +96,7 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
     rows = [
         (
             render.layout_name(each.parallel),
-            f"{each.parallel['schedule']} x {each.parallel['virtual_stages']}",
+            _schedule(each.parallel),
             each.micro_batch_size,
             each.parallel["recompute"],
             f"{each.step_seconds:.4g} s",
@@ -106,6 +109,10 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
     ]
     heads = ("LAYOUT", "SCHEDULE", "MICRO-BATCH", "RECOMPUTE", "STEP", "TOKENS/S", "MFU", "BUBBLE", "MEMORY")
     render.table(console, heads, rows, "no layout fits")
+    for number, plan in enumerate(answer.plans, start=1):
+        if plan.parallel.get("stage_layers"):
+            counts = in_words(plan.parallel["stage_layers"])
+            console.print(f"Layers of the virtual stages of plan {number}: {counts}.", highlight=False)
     if answer.plans and answer.plans[0].host_memory_bytes:
         taken = f"{answer.plans[0].host_memory_bytes / GIB:.1f} GiB of a node's memory"
         what = "snapshots and activations" if answer.plans[0].parallel.get("offload_layers") else "snapshots"
@@ -120,13 +127,18 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
         _explanation(console, answer.explanation, answer.plans[0].step_seconds)
 
 
+def _schedule(parallel: dict[str, Any]) -> str:
+    uneven = ", uneven" if parallel.get("stage_layers") else ""
+    return f"{parallel['schedule']} x {parallel['virtual_stages']}{uneven}"
+
+
 def _sizes(console: Console, sizes: list[schemas.PlanSize]) -> None:
     console.print("\nWith fewer GPUs:")
     rows = [
         (
             f"{each.gpus}" if each.gpus == each.up_to else f"{each.gpus} to {each.up_to}",
             render.layout_name(each.parallel),
-            f"{each.parallel['schedule']} x {each.parallel['virtual_stages']}",
+            _schedule(each.parallel),
             each.micro_batch_size,
             each.parallel["recompute"],
             f"{each.step_seconds:.4g} s",

@@ -102,11 +102,7 @@ def _words(name: str, model: StepModel) -> tuple[str, str]:
             "fewer parallel.offload_layers, or parallel.recompute: full beside them",
         ),
         "host": ("the device waits for the host to launch its kernels", "a larger micro-batch, or train.compile: true"),
-        "bubble": (
-            f"ranks wait for other stages ({layout.schedule}, pipeline {layout.pipeline})",
-            "more micro-batches: a larger global batch, a smaller micro-batch or fewer replicas; more virtual stages, "
-            "or a zero-bubble schedule",
-        ),
+        "bubble": _bubble(model),
         "gradients": (f"sums of gradients over {replicas} that nothing hides", "fewer replicas, or a larger batch"),
         "optimizer": (
             f"the update, and bringing it to {replicas}",
@@ -114,6 +110,20 @@ def _words(name: str, model: StepModel) -> tuple[str, str]:
         ),
         "replicas": (f"the slowest of {replicas}", "fewer replicas"),
     }[name]
+
+
+def _bubble(model: StepModel) -> tuple[str, str]:
+    layout, work = model.spec.layout, model.pipeline().rank_work()
+    what = f"ranks wait for other stages ({layout.schedule}, pipeline {layout.pipeline}"
+    helps = (
+        "more micro-batches: a larger global batch, a smaller micro-batch or fewer replicas; more virtual stages, or a "
+        "zero-bubble schedule"
+    )
+    most = max(work) * len(work) / sum(work) - 1
+    if most < WORTH_SAYING:
+        return f"{what})", helps
+    what += f", of which rank {work.index(max(work))} has {most:.0%} more to do than the mean)"
+    return what, f"{helps}; fewer layers there (parallel.stage_layers)"
 
 
 def sentences(shares: tuple[Share, ...]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from service.planner.hardware import GIB, Cluster, Machine
+from service.planner.stage_shares import chunks_of, shared_out
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import bytes_of_stage
 from workers.accounting.flops import rank_parameters
@@ -119,6 +120,49 @@ def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
     return round((SLOTS * STATE_BYTES * held + activations) * ranks)
 
 
+def layers_with_room(spec: JobSpec, usable: float, machine: Machine | None = None) -> tuple[int, ...]:
+    """For how many layers each pipeline rank has room in so many bytes, by what it needs now and what one more on each
+    of its virtual stages would need. Both are looked at for the ranks at the ends and those beside them; between those
+    they change from one to the next as the number of micro-batches in flight does. `machine` as in `worst_rank`."""
+    stages = spec.layout.pipeline
+    known = {rank: _growth(spec, rank, machine) for rank in sorted({0, 1, stages - 2, stages - 1} & set(range(stages)))}
+    room = []
+    for rank in range(stages):
+        if rank in known:
+            none, each = known[rank]
+        else:
+            part = (rank - 1) / (stages - 3)
+            none, each = (a + part * (b - a) for a, b in zip(known[1], known[stages - 2], strict=True))
+        room.append(max(0, int((usable - none) / each)))
+    return tuple(room)
+
+
+def _within_room(spec: JobSpec, usable: float, machine: Machine) -> tuple[int, ...] | None:
+    """Layers of each virtual stage for which there seems to be room, as even as they can be; None where nothing is to
+    be shared out otherwise."""
+    layout = spec.layout
+    if layout.pipeline == 1:
+        return None
+    chunks = chunks_of(layout.schedule, layout.pipeline, layout.virtual_stages)
+    room = layers_with_room(spec, usable, machine)
+    counts = shared_out(spec.model.layers, chunks, lambda _, layers: layers, room)
+    return None if counts == layer_counts(spec.model.layers, layout) else counts
+
+
+def _growth(spec: JobSpec, rank: int, machine: Machine | None) -> tuple[float, float]:
+    """Bytes that a rank needs without layers, and for each, by a line through what it needs with two numbers."""
+    layout, counts = spec.layout, list(layer_counts(spec.model.layers, spec.layout))
+    now = sum(_layers_of(spec, rank))
+    for chunk in range(layout.virtual_stages):
+        counts[virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, rank, chunk)] += 1
+    model = spec.model.model_copy(update={"layers": sum(counts)})
+    more = layout.model_copy(update={"stage_layers": tuple(counts)})
+    larger = spec.model_copy(update={"model": model, "parallel": more})
+    needs = memory_of(spec, rank, machine).total
+    each = (memory_of(larger, rank, machine).total - needs) / layout.virtual_stages
+    return needs - now * each, each
+
+
 @dataclass(frozen=True)
 class Fit:
     """Whether a job fits, and if not, by how much it misses and what would help."""
@@ -157,13 +201,13 @@ def fits(spec: JobSpec, cluster: Cluster) -> Fit:
     found = Fit(worst_rank(spec, machine), usable_bytes(cluster))
     if found.fits:
         return found
-    for change, other in _changes(spec):
+    for change, other in _changes(spec, found.usable, machine):
         if worst_rank(other, machine).total <= found.usable:
             return Fit(found.memory, found.usable, change)
     return found
 
 
-def _changes(spec: JobSpec) -> Iterator[tuple[str, JobSpec]]:
+def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[str, JobSpec]]:
     """One change at a time, from those that cost least to those that take another cluster."""
     layout, size = spec.layout, spec.train.micro_batch_size
 
@@ -181,6 +225,9 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, JobSpec]]:
         size //= 2
         smaller = spec.train.model_copy(update={"micro_batch_size": size})
         yield f"train.micro_batch_size: {size}", spec.model_copy(update={"train": smaller})
+    counts = _within_room(spec, usable, machine)
+    if counts is not None:
+        yield f"parallel.stage_layers: {list(counts)}", with_layout(stage_layers=counts)
     if layout.recompute != "full":
         yield "parallel.recompute: full", with_layout(recompute="full", recompute_every=1, recompute_keep=0)
     if layout.offload_layers < spec.model.layers:

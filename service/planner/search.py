@@ -6,22 +6,25 @@ step simulated, until the next cannot be among the best any more. So the answer 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from service.planner.candidates import Bounds, Candidate, axes, candidates
+from service.planner.bounds import SLACK, Bounds
+from service.planner.candidates import Candidate, axes, candidates
 from service.planner.hardware import GIB, Cluster
 from service.planner.memory import Fit, RankMemory, fits, usable_bytes, worst_rank
 from service.planner.software import MANTA, Software, engine_on
 from service.planner.step_time import StepModel, StepTime
+from service.planner.uneven import fitted, refined
 from workers.accounting.flops import StepFlops, step_flops
 from workers.config import JobSpec
 from workers.spec.rules import find_problems
 
 MOST_REJECTED = 20
-SLACK = 1 - 1e-9
-"""Bounds are sums in another order than what they bound."""
+MORE = 2
+"""Layouts beyond those asked for of which single layers are moved: one of them may become faster by that."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,18 @@ class Answer:
     """One for each tensor and pipeline size that has no plan, the one that came nearest."""
 
 
-def plan_of(spec: JobSpec, cluster: Cluster, software: Software = MANTA, model: StepModel | None = None) -> Plan:
-    """The plan of a job with a layout, whether it fits or not."""
+def plan_of(
+    spec: JobSpec,
+    cluster: Cluster,
+    software: Software = MANTA,
+    model: StepModel | None = None,
+    memory: RankMemory | None = None,
+) -> Plan:
+    """The plan of a job with a layout, whether it fits or not; `model`, `memory`: its own, where they are known."""
     device = cluster.machine.accelerator
     peak = device.peak_fp32 if spec.train.precision == "fp32" else device.peak_16bit
     model = model or StepModel(spec, cluster, software)
-    return Plan(spec, model.time(), worst_rank(spec, cluster.machine), peak)
+    return Plan(spec, model.time(), memory or worst_rank(spec, cluster.machine), peak)
 
 
 def evaluate(spec: JobSpec, cluster: Cluster, software: Software = MANTA) -> Answer:
@@ -113,42 +122,96 @@ def search(
     if problem is not None:
         return Answer((), tuple(Rejected(each.spec(job), problem) for each in islice(candidates(job, cluster), 1)))
     bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
-    too_large: dict[tuple[int, int], tuple[float, Candidate]] = {}
-    left = []
+    no_state: dict[tuple[int, int], tuple[float, Candidate]] = {}
+    left: list[tuple[float, Candidate]] = []
     for candidate in candidates(job, cluster):
         if ranks is not None and candidate.ranks != ranks:
             continue
         least = bounds.least_bytes(candidate)
         if least <= usable:
-            left.append((bounds.least_seconds(candidate), candidate))
+            left += bounds.with_least_seconds(candidate)
         else:
-            _keep_least(too_large, candidate, least)
-    left.sort()
-    found: list[tuple[float, Candidate, Plan]] = []
-    slower: dict[tuple[int, int], tuple[float, Candidate]] = {}
-    enough: set[Candidate] = set()
-    for seconds, candidate in left:
-        if candidate.without_recomputation in enough:
+            _keep_least(no_state, candidate, least)
+    best = fastest(left, bounds, limit)
+    for least, candidate in no_state.values():
+        _keep_least(best.too_large, candidate, least)
+    plans = best.plans()
+    return Answer(plans, tuple(_rejected(job, cluster, plans, best.slower, best.too_large)))
+
+
+def fastest(left: list[tuple[float, Candidate]], bounds: Bounds, limit: int, most: float = math.inf) -> Best:
+    """The `limit` fastest of these layouts that the rules allow and that fit, if they take less than `most` seconds.
+    `left`: each with the least that it takes, in any order."""
+    job, cluster, usable = bounds.job, bounds.cluster, usable_bytes(bounds.cluster)
+    best = Best(limit, most)
+    no_room = []
+    for seconds, candidate in sorted(left):
+        if candidate.recomputing_nothing in best.enough:
             continue  # the same that recomputes less fits
-        if len(found) >= limit and SLACK * seconds > found[limit - 1][0]:
-            _keep_least(slower, candidate, seconds)
+        if SLACK * seconds > best.most:
+            _keep_least(best.slower, candidate, seconds)
             continue
         spec = candidate.spec(job)
         if find_problems(spec):
             continue
         memory = worst_rank(spec, cluster.machine)
-        if memory.total > usable:
-            _keep_least(too_large, candidate, memory.total)
-            continue
-        enough.add(candidate.without_recomputation)
-        plan = plan_of(spec, cluster, software, bounds.model(candidate))
-        found.append((plan.time.seconds, candidate, plan))
-        found.sort(key=lambda each: each[:2])
-        for worse in found[limit:]:
-            _keep_least(slower, worse[1], worse[0])
-        del found[limit:]
-    plans = tuple(plan for _, _, plan in found)
-    return Answer(plans, tuple(_rejected(job, cluster, plans, slower, too_large)))
+        if memory.total <= usable:
+            best.add(candidate, plan_of(spec, cluster, bounds.software, bounds.model(candidate), memory))
+        else:
+            _keep_least(best.too_large, candidate, memory.total)
+            no_room.append((candidate, memory.total))
+    for candidate, needed in no_room:
+        other = fitted(candidate, needed, bounds, usable, best.most)
+        if other is not None:
+            best.add(other, plan_of(other.spec(job), cluster, bounds.software, bounds.model(other)))
+    for seconds, candidate in best.found():
+        other = refined(candidate, seconds, bounds, usable)
+        if other != candidate:
+            best.add(other, plan_of(other.spec(job), cluster, bounds.software, bounds.model(other)))
+    return best
+
+
+class Best:
+    """The fastest layouts that were found, each with the stages with which it is fastest, and who lost."""
+
+    def __init__(self, limit: int, most: float):
+        self.limit = limit
+        self._found: dict[Candidate, tuple[float, Candidate, Plan]] = {}
+        self.most = most
+        """Seconds above which a layout is not among them."""
+        self.enough: set[tuple[Candidate, bool]] = set()
+        """What fits without recomputation, if that was looked at."""
+        self.slower: dict[tuple[int, int], tuple[float, Candidate]] = {}
+        self.too_large: dict[tuple[int, int], tuple[float, Candidate]] = {}
+        """Of each tensor and pipeline size the one that came nearest."""
+
+    def add(self, candidate: Candidate, plan: Plan) -> None:
+        """One that fits."""
+        seconds = plan.time.seconds
+        self.enough.add(candidate.recomputing_nothing)
+        if seconds >= self.most or (candidate.even in self._found and self._found[candidate.even][0] <= seconds):
+            return
+        self._found[candidate.even] = seconds, candidate, plan
+        ordered = self._ordered()
+        for slow, worse, _ in ordered[self.limit + MORE :]:
+            del self._found[worse.even]
+            _keep_least(self.slower, worse, slow)
+        if len(ordered) >= self.limit + MORE:
+            self.most = ordered[self.limit + MORE - 1][0]
+
+    def _ordered(self) -> list[tuple[float, Candidate, Plan]]:
+        """Best first, of equals the simpler one."""
+        return sorted(self._found.values(), key=lambda each: each[:2])
+
+    def found(self) -> list[tuple[float, Candidate]]:
+        """Those of which layers may still be moved, best first."""
+        return [(seconds, candidate) for seconds, candidate, _ in self._ordered()]
+
+    def plans(self) -> tuple[Plan, ...]:
+        """The fastest; the others are noted as slower."""
+        for slow, worse, _ in self._ordered()[self.limit :]:
+            _keep_least(self.slower, worse, slow)
+        return tuple(plan for *_, plan in self._ordered()[: self.limit])
 
 
 def _keep_least(of: dict[tuple[int, int], tuple[float, Candidate]], candidate: Candidate, value: float) -> None:

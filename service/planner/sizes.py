@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from service.cluster.sizes import most_ranks, resized, shapes_of, sizes_of
-from service.planner.candidates import Bounds, Candidate, candidates, is_complete
+from service.planner.bounds import Bounds
+from service.planner.candidates import Candidate, candidates, is_complete
 from service.planner.hardware import Cluster
-from service.planner.memory import usable_bytes, worst_rank
-from service.planner.search import SLACK, Plan, plan_of, search
+from service.planner.memory import usable_bytes
+from service.planner.search import Plan, fastest, plan_of, search
 from service.planner.software import Software
 from workers.config import JobSpec
-from workers.spec.rules import find_problems
 
 MOST_SIZES = 64
 """That are told of one job."""
@@ -80,21 +80,12 @@ def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Pla
     groups: dict[int, list[tuple[float, Candidate]]] = defaultdict(list)
     for candidate in candidates(job, cluster):
         if bounds.least_bytes(candidate) <= usable:
-            groups[candidate.ranks].append((bounds.least_seconds(candidate), candidate))
-    best = float("inf")
+            groups[candidate.ranks] += bounds.with_least_seconds(candidate)
+    most = float("inf")
     for ranks in sorted(groups):
-        fastest: Plan | None = None
-        for least, candidate in sorted(groups[ranks]):
-            if SLACK * least >= best:
-                break
-            spec = candidate.spec(job)
-            if find_problems(spec) or worst_rank(spec, cluster.machine).total > usable:
-                continue
-            plan = plan_of(spec, cluster, software, bounds.model(candidate))
-            if plan.time.seconds < best:
-                best, fastest = plan.time.seconds, plan
-        if fastest is not None:
-            yield fastest
+        for plan in fastest(groups[ranks], bounds, 1, most).plans():
+            most = plan.time.seconds
+            yield plan
 
 
 def _by_nodes(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[SizedPlan]:

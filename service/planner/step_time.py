@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 from service.planner.communication import (
     Group,
@@ -23,7 +22,7 @@ from service.planner.shared_cores import SharedCores
 from service.planner.software import MANTA, Software
 from workers.accounting.flops import padded_vocabulary, rank_parameters
 from workers.config import JobSpec
-from workers.parallel.pipeline.stages import even_counts, layer_counts
+from workers.parallel.pipeline.stages import layer_counts
 from workers.threads import decided_threads
 
 
@@ -49,13 +48,6 @@ class StepTime:
     def bubble_ratio(self) -> float:
         """Part of the pipeline's time in which its busiest stage waits."""
         return max(0.0, 1 - self.work / self.pipeline)
-
-
-@lru_cache(maxsize=4096)
-def stage_totals(layers: int, pipeline: int, virtual_stages: int) -> tuple[int, ...]:
-    """Layers of each rank whose chunks go round robin."""
-    counts = even_counts(layers, pipeline * virtual_stages)
-    return tuple(sum(counts[rank::pipeline]) for rank in range(pipeline))
 
 
 def slowest_of(replicas: int, cluster: Cluster) -> float:

@@ -13,8 +13,11 @@ from service.planner.software import Software
 from service.planner.step_time import StepModel
 from workers.config import JobSpec
 from workers.parallel.pipeline.schedules import KINDS
+from workers.parallel.pipeline.stages import even_counts, layer_counts
 from workers.spec.rules import find_problems
 
+MOST_LISTED = 16
+"""Virtual stages whose layers are listed."""
 _TRADES = (("tensor", "data"), ("tensor", "pipeline"), ("pipeline", "data"))
 """Axes between which a factor of two may move."""
 
@@ -52,7 +55,8 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
 
     def of(section: str, **values: Any) -> tuple[str, dict[str, Any]]:
         others_stages = {"stage_layers": None} if values.keys() & {"pipeline", "virtual_stages"} else {}
-        return ", ".join(f"{key}: {value}" for key, value in values.items()), {
+        told = ", ".join(f"{key}: {'null' if value is None else value}" for key, value in values.items())
+        return told, {
             **document,
             section: document[section] | others_stages | values,
         }
@@ -70,7 +74,29 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
             yield of("parallel", recompute=recompute)
     for schedule, stages in _schedules(parallel):
         yield of("parallel", schedule=schedule, virtual_stages=stages)
+    for counts in _lists(spec):
+        yield of("parallel", stage_layers=counts)
     yield of("parallel", zero=1 - min(1, parallel["zero"]))
+
+
+def _lists(spec: JobSpec) -> Iterator[list[int] | None]:
+    """Other layers for stages, of which there are few enough to read: even ones, one less on either end and one more on
+    the emptiest of the others, and one more on either end from the fullest of the others."""
+    counts = layer_counts(spec.model.layers, spec.layout)
+    if not 1 < len(counts) <= MOST_LISTED:
+        return
+    even = even_counts(spec.model.layers, len(counts))
+    if counts != even:
+        yield None
+    seen = {counts, even}
+    for end in (0, len(counts) - 1):
+        others = [index for index in range(len(counts)) if index != end]
+        emptiest, fullest = min(others, key=counts.__getitem__), max(others, key=counts.__getitem__)
+        for giver, taker in ((end, emptiest), (fullest, end)):
+            moved = tuple(each + (index == taker) - (index == giver) for index, each in enumerate(counts))
+            if min(moved) > 0 and moved not in seen:
+                seen.add(moved)
+                yield list(moved)
 
 
 def _schedules(parallel: dict[str, Any]) -> Iterator[tuple[str, int]]:

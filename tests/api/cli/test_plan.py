@@ -44,6 +44,16 @@ def test_the_best_layouts_are_printed(plan):
     assert f"The best plan's snapshots take {gib:.1f} GiB of a node's memory" in " ".join(table.split())
 
 
+def test_layers_of_uneven_stages_are_printed_and_drawn(plan, tmp_path):
+    model = PLAN["model"] | {"layers": 8, "vocabulary_size": 100_000}
+    layout = {"pipeline": 4, "stage_layers": [3, 2, 2, 1]}
+    output = plan(PLAN | {"model": model, "parallel": layout}, "--picture", str(tmp_path / "plan.svg"))
+    assert "1f1b x 1, uneven" in output
+    assert "Layers of the virtual stages of plan 1: 3, 2 x 2, 1." in output
+    assert "stages of 3, 2 x 2, 1 layers" in (tmp_path / "plan.svg").read_text()
+    assert "Layers of" not in plan(PLAN | {"model": model, "parallel": {"pipeline": 4}})
+
+
 def test_times_of_machines_that_nobody_has_measured_come_with_a_note(plan):
     untried = PLAN | {"cluster": PLAN["cluster"] | {"accelerator": "h100-80gb"}}
     assert "neither fitted nor measured" in json.loads(plan(untried, "--json"))["note"]

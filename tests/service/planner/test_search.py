@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from service.planner import candidates as candidates_module
-from service.planner.candidates import Bounds, Candidate, candidates, is_complete
+from service.planner.bounds import Bounds
+from service.planner.candidates import Candidate, candidates, is_complete
 from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
 from service.planner.memory import usable_bytes, worst_rank
 from service.planner.search import evaluate, search, smallest_cluster
@@ -33,26 +35,34 @@ def sizes(spec: JobSpec) -> tuple[int, int, int]:
 
 
 def everything(spec: JobSpec, cluster: Cluster) -> Iterator[JobSpec]:
-    """All layouts that the rules allow and that fit."""
+    """All layouts that the rules allow, with all lists of layers."""
     model, batch = spec.model, spec.train.global_batch_size
     for tensor in divisors(model.heads):
         groups = cluster.nodes * (cluster.gpus_per_node // tensor)
         for pipeline in range(1, min(groups, model.layers) + 1):
             for data in range(1, min(groups // pipeline, batch) + 1):
                 for micro_batch in divisors(-(-batch // data)):
-                    yield from _variants(spec, cluster, (tensor, pipeline, data, micro_batch))
+                    yield from _variants(spec, (tensor, pipeline, data, micro_batch))
 
 
-def _variants(spec: JobSpec, cluster: Cluster, at: tuple[int, int, int, int]) -> Iterator[JobSpec]:
+def _variants(spec: JobSpec, at: tuple[int, int, int, int]) -> Iterator[JobSpec]:
     tensor, pipeline, data, micro_batch = at
     kinds = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2)]
     kinds += [("interleaved", v) for v in range(2, spec.model.layers // pipeline + 1)]
     for schedule, virtual_stages in kinds if pipeline > 1 else kinds[:1]:
-        for recompute in ("none", "selective", "full"):
-            candidate = Candidate(pipeline, tensor, data, virtual_stages, schedule, micro_batch, recompute)
+        for recompute, counts in itertools.product(
+            ("none", "selective", "full"), compositions(spec.model.layers, pipeline * virtual_stages)
+        ):
+            candidate = Candidate(pipeline, tensor, data, virtual_stages, schedule, micro_batch, recompute, counts)
             found = candidate.spec(spec)
-            if not find_problems(found) and worst_rank(found).total <= usable_bytes(cluster):
+            if not find_problems(found):
                 yield found
+
+
+def compositions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """Every way to have so many layers on so many virtual stages."""
+    for ends in itertools.combinations(range(1, layers), stages - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *ends, layers)))
 
 
 def drawn(seed: int) -> tuple[JobSpec, Cluster]:
@@ -88,15 +98,14 @@ def drawn_on_measured(seed: int) -> tuple[JobSpec, Cluster]:
 
 
 @pytest.mark.parametrize(
-    "seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.soak) for seed in range(50)]
+    "seed", [seed if seed in (1, 2, 4, 5) else pytest.param(seed, marks=pytest.mark.soak) for seed in range(50)]
 )
 def test_nothing_is_more_than_two_percent_faster_than_what_is_found(seed):
     spec, cluster = drawn(seed)
-    every = [StepModel(each, cluster).time().seconds for each in everything(spec, cluster)]
     plans = search(spec, cluster).plans
-    assert bool(plans) == bool(every)
-    if every:
-        assert plans[0].time.seconds <= 1.02 * min(every)
+    enough = plans[0].time.seconds / 1.02 if plans else float("inf")
+    faster = (each for each in everything(spec, cluster) if StepModel(each, cluster).time().seconds < enough)
+    assert [each.layout for each in faster if worst_rank(each).total <= usable_bytes(cluster)] == []
 
 
 def drawn_large(seed: int) -> tuple[JobSpec, Cluster]:
@@ -135,7 +144,13 @@ def test_bounds_are_bounds(draw, seed):
     spec, cluster = draw(seed)
     engine = engine_on(cluster.machine)
     bounds = Bounds(spec, cluster, engine)
+    lists, any_of = [], random.Random(seed)
     for candidate in candidates(spec, cluster):
+        lists += [candidate, *(each for _, each in bounds.with_least_seconds(candidate)[1:])]
+        stages = candidate.pipeline * candidate.virtual_stages
+        if 1 < stages < spec.model.layers and any_of.random() < 0.1:
+            lists.append(replace(candidate, stage_layers=any_of.choice([*compositions(spec.model.layers, stages)])))
+    for candidate in lists:
         found = candidate.spec(spec)
         if not find_problems(found):
             assert bounds.least_bytes(candidate) <= worst_rank(found, cluster.machine).total

@@ -51,47 +51,37 @@ def layers_of(layers: int, layout: ParallelConfig, index: int) -> range:
     """Indices of the layers in virtual stage `index` of a model of `layers` under `layout`. Raises ValueError where
     there is no such stage, or `parallel.stage_layers` has not one number for each (the rules of the spec see to it)."""
     count = layout.pipeline * layout.virtual_stages
-    if layout.stage_layers is None:
-        return even_layers(layers, count, index)
     _check_in_range("virtual stage", index, count)
-    ends = _ends(layout.stage_layers)
+    counts = layer_counts(layers, layout)
+    ends = _ends(counts)
     if (len(ends), ends[-1]) != (count, layers):
-        raise ValueError(f"stage_layers {list(layout.stage_layers)} are not {layers} layers in {count} virtual stages")
-    return range(ends[index] - layout.stage_layers[index], ends[index])
+        raise ValueError(f"stage_layers {list(counts)} are not {layers} layers in {count} virtual stages")
+    return range(ends[index] - counts[index], ends[index])
 
 
 def layer_counts(layers: int, layout: ParallelConfig) -> tuple[int, ...]:
     """How many layers each virtual stage has, in the model's order."""
-    if layout.stage_layers is not None:
-        return layout.stage_layers
-    return even_counts(layers, layout.pipeline * layout.virtual_stages)
+    return layout.stage_layers or even_counts(layers, layout.pipeline * layout.virtual_stages)
 
 
 @lru_cache(maxsize=4096)
-def even_counts(layers: int, virtual_stages_total: int) -> tuple[int, ...]:
-    """How many layers each virtual stage has where they are shared out evenly."""
-    return tuple(len(even_layers(layers, virtual_stages_total, index)) for index in range(virtual_stages_total))
-
-
-@lru_cache(maxsize=1024)
-def _ends(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """The layer behind each virtual stage's last one."""
-    return tuple(accumulate(counts))
-
-
-def even_layers(layers: int, virtual_stages_total: int, index: int) -> range:
-    """Indices of the layers in virtual stage `index` of `virtual_stages_total` that share them out evenly.
+def even_counts(layers: int, virtual_stages: int) -> tuple[int, ...]:
+    """How many layers each of so many virtual stages has where they are shared out evenly.
 
     Where the layers do not divide evenly, the extra ones go to virtual stages 1, 2, ..., last but one, then 0: the
     last one has the logits already, which cost about as much as a layer, the first one the embedding.
     """
-    _check_in_range("virtual stage", index, virtual_stages_total)
-    if layers < virtual_stages_total:
-        raise ValueError(f"{layers} layers do not fill {virtual_stages_total} virtual stages: each needs one or more")
-    base, extra = divmod(layers, virtual_stages_total)
-    takers = [*range(1, virtual_stages_total - 1), 0][:extra]
-    first = base * index + sum(taker < index for taker in takers)
-    return range(first, first + base + (index in takers))
+    if layers < virtual_stages:
+        raise ValueError(f"{layers} layers do not fill {virtual_stages} virtual stages: each needs one or more")
+    base, extra = divmod(layers, virtual_stages)
+    takers = {*[*range(1, virtual_stages - 1), 0][:extra]}
+    return tuple(base + (index in takers) for index in range(virtual_stages))
+
+
+@lru_cache(maxsize=4096)
+def _ends(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The layer behind each virtual stage's last one."""
+    return tuple(accumulate(counts))
 
 
 def _turns_back(kind: str, virtual_stages: int, chunk: int) -> bool:

@@ -214,5 +214,6 @@ class PlanPage {
 
 function scheduleOf(parallel) {
   const stages = parallel.virtual_stages > 1 ? ` × ${parallel.virtual_stages}` : "";
-  return `${parallel.schedule ?? "–"}${stages}${parallel.recompute && parallel.recompute !== "none" ? `, ${parallel.recompute}` : ""}`;
+  const lists = parallel.stage_layers ? `, layers ${parallel.stage_layers.join(" ")}` : "";
+  return `${parallel.schedule ?? "–"}${stages}${lists}${parallel.recompute && parallel.recompute !== "none" ? `, ${parallel.recompute}` : ""}`;
 }

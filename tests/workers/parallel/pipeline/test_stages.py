@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from workers.config import ParallelConfig
 from workers.parallel.pipeline.schedules import KINDS
-from workers.parallel.pipeline.stages import even_counts, even_layers, layer_counts, layers_of, place, virtual_stage
+from workers.parallel.pipeline.stages import even_counts, layer_counts, layers_of, place, virtual_stage
 
 
 @pytest.mark.parametrize("stages", range(1, 17))
@@ -71,15 +71,15 @@ def test_extra_layers_go_to_the_middle_then_to_the_first(layers, counts):
 
 
 def test_small_cuts():
-    assert even_layers(5, 1, 0) == range(5)
-    assert [even_layers(5, 2, index) for index in range(2)] == [range(3), range(3, 5)]
+    assert layers_of(5, ParallelConfig(), 0) == range(5)
+    assert [layers_of(5, ParallelConfig(pipeline=2), index) for index in range(2)] == [range(3), range(3, 5)]
 
 
 def test_fewer_layers_than_virtual_stages_are_refused():
     with pytest.raises(ValueError, match="3 layers do not fill 4 virtual stages"):
-        even_layers(3, 4, 0)
+        layers_of(3, ParallelConfig(pipeline=4), 0)
     with pytest.raises(ValueError, match=r"virtual stage 4 is outside 0\.\.3"):
-        even_layers(8, 4, 4)
+        layers_of(8, ParallelConfig(pipeline=4), 4)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))

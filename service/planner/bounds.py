@@ -1,0 +1,270 @@
+"""What can be said of a layout in a few operations: the least time of its step, the least memory of its ranks, and how
+its stages would share the layers by time. Pure Python.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from service.planner.candidates import Candidate, rank_totals
+from service.planner.communication import groups_of
+from service.planner.engine_passes import layer_time
+from service.planner.hardware import Cluster, with_threads
+from service.planner.layer_time import Passes
+from service.planner.pipeline import StageTimes
+from service.planner.software import Software
+from service.planner.stage_shares import chunks_of, shared_out
+from service.planner.step_time import StepModel, slowest_of, threads_in
+from workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
+from workers.accounting.flops import rank_parameters
+from workers.config import JobSpec, ParallelConfig
+from workers.parallel.pipeline.stages import even_counts
+
+SLACK = 1 - 1e-9
+"""Bounds are sums in another order than what they bound."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Parameters of a rank at one tensor size: of a layer, and of what stages at the ends have beside layers."""
+
+    layer: int
+    first: int
+    last: int
+    both: int
+
+
+class Bounds:
+    """Least seconds and bytes of candidates, from parts that many share."""
+
+    def __init__(self, job: JobSpec, cluster: Cluster, software: Software):
+        self.job, self.cluster, self.software = job, cluster, software
+        self._passes: dict[tuple[int, int, str, int, int], Passes] = {}
+        self._sizes: dict[int, _Sizes] = {}
+        self._layer_bytes: dict[tuple[int, int, str], int] = {}
+        self._stages: dict[tuple[int, int, str, int, int, int, bool, bool], StageTimes] = {}
+
+    def passes(self, candidate: Candidate) -> Passes:
+        """The times of the parts of the model."""
+        threads, counted = self._threads(candidate), self._counted(candidate)
+        key = candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted
+        if key not in self._passes:
+            spec, cluster = (
+                self._alone(candidate, candidate.data if counted else 1),
+                with_threads(self.cluster, threads),
+            )
+            self._passes[key] = layer_time(spec, groups_of(spec.layout, cluster, self.software), self.software).passes()
+        return self._passes[key]
+
+    def _counted(self, candidate: Candidate) -> int:
+        """Micro-batches, where a pass takes longer with more of them; else 0."""
+        return candidate.micro_batches(self.job) if self.software.counts_kernels else 0
+
+    def _threads(self, candidate: Candidate) -> int:
+        return 1 if self.cluster.machine.core is None else threads_in(candidate.spec(self.job), self.cluster)
+
+    def _alone(self, candidate: Candidate, data: int = 1) -> JobSpec:
+        """A job whose layers are those of `candidate`, on one stage."""
+        alone = replace(candidate, pipeline=1, data=data, virtual_stages=1, schedule="1f1b", stage_layers=())
+        return alone.spec(self.job)
+
+    def _sizes_of(self, tensor: int) -> _Sizes:
+        if tensor not in self._sizes:
+            job, one = self.job, ParallelConfig(tensor=tensor)
+
+            def of(layers: int, pipeline: int) -> tuple[int, ...]:
+                model = job.model.model_copy(update={"layers": layers})
+                layout = one.model_copy(update={"pipeline": pipeline})
+                return rank_parameters(job.model_copy(update={"model": model, "parallel": layout}))
+
+            alone, two, (first, last) = of(1, 1)[0], of(2, 1)[0], of(2, 2)
+            layer = two - alone
+            self._sizes[tensor] = _Sizes(layer, first - layer, last - layer, alone - layer)
+        return self._sizes[tensor]
+
+    def parameters(self, candidate: Candidate) -> int:
+        """Most parameters of a rank."""
+        sizes, p = self._sizes_of(candidate.tensor), candidate.pipeline
+        if p == 1:
+            return self.job.model.layers * sizes.layer + sizes.both
+        ranks = self._totals(candidate)
+        if candidate.schedule == "zb-v":
+            return max(ranks[0] * sizes.layer + sizes.both, max(ranks) * sizes.layer)
+        ends = ranks[0] * sizes.layer + sizes.first, ranks[-1] * sizes.layer + sizes.last
+        return max(*ends, max(ranks) * sizes.layer)
+
+    def least_bytes(self, candidate: Candidate) -> float:
+        """Less than the rank needs that needs most: state, and activations of what it has in flight at least."""
+        p, v = candidate.pipeline, candidate.virtual_stages
+        if candidate.stage_layers:
+            return self._least_bytes_of_list(candidate)
+        # Under zb-v, of few micro-batches the last chunk's may be gone before the first chunk's have all come.
+        layers = self.job.model.layers // (p * v) * (1 if candidate.schedule == "zb-v" else v)
+        held = min(candidate.micro_batches(self.job), p) * layers
+        return self._state(candidate, self.parameters(candidate)) + held * self._bytes_of_layer(candidate)
+
+    def _least_bytes_of_list(self, candidate: Candidate) -> float:
+        """The same where stages differ: of the first rank, which holds most micro-batches, or of the parameters of
+        another."""
+        counts, sizes = candidate.stage_layers, self._sizes_of(candidate.tensor)
+        ends = sizes.both if candidate.schedule == "zb-v" else sizes.first
+        layers = counts[0] if candidate.schedule == "zb-v" else sum(counts[:: candidate.pipeline])
+        held = min(candidate.micro_batches(self.job), candidate.pipeline) * layers
+        first = self._state(candidate, self._totals(candidate)[0] * sizes.layer + ends)
+        most = self._state(candidate, self.parameters(candidate))
+        return max(first + held * self._bytes_of_layer(candidate), most)
+
+    def _state(self, candidate: Candidate, parameters: int) -> float:
+        """Bytes of parameters, gradients and moments."""
+        width = self._width
+        return parameters * (width + 4 + (8 + (4 if width == 2 else 0)) / candidate.data)
+
+    @property
+    def _width(self) -> int:
+        return 4 if self.job.train.precision == "fp32" else 2
+
+    def _bytes_of_layer(self, candidate: Candidate) -> int:
+        key = candidate.tensor, candidate.micro_batch, candidate.recompute
+        if key not in self._layer_bytes:
+            spec = self._alone(candidate)
+            if self.job.train.frozen:
+                size = 0  # which layers keep what depends on the layer
+            elif candidate.recompute == "full":
+                size = layer_input_bytes(spec)
+            else:
+                modules = spec.layout.recompute_modules if candidate.recompute == "selective" else ()
+                size = layer_bytes(spec, modules)
+            self._layer_bytes[key] = size
+        return self._layer_bytes[key]
+
+    def model(self, candidate: Candidate) -> StepModel:
+        """The candidate's step."""
+        parameters = self.parameters(candidate)
+        return StepModel(candidate.spec(self.job), self.cluster, self.software, self.passes(candidate), parameters)
+
+    def _stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
+        threads, counted = self._threads(candidate), self._counted(candidate)
+        key = (candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted, layers, first, last)
+        if key not in self._stages:
+            self._stages[key] = self.passes(candidate).of_stage(layers, first, last, self.cluster.machine)
+        return self._stages[key]
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """No more than its step takes: the pipeline at least, and what comes behind it."""
+        model = self.model(candidate)
+        pipeline, backward = self._least_pipeline(candidate, model)
+        if self.cluster.machine.core is not None:  # where ranks share cores these may have more to do than any rank
+            pipeline = max(pipeline, model.pipeline().work(candidate.micro_batches(self.job)))
+        rest = model.gradient_seconds(backward) + model.tied_seconds() + model.optimizer_seconds()
+        return (pipeline + rest) * slowest_of(candidate.data, self.cluster)
+
+    def _least_pipeline(self, candidate: Candidate, model: StepModel) -> tuple[float, float]:
+        """Seconds of the pipeline at least, and of the shortest backward of a virtual stage.
+
+        The first rank computes all of its passes. The last one begins when the first micro-batch has gone through all
+        stages before it, and when it is done the last gradient has to go back through them; where the weights' half is
+        apart, that of as many micro-batches as stages need not be done by then.
+        """
+        p, v, m = candidate.pipeline, candidate.virtual_stages, candidate.micro_batches(self.job)
+        counts = self.counts(candidate)
+        if p == 1:
+            only = self._stage(candidate, counts[0], True, True)
+            return m * only.seconds, only.backward
+        first, last = self._stage(candidate, counts[0], first=True), self._stage(candidate, counts[-1], last=True)
+        between = [(self._stage(candidate, layers), times) for layers, times in _by_layers(counts[1 : p - 1])]
+        backward = min(first.backward, last.backward)
+        if p * v > 2:
+            backward = min(backward, self._stage(candidate, min(counts[1:-1])).backward)
+        message = model.message(0) if not model.groups.stages_share_node(0) and p * candidate.tensor >= 16 else 0.0
+        there = first.forward + sum(times * each.forward for each, times in between) + (p - 1) * message
+        back = first.backward_input + sum(times * each.backward_input for each, times in between) + (p - 1) * message
+        late = 0.0
+        if candidate.schedule == "zb-v":
+            turn = [self._stage(candidate, layers) for layers in counts[p - 1 : p + 1]]
+            busy_first, busy_last = m * (first.seconds + last.seconds), m * sum(each.seconds for each in turn)
+            late = min(m, p) * sum(each.backward_weight for each in turn)
+        else:
+            busy_first = m * (first.seconds + self._seconds(candidate, counts[p::p]))
+            busy_last = m * (last.seconds + self._seconds(candidate, counts[p - 1 : -1 : p]))
+            if candidate.schedule == "zb-h1":
+                late = min(m, p) * last.backward_weight
+            else:
+                back += first.backward_weight + sum(times * each.backward_weight for each, times in between)
+        fullest = max(self._totals(candidate)[1:-1], default=0)
+        # One that is not the first begins when something has come from there.
+        busy = m * self._stage(candidate, fullest).seconds + first.forward
+        return max(busy_first, busy, there + busy_last, there + busy_last - late + back), backward
+
+    def _seconds(self, candidate: Candidate, counts: Iterable[int]) -> float:
+        """Of inner virtual stages together."""
+        return sum(self._stage(candidate, layers).seconds for layers in counts)
+
+    def counts(self, candidate: Candidate) -> tuple[int, ...]:
+        """Layers of each virtual stage."""
+        even = candidate.pipeline * candidate.virtual_stages
+        return candidate.stage_layers or even_counts(self.job.model.layers, even)
+
+    def _totals(self, candidate: Candidate) -> tuple[int, ...]:
+        """Layers of each rank."""
+        return rank_totals(self.counts(candidate), candidate.pipeline, candidate.schedule)
+
+    def balanced(self, candidate: Candidate) -> Candidate | None:
+        """The same with layers shared out by the time that ranks take, where the busiest one then has less to do than
+        with even stages."""
+        chosen = self.shared_out(candidate) if self._can_be_balanced(candidate) else None
+        return None if chosen is None or chosen == self.counts(candidate) else replace(candidate, stage_layers=chosen)
+
+    def shared_out(self, candidate: Candidate, room: Sequence[int] | None = None) -> tuple[int, ...] | None:
+        """Layers of each virtual stage by the time that ranks take; `room`: most of each rank."""
+        p, v = candidate.pipeline, candidate.virtual_stages
+        layer, first, last = self._parts(candidate)
+        ends = {0: first, p * v - 1: last}
+        return shared_out(
+            self.job.model.layers,
+            chunks_of(candidate.schedule, p, v),
+            lambda index, layers: layers * layer + ends.get(index, 0.0),
+            room,
+        )
+
+    def layers_of_rank(self, candidate: Candidate, rank: int) -> int:
+        """How many a pipeline rank has."""
+        return self._totals(candidate)[rank]
+
+    def least_seconds_with_more(self, candidate: Candidate) -> float:
+        """What a step takes at least in which some rank has more layers than there are to a rank."""
+        more = self.job.model.layers // candidate.pipeline + 1
+        return candidate.micro_batches(self.job) * self._stage(candidate, more).seconds
+
+    def with_least_seconds(self, candidate: Candidate) -> list[tuple[float, Candidate]]:
+        """With even stages, and balanced ones where these are others, each with the least that it takes."""
+        balanced = self.balanced(candidate)
+        both = [candidate] if balanced is None else [candidate, balanced]
+        return [(self.least_seconds(each), each) for each in both]
+
+    def _can_be_balanced(self, candidate: Candidate) -> bool:
+        """Whether any other number of layers on some rank leaves the busiest one less to do."""
+        p = candidate.pipeline
+        if p == 1:
+            return False
+        totals, (layer, first, last) = self._totals(candidate), self._parts(candidate)
+        ends = [first + last, 0.0] if candidate.schedule == "zb-v" else [first, last]
+        most = SLACK * max(max(totals) * layer, totals[0] * layer + ends[0], totals[-1] * layer + ends[1])
+        room = [max(0, int((most - more) / layer)) for more in (*ends, 0.0)]
+        return room[0] + room[1] + (p - 2) * room[2] >= self.job.model.layers
+
+    def _parts(self, candidate: Candidate) -> tuple[float, float, float]:
+        """Seconds of a layer, and of what the first and the last virtual stage have besides."""
+        layers = max(1, self.job.model.layers // (candidate.pipeline * candidate.virtual_stages))
+        inner = self._stage(candidate, layers).seconds
+        ends = self._stage(candidate, layers, first=True), self._stage(candidate, layers, last=True)
+        more = self._stage(candidate, layers + 1).seconds - inner
+        return more, ends[0].seconds - inner, ends[1].seconds - inner
+
+
+@lru_cache(maxsize=4096)
+def _by_layers(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """How many of the stages have so many layers."""
+    return tuple(Counter(counts).items())

@@ -1,0 +1,137 @@
+"""Stages of unequal layers: found where they are faster, or where only they fit, and told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from service.planner import uneven
+from service.planner.bounds import Bounds
+from service.planner.candidates import Candidate
+from service.planner.explain import explain
+from service.planner.hardware import Cluster
+from service.planner.memory import fits, layers_with_room, memory_of, usable_bytes, worst_rank
+from service.planner.search import evaluate, search
+from service.planner.software import MANTA
+from service.planner.step_time import StepModel
+from service.planner.uneven import fitted, refined
+from tests.service.support.planned import a100s, job
+from workers.config import JobSpec
+from workers.parallel.pipeline.stages import layer_counts
+
+LARGE_VOCABULARY = {"vocabulary_size": 128256, "sequence_length": 2048, "family": "llama"}
+
+
+def with_memory(cluster: Cluster, bytes_of_device: float) -> Cluster:
+    """The same with devices of so much memory."""
+    device = replace(cluster.machine.accelerator, memory_bytes=bytes_of_device)
+    return replace(cluster, machine=replace(cluster.machine, accelerator=device))
+
+
+def large_vocabulary(layers: int = 16, batch: int = 32, **layout) -> JobSpec:
+    """Logits that cost as much as several layers."""
+    return job(layers, 2048, 16, model=LARGE_VOCABULARY, train={"global_batch_size": batch}, **layout)
+
+
+def seconds(spec: JobSpec, cluster: Cluster) -> float:
+    """Of a step."""
+    return StepModel(spec, cluster).time().seconds
+
+
+def test_with_a_large_vocabulary_the_last_stage_has_fewer_layers():
+    spec, cluster = large_vocabulary(), a100s(1, 4)
+    candidate = Candidate(4, 1, 1, 1, "1f1b", 1, "none")
+    bounds = Bounds(spec, cluster, MANTA)
+    balanced = bounds.balanced(candidate)
+    assert balanced is not None
+    assert balanced.stage_layers[-1] < 4 < max(balanced.stage_layers[:-1]) and sum(balanced.stage_layers) == 16
+    assert seconds(balanced.spec(spec), cluster) < 0.95 * seconds(candidate.spec(spec), cluster)
+    ranks = [StepModel(each.spec(spec), cluster).pipeline().rank_work() for each in (candidate, balanced)]
+    assert max(ranks[1]) < max(ranks[0])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "interleaved"])
+def test_a_search_is_as_fast_as_every_list_of_its_layout(schedule):
+    """Of one layout, with memory for all."""
+    spec, cluster = large_vocabulary(6, batch=8), a100s(1, 3)
+    chunks = 1 if schedule in ("1f1b", "zb-h1") else 2
+    bounds = Bounds(spec, cluster, MANTA)
+    even = Candidate(3 if chunks == 1 else 2, 1, 1, chunks, schedule, 1, "none")
+    start = min(bounds.with_least_seconds(even))[1]
+    found = refined(start, bounds.model(start).time().seconds, bounds, usable_bytes(cluster))
+    stages = even.pipeline * chunks
+    lists = (tuple(b - a for a, b in zip((0, *ends), (*ends, 6), strict=True)) for ends in _increasing(stages - 1, 6))
+    best = min(seconds(replace(even, stage_layers=each).spec(spec), cluster) for each in lists)
+    assert seconds(found.spec(spec), cluster) <= 1.01 * best
+
+
+def _increasing(count: int, below: int):
+    """Tuples of so many increasing numbers from 1 on."""
+    if count == 0:
+        yield ()
+        return
+    for rest in _increasing(count - 1, below):
+        yield from ((*rest, each) for each in range((rest[-1] if rest else 0) + 1, below))
+
+
+def test_where_even_stages_do_not_fit_a_list_is_found_that_does(monkeypatch):
+    """Under 1F1B the first stage holds four micro-batches, and the last one."""
+    spec = job(16, 2048, 16, model={"sequence_length": 4096}, train={"global_batch_size": 32})
+    candidate = Candidate(4, 1, 1, 1, "1f1b", 1, "none")
+    even = worst_rank(candidate.spec(spec))
+    cluster = with_memory(a100s(1, 4), 0.9 * even.total)
+    bounds, usable = Bounds(spec, cluster, MANTA), usable_bytes(cluster)
+    found = fitted(candidate, even.total, bounds, usable)
+    assert found is not None
+    assert found.stage_layers[0] < 4 <= found.stage_layers[-1]
+    assert worst_rank(found.spec(spec)).total <= usable
+    assert fitted(candidate, even.total, bounds, usable, most_seconds=0.1 * seconds(found.spec(spec), cluster)) is None
+    assert fitted(candidate, even.total, bounds, 0.3 * usable) is None
+    # Of what seems to find room each list is counted.
+    with monkeypatch.context() as patch:
+        patch.setattr(uneven, "layers_with_room", lambda *each: [n + 1 for n in layers_with_room(*each)])
+        assert worst_rank(fitted(candidate, even.total, bounds, usable).spec(spec)).total <= usable
+    given = candidate.spec(spec)
+    (rejected,) = evaluate(given, cluster).rejected
+    assert "try: parallel.stage_layers: [" in rejected.reason
+    change = fits(given, cluster).change
+    counts = tuple(int(each) for each in change.partition("[")[2].rstrip("]").split(","))
+    assert evaluate(replace(candidate, stage_layers=counts).spec(spec), cluster).plans
+
+
+def test_room_is_told_to_a_layer():
+    """By whole counts of memory, of each rank, with a number of layers that is far from what is looked at."""
+    spec = job(24, 1024, 16, model={"sequence_length": 2048}, pipeline=6, train={"micro_batch_size": 2})
+    usable = 1.2 * worst_rank(spec).total
+    for rank, room in enumerate(layers_with_room(spec, usable)):
+        for layers, there in ((room, True), (room + 1, False)):
+            counts = [layers if stage == rank else 4 for stage in range(6)]
+            model = spec.model.model_copy(update={"layers": sum(counts)})
+            layout = spec.layout.model_copy(update={"stage_layers": tuple(counts)})
+            needs = memory_of(spec.model_copy(update={"model": model, "parallel": layout}), rank).total
+            assert (needs <= usable * (1.001 if there else 1.0)) is there, (rank, layers)
+
+
+def test_a_plan_with_uneven_stages_is_one_and_says_what_moving_layers_would_do():
+    spec, cluster = large_vocabulary(), a100s(1, 4)
+    plans = search(spec, cluster, limit=8).plans
+    chosen = next(plan for plan in plans if plan.spec.layout.stage_layers)
+    again = evaluate(chosen.spec, cluster).plans[0]
+    assert again.time == chosen.time and again.memory == chosen.memory
+    even = chosen.spec.model_copy(update={"parallel": chosen.spec.layout.model_copy(update={"stage_layers": None})})
+    changes = {each.change: each for each in explain(chosen, cluster).changes}
+    assert changes["stage_layers: null"].seconds == seconds(even, cluster) > chosen.time.seconds
+    moved = [each for change, each in changes.items() if change.startswith("stage_layers: [")]
+    assert moved and all(each.seconds > chosen.time.seconds * 0.999 for each in moved), "nothing nearby is faster"
+
+
+def test_a_layout_whose_ranks_wait_for_one_says_for_which():
+    spec = large_vocabulary(pipeline=4)
+    (plan,) = evaluate(spec, a100s(1, 4)).plans
+    bubble = next(each for each in explain(plan, a100s(1, 4)).shares if each.name == "bubble")
+    assert "of which rank 3 has " in bubble.what and "parallel.stage_layers" in bubble.help
+    (alike,) = evaluate(job(8, pipeline=4), a100s(1, 4)).plans
+    bubble = next(each for each in explain(alike, a100s(1, 4)).shares if each.name == "bubble")
+    assert layer_counts(8, alike.spec.layout) == (2,) * 4
+    assert ("stage_layers" in bubble.help) == ("of which rank" in bubble.what)
