@@ -27,8 +27,8 @@ def _without_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
 
 
-class PlannedCluster(BaseModel):
-    """Where a job would run."""
+class PlannedNodes(BaseModel):
+    """Nodes of one kind."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -38,8 +38,15 @@ class PlannedCluster(BaseModel):
     """Number of nodes."""
     gpus_per_node: Annotated[int, Field(strict=True, ge=1, le=64)] | None = None
     """Accelerators of a node; default: as many as such nodes have."""
+
+
+class PlannedCluster(PlannedNodes):
+    """Where a job would run."""
+
     current: Annotated[bool, Field(strict=True)] = False
     """The cluster of this service, instead; with GPUs, `accelerator` says which."""
+    groups: Annotated[list[PlannedNodes], Field(min_length=1, max_length=4)] | None = None
+    """Nodes of several kinds, instead."""
 
 
 class PlanDocument(BaseModel):

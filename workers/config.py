@@ -23,6 +23,7 @@ Heads = Annotated[int, Field(gt=0, le=100_000, strict=True)]
 Length = Annotated[int, Field(gt=0, le=10_000_000, strict=True)]
 Vocabulary = Annotated[int, Field(gt=0, le=100_000_000, strict=True)]
 AxisSize = Annotated[int, Field(gt=0, le=100_000, strict=True)]
+AcceleratorType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Chunks = Annotated[int, Field(gt=0, le=1024, strict=True)]
 Batch = Annotated[int, Field(gt=0, le=100_000_000, strict=True)]
 Steps = Annotated[int, Field(gt=0, le=1_000_000_000, strict=True)]
@@ -454,6 +455,9 @@ class ParallelConfig(Section):
     model.layers. Default: evenly, which also holds where the job goes on with another pipeline size
     (elastic.reshape). With a large vocabulary fewer on the last one, which has the logits (docs/parallelism.md); `auto`
     finds them."""
+    stage_accelerators: tuple[AcceleratorType, ...] | None = None
+    """For each stage, the type that the GPUs of its nodes must have, as Ray calls it and `manta nodes` shows it, such
+    as [A100, A100, V100]; for clusters of unequal nodes (docs/planner.md). null: nodes of any type."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
     """Order of forwards and backwards in the pipeline (docs/parallelism.md)."""
     sequence_parallel: StrictBool | None = None

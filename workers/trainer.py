@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from workers.accounting.device_table import peak_of_stages
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import Batches
@@ -52,7 +53,8 @@ class Trainer:
         self.tracing = Tracing(comm, reporter, peak_flops)
         self.ends_early = False
         """Whether all ranks have saved their state after a step that is not the last, since that was asked for."""
-        self._rows = StepRows(spec, self.batches.plan, peak_flops * comm.size("world"))
+        each = peak_of_stages(peak_flops, spec.layout.stage_accelerators or ())
+        self._rows = StepRows(spec, self.batches.plan, each * comm.size("world"))
         self._replica_check = ReplicaCheck(self.engine.optimizer, comm)
         stages = [comm.grid.coordinates(rank).pipeline for rank in range(comm.size("world"))]
         self._sampler = RankSampler() if comm.rank == 0 else None

@@ -252,7 +252,9 @@ class PlanExplanation(Answer):
     memory_by_stage: list[PlanMemory]
     """Of a rank of each pipeline stage."""
     usable_bytes: int
-    """Of a device's memory."""
+    """Of the memory of the largest device."""
+    usable_by_stage: list[int]
+    """Of that of the devices that each stage is on."""
     run: PlannedRun | None
     """Null of a training of less than a day, or without accelerators."""
     timeline: list[PlannedPass] | None

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from service.cluster.placement import Capacity, Unit, plural_of
+from service.cluster.placement import Capacity, Unit, bundle_of, plural_of, stage_types
 from workers.config import ParallelConfig
 from workers.errors import MantaError
 
@@ -68,20 +68,23 @@ def grown(capacity: Capacity, shapes: Sequence[NodeShape], types: Collection[str
         for number in range(max(0, shape.most - there[shape.type]))
     }
     units = sum(total for total, _ in more.values())
-    return Capacity(capacity.unit, capacity.total + units, capacity.free + units, {**capacity.nodes, **more})
+    nodes = {**capacity.nodes, **more}
+    return replace(capacity, total=capacity.total + units, free=capacity.free + units, nodes=nodes)
 
 
 def with_placed(capacity: Capacity, layout: ParallelConfig) -> Capacity | None:
     """What is left of `capacity` with `layout` in it, on the fullest nodes that take its tensor-parallel groups; None
     where it does not fit."""
     left = {node: free for node, (_, free) in capacity.nodes.items()}
-    groups = layout.world_size // layout.tensor
-    for node in sorted(left, key=lambda each: left[each]):
-        fit = min(groups, left[node] // layout.tensor)
-        left[node] -= fit * layout.tensor
-        groups -= fit
-    if groups:
-        return None
+    for type, stages in Counter(stage_types(layout)).items():
+        groups = stages * layout.data * layout.context
+        suitable = [node for node in left if type is None or capacity.types.get(node) == type]
+        for node in sorted(suitable, key=lambda each: left[each]):
+            fit = min(groups, left[node] // layout.tensor)
+            left[node] -= fit * layout.tensor
+            groups -= fit
+        if groups:
+            return None
     nodes = {node: (total, left[node]) for node, (total, _) in capacity.nodes.items()}
     return replace(capacity, free=sum(left.values()), nodes=nodes)
 
@@ -108,7 +111,8 @@ class Demand:
             self.is_over = True
             return False
         self._left[unit] = after
-        self.bundles += [{unit: float(layout.tensor)}] * (layout.world_size // layout.tensor)
+        for type in stage_types(layout):
+            self.bundles += [bundle_of(layout, unit, type)] * (layout.data * layout.context)
         return True
 
 

@@ -12,13 +12,12 @@ from typing import Any
 from service.cluster.connection import RayConnection
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.node_shapes import NodeShape, grown
-from service.cluster.placement import UNITS, Capacity, Unit
+from service.cluster.placement import TYPE_RESOURCE, UNITS, Capacity, Unit
 from service.cluster.ray_private import free_resources, node_types
 from workers.protocol.messages import GpuReading
 
 # How long units that were given back may take to be shown as free, and how often that is looked at.
 SETTLED_SECONDS, LOOK_SECONDS = 2.0, 0.05
-_TYPE = "accelerator_type:"
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,8 @@ class Nodes:
             for node in nodes
             if all_living or node["NodeID"] not in self.closed
         }
-        return Capacity(unit, sum(t for t, _ in units.values()), sum(f for _, f in units.values()), units)
+        types = {node["NodeID"]: type for node in nodes if (type := _gpu_type(node)) is not None}
+        return Capacity(unit, sum(t for t, _ in units.values()), sum(f for _, f in units.values()), units, types)
 
     async def at_most(self, unit: Unit) -> Capacity:
         """The same once the autoscaler has added all that it may."""
@@ -184,5 +184,5 @@ def _holds_ranks(node: dict[str, Any]) -> bool:
 
 def _gpu_type(node: dict[str, Any]) -> str | None:
     """Ray offers a resource whose name says it, where it has recognised the GPUs."""
-    types = (name.removeprefix(_TYPE) for name in sorted(node["Resources"]) if name.startswith(_TYPE))
+    types = (name.removeprefix(TYPE_RESOURCE) for name in sorted(node["Resources"]) if name.startswith(TYPE_RESOURCE))
     return next(types, None)

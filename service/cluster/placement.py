@@ -5,8 +5,9 @@ One placement group per data-parallel replica, one bundle in it per tensor-paral
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from workers.comm.grid import RankGrid
@@ -15,6 +16,10 @@ from workers.config import Accelerator, ParallelConfig
 Unit = Literal["GPU", "manta_slot"]
 """The Ray resource of which each rank takes one."""
 UNITS: tuple[Unit, ...] = ("GPU", "manta_slot")
+TYPE_RESOURCE = "accelerator_type:"
+"""Before the type of a node's GPUs, a resource that Ray offers there."""
+LITTLE_OF_A_TYPE = 0.001
+"""Of a type's resource, which is there to choose nodes and has no amount that could be used up; Ray has one of it."""
 
 
 def plural_of(unit: Unit) -> str:
@@ -33,6 +38,12 @@ class Capacity:
     """Units that nobody holds."""
     nodes: dict[str, tuple[int, int]]
     """Node id -> (total, free)."""
+    types: dict[str, str] = field(default_factory=dict)
+    """Node id -> type of its GPUs, of those whose type is known."""
+
+    def of_type(self, type: str | None) -> list[tuple[int, int]]:
+        """(Total, free) of each node with such GPUs; None: of all nodes."""
+        return [units for node, units in self.nodes.items() if type is None or self.types.get(node) == type]
 
 
 @dataclass(frozen=True)
@@ -48,10 +59,13 @@ class Shortage:
     """Units that would be available if nobody else held any; below `needed`, waiting alone does not help."""
     group: int
     """Units that must lie on one node."""
+    type: str | None = None
+    """Of the GPUs of those nodes, where it matters."""
 
     def __str__(self) -> str:
         together = f" in groups of {self.group} on one node" if self.group > 1 else ""
-        needed = f"needs {self.needed} {plural_of(self.unit)}{together}"
+        typed = f" on nodes with {self.type}" if self.type is not None else ""
+        needed = f"needs {self.needed} {plural_of(self.unit)}{typed}{together}"
         return f"{needed}, {self.available} of {self.possible} are free"
 
 
@@ -67,10 +81,21 @@ def insufficient(unit: Unit) -> str:
     return f"insufficient_{plural_of(unit).lower()}"
 
 
+def stage_types(layout: ParallelConfig) -> tuple[str | None, ...]:
+    """For each stage the type that the GPUs of its nodes must have; None: any."""
+    return layout.stage_accelerators or (None,) * layout.pipeline
+
+
+def bundle_of(layout: ParallelConfig, unit: Unit, type: str | None) -> dict[str, float]:
+    """What a tensor-parallel group takes of a node, which must have GPUs of this type."""
+    typed = {} if type is None else {TYPE_RESOURCE + type: LITTLE_OF_A_TYPE}
+    return {unit: float(layout.tensor), **typed}
+
+
 def replica_bundles(layout: ParallelConfig, unit: Unit) -> list[list[dict[str, float]]]:
     """For each data-parallel replica the bundles of its placement group, one per tensor-parallel group."""
-    groups = layout.pipeline * layout.context
-    return [[{unit: float(layout.tensor)} for _ in range(groups)] for _ in range(layout.data)]
+    types = [type for type in stage_types(layout) for _ in range(layout.context)]
+    return [[bundle_of(layout, unit, type) for type in types] for _ in range(layout.data)]
 
 
 @dataclass(frozen=True)
@@ -99,18 +124,27 @@ def missing(layout: ParallelConfig, capacity: Capacity) -> Shortage | None:
     """What `layout` lacks on this cluster now; None when it fits.
 
     A tensor-parallel group must share a node, so free units on nodes with fewer than `tensor` of them do not count.
+    Where several types of node are too few, of the one that most is missing of even if nobody else held any.
     """
-    available = sum(free // layout.tensor for _, free in capacity.nodes.values()) * layout.tensor
-    if available >= layout.world_size:
-        return None
-    possible = sum(total // layout.tensor for total, _ in capacity.nodes.values()) * layout.tensor
-    return Shortage(capacity.unit, layout.world_size, available, possible, layout.tensor)
+    shortages = list(_shortages(layout, capacity))
+    return max(shortages, key=lambda each: (each.needed - each.possible, each.needed - each.available), default=None)
+
+
+def _shortages(layout: ParallelConfig, capacity: Capacity) -> Iterator[Shortage]:
+    each = layout.tensor * layout.data * layout.context
+    for type, stages in Counter(stage_types(layout)).items():
+        needed, nodes = stages * each, capacity.of_type(type)
+        available = sum(free // layout.tensor for _, free in nodes) * layout.tensor
+        if available < needed:
+            possible = sum(total // layout.tensor for total, _ in nodes) * layout.tensor
+            yield Shortage(capacity.unit, needed, available, possible, layout.tensor, type)
 
 
 def without(capacity: Capacity, nodes: Collection[str]) -> Capacity:
     """`capacity` if `nodes` did not exist."""
     left = {node: units for node, units in capacity.nodes.items() if node not in nodes}
-    return Capacity(capacity.unit, sum(t for t, _ in left.values()), sum(f for _, f in left.values()), left)
+    total, free = (sum(each) for each in zip(*left.values(), strict=True)) if left else (0, 0)
+    return replace(capacity, total=total, free=free, nodes=left)
 
 
 def avoidable(layout: ParallelConfig, capacity: Capacity, nodes: Collection[str]) -> set[str]:

@@ -101,7 +101,7 @@ class PlacementGroups:
                 given_up.set()
                 await self.remove(wanted)
         if not ready:
-            units = sum(sum(bundle.values()) for bundles in wanted.values() for bundle in bundles)
+            units = sum(bundle[unit] for bundles in wanted.values() for bundle in bundles)
             raise NotPlaced(f"{job} did not get {units:g} {plural_of(unit)} within {timeout:g} s; it goes on waiting.")
 
     async def _are_created(self, names: Collection[str], timeout: float) -> bool:

@@ -3,11 +3,12 @@ arithmetic."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from service.cluster.placement import Capacity
+from service.cluster.placement import Capacity, stage_types
 from workers.config import JobSpec, ParallelConfig
 from workers.errors import MantaError
 from workers.spec.divisors import divisors
@@ -58,10 +59,11 @@ def shapes_of(spec: JobSpec) -> list[JobSpec]:
 
 
 def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int) -> ParallelConfig:
-    """`layout` with other tensor- and pipeline-parallel sizes."""
+    """`layout` with other tensor- and pipeline-parallel sizes. What its stages are on says nothing of another number
+    of them."""
     changed: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline}
     if pipeline != layout.pipeline:
-        changed["stage_layers"] = None
+        changed |= {"stage_layers": None, "stage_accelerators": None}
     if pipeline == 1 < layout.pipeline:  # nothing is left to schedule
         changed |= {"schedule": "1f1b", "virtual_stages": 1}
     if tensor == 1 < layout.tensor:
@@ -95,8 +97,10 @@ def smallest(spec: JobSpec) -> JobSpec:
 def room_for(layout: ParallelConfig, capacity: Capacity) -> int:
     """How many more whole replicas of `layout` would fit into what is free: a tensor-parallel group lies on one
     node."""
-    groups = sum(free // layout.tensor for _, free in capacity.nodes.values())
-    return groups // (layout.pipeline * layout.context)
+    return min(
+        sum(free // layout.tensor for _, free in capacity.of_type(type)) // (stages * layout.context)
+        for type, stages in Counter(stage_types(layout)).items()
+    )
 
 
 def size_within(sizes: range, wanted: int, held: int, room: int) -> int | None:

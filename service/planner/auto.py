@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from service.planner.hardware import Cluster
-from service.planner.search import search, smallest_cluster
-from service.planner.software import engine_on
+from service.planner.mixed_search import best_layouts
+from service.planner.search import smallest_cluster
 from workers.config import ElasticConfig, JobSpec
 from workers.spec.problems import Problem, SpecError, problems_of
 
@@ -36,7 +36,7 @@ def bounds_in(document: dict[str, Any]) -> ElasticConfig:
 def with_layout(spec: JobSpec, elastic: ElasticConfig, cluster: Cluster) -> JobSpec:
     """`spec` with the fastest layout that fits on `cluster` and into `elastic`. Raises SpecError without one."""
     job = spec.model_copy(update={"parallel": "auto", "elastic": elastic})
-    found = search(job, cluster, engine_on(cluster.machine), limit=1)
+    found = best_layouts(job, cluster, limit=1)
     if found.plans:
         return found.plans[0].spec
     reason = found.rejected[0].reason if found.rejected else "the rules of the spec leave no layout"

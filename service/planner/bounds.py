@@ -145,7 +145,8 @@ class Bounds:
         parameters = self.parameters(candidate)
         return StepModel(candidate.spec(self.job), self.cluster, self.software, self.passes(candidate), parameters)
 
-    def _stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
+    def stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
+        """Times of a virtual stage of so many layers, at one end of the model or at none."""
         threads, counted = self._threads(candidate), self._counted(candidate)
         key = (candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted, layers, first, last)
         if key not in self._stages:
@@ -171,19 +172,19 @@ class Bounds:
         p, v, m = candidate.pipeline, candidate.virtual_stages, candidate.micro_batches(self.job)
         counts = self.counts(candidate)
         if p == 1:
-            only = self._stage(candidate, counts[0], True, True)
+            only = self.stage(candidate, counts[0], True, True)
             return m * only.seconds, only.backward
-        first, last = self._stage(candidate, counts[0], first=True), self._stage(candidate, counts[-1], last=True)
-        between = [(self._stage(candidate, layers), times) for layers, times in _by_layers(counts[1 : p - 1])]
+        first, last = self.stage(candidate, counts[0], first=True), self.stage(candidate, counts[-1], last=True)
+        between = [(self.stage(candidate, layers), times) for layers, times in _by_layers(counts[1 : p - 1])]
         backward = min(first.backward, last.backward)
         if p * v > 2:
-            backward = min(backward, self._stage(candidate, min(counts[1:-1])).backward)
+            backward = min(backward, self.stage(candidate, min(counts[1:-1])).backward)
         message = model.message(0) if not model.groups.stages_share_node(0) and p * candidate.tensor >= 16 else 0.0
         there = first.forward + sum(times * each.forward for each, times in between) + (p - 1) * message
         back = first.backward_input + sum(times * each.backward_input for each, times in between) + (p - 1) * message
         late = 0.0
         if candidate.schedule == "zb-v":
-            turn = [self._stage(candidate, layers) for layers in counts[p - 1 : p + 1]]
+            turn = [self.stage(candidate, layers) for layers in counts[p - 1 : p + 1]]
             busy_first, busy_last = m * (first.seconds + last.seconds), m * sum(each.seconds for each in turn)
             late = min(m, p) * sum(each.backward_weight for each in turn)
         else:
@@ -195,12 +196,12 @@ class Bounds:
                 back += first.backward_weight + sum(times * each.backward_weight for each, times in between)
         fullest = max(self._totals(candidate)[1:-1], default=0)
         # One that is not the first begins when something has come from there.
-        busy = m * self._stage(candidate, fullest).seconds + first.forward
+        busy = m * self.stage(candidate, fullest).seconds + first.forward
         return max(busy_first, busy, there + busy_last, there + busy_last - late + back), backward
 
     def _seconds(self, candidate: Candidate, counts: Iterable[int]) -> float:
         """Of inner virtual stages together."""
-        return sum(self._stage(candidate, layers).seconds for layers in counts)
+        return sum(self.stage(candidate, layers).seconds for layers in counts)
 
     def counts(self, candidate: Candidate) -> tuple[int, ...]:
         """Layers of each virtual stage."""
@@ -236,7 +237,7 @@ class Bounds:
     def least_seconds_with_more(self, candidate: Candidate) -> float:
         """What a step takes at least in which some rank has more layers than there are to a rank."""
         more = self.job.model.layers // candidate.pipeline + 1
-        return candidate.micro_batches(self.job) * self._stage(candidate, more).seconds
+        return candidate.micro_batches(self.job) * self.stage(candidate, more).seconds
 
     def with_least_seconds(self, candidate: Candidate) -> list[tuple[float, Candidate]]:
         """With even stages, and balanced ones where these are others, each with the least that it takes."""
@@ -258,9 +259,9 @@ class Bounds:
     def _parts(self, candidate: Candidate) -> tuple[float, float, float]:
         """Seconds of a layer, and of what the first and the last virtual stage have besides."""
         layers = max(1, self.job.model.layers // (candidate.pipeline * candidate.virtual_stages))
-        inner = self._stage(candidate, layers).seconds
-        ends = self._stage(candidate, layers, first=True), self._stage(candidate, layers, last=True)
-        more = self._stage(candidate, layers + 1).seconds - inner
+        inner = self.stage(candidate, layers).seconds
+        ends = self.stage(candidate, layers, first=True), self.stage(candidate, layers, last=True)
+        more = self.stage(candidate, layers + 1).seconds - inner
         return more, ends[0].seconds - inner, ends[1].seconds - inner
 
 

@@ -66,11 +66,12 @@ def _peak_of_rank(model: StepModel) -> float | None:
 
 def _mean_passes(model: StepModel) -> Budget:
     """Of all passes of a step on one rank, the mean over the pipeline's ranks."""
-    layout, machine = model.spec.layout, model.cluster.machine
+    layout = model.spec.layout
     counts = layer_counts(model.spec.model.layers, layout)
     total, last = Budget(), len(counts) - 1
     for index, layers in enumerate(counts):
-        for each in model.passes.budgets_of_stage(layers, index == 0, index == last, machine):
+        part = model.part_of(index)
+        for each in part.passes.budgets_of_stage(layers, index == 0, index == last, part.cluster.machine):
             total = total.plus(each)
     cores = model.cores()
     alone = 1.0 if cores is None else cores.speed(layout.pipeline)

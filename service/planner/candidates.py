@@ -89,7 +89,7 @@ def candidates(job: JobSpec, cluster: Cluster) -> Iterator[Candidate]:
     batch, every = job.train.global_batch_size, is_complete(job, cluster)
     for tensor, pipeline, data in axes(job, cluster):
         share = -(-batch // data)
-        for micro_batch in _micro_batches(job, share):
+        for micro_batch in micro_batch_sizes(job, share):
             m = -(-share // micro_batch)
             whole = batch % (data * pipeline * micro_batch) == 0
             for schedule, virtual_stages in _schedules(job.model.layers, pipeline, whole and m % pipeline == 0, every):
@@ -97,7 +97,7 @@ def candidates(job: JobSpec, cluster: Cluster) -> Iterator[Candidate]:
                     yield Candidate(pipeline, tensor, data, virtual_stages, schedule, micro_batch, recompute)
 
 
-def _micro_batches(job: JobSpec, share: int) -> list[int]:
+def micro_batch_sizes(job: JobSpec, share: int) -> list[int]:
     """Sizes that divide what a replica has of the batch; where the job says one, that one."""
     if "micro_batch_size" in job.train.model_fields_set:
         return [job.train.micro_batch_size]

@@ -11,6 +11,10 @@ from service.planner.hardware import MACHINES, Cluster, Core, Gpu, cpu_machine, 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
     """As it is kept."""
+    return _one_kind(cluster) | {"type": cluster.type, "others": [to_json(other) for other in cluster.others]}
+
+
+def _one_kind(cluster: Cluster) -> dict[str, Any]:
     machine = cluster.machine
     found: dict[str, Any] = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
     if machine.core is None:
@@ -29,4 +33,5 @@ def from_json(document: dict[str, Any]) -> Cluster:
         machine = MACHINES[document["accelerator"]]
         if document["gpu"] is not None:
             machine = measured(machine, Gpu(**document["gpu"]))
-    return Cluster(machine, document["nodes"], document["gpus_per_node"])
+    others = tuple(from_json(other) for other in document.get("others", ()))
+    return Cluster(machine, document["nodes"], document["gpus_per_node"], document.get("type"), others)

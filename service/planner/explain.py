@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.planner.budget import Share, sentences, step_shares
-from service.planner.hardware import Cluster
+from service.planner.hardware import Cluster, parts_of
 from service.planner.long_run import Advice, Run, advise
 from service.planner.memory import RankMemory, memory_of, usable_bytes
+from service.planner.mixed_step import step_model
 from service.planner.pipeline import PASS_NAMES, Bar
 from service.planner.search import Plan
-from service.planner.software import engine_on
-from service.planner.step_time import StepModel
 from service.planner.what_if import WhatIf, what_ifs
 
 MOST_PASSES = 20_000
@@ -31,8 +30,8 @@ class Explanation:
     changes: tuple[WhatIf, ...]
     memory: tuple[RankMemory, ...]
     """Of a rank of each pipeline stage."""
-    usable_bytes: float
-    """Of a device's memory."""
+    usable_bytes: tuple[float, ...]
+    """Of a device's memory, on each of them."""
     bars: tuple[Bar, ...] | None
     """The passes of one step on each pipeline rank; None where they are too many."""
     run: Advice | None
@@ -41,15 +40,15 @@ class Explanation:
 
 def explain(plan: Plan, cluster: Cluster) -> Explanation:
     """Look at `plan`, one of a search on `cluster`."""
-    spec, engine = plan.spec, engine_on(cluster.machine)
-    model, layout = StepModel(spec, cluster, engine), spec.layout
+    spec, layout, parts = plan.spec, plan.spec.layout, parts_of(plan.spec, cluster)
+    model = step_model(spec, cluster)
     passes = (3 if layout.schedule.startswith("zb") else 2) * layout.pipeline * layout.virtual_stages
     few = passes * spec.micro_batches <= MOST_PASSES
     return Explanation(
         shares=step_shares(model, plan.time, plan.peak_flops),
-        changes=what_ifs(spec, cluster, engine),
-        memory=tuple(memory_of(spec, rank, cluster.machine) for rank in range(layout.pipeline)),
-        usable_bytes=usable_bytes(cluster),
+        changes=what_ifs(spec, cluster),
+        memory=tuple(memory_of(spec, rank, part.machine) for rank, part in enumerate(parts)),
+        usable_bytes=tuple(usable_bytes(part) for part in parts),
         bars=tuple(model.pipeline().bars(spec.micro_batches)) if few else None,
         run=_whole_run(plan, cluster),
     )
@@ -99,7 +98,8 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             for each in explanation.changes
         ],
         "memory_by_stage": [each.parts() for each in explanation.memory],
-        "usable_bytes": round(explanation.usable_bytes),
+        "usable_bytes": round(max(explanation.usable_bytes)),
+        "usable_by_stage": [round(each) for each in explanation.usable_bytes],
         "run": None if explanation.run is None else _run_to_json(explanation.run),
         "timeline": None
         if explanation.bars is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from workers.accounting.device_table import known_peak
+from workers.config import JobSpec
 from workers.errors import MantaError
 
 GIB = 2**30
@@ -169,16 +170,25 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many nodes of one kind."""
+    """So many nodes of one kind, and others beside them."""
 
     machine: Machine
     nodes: int
     gpus_per_node: int
+    type: str | None = None
+    """Of their GPUs, as Ray calls it, where there are others."""
+    others: tuple[Cluster, ...] = ()
+    """Nodes of other kinds. A layout that does not say where its stages are has none of them."""
 
     @property
     def gpus(self) -> int:
-        """Accelerators in all."""
+        """Accelerators of the nodes of its own kind."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def parts(self) -> tuple[Cluster, ...]:
+        """The nodes of each kind."""
+        return replace(self, others=()), *self.others
 
 
 INSIDE_LATENCY, BETWEEN_LATENCY = 3.4e-6, 14.0e-6
@@ -307,6 +317,11 @@ def named_by_driver(device: str, memory_bytes: float) -> str | None:
     return None if kind is None else known_as(kind, memory_bytes)
 
 
+def ray_type(name: str) -> str:
+    """What Ray calls the accelerator `name` of MACHINES."""
+    return name.split("-")[0].upper()
+
+
 def known_as(ray_type: str, memory_bytes: float | None) -> str | None:
     """The name in MACHINES of what Ray calls `ray_type`, such as H100 or A100-40G; of several that of so much memory
     each, or if that is not known with most. None: there is none."""
@@ -317,3 +332,16 @@ def known_as(ray_type: str, memory_bytes: float | None) -> str | None:
     sizes = {name: MACHINES[name].accelerator.memory_bytes for name in alike}
     small_enough = [name for name in alike if memory_bytes is None or sizes[name] <= memory_bytes * 1.05]
     return max(small_enough or alike, key=lambda name: sizes[name], default=None)
+
+
+def parts_of(spec: JobSpec, cluster: Cluster) -> tuple[Cluster, ...]:
+    """For each pipeline stage of a job the nodes that it is on. Raises UnknownMachine where its layout wants nodes that
+    are not there."""
+    types = spec.layout.stage_accelerators
+    if types is None or not cluster.others:
+        return (cluster,) * spec.layout.pipeline
+    known = {part.type: part for part in cluster.parts}
+    if missing := [type for type in types if type not in known]:
+        there = ", ".join(str(type) for type in known)
+        raise UnknownMachine(f"parallel.stage_accelerators: no node has GPUs of type {missing[0]}; there are {there}")
+    return tuple(known[type] for type in types)

@@ -9,14 +9,15 @@ from typing import Any
 
 from service.planner import cluster_record, explain
 from service.planner.budget import Share, step_shares
-from service.planner.hardware import Cluster, CpuNode
+from service.planner.hardware import Cluster, CpuNode, UnknownMachine
 from service.planner.memory import usable_bytes
+from service.planner.mixed_step import step_model
 from service.planner.pictures import picture
 from service.planner.request import NONE_MEASURED, Gpus, cluster_of_nodes, too_large
 from service.planner.search import plan_of
 from service.planner.sizes import elastic_sizes
 from service.planner.software import engine_on
-from service.planner.step_time import StepModel, threads_in
+from service.planner.step_time import threads_in
 from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.threads import with_threads
@@ -65,8 +66,11 @@ def refuse_unplannable(spec: JobSpec) -> None:
 def planned(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
     """What a step of `spec` takes on `cluster`, in the form of `api.schemas.PlannedStep`. Raises NotPlanned."""
     refuse_unplannable(spec)
-    model = StepModel(spec, cluster, engine_on(cluster.machine))
-    plan = plan_of(spec, cluster, model.software, model)
+    try:
+        model = step_model(spec, cluster)
+    except UnknownMachine as error:  # it is not on the nodes that it was submitted for
+        raise NotPlanned(str(error)) from error
+    plan = plan_of(spec, cluster, model=model)
     shares = step_shares(model, plan.time, plan.peak_flops)
     return {
         "step_seconds": plan.time.seconds,
@@ -86,7 +90,7 @@ def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
         cluster, spec = cluster_record.from_json(kept["cluster"]), with_threads(spec, kept["threads"])
     except (KeyError, TypeError) as error:
         raise NotPlanned("another release has planned this job, without what a picture needs") from error
-    plan = plan_of(spec, cluster, engine_on(cluster.machine))
+    plan = plan_of(spec, cluster)
     return picture(title, explain.to_json(explain.explain(plan, cluster)))
 
 

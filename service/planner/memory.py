@@ -5,10 +5,10 @@ The arithmetic is that of `workers/accounting/device_bytes.py`, which torch's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from service.planner.hardware import GIB, Cluster, Machine
+from service.planner.hardware import GIB, Cluster, Machine, parts_of
 from service.planner.stage_shares import chunks_of, shared_out
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import bytes_of_stage
@@ -62,6 +62,28 @@ def worst_rank(spec: JobSpec, machine: Machine | None = None) -> RankMemory:
     """The rank that needs most. `machine`: what ranks are on, which makes some tensors otherwise; by default a GPU."""
     passes = _passes(spec, machine)
     return max((_memory(passes, rank) for rank in _candidates(spec)), key=lambda each: each.total)
+
+
+def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
+    """The rank that has the least bytes to spare, and how many it may take. Raises UnknownMachine where the layout
+    wants nodes that the cluster has not."""
+    parts = parts_of(spec, cluster)
+    if all(part is parts[0] for part in parts):
+        return worst_rank(spec, parts[0].machine), usable_bytes(parts[0])
+    return max(by_kind(spec, parts), key=lambda each: each[0].total - each[1])
+
+
+def by_kind(spec: JobSpec, parts: Sequence[Cluster]) -> list[tuple[RankMemory, float]]:
+    """Memory of a rank of each stage that may need most of those that are alike, and what it may take; `parts`: where
+    each stage is."""
+    seen: set[tuple[tuple[int, ...], str | None]] = set()
+    found = []
+    for rank, part in enumerate(parts):
+        kind = _layers_of(spec, rank), part.type
+        if kind not in seen or rank in (1, len(parts) - 1):
+            seen.add(kind)
+            found.append((memory_of(spec, rank, part.machine), usable_bytes(part)))
+    return found
 
 
 def _candidates(spec: JobSpec) -> Iterator[int]:
@@ -197,12 +219,11 @@ class Fit:
 
 def fits(spec: JobSpec, cluster: Cluster) -> Fit:
     """Whether `spec` fits on the devices of `cluster`; where it does not, with the smallest change that helps."""
-    machine = cluster.machine
-    found = Fit(worst_rank(spec, machine), usable_bytes(cluster))
+    found = Fit(*tightest(spec, cluster))
     if found.fits:
         return found
-    for change, other in _changes(spec, found.usable, machine):
-        if worst_rank(other, machine).total <= found.usable:
+    for change, other in _changes(spec, found.usable, cluster.machine):
+        if Fit(*tightest(other, cluster)).fits:
             return Fit(found.memory, found.usable, change)
     return found
 
@@ -225,7 +246,8 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
         size //= 2
         smaller = spec.train.model_copy(update={"micro_batch_size": size})
         yield f"train.micro_batch_size: {size}", spec.model_copy(update={"train": smaller})
-    counts = _within_room(spec, usable, machine)
+    is_placed = layout.stage_accelerators is not None
+    counts = None if is_placed else _within_room(spec, usable, machine)
     if counts is not None:
         yield f"parallel.stage_layers: {list(counts)}", with_layout(stage_layers=counts)
     if layout.recompute != "full":
@@ -237,5 +259,5 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
         tensor, pipeline = layout.tensor * times, layout.pipeline * times
         if spec.model.heads % tensor == 0 and spec.model.ffn_size % tensor == 0:
             yield f"parallel.tensor: {tensor}", with_layout(tensor=tensor)
-        if pipeline * layout.virtual_stages <= spec.model.layers and layout.schedule != "interleaved":
+        if pipeline * layout.virtual_stages <= spec.model.layers and layout.schedule != "interleaved" and not is_placed:
             yield f"parallel.pipeline: {pipeline}", with_layout(pipeline=pipeline, stage_layers=None)

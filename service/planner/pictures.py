@@ -29,7 +29,7 @@ def picture(title: str, explanation: Mapping[str, Any]) -> str:
     """The picture of a plan from its explanation, in the form of `api.schemas.PlanExplanation`."""
     parts: list[str] = [_text(8, 24, title, 16)]
     top = 40
-    memory = _memory(explanation["memory_by_stage"], explanation["usable_bytes"])
+    memory = _memory(explanation["memory_by_stage"], explanation["usable_by_stage"])
     for heading, lines, height in (_pipeline(explanation["timeline"]), _step(explanation["shares"]), memory):
         parts.append(_text(8, top + 14, heading, 13))
         parts.append(f'<g transform="translate(0,{top + 22})">{"".join(lines)}</g>')
@@ -78,9 +78,9 @@ def _step(shares: Sequence[Mapping[str, Any]]) -> _Part:
     return f"The step, {_seconds(total)}, from the device's peak on", lines, LANE + 8 + 18 * len(shares)
 
 
-def _memory(stages: Sequence[Mapping[str, Any]], usable: float) -> _Part:
-    most, lines = max(usable, *(each["total"] for each in stages)), []
-    for lane, each in enumerate(stages):
+def _memory(stages: Sequence[Mapping[str, Any]], usable: Sequence[float]) -> _Part:
+    most, lines = max(*usable, *(each["total"] for each in stages)), []
+    for lane, (each, own) in enumerate(zip(stages, usable, strict=True)):
         lines.append(_text(8, lane * LANE + 15, f"stage {lane}"))
         at = 0.0
         for name, colour in zip(_MEMORY, _COLOURS, strict=False):
@@ -88,13 +88,15 @@ def _memory(stages: Sequence[Mapping[str, Any]], usable: float) -> _Part:
             lines.append(_bar(x, lane * LANE, width, colour, f"{name}: {_gib(each[name])}"))
             at += each[name]
         lines.append(_text(LEFT + 6, lane * LANE + 15, _gib(each["total"]), 10))
-    x, _ = _across(usable, usable, most)
+        x, _ = _across(own, own, most)
+        y = lane * LANE
+        lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 3}" y2="{y + LANE}" stroke="#c00"/>')
     height = len(stages) * LANE
-    lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="-3" y2="{height + 3}" stroke="#c00" stroke-dasharray="4 3"/>')
     for number, (name, colour) in enumerate(zip(_MEMORY, _COLOURS, strict=False)):
         lines.append(_bar(LEFT + 150 * number, height + 8, 12, colour, name, 12))
         lines.append(_text(LEFT + 150 * number + 18, height + 19, name))
-    return f"Memory of a rank of each stage; the device has {_gib(usable)}", lines, height + 24
+    has = " or ".join(_gib(each) for each in sorted(set(usable)))
+    return f"Memory of a rank of each stage; the device has {has}", lines, height + 24
 
 
 def _across(begin: float, end: float, whole: float) -> tuple[float, float]:

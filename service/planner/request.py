@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,9 +18,10 @@ from service.planner.hardware import (
     known_as,
     machine_of,
     measured,
+    ray_type,
 )
-from service.planner.search import Answer, evaluate, search, smallest_cluster
-from service.planner.software import engine_on
+from service.planner.mixed_search import best_layouts
+from service.planner.search import Answer, evaluate, smallest_cluster
 from workers.config import JobSpec, ParallelConfig
 from workers.spec.problems import Problem, SpecError, kind_of, problems_of
 from workers.spec.rules import find_problems
@@ -38,7 +39,9 @@ NONE_MEASURED: Gpus = MappingProxyType({})
 WISHES = ("explain", "sizes")
 """What may be asked for beside plans."""
 MOST_LAYERS, MOST_NODES, MOST_MICRO_BATCHES = 1000, 100_000, 100_000
-_KEYS = {"accelerator", "nodes", "gpus_per_node", "current"}
+_KEYS = {"accelerator", "nodes", "gpus_per_node"}
+MOST_KINDS = 4
+"""Of nodes in one cluster."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,9 @@ class PlanRequest:
 
     def answer(self, limit: int = 5) -> Answer:
         """The plans. Where nothing fits, the first of the rejected also says which cluster would do."""
-        engine = engine_on(self.cluster.machine)
         if not self.is_auto:
-            return evaluate(self.job, self.cluster, engine)
-        found = search(self.job, self.cluster, engine, limit)
+            return evaluate(self.job, self.cluster)
+        found = best_layouts(self.job, self.cluster, limit)
         if not found.plans and found.rejected and (larger := smallest_cluster(self.job, self.cluster)):
             first = found.rejected[0]
             return Answer((), (type(first)(first.spec, f"{first.reason}; {larger}"), *found.rejected[1:]))
@@ -128,49 +130,98 @@ def _data_for(model: Any) -> dict[str, Any]:
 
 
 def read_cluster(document: Any, current: CurrentCluster, node: CpuNode, gpus: Gpus = NONE_MEASURED) -> Cluster:
-    """The cluster that `document` describes; {current: true} is the one that `current` gives. Raises SpecError."""
+    """The cluster that `document` describes; {current: true} is the one that `current` gives, {groups: [...]} has nodes
+    of several kinds. Raises SpecError."""
     example = "{accelerator: a100-80gb, nodes: 8, gpus_per_node: 8}"
     if not isinstance(document, dict):
         what = "required, but missing" if document is None else f"must be a mapping, not {kind_of(document)}"
         raise SpecError([Problem("cluster", what, example)])
-    problems = [
-        Problem(f"cluster.{key}", f"unknown key; known are {', '.join(sorted(_KEYS))}")
-        for key in sorted(map(str, document.keys() - _KEYS))
-    ]
-    name, is_current = document.get("accelerator"), document.get("current", False)
+    if "groups" in document:
+        return _unequal_cluster(document, node, gpus)
+    is_current = document.get("current", False)
     if not isinstance(is_current, bool):
-        problems.append(Problem("cluster.current", f"must be true or false, not {kind_of(is_current)}", "true"))
+        raise SpecError([Problem("cluster.current", f"must be true or false, not {kind_of(is_current)}", "true")])
+    name, sizes = _read_nodes("cluster", document, {*_KEYS, "current", "groups"})
+    if is_current:
+        return current(name)
+    return _described(name, sizes, node, gpus, "cluster")
+
+
+def _read_nodes(path: str, document: Mapping[Any, Any], known: set[str]) -> tuple[str | None, dict[str, int]]:
+    """Accelerator and sizes of nodes of one kind. Raises SpecError."""
+    problems = [
+        Problem(f"{path}.{key}", f"unknown key; known are {', '.join(sorted(known))}")
+        for key in sorted(map(str, document.keys() - known))
+    ]
+    name = document.get("accelerator")
     if name is not None and not isinstance(name, str):
-        problems.append(Problem("cluster.accelerator", f"must be a string, not {kind_of(name)}", "a100-80gb"))
+        problems.append(Problem(f"{path}.accelerator", f"must be a string, not {kind_of(name)}", "a100-80gb"))
     sizes = {}
     for key, most in (("nodes", MOST_NODES), ("gpus_per_node", 64)):
         value = document.get(key)
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            problems.append(
-                Problem(f"cluster.{key}", f"must be an integer from 1 to {most}, not {kind_of(value)}", "8")
-            )
+            problems.append(Problem(f"{path}.{key}", f"must be an integer from 1 to {most}, not {kind_of(value)}", "8"))
         sizes[key] = value
     if problems:
         raise SpecError(problems)
-    if is_current:
-        return current(name)
+    return name, sizes
+
+
+def _described(name: str | None, sizes: dict[str, int], node: CpuNode, gpus: Gpus, path: str) -> Cluster:
     if name == CPU:
         slots = sizes.get("gpus_per_node", node.cores)
         return Cluster(node.machine(slots), sizes.get("nodes", 1), slots)
-    return _named_cluster(name, sizes, gpus)
+    return _named_cluster(name, sizes, gpus, path)
 
 
-def _named_cluster(name: str | None, sizes: dict[str, int], gpus: Gpus) -> Cluster:
+def _unequal_cluster(document: Mapping[str, Any], node: CpuNode, gpus: Gpus) -> Cluster:
+    """Nodes of several kinds; those that can do most come first. Raises SpecError."""
+    groups, example = document["groups"], "[{accelerator: a100-80gb, nodes: 2}, {accelerator: v100-32gb, nodes: 4}]"
+    problem = None
+    if others := document.keys() - {"groups"}:
+        problem = f"says what nodes there are, and goes without {', '.join(sorted(map(str, others)))}"
+    elif not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        problem = f"must be a list of mappings, not {kind_of(groups)}"
+    elif not 1 <= len(groups) <= MOST_KINDS:
+        problem = f"has nodes of 1 to {MOST_KINDS} kinds, not {len(groups)}"
+    if problem is not None:
+        raise SpecError([Problem("cluster.groups", problem, example)])
+    parts = []
+    for number, group in enumerate(groups):
+        path = f"cluster.groups.{number}"
+        name, sizes = _read_nodes(path, group, _KEYS)
+        if name == CPU and len(groups) > 1:
+            problem = "a pipeline goes over nodes with GPUs alone; plan for a cluster of CPUs by itself"
+            raise SpecError([Problem(f"{path}.accelerator", problem, "a100-80gb")])
+        parts.append(_described(name, sizes, node, gpus, path))
+    return together(parts)
+
+
+def together(parts: Sequence[Cluster]) -> Cluster:
+    """One cluster of these nodes, whose types tell them apart; those of one kind and size are taken as one. Raises
+    SpecError where two kinds have the same type."""
+    if len(parts) == 1:
+        return parts[0]
+    typed = [part if part.type else replace(part, type=ray_type(part.machine.accelerator.name)) for part in parts]
+    twice = [type for type, count in Counter(part.type for part in typed).items() if count > 1]
+    if twice:
+        problem = f"Ray calls the GPUs of two groups {twice[0]}, so that no stage can be placed on either: leave one"
+        raise SpecError([Problem("cluster.groups", problem)])
+    first, *others = sorted(typed, key=lambda part: (-part.gpus * part.machine.accelerator.peak_16bit, part.type or ""))
+    return replace(first, others=tuple(others))
+
+
+def _named_cluster(name: str | None, sizes: dict[str, int], gpus: Gpus, path: str = "cluster") -> Cluster:
     if name is None:
         known = ", ".join([*MACHINES, CPU])
         problem = f"which accelerators the nodes have must be said: {known}; or current: true"
-        raise SpecError([Problem("cluster.accelerator", problem, "a100-80gb")])
+        raise SpecError([Problem(f"{path}.accelerator", problem, "a100-80gb")])
     try:
         machine = machine_of(name)
     except UnknownMachine as error:
-        raise SpecError([Problem("cluster.accelerator", str(error), "a100-80gb")]) from error
+        raise SpecError([Problem(f"{path}.accelerator", str(error), "a100-80gb")]) from error
     if (gpu := gpus.get(machine.accelerator.name)) is not None:
         machine = measured(machine, gpu)
     return Cluster(machine, sizes.get("nodes", 1), sizes.get("gpus_per_node", machine.devices))
@@ -213,16 +264,35 @@ def _type_of(nodes: Sequence[Mapping[str, Any]]) -> str:
 def cluster_of_nodes(
     nodes: Sequence[Mapping[str, Any]], accelerator: str | None, cpu_node: CpuNode, gpus: Gpus = NONE_MEASURED
 ) -> Cluster:
-    """The cluster of which the control plane sees `nodes` (in the form of `api.schemas.Node`), as far as they are
-    equal: of the size that most have. `cpu_node`: what one without GPUs is; `gpus`: those that were measured. Raises
-    SpecError."""
+    """The cluster of which the control plane sees `nodes` (in the form of `api.schemas.Node`), as far as those of one
+    type are equal: of the size that most have. `accelerator`: what all GPUs are taken for; `cpu_node`: what a node
+    without GPUs is; `gpus`: those that were measured. Raises SpecError."""
+    count, size = _most_alike(nodes)
+    with_gpus = [node for node in nodes if node.get("accelerator") == "gpu"]
+    if not with_gpus:
+        return Cluster(cpu_node.machine(size), count, size)
+    if accelerator is None and len(parts := _by_type(with_gpus, gpus)) > 1:
+        return together(parts)
+    name = _type_of(with_gpus) if accelerator is None else accelerator
+    return _named_cluster(name, {"nodes": count, "gpus_per_node": size}, gpus)
+
+
+def _by_type(nodes: Sequence[Mapping[str, Any]], gpus: Gpus) -> list[Cluster]:
+    """The nodes of each type that the planner knows and that Ray has recognised."""
+    parts = []
+    for type in sorted({node["gpu_type"] for node in nodes if node.get("gpu_type")}):
+        alike = [node for node in nodes if node.get("gpu_type") == type and node.get("alive") and int(node["total"])]
+        memory = min((node["gpu_memory_bytes"] for node in alike if node.get("gpu_memory_bytes")), default=None)
+        if alike and (name := known_as(type, memory)) is not None:
+            count, size = _most_alike(alike)
+            parts.append(replace(_named_cluster(name, {"nodes": count, "gpus_per_node": size}, gpus), type=type))
+    return parts
+
+
+def _most_alike(nodes: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """How many nodes have at least the size that most have, and that size. Raises SpecError."""
     sizes = Counter(int(node["total"]) for node in nodes if node.get("alive") and int(node["total"]) > 0)
     if not sizes:
         raise SpecError([Problem("cluster.current", "this cluster has no node with free places", "false")])
     size = max(sizes, key=lambda each: (sizes[each] * each, each))
-    count = sum(number for each, number in sizes.items() if each >= size)
-    with_gpus = [node for node in nodes if node.get("accelerator") == "gpu"]
-    if with_gpus:
-        name = _type_of(with_gpus) if accelerator is None else accelerator
-        return _named_cluster(name, {"nodes": count, "gpus_per_node": size}, gpus)
-    return Cluster(cpu_node.machine(size), count, size)
+    return sum(number for each, number in sizes.items() if each >= size), size

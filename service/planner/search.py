@@ -7,14 +7,16 @@ step simulated, until the next cannot be among the best any more. So the answer 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
 from service.planner.bounds import SLACK, Bounds
 from service.planner.candidates import Candidate, axes, candidates
-from service.planner.hardware import GIB, Cluster
-from service.planner.memory import Fit, RankMemory, fits, usable_bytes, worst_rank
+from service.planner.hardware import GIB, Cluster, UnknownMachine, parts_of
+from service.planner.memory import Fit, RankMemory, fits, tightest, usable_bytes, worst_rank
+from service.planner.mixed_step import step_model
 from service.planner.software import MANTA, Software, engine_on
 from service.planner.step_time import StepModel, StepTime
 from service.planner.uneven import fitted, refined
@@ -23,8 +25,9 @@ from workers.config import JobSpec
 from workers.spec.rules import find_problems
 
 MOST_REJECTED = 20
-MORE = 2
-"""Layouts beyond those asked for of which single layers are moved: one of them may become faster by that."""
+LEAST_REFINED, MORE = 5, 2
+"""Layouts of which single layers are moved: as many as are asked for, but at least so many, so that the best one is the
+same however many are; and some more, of which one may become faster by that."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +73,26 @@ class Answer:
 def plan_of(
     spec: JobSpec,
     cluster: Cluster,
-    software: Software = MANTA,
+    software: Software | None = None,
     model: StepModel | None = None,
     memory: RankMemory | None = None,
 ) -> Plan:
-    """The plan of a job with a layout, whether it fits or not; `model`, `memory`: its own, where they are known."""
-    device = cluster.machine.accelerator
-    peak = device.peak_fp32 if spec.train.precision == "fp32" else device.peak_16bit
-    model = model or StepModel(spec, cluster, software)
-    return Plan(spec, model.time(), memory or worst_rank(spec, cluster.machine), peak)
+    """The plan of a job with a layout, whether it fits or not. `software`: by default this engine; `model`, `memory`:
+    its own, where they are known. Raises UnknownMachine where the layout wants nodes that the cluster has not."""
+    devices = [part.machine.accelerator for part in parts_of(spec, cluster)]
+    peaks = [each.peak_fp32 if spec.train.precision == "fp32" else each.peak_16bit for each in devices]
+    model = model or step_model(spec, cluster, software)
+    return Plan(spec, model.time(), memory or tightest(spec, cluster)[0], sum(peaks) / len(peaks))
 
 
-def evaluate(spec: JobSpec, cluster: Cluster, software: Software = MANTA) -> Answer:
+def evaluate(spec: JobSpec, cluster: Cluster, software: Software | None = None) -> Answer:
     """A job whose layout is given: its plan, or why it is none."""
-    problem = _no_products(spec, cluster) or _no_room(spec, cluster)
+    try:
+        parts = Counter(parts_of(spec, cluster))
+    except UnknownMachine as error:
+        return Answer((), (Rejected(spec, str(error)),))
+    problems = (_no_products(spec, part) or _no_room(spec, part, stages) for part, stages in parts.items())
+    problem = next((each for each in problems if each is not None), None)
     if problem is None:
         found = fits(spec, cluster)
         problem = None if found.fits else f"does not fit: {found}"
@@ -100,15 +109,17 @@ def _no_products(spec: JobSpec, cluster: Cluster) -> str | None:
     return f"train.fp8 needs GPUs of Ada, Hopper or Blackwell, and {name} has no 8-bit products: set train.fp8: off"
 
 
-def _no_room(spec: JobSpec, cluster: Cluster) -> str | None:
+def _no_room(spec: JobSpec, cluster: Cluster, stages: int) -> str | None:
+    """Why so many stages find no room on these nodes; None where they do."""
     layout = spec.layout
     groups = cluster.nodes * (cluster.gpus_per_node // layout.tensor)
-    needed = layout.pipeline * layout.data * layout.context
+    needed = stages * layout.data * layout.context
     if needed <= groups:
         return None
+    typed = f" with {cluster.type}" if cluster.type is not None and layout.stage_accelerators is not None else ""
     return (
-        f"needs {layout.world_size} GPUs in groups of {layout.tensor} on one node; {cluster.nodes} nodes of "
-        f"{cluster.gpus_per_node} have room for {groups} such groups, not {needed}"
+        f"needs {needed * layout.tensor} GPUs in groups of {layout.tensor} on one node; {cluster.nodes} nodes{typed} "
+        f"of {cluster.gpus_per_node} have room for {groups} such groups, not {needed}"
     )
 
 
@@ -175,7 +186,7 @@ class Best:
     """The fastest layouts that were found, each with the stages with which it is fastest, and who lost."""
 
     def __init__(self, limit: int, most: float):
-        self.limit = limit
+        self.limit, self._kept = limit, max(limit, LEAST_REFINED) + MORE
         self._found: dict[Candidate, tuple[float, Candidate, Plan]] = {}
         self.most = most
         """Seconds above which a layout is not among them."""
@@ -193,11 +204,11 @@ class Best:
             return
         self._found[candidate.even] = seconds, candidate, plan
         ordered = self._ordered()
-        for slow, worse, _ in ordered[self.limit + MORE :]:
+        for slow, worse, _ in ordered[self._kept :]:
             del self._found[worse.even]
             _keep_least(self.slower, worse, slow)
-        if len(ordered) >= self.limit + MORE:
-            self.most = ordered[self.limit + MORE - 1][0]
+        if len(ordered) >= self._kept:
+            self.most = ordered[self._kept - 1][0]
 
     def _ordered(self) -> list[tuple[float, Candidate, Plan]]:
         """Best first, of equals the simpler one."""

@@ -18,6 +18,8 @@ from workers.config import JobSpec
 
 MOST_SIZES = 64
 """That are told of one job."""
+MOVED = 1.05
+"""How much slower than the best of fewer GPUs a layout may be and still become faster than that by moving layers."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,10 @@ def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Pla
             groups[candidate.ranks] += bounds.with_least_seconds(candidate)
     most = float("inf")
     for ranks in sorted(groups):
-        for plan in fastest(groups[ranks], bounds, 1, most).plans():
-            most = plan.time.seconds
-            yield plan
+        for plan in fastest(groups[ranks], bounds, 1, MOVED * most).plans():
+            if plan.time.seconds < most:
+                most = plan.time.seconds
+                yield plan
 
 
 def _by_nodes(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[SizedPlan]:

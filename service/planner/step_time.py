@@ -89,12 +89,13 @@ class StepModel:
         layout = self.spec.layout
         counts = layer_counts(self.spec.model.layers, layout)
         last = len(counts) - 1
-        known: dict[tuple[int, bool, bool], StageTimes] = {}
+        known: dict[tuple[int, int, bool, bool], StageTimes] = {}
         stages = []
         for index, layers in enumerate(counts):
-            key = layers, index == 0, index == last
+            part = self.part_of(index)
+            key = id(part), layers, index == 0, index == last
             if key not in known:
-                known[key] = self.passes.of_stage(*key, self.cluster.machine)
+                known[key] = part.passes.of_stage(*key[1:], part.cluster.machine)
             stages.append(known[key])
         return Pipeline(
             layout.schedule,
@@ -105,6 +106,10 @@ class StepModel:
             self.software.blocks_on_messages,
             self.cores(),
         )
+
+    def part_of(self, index: int) -> StepModel:
+        """The model of the nodes that virtual stage `index` is on; here they are all alike."""
+        return self
 
     def cores(self) -> SharedCores | None:
         """What the ranks compute on together; None where each has a device of its own."""
@@ -122,9 +127,12 @@ class StepModel:
 
     def message(self, index: int) -> float:
         """Seconds of the message from virtual stage `index` to the next."""
+        return self.message_to(self.groups.stages_share_node(index % self.spec.layout.pipeline))
+
+    def message_to(self, same_node: bool) -> float:
+        """Seconds of a message between stages that are on one node or on two."""
         layout, layer = self.spec.layout, self.layer
         size = layer.outside * layer.hidden * layer.width
-        same_node = self.groups.stages_share_node(index % layout.pipeline)
         launch = 2 * self.cluster.machine.constants.host_seconds if self.software.blocks_on_messages else 0.0
         if self.software.scatters_messages and not layout.sequence_parallel_on and layout.tensor > 1:
             part = message_seconds(self.cluster, size / layout.tensor, same_node)

@@ -9,8 +9,7 @@ from typing import Any
 
 from service.planner.hardware import Cluster
 from service.planner.memory import fits
-from service.planner.software import Software
-from service.planner.step_time import StepModel
+from service.planner.mixed_step import step_model
 from workers.config import JobSpec
 from workers.parallel.pipeline.schedules import KINDS
 from workers.parallel.pipeline.stages import even_counts, layer_counts
@@ -35,14 +34,14 @@ class WhatIf:
     fits: bool
 
 
-def what_ifs(spec: JobSpec, cluster: Cluster, software: Software) -> tuple[WhatIf, ...]:
+def what_ifs(spec: JobSpec, cluster: Cluster) -> tuple[WhatIf, ...]:
     """Of every single change that the rules allow, the fastest that fit first, then those that do not fit."""
     answers = []
     for change, document in _changes(spec):
         other = JobSpec.model_validate(document)
         if find_problems(other) or other.layout.tensor > cluster.gpus_per_node:
             continue
-        seconds = StepModel(other, cluster, software).time().seconds
+        seconds = step_model(other, cluster).time().seconds
         found = fits(other, cluster)
         answers.append(WhatIf(change, seconds, found.memory.total, found.fits))
     return tuple(sorted(answers, key=lambda each: (not each.fits, each.seconds, each.change)))
@@ -67,7 +66,8 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
         yield of("train", micro_batch_size=micro // 2)
     for axes in _TRADES:
         for more, fewer in (axes, axes[::-1]):
-            if parallel[fewer] % 2 == 0:
+            is_placed = "pipeline" in axes and parallel["stage_accelerators"] is not None
+            if parallel[fewer] % 2 == 0 and not is_placed:
                 yield of("parallel", **{more: 2 * parallel[more], fewer: parallel[fewer] // 2})
     for recompute in ("none", "selective", "full"):
         if recompute != parallel["recompute"]:

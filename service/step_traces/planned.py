@@ -7,10 +7,10 @@ from typing import Any
 
 from service.planner.budget import step_shares
 from service.planner.explain import MOST_PASSES
-from service.planner.hardware import Cluster
+from service.planner.hardware import Cluster, UnknownMachine
+from service.planner.mixed_step import step_model
 from service.planner.pipeline import PASS_NAMES, Bar
 from service.planner.search import plan_of
-from service.planner.software import engine_on
 from service.planner.step_time import StepModel, StepTime
 from service.step_traces.budget import Part, of_plan
 from workers.comm.grid import Coordinates, RankGrid
@@ -36,11 +36,13 @@ class PlannedStep:
 
 def planned_step(spec: JobSpec, cluster: Cluster) -> PlannedStep | None:
     """A step of `spec`, which has a layout, on `cluster`; None where the planner cannot tell."""
-    if not spec.model.is_counted or spec.layout.world_size > cluster.nodes * cluster.gpus_per_node:
+    if not spec.model.is_counted or spec.layout.world_size > sum(part.gpus for part in cluster.parts):
         return None
-    engine = engine_on(cluster.machine)
-    model = StepModel(spec, cluster, engine)
-    plan = plan_of(spec, cluster, engine, model)
+    try:
+        model = step_model(spec, cluster)
+    except UnknownMachine:
+        return None
+    plan = plan_of(spec, cluster, model=model)
     time, parts = plan.time, of_plan(step_shares(model, plan.time, plan.peak_flops))
     return PlannedStep(time.seconds, parts, time.bubble_ratio, _ranks(spec, model, time))
 

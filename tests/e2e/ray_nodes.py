@@ -26,11 +26,19 @@ ENTRY = f'hostname "$0" && mount -t tmpfs -o size={SHARED_MEMORY_MEGABYTES}m tmp
 class Node:
     """A further Ray node with slots of its own. `registered`, then `started` before anything else."""
 
-    def __init__(self, manta: Manta, network: Network, gpus: int | None = None, more: Mapping[str, str] | None = None):
-        """`gpus`: how many Ray is told that it has, None: it looks itself; `more`: environment of its processes beside
-        this one's."""
+    def __init__(
+        self,
+        manta: Manta,
+        network: Network,
+        gpus: int | None = None,
+        more: Mapping[str, str] | None = None,
+        gpu_type: str | None = None,
+    ):
+        """`gpus`: how many Ray is told that it has, None: it looks itself; `gpu_type`: what they are, None: the same;
+        `more`: environment of its processes beside this one's."""
+        offered = {"manta_slot": SLOTS} | ({f"accelerator_type:{gpu_type}": 1} if gpu_type else {})
         options = {"address": RayHead(manta.home).record().address, "num-cpus": 3, "object-store-memory": 80 * 2**20,
-                   "resources": json.dumps({"manta_slot": SLOTS})}  # fmt: skip
+                   "resources": json.dumps(offered)}  # fmt: skip
         options |= {} if gpus is None else {"num-gpus": gpus}
         environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(manta.paths.ray_token),
                        MARK: manta.paths.tag, "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0",

@@ -16,15 +16,16 @@ PAIR, ALONE = (2, 1, 1), (1, 1, 1)
 CPU = {"accelerator": "cpu"}
 
 
-def on_gpus(count):
-    """Environment of a service whose own node seems to have so many GPUs."""
-    return {**ON_CPU, "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": count})}
+def on_gpus(count, type=None):
+    """Environment of a service whose own node seems to have so many GPUs, of a type that Ray knows or not."""
+    typed = {} if type is None else {f"accelerator_type:{type}": 1}
+    return {**ON_CPU, "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": count, **typed})}
 
 
 @pytest.fixture(scope="module")
 def manta(tmp_path_factory, corpus):
     """A service whose node has three GPUs, and slots beside them."""
-    running = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS, environment=on_gpus(GPUS))
+    running = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS, environment=on_gpus(GPUS, "A100"))
     yield running
     stop_service(running.home)
 
@@ -101,6 +102,15 @@ def test_job_with_more_ranks_than_gpus_waits_and_holds_back_none(manta, clean):
     behind = manta.submit(manta.spec(STEPS, PAIR))
     manta.until_state(behind, "SUCCEEDED")
     assert manta.curve(behind) == clean
+
+
+def test_stages_on_gpus_of_a_type_wait_for_nodes_that_have_it(manta, clean):
+    typed = {"stage_layers": [1, 1], "stage_accelerators": ["A100", "A100"]}
+    job = manta.submit(manta.spec(STEPS, (1, 2, 1), parallel=typed))
+    manta.until_state(job, "SUCCEEDED")
+    waiting = manta.submit(manta.spec(STEPS, (1, 2, 1), parallel=typed | {"stage_accelerators": ["A100", "V100"]}))
+    why = "needs 1 GPUs on nodes with V100, 0 of 0 are free; "
+    manta.until("why it waits", lambda: (manta.client.job(waiting).message or "").startswith(why))
 
 
 def test_job_that_may_be_smaller_takes_the_gpus_that_there_are(manta):

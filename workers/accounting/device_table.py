@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -60,3 +61,11 @@ def known_peak(device_name: str, precision: str = "bf16") -> float | None:
     if known is None:
         return None
     return {"fp32": known.fp32, "fp8": known.fp8}.get(precision, known.bf16)
+
+
+def peak_of_stages(own: float, types: Sequence[str]) -> float:
+    """Mean peak in FLOP/s of the ranks of stages with GPUs of these `types`, by their rates with 16 bits, where those
+    of the first one have `own`. Where a type is unknown, all are taken to be like that."""
+    peaks = [known_peak(type) for type in types]
+    known = [peak for peak in peaks if peak is not None]
+    return own if len(known) < len(peaks) or not known else own * sum(known) / len(known) / known[0]

@@ -41,6 +41,15 @@ def _pipeline_has_layers(spec: JobSpec) -> Iterator[Problem]:
             )
 
 
+def _every_stage_has_accelerators(spec: JobSpec) -> Iterator[Problem]:
+    layout = spec.layout
+    types = layout.stage_accelerators
+    if types is not None and len(types) != layout.pipeline:
+        rule = f"names the nodes of {len(types)} stages, but parallel.pipeline is {layout.pipeline}: one for each stage"
+        repeated = (types or ("A100",)) * layout.pipeline
+        yield Problem("parallel.stage_accelerators", rule, f"[{', '.join(repeated[: layout.pipeline])}]")
+
+
 def _stages_have_all_layers(spec: JobSpec) -> Iterator[Problem]:
     """Of a list of layers; that there are enough for all stages is another rule's."""
     layout, layers, counts = spec.layout, spec.model.layers, spec.layout.stage_layers
@@ -59,4 +68,9 @@ def _stages_have_all_layers(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("parallel.stage_layers", f"{sum(counts)} layers in all, not model.layers ({layers})", even)
 
 
-PIPELINE_RULES = (_schedule_fits_virtual_stages, _pipeline_has_layers, _stages_have_all_layers)
+PIPELINE_RULES = (
+    _schedule_fits_virtual_stages,
+    _pipeline_has_layers,
+    _stages_have_all_layers,
+    _every_stage_has_accelerators,
+)

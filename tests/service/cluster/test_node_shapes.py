@@ -1,5 +1,7 @@
 """Nodes that can be added, and what is asked for."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,3 +80,14 @@ def test_what_is_asked_for_is_a_run_of_the_queue_that_fits_together(cluster, que
     units = sum(job.world_size for job, is_asked in zip(queue, asked, strict=True) if is_asked)
     assert sum(bundle[SLOTS] for bundle in demand.bundles) == units <= cluster.free
     assert demand.is_over == (False in asked)
+
+
+def test_stages_are_counted_on_nodes_of_their_type():
+    cluster = replace(capacity((4, 4), (4, 4), (4, 3)), types={"n0": "A100", "n1": "V100", "n2": "V100"})
+    typed = ParallelConfig(tensor=2, pipeline=2, data=2, stage_accelerators=("A100", "V100"))
+    left = with_placed(cluster, typed)
+    assert left is not None and left.nodes == {"n0": (4, 0), "n1": (4, 2), "n2": (4, 1)} and left.types == cluster.types
+    assert with_placed(cluster, typed.model_copy(update={"data": 3})) is None, "two groups on A100, and no third"
+    demand = Demand({SLOTS: cluster})
+    assert demand.add(typed, SLOTS)
+    assert demand.bundles == [{SLOTS: 2.0, f"accelerator_type:{type}": 0.001} for type in ("A100",) * 2 + ("V100",) * 2]

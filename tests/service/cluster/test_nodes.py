@@ -99,6 +99,7 @@ def test_the_type_of_gpus_is_what_ray_has_recognised(ray, nodes):
     named["Resources"] |= {"accelerator_type:H100": 1.0, "node:127.0.0.1": 1.0}
     ray.nodes = lambda: [plain, named]
     assert [each.gpu_type for each in asyncio.run(nodes.known())] == [None, "H100"]
+    assert asyncio.run(nodes.capacity("GPU")).types == {"b": "H100"}
 
 
 @pytest.mark.parametrize(("comes_after", "waited"), [(0.0, 0.0), (0.5, 0.5), (None, nodes_module.SETTLED_SECONDS)])

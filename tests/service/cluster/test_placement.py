@@ -116,3 +116,28 @@ def test_selector_names_the_nodes_as_ray_wants_it():
 def test_shortage_of_gpus_says_so_and_a_rank_alone_needs_no_group():
     one = Capacity("GPU", 4, 1, {"node0": (4, 1)})
     assert str(missing(ParallelConfig(data=2), one)) == "needs 2 GPUs, 1 of 4 are free"
+
+
+TYPED = ParallelConfig(tensor=2, pipeline=3, data=2, stage_accelerators=("A100", "A100", "V100"))
+MIXED = Capacity("GPU", 24, 16, {"a": (8, 8), "b": (8, 4), "c": (4, 2), "d": (4, 2)}, {"a": "A100", "b": "V100"})
+
+
+def test_stages_take_nodes_of_their_own_type():
+    a, v = ({"GPU": 2.0, f"accelerator_type:{name}": 0.001} for name in ("A100", "V100"))
+    assert replica_bundles(TYPED, "GPU") == [[a, a, v]] * 2
+    assert missing(TYPED, MIXED) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"data": 3}, "needs 12 GPUs on nodes with A100 in groups of 2 on one node, 8 of 8 are free"),
+        ({"stage_accelerators": ("A100", "V100", "V100")}, "needs 8 GPUs on nodes with V100 in groups of 2 on one "
+         "node, 4 of 8 are free"),
+        ({"stage_accelerators": ("A100", "A100", "H100")}, "needs 4 GPUs on nodes with H100 in groups of 2 on one "
+         "node, 0 of 0 are free"),
+    ],
+)  # fmt: skip
+def test_what_is_free_on_nodes_of_another_type_does_not_help(changed, sentence):
+    assert str(missing(TYPED.model_copy(update=changed), MIXED)) == sentence
+    assert missing(TYPED.model_copy(update={"stage_accelerators": None, "data": 2}), MIXED) is None

@@ -189,6 +189,15 @@ def test_reshaped_layout_keeps_what_still_has_a_meaning(tensor, pipeline, kept):
     assert (running.schedule, running.virtual_stages, running.sequence_parallel) == kept
 
 
+def test_replicas_find_room_by_the_type_of_each_stage_and_another_pipeline_takes_any():
+    typed = ParallelConfig(pipeline=3, stage_accelerators=("A100", "V100", "V100"))
+    nodes = Capacity("GPU", 16, 12, {"a": (8, 2), "b": (8, 7), "c": (8, 8)}, {"a": "A100", "b": "V100"})
+    assert (room_for(typed, nodes), room_for(typed.model_copy(update={"stage_accelerators": None}), nodes)) == (2, 5)
+    running = layout_in_use(typed, SimpleNamespace(tensor=None, pipeline=None, replicas=2))
+    assert running.stage_accelerators == ("A100", "V100", "V100")
+    assert layout_in_use(typed, SimpleNamespace(tensor=1, pipeline=1, replicas=2)).stage_accelerators is None
+
+
 def test_a_list_of_layers_holds_for_its_own_pipeline_only():
     submitted = ParallelConfig(tensor=2, pipeline=2, stage_layers=(1, 3))
     lists = {

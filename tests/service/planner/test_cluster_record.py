@@ -20,6 +20,7 @@ CORE = replace(ASSUMED_CORE, memory=3e10)
         Cluster(MACHINES["a100-40gb"], 3, 6),
         Cluster(measured(MACHINES["h100-80gb"], GPU), 2, 8),
         Cluster(CpuNode(6, 2.0**34, CORE).machine(4), 2, 4),
+        Cluster(MACHINES["a100-40gb"], 3, 6, "A100", (Cluster(measured(MACHINES["h100-80gb"], GPU), 2, 8, "H100"),)),
     ],
 )
 def test_it_comes_back_from_json(cluster):

@@ -37,6 +37,17 @@ def test_gpus_are_those_that_ray_knows():
         cluster_of([Place(8, 0, True)], NODE)
 
 
+def test_a_pipeline_over_unequal_nodes_is_planned_where_its_stages_are():
+    cluster = cluster_of([Place(4, 0, True, "A100", 80 * 2**30), Place(4, 0, True, "V100", 32 * 2**30)], NODE)
+    layout = {"tensor": 2, "pipeline": 2, "data": 2}
+    apart = planned(job(8, 4096, 32, **layout, stage_layers=(6, 2), stage_accelerators=("A100", "V100")), cluster)
+    even = planned(job(8, 4096, 32, **layout, stage_layers=(4, 4), stage_accelerators=("A100", "V100")), cluster)
+    assert apart["step_seconds"] < even["step_seconds"]
+    assert [part["type"] for part in (apart["cluster"], *apart["cluster"]["others"])] == ["A100", "V100"]
+    with pytest.raises(NotPlanned, match="no node has GPUs of type H100; there are A100, V100"):
+        planned(job(8, 4096, 32, **layout, stage_accelerators=("A100", "H100")), cluster)
+
+
 def test_gpus_that_were_calibrated_are_what_was_measured():
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
     found = cluster_of([Place(1, 0, True, "H100", 80 * 2**30)], NODE, {"h100-80gb": gpu})

@@ -89,6 +89,13 @@ def test_a_jobs_own_file_can_be_planned():
         ({"accelerator": "a100", "gpus_per_node": 65}, "cluster.gpus_per_node", "from 1 to 64"),
         ({"accelerator": "a100", "racks": 3}, "cluster.racks", "unknown key"),
         ({"current": "yes"}, "cluster.current", "must be true or false"),
+        ({"groups": []}, "cluster.groups", "has nodes of 1 to 4 kinds, not 0"),
+        ({"groups": [{"accelerator": "a100"}, 3]}, "cluster.groups", "must be a list of mappings"),
+        ({"groups": [{"accelerator": "a100"}], "nodes": 2}, "cluster.groups", "goes without nodes"),
+        ({"groups": [{"accelerator": "a100"}, {"nodes": 2}]}, "cluster.groups.1.accelerator", "must be said"),
+        ({"groups": [{"accelerator": "a100", "current": True}]}, "cluster.groups.0.current", "unknown key"),
+        ({"groups": [{"accelerator": "a100"}, {"accelerator": "cpu"}]}, "cluster.groups.1.accelerator", "GPUs alone"),
+        ({"groups": [{"accelerator": "a100"}, {"accelerator": "a100-40gb"}]}, "cluster.groups", "two groups A100"),
     ],
 )
 def test_a_cluster_that_is_none_is_said_where_and_why(cluster, path, words):
@@ -182,6 +189,31 @@ def test_gpus_that_ray_has_recognised_need_no_name(gpu_type, memory, name):
     cluster = cluster_of_nodes(nodes, None, NODE)
     assert cluster.machine is machine_of(name)
     assert cluster_of_nodes(nodes, "b200", NODE).machine is machine_of("b200"), "what is said counts"
+
+
+def test_nodes_of_several_types_are_kept_apart_and_those_that_can_do_most_come_first():
+    known = {"gpu_type": "A100", "gpu_memory_bytes": 42_949_672_960}
+    nodes = [node("gpu", 4) | {"gpu_type": "V100"}] * 3 + [node("gpu", 8) | known] * 2 + [node("cpu", 4)]
+    cluster = cluster_of_nodes([*nodes, node("gpu", 8) | {"gpu_type": "T4"}], None, NODE)
+    assert [(part.type, part.machine.accelerator.name, part.nodes, part.gpus_per_node) for part in cluster.parts] == [
+        ("A100", "a100-40gb", 2, 8), ("V100", "v100-32gb", 3, 4),
+    ]  # fmt: skip
+    groups = [{"accelerator": "v100-32gb", "nodes": 3, "gpus_per_node": 4}, {"accelerator": "a100-40gb", "nodes": 2}]
+    assert read(cluster={"groups": groups}).cluster == cluster
+    assert cluster_of_nodes(nodes, "h100", NODE).others == (), "what is said counts for all"
+
+
+def test_a_layout_for_unequal_nodes_says_where_its_stages_are():
+    groups = [{"accelerator": "h100", "nodes": 1, "gpus_per_node": 2}, {"accelerator": "a100", "gpus_per_node": 2}]
+    model = DOCUMENT["model"] | {"hidden_size": 4096, "heads": 32, "sequence_length": 2048}
+    wanted = read(cluster={"groups": groups}, model=model, explain=True)
+    answer = to_json(wanted, wanted.answer())
+    best, explained = answer["plans"][0], answer["explanation"]
+    stages = best["parallel"]["pipeline"]
+    assert set(best["parallel"]["stage_accelerators"]) == {"H100", "A100"}
+    assert len(explained["usable_by_stage"]) == len(explained["memory_by_stage"]) == stages
+    assert sum(share["seconds"] for share in explained["shares"]) == pytest.approx(best["step_seconds"])
+    json.dumps(answer, allow_nan=False)
 
 
 def test_what_fits_nowhere_names_a_cluster_that_would_do():

@@ -9,7 +9,7 @@ import torch
 
 from workers.accounting import device_peak
 from workers.accounting.device_peak import Peak, measure_peak_flops
-from workers.accounting.device_table import DEVICE_PEAKS, known_peak
+from workers.accounting.device_table import DEVICE_PEAKS, known_peak, peak_of_stages
 
 
 @pytest.mark.parametrize(
@@ -109,3 +109,9 @@ def test_a_cpu_is_measured_with_one_thread_as_ranks_compute_and_keeps_its_thread
         assert (used, torch.get_num_threads()) == ({1}, 2)
     finally:
         torch.set_num_threads(before)
+
+
+def test_ranks_on_unequal_gpus_have_the_mean_of_their_peaks():
+    assert peak_of_stages(300e12, ("A100", "A100", "V100")) == pytest.approx(300e12 * (312 + 312 + 112) / (3 * 312))
+    assert peak_of_stages(100e12, ("V100", "A100")) == pytest.approx(100e12 * (112 + 312) / (2 * 112))
+    assert peak_of_stages(300e12, ()) == peak_of_stages(300e12, ("A100", "B7")) == 300e12

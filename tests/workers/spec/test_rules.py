@@ -185,6 +185,12 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "parallel.pipeline", "pipeline (5) x virtual_stages (1) must be at most model.layers (4)", "4",
     ),
     (
+        "nodes of each stage",
+        {"parallel": {"pipeline": 3, "stage_accelerators": ["A100", "V100"]}},
+        "parallel.stage_accelerators",
+        "names the nodes of 2 stages, but parallel.pipeline is 3: one for each stage", "[A100, V100, A100]",
+    ),
+    (
         "stages of zb-v",
         {"parallel": {"schedule": "zb-v", "virtual_stages": 2, "pipeline": 3}},
         "model.layers", "layers (4) must be at least parallel.pipeline x virtual_stages (3 x 2)", "6",

@@ -172,7 +172,11 @@ class PlanPage {
     );
     fill(this.change.body, element);
     this.bars.show(
-      explanation.memory_by_stage.map((memory, stage) => [`stage ${stage}`, memory]),
+      explanation.memory_by_stage.map((memory, stage) => [
+        `stage ${stage}`,
+        memory,
+        explanation.usable_by_stage[stage],
+      ]),
       explanation.usable_bytes,
     );
     this.showTimeline(explanation.timeline);

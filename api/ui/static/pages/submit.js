@@ -144,7 +144,11 @@ class SubmitPage {
       plan.note ? h("p", { class: "note" }, plan.note) : "",
     );
     this.bars.show(
-      (plan.explanation?.memory_by_stage ?? []).map((memory, stage) => [`stage ${stage}`, memory]),
+      (plan.explanation?.memory_by_stage ?? []).map((memory, stage) => [
+        `stage ${stage}`,
+        memory,
+        plan.explanation.usable_by_stage[stage],
+      ]),
       plan.explanation?.usable_bytes,
     );
   }

@@ -6,7 +6,8 @@ import { bytes, percent } from "../core/format.js";
 
 const PARTS = ["parameters", "gradients", "optimizer", "activations", "buffers"];
 
-/** `{element, show(rows, usable)}`; rows are `[name, memory]`, `usable` the bytes that a device has for them. */
+/** `{element, show(rows, usable)}`; rows are `[name, memory, own]`, `usable` the bytes that a device has for them, `own`
+ * those of its own device where devices differ. */
 export function memoryBars() {
   const element = h("div", { class: "memory-bars" });
   return {
@@ -18,7 +19,7 @@ export function memoryBars() {
       fill(
         element,
         h("p", { class: "note" }, key, usable ? ` of ${bytes(usable)} that a device has for them` : ""),
-        rows.map(([name, memory]) => line(name, memory, most, usable)),
+        rows.map(([name, memory, own]) => line(name, memory, most, own ?? usable)),
       );
     },
   };

@@ -34,7 +34,7 @@ export function create({ id, job }) {
     setText(none, stages ? "" : "The planner says nothing of this job.");
     if (stages)
       bars.show(
-        stages.map((memory, stage) => [`stage ${stage}`, memory]),
+        stages.map((memory, stage) => [`stage ${stage}`, memory, plan.explanation.usable_by_stage[stage]]),
         plan.explanation.usable_bytes,
       );
   }

@@ -1,0 +1,169 @@
+"""A pipeline over nodes of several kinds: layers go by how fast each stage is and what it holds, and no other layout
+that could be placed there is faster."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from service.planner.hardware import Cluster, UnknownMachine, machine_of, parts_of
+from service.planner.memory import fits, memory_of, tightest, usable_bytes
+from service.planner.mixed_search import SCHEDULES, best_layouts
+from service.planner.mixed_step import MixedStepModel, step_model
+from service.planner.request import together
+from service.planner.search import evaluate, plan_of, search
+from tests.service.support.planned import job
+from workers.config import JobSpec
+from workers.spec.divisors import divisors
+from workers.spec.rules import find_problems
+
+WITHIN = 1.02
+
+
+def nodes(name: str, count: int, gpus: int, memory: float | None = None) -> Cluster:
+    machine = machine_of(name)
+    if memory is not None:
+        machine = replace(machine, accelerator=replace(machine.accelerator, memory_bytes=memory))
+    return Cluster(machine, count, gpus)
+
+
+def placed(spec: JobSpec, **layout: object) -> JobSpec:
+    return spec.model_copy(update={"parallel": spec.layout.model_copy(update=layout)})
+
+
+MIXED = together([nodes("v100-32gb", 1, 4), nodes("a100-80gb", 1, 4)])
+BASE = job(12, 4096, 32, train={"global_batch_size": 32})
+OVER_BOTH = placed(
+    BASE, pipeline=4, tensor=2, data=1, stage_accelerators=("A100", "A100", "V100", "V100"), stage_layers=(4, 4, 2, 2)
+)
+
+
+def test_a_cluster_of_one_kind_is_what_it_was():
+    alone = nodes("a100-80gb", 2, 4)
+    assert together([alone]) is alone
+    assert best_layouts(BASE, alone) == search(BASE, alone)
+
+
+def test_a_step_over_equal_nodes_takes_what_it_takes_on_one_cluster_of_them():
+    """But for what lies between: of the two halves none of the stages share a node."""
+    twins = together([replace(nodes("a100-80gb", 2, 2), type="one"), replace(nodes("a100-80gb", 2, 2), type="two")])
+    one = placed(BASE, pipeline=4, tensor=2, data=1)
+    same = step_model(one, nodes("a100-80gb", 4, 2)).time()
+    over = step_model(placed(one, stage_accelerators=("one", "one", "two", "two")), twins)
+    assert isinstance(over, MixedStepModel)
+    assert over.time() == same
+
+
+def test_every_stage_takes_the_time_of_its_own_nodes():
+    model = step_model(OVER_BOTH, MIXED)
+    times = model.pipeline().times
+    alone = {
+        name: step_model(placed(BASE, pipeline=4, tensor=2, data=1, stage_layers=(4, 4, 2, 2)), nodes(name, 2, 4))
+        for name in ("a100-80gb", "v100-32gb")
+    }
+    assert times[:2] == alone["a100-80gb"].pipeline().times[:2]
+    assert times[2:] == alone["v100-32gb"].pipeline().times[2:]
+    assert times[2].forward > 1.5 * times[1].forward * 2 / 4
+    messages = model.pipeline().messages
+    assert messages[0] < messages[1] and messages[2] < messages[1], "between the kinds there is a network"
+
+
+def test_memory_is_held_against_each_stages_own_device():
+    memory, usable = tightest(OVER_BOTH, MIXED)
+    assert memory == memory_of(OVER_BOTH, 3, machine_of("v100-32gb")) and usable == usable_bytes(MIXED.others[0])
+    small = together([nodes("v100-32gb", 1, 4, 2e9), nodes("a100-80gb", 1, 4)])
+    assert not fits(OVER_BOTH, small).fits
+    (rejected,) = evaluate(OVER_BOTH, small).rejected
+    assert rejected.reason.startswith("does not fit: ") and "than the 1.8 GiB" in rejected.reason
+
+
+def test_nodes_that_are_not_there_are_named():
+    (rejected,) = evaluate(placed(OVER_BOTH, stage_accelerators=("A100", "A100", "H100", "H100")), MIXED).rejected
+    assert rejected.reason == ("parallel.stage_accelerators: no node has GPUs of type H100; there are A100, V100")
+    with pytest.raises(UnknownMachine):
+        parts_of(placed(OVER_BOTH, stage_accelerators=("A100", "A100", "H100", "H100")), MIXED)
+    (rejected,) = evaluate(placed(OVER_BOTH, stage_accelerators=("A100", "V100", "V100", "V100")), MIXED).rejected
+    assert rejected.reason == (
+        "needs 6 GPUs in groups of 2 on one node; 1 nodes with V100 of 4 have room for 2 such groups, not 3"
+    )
+
+
+def test_faster_nodes_get_more_layers_and_the_whole_is_faster_than_either_kind_alone():
+    base = job(12, 4096, 32, train={"global_batch_size": 64, "micro_batch_size": 8})
+    cluster = together([nodes("v100-32gb", 1, 8), nodes("a100-40gb", 1, 4)])
+    best = best_layouts(base, cluster).plans[0]
+    layout = best.spec.layout
+    assert set(layout.stage_accelerators) == {"A100", "V100"} and not find_problems(best.spec)
+    layers = {type: [] for type in ("A100", "V100")}
+    for type, count in zip(layout.stage_accelerators, layout.stage_layers, strict=True):
+        layers[type].append(count)
+    assert min(layers["A100"]) > max(layers["V100"])
+    for part in cluster.parts:
+        assert best.time.seconds < 0.9 * search(base, part).plans[0].time.seconds
+
+
+def test_a_pipeline_that_gains_nothing_from_the_others_stays_where_it_is():
+    """One weak node more is not worth a stage there; the plan says where it is, so that it is placed there."""
+    cluster = together([nodes("h100-80gb", 1, 8), nodes("v100-16gb", 1, 1)])
+    best = best_layouts(job(8, 1024, 16, train={"global_batch_size": 64}), cluster).plans[0]
+    assert set(best.spec.layout.stage_accelerators) == {"H100"}
+    assert evaluate(best.spec, cluster).plans[0].time == best.time
+
+
+def everything(spec: JobSpec, cluster: Cluster) -> Iterator[JobSpec]:
+    """All layouts over both kinds that fit, with every way to share out the layers."""
+    batch, layers = spec.train.global_batch_size, spec.model.layers
+    for first, second in (cluster.parts, cluster.parts[::-1]):
+        for tensor in divisors(spec.model.heads):
+            groups = [part.nodes * (part.gpus_per_node // tensor) for part in (first, second)]
+            for data in range(1, min(*groups, batch) + 1):
+                for ahead, behind in product(*(range(1, count // data + 1) for count in groups)):
+                    types = (first.type,) * ahead + (second.type,) * behind
+                    for micro_batch, schedule, counts in product(
+                        divisors(-(-batch // data)), SCHEDULES, _shares(layers, ahead + behind)
+                    ):
+                        shape = {"tensor": tensor, "pipeline": ahead + behind, "data": data, "schedule": schedule}
+                        train = spec.train.model_copy(update={"micro_batch_size": micro_batch})
+                        found = placed(
+                            spec.model_copy(update={"train": train}),
+                            **shape, stage_layers=counts, stage_accelerators=types,
+                        )  # fmt: skip
+                        if not find_problems(found) and fits(found, cluster).fits:
+                            yield found
+
+
+def _shares(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    if stages == 1:
+        yield (layers,)
+        return
+    for first in range(1, layers - stages + 2):
+        yield from ((first, *rest) for rest in _shares(layers - first, stages - 1))
+
+
+def drawn(seed: int) -> tuple[JobSpec, Cluster]:
+    draw = random.Random(seed)
+    heads = draw.choice([4, 8])
+    spec = job(
+        draw.randint(3, 6),
+        heads * draw.choice([64, 128, 256]),
+        heads,
+        model={"vocabulary_size": draw.choice([1000, 32000, 100000])},
+        train={"global_batch_size": draw.choice([4, 8])},
+    )
+    kinds = draw.sample(["v100-32gb", "a100-80gb", "h100-80gb", "l40s-48gb"], 2)
+    memory = draw.choice([None, 2e9, 4e9])
+    return spec, together([nodes(name, 1, draw.choice([1, 2]), memory) for name in kinds])
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 40))])
+def test_nothing_over_both_kinds_is_much_faster_than_what_is_found(seed):
+    spec, cluster = drawn(seed)
+    everywhere = [plan_of(each, cluster).time.seconds for each in everything(spec, cluster)]
+    found = best_layouts(spec, cluster, limit=1).plans
+    if not everywhere:
+        return
+    assert found[0].time.seconds <= WITHIN * min(everywhere)
