@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from service.planner.hardware import BETWEEN_LATENCY, INSIDE_LATENCY, Cluster, Core
+from service.planner.hardware import BETWEEN_LATENCY, INSIDE_LATENCY, NUMA_BANDWIDTH, Cluster, Core
 from service.planner.software import Software
 from workers.config import ParallelConfig
 
@@ -17,6 +17,8 @@ class Group:
     size: int
     per_node: int
     """Its members on one node."""
+    through_hosts: bool = False
+    """Whether what leaves one of its nodes first goes from the memory of one NUMA node to that of another."""
 
     @property
     def nodes(self) -> int:
@@ -46,14 +48,23 @@ def groups_of(layout: ParallelConfig, cluster: Cluster, software: Software) -> G
     data_stride, stage_stride = (t, t * d) if software.replicas_inside else (t * p, t)
     return Groups(
         cluster,
-        Group(t, _members_on_node(t, 1, cluster.gpus_per_node)),
-        Group(d, _members_on_node(d, data_stride, cluster.gpus_per_node)),
+        _group(t, 1, cluster, software),
+        _group(d, data_stride, cluster, software),
         stage_stride,
     )
 
 
-def _members_on_node(size: int, stride: int, gpus_per_node: int) -> int:
-    return max(1, min(size, gpus_per_node // stride))
+def _group(size: int, stride: int, cluster: Cluster, software: Software) -> Group:
+    """Every `stride`-th rank, `size` of them.
+
+    NCCL before 2.12 has a ring leave a node over the adapter by which it came in, from the member that is last in the
+    ring. Where no two members are beside the same adapters, that one's GPU is on another NUMA node, too far for the
+    adapter to read its memory: the hosts pass it on. That is what the search of 2.7.8 and of 2.8.3 finds on a DGX A100
+    (github.com/NVIDIA/nccl, src/graph/search.cc and paths.cc).
+    """
+    machine, members = cluster.machine, max(1, min(size, cluster.gpus_per_node // stride))
+    apart = machine.numa_nodes > 0 and stride >= machine.devices / machine.numa_nodes
+    return Group(size, members, apart and 1 < members < size and not software.forwards_inside)
 
 
 def bus_bandwidth(group: Group, cluster: Cluster) -> float:
@@ -66,7 +77,11 @@ def bus_bandwidth(group: Group, cluster: Cluster) -> float:
     # whole nodes have their nodes side by side; those with a part of each are spread over the cluster.
     adapters = machine.adapters_each * group.per_node
     reached = constants.message if group.per_node == cluster.gpus_per_node else constants.collective
-    return min(inside, adapters * machine.adapter_bandwidth * reached)
+    outside = adapters * machine.adapter_bandwidth * reached
+    if group.through_hosts:
+        # One ring a member, and the devices of a NUMA node share its way to another.
+        outside = min(outside, group.per_node * NUMA_BANDWIDTH * machine.numa_nodes / machine.devices)
+    return min(inside, outside)
 
 
 def _ring_latency(group: Group) -> float:

@@ -139,6 +139,8 @@ class Machine:
     """Such a node's cores, which its ranks share."""
     threads: int = 1
     """With which each rank computes there."""
+    numa_nodes: int = 0
+    """Among which its accelerators are divided, with adapters of their own; 0: no matter, or not known."""
     gpu: Gpu | None = None
     """What was measured on one of its GPUs, and is in `constants` too where these have it."""
 
@@ -194,6 +196,9 @@ class Cluster:
 INSIDE_LATENCY, BETWEEN_LATENCY = 3.4e-6, 14.0e-6
 """Seconds of one hop of a ring inside a node and between two: what NCCL's own tuning model assumes (its simple
 protocol; github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
+NUMA_BANDWIDTH = 16e9
+"""Bytes/s, each way, between two NUMA nodes with AMD's processors: what NCCL assumes since 2.16, which "favors better
+paths" by it (src/graph/topo.h there)."""
 
 
 def _accelerator(
@@ -231,9 +236,10 @@ MACHINES = {
     # DGX-2: arXiv:1909.08053, section 5 (32 GB, NVSwitch of 300 GB/s both ways, 8 adapters of 100 Gb/s).
     "v100-32gb": Machine(_accelerator("v100-32gb", 31.7, 0.900, 80, 150, "v100-sxm"), 16, 8, 12.5e9, V100),
     "v100-16gb": Machine(_accelerator("v100-16gb", 15.8, 0.900, 80, 150, "v100-sxm"), 8, 4, 12.5e9, V100),
-    # DGX A100: NVSwitch of 600 GB/s both ways, 8 adapters of 200 Gb/s (arXiv:2104.04473, section 5).
-    "a100-80gb": Machine(_accelerator("a100-80gb", 79.2, 2.039, 108, 300, "a100"), 8, 8, 25e9, A100),
-    "a100-40gb": Machine(_accelerator("a100-40gb", 39.4, 1.555, 108, 300, "a100"), 8, 8, 25e9, A100),
+    # DGX A100: NVSwitch of 600 GB/s both ways, 8 adapters of 200 Gb/s (arXiv:2104.04473, section 5); two GPUs and two
+    # adapters on each of four NUMA nodes (github.com/NVIDIA/nccl/issues/1505).
+    "a100-80gb": Machine(_accelerator("a100-80gb", 79.2, 2.039, 108, 300, "a100"), 8, 8, 25e9, A100, numa_nodes=4),
+    "a100-40gb": Machine(_accelerator("a100-40gb", 39.4, 1.555, 108, 300, "a100"), 8, 8, 25e9, A100, numa_nodes=4),
     # DGX H100 and its successors: NVLink of 900 GB/s both ways, 8 adapters of 400 Gb/s.
     "h100-80gb": Machine(_accelerator("h100-80gb", 79.1, 3.35, 132, 450, "h100"), 8, 8, 50e9, HOPPER),
     "h200-141gb": Machine(_accelerator("h200-141gb", 139.8, 4.8, 132, 450, "h200"), 8, 8, 50e9, HOPPER),

@@ -42,6 +42,8 @@ class Software:
     replicas_inside: bool = True
     """Whether the ranks of one stage's replicas follow one another, so that they share nodes; else whole replicas
     do."""
+    forwards_inside: bool = False
+    """Whether what leaves a node goes over its links first, to the GPU beside the adapter (NCCL since 2.12)."""
     compiled_optimizer_bytes: float | None = None
     """The same where the job is compiled; None: equally much."""
     counts_kernels: bool = False
@@ -56,9 +58,12 @@ class Software:
 
 MEGATRON_2020 = Software("megatron-2020", overlaps_gradients=True)
 """Megatron-LM as of September 2020 (its README's tables): torch's DistributedDataParallel."""
-MEGATRON_2021 = Software("megatron-2021")
-"""arXiv:2104.04473: local gradients in 16 bits, reduced after backward; blocking messages."""
-MEGATRON_2021_SCATTER = Software("megatron-2021-scatter-gather", scatters_messages=True)
+MEGATRON_2021 = Software("megatron-2021", optimizer_bytes=66.0)
+"""arXiv:2104.04473: local gradients in 16 bits, reduced after backward; blocking messages. Its source of April 2021
+copies gradients together, divides them and copies them back (12 bytes, one replica or many), then to fp32 (6); unscales
+(8), norm (4), clips (8), Adam (28), copies parameters (6); less 6, as the first micro-batch's gradients are not added
+to anything."""
+MEGATRON_2021_SCATTER = replace(MEGATRON_2021, name="megatron-2021-scatter-gather", scatters_messages=True)
 """The same with the scatter/gather optimization of its section 4.1."""
 MEGATRON_2022 = Software(
     "megatron-2022",
@@ -83,6 +88,7 @@ MANTA = Software(
     gradient_bytes=4,
     accumulation_bytes=12.0,
     replicas_inside=False,
+    forwards_inside=True,
     shards_optimizer=True,
 )
 """This engine."""

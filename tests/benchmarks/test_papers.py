@@ -34,8 +34,6 @@ MISSED_TIMES = {
     "fig13, batch32, 16,4",
     "fig13, batch32, 32,2",
     "fig13, batch128, best point is 8,8",
-    "fig15, batch32, 2,32",
-    "fig15, batch32, 4,16",
     "fig16, batch512, rank correlation",
 }
 

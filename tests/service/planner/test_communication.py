@@ -58,6 +58,29 @@ def test_rings_across_nodes_share_the_adapters():
     assert bus_bandwidth(Group(16, 8), cluster) == pytest.approx(200 * GB * constants.message)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "software", "nodes", "gigabytes"),
+    [
+        ((2, 1, 32), MEGATRON_2021, 8, 4 * 16 / 2),  # a ring for each member; two groups share a NUMA node's way out
+        ((4, 1, 16), MEGATRON_2021, 8, 2 * 16 / 2),
+        ((4, 2, 4), MEGATRON_2021, 4, 2 * 16 / 2),
+        ((8, 1, 8), MEGATRON_2021, 8, None),  # alone on its node, beside an adapter
+        ((1, 1, 16), MEGATRON_2021, 2, None),  # pairs, both beside their adapters
+        ((4, 1, 2), MEGATRON_2021, 1, None),  # on one node
+        ((2, 1, 32), MANTA, 8, None),  # goes over the node's links to whoever is beside the adapter
+    ],
+)
+def test_rings_without_a_pair_beside_an_adapter_leave_through_the_hosts(sizes, software, nodes, gigabytes):
+    cluster = a100s(nodes)
+    data = groups_of(layout(*sizes), cluster, software).data
+    assert data.through_hosts == (gigabytes is not None)
+    if gigabytes is not None:
+        assert bus_bandwidth(data, cluster) == pytest.approx(gigabytes * GB)
+        elsewhere = dataclasses.replace(cluster.machine, numa_nodes=0)
+        other = dataclasses.replace(cluster, machine=elsewhere)
+        assert not groups_of(layout(*sizes), other, software).data.through_hosts
+
+
 def test_a_reduction_moves_its_tensor_twice_and_a_lone_rank_nothing():
     cluster, size = a100s(), 1e9
     once = 7 / 8 * size / bus_bandwidth(Group(8, 8), cluster)
