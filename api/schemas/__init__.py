@@ -6,6 +6,7 @@ from api.schemas.cluster import Cluster, ClusterCheck, Gpu, Node, RunningRank
 from api.schemas.history import Event, JobEvent, Ledger, LedgerInterval, LogLine, LogLines, MetricSeries, Recovery
 from api.schemas.jobs import DeletedJob, DryRun, Job, JobCounts, JobSort, LatestMetrics, Layout, Queue, Sparkline
 from api.schemas.plans import (
+    BesideSteps,
     ComparedPart,
     JobPlan,
     Machine,
@@ -29,6 +30,7 @@ from api.schemas.ranks import Fault, Rank, RankHistory, RankPlace, RankStack, St
 
 __all__ = [
     "Answer",
+    "BesideSteps",
     "Checkpoint",
     "Cluster",
     "ClusterCheck",

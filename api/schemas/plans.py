@@ -37,6 +37,27 @@ class StepParts(Answer):
     """For the slowest replica."""
 
 
+class BesideSteps(Answer):
+    """What the training does beside its steps."""
+
+    validation_seconds: float | None
+    """Of one validation, at most; null: there is none."""
+    validation_hours: float
+    """Of all."""
+    snapshot_every_steps: int | None
+    """Null: none are taken."""
+    snapshot_stall_seconds: float
+    """For how long an update waits for a copy of the state."""
+    snapshot_hours: float
+    """Of all that wait for snapshots."""
+    checkpoint_bytes: int
+    """Of a durable one."""
+    checkpoint_hours: float
+    """Of updates that wait for copies of steps without a snapshot; checkpoints are written beside the training."""
+    storage_bytes_per_second: float | None
+    """At which a checkpoint is written before the next is due; null: there is no next."""
+
+
 class Plan(Answer):
     """A layout that fits, and what it is expected to do."""
 
@@ -60,8 +81,9 @@ class Plan(Answer):
     host_memory_bytes: int
     """Of a node, for snapshots and for activations that wait there."""
     step_parts: StepParts
+    beside_steps: BesideSteps
     hours: float
-    """For train.steps steps."""
+    """For train.steps steps, and what is done beside them."""
     gpu_hours: float
 
 
@@ -120,7 +142,7 @@ class PlannedRun(Answer):
     """Part of the time that trains."""
     failures: float
     lost_hours: dict[str, float]
-    """By reason: redone, recovering, checkpoints, waiting, slower."""
+    """By reason: redone, recovering, checkpoints, waiting, slower, beside_steps."""
     spare_nodes: int
     """With which it takes the fewest GPU-hours."""
     checkpoint_seconds: float

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from service.planner import explain
+from service.planner.beside_steps import beside_steps
 from service.planner.hardware import Cluster
 from service.planner.memory import host_bytes, usable_bytes
 from service.planner.request import PlanRequest
 from service.planner.search import Answer, Plan
 from service.planner.sizes import best_by_size, elastic_sizes
 from service.planner.software import engine_on
+from service.planner.step_time import StepModel
 
 ASSUMED = (
     "what this machine reaches of its data sheet is assumed, and was neither fitted nor measured: times compare "
@@ -53,7 +55,8 @@ def _plan(plan: Plan, request: PlanRequest) -> dict[str, Any]:
     spec, seconds, flops = plan.spec, plan.time.seconds, plan.flops
     tokens = spec.train.global_batch_size * spec.model.sequence_length
     model, hardware = plan.rate(flops.model_full), plan.rate(flops.hardware_full)
-    hours = seconds * spec.train.steps / 3600
+    beside = beside_steps(StepModel(spec, request.cluster, engine_on(request.cluster.machine)), plan.time)
+    hours = (seconds * spec.train.steps + beside.seconds) / 3600
     return {
         "parallel": spec.layout.model_dump(mode="json"),
         "micro_batch_size": spec.train.micro_batch_size,
@@ -75,6 +78,7 @@ def _plan(plan: Plan, request: PlanRequest) -> dict[str, Any]:
             "optimizer": plan.time.optimizer,
             "waiting": plan.time.waiting,
         },
+        "beside_steps": beside.to_json(),
         "hours": hours,
         "gpu_hours": hours * spec.layout.world_size,
     }

@@ -3,9 +3,10 @@ timeline and the memory of each stage. Pure Python."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from service.planner.beside_steps import BesideSteps, beside_steps
 from service.planner.budget import Share, sentences, step_shares
 from service.planner.hardware import Cluster, parts_of
 from service.planner.long_run import Advice, Run, advise
@@ -34,6 +35,7 @@ class Explanation:
     """Of a device's memory, on each of them."""
     bars: tuple[Bar, ...] | None
     """The passes of one step on each pipeline rank; None where they are too many."""
+    beside: BesideSteps
     run: Advice | None
     """Of the whole training with failures; None of what takes less than a day, or no accelerators."""
 
@@ -43,6 +45,7 @@ def explain(plan: Plan, cluster: Cluster) -> Explanation:
     spec, layout, parts = plan.spec, plan.spec.layout, parts_of(plan.spec, cluster)
     model = step_model(spec, cluster)
     passes = (3 if layout.schedule.startswith("zb") else 2) * layout.pipeline * layout.virtual_stages
+    beside = beside_steps(model, plan.time)
     few = passes * spec.micro_batches <= MOST_PASSES
     return Explanation(
         shares=step_shares(model, plan.time, plan.peak_flops),
@@ -50,23 +53,23 @@ def explain(plan: Plan, cluster: Cluster) -> Explanation:
         memory=tuple(memory_of(spec, rank, part.machine) for rank, part in enumerate(parts)),
         usable_bytes=tuple(usable_bytes(part) for part in parts),
         bars=tuple(model.pipeline().bars(spec.micro_batches)) if few else None,
-        run=_whole_run(plan, cluster),
+        beside=beside,
+        run=_whole_run(plan, cluster, beside),
     )
 
 
-def _whole_run(plan: Plan, cluster: Cluster) -> Advice | None:
+def _whole_run(plan: Plan, cluster: Cluster, beside: BesideSteps) -> Advice | None:
     spec, step = plan.spec, plan.time.seconds
     if cluster.machine.core is not None or spec.train.steps * step < LONG_SECONDS:
         return None
     layout = spec.layout
-    return advise(
-        Run(layout.world_size, cluster.gpus_per_node, layout.data, step, spec.train.steps, checkpoint_seconds=step)
-    )
+    run = Run(layout.world_size, cluster.gpus_per_node, layout.data, step, spec.train.steps, checkpoint_seconds=step)
+    return advise(replace(run, beside_seconds=beside.seconds / spec.train.steps))
 
 
 def _run_to_json(advice: Advice) -> dict[str, Any]:
     outcome, restarted = advice.outcome, advice.restarted
-    names = ("redone", "recovering", "checkpoints", "waiting", "slower")
+    names = ("redone", "recovering", "checkpoints", "waiting", "slower", "beside_steps")
     return {
         "hours": outcome.seconds / 3600,
         "gpu_hours": outcome.gpu_hours,
@@ -83,7 +86,7 @@ def _run_to_json(advice: Advice) -> dict[str, Any]:
 def to_json(explanation: Explanation) -> dict[str, Any]:
     """In the form of `api.schemas.PlanExplanation`."""
     return {
-        "sentences": list(sentences(explanation.shares)),
+        "sentences": [*sentences(explanation.shares), *explanation.beside.sentences()],
         "shares": [
             {"name": each.name, "seconds": each.seconds, "what": each.what, "help": each.help}
             for each in explanation.shares

@@ -77,13 +77,15 @@ class Run:
     """Nodes that wait to take the place of others."""
     repair_hours: float = 24.0
     """Until a node that was lost is of use again."""
+    beside_seconds: float = 0.0
+    """What is done beside steps (`beside_steps.py`), for each of them."""
     short: Literal["shrink", "wait"] = "shrink"
     """What happens without enough nodes: fewer replicas, or nothing."""
 
     @property
     def seconds(self) -> float:
         """Without failures and checkpoints."""
-        return self.steps * self.step_seconds
+        return self.steps * (self.step_seconds + self.beside_seconds)
 
     @property
     def nodes(self) -> int:
@@ -106,6 +108,8 @@ class Outcome:
     """Without enough nodes."""
     slower: float
     """Lost by training with fewer replicas."""
+    beside_steps: float
+    """Validation, and what waits for snapshots."""
     failures: float
     gpu_hours: float
     """With spares."""
@@ -203,10 +207,11 @@ def _simulated(run: Run, recovery: Recovery, reliability: Reliability, draw: ran
         if clock.done >= run.seconds:
             break
         clock.fail()
+    beside = run.steps * run.beside_seconds
     hours = clock.now / 3600 * (run.nodes + run.spares) * run.gpus_per_node
     return Outcome(
-        clock.now, run.seconds, clock.redone, clock.recovering, clock.checkpoints, clock.waiting, clock.slower,
-        clock.failures, hours,
+        clock.now, run.seconds - beside, clock.redone, clock.recovering, clock.checkpoints, clock.waiting,
+        clock.slower, beside, clock.failures, hours,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from service.planner.shared_cores import Pass, SharedCores, simulate
-from workers.parallel.pipeline.schedules import compute_of_rank
+from workers.parallel.pipeline.schedules import compute_of_rank, forward_only
 from workers.parallel.pipeline.stages import place, virtual_stage
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
@@ -74,6 +74,8 @@ class Pipeline:
     """Whether a message takes the time of both ends: then no other pass, and no other message, runs there."""
     cores: SharedCores | None = None
     """What the ranks share; None: each has a device of its own."""
+    trains: bool = True
+    """Whether there are backwards; else it evaluates."""
 
     def seconds(self, micro_batches: int) -> float:
         """From the first start to the last end. Beyond a few times as many micro-batches as stages every further one
@@ -90,7 +92,7 @@ class Pipeline:
         """Every pass of every rank, when it begins and ends."""
         spans: list[tuple[int, int, float, float]] = []
         self.simulated_seconds(micro_batches, spans)
-        ranks = _orders(self.kind, self.stages, self.virtual_stages, micro_batches)
+        ranks = self._orders(micro_batches)
         return [Bar(rank, *ranks[rank][at], begin, end) for rank, at, begin, end in sorted(spans)]
 
     def simulated_seconds(self, micro_batches: int, spans: list[tuple[int, int, float, float]] | None = None) -> float:
@@ -98,7 +100,7 @@ class Pipeline:
         begin and end of each."""
         if self.cores is not None:
             return self._on_shared_cores(micro_batches, self.cores, spans)
-        ranks = _orders(self.kind, self.stages, self.virtual_stages, micro_batches)
+        ranks = self._orders(micro_batches)
         count = len(self.times)
         seconds = [
             [each.forward for each in self.times],
@@ -164,7 +166,7 @@ class Pipeline:
             needed = (key(way, source, micro_batch),) if 0 <= source < count else ()
             return seconds + arriving[way][index] + leaving[way][index], needed, (key(way, index, micro_batch),)
 
-        ranks = _orders(self.kind, self.stages, self.virtual_stages, micro_batches)
+        ranks = self._orders(micro_batches)
         each_rank = [[of(*each) for each in passes] for passes in ranks]
         return simulate(each_rank, 2 * count * micro_batches, cores, spans)
 
@@ -182,6 +184,9 @@ class Pipeline:
             total[rank] += each.seconds
         return total
 
+    def _orders(self, micro_batches: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        return _orders(self.kind, self.stages, self.virtual_stages, micro_batches, self.trains)
+
     def _occupied(self) -> tuple[list[list[float]], list[list[float]]]:
         """Seconds of the message that comes into, and that leaves, each virtual stage: [backward or not][index].
         None passes between virtual stages of the same rank."""
@@ -194,12 +199,14 @@ class Pipeline:
 
 @lru_cache(maxsize=64)
 def _orders(
-    kind: str, stages: int, virtual_stages: int, micro_batches: int
+    kind: str, stages: int, virtual_stages: int, micro_batches: int, trains: bool
 ) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """For each rank its passes in order: what, on which virtual stage, of which micro-batch."""
+    evaluated = [] if trains else forward_only(kind, stages, virtual_stages, micro_batches)
     ranks = []
     for rank in range(stages):
         index = [virtual_stage(kind, stages, virtual_stages, rank, chunk) for chunk in range(virtual_stages)]
-        actions = compute_of_rank(kind, rank, stages, virtual_stages, micro_batches)
-        ranks.append(tuple((_PASSES[action.kind], index[action.chunk], action.micro_batch) for action in actions))
+        actions = compute_of_rank(kind, rank, stages, virtual_stages, micro_batches) if trains else evaluated[rank]
+        passes = (action for action in actions if action.kind in _PASSES)
+        ranks.append(tuple((_PASSES[action.kind], index[action.chunk], action.micro_batch) for action in passes))
     return tuple(ranks)

@@ -154,12 +154,12 @@ class StepModel:
     def first_wait(self) -> float:
         """What a measured GPU that has the whole model waits for its host in the step's first forward beyond what it
         does in each: nothing was queued before it. Where the device is the slower one afterwards, that is all."""
-        budgets = self._whole_model()
+        budgets = self.whole_model()
         if budgets is None:
             return 0.0
         return max(0.0, host_wait(self.cluster.machine, budgets[0]) - budgets[0].host)
 
-    def _whole_model(self) -> tuple[Budget, Budget, Budget] | None:
+    def whole_model(self) -> tuple[Budget, Budget, Budget] | None:
         """One micro-batch's passes of a measured GPU that has the whole model."""
         machine, layout = self.cluster.machine, self.spec.layout
         if machine.gpu is None or layout.pipeline * layout.virtual_stages > 1:
@@ -169,7 +169,7 @@ class StepModel:
     def _update_wait(self) -> float:
         """What the device waits for its host before an update: for norm, agreement and clipping, as far as the host was
         not ahead; and their kernels."""
-        budgets, machine = self._whole_model(), self.cluster.machine
+        budgets, machine = self.whole_model(), self.cluster.machine
         if budgets is None or machine.gpu is None:
             return 0.0
         operations, constants = self.software.update_operations, machine.constants

@@ -22,28 +22,17 @@ A generation begins with a snapshot of the step that it starts from on every ran
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from typing import Literal
 
 import torch
 
+from workers.accounting.snapshot_interval import steps_between
 from workers.comm.comm import Comm
 
-STALL_SHARE = 0.01
-"""Most of a step's time that snapshots may cost the training thread, as a mean over steps."""
-FREE_SECONDS = 1e-3
-"""A stall of up to this is no reason for fewer snapshots: a step that is done again costs more than it ever saves."""
 AGREE_EVERY = 16
 """Steps between two looks at the numbers."""
-
-
-def steps_between(stall_seconds: float, step_seconds: float) -> int:
-    """The fewest steps from one snapshot to the next at which their stalls keep to STALL_SHARE of the time."""
-    if stall_seconds <= max(FREE_SECONDS, STALL_SHARE * step_seconds):
-        return 1
-    return math.ceil(stall_seconds / (STALL_SHARE * step_seconds))
 
 
 class SnapshotInterval:

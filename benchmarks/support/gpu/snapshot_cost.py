@@ -14,6 +14,7 @@ from benchmarks.support.gpu.contestants import WARM_UP, settle
 from benchmarks.support.gpu.sizes import Size
 from benchmarks.support.report import Report
 from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
+from workers.accounting.snapshot_interval import steps_between
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
@@ -21,7 +22,7 @@ from workers.errors import MantaError
 from workers.paths import SHARED_MEMORY
 from workers.protocol.messages import Resume
 from workers.reporter import Reporter
-from workers.snapshot.interval import AGREE_EVERY, steps_between
+from workers.snapshot.interval import AGREE_EVERY
 from workers.spec.reading import parse_job_spec
 from workers.system import gpu
 from workers.system.host_memory import memory_available

@@ -32,8 +32,10 @@ NEVER = Reliability(1e15, 1e15, 1e15)
 @pytest.mark.parametrize("short", ["shrink", "wait"])
 @pytest.mark.parametrize("spares", [4, 40])
 def test_every_second_of_a_run_is_accounted_for(recovery, short, spares):
-    outcome = simulate(replace(LLAMA, short=short, spares=spares), recovery)
+    outcome = simulate(replace(LLAMA, short=short, spares=spares, beside_seconds=0.1), recovery)
     parts = (outcome.redone, outcome.recovering, outcome.checkpoints, outcome.waiting, outcome.slower)
+    parts += (outcome.beside_steps,)
+    assert outcome.beside_steps == pytest.approx(0.1 * LLAMA.steps)
     assert outcome.training + sum(parts) == pytest.approx(outcome.seconds, rel=0.01)
     assert all(part >= 0 for part in parts)
     assert short == "wait" or outcome.waiting == 0

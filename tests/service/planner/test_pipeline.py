@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.planner.pipeline import Pipeline, StageTimes
+from service.planner.pipeline import FORWARD, Pipeline, StageTimes
 from workers.parallel.pipeline.schedules import schedule
 from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
 from workers.parallel.pipeline.stages import even_counts
@@ -81,3 +81,16 @@ def test_the_slowest_stage_sets_the_pace():
 
 def test_one_stage_is_the_sum_of_its_passes():
     assert Pipeline("1f1b", 1, 1, (StageTimes(1.0, 2.0, 3.0),), (), False).seconds(1000) == pytest.approx(6000)
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
+def test_an_evaluation_is_forwards_alone_one_behind_the_other(kind, rounds):
+    stages, m = 4, 8
+    times = (StageTimes(1.0, 50.0, 70.0),) * (stages * rounds)
+    evaluated = Pipeline(kind, stages, rounds, times, (0.0,) * (len(times) - 1), blocking=False, trains=False)
+    bars = evaluated.bars(m)
+    assert {(bar.stage, bar.micro_batch) for bar in bars} == {(s, i) for s in range(len(times)) for i in range(m)}
+    assert {bar.kind for bar in bars} == {FORWARD}
+    assert m * rounds + stages - 1 <= evaluated.seconds(m) <= m * rounds + 2 * stages
+    slope = evaluated.seconds(400) - evaluated.seconds(396)
+    assert slope == pytest.approx(4 * rounds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -11,34 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
-from workers.snapshot.interval import AGREE_EVERY, FREE_SECONDS, STALL_SHARE, SnapshotInterval, steps_between
+from workers.snapshot.interval import AGREE_EVERY, SnapshotInterval
 from workers.snapshot.snapshot_file import committed_steps
 from workers.snapshot.snapshots import Snapshots
-
-seconds = st.floats(1e-6, 1e3)
-
-
-@given(seconds, seconds)
-def test_the_fewest_steps_that_keep_the_stalls_to_their_share(stall, step):
-    every = steps_between(stall, step)
-    assert every >= 1
-    if stall > FREE_SECONDS:
-        assert stall / every <= STALL_SHARE * step * (1 + 1e-9)
-    if every > 1:
-        assert stall > FREE_SECONDS
-        assert stall / (every - 1) > STALL_SHARE * step * (1 - 1e-9)
-
-
-@given(seconds, seconds, seconds)
-def test_a_longer_stall_never_means_more_snapshots(stall, more, step):
-    assume(math.isfinite(stall + more))
-    assert steps_between(stall + more, step) >= steps_between(stall, step)
 
 
 def ranks_with_unlike_clocks(comm: Comm) -> list[tuple[int, list[int]]]:

@@ -1,0 +1,175 @@
+"""What a training does beside its steps: validations, snapshots, durable checkpoints. Pure Python.
+
+Not counted: what copies take of memory and cores that others want meanwhile, reading of held-out texts, and the writing
+of the last checkpoint, whose storage is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from service.planner.hardware import HOST_COPY
+from service.planner.layer_time import host_wait
+from service.planner.operations import memory_seconds
+from service.planner.step_time import StepModel, StepTime, slowest_of
+from workers.accounting.flops import frozen_parameters, rank_parameters
+from workers.accounting.snapshot_bytes import STATE_BYTES, checkpoint_bytes
+from workers.accounting.snapshot_interval import steps_between
+from workers.config import CheckpointConfig, JobSpec
+
+
+@dataclass(frozen=True)
+class BesideSteps:
+    """Of one training; seconds are of the clock."""
+
+    steps_seconds: float
+    """All its steps."""
+    validations: int
+    validation_seconds: float
+    """Of one, at most: a held-out text may be shorter than what is asked of it."""
+    snapshots: int
+    snapshot_every: int
+    """Steps; 0: none are taken."""
+    stall_seconds: float
+    """For how long a copy of the state holds an update up, as it takes longer than the passes before that."""
+    checkpoints: int
+    """Durable ones."""
+    copied_checkpoints: int
+    """Of these, at steps that have no snapshot, so that the state is copied for them."""
+    checkpoint_bytes: int
+    storage_rate: float | None
+    """Bytes/s at which one checkpoint is written before the next is due; None where there is no next."""
+
+    @property
+    def validation(self) -> float:
+        """Seconds of all validations."""
+        return self.validations * self.validation_seconds
+
+    @property
+    def snapshot(self) -> float:
+        """Seconds of all updates that wait for snapshots."""
+        return self.snapshots * self.stall_seconds
+
+    @property
+    def checkpoint(self) -> float:
+        """The same for checkpoints."""
+        return self.copied_checkpoints * self.stall_seconds
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.validation + self.snapshot + self.checkpoint
+
+    def sentences(self) -> tuple[str, ...]:
+        """What there is to say, a sentence each."""
+        said, whole = [], self.steps_seconds + self.seconds
+        if self.validations:
+            one, part = f"{self.validation_seconds:.3g} s", f"{self.validation / whole:.1%}"
+            said.append(f"{part} of the training: {self.validations} validations, each of {one} at most.")
+        if self.snapshot:
+            every, stall = self.snapshot_every, f"{self.stall_seconds:.3g} s"
+            part = f"{self.snapshot / whole:.1%} of the training"
+            said.append(f"{part}: an update waits {stall} for the snapshot before it, every {every} steps.")
+        if self.storage_rate is not None:
+            size, rate = _gigabytes(self.checkpoint_bytes), _gigabytes(self.storage_rate)
+            said.append(f"Checkpoints of {size} are written beside the training, for which storage needs {rate}/s.")
+        return tuple(said)
+
+    def to_json(self) -> dict[str, Any]:
+        """In the form of `api.schemas.BesideSteps`."""
+        return {
+            "validation_seconds": self.validation_seconds if self.validations else None,
+            "validation_hours": self.validation / 3600,
+            "snapshot_every_steps": self.snapshot_every or None,
+            "snapshot_stall_seconds": self.stall_seconds,
+            "snapshot_hours": self.snapshot / 3600,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_hours": self.checkpoint / 3600,
+            "storage_bytes_per_second": self.storage_rate,
+        }
+
+
+def _gigabytes(size: float) -> str:
+    count = size / 1e9
+    return f"{count:,.0f} GB" if count >= 100 else f"{count:.2g} GB"
+
+
+def beside_steps(model: StepModel, time: StepTime) -> BesideSteps:
+    """Of the training whose step is `model` and takes `time`."""
+    spec = model.spec
+    steps, train, keeps = spec.train.steps, spec.train, spec.checkpoint
+    stall = stall_seconds(model, time)
+    every, saved = _snapshot_every(keeps, stall, time.seconds), _checkpoints(steps, keeps.every_steps)
+    size, between = checkpoint_bytes(spec), keeps.every_steps * time.seconds
+    return BesideSteps(
+        steps * time.seconds,
+        steps // train.validate_every if train.validate_every else 0,
+        validation_seconds(model),
+        steps // every if every else 0,
+        every,
+        stall,
+        saved,
+        saved - _at_snapshots(steps, keeps.every_steps, every),
+        size,
+        size / between if 0 < keeps.every_steps < steps else None,
+    )
+
+
+def _snapshot_every(keeps: CheckpointConfig, stall: float, step_seconds: float) -> int:
+    """Steps; 0: none are taken."""
+    if keeps.snapshots == "off":
+        return 0
+    every = keeps.snapshot_every_steps
+    return steps_between(stall, step_seconds) if every == "auto" else every
+
+
+def _checkpoints(steps: int, every: int) -> int:
+    """One every so many steps, and the last step's; every 0: none."""
+    return -(-steps // every) if every else 0
+
+
+def _at_snapshots(steps: int, every: int, snapshot_every: int) -> int:
+    """How many of the checkpoints are of steps that have a snapshot."""
+    if every == 0 or snapshot_every == 0:
+        return 0
+    last_alone = steps % every != 0 and steps % snapshot_every == 0
+    return steps // math.lcm(every, snapshot_every) + last_alone
+
+
+def validation_seconds(model: StepModel) -> float:
+    """One validation of all held-out texts, with as many global batches as are asked for: forwards alone, and then the
+    slowest replica is waited for."""
+    spec = model.spec
+    return _validation_batches(spec) * _forwards(model) * slowest_of(spec.layout.data, model.cluster)
+
+
+def _forwards(model: StepModel) -> float:
+    """Of one global batch. Nothing is kept for a backward, so no activations go to host memory."""
+    spec, machine = model.spec, model.cluster.machine
+    passes = replace(model.passes, forward=replace(model.passes.forward, copies=0.0))
+    evaluating = StepModel(spec, model.cluster, model.software, passes, model.parameters)
+    if (budgets := evaluating.whole_model()) is not None:
+        # No backward follows in which the host could get ahead.
+        return spec.micro_batches * (budgets[0].device_seconds + host_wait(machine, budgets[0]))
+    return replace(evaluating.pipeline(), trains=False).seconds(spec.micro_batches)
+
+
+def _validation_batches(spec: JobSpec) -> int:
+    default = spec.train.validation_batches
+    own = default if spec.data.validation_fraction > 0 else 0
+    return own + sum(each.batches or default for each in spec.data.validation)
+
+
+def stall_seconds(model: StepModel, time: StepTime) -> float:
+    """For how long an update waits for a copy of the state, which has the step's passes to hide behind. A device copies
+    to its host's memory, a core within it."""
+    spec, machine = model.spec, model.cluster.machine
+    pairs = zip(rank_parameters(spec), frozen_parameters(spec), strict=True)
+    trained = max(total - frozen for total, frozen in pairs) / (spec.layout.data if spec.layout.zero else 1)
+    if machine.core is not None:
+        copy = memory_seconds(machine, 2 * STATE_BYTES * trained)
+    else:
+        copy = STATE_BYTES * trained / (HOST_COPY if machine.gpu is None else machine.gpu.copy)
+    return max(0.0, copy - (time.seconds - time.optimizer))
