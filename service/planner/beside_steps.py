@@ -103,10 +103,11 @@ def beside_steps(model: StepModel, time: StepTime) -> BesideSteps:
     stall = stall_seconds(model, time)
     every, saved = _snapshot_every(keeps, stall, time.seconds), _checkpoints(steps, keeps.every_steps)
     size, between = checkpoint_bytes(spec), keeps.every_steps * time.seconds
+    validations = steps // train.validate_every if train.validate_every else 0
     return BesideSteps(
         steps * time.seconds,
-        steps // train.validate_every if train.validate_every else 0,
-        validation_seconds(model),
+        validations,
+        validation_seconds(model) if validations else 0.0,
         steps // every if every else 0,
         every,
         stall,

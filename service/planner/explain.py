@@ -36,6 +36,7 @@ class Explanation:
     bars: tuple[Bar, ...] | None
     """The passes of one step on each pipeline rank; None where they are too many."""
     beside: BesideSteps
+    """What the training does beside its steps."""
     run: Advice | None
     """Of the whole training with failures; None of what takes less than a day, or no accelerators."""
 

@@ -197,8 +197,8 @@ INSIDE_LATENCY, BETWEEN_LATENCY = 3.4e-6, 14.0e-6
 """Seconds of one hop of a ring inside a node and between two: what NCCL's own tuning model assumes (its simple
 protocol; github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
 NUMA_BANDWIDTH = 16e9
-"""Bytes/s, each way, between two NUMA nodes with AMD's processors: what NCCL assumes since 2.16, which "favors better
-paths" by it (src/graph/topo.h there)."""
+"""Bytes/s, each way, between two NUMA nodes with AMD's processors: what NCCL assumes since 2.16 when it chooses paths
+(src/graph/topo.h there)."""
 
 
 def _accelerator(
