@@ -113,6 +113,8 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
         if plan.parallel.get("stage_layers"):
             counts = in_words(plan.parallel["stage_layers"])
             console.print(f"Layers of the virtual stages of plan {number}: {counts}.", highlight=False)
+        if types := plan.parallel.get("stage_accelerators"):
+            console.print(f"Its stages are on {in_words(types)}.", highlight=False)
     if answer.plans and answer.plans[0].host_memory_bytes:
         taken = f"{answer.plans[0].host_memory_bytes / GIB:.1f} GiB of a node's memory"
         what = "snapshots and activations" if answer.plans[0].parallel.get("offload_layers") else "snapshots"

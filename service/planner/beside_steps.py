@@ -149,6 +149,8 @@ def validation_seconds(model: StepModel) -> float:
 def _forwards(model: StepModel) -> float:
     """Of one global batch. Nothing is kept for a backward, so no activations go to host memory."""
     spec, machine = model.spec, model.cluster.machine
+    if model.part_of(0) is not model:  # stages on several kinds of nodes
+        return replace(model.pipeline(), trains=False).seconds(spec.micro_batches)
     passes = replace(model.passes, forward=replace(model.passes.forward, copies=0.0))
     evaluating = StepModel(spec, model.cluster, model.software, passes, model.parameters)
     if (budgets := evaluating.whole_model()) is not None:

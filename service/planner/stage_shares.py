@@ -87,7 +87,7 @@ def _looked_at(counts: Counts) -> list[int]:
     return sorted(found)
 
 
-def in_words(counts: Sequence[int]) -> str:
-    """A list of layers in short: `3 x 4, 5, 2`."""
-    runs = [(layers, len(list(same))) for layers, same in groupby(counts)]
-    return ", ".join(f"{times} x {layers}" if times > 1 else f"{layers}" for layers, times in runs)
+def in_words(each_stage: Sequence[int] | Sequence[str]) -> str:
+    """What each stage has in short: `3 x 4, 5, 2`."""
+    runs = [(what, len(list(same))) for what, same in groupby(each_stage)]
+    return ", ".join(f"{times} x {what}" if times > 1 else f"{what}" for what, times in runs)

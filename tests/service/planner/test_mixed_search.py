@@ -10,7 +10,8 @@ from itertools import product
 
 import pytest
 
-from service.planner.hardware import Cluster, UnknownMachine, machine_of, parts_of
+from service.planner.beside_steps import beside_steps
+from service.planner.hardware import Cluster, Gpu, UnknownMachine, machine_of, measured, parts_of
 from service.planner.memory import fits, memory_of, tightest, usable_bytes
 from service.planner.mixed_search import SCHEDULES, best_layouts
 from service.planner.mixed_step import MixedStepModel, step_model
@@ -22,6 +23,7 @@ from workers.spec.divisors import divisors
 from workers.spec.rules import find_problems
 
 WITHIN = 1.02
+GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
 
 
 def nodes(name: str, count: int, gpus: int, memory: float | None = None) -> Cluster:
@@ -36,7 +38,7 @@ def placed(spec: JobSpec, **layout: object) -> JobSpec:
 
 
 MIXED = together([nodes("v100-32gb", 1, 4), nodes("a100-80gb", 1, 4)])
-BASE = job(12, 4096, 32, train={"global_batch_size": 32})
+BASE = job(12, 4096, 32, train={"global_batch_size": 32, "validate_every": 5})
 OVER_BOTH = placed(
     BASE, pipeline=4, tensor=2, data=1, stage_accelerators=("A100", "A100", "V100", "V100"), stage_layers=(4, 4, 2, 2)
 )
@@ -48,14 +50,17 @@ def test_a_cluster_of_one_kind_is_what_it_was():
     assert best_layouts(BASE, alone) == search(BASE, alone)
 
 
-def test_a_step_over_equal_nodes_takes_what_it_takes_on_one_cluster_of_them():
-    """But for what lies between: of the two halves none of the stages share a node."""
-    twins = together([replace(nodes("a100-80gb", 2, 2), type="one"), replace(nodes("a100-80gb", 2, 2), type="two")])
-    one = placed(BASE, pipeline=4, tensor=2, data=1)
-    same = step_model(one, nodes("a100-80gb", 4, 2)).time()
-    over = step_model(placed(one, stage_accelerators=("one", "one", "two", "two")), twins)
+@pytest.mark.parametrize("stages", [4, 2])
+@pytest.mark.parametrize("was_measured", [False, True])
+def test_a_step_over_equal_nodes_takes_what_it_takes_on_one_cluster_of_them(stages, was_measured):
+    machine = measured(machine_of("h100-80gb"), GPU) if was_measured else machine_of("h100-80gb")
+    twins = together([Cluster(machine, stages // 2, 2, name) for name in ("one", "two")])
+    one = placed(BASE, pipeline=stages, tensor=2, data=1)
+    same = step_model(one, Cluster(machine, stages, 2))
+    over = step_model(placed(one, stage_accelerators=("one",) * (stages // 2) + ("two",) * (stages // 2)), twins)
     assert isinstance(over, MixedStepModel)
-    assert over.time() == same
+    assert over.time() == same.time()
+    assert beside_steps(over, over.time()) == beside_steps(same, same.time())
 
 
 def test_every_stage_takes_the_time_of_its_own_nodes():
