@@ -17,6 +17,7 @@ from service.planner.hardware import Cluster, machine_of
 from service.planner.memory import fits
 from service.planner.search import Plan, plan_of, search
 from service.planner.software import engine_on
+from service.planner.stage_shares import in_words
 from workers.config import JobSpec
 from workers.spec.rules import find_problems
 
@@ -132,6 +133,7 @@ def words(spec: JobSpec) -> str:
     """A layout in short: tensor x pipeline x data, and what else there is to say."""
     layout = spec.layout
     chunks = f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+    chunks += f", layers {in_words(layout.stage_layers)}" if layout.stage_layers else ""
     return (
         f"{layout.tensor}x{layout.pipeline}x{layout.data} {layout.schedule}{chunks}, micro-batch "
         f"{spec.train.micro_batch_size}, recompute {layout.recompute}"
