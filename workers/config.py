@@ -359,6 +359,11 @@ class OptimizerConfig(Section):
     """Added to the square root of the second moment."""
     clip_norm: NonNegativeFloat = 1.0
     """Largest global gradient norm (L2); larger gradients are scaled down to it. 0 turns clipping off."""
+    offload: StrictBool = False
+    """Whether the state (weights in fp32 and both moments) lies in pinned host memory and comes to the GPU for its
+    update, a slice at a time. The same numbers, and 12 bytes a parameter less on the device (8 in fp32), over the
+    replicas with parallel.zero: 1; each update takes as long as those bytes take over the GPU's link, which nothing
+    hides (docs/parallelism.md). false, since that costs where the state fits. On a CPU there is nothing to save."""
 
 
 class BatchRamp(Section):

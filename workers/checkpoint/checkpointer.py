@@ -28,11 +28,11 @@ from workers.comm.shared_work import SharedWork
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointError, MantaError
-from workers.snapshot.pinned import PinnedMemory
 from workers.snapshot.snapshots import HeldSlot, Snapshots
 from workers.snapshot.state_copy import Ready, copy_tensors, event_after
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, place_of
+from workers.system.pinned import PinnedMemory
 
 Parts = Callable[[], AbstractContextManager[dict[str, torch.Tensor]]]
 """The state that is saved, by KINDS and FROZEN, which stays as it is until it is left."""

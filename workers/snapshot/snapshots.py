@@ -28,9 +28,9 @@ from workers.errors import CheckpointError
 from workers.snapshot.files import snapshot_path
 from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
 from workers.snapshot.notification import notification_path, notify
-from workers.snapshot.pinned import PinnedMemory
 from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
 from workers.snapshot.state_copy import Done, Ready, StateCopier, copy_tensors
+from workers.system.pinned import PinnedMemory
 
 
 class _Constants:

@@ -16,12 +16,15 @@ from stream_races import COMPUTE, OrderedWork, PretendedCuda, RaceRecorder, pret
 
 from workers.checkpoint import checkpointer
 from workers.config import JobSpec
+from workers.parallel.data import offloaded
 from workers.parallel.data.arriving import ArrivingParameters
-from workers.parallel.recompute import offload, policy
+from workers.parallel.recompute import policy
 from workers.parallel.tensor import products
 from workers.snapshot import state_copy
 from workers.snapshot.snapshots import Snapshots
+from workers.system.pinned import copy_streams
 
+HOST = "the host"
 IDENTITY = b"0123456789abcdef"
 PLAIN = {name: values[0] for name, values in FACTORS.items()}
 
@@ -241,9 +244,57 @@ def test_activations_on_their_way_that_nobody_waits_for_are_found(corpus, tmp_pa
         recorder = RaceRecorder(0, 4)
         recorder.order = cuda.order
         recorded_rank(offloading(corpus, (1, 2, 2)), 0, 1, recorder=recorder)
-        out, back = offload.copy_streams(torch.device("cpu"))
+        out, back = copy_streams(torch.device("cpu"))
     wanted = race.format(out=out.name.split()[-1], back=back.name.split()[-1])
     assert any(wanted in found for found in cuda.order.races), cuda.order.races
+
+
+def offloaded_state(corpus: str, **keys: Any) -> JobSpec:
+    """A job whose optimizer's state lies in host memory, with all that copies it."""
+    row = PLAIN | {"layout": (1, 2, 2), "sequence_parallel": False} | keys
+    train = {"steps": 2, "optimizer": {"offload": True}}
+    return job_of(row, corpus, train=train, parallel={"bucket_megabytes": 0.01})
+
+
+@pytest.mark.parametrize("keys", [pytest.param({"zero": 0}, marks=pytest.mark.soak), {"precision": "bf16"}], ids=str)
+def test_an_optimizers_state_in_host_memory_is_waited_for(corpus, tmp_path, monkeypatch, keys):
+    """By the stream that updates a slice, by those that bring and take slices, by whoever is given their places in the
+    end, and by the host's threads, which copy it."""
+    monkeypatch.setattr(offloaded, "SLICE_ELEMENTS", 1024)
+    monkeypatch.setattr(products.TorchProducts, "add_weight_gradient", added)
+    cuda = raced(offloaded_state(corpus, **keys), 0, tmp_path)
+    assert cuda.order.races == []
+
+
+@pytest.mark.parametrize(
+    ("wait", "waiting", "race"),
+    [
+        ("wait_event", "stream {back}", "stream {back} writes"),
+        ("wait_event", "stream {out}", "stream {out} reads"),
+        ("wait_event", COMPUTE, f"{COMPUTE} reads"),
+        ("synchronize", HOST, "thread snapshot reads"),
+        ("synchronize", HOST, f"{COMPUTE} writes"),
+    ],
+)
+def test_each_wait_for_a_slice_that_is_left_out_is_found(corpus, tmp_path, monkeypatch, wait, waiting, race):
+    """A stream's for another one, and the host's."""
+    monkeypatch.setattr(offloaded, "SLICE_ELEMENTS", 1024)
+    with pretended_streams() as cuda:
+        out, back = (each.name.split()[-1] for each in copy_streams(torch.device("cpu")))
+        whose = cuda.Stream if wait == "wait_event" else cuda.Event
+        forgetful = waiting.format(out=out, back=back)
+        waits = getattr(whose, wait)
+
+        def forgets(waiter: Any, *awaited: Any) -> None:
+            here = sys._getframe(1).f_code.co_filename == offloaded.__file__
+            if not here or getattr(waiter, "name", HOST) != forgetful:
+                waits(waiter, *awaited)
+
+        monkeypatch.setattr(whose, wait, forgets)
+        recorder = RaceRecorder(0, 4)
+        recorder.order = cuda.order
+        recorded_rank(offloaded_state(corpus), 0, 2, tmp_path, recorder=recorder)
+    assert any(race.format(out=out, back=back) in found for found in cuda.order.races), cuda.order.races
 
 
 @pytest.mark.parametrize("forgets", [False, True])

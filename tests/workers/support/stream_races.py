@@ -2,9 +2,10 @@
 
 What runs on a stream, or on a thread of the host, comes after what that stream or thread has waited for, and after
 nothing else; two uses of the same bytes, of which one writes, must have an order. Streams are those of each
-communicator, the compute stream, and those that the engine makes, of snapshots and of activations in host memory;
+communicator, the compute stream, and those that the engine makes, of snapshots and of what waits in host memory;
 threads are whoever asks for a copy and waits for it, who writes checkpoints out of the snapshots' slots, and, in
-`pretended_loader`, who reads batches ahead.
+`pretended_loader`, who reads batches ahead. An optimizer's state in host memory, and slots of snapshots, lie on no GPU:
+what a thread does with these alone, no stream does.
 
 torch's own sanitizer (`torch.cuda._sanitizer`) knows a tensor by its first byte, so to it a bucket and the parameters
 that lie in it have nothing to do with each other; here bytes are compared.
@@ -30,9 +31,11 @@ from workers import rank_state
 from workers.checkpoint import checkpointer
 from workers.data import batches, prefetch
 from workers.data.batches import MicroBatch
+from workers.parallel.data import offloaded
 from workers.parallel.recompute import offload
 from workers.snapshot import snapshots, state_copy
 from workers.snapshot.snapshots import HeldSlot
+from workers.system.pinned import PinnedMemory, copy_streams
 
 Clock = dict[str, int]
 """How far each actor had come."""
@@ -127,6 +130,8 @@ class PretendedCuda:
 
     def __init__(self, order: Order):
         self.order, self.current, self.made, self.registered = order, _Streams(), 0, []
+        self.host: list[range] = []
+        """Addresses of the host's memory."""
         outer = self
 
         class Stream:
@@ -185,6 +190,24 @@ class PretendedCuda:
         """The driver's functions."""
         return self
 
+    def of_host(self, memory: torch.Tensor) -> torch.Tensor:
+        """The same, which says from now on that it lies on no GPU."""
+        self.host.append(range(memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+        return memory
+
+    def is_cuda(self, tensor: torch.Tensor) -> bool:
+        """Whether it says that it lies on a GPU."""
+        return not any(tensor.data_ptr() in addresses for addresses in self.host)
+
+    def runs(self, uses: list[tuple[torch.Tensor, bool]]) -> None:
+        """This thread asks for an operation; for one with host memory beside no copying stream it also waits."""
+        actor, waits = self.current.name, False
+        if actor == COMPUTE and not all(self.is_cuda(each) for each, _ in uses):
+            actor, waits = (COMPUTE if any(self.is_cuda(each) for each, _ in uses) else _thread()), True
+        self.order.runs(actor, uses, _thread())
+        if waits:
+            self.order.after(_thread(), self.order.clock(actor))
+
 
 class _Kernels(TorchDispatchMode):
     """Tells the order which memory this thread's kernels use, on its current stream."""
@@ -209,7 +232,7 @@ class _Kernels(TorchDispatchMode):
                 for each in (value if isinstance(value, list | tuple) else (value,))
                 if isinstance(each, torch.Tensor)
             ]
-            self._cuda.order.runs(self._cuda.current.name, uses, _thread())
+            self._cuda.runs(uses)
         return func(*args, **kwargs)
 
 
@@ -352,6 +375,43 @@ def _of_offloading(cuda: PretendedCuda) -> dict[str, Any]:
     }
 
 
+def _of_offloaded_state(cuda: PretendedCuda) -> dict[str, Any]:
+    """The same for an optimizer's state."""
+    places: list[torch.Tensor] = []
+
+    def used() -> None:
+        cuda.order.runs(COMPUTE, [(each, True) for each in places], _thread())
+
+    def device_place(elements: int, like: torch.Tensor) -> torch.Tensor:
+        places.append(torch.empty(offloaded.KINDS, elements, dtype=like.dtype))
+        used()
+        return places[-1]
+
+    class Queue(offloaded._Queue):
+        def end(self) -> None:
+            super().end()
+            used()
+            places.clear()
+
+    host_state = offloaded.host_state
+    return {
+        "host_state": lambda *given: cuda.of_host(host_state(*given)),
+        "device_place": device_place,
+        "_Queue": Queue,
+        "PinnedMemory": mock.MagicMock(),  # which would be let go of after the block
+    }
+
+
+def _slots_of(cuda: PretendedCuda) -> type[PinnedMemory]:
+    """In the place of what registers the slots of snapshots."""
+
+    class Slots(PinnedMemory):
+        def __init__(self, memory: torch.Tensor, on_gpu: bool):
+            super().__init__(cuda.of_host(memory), on_gpu)
+
+    return Slots
+
+
 @contextmanager
 def pretended_loader(cuda: PretendedCuda, stream: str = COMPUTE) -> Iterator[None]:
     """Within the block batches are copied to the device by the thread that reads ahead, on the current stream of that
@@ -371,11 +431,14 @@ def pretended_streams() -> Iterator[PretendedCuda]:
     """Within the block tensors say that they lie on a GPU, whose streams are pretended; races are in `order.races`."""
     cuda = PretendedCuda(Order())
     state_copy.copy_stream.cache_clear()
-    offload.copy_streams.cache_clear()
+    copy_streams.cache_clear()
     with ExitStack() as stack:
         for name, stand_in in _of_offloading(cuda).items():
             stack.enter_context(mock.patch.object(offload, name, stand_in))
-        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True), create=True))
+        for name, stand_in in _of_offloaded_state(cuda).items():
+            stack.enter_context(mock.patch.object(offloaded, name, stand_in))
+        stack.enter_context(mock.patch.object(snapshots, "PinnedMemory", _slots_of(cuda)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(cuda.is_cuda), create=True))
         for name in ("Stream", "Event", "current_stream", "stream", "cudart"):
             stack.enter_context(mock.patch.object(torch.cuda, name, getattr(cuda, name)))
         for module in (state_copy, checkpointer, snapshots):
@@ -387,4 +450,4 @@ def pretended_streams() -> Iterator[PretendedCuda]:
         stack.enter_context(_Kernels(cuda))
         yield cuda
     state_copy.copy_stream.cache_clear()
-    offload.copy_streams.cache_clear()
+    copy_streams.cache_clear()

@@ -28,7 +28,8 @@ class ArrivingParameters:
         self._needed: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
 
     def start(self, parts: Sequence[torch.Tensor]) -> None:
-        """Begin to bring every replica's `parts`, one a bucket, into the flat parameters, in which they do not lie."""
+        """Begin to bring every replica's `parts`, one a bucket, into the flat parameters. They may lie where they will
+        be."""
         self.wait()
         numbers = range(len(parts))
         for number in (*numbers[-1:], *numbers[:-1]):

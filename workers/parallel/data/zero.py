@@ -3,7 +3,8 @@ parts of the flat buffer, updates them, and the updated parts are gathered again
 updates everything; gradients are reduced the same way, so both stages give the same bits.
 
 AdamW (`adamw.py`) works on flat ranges in fp32: decoupled weight decay on the decayed ones, none on the others. With
-16-bit compute the parts are fp32 master weights, rounded into the parameters after each step.
+16-bit compute the parts are fp32 master weights, rounded into the parameters after each step. The state may lie in host
+memory (`offloaded.py`): master weights then, whatever the precision.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from workers.parallel.data.agreement import Agreement, StepSums
 from workers.parallel.data.arriving import ArrivingParameters
 from workers.parallel.data.flat import FlatParameters, Range, overlap
 from workers.parallel.data.gradient_clipping import Clipping, clip
+from workers.parallel.data.offloaded import Cut, OffloadedState
 from workers.parallel.data.reduction import GradientReduction
 from workers.parallel.data.step_statistics import Loss, StepStatistics
 
@@ -49,43 +51,57 @@ class ZeroOptimizer:
         """The same of the frozen parameters: one range each, perhaps an empty one."""
         self.frozen = flat.parameters[slice(*self.frozen_held)]
         """Frozen parameters whose values this rank keeps, in the precision of compute."""
-        length = sum(end - start for start, end in self.held)
+        narrow = flat.parameters.dtype != flat.gradients.dtype
+        self.has_masters = narrow or config.offload
+        """Whether the weights that are updated are kept beside the parameters."""
+        self.one_pass = one_pass
+        self.rounds_at_once = one_pass and narrow and self.holds_everything
+        """Whether the kernel of the update rounds the parameters too."""
+        self.offloaded: OffloadedState | None = None
+        """The state where it lies in host memory."""
+        self._groups: dict[float, list[adamw.Piece]] = {}
+        """The state elsewhere, by the rate of its decay."""
         self.parameters = [flat.parameters[start:end] for start, end in self.held]
         """The fp32 weights of the held ranges: views of the parameters, or of the master weights."""
-        self.has_masters = flat.parameters.dtype != flat.gradients.dtype
-        """Whether these are kept beside the parameters."""
-        if self.has_masters:
-            masters = flat.gradients.new_zeros(length)
+        masters, self.exp_avg, self.exp_avg_sq = self._make_state()
+        if masters is not None:
             self.parameters = list(masters.split([end - start for start, end in self.held]))
-        self.one_pass = one_pass
-        self.rounds_at_once = one_pass and self.has_masters and self.holds_everything
-        """Whether the parameters are rounded by the update, and not after it."""
-        self.exp_avg = flat.gradients.new_zeros(length)
-        self.exp_avg_sq = flat.gradients.new_zeros(length)
         self.arriving: ArrivingParameters | None = None
         """Where the next forward waits for the parameters of other replicas, instead of the update."""
-        self._groups = self._decay_groups()
         self.updating = False
         """Whether an update has begun that nobody has declared complete."""
         self.set_step(0)
         self.limits = (math.inf, math.inf)
         """Loss and gradient norm above which a step updates nothing; the same on every rank."""
 
-    def _decay_groups(self) -> dict[float, list[adamw.Piece]]:
-        """The held ranges cut where weight decay begins or ends, by the rate of their decay."""
-        groups: dict[float, list[adamw.Piece]] = {}
+    def _cuts(self) -> Iterator[Cut]:
+        """The held ranges cut where weight decay begins or ends."""
         position = 0
-        for (start, end), values in zip(self.held, self.parameters, strict=True):
+        for start, end in self.held:
             for (first, last), decayed in self._cut(start, end):
-                where = slice(position + first - start, position + last - start)
-                moments = self.exp_avg[where], self.exp_avg_sq[where]
-                steps = torch.zeros((), dtype=torch.float32, device=values.device)
-                gradient = self.flat.gradients[first:last]
-                rounded = self.flat.parameters[first:last] if self.rounds_at_once else None
-                piece = adamw.Piece(values[first - start : last - start], gradient, *moments, steps, rounded)
-                groups.setdefault(self.config.weight_decay if decayed else 0.0, []).append(piece)
+                decay = self.config.weight_decay if decayed else 0.0
+                yield Cut(position + first - start, first, last, decay)
             position += end - start
-        return groups
+
+    def _make_state(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Master weights, if there are any, and both moments of the held ranges; what updates them is made ready."""
+        cuts = list(self._cuts())
+        if self.config.offload:
+            self.offloaded = OffloadedState(self.flat, cuts, self.rounds_at_once)
+            masters, exp_avg, exp_avg_sq = self.offloaded.host
+            return masters, exp_avg, exp_avg_sq
+        length, flat = sum(end - start for start, end in self.held), self.flat
+        kept = flat.gradients.new_zeros(length) if self.has_masters else None
+        exp_avg, exp_avg_sq = flat.gradients.new_zeros(length), flat.gradients.new_zeros(length)
+        for cut in cuts:
+            where = slice(cut.position, cut.position + cut.end - cut.start)
+            values = flat.parameters[cut.start : cut.end] if kept is None else kept[where]
+            steps = torch.zeros((), dtype=torch.float32, device=values.device)
+            gradient = flat.gradients[cut.start : cut.end]
+            rounded = flat.parameters[cut.start : cut.end] if self.rounds_at_once else None
+            piece = adamw.Piece(values, gradient, exp_avg[where], exp_avg_sq[where], steps, rounded)
+            self._groups.setdefault(cut.decay, []).append(piece)
+        return kept, exp_avg, exp_avg_sq
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[Range, bool]]:
         """The range in pieces that are wholly decayed or not at all."""
@@ -106,6 +122,8 @@ class ZeroOptimizer:
 
     def set_step(self, step: int) -> None:
         """Tell AdamW that `step` steps are done."""
+        if self.offloaded is not None:
+            self.offloaded.set_step(step)
         for pieces in self._groups.values():
             for piece in pieces:
                 piece.steps.fill_(step)
@@ -141,10 +159,14 @@ class ZeroOptimizer:
                 torch._foreach_mul_(gradient, clipping.factor)
             if has_parts_alone:
                 self.reduction.gather(gradient, self.flat.gradients)
+            if self.offloaded is not None:
+                self.wait_for_parameters()  # which are about to be rounded into
             self.updating = True
             self._update(learning_rate, clipping, has_parts_alone)
             with step.phase("gather"):
-                if not self.rounds_at_once:
+                if self.offloaded is not None:
+                    self._gather_parameters()
+                elif not self.rounds_at_once:
                     self.publish_parameters()
             statistics = _read(agreed, clipping, agreed_seconds, loss.z_losses_m is not None)
             self.comm.confirm()
@@ -152,11 +174,18 @@ class ZeroOptimizer:
 
     def _update(self, learning_rate: float, clipping: Clipping, scaled: bool) -> None:
         """AdamW on the held ranges, whose gradients have perhaps been `scaled`; does nothing where it is refused."""
-        if self.one_pass:
-            factor = torch.ones_like(clipping.factor) if scaled else clipping.factor
-            adamw.update_in_one_pass(self._groups, self.config, learning_rate, factor, clipping.refused)
+        factor = torch.ones_like(clipping.factor) if scaled and self.one_pass else clipping.factor
+
+        def run(groups: adamw.Groups) -> None:
+            if self.one_pass:
+                adamw.update_in_one_pass(groups, self.config, learning_rate, factor, clipping.refused)
+            else:
+                adamw.update(groups, self.config, learning_rate, clipping.refused)
+
+        if self.offloaded is not None:
+            self.offloaded.update(run)
         else:
-            adamw.update(self._groups, self.config, learning_rate, clipping.refused)
+            run(self._groups)
 
     def load_parameters(self, values: torch.Tensor) -> None:
         """Take over the flat parameters `values`, fp32 [flat.whole]."""
@@ -185,15 +214,24 @@ class ZeroOptimizer:
 
     def publish_parameters(self) -> None:
         """Bring the held weights, of all replicas, into the parameters. Frozen ones stay as they are."""
-        if self.holds_everything and self.has_masters:
-            self.flat.parameters[: self.flat.size].copy_(self.parameters[0])
-        elif not self.holds_everything:
+        if self.has_masters and (self.holds_everything or self.offloaded is not None):
+            for part, (start, end) in zip(self.parameters, self.held, strict=True):
+                self.flat.parameters[start:end].copy_(part)
+        self._gather_parameters()
+
+    def _gather_parameters(self) -> None:
+        """Bring the parameters of other replicas here."""
+        if self.holds_everything:
+            return
+        if self.offloaded is not None:
+            parts = [self.flat.parameters[start:end] for start, end in self.held]  # rounded by now
+        else:
             # A copy also where no rounding is needed: the parts lie inside of what is gathered into.
             parts = [part.to(self.flat.parameters.dtype, copy=True) for part in self.parameters]
-            if self.arriving is None:
-                self.reduction.gather(parts, self.flat.parameters)
-            else:
-                self.arriving.start(parts)
+        if self.arriving is None:
+            self.reduction.gather(parts, self.flat.parameters)
+        else:
+            self.arriving.start(parts)
 
     def gather_beside_forward(self) -> ArrivingParameters | None:
         """From now on the update does not wait for the parameters: whoever computes with some does. None where nothing

@@ -17,22 +17,15 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from workers.parallel.recompute import policy
 from workers.parallel.recompute.modules import kept_through
+from workers.system.pinned import Streams, copy_streams
 
 LARGEST_SHARE = 4
 """How many times larger than a tensor its memory may be: queries, keys and values of one product are parts of it."""
-Streams = tuple[torch.cuda.Stream, torch.cuda.Stream]
-
-
-@cache
-def copy_streams(device: torch.device) -> Streams:
-    """Of this process, to host memory and back, as torch's streams belong to the process."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def host_memory(size: int, pinned: bool) -> torch.Tensor:

@@ -1,10 +1,20 @@
 """Host memory that a GPU copies to and from by itself: registered with the driver, which keeps its pages where they
 are. Copies into other memory go through a buffer of the driver's, at a tenth of the speed, and hold up whoever asks for
-them."""
+them. And the streams of the training thread's own copies."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+
+Streams = tuple[torch.cuda.Stream, torch.cuda.Stream]
+
+
+@cache
+def copy_streams(device: torch.device) -> Streams:
+    """Of this process, to host memory and back, as torch's streams belong to the process."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class PinnedMemory:

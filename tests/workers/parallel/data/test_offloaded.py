@@ -1,0 +1,251 @@
+"""The optimizer's state in host memory: the bits of one that lies beside the parameters, whatever else is chosen and
+whatever happens to the job."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_programs import load_and_save, load_from_memory, train_and_save, train_and_snapshot
+from engine_specs import axes, document, spec
+from number_programs import train as train_through_bad_numbers
+from offloaded_programs import FEW, in_slices
+from one_layer import lone_rank
+from plain_gpt import random_weights
+from rank_programs import attempts, train_job
+from repair_programs import Cut, train_through
+
+from workers.checkpoint.catalog import whole_checkpoints
+from workers.engine import Engine
+from workers.parallel.data import adamw, offloaded
+from workers.parallel.data.replica_check import SOUND, UNSOUND, ReplicaCheck
+from workers.parallel.data.step_statistics import Loss
+from workers.snapshot.files import snapshot_files
+from workers.spec.reading import parse_job_spec
+
+BUCKETS = {"bucket_megabytes": 0.004}
+SPLIT = {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "virtual_stages": 2, **BUCKETS}
+FREEZES = {"frozen": ["embedding", "layers.1.mlp"]}
+JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "clipped": ({}, {"optimizer": {"clip_norm": 0.05}}),
+    "replicas": ({"data": 2, **BUCKETS}, {"precision": "bf16"}),
+    "zero 0": ({"data": 2, "zero": 0}, {"precision": "fp16", **FREEZES}),
+    "elastic": ({"data": 2, **BUCKETS}, {"deterministic": "elastic"}),
+    "beside the forward": ({"data": 2, "gather": "beside_forward", **BUCKETS}, {"precision": "bf16"}),
+    "stages": ({"pipeline": 2}, {"optimizer": {"clip_norm": 0.0, "weight_decay_groups": ["bias"]}}),
+    "tensor": ({"tensor": 2, "data": 2, "zero": 0}, {"optimizer": {"weight_decay": 0.0}}),
+    "everything": ({**SPLIT, "data": 2}, {"precision": "bf16", **FREEZES}),
+    "beside the forward, fp32": ({**SPLIT, "data": 2, "gather": "beside_forward"}, FREEZES),
+}
+QUICK = ("clipped", "replicas", "zero 0", "elastic")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("corpus") / "numbers.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(300)))
+    return str(path)
+
+
+def job(corpus: str, offload: bool, parallel: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+    """A small job that keeps its optimizer's state there, or not."""
+    optimizer = {"learning_rate": 3e-3, **train.pop("optimizer", {}), "offload": offload}
+    numbers = {"steps": 3, "global_batch_size": 8, "micro_batch_size": 2}
+    return document(
+        model={"hidden_size": 16, "vocabulary_size": 257},
+        data={"paths": [corpus]},
+        train=numbers | train | {"optimizer": optimizer},
+        parallel=parallel or {},
+    )
+
+
+def on(ranks: Any, document: dict[str, Any], program: Any, *given: Any, **more: Any) -> list[Any]:
+    """What the program returns on each rank of the job."""
+    return ranks.run(parse_job_spec(document).layout, in_slices, program, document, *given, **more)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.soak) for n in JOBS])
+def test_its_bits_are_those_of_a_state_on_the_device(ranks, corpus, name):
+    parallel, train = JOBS[name]
+    found = [on(ranks, job(corpus, offload, parallel, **train), train_job) for offload in (False, True)]
+    for there, here in zip(*found, strict=True):
+        assert len(there.state["exp_avg"]) > 4 * FEW
+        assert there.statistics == here.statistics
+        assert all(torch.equal(there.state[kind], here.state[kind]) for kind in there.state)
+        assert torch.equal(there.parameters, here.parameters)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.soak)], ids=str)
+def test_an_overflow_of_fp16_leaves_it_as_it_was_and_is_tried_again(ranks, corpus, layout):
+    found = []
+    for offload in (False, True):
+        one = job(corpus, offload, axes(layout), precision="fp16")
+        weights = random_weights(parse_job_spec(one), spread=0.03)
+        windows = torch.arange(9) + torch.arange(8)[:, None]
+        found.append(on(ranks, one, attempts, weights, windows, 2.0**28))
+    for (seen, expected, state), (also_seen, statistics, also_state) in zip(*found, strict=True):
+        assert len(seen) > 2
+        for attempt, other in zip(seen, also_seen, strict=True):
+            assert attempt[:2] == other[:2] and torch.equal(attempt[2], other[2])
+        assert (statistics.loss, statistics.grad_norm) == (expected.loss, expected.grad_norm)
+        assert torch.equal(also_state, state) and not torch.equal(state, seen[0][2])
+
+
+def test_a_job_rolls_back_to_what_it_was(ranks, corpus):
+    """And passes over the same samples with the same numbers."""
+    recovery = {"nonfinite": "roll_back", "roll_back_steps": 2}
+    found = []
+    for offload in (False, True):
+        bad = job(corpus, offload, {"data": 2, **BUCKETS}, steps=6) | {"recovery": recovery}
+        found.append(on(ranks, bad, train_through_bad_numbers, {8 * 4 + 1: float("nan")}))
+    for there, here in zip(*found, strict=True):
+        assert here.steps == there.steps and 2 in here.steps[4:]
+        assert here.statistics == there.statistics
+        assert (here.parameters == there.parameters).all()
+
+
+@pytest.mark.parametrize("way", ["checkpoint", pytest.param("memory", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.soak)])
+def test_its_snapshots_and_checkpoints_are_those_of_any_job(ranks, corpus, tmp_path, way, precision):
+    """From what one such job left, jobs of another layout that have the state here or there go on alike."""
+    write, read = (train_and_save, load_and_save) if way == "checkpoint" else (train_and_snapshot, load_from_memory)
+    found = []
+    for offload in (True, False):
+        folder = tmp_path / str(offload)
+        on(ranks, job(corpus, True, {"data": 2, **BUCKETS}, precision=precision), write, str(folder), 2)
+        if way == "checkpoint":
+            left: Any = str(whole_checkpoints(folder)[-1][0])
+        else:
+            left = tuple(str(each.path) for each in snapshot_files(folder))
+        other = job(corpus, offload, {"pipeline": 2}, precision=precision)
+        found.append(on(ranks, other, read, left, 2, str(folder), 1))
+    for here, there in zip(*found, strict=True):
+        assert here.statistics == there.statistics
+        for kind in ("loaded", "computing"):
+            for (name, _, values), (_, _, others) in zip(getattr(here, kind), getattr(there, kind), strict=True):
+                assert torch.equal(values, others), name
+
+
+@pytest.mark.parametrize(
+    ("backend", "parallel"),
+    [
+        ("links", {"data": 2, **BUCKETS}),
+        pytest.param("process_groups", {"data": 2, "gather": "beside_forward", **BUCKETS}, marks=pytest.mark.soak),
+        pytest.param("links", {**SPLIT, "data": 2, "zero": 0}, marks=pytest.mark.soak),
+    ],
+)
+def test_a_job_that_lost_a_peer_goes_on_as_if_nothing_had_been(ranks, corpus, tmp_path, backend, parallel):
+    """A cut at a message of the last collectives of a step, in which parameters are gathered, and one before."""
+    (tmp_path / "clean").mkdir(), (tmp_path / "broken").mkdir()
+    one = job(corpus, True, parallel, precision="bf16")
+    clean = on(ranks, one, train_through, str(tmp_path / "clean"), ranks.port, [], backend=backend)
+    cuts = [Cut(0, 1, clean[1].messages * 2 // 3), Cut(1, 0, clean[0].messages // 4)]
+    broken = on(ranks, one, train_through, str(tmp_path / "broken"), ranks.port, cuts, backend=backend)
+    plain = job(corpus, False, parallel, precision="bf16")
+    (tmp_path / "plain").mkdir()
+    expected = on(ranks, plain, train_through, str(tmp_path / "plain"), ranks.port, [], backend=backend)
+    for through, without in zip(broken, expected, strict=True):
+        assert through.generations == 3
+        assert through.state == without.state
+    assert broken[0].rows == expected[0].rows
+
+
+def one_step(offload: bool, precision: str, parallel: dict[str, Any], one_pass: bool) -> Engine:
+    """A rank after an update."""
+    train = {"precision": precision, "optimizer": {"offload": offload}}
+    engine = Engine(one := spec(train=train, parallel=parallel), lone_rank(one))
+    engine.optimizer.one_pass = one_pass
+    engine.initialise(1)
+    engine.optimizer.publish_parameters()
+    update(engine)
+    return engine
+
+
+def update(engine: Engine) -> None:
+    """From gradients that differ everywhere."""
+    engine.reduction.begin(1, 8)
+    drawn = torch.randn(engine.flat.size, generator=torch.Generator().manual_seed(2))
+    engine.flat.gradients.copy_(drawn)
+    for slot in engine.flat.slots:
+        slot.entry.parameter.holds_gradient = True
+    loss = Loss(torch.tensor([64.0], dtype=torch.float64), torch.tensor(64.0, dtype=torch.float64), 1.0)
+    engine.optimizer.step(1e-3, loss, 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("parallel", [{}, {"data": 2}, {"data": 2, "zero": 0}], ids=str)
+def test_the_kernel_in_one_pass_gives_the_same_bits_a_slice_at_a_time(monkeypatch, precision, parallel):
+    monkeypatch.setattr(offloaded, "SLICE_ELEMENTS", FEW)
+    monkeypatch.setattr(adamw, "compiled_pass", adamw.one_pass)
+    there, here = (one_step(offload, precision, parallel, one_pass=True) for offload in (False, True))
+    for (start, end), weights in zip(here.optimizer.held, here.optimizer.parameters, strict=True):
+        assert torch.equal(here.flat.parameters[start:end], weights.to(here.flat.parameters.dtype))
+    states = [torch.cat(engine.optimizer.state()) for engine in (there, here)]
+    assert torch.equal(*states) and states[0].abs().sum() > 0
+
+
+def test_places_on_the_device_are_there_for_the_update_alone_and_no_more_than_three(monkeypatch):
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def noted(elements: int, like: torch.Tensor) -> torch.Tensor:
+        made.append(weakref.ref(place := torch.empty(offloaded.KINDS, elements)))
+        return place
+
+    monkeypatch.setattr(offloaded, "device_place", noted)
+    monkeypatch.setattr(offloaded, "SLICE_ELEMENTS", FEW)
+    one_step(True, "bf16", {}, one_pass=False)
+    assert len(made) == 3 and all(place() is None for place in made)
+    monkeypatch.setattr(offloaded, "SLICE_ELEMENTS", 10**9)
+    one_step(True, "bf16", {}, one_pass=False)
+    assert len(made) == 4, "all of it is one slice"
+
+
+def test_parameters_on_their_way_have_come_before_others_are_rounded_into_their_place(monkeypatch):
+    """Even where no forward needed them."""
+    engine, order = one_step(True, "bf16", {"data": 2, "gather": "beside_forward"}, one_pass=False), []
+    arriving, queue = engine.optimizer.arriving, offloaded._Queue
+    assert arriving is not None
+    monkeypatch.setattr(arriving, "wait", lambda: order.append("come"))
+    monkeypatch.setattr(offloaded, "_Queue", lambda *given: order.append("update") or queue(*given))
+    update(engine)
+    assert order[:2] == ["come", "update"]
+
+
+def test_an_update_that_breaks_off_waits_for_its_copies_and_is_not_settled(monkeypatch):
+    engine, ended = one_step(True, "bf16", {}, one_pass=False), []
+    engine.settle()
+    monkeypatch.setattr(offloaded._Queue, "end", lambda _: ended.append(True))
+    monkeypatch.setattr(adamw, "update", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        update(engine)
+    assert ended == [True] and not engine.settled
+
+
+def test_host_memory_is_pinned_as_long_as_the_optimizer_is_there(monkeypatch):
+    events: list[str] = []
+
+    class Noted:
+        def __init__(self, memory: torch.Tensor, on_gpu: bool):
+            events.append(f"{memory.dtype} {on_gpu}")
+
+        def release(self) -> None:
+            events.append("released")
+
+    monkeypatch.setattr(offloaded, "PinnedMemory", Noted)
+    engine = one_step(True, "bf16", {}, one_pass=False)
+    assert events == ["torch.float32 False"]
+    del engine
+    gc.collect()
+    assert events[1:] == ["released"]
+
+
+def test_a_rank_knows_by_its_state_that_its_parameters_have_changed(corpus):
+    """In fp32 too, where without it they are the state themselves."""
+    engine = one_step(True, "fp32", {"data": 2}, one_pass=False)
+    check = ReplicaCheck(engine.optimizer, engine.comm)
+    assert check._own_part_is_sound(None) == SOUND
+    engine.flat.parameters.view(torch.uint8)[4 * engine.optimizer.held[0][0]] ^= 1
+    assert check._own_part_is_sound(None) == UNSOUND

@@ -1,0 +1,197 @@
+"""The optimizer's state in host memory (`train.optimizer.offload`): weights in fp32 and both moments, pinned where a
+GPU copies them.
+
+An update brings the state to the device a slice at a time, into one of PLACES there. The kernel that updates it where
+it stays updates the slice; its weights are rounded into the parameters, and it goes back. On a GPU slices come and go
+on two streams beside the compute stream, and each of the three waits for the others by events, so that the link is busy
+both ways. The places are taken and given back on the compute stream and for the update alone, when no activations are
+left. On a CPU the same happens without streams.
+
+The host waits for the end of the update: whoever reads the state between two of them is no stream but a thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from workers.parallel.data import adamw
+from workers.parallel.data.flat import FlatParameters, overlap
+from workers.system.pinned import PinnedMemory, copy_streams
+
+SLICE_ELEMENTS = 2**22
+"""Of a slice, a multiple of flat.ALIGNMENT: a copy takes a hundred times as long as it takes to be asked for."""
+PLACES = 3
+"""One that comes, one that is updated, one that goes."""
+KINDS = 3
+"""Weights and both moments."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Neighbouring elements of one replica's state that have one rate of weight decay."""
+
+    position: int
+    """Of the first in the state."""
+    start: int
+    """The first in the flat buffers."""
+    end: int
+    """One past the last there."""
+    decay: float
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a slice has of a cut."""
+
+    at: int
+    """First element in the slice."""
+    start: int
+    end: int
+    """In the flat buffers."""
+    decay: float
+    steps: torch.Tensor
+    """Steps done, fp32 scalar on the device."""
+
+    def of(self, vector: torch.Tensor) -> torch.Tensor:
+        """Its elements of a slice's vector."""
+        return vector[self.at : self.at + self.end - self.start]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    start: int
+    end: int
+    """In the state."""
+    parts: tuple[_Part, ...]
+
+
+def host_state(elements: int, like: torch.Tensor) -> torch.Tensor:
+    """Zeros of the host, [KINDS, elements], of the type of `like`."""
+    return torch.zeros(KINDS, elements, dtype=like.dtype, device="cpu")
+
+
+def device_place(elements: int, like: torch.Tensor) -> torch.Tensor:
+    """Memory of the device of `like` for a slice, [KINDS, elements]; the compute stream may still use it for something
+    else."""
+    return torch.empty(KINDS, elements, dtype=like.dtype, device=like.device)
+
+
+class OffloadedState:
+    """The state of one replica, and its update."""
+
+    def __init__(self, flat: FlatParameters, cuts: Sequence[Cut], rounded_by_update: bool):
+        """`cuts`: all of the state, in order; `rounded_by_update`: whether the kernel rounds into the parameters."""
+        self._flat, self._rounded_by_update = flat, rounded_by_update
+        length = cuts[-1].position + cuts[-1].end - cuts[-1].start
+        self.host = host_state(length, flat.gradients)
+        """[KINDS, elements]."""
+        pinned = PinnedMemory(self.host, on_gpu=flat.gradients.is_cuda)
+        weakref.finalize(self, pinned.release).atexit = False
+        ends = [(start, min(start + SLICE_ELEMENTS, length)) for start in range(0, length, SLICE_ELEMENTS)]
+        self._slices = [_Slice(*each, tuple(self._parts(cuts, *each))) for each in ends]
+
+    def _parts(self, cuts: Sequence[Cut], start: int, end: int) -> Iterator[_Part]:
+        for cut in cuts:
+            first, last = overlap((start, end), (cut.position, cut.position + cut.end - cut.start))
+            if first < last:
+                moved = cut.start - cut.position
+                steps = torch.zeros((), dtype=torch.float32, device=self._flat.gradients.device)
+                yield _Part(first - start, first + moved, last + moved, cut.decay, steps)
+
+    def set_step(self, step: int) -> None:
+        """Tell AdamW that `step` steps are done."""
+        for each in self._slices:
+            for part in each.parts:
+                part.steps.fill_(step)
+
+    def update(self, run: Callable[[adamw.Groups], None]) -> None:
+        """Have `run` update all of the state, and round its weights into the parameters. Returns when the state lies
+        in host memory again."""
+        like = self._flat.gradients
+        with torch.no_grad():
+            places = [device_place(self._slices[0].end, like) for _ in self._slices[:PLACES]]
+            queue = _Queue(like, len(places))
+            try:
+                for number, each in enumerate(self._slices):
+                    there, place = self.host[:, each.start : each.end], places[number % PLACES]
+                    here = place[:, : each.end - each.start]
+                    queue.bring(here, there)
+                    run(self._groups(each, here))
+                    self._round(each, here[0])
+                    queue.take_back(there, here)
+            finally:
+                queue.end()
+
+    def _round(self, each: _Slice, weights: torch.Tensor) -> None:
+        """Where the kernel has not."""
+        if not self._rounded_by_update:
+            for part in each.parts:
+                self._flat.parameters[part.start : part.end].copy_(part.of(weights))
+
+    def _groups(self, each: _Slice, here: torch.Tensor) -> dict[float, list[adamw.Piece]]:
+        groups: dict[float, list[adamw.Piece]] = {}
+        for part in each.parts:
+            weights, exp_avg, exp_avg_sq = (part.of(row) for row in here)
+            gradient = self._flat.gradients[part.start : part.end]
+            rounded = self._flat.parameters[part.start : part.end] if self._rounded_by_update else None
+            piece = adamw.Piece(weights, gradient, exp_avg, exp_avg_sq, part.steps, rounded)
+            groups.setdefault(part.decay, []).append(piece)
+        return groups
+
+
+class _Queue:
+    """The copies of one update. What is asked for between two calls goes to the compute stream."""
+
+    def __init__(self, like: torch.Tensor, places: int):
+        """`like`: lies on the device."""
+        self._device = like.device
+        self._streams = copy_streams(like.device) if like.is_cuda else None
+        self._free = [self._reached(self._compute)] * places if self._streams else []
+        """For each place in turn, after what it may be used again."""
+
+    @property
+    def _compute(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def bring(self, here: torch.Tensor, there: torch.Tensor) -> None:
+        """Copy a slice to its place on the device; the compute stream waits for it."""
+        if self._streams is None:
+            here.copy_(there)
+        else:
+            arrived = self._copy(self._streams[1], self._free.pop(0), here, there)
+            self._compute.wait_event(arrived)
+
+    def take_back(self, there: torch.Tensor, here: torch.Tensor) -> None:
+        """Copy the slice from its place to the host once it is updated; then the place is free."""
+        if self._streams is None:
+            there.copy_(here)
+        else:
+            updated = self._reached(self._compute)
+            self._free.append(self._copy(self._streams[0], updated, there, here))
+
+    def end(self) -> None:
+        """Return when no copy is under way: then the places can be given back, and the host's threads read the
+        state."""
+        for stream in self._streams or ():
+            self._reached(stream).synchronize()
+
+    @staticmethod
+    def _reached(stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """After all that the stream has been given."""
+        event = torch.cuda.Event(blocking=True)  # a thread that spins would take a core from others
+        event.record(stream)
+        return event
+
+    def _copy(
+        self, stream: torch.cuda.Stream, ready: torch.cuda.Event, target: torch.Tensor, source: torch.Tensor
+    ) -> torch.cuda.Event:
+        """Row by row, each of which lies in one piece."""
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            for row, source_row in zip(target, source, strict=True):
+                row.copy_(source_row, non_blocking=True)
+        return self._reached(stream)
