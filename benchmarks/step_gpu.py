@@ -167,6 +167,7 @@ def _contestants(size: Size, options: argparse.Namespace) -> dict[str, tuple[con
     ours |= {who: job(fp8=kind) for who, kind in EIGHT_BITS.items()}
     ours["manta_chunked_head"] = job(head_tokens=HEAD_TOKENS)
     ours["manta_offload"] = job(offload_layers=size.layers // 3)
+    ours["manta_offload_state"] = job(optimizer={"offload": True})
     return {
         **{who: (contestants.manta, spec) for who, spec in ours.items()},
         **{who: (make, ours["manta"]) for who, make in contestants.OTHERS.items()},

@@ -117,8 +117,8 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
             console.print(f"Its stages are on {in_words(types)}.", highlight=False)
     if answer.plans and answer.plans[0].host_memory_bytes:
         taken = f"{answer.plans[0].host_memory_bytes / GIB:.1f} GiB of a node's memory"
-        what = "snapshots and activations" if answer.plans[0].parallel.get("offload_layers") else "snapshots"
-        console.print(f"The best plan's {what} take {taken} (checkpoint.snapshots).", highlight=False)
+        what = "snapshots (checkpoint.snapshots) and what is offloaded"
+        console.print(f"The best plan takes {taken} for {what}.", highlight=False)
     for each in answer.rejected:
         console.print(f"{render.layout_name(each.parallel)}: {each.reason}", highlight=False)
     if answer.note is not None:

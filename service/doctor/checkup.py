@@ -23,7 +23,7 @@ def looks(settings: Settings, job: JobSpec | None) -> dict[str, Look]:
         "torch": packages.torch,
         "Ray": packages.ray,
         "shared memory": lambda: machine.shared_memory(job),
-        "host memory": lambda: machine.activations(job),
+        "host memory": lambda: machine.offloaded(job),
         "limits": machine.limits,
         "disk": lambda: machine.disk(paths.home, job, settings.checkpoints is not None),
         "folders": lambda: machine.folders(paths),

@@ -13,6 +13,7 @@ from pathlib import Path
 from service.byte_counts import byte_count
 from service.doctor.findings import Finding
 from workers.accounting.activation_bytes import host_bytes_of_rank
+from workers.accounting.offloaded_state import host_state_bytes
 from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
 from workers.config import JobSpec
 from workers.paths import SHARED_MEMORY, Paths
@@ -74,17 +75,24 @@ def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator
         yield Finding("shared memory", "ok", text)
 
 
-def activations(job: JobSpec | None) -> Iterator[Finding]:
-    """Whether the activations of one rank of `job` fit into host memory, where they are to wait there."""
-    if job is None or not job.model.is_counted or not job.layout.offload_layers:
+def offloaded(job: JobSpec | None) -> Iterator[Finding]:
+    """Whether activations and optimizer's state of one rank of `job` fit into host memory, where they are to lie
+    there."""
+    if job is None or not job.model.is_counted or not (job.layout.offload_layers or job.train.optimizer.offload):
         return
-    needed = max(host_bytes_of_rank(job, stage, job.micro_batches) for stage in range(job.layout.pipeline))
-    had = memory_available()
-    text = f"activations of each rank of {job.name} take {byte_count(needed)}; {byte_count(had)} of memory can be had"
-    if needed <= had:
+    stages = range(job.layout.pipeline)
+    activations = max(host_bytes_of_rank(job, stage, job.micro_batches) for stage in stages)
+    state, had = max(host_state_bytes(job, stage) for stage in stages), memory_available()
+    parts = (
+        ("activations", activations, "fewer parallel.offload_layers, or parallel.recompute: full"),
+        ("the optimizer's state", state, "train.optimizer.offload: false, or more replicas with parallel.zero: 1"),
+    )
+    taken = " and ".join(f"{byte_count(size)} for {what}" for what, size, _ in parts if size)
+    text = f"each rank of {job.name} takes {taken}; {byte_count(had)} of memory can be had"
+    if activations + state <= had:
         yield Finding("host memory", "ok", text)
     else:
-        yield Finding("host memory", "problem", text, "fewer parallel.offload_layers, or parallel.recompute: full")
+        yield Finding("host memory", "problem", text, max(parts, key=lambda part: part[1])[2])
 
 
 def limits() -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.planner.hardware import HOST_COPY
+from service.planner.hardware import HOST_COPY, HOST_CORE_COPY
 from service.planner.layer_time import host_wait
 from service.planner.operations import memory_seconds
 from service.planner.step_time import StepModel, StepTime, slowest_of
@@ -167,12 +167,14 @@ def _validation_batches(spec: JobSpec) -> int:
 
 def stall_seconds(model: StepModel, time: StepTime) -> float:
     """For how long an update waits for a copy of the state, which has the step's passes to hide behind. A device copies
-    to its host's memory, a core within it."""
+    to its host's memory; a core within it, also where the optimizer's state lies there."""
     spec, machine = model.spec, model.cluster.machine
     pairs = zip(rank_parameters(spec), frozen_parameters(spec), strict=True)
     trained = max(total - frozen for total, frozen in pairs) / (spec.layout.data if spec.layout.zero else 1)
     if machine.core is not None:
         copy = memory_seconds(machine, 2 * STATE_BYTES * trained)
+    elif spec.train.optimizer.offload:
+        copy = STATE_BYTES * trained / HOST_CORE_COPY
     else:
         copy = STATE_BYTES * trained / (HOST_COPY if machine.gpu is None else machine.gpu.copy)
     return max(0.0, copy - (time.seconds - time.optimizer))

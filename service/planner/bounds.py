@@ -120,7 +120,8 @@ class Bounds:
     def _state(self, candidate: Candidate, parameters: int) -> float:
         """Bytes of parameters, gradients and moments."""
         width = self._width
-        return parameters * (width + 4 + (8 + (4 if width == 2 else 0)) / candidate.data)
+        moved = 0 if self.job.train.optimizer.offload else 8 + (4 if width == 2 else 0)
+        return parameters * (width + 4 + moved / candidate.data)
 
     @property
     def _width(self) -> int:

@@ -105,10 +105,7 @@ def _words(name: str, model: StepModel) -> tuple[str, str]:
         "host": ("the device waits for the host to launch its kernels", "a larger micro-batch, or train.compile: true"),
         "bubble": _bubble(model),
         "gradients": (f"sums of gradients over {replicas} that nothing hides", "fewer replicas, or a larger batch"),
-        "optimizer": (
-            f"the update, and bringing it to {replicas}",
-            "a larger global batch, so that there are fewer updates" if layout.zero else "parallel.zero: 1",
-        ),
+        "optimizer": _words_of_update(model, replicas),
         "replicas": (f"the slowest of {replicas}", "fewer replicas"),
     }[name]
 
@@ -125,6 +122,16 @@ def _bubble(model: StepModel) -> tuple[str, str]:
         return f"{what})", helps
     what += f", of which rank {work.index(max(work))} has {most:.0%} more to do than the mean)"
     return what, f"{helps}; fewer layers there (parallel.stage_layers)"
+
+
+def _words_of_update(model: StepModel, replicas: str) -> tuple[str, str]:
+    if model.spec.train.optimizer.offload:
+        return (
+            f"the update, whose state comes from host memory and goes back, and bringing it to {replicas}",
+            "a larger global batch, or train.optimizer.offload: false where memory allows",
+        )
+    fewer = "a larger global batch, so that there are fewer updates"
+    return f"the update, and bringing it to {replicas}", fewer if model.spec.layout.zero else "parallel.zero: 1"
 
 
 def sentences(shares: tuple[Share, ...]) -> tuple[str, ...]:

@@ -24,6 +24,9 @@ HOST_COPY = 48e9
 """Bytes/s between a device and pinned memory of its host, where nothing is measured: an H100's over PCIe 5, in one
 direction at a time."""
 
+HOST_CORE_COPY = 8e9
+"""Bytes/s that one core copies within its host's memory; assumed, from an EPYC that others used too."""
+
 
 @dataclass(frozen=True)
 class Accelerator:

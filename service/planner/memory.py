@@ -13,6 +13,7 @@ from service.planner.stage_shares import chunks_of, shared_out
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import bytes_of_stage
 from workers.accounting.flops import rank_parameters
+from workers.accounting.offloaded_state import host_state_bytes
 from workers.accounting.snapshot_bytes import SLOTS, STATE_BYTES
 from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
@@ -132,14 +133,14 @@ def _enough(spec: JobSpec) -> int:
 
 
 def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
-    """Bytes of a node's memory that its ranks take for snapshots, without backups of others', and for activations that
-    wait there."""
+    """Bytes of a node's memory that its ranks take for snapshots, without backups of others', and for activations and
+    an optimizer's state that lie there."""
     ranks, stages = min(gpus_per_node, spec.layout.world_size), range(spec.layout.pipeline)
-    activations = max(host_bytes_of_rank(spec, stage, _enough(spec)) for stage in stages)
+    waiting = max(host_bytes_of_rank(spec, stage, _enough(spec)) + host_state_bytes(spec, stage) for stage in stages)
     if spec.checkpoint.snapshots == "off":
-        return activations * ranks
+        return waiting * ranks
     held = max(rank_parameters(spec)) / (spec.layout.data if spec.layout.zero else 1)
-    return round((SLOTS * STATE_BYTES * held + activations) * ranks)
+    return round((SLOTS * STATE_BYTES * held + waiting) * ranks)
 
 
 def layers_with_room(spec: JobSpec, usable: float, machine: Machine | None = None) -> tuple[int, ...]:
@@ -255,6 +256,10 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
     if layout.offload_layers < spec.model.layers:
         layers = max(layer_counts(spec.model.layers, layout))
         yield f"parallel.offload_layers: {layers}", with_layout(offload_layers=layers)
+    if not spec.train.optimizer.offload:
+        there = spec.train.optimizer.model_copy(update={"offload": True})
+        train = spec.train.model_copy(update={"optimizer": there})
+        yield "train.optimizer.offload: true", spec.model_copy(update={"train": train})
     for times in (2, 4, 8, 16, 32, 64):
         tensor, pipeline = layout.tensor * times, layout.pipeline * times
         if spec.model.heads % tensor == 0 and spec.model.ffn_size % tensor == 0:

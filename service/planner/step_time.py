@@ -14,13 +14,15 @@ from service.planner.communication import (
     reduce_seconds,
 )
 from service.planner.engine_passes import layer_time
-from service.planner.hardware import Cluster, with_threads
+from service.planner.hardware import HOST_COPY, Cluster, with_threads
 from service.planner.layer_time import Passes, host_wait
 from service.planner.operations import Budget, memory_seconds
 from service.planner.pipeline import Pipeline, StageTimes
 from service.planner.shared_cores import SharedCores
 from service.planner.software import MANTA, Software
 from workers.accounting.flops import padded_vocabulary, rank_parameters
+from workers.accounting.offloaded_state import SLICE_ELEMENTS
+from workers.accounting.snapshot_bytes import STATE_BYTES
 from workers.config import JobSpec
 from workers.parallel.pipeline.stages import layer_counts
 from workers.threads import decided_threads
@@ -198,11 +200,22 @@ class StepModel:
         moved = software.compiled_optimizer_bytes if compiled else None
         return memory_seconds(machine, (software.optimizer_bytes if moved is None else moved) * parameters)
 
+    def _offloaded_update(self, parameters: float) -> float:
+        """Seconds of an update whose state comes from host memory and goes back: both ways at once, but for the last
+        slice, with the update of the others beside; on cores, one after the other."""
+        machine, update = self.cluster.machine, self._update(parameters)
+        if not machine.has_gpus:
+            return update + memory_seconds(machine, 4 * STATE_BYTES * parameters)
+        link = HOST_COPY if machine.gpu is None else machine.gpu.copy
+        last = min(parameters, SLICE_ELEMENTS)
+        return max(update, STATE_BYTES * parameters / link) + STATE_BYTES * last / link
+
     def optimizer_seconds(self) -> float:
         """The update, and bringing it to all replicas."""
-        layout, _machine = self.spec.layout, self.cluster.machine
+        layout = self.spec.layout
         split = layout.data if self.software.shards_optimizer and layout.zero else 1
-        update = self._update(self.parameters / split)
+        offload = self.spec.train.optimizer.offload
+        update = (self._offloaded_update if offload else self._update)(self.parameters / split)
         update += self._update_wait()
         if not self.software.shards_optimizer:
             return self._alike(update)

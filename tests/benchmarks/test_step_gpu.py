@@ -47,7 +47,8 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(
     assert "A rehearsal on a CPU" in text
     assert figures["llama_1b5_manta_tokens_per_second"]["value"] > 0
     assert figures["llama_1b5_manta_memory_told"]["value"] > 0
-    assert figures["llama_1b5_manta_offload_memory_told"]["value"] > 0
+    for who in ("manta_offload", "manta_offload_state"):
+        assert figures[f"llama_1b5_{who}_memory_told"]["value"] > 0
     assert figures["snapshot_llama_1b5_copied"]["value"] > 0 and "target" in figures["snapshot_llama_1b5_stall_share"]
     for kind in ("tensorwise", "rowwise"):
         assert figures[f"llama_1b5_manta_fp8_{kind}_to_manta"]["value"] > 0
@@ -120,8 +121,11 @@ def test_what_saves_memory_computes_the_same(tmp_path: Path) -> None:
     report, text = rehearse(tmp_path, "--parts", "memory")
     assert report["settings"]["left_out"] == {}
     verdicts = {name: each["met"] for name, each in report["figures"].items() if "met" in each}
-    assert all(verdicts.values()) and len(verdicts) == 10
-    assert "met           memory_offload_half_same_bits (True, True)" in text
+    assert all(verdicts.values()) and len(verdicts) == 13
+    for name in ("offload_half", "offload_state"):
+        assert f"met           memory_{name}_same_bits (True, True)" in text
+    moved = report["figures"]["memory_plain_told"]["value"] - report["figures"]["memory_offload_state_told"]["value"]
+    assert 0 < moved < report["figures"]["memory_offload_state_host_told"]["value"]
 
 
 @pytest.mark.soak

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from workers.accounting.activation_bytes import bytes_of_rank
 from workers.accounting.eight_bits import weight_bytes
 from workers.accounting.flops import frozen_parameters_of_rank, parameters_of_rank, waiting_gradient_buffers
+from workers.accounting.offloaded_state import kept_elements, places_bytes
 from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
 
@@ -28,7 +29,7 @@ class DeviceBytes:
     gradients: int
     """The flat buffer, and what elastic sums wait in."""
     optimizer: int
-    """Moments, and in 16 bits the master weights."""
+    """Moments, and in 16 bits the master weights; nothing where all of that is on the host."""
     activations: int
     """Most that is kept for backward at once."""
     workspace: int
@@ -52,13 +53,15 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
     held, frozen = parameters_of_rank(spec, stage), frozen_parameters_of_rank(spec, stage)
     replicas, width = spec.layout.data, 4 if spec.train.precision == "fp32" else 2
     trained, part = held - frozen, (held - frozen) // replicas
-    kept = part if spec.layout.zero else trained
+    kept, offload = kept_elements(spec, stage), spec.train.optimizer.offload
     gradients = WIDE * trained * (1 + waiting_gradient_buffers(spec))
-    masters = 0 if width == WIDE else kept
     # Without masters the weights that are updated are the parameters.
-    optimizer = WIDE * (masters + 2 * kept)
-    # Updated parts are copied to be gathered, when no activations are left.
+    masters = 0 if width == WIDE and not offload else kept
+    optimizer = 0 if offload and passes.gpu else WIDE * (masters + 2 * kept)
+    # Updated parts are copied to be gathered, when no activations are left; of a state on the host, its slices.
     copies = width * part if spec.layout.zero and replicas > 1 else 0
+    if offload:
+        copies = places_bytes(kept)
     # On CPUs every replica's part of each bucket is there before it is summed (`workers/comm/links_backend.py`).
     incoming = 0 if passes.gpu else gradients // replicas * (replicas - 1)
     activations = bytes_of_rank(spec, stage, micro_batches)

@@ -2,7 +2,8 @@
 
 On a GPU they are made on a stream of their own, the one of the process: torch hands out streams from a pool of 32 again
 and again, so that a new one for each copy would sooner or later be one that something else waits for. What is copied
-into should be registered (`pinned.py`), else the driver copies it twice.
+into should be registered (`workers/system/pinned.py`), else the driver copies it twice. A state in host memory
+(`train.optimizer.offload`) the thread copies itself: nothing of it is under way when an update has returned.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What takes less memory on a device, in a Llama with many token ids: the logits of a few tokens at a time, and
-activations in host memory. Peak memory, beside what is told, time of a step, and whether the numbers are the same.
+activations or the optimizer's state in host memory. Peak memory, beside what is told, time of a step, and whether the
+numbers are the same.
 
-Each computes the same steps by kernels that give the same bits each time, from the same weights: activations that
-waited elsewhere must give the very bits, fewer logits at once the numbers to rounding.
+Each computes the same steps by kernels that give the same bits each time, from the same weights: what waited elsewhere
+must give the very bits, fewer logits at once the numbers to rounding.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from benchmarks.support.gpu.sizes import Size
 from benchmarks.support.report import Report
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import device_bytes
+from workers.accounting.offloaded_state import host_state_bytes
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.engine import Engine
+from workers.parallel.data import offloaded
 from workers.parallel.recompute import policy
 from workers.parallel.tensor.shards import NamedShard
 from workers.spec.reading import parse_job_spec
@@ -40,6 +43,7 @@ Found = tuple[list[float], int]
 def savers(size: Size, on_gpu: bool) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Keys of the sections train and parallel, by name."""
     few, dropped = (2048 if on_gpu else 16), {"recompute": "selective", "recompute_modules": ["norm", "mlp_activation"]}
+    state = {"optimizer": {"offload": True}}
 
     def waiting(part: int) -> dict[str, Any]:
         return {"offload_layers": size.layers // part}
@@ -53,6 +57,8 @@ def savers(size: Size, on_gpu: bool) -> dict[str, tuple[dict[str, Any], dict[str
         "selective_offload_half": ({"head_tokens": few}, dropped | waiting(2)),
         "full": ({"head_tokens": few}, {"recompute": "full"}),
         "full_offload": ({"head_tokens": few}, {"recompute": "full"} | waiting(1)),
+        "offload_state": (state, {}),
+        "full_offload_and_state": ({"head_tokens": few} | state, {"recompute": "full"} | waiting(1)),
     }
 
 
@@ -80,7 +86,8 @@ def _measure(report: Report, name: str, spec: JobSpec, steps: int, device: torch
     report.add(f"memory_{name}_step", round(1e3 * seconds, 2), "ms")
     report.add(f"memory_{name}_peak", peak, "bytes")
     report.add(f"memory_{name}_told", device_bytes(spec)[0].total, "bytes")
-    report.add(f"memory_{name}_host_told", host_bytes_of_rank(spec, 0, spec.micro_batches), "bytes")
+    on_host = host_bytes_of_rank(spec, 0, spec.micro_batches) + host_state_bytes(spec, 0)
+    report.add(f"memory_{name}_host_told", on_host, "bytes")
 
 
 def _compare(report: Report, name: str, found: Found, expected: Found, wants_bits: bool) -> None:
@@ -113,15 +120,17 @@ def _step(spec: JobSpec, device: torch.device) -> Callable[[], object]:
 
 def _checked(spec: JobSpec, device: torch.device) -> Found:
     """Losses of some steps, and a number of all bits of the weights after them. On a CPU, whose models are tiny, all
-    activations are large."""
-    least, policy.OFFLOADED_BYTES = policy.OFFLOADED_BYTES, policy.OFFLOADED_BYTES if device.type == "cuda" else 0
+    activations are large, and slices of the state small."""
+    sizes = policy.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS
+    if device.type == "cpu":
+        policy.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS = 0, 64
     try:
         engine, batch = _engine(spec, device), contestants.batch_of(spec, device)
         rate, sequences = contestants.LEARNING_RATE, spec.train.global_batch_size
         losses = [engine.step(batch, sequences, rate, 0).loss for _ in range(CHECKED_STEPS)]
         return losses, _fingerprint(engine.flat.parameters)
     finally:
-        policy.OFFLOADED_BYTES = least
+        policy.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS = sizes
         gpu.leave()
         del engine
         gc.collect()  # else the next one's peak is both's

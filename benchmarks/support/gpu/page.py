@@ -13,7 +13,7 @@ GOAL_AGAINST_TRANSFORMERS = 1.1
 SHARED = "Others held {:.1f} GB of this card when it began: what they computed meanwhile is in these times too."
 CONTESTANTS = (
     *("manta", "manta_eager", "manta_same_bits", "manta_fp8_tensorwise", "manta_fp8_rowwise"),
-    *("manta_chunked_head", "manta_offload"),
+    *("manta_chunked_head", "manta_offload", "manta_offload_state"),
     *("transformers", "transformers_causal", "torchtitan", "megatron_core"),
 )
 """In this order; MFU of all is against the peak of bf16."""

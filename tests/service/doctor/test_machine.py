@@ -7,6 +7,7 @@ import pytest
 
 from service.byte_counts import byte_count
 from service.doctor import machine
+from workers.accounting.offloaded_state import host_state_bytes
 from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
 from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
@@ -82,9 +83,22 @@ def test_activations_that_wait_in_host_memory_are_compared_with_what_can_be_had(
     monkeypatch.setattr(machine, "memory_available", lambda: had)
     large = job(offload_layers=2)
     large = large.model_copy(update={"model": large.model.model_copy(update={"sequence_length": 8192})})
-    (seen,) = machine.activations(large)
-    assert seen.verdict == verdict and "activations of each rank of big take" in seen.message
-    assert list(machine.activations(job())) == list(machine.activations(None)) == []
+    (seen,) = machine.offloaded(large)
+    assert seen.verdict == verdict and " for activations; " in seen.message
+    assert verdict == "ok" or "fewer parallel.offload_layers" in seen.advice
+    assert list(machine.offloaded(job())) == list(machine.offloaded(None)) == []
+
+
+def test_an_optimizers_state_in_host_memory_is_too(monkeypatch):
+    optimizer = job().train.optimizer.model_copy(update={"offload": True})
+    there = job().model_copy(update={"train": job().train.model_copy(update={"optimizer": optimizer})})
+    needed = host_state_bytes(there, 0)
+    for had, verdict in ((needed, "ok"), (needed - 1, "problem")):
+        monkeypatch.setattr(machine, "memory_available", lambda had=had: had)
+        (seen,) = machine.offloaded(there)
+        assert seen.verdict == verdict
+        assert f"takes {byte_count(needed)} for the optimizer's state; {byte_count(had)} of memory" in seen.message
+    assert "train.optimizer.offload: false" in seen.advice
 
 
 def test_snapshots_that_do_not_fit_into_shared_memory_may_lie_elsewhere(room):

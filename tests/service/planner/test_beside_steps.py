@@ -10,7 +10,7 @@ from api import schemas
 from service.planner import explain
 from service.planner.answer import to_json
 from service.planner.beside_steps import BesideSteps, beside_steps, validation_seconds
-from service.planner.hardware import HOST_COPY, Cluster, Gpu, cpu_machine, machine_of, measured
+from service.planner.hardware import HOST_COPY, HOST_CORE_COPY, Cluster, Gpu, cpu_machine, machine_of, measured
 from service.planner.request import PlanRequest
 from service.planner.search import plan_of
 from service.planner.software import engine_on
@@ -102,6 +102,8 @@ def test_a_copy_hides_behind_a_long_step_and_not_behind_a_short_one():
     time = model.time()
     passes, copy = time.seconds - time.optimizer, 12 * model.parameters / HOST_COPY
     assert beside(spec).stall_seconds == pytest.approx(copy - passes)
+    on_host = beside(job(train={**TINY, "optimizer": {"offload": True}})).stall_seconds
+    assert on_host == pytest.approx(12 * model.parameters / HOST_CORE_COPY - passes, rel=1e-6)
     whole, part = (
         beside(job(train={**TINY, "global_batch_size": 2}, data=2, zero=zero)).stall_seconds for zero in (0, 1)
     )

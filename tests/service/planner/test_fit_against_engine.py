@@ -33,10 +33,11 @@ def drawn(seed: int) -> tuple[JobSpec, Cluster]:
 
 
 def saving(seed: int) -> JobSpec:
-    """A job that makes few logits at once, or has activations wait in host memory."""
+    """A job that makes few logits at once, or has activations or the optimizer's state in host memory."""
     spec, draw = drawn(seed)[0], random.Random(seed)
-    few = {"head_tokens": draw.choice((0, 100, 512))}
+    few: dict[str, Any] = {"head_tokens": draw.choice((0, 100, 512))}
     layers = draw.choice((0, 1, 2, 9)) if few["head_tokens"] else draw.choice((1, 2, 9))
+    few["optimizer"] = spec.train.optimizer.model_copy(update={"offload": draw.random() < 0.4})
     return spec.model_copy(
         update={
             "train": spec.train.model_copy(update=few),

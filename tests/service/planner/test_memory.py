@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.planner.hardware import MACHINES, Gpu, measured
+from service.planner.hardware import MACHINES, Gpu, cpu_machine, measured
 from service.planner.memory import fits, host_bytes, memory_of, usable_bytes, worst_rank
 from tests.service.support.planned import a100s, job
 from workers.accounting.activation_bytes import host_bytes_of_rank, rank_bytes
 from workers.accounting.flops import rank_parameters
+from workers.config import JobSpec
 
 
 def test_state_is_counted_as_the_engine_keeps_it():
@@ -105,6 +106,30 @@ def test_snapshots_take_host_memory_for_two_slots():
     assert memory_of(waiting, 0).total < memory_of(spec, 0).total
     without = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"snapshots": "off"})})
     assert host_bytes(without, 8) == 0
+
+
+def with_offload(spec: JobSpec) -> JobSpec:
+    """The job with its optimizer's state in host memory."""
+    there = spec.train.optimizer.model_copy(update={"offload": True})
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"optimizer": there})})
+
+
+def test_an_optimizers_state_lies_on_the_device_or_on_the_host():
+    here = job(tensor=2, data=4)
+    there, kept = with_offload(here), rank_parameters(here)[0] / 4
+    assert memory_of(here, 0).optimizer == pytest.approx(12 * kept)
+    assert memory_of(there, 0).optimizer == 0
+    assert host_bytes(there, 8) - host_bytes(here, 8) == pytest.approx(8 * 12 * kept, rel=1e-6)
+    core = cpu_machine(4, 4, 64 << 30)
+    on_cores = memory_of(with_offload(job(train={"precision": "fp32"})), 0, core)
+    assert on_cores.optimizer == 12 * rank_parameters(job())[0], "a copy of the weights more"
+
+
+def test_a_state_on_the_host_is_advised_where_nothing_less_helps():
+    large = job(24, 4096, 32)
+    answer = fits(large, a100s())
+    assert answer.change == "train.optimizer.offload: true"
+    assert fits(with_offload(large), a100s()).fits
 
 
 def test_sums_apart_take_the_largest_product_once_more():

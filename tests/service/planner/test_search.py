@@ -136,9 +136,17 @@ def test_a_number_of_ranks_can_be_asked_for():
     assert search(spec, a100s(), ranks=9).plans == ()
 
 
+def drawn_with_offload(seed: int) -> tuple[JobSpec, Cluster]:
+    """The optimizer's state of which lies in host memory."""
+    spec, cluster = drawn_on_measured(seed)
+    there = spec.train.optimizer.model_copy(update={"offload": True})
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"optimizer": there})}), cluster
+
+
 @pytest.mark.parametrize(
     ("draw", "seed"),
-    [(drawn, seed) for seed in range(6)] + [(drawn_on_cores, 1), (drawn_on_measured, 1), (drawn_on_measured, 4)],
+    [(drawn, seed) for seed in range(6)]
+    + [(drawn_on_cores, 1), (drawn_on_measured, 1), (drawn_on_measured, 4), (drawn_with_offload, 2)],
 )
 def test_bounds_are_bounds(draw, seed):
     spec, cluster = draw(seed)

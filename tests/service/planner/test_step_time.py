@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from service.planner.budget import step_shares
+from service.planner.hardware import HOST_COPY
 from service.planner.layer_time import LayerTime
 from service.planner.software import MANTA, MEGATRON_2021, MEGATRON_2021_SCATTER, MEGATRON_2022, Software
 from service.planner.step_time import StepModel, StepTime
 from tests.service.support.planned import a100s, job
-from workers.accounting.flops import step_flops
+from workers.accounting.flops import rank_parameters, step_flops
 from workers.config import JobSpec
 
 
@@ -66,6 +67,22 @@ def test_activations_on_their_way_to_the_host_are_waited_for_where_layers_are_fa
     shares = {each.name: each.seconds for each in step_shares(model, model.time(), 312e12)}
     assert shares["copies"] == pytest.approx(most - plain, rel=0.05)
     assert sum(shares.values()) == pytest.approx(most)
+
+
+def test_a_state_on_the_host_comes_and_goes_over_the_link():
+    """Both ways at once, and the last slice once more; with more replicas each has less of it."""
+
+    def update(offload: bool, **layout: int) -> float:
+        return step(job(24, 2048, train={"optimizer": {"offload": offload}}, **layout)).optimizer
+
+    count = max(rank_parameters(job(24, 2048)))
+    assert update(True) == pytest.approx(12 * (count + 2**22) / HOST_COPY, rel=1e-6)
+    assert update(False) < 0.2 * update(True)
+    more = update(True, data=8) - update(False, data=8)
+    assert 0.7 < more / (12 * count / 8 / HOST_COPY) < 1.1
+    model = StepModel(job(24, 2048, train={"optimizer": {"offload": True}}), a100s())
+    shares = {each.name: each for each in step_shares(model, model.time(), 312e12)}
+    assert "train.optimizer.offload: false" in shares["optimizer"].help
 
 
 def test_few_logits_at_once_cost_passes_over_the_gradient_of_their_weight():

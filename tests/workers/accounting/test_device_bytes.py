@@ -9,11 +9,13 @@ from engine_specs import spec
 from fake_rank import CPU, FakeRank, host_memory_apart, pretended_gpu, tracker_of_bytes
 from one_layer import OneLayer
 
-from workers.accounting import step_peak
+from workers.accounting import offloaded_state, step_peak
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import device_bytes
 from workers.accounting.layer_passes import LayerPasses
+from workers.accounting.offloaded_state import SLICE_ELEMENTS, host_state_bytes, places_bytes
 from workers.config import JobSpec
+from workers.parallel.data import offloaded
 from workers.parallel.tensor.cross_entropy import BLOCK_ELEMENTS, BLOCK_ROWS
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -22,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen": {"family": "qwen", "kv_heads": 4, "head_dim": 128, "ffn_hidden_size": 6144},
 }
 LAYOUT = {"tensor": 2, "pipeline": 2, "data": 2}
+ALONE = {"parallel": {"tensor": 1, "pipeline": 1, "data": 1}}
 ALL_MODULES = ("norm", "mlp_activation", "core_attention")
 
 
@@ -73,6 +76,9 @@ JOBS = {
     "offload of all": job("gpt", parallel={"offload_layers": 9, "schedule": "zb-v", "virtual_stages": 2}),
     "offload, full": job(parallel={"offload_layers": 3, "recompute": "full", "schedule": "gpipe"}),
     "offload, one stage": job("qwen", parallel={"offload_layers": 6, "pipeline": 1, "tensor": 1}),
+    "state on the host": job(optimizer={"offload": True}),
+    "state on the host, one rank": job(**ALONE, optimizer={"offload": True}, micro_batches=2),
+    "state on the host, fp32": job(parallel={"zero": 0}, precision="fp32", optimizer={"offload": True}),
     "a few logits of all": job(vocabulary=128256, parallel={"tensor": 1, "pipeline": 1}, head_tokens=256),
 }
 
@@ -162,6 +168,40 @@ def test_activations_that_wait_in_host_memory_take_none_of_the_device():
     with pretended_gpu(), host_memory_apart() as host:
         FakeRank(JOBS["offload"], 0).step()
     assert 0.95 < host.taken / host_bytes_of_rank(JOBS["offload"], 0, 8) <= 1
+
+
+STATE_APART = {"optimizer": {"offload": True}, "micro_batches": 2}
+
+
+@pytest.mark.parametrize("data", [1, pytest.param(4, marks=pytest.mark.soak)])
+def test_a_state_on_the_host_leaves_six_bytes_a_parameter_and_is_told_there(data):
+    """Parameter and gradient, and slices for the update alone, which are less than what passes take."""
+    there = job("llama", parallel={"tensor": 2, "pipeline": 2, "data": data}, **STATE_APART)
+    told = device_bytes(there)[0]
+    assert told.optimizer == 0
+    assert told.parameters + told.gradients == 6 * told.parameters / 2
+    with pretended_gpu(), host_memory_apart() as host:
+        rank = FakeRank(there, 0)
+        assert told.parameters + told.gradients == pytest.approx(
+            rank.tracker.get_tracker_snapshot("current")[CPU]["Total"], rel=0.005
+        )
+        assert told.total == pytest.approx(rank.step()["Total"], rel=0.03)
+    assert host.taken == pytest.approx(host_state_bytes(there, 0), rel=1e-3)
+
+
+def test_slices_are_told_where_nothing_takes_more():
+    """Of a model with hardly any activations."""
+    shape = {"layers": 2, "hidden_size": 4096, "heads": 32, "sequence_length": 8, "vocabulary_size": 256}
+    numbers = {"precision": "bf16", "global_batch_size": 1, "optimizer": {"offload": True}}
+    small = spec(model=shape, train=numbers)
+    told = device_bytes(small)[0]
+    assert told.activations + told.workspace == places_bytes(10**9) == 3 * 12 * SLICE_ELEMENTS
+    with pretended_gpu(), host_memory_apart():
+        assert FakeRank(small, 0).step()["Total"] == pytest.approx(told.total, rel=0.03)
+
+
+def test_slices_are_those_of_the_engine():
+    assert (offloaded_state.SLICE_ELEMENTS, offloaded_state.PLACES) == (offloaded.SLICE_ELEMENTS, offloaded.PLACES)
 
 
 def test_logits_are_gone_when_layers_are_computed_again():

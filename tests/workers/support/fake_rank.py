@@ -30,6 +30,7 @@ from workers.comm.regroup import NewGroups
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
+from workers.parallel.data import offloaded
 from workers.parallel.recompute import offload
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ def pretended_gpu() -> Iterator[HostSyncs]:
 
 @dataclass
 class HostMemory:
-    """Of activations, where a rank has them there."""
+    """Of activations and of the optimizer's state, where a rank has them there."""
 
     taken: int = 0
     """Bytes."""
@@ -97,8 +98,14 @@ class HostMemory:
 
 @contextmanager
 def host_memory_apart() -> Iterator[HostMemory]:
-    """Within the block host memory for activations counts for itself; streams are not there, and copies do nothing."""
+    """Within the block host memory for activations and the optimizer's state counts for itself; streams are not there,
+    and copies do nothing."""
     host = HostMemory()
+
+    def state_on_host(elements: int, like: torch.Tensor) -> torch.Tensor:
+        state = torch.empty(offloaded.KINDS, elements, dtype=like.dtype, device="meta")
+        host.taken += state.nbytes
+        return state
 
     def of_host(size: int, pinned: bool) -> torch.Tensor:
         assert pinned
@@ -109,6 +116,10 @@ def host_memory_apart() -> Iterator[HostMemory]:
         stack.enter_context(mock.patch.object(offload, "host_memory", of_host))
         stack.enter_context(mock.patch.object(offload, "copy_streams", lambda _: None))
         stack.enter_context(mock.patch.object(offload.OffloadedLayer, "_copy", lambda *_: None))
+        stack.enter_context(mock.patch.object(offloaded, "host_state", state_on_host))
+        stack.enter_context(mock.patch.object(offloaded, "PinnedMemory", mock.MagicMock()))
+        for name in ("bring", "take_back", "end", "__init__"):
+            stack.enter_context(mock.patch.object(offloaded._Queue, name, lambda *_: None))
         yield host
 
 

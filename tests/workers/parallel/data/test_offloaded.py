@@ -23,6 +23,7 @@ from workers.engine import Engine
 from workers.parallel.data import adamw, offloaded
 from workers.parallel.data.replica_check import SOUND, UNSOUND, ReplicaCheck
 from workers.parallel.data.step_statistics import Loss
+from workers.protocol.messages import Resume
 from workers.snapshot.files import snapshot_files
 from workers.spec.reading import parse_job_spec
 
@@ -151,6 +152,17 @@ def test_a_job_that_lost_a_peer_goes_on_as_if_nothing_had_been(ranks, corpus, tm
         assert through.generations == 3
         assert through.state == without.state
     assert broken[0].rows == expected[0].rows
+
+
+def test_new_processes_go_on_from_snapshots(ranks, corpus, tmp_path):
+    """As after a kill: with the bits of a job that was not killed."""
+    one = job(corpus, True, {"data": 2, **BUCKETS}, precision="bf16")
+    expected = on(ranks, one, train_job)
+    on(ranks, one, train_job, None, str(tmp_path), Resume(), 2)
+    again = on(ranks, one, train_job, None, str(tmp_path), Resume("snapshot", 2))
+    for rank, without in zip(again, expected, strict=True):
+        assert rank.statistics == without.statistics[2:]
+        assert all(torch.equal(rank.state[kind], without.state[kind]) for kind in without.state)
 
 
 def one_step(offload: bool, precision: str, parallel: dict[str, Any], one_pass: bool) -> Engine:
