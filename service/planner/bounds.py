@@ -118,8 +118,10 @@ class Bounds:
         return max(first + held * self._bytes_of_layer(candidate), most)
 
     def _state(self, candidate: Candidate, parameters: int) -> float:
-        """Bytes of parameters, gradients and moments."""
+        """Bytes of parameters, gradients and moments; at least those of parameters, where some are frozen."""
         width = self._width
+        if self.job.train.frozen:
+            return parameters * width
         moved = 0 if self.job.train.optimizer.offload else 8 + (4 if width == 2 else 0)
         return parameters * (width + 4 + moved / candidate.data)
 

@@ -23,6 +23,7 @@ from workers.config import JobSpec
 from workers.spec.divisors import divisors
 from workers.spec.rules import find_problems
 
+FROZEN = ["embedding", "layers.0-22"]
 PAPERS = {"sequence_length": 2048, "vocabulary_size": 51200, "dropout": 0.1}
 
 
@@ -244,3 +245,15 @@ def test_8_bit_products_are_faster_where_there_are_any():
     for answer in (search(narrow, ampere), evaluate(slow.spec.model_copy(update={"train": narrow.train}), ampere)):
         assert answer.plans == ()
         assert "a100-80gb has no 8-bit products: set train.fp8: off" in answer.rejected[0].reason
+
+
+def test_frozen_layers_leave_room_that_a_search_finds():
+    """One device holds the model where next to nothing of it is trained."""
+    spec = job(24, 2048, 16, train={"global_batch_size": 8, "frozen": FROZEN})
+    cluster = a100s(1, 1)
+    needed = worst_rank(search(spec, cluster).plans[0].spec).total
+    device = replace(cluster.machine.accelerator, memory_bytes=1.1 * needed)
+    small = replace(cluster, machine=replace(cluster.machine, accelerator=device))
+    whole = worst_rank(search(job(24, 2048, 16, train={"global_batch_size": 8}), cluster).plans[0].spec)
+    assert whole.total - whole.activations > 2 * needed
+    assert search(spec, small).plans
