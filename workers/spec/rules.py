@@ -423,9 +423,9 @@ def _weights_match_paths(spec: JobSpec) -> Iterator[Problem]:
     weights, paths = spec.data.weights, spec.data.paths
     if weights is None:
         return
-    if len(weights) != len(paths):
+    if not weights or len(weights) != len(paths):
         each = [1.0] * len(paths) if paths else None
-        problem = f"{len(weights)} weights for {len(paths)} paths: each path has one"
+        problem = f"{len(weights) or 'no'} weights for {len(paths) or 'no'} paths: each path has one"
         yield Problem("data.weights", problem, json.dumps(each))
     elif max(weights) / min(weights) > MOST_BETWEEN_WEIGHTS:
         yield Problem(

@@ -466,7 +466,12 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "weights without paths",
         {"data": {"source": "python-stdlib", "paths": [], "weights": [1]}},
-        "data.weights", "1 weights for 0 paths", "null",
+        "data.weights", "1 weights for no paths", "null",
+    ),
+    (
+        "neither weights nor paths",
+        {"data": {"source": "python-stdlib", "paths": [], "weights": []}},
+        "data.weights", "no weights for no paths", "null",
     ),
     (
         "weights too far apart",
