@@ -36,8 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-_FOR_SERVICES, _FOR_ENGINE = "gw0", "gw1"
-"""Which of several processes tests whole services, and which the engine."""
+_FOR_SERVICES, _FOR_ENGINE, _FOR_MACHINES = "gw0", "gw1", "gw2"
+"""Which of several processes tests whole services, which the engine, and which first of all services on machines of
+their own."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -92,33 +93,41 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kind_of_database", kinds, indirect=True, scope="function")
 
 
-_SERVICES, _ENGINE = "tests/e2e", "tests/workers/"
+_SERVICES, _MACHINES, _ENGINE = "tests/e2e", "tests/e2e on machines", "tests/workers/"
+_ON_MACHINES = ("tests/e2e/test_cluster_apart.py", "tests/e2e/test_compose.py")
+"""Services on machines, or in containers, of their own: they need none of what the others share."""
 
 
-def _turn(file: str, process: str) -> int:
-    """When a process takes a file, those of the lowest number first."""
-    if file == _SERVICES:  # nothing else takes so long
-        return 0 if process == _FOR_SERVICES else 3
-    return 1 if file.startswith(_ENGINE) == (process == _FOR_ENGINE) else 2
+def _scope(file: str) -> str:
+    """What one process runs as a whole: a file, or all of the services."""
+    if not file.startswith(f"{_SERVICES}/"):
+        return file
+    return _MACHINES if file in _ON_MACHINES else _SERVICES
+
+
+def _turn(scope: str, process: str) -> int:
+    """When a process takes a scope, those of the lowest number first."""
+    if scope in (_SERVICES, _MACHINES):  # nothing else takes so long
+        return 0 if process == (_FOR_SERVICES if scope == _SERVICES else _FOR_MACHINES) else 3
+    return 1 if scope.startswith(_ENGINE) == (process == _FOR_ENGINE) else 2
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes, one takes the tests of whole services, one after the other, and one those of the engine,
+    """With several processes, two take the tests of whole services, one after the other, and one those of the engine,
     which share eight ranks; whoever has none of its own any more takes what is left."""
     from xdist.scheduler import LoadFileScheduling
 
-    class OneForServices(LoadFileScheduling):
+    class ServicesApart(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = str(super()._split_scope(nodeid))
-            return _SERVICES if file.startswith(f"{_SERVICES}/") else file
+            return _scope(str(super()._split_scope(nodeid)))
 
         def _assign_work_unit(self, node: Any) -> None:
-            first = min(self.workqueue, key=lambda file: _turn(file, node.gateway.id))
+            first = min(self.workqueue, key=lambda scope: _turn(scope, node.gateway.id))
             self.workqueue.move_to_end(first, last=False)
             super()._assign_work_unit(node)
 
-    return OneForServices(config, log)
+    return ServicesApart(config, log)
 
 
 class _Skips:

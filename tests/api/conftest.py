@@ -2,14 +2,17 @@
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
+import typer.testing
 import uvicorn
 
 from api.app import create_app
@@ -173,6 +176,14 @@ class Service:
             metrics.record(session, job_id, generation, 0, 1, rows)
 
         self.store.write(operation)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_read_once() -> Iterator[None]:
+    """By Typer's runner, which otherwise reads the signatures of all commands each time that one is run: it takes
+    longer than the command."""
+    with mock.patch.object(typer.testing, "_get_command", functools.cache(typer.main.get_command)):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from tests.e2e.conftest import EVERY_STEP, SECONDS
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.machines import ROOT
 
-NODES = 4
+NODES = 3
 STEPS = 40
 LAYOUT = (2, 1, 2)
 
@@ -40,10 +40,15 @@ def apart(network, folder, cluster, postgres):
         "MANTA_DATABASE_URL": f"postgresql://manta@{network.address}:{database.port}/{name}",
     }
     made = ApartService(network, folder, cluster, environment)
-    made.until_nodes(NODES)
     yield made
     made.close()
     database.close()
+
+
+@pytest.fixture(autouse=True)
+def all_nodes_are_there(apart):
+    """Whatever the test before did to one."""
+    apart.until_nodes(NODES)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +72,6 @@ def test_job_trains_where_nothing_is_shared(apart, cluster, clean):
     assert not (apart.home / "jobs" / clean / "checkpoints").exists()
 
 
-def test_rank_agent_node_and_control_plane_are_killed_in_turn_and_the_bits_stay(apart, clean):
-    job = apart.submit(spec(apart))
-    apart.lose_all_in_turn(job)
-    assert apart.curve(job) == apart.curve(clean)
-    apart.until_nodes(NODES)
-
-
 @pytest.mark.soak  # its parts: tests/workers/node/test_local_drain.py, tests/e2e/test_nodes.py
 def test_a_node_is_left_on_its_own_word_as_before_a_pod_ends(apart, cluster, clean):
     job = apart.submit(spec(apart))
@@ -86,7 +84,6 @@ def test_a_node_is_left_on_its_own_word_as_before_a_pod_ends(apart, cluster, cle
     apart.until_state(job, "SUCCEEDED")
     assert (apart.curve(job), apart.client.job(job).restarts) == (apart.curve(clean), 0)
     cluster.start_node(leaving)
-    apart.until_nodes(NODES)
 
 
 @pytest.mark.soak  # what is kept and sent: tests/service/job/test_received_lines.py, tests/service/kept_logs
@@ -132,6 +129,12 @@ def test_closed_port_is_named_with_both_ends_and_nothing_else_comes_of_it(apart,
     finally:
         closed.let_in(OPEN)
     apart.until_state(job, "SUCCEEDED")
+
+
+def test_rank_agent_node_and_control_plane_are_killed_in_turn_and_the_bits_stay(apart, clean):
+    job = apart.submit(spec(apart))
+    apart.lose_all_in_turn(job)
+    assert apart.curve(job) == apart.curve(clean)
 
 
 @pytest.mark.soak  # all nodes join a new head: a minute

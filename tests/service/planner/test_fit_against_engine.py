@@ -118,14 +118,14 @@ def verdict(seed: int, all_stages: bool) -> Verdict:
     return Verdict(found.memory.total, made, found.fits, cluster.machine.accelerator.memory_bytes)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_a_dozen_jobs_take_what_they_are_told_to(seed):
+@pytest.mark.parametrize("seed", range(8))
+def test_a_few_jobs_take_what_they_are_told_to(seed):
     answer = verdict(seed, all_stages=False)
     assert answer.told == pytest.approx(answer.made, rel=0.02)
     assert not answer.breaks and not answer.is_wrong
 
 
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 100), marks=pytest.mark.soak)], ids=str)
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 100), marks=pytest.mark.soak)], ids=str)
 def test_jobs_that_save_memory_take_what_they_are_told_to(seeds):
     for seed in seeds:
         spec = saving(seed)

@@ -133,7 +133,13 @@ def test_whoever_waits_for_a_save_that_gets_on_does_not_stand_still(trainer, sto
     assert len(moves) > 1 and all(moves)
 
 
-@pytest.mark.parametrize(("layout", "slow"), [((2, 1, 1), 0), ((2, 1, 1), 1), ((1, 2, 2), 0), ((1, 2, 2), 3)])
+@pytest.mark.parametrize(
+    ("layout", "slow"),
+    [
+        *(((2, 1, 1), 1), ((1, 2, 2), 0)),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in (((2, 1, 1), 0), ((1, 2, 2), 3))),
+    ],
+)
 def test_all_ranks_delay_the_same_saves_and_train_the_same_bits(ranks, corpus, tmp_path, layout, slow):
     document = job(corpus, axes(layout), train={"steps": STEPS}, checkpoint={"every_steps": 2, "keep": 9})
     parallel = ParallelConfig(**axes(layout))

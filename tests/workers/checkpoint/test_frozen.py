@@ -75,17 +75,23 @@ def test_a_checkpoint_holds_each_parameter_and_moments_of_those_that_are_trained
     assert {name for name in tensors if name.startswith("exp_avg.")} == {f"exp_avg.{name}" for name in names - frozen}
 
 
+@pytest.fixture(scope="module")
+def going_on(ranks, corpus, saved, tmp_path_factory):
+    """What each rank found that went on from that checkpoint in the layout in which it was written."""
+    made, folder = document(corpus, WRITER), str(tmp_path_factory.mktemp("on"))
+    path = str(whole_checkpoints(saved[0])[0][0])
+    return ranks.run(parse_job_spec(made).layout, load_and_save, made, path, 2, folder, 2)
+
+
 @pytest.mark.parametrize("layout", [pytest.param("1", marks=pytest.mark.soak), *list(READERS)[1:]])
-def test_any_layout_goes_on_from_a_checkpoint(ranks, corpus, saved, tmp_path, layout):
+def test_any_layout_goes_on_from_a_checkpoint(ranks, corpus, saved, going_on, tmp_path, layout):
     folder, written = saved
     path = whole_checkpoints(folder)[0][0]
     made, sizes = document(corpus, READERS[layout]), ParallelConfig(**READERS[layout])
     by_rank = ranks.run(sizes, load_and_save, made, str(path), 2, str(tmp_path), 2)
     assert_same(loaded(by_rank), loaded(written))
     assert_same(loaded(by_rank, "computing"), loaded(written, "computing"))
-    made = document(corpus, WRITER)
-    on = ranks.run(parse_job_spec(made).layout, load_and_save, made, str(path), 2, str(tmp_path / "on"), 2)
-    for (loss, norm), (other_loss, other_norm) in zip(by_rank[0].statistics, on[0].statistics, strict=True):
+    for (loss, norm), (other_loss, other_norm) in zip(by_rank[0].statistics, going_on[0].statistics, strict=True):
         assert loss == pytest.approx(other_loss, rel=2e-6)
         assert norm == pytest.approx(other_norm, rel=2e-5)
 

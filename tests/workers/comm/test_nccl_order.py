@@ -40,8 +40,8 @@ def assert_sound(programs: Programs) -> None:
 
 
 def test_jobs_of_all_kinds_keep_to_the_rules_of_nccl(corpus, tmp_path):
-    """Every schedule, family, stage of ZeRO, ... with every other, all ranks, with validation, snapshots, checkpoints
-    and comparisons of replicas."""
+    """Every schedule, family, stage of ZeRO, with validation or without, ... with every other, all ranks, with
+    snapshots, checkpoints and comparisons of replicas."""
     for number, (_, job) in enumerate(cover(corpus)):
         assert_sound(recorded_job(job, 1, tmp_path / str(number)))
 

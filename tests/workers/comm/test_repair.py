@@ -53,7 +53,7 @@ def test_cut_at_any_message_changes_no_bit(ranks, corpus, tmp_path, backend, nam
         train={
             "steps": STEPS,
             "global_batch_size": 8,
-            "micro_batch_size": 1,
+            "micro_batch_size": 2,
             "time_parts_every": 2,
             "precision": precision,
         },

@@ -71,9 +71,16 @@ def test_the_loss_follows_that_of_16_bits(curves, kind):
     assert losses == pytest.approx(expected, rel=0.015)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_layouts_follow_one_curve(ranks, curves, kind):
-    for layout, parallel in LAYOUTS:
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        *(("tensorwise", LAYOUTS[::2]), ("rowwise", LAYOUTS[1::2])),
+        *(pytest.param(kind, LAYOUTS, marks=pytest.mark.soak) for kind in KINDS),
+    ],
+    ids=["tensorwise, some", "rowwise, some", "tensorwise, all", "rowwise, all"],
+)
+def test_layouts_follow_one_curve(ranks, curves, kind, layouts):
+    for layout, parallel in layouts:
         (by_rank,) = run(ranks, [job(kind, layout, **parallel)], 10)
         for rank in by_rank:
             assert rank.losses == by_rank[0].losses, "all ranks say the same"

@@ -95,10 +95,8 @@ def plain_run(document: dict) -> tuple[dict[str, torch.Tensor], list[float], lis
     ],
 )  # fmt: skip
 def test_layouts_train_what_a_plain_loop_trains(ranks, layout, parallel, tied, deterministic, some):
-    jobs = [
-        job(frozen, layout, tied, parallel=parallel, train={"global_batch_size": 12, "deterministic": deterministic})
-        for frozen in list(FROZEN.values())[some]
-    ]
+    train = {"global_batch_size": 12, "micro_batch_size": 3, "deterministic": deterministic}
+    jobs = [job(frozen, layout, tied, parallel=parallel, train=train) for frozen in list(FROZEN.values())[some]]
     weights = random_weights(parse_job_spec(jobs[0]))
     by_rank = ranks.run(
         parse_job_spec(jobs[0]).layout,

@@ -69,8 +69,9 @@ DATA: dict[str, dict[str, Any]] = {
     "apart": {"documents": "apart", "source": "megatron"},
     "conversations": {"source": "chat", "template": "chatml"},
 }
-# Of these every three choices occur together, of the others every two.
 LAYOUT = ("schedule", "tensor", "pipeline", "data", "sequence_parallel", "recompute", "zero")
+SIZES = LAYOUT[:4]
+"""Of these every three choices occur together, of the others every two; in the soak, of all of LAYOUT."""
 
 RULES: tuple[Callable[..., bool], ...] = (
     lambda tensor, pipeline, data: tensor * pipeline * data <= 8,
@@ -125,9 +126,9 @@ def admissible(choices: Choices) -> bool:
     return any(admissible(choices | {(open_factor, value)}) for value in FACTORS[open_factor])
 
 
-def combinations_to_cover() -> Iterator[Choices]:
-    """Every admissible two choices, and every admissible three of the layout's."""
-    groups = [*itertools.combinations(LAYOUT, 3), *itertools.combinations(FACTORS, 2)]
+def combinations_to_cover(of_three: tuple[str, ...]) -> Iterator[Choices]:
+    """Every admissible two choices, and every admissible three of the factors `of_three`."""
+    groups = [*itertools.combinations(of_three, 3), *itertools.combinations(FACTORS, 2)]
     for group in groups:
         for values in itertools.product(*(FACTORS[name] for name in group)):
             choices = frozenset(zip(group, values, strict=True))
@@ -136,11 +137,11 @@ def combinations_to_cover() -> Iterator[Choices]:
 
 
 @functools.cache
-def covering_array() -> tuple[Row, ...]:
+def covering_array(of_three: tuple[str, ...]) -> tuple[Row, ...]:
     """Rows that together have every combination; greedy: each is the best of a few that were built choice by choice,
     each choice the one that brings the most that no row has yet."""
     generator = random.Random(0)
-    waiting = dict.fromkeys(combinations_to_cover())
+    waiting = dict.fromkeys(combinations_to_cover(of_three))
     by_choice: dict[tuple[str, Any], set[Choices]] = defaultdict(set)
     for combination in waiting:
         for choice in combination:
@@ -170,10 +171,15 @@ def covering_array() -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def test_the_array_covers_every_pair_and_every_triple_of_the_layout():
-    rows = [frozenset(row.items()) for row in covering_array()]
-    assert all(row.keys() == FACTORS.keys() and allowed(row) for row in covering_array())
-    for combination in combinations_to_cover():
+OF_THREE = pytest.mark.parametrize("of_three", [SIZES, pytest.param(LAYOUT, marks=pytest.mark.soak)], ids="-".join)
+
+
+@OF_THREE
+def test_the_array_covers_every_pair_and_every_triple_of_the_layout(of_three):
+    array = covering_array(of_three)
+    rows = [frozenset(row.items()) for row in array]
+    assert all(row.keys() == FACTORS.keys() and allowed(row) for row in array)
+    for combination in combinations_to_cover(of_three):
         assert any(combination <= row for row in rows), sorted(combination)
 
 
@@ -252,9 +258,9 @@ def conversations(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.cache
-def references() -> list[tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]]:
-    """(weights, loss, gradients) of the plain model in fp64 for every row of the array."""
-    return [reference(row) for row in covering_array()]
+def references(of_three: tuple[str, ...]) -> list[tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]]:
+    """(weights, loss, gradients) of the plain model in fp64 for every row of an array."""
+    return [reference(row) for row in covering_array(of_three)]
 
 
 def reference(row: Row) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
@@ -291,28 +297,30 @@ SIZES_AND_PRECISIONS = [
 ]
 
 
+@OF_THREE
 @pytest.mark.parametrize(("sizes", "dtype", "tolerance"), SIZES_AND_PRECISIONS)
-def test_gradients_equal_those_of_a_plain_model(ranks, sizes, dtype, tolerance):
-    numbers = [
-        number for number, row in enumerate(covering_array()) if sizes == (row["tensor"], row["pipeline"], row["data"])
+def test_gradients_equal_those_of_a_plain_model(ranks, sizes, dtype, tolerance, of_three):
+    rows = [
+        (row, expected)
+        for row, expected in zip(covering_array(of_three), references(of_three), strict=True)
+        if sizes == (row["tensor"], row["pipeline"], row["data"])
     ]
     # Under zb-v one rank holds both ends of the model, so the ranks are connected in another way.
     for of_zb_v in (False, True):
-        together = [n for n in numbers if (covering_array()[n]["schedule"] == "zb-v") == of_zb_v]
+        together = [each for each in rows if (each[0]["schedule"] == "zb-v") == of_zb_v]
         if together:
             compare(ranks, together, dtype, tolerance)
 
 
-def compare(ranks: Any, numbers: list[int], dtype: torch.dtype, tolerance: float) -> None:
-    """Run these rows of the array, which have one layout, and compare each with its reference."""
-    rows = [covering_array()[number] for number in numbers]
-    jobs, expected = [job(row) for row in rows], [references()[number] for number in numbers]
+def compare(ranks: Any, rows: list[tuple[Row, Any]], dtype: torch.dtype, tolerance: float) -> None:
+    """Run rows of one layout, and compare each with its reference."""
+    jobs = [job(row) for row, _ in rows]
     layout = parse_job_spec(jobs[0]).layout
-    weights = [light(start) for start, _, _ in expected]
-    by_rank = ranks.run(layout, run_steps, jobs, weights, [[windows(row)] for row in rows], dtype)
-    for number, (start, loss, gradients) in enumerate(expected):
+    weights = [light(start) for _, (start, _, _) in rows]
+    by_rank = ranks.run(layout, run_steps, jobs, weights, [[windows(row)] for row, _ in rows], dtype)
+    for number, (row, (start, loss, gradients)) in enumerate(rows):
         steps = [rank[number] for rank in by_rank]
-        check(rows[number], steps, loss, gradients, tolerance)
+        check(row, steps, loss, gradients, tolerance)
         shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
         after = assemble(shapes, [placed for rank in steps for placed in rank.parameters])
         assert not any(torch.equal(after[name].double(), start[name]) for name in start), "a step changes all"

@@ -38,7 +38,14 @@ def training_job(corpus: str, layout: tuple[int, int, int], **train) -> dict:
     optimizer = {"learning_rate": 3e-3, "warmup_steps": 5}
     return document(
         data={"paths": [corpus], "validation_fraction": 0.1, "validation": sets},
-        train={"steps": STEPS, "validate_every": 8, "validation_batches": 3, "optimizer": optimizer, **train},
+        train={
+            "steps": STEPS,
+            "micro_batch_size": 2,
+            "validate_every": 8,
+            "validation_batches": 3,
+            "optimizer": optimizer,
+            **train,
+        },
         parallel=axes(layout),
     )
 
@@ -118,7 +125,7 @@ def test_the_same_layout_twice_gives_the_same_bits(ranks, corpus):
         assert all(torch.equal(a.state[kind], b.state[kind]) for kind in a.state)
 
 
-@pytest.mark.parametrize("micro_batch_size", [2, 4])
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_gradient_accumulation_does_not_change_the_curve(ranks, corpus, curve, micro_batch_size):
     job = training_job(corpus, (1, 1, 1), micro_batch_size=micro_batch_size)
     rows = ranks.run(ParallelConfig(), train_job, job, None, None, START, 10)[0].rows

@@ -33,7 +33,7 @@ def job(groups: tuple[str, ...], layout: tuple[int, int, int], tied: bool = True
     }  # fmt: skip
     return document(
         model={"layers": 2, "hidden_size": 16, "tie_embeddings": tied},
-        train={"steps": STEPS, "optimizer": optimizer},
+        train={"steps": STEPS, "micro_batch_size": 2, "optimizer": optimizer},
         parallel={**axes(layout), "bucket_megabytes": 0.002, **parallel},
     )
 

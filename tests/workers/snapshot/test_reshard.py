@@ -110,8 +110,13 @@ def written(ranks, corpus, tmp_path_factory) -> dict[str, Written]:
     return {name: written_by(name, ranks, corpus, folder / name.replace(" ", "-")) for name in LAYOUTS}
 
 
+PAIRS = [pair for pair in itertools.permutations(LAYOUTS, 2) if "1" in pair or "zb-v" in "".join(pair)]
+IN_TURN = dict(zip(LAYOUTS, (*list(LAYOUTS)[3:], *list(LAYOUTS)[:3]), strict=True))
+"""Each layout once as the old one and once as the new one."""
+
+
 @pytest.mark.parametrize(
-    ("old", "new"), [pair for pair in itertools.permutations(LAYOUTS, 2) if "1" in pair or "zb-v" in "".join(pair)]
+    ("old", "new"), [*IN_TURN.items(), *(pytest.param(*each, marks=pytest.mark.soak) for each in PAIRS)]
 )
 def test_parameters_and_moments_are_the_same_bits_in_every_layout(written, ranks, corpus, tmp_path, old, new):
     source = written[old].copied(tmp_path / "shared")

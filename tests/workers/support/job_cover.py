@@ -33,8 +33,9 @@ FACTORS: Factors = {
     "rolls_back": (False, True),
     # Layers more than virtual stages, all on the last of them; None: shared out evenly.
     "more_on_the_last": (None, 2),
+    "validates": (True, False),
 }
-_CANDIDATES, _SEED = 20, 7
+_CANDIDATES, _SEED = 200, 1
 
 
 class NotWanted(Exception):
@@ -64,7 +65,7 @@ def job_of(row: Row, corpus: str, **more: dict[str, Any]) -> JobSpec:
             "kv_heads": 2 if row["family"] != "gpt" else None,
         },
         "data": {"paths": [corpus], "validation_fraction": 0.2},
-        "train": train | numbers | {"validate_every": 1, "validation_batches": 1},
+        "train": train | numbers | {"validate_every": int(row["validates"]), "validation_batches": 1},
         "parallel": layout,
         "checkpoint": {"every_steps": 1},
         "recovery": {"check_replicas_every": 1, "nonfinite": "roll_back" if row["rolls_back"] else "fail"},

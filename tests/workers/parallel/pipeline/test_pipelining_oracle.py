@@ -29,11 +29,13 @@ def job(schedule: str, virtual_stages: int, stages: int, micro_batches: int, tie
     )
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+CASES = [("gpipe", 1, 4), ("1f1b", 1, 4), ("interleaved", 2, 4), ("interleaved", 3, 2), ("zb-v", 2, 2), ("zb-v", 2, 4)]
+IN_SOAK = [("gpipe", 1, 2), ("1f1b", 1, 2), ("interleaved", 2, 2), ("interleaved", 3, 4)]
+
+
 @pytest.mark.parametrize(
-    ("schedule", "virtual_stages"),
-    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-v", 2)],
-    ids=["gpipe", "1f1b", "interleaved x 2", "interleaved x 3", "zb-v"],
+    ("schedule", "virtual_stages", "stages"),
+    [*CASES, *(pytest.param(*each, marks=pytest.mark.soak) for each in IN_SOAK)],
 )
 def test_gradients_equal_those_of_torch_pipelining(ranks, schedule, virtual_stages, stages):
     jobs = [job(schedule, virtual_stages, stages, 2 * stages, tied) for tied in (False, True)]
