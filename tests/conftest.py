@@ -72,7 +72,7 @@ _ON_BOTH = (
     "tests/api/test_jobs.py",
     "tests/api/test_job_lists.py",
     "tests/service/store",
-    "tests/service/test_scheduler.py",
+    "tests/service/scheduler",
     "tests/api/test_all_events.py",
     "tests/api/test_edits.py",
 )

@@ -11,7 +11,7 @@ from tests.e2e.network import Network
 from tests.e2e.ray_nodes import SLOTS, Node
 from tests.e2e.test_gpus import CPU, ON_CPU, devices, on_gpus, running
 
-# The decisions: tests/service/test_scheduler.py, tests/service/job; on one node: test_gpus.py.
+# The decisions: tests/service/scheduler, tests/service/job; on one node: test_gpus.py.
 pytestmark = pytest.mark.soak
 HEAD_GPUS, NODE_GPUS = 2, 3
 STEPS, HELD_AT = 30, 8

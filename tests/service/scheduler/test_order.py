@@ -6,55 +6,13 @@ import time
 import pytest
 
 from service.cluster.errors import ClusterUnavailable
-from service.cluster.node_shapes import shapes_in
-from service.cluster.placement_groups import NotPlaced
 from service.leases.errors import LeaseLost
-from service.scheduler import PLACEMENT_SECONDS, Scheduler
-from service.states import JobState
-from service.store import generations, jobs, leases, pauses
+from service.scheduler import Scheduler
+from service.store import generations, jobs, pauses
 from service.stored_specs import stored_spec
-from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.queue import LARGE, cancel, free, has, job_now
 from tests.service.support.waiting import reached
 from workers.data import roots
-
-LARGE = {"steps": 2, "global_batch_size": 24, "micro_batch_size": 1}
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    return FakeCluster(tmp_path, node=8)
-
-
-@pytest.fixture
-def nodes(cluster):
-    return cluster.nodes
-
-
-def free(nodes):
-    return nodes.slots["node"] - nodes.used["node"]
-
-
-def has(nodes, total, free=None):
-    """The node has so many slots, of which so many are free (None: all)."""
-    nodes.slots["node"], nodes.used["node"] = total, total - (total if free is None else free)
-
-
-@pytest.fixture
-def look(store, cluster):
-    """One pass over the queue; answers (job, generation) of the jobs that were handed to supervisors."""
-
-    def once():
-        placed = []
-        scheduler = Scheduler(store, cluster, lambda job, generation: placed.append((job.id, generation)))
-        asyncio.run(scheduler._round())
-        return placed
-
-    return once
-
-
-def job_now(store, job):
-    with store.read() as session:
-        return jobs.get(session, job.id)
 
 
 def test_job_that_fits_is_starting_and_handed_over(store, submit, look, cluster):
@@ -124,15 +82,6 @@ def test_waiting_job_says_what_is_wrong_with_nodes(store, submit, look, cluster)
     assert "0 of 0 are free; node " in message and "has no Manta" in message
     if len(cluster.nodes.slots) > 1:
         assert f"(and {len(cluster.nodes.slots) - 1} more nodes with problems)" in message
-
-
-def test_job_is_being_placed_until_it_has_an_owner(store, submit, cluster):
-    """The loop that gives owners to jobs without one may not take it meanwhile."""
-    job = submit()
-    seen = []
-    looking = Scheduler(store, cluster, lambda placed, generation: seen.append(set(looking.placing)))
-    asyncio.run(looking._round())
-    assert (seen, looking.placing) == ([{job.id}], set())
 
 
 def test_nodes_on_which_the_job_kept_failing_are_avoided(store, submit, look, cluster):
@@ -234,74 +183,11 @@ def test_priority_comes_before_age(submit, look, nodes):
     assert look() == [(urgent.id, 1)]
 
 
-def cancel(store, job):
-    store.write(lambda session: jobs.request_cancel(session, job.id))
-
-
 def test_job_cancelled_in_the_queue_is_never_placed(store, submit, look):
     job = submit()
     cancel(store, job)
     assert look() == []
     assert job_now(store, job).state == "CANCELLED"
-
-
-def test_job_that_got_no_placement_goes_on_waiting(store, submit, look, cluster):
-    def refuse():
-        raise NotPlaced("not in time")
-
-    cluster.groups.refuse = refuse
-    job = submit()
-    assert look() == []
-    assert job_now(store, job).state == "QUEUED"
-
-
-def test_job_that_got_no_placement_in_time_keeps_its_turn(submit, look, cluster):
-    def refuse():
-        cluster.groups.refuse = lambda: None
-        raise NotPlaced("not in time")
-
-    cluster.groups.refuse = refuse
-    large, small = submit(parallel={"tensor": 2}), submit()
-    assert look() == []
-    assert [job for job, _ in look()] == [large.id, small.id]
-
-
-def test_job_whose_placement_fails_for_any_reason_goes_on_waiting(store, submit, look, cluster):
-    def refuse():
-        raise OSError("nobody expected this")
-
-    cluster.groups.refuse = refuse
-    job = submit()
-    assert look() == []
-    assert job_now(store, job).state == "QUEUED"
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_job_cancelled_while_it_is_placed_gets_an_owner_that_ends_it(store, submit, look, refused, cluster):
-    job = submit()
-
-    def cancel_meanwhile():
-        cancel(store, job)
-        if refused:
-            raise NotPlaced("not in time")
-
-    cluster.groups.refuse = cancel_meanwhile
-    assert look() == [(job.id, 1)]
-    assert job_now(store, job).state == JobState.CANCELLING
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_job_paused_while_it_is_placed_gets_an_owner_that_gives_the_places_back(store, submit, look, refused, cluster):
-    job = submit()
-
-    def pause_meanwhile():
-        store.write(lambda session: pauses.request_pause(session, job.id))
-        if refused:
-            raise NotPlaced("not in time")
-
-    cluster.groups.refuse = pause_meanwhile
-    assert look() == [(job.id, 1)]
-    assert job_now(store, job).state == JobState.PAUSING
 
 
 def test_paused_job_has_no_turn(store, submit, look):
@@ -323,17 +209,6 @@ def test_queue_is_looked_at_again_after_ray_failed(store, cluster, nodes, submit
     asyncio.run(asyncio.wait_for(body(), 10))
 
 
-def test_failure_to_place_says_why_the_job_waits(store, submit, look, cluster):
-    def refuse():
-        raise NotPlaced("not in time")
-
-    cluster.groups.refuse = refuse
-    job = submit()
-    look()
-    stored = job_now(store, job)
-    assert (stored.reason, stored.message) == ("insufficient_slots", "not in time")
-
-
 def test_shortage_of_gpus_is_called_one(store, submit, look, nodes):
     nodes.accelerated = {"node": (2, 1)}
     job = submit(parallel={"tensor": 2}, resources={"accelerator": "gpu"})
@@ -341,17 +216,6 @@ def test_shortage_of_gpus_is_called_one(store, submit, look, nodes):
     stored = job_now(store, job)
     assert (stored.reason, stored.waiting_for) == ("insufficient_gpus", {"unit": "gpus", "needed": 2, "available": 0})
     assert stored.message == "needs 2 GPUs in groups of 2 on one node, 0 of 2 are free"
-
-
-def test_failure_to_place_on_gpus_is_called_a_shortage_of_them(store, submit, look, cluster, nodes):
-    def refuse():
-        raise NotPlaced("not in time")
-
-    nodes.accelerated = {"node": (2, 2)}
-    cluster.groups.refuse = refuse
-    job = submit()
-    look()
-    assert job_now(store, job).reason == "insufficient_gpus"
 
 
 @pytest.mark.parametrize("accelerator", ["auto", "gpu"])
@@ -383,74 +247,6 @@ def test_job_that_waits_for_slots_does_not_hold_back_those_that_take_gpus(submit
     submit(parallel={"tensor": 2}, resources=cpu), submit(resources=cpu)
     on_gpu = submit()
     assert look() == [(on_gpu.id, 1)]
-
-
-@pytest.fixture
-def look_holding(store, cluster, own_leases):
-    """As `look`, of a control plane that holds the jobs that it places."""
-
-    def once():
-        placed = []
-        scheduler = Scheduler(
-            store,
-            cluster,
-            lambda job, generation: placed.append((job.id, generation, own_leases.of(job.id) is not None)),
-            leases=own_leases,
-        )
-        asyncio.run(scheduler._round())
-        return placed
-
-    return once
-
-
-def owned_by(store, plane):
-    with store.read() as session:
-        return leases.owned(session, plane)
-
-
-def test_job_that_is_placed_is_held_before_it_is_handed_over(store, submit, look_holding, own_leases):
-    job = submit()
-    assert look_holding() == [(job.id, 1, True)]
-    assert (own_leases.of(job.id).epoch, owned_by(store, "me")) == (1, {job.id})
-
-
-def test_job_that_got_no_placement_is_free_for_others(store, submit, look_holding, own_leases, cluster):
-    def refuse():
-        raise NotPlaced("not in time")
-
-    cluster.groups.refuse = refuse
-    job = submit()
-    assert look_holding() == []
-    assert own_leases.of(job.id) is None
-    assert owned_by(store, "me") == set()
-    cluster.groups.refuse = lambda: None
-    assert look_holding() == [(job.id, 1, True)], "and placed when there is room"
-
-
-def test_job_cancelled_while_it_is_placed_in_vain_stays_held_for_its_owner(store, submit, look_holding, cluster):
-    job = submit()
-
-    def cancel_meanwhile():
-        cancel(store, job)
-        raise NotPlaced("not in time")
-
-    cluster.groups.refuse = cancel_meanwhile
-    assert look_holding() == [(job.id, 1, True)]
-    assert owned_by(store, "me") == {job.id}
-
-
-@pytest.mark.parametrize("holder", ["other", "me"])
-def test_job_that_somebody_has_not_quite_left_waits_as_it_was(store, submit, look_holding, own_leases, cluster, holder):
-    job = submit()
-    if holder == "me":
-        asyncio.run(own_leases.claim(job.id))
-    else:
-        store.write(lambda session: leases.claim(session, job.id, "other"))
-    assert look_holding() == []
-    assert (job_now(store, job).state, owned_by(store, holder)) == ("QUEUED", {job.id})
-    assert cluster.groups.acquired == []
-    again = Scheduler(store, cluster, lambda job, generation: None, leases=own_leases)
-    assert asyncio.run(again._round()), "it is looked at again"
 
 
 @pytest.fixture
@@ -499,32 +295,6 @@ def test_queue_in_which_somebody_waits_is_looked_at_now_and_then(rounds, monkeyp
         await reached(lambda: len(looks) == 3)
 
     assert rounds(wait, True, True, False) == 3
-
-
-def test_job_that_has_run_before_is_placed_under_the_number_of_its_next_generation(store, submit, look, cluster):
-    job = submit()
-    for _ in range(3):
-        store.write(lambda s: generations.begin(s, job.id, "test", False))
-    assert look() == [(job.id, 4)]
-    assert [each[:2] for each in cluster.groups.acquired] == [(job.id, 4)]
-
-
-def test_places_are_of_the_unit_that_the_job_takes_and_are_waited_for_a_while(
-    store, submit, look, cluster, monkeypatch
-):
-    async def yes():
-        return True
-
-    async def acquire(job, generation, layout, unit, timeout, avoid=()):
-        asked.append((unit, timeout, layout.tensor))
-
-    asked = []
-    monkeypatch.setattr(cluster.nodes, "has_gpus", yes)
-    monkeypatch.setattr(cluster.groups, "acquire", acquire)
-    submit(parallel={"tensor": 2})
-    submit(resources={"accelerator": "cpu"})
-    look()
-    assert asked == [("GPU", PLACEMENT_SECONDS, 2), ("manta_slot", PLACEMENT_SECONDS, 1)]
 
 
 def test_trouble_of_the_database_is_no_fault_of_the_job_that_was_looked_at(store, submit, look, monkeypatch):
@@ -582,81 +352,3 @@ def test_job_that_only_waits_is_not_decided_yet(store, submit, look, nodes):
     job = submit()
     look()
     assert stored_spec(job_now(store, job)).spec.resources.accelerator == "auto"
-
-
-@pytest.fixture
-def growing(cluster, nodes):
-    """A cluster without nodes, to which an autoscaler can add two of four slots."""
-    nodes.slots.clear()
-    nodes.shapes = shapes_in("small=2x4 slots")
-    return cluster
-
-
-def asked(cluster):
-    return [int(bundle["manta_slot"]) for bundle in cluster.requests.bundles]
-
-
-def add_node(cluster, name):
-    cluster.nodes.slots[name], cluster.nodes.used[name], cluster.nodes.types[name] = 4, 0, "small"
-
-
-def test_waiting_job_asks_for_its_bundles_and_says_so(store, submit, look, growing):
-    job = submit(parallel={"tensor": 2, "data": 3})
-    assert look() == []
-    assert asked(growing) == [2, 2, 2]
-    stored = job_now(store, job)
-    assert stored.reason == "insufficient_slots"
-    assert stored.message == (
-        "needs 6 slots in groups of 2 on one node, 0 of 0 are free; nodes for 6 of them are asked for: "
-        "the autoscaler can have 2 small of 4 slots"
-    )
-
-
-def test_nothing_is_asked_for_once_the_job_is_placed(submit, look, growing):
-    job = submit(parallel={"data": 4})
-    look()
-    add_node(growing, "first")
-    assert look() == [(job.id, 1)]
-    assert asked(growing) == []
-
-
-def test_job_without_room_in_all_that_can_be_added_steps_aside_and_says_what_there_could_be(
-    store, submit, look, growing
-):
-    never, fits = submit(parallel={"data": 12}, train=LARGE), submit(parallel={"data": 4})
-    assert look() == []
-    assert asked(growing) == [1] * 4
-    message = job_now(store, never).message
-    assert "too little even with all that can be added: the autoscaler can have 2 small of 4 slots" in message
-    assert "asked for" in job_now(store, fits).message
-
-
-def test_those_behind_the_first_ask_as_far_as_they_fit_beside_it(submit, look, growing):
-    for data in (4, 2, 4, 1):
-        submit(parallel={"data": data})
-    look()
-    assert asked(growing) == [1] * 6, "the third does not fit, so the fourth has no turn either"
-
-
-def test_job_that_others_leave_no_room_to_grow_for_asks_for_nothing(store, submit, look, growing):
-    add_node(growing, "first")
-    growing.nodes.used["first"] = 4
-    job = submit(parallel={"data": 8}, train=LARGE)
-    assert look() == [] and asked(growing) == []
-    assert "jobs that run take too much of what can be added" in job_now(store, job).message
-
-
-def test_elastic_job_asks_for_as_much_as_there_could_be(submit, look, growing):
-    submit(parallel={"tensor": 2, "data": 8}, train=LARGE, elastic={"min_data": 1, "max_data": 8})
-    look()
-    assert asked(growing) == [2] * 4
-
-
-def test_nodes_at_rest_are_woken_for_a_job_that_fits_there_only(submit, look, growing):
-    add_node(growing, "first")
-    growing.nodes.at_rest.add("first")
-    large = submit(parallel={"data": 8}, train=LARGE)
-    assert look() == [] and growing.nodes.at_rest == {"first"}
-    add_node(growing, "second")
-    assert look() == [(large.id, 1)]
-    assert growing.nodes.at_rest == set()

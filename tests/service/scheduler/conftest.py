@@ -1,0 +1,31 @@
+"""A scheduler, and a cluster of one node that exists on paper."""
+
+import asyncio
+
+import pytest
+
+from service.scheduler import Scheduler
+from tests.service.support.fake_cluster import FakeCluster
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return FakeCluster(tmp_path, node=8)
+
+
+@pytest.fixture
+def nodes(cluster):
+    return cluster.nodes
+
+
+@pytest.fixture
+def look(store, cluster):
+    """One pass over the queue; answers (job, generation) of the jobs that were handed to supervisors."""
+
+    def once():
+        placed = []
+        scheduler = Scheduler(store, cluster, lambda job, generation: placed.append((job.id, generation)))
+        asyncio.run(scheduler._round())
+        return placed
+
+    return once

@@ -1,0 +1,84 @@
+"""Jobs that wait while nodes can be added, or woken."""
+
+import pytest
+
+from service.cluster.node_shapes import shapes_in
+from tests.service.support.queue import LARGE, job_now
+
+
+@pytest.fixture
+def growing(cluster, nodes):
+    """A cluster without nodes, to which an autoscaler can add two of four slots."""
+    nodes.slots.clear()
+    nodes.shapes = shapes_in("small=2x4 slots")
+    return cluster
+
+
+def asked(cluster):
+    return [int(bundle["manta_slot"]) for bundle in cluster.requests.bundles]
+
+
+def add_node(cluster, name):
+    cluster.nodes.slots[name], cluster.nodes.used[name], cluster.nodes.types[name] = 4, 0, "small"
+
+
+def test_waiting_job_asks_for_its_bundles_and_says_so(store, submit, look, growing):
+    job = submit(parallel={"tensor": 2, "data": 3})
+    assert look() == []
+    assert asked(growing) == [2, 2, 2]
+    stored = job_now(store, job)
+    assert stored.reason == "insufficient_slots"
+    assert stored.message == (
+        "needs 6 slots in groups of 2 on one node, 0 of 0 are free; nodes for 6 of them are asked for: "
+        "the autoscaler can have 2 small of 4 slots"
+    )
+
+
+def test_nothing_is_asked_for_once_the_job_is_placed(submit, look, growing):
+    job = submit(parallel={"data": 4})
+    look()
+    add_node(growing, "first")
+    assert look() == [(job.id, 1)]
+    assert asked(growing) == []
+
+
+def test_job_without_room_in_all_that_can_be_added_steps_aside_and_says_what_there_could_be(
+    store, submit, look, growing
+):
+    never, fits = submit(parallel={"data": 12}, train=LARGE), submit(parallel={"data": 4})
+    assert look() == []
+    assert asked(growing) == [1] * 4
+    message = job_now(store, never).message
+    assert "too little even with all that can be added: the autoscaler can have 2 small of 4 slots" in message
+    assert "asked for" in job_now(store, fits).message
+
+
+def test_those_behind_the_first_ask_as_far_as_they_fit_beside_it(submit, look, growing):
+    for data in (4, 2, 4, 1):
+        submit(parallel={"data": data})
+    look()
+    assert asked(growing) == [1] * 6, "the third does not fit, so the fourth has no turn either"
+
+
+def test_job_that_others_leave_no_room_to_grow_for_asks_for_nothing(store, submit, look, growing):
+    add_node(growing, "first")
+    growing.nodes.used["first"] = 4
+    job = submit(parallel={"data": 8}, train=LARGE)
+    assert look() == [] and asked(growing) == []
+    assert "jobs that run take too much of what can be added" in job_now(store, job).message
+
+
+def test_elastic_job_asks_for_as_much_as_there_could_be(submit, look, growing):
+    submit(parallel={"tensor": 2, "data": 8}, train=LARGE, elastic={"min_data": 1, "max_data": 8})
+    look()
+    assert asked(growing) == [2] * 4
+
+
+def test_nodes_at_rest_are_woken_for_a_job_that_fits_there_only(submit, look, growing):
+    add_node(growing, "first")
+    growing.nodes.at_rest.add("first")
+    large = submit(parallel={"data": 8}, train=LARGE)
+    assert look() == [] and growing.nodes.at_rest == {"first"}
+    add_node(growing, "second")
+    assert look() == [(large.id, 1)]
+    assert growing.nodes.at_rest == set()

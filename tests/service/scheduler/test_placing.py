@@ -1,0 +1,190 @@
+"""What becomes of a job while it is placed, and who has it then."""
+
+import asyncio
+
+import pytest
+
+from service.cluster.placement_groups import NotPlaced
+from service.scheduler import PLACEMENT_SECONDS, Scheduler
+from service.states import JobState
+from service.store import generations, leases, pauses
+from tests.service.support.queue import cancel, job_now, owned_by
+
+
+def test_job_is_being_placed_until_it_has_an_owner(store, submit, cluster):
+    """The loop that gives owners to jobs without one may not take it meanwhile."""
+    job = submit()
+    seen = []
+    looking = Scheduler(store, cluster, lambda placed, generation: seen.append(set(looking.placing)))
+    asyncio.run(looking._round())
+    assert (seen, looking.placing) == ([{job.id}], set())
+
+
+def test_job_that_got_no_placement_goes_on_waiting(store, submit, look, cluster):
+    def refuse():
+        raise NotPlaced("not in time")
+
+    cluster.groups.refuse = refuse
+    job = submit()
+    assert look() == []
+    assert job_now(store, job).state == "QUEUED"
+
+
+def test_job_that_got_no_placement_in_time_keeps_its_turn(submit, look, cluster):
+    def refuse():
+        cluster.groups.refuse = lambda: None
+        raise NotPlaced("not in time")
+
+    cluster.groups.refuse = refuse
+    large, small = submit(parallel={"tensor": 2}), submit()
+    assert look() == []
+    assert [job for job, _ in look()] == [large.id, small.id]
+
+
+def test_job_whose_placement_fails_for_any_reason_goes_on_waiting(store, submit, look, cluster):
+    def refuse():
+        raise OSError("nobody expected this")
+
+    cluster.groups.refuse = refuse
+    job = submit()
+    assert look() == []
+    assert job_now(store, job).state == "QUEUED"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_job_cancelled_while_it_is_placed_gets_an_owner_that_ends_it(store, submit, look, refused, cluster):
+    job = submit()
+
+    def cancel_meanwhile():
+        cancel(store, job)
+        if refused:
+            raise NotPlaced("not in time")
+
+    cluster.groups.refuse = cancel_meanwhile
+    assert look() == [(job.id, 1)]
+    assert job_now(store, job).state == JobState.CANCELLING
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_job_paused_while_it_is_placed_gets_an_owner_that_gives_the_places_back(store, submit, look, refused, cluster):
+    job = submit()
+
+    def pause_meanwhile():
+        store.write(lambda session: pauses.request_pause(session, job.id))
+        if refused:
+            raise NotPlaced("not in time")
+
+    cluster.groups.refuse = pause_meanwhile
+    assert look() == [(job.id, 1)]
+    assert job_now(store, job).state == JobState.PAUSING
+
+
+def test_failure_to_place_says_why_the_job_waits(store, submit, look, cluster):
+    def refuse():
+        raise NotPlaced("not in time")
+
+    cluster.groups.refuse = refuse
+    job = submit()
+    look()
+    stored = job_now(store, job)
+    assert (stored.reason, stored.message) == ("insufficient_slots", "not in time")
+
+
+def test_failure_to_place_on_gpus_is_called_a_shortage_of_them(store, submit, look, cluster, nodes):
+    def refuse():
+        raise NotPlaced("not in time")
+
+    nodes.accelerated = {"node": (2, 2)}
+    cluster.groups.refuse = refuse
+    job = submit()
+    look()
+    assert job_now(store, job).reason == "insufficient_gpus"
+
+
+@pytest.fixture
+def look_holding(store, cluster, own_leases):
+    """As `look`, of a control plane that holds the jobs that it places."""
+
+    def once():
+        placed = []
+        scheduler = Scheduler(
+            store,
+            cluster,
+            lambda job, generation: placed.append((job.id, generation, own_leases.of(job.id) is not None)),
+            leases=own_leases,
+        )
+        asyncio.run(scheduler._round())
+        return placed
+
+    return once
+
+
+def test_job_that_is_placed_is_held_before_it_is_handed_over(store, submit, look_holding, own_leases):
+    job = submit()
+    assert look_holding() == [(job.id, 1, True)]
+    assert (own_leases.of(job.id).epoch, owned_by(store, "me")) == (1, {job.id})
+
+
+def test_job_that_got_no_placement_is_free_for_others(store, submit, look_holding, own_leases, cluster):
+    def refuse():
+        raise NotPlaced("not in time")
+
+    cluster.groups.refuse = refuse
+    job = submit()
+    assert look_holding() == []
+    assert own_leases.of(job.id) is None
+    assert owned_by(store, "me") == set()
+    cluster.groups.refuse = lambda: None
+    assert look_holding() == [(job.id, 1, True)], "and placed when there is room"
+
+
+def test_job_cancelled_while_it_is_placed_in_vain_stays_held_for_its_owner(store, submit, look_holding, cluster):
+    job = submit()
+
+    def cancel_meanwhile():
+        cancel(store, job)
+        raise NotPlaced("not in time")
+
+    cluster.groups.refuse = cancel_meanwhile
+    assert look_holding() == [(job.id, 1, True)]
+    assert owned_by(store, "me") == {job.id}
+
+
+@pytest.mark.parametrize("holder", ["other", "me"])
+def test_job_that_somebody_has_not_quite_left_waits_as_it_was(store, submit, look_holding, own_leases, cluster, holder):
+    job = submit()
+    if holder == "me":
+        asyncio.run(own_leases.claim(job.id))
+    else:
+        store.write(lambda session: leases.claim(session, job.id, "other"))
+    assert look_holding() == []
+    assert (job_now(store, job).state, owned_by(store, holder)) == ("QUEUED", {job.id})
+    assert cluster.groups.acquired == []
+    again = Scheduler(store, cluster, lambda job, generation: None, leases=own_leases)
+    assert asyncio.run(again._round()), "it is looked at again"
+
+
+def test_job_that_has_run_before_is_placed_under_the_number_of_its_next_generation(store, submit, look, cluster):
+    job = submit()
+    for _ in range(3):
+        store.write(lambda s: generations.begin(s, job.id, "test", False))
+    assert look() == [(job.id, 4)]
+    assert [each[:2] for each in cluster.groups.acquired] == [(job.id, 4)]
+
+
+def test_places_are_of_the_unit_that_the_job_takes_and_are_waited_for_a_while(
+    store, submit, look, cluster, monkeypatch
+):
+    async def yes():
+        return True
+
+    async def acquire(job, generation, layout, unit, timeout, avoid=()):
+        asked.append((unit, timeout, layout.tensor))
+
+    asked = []
+    monkeypatch.setattr(cluster.nodes, "has_gpus", yes)
+    monkeypatch.setattr(cluster.groups, "acquire", acquire)
+    submit(parallel={"tensor": 2})
+    submit(resources={"accelerator": "cpu"})
+    look()
+    assert asked == [("GPU", PLACEMENT_SECONDS, 2), ("manta_slot", PLACEMENT_SECONDS, 1)]
