@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from service.recovery import budgets
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import SupervisedJob
 
@@ -22,3 +23,10 @@ def two_replicas(store, submit) -> Callable[..., SupervisedJob]:
         return SupervisedJob(store, cluster, submit(**{"parallel": {"tensor": 2, "data": 2}, **sections}))
 
     return make
+
+
+@pytest.fixture
+def short_waits(monkeypatch) -> None:
+    """Repairs that do not help wait a millisecond before the next."""
+    monkeypatch.setattr(budgets, "FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(budgets, "LONGEST_WAIT_SECONDS", 0.001)

@@ -6,43 +6,9 @@ import pytest
 
 from service.job import generation
 from service.job.generation import RunningGeneration
-from tests.service.support.fake_agents import FakeAgent
+from tests.service.support.generations import agent_of, failed, run, stalled
 from tests.service.support.waiting import reached
-from workers.liveness.trainer_status import TrainerStatus
-from workers.protocol.reports import EXIT_SAVED, Exited, Failure, Finished, KillReason, Metrics, Resting
-
-
-def agent_of(rank):
-    """An agent whose trainer runs in generation 1."""
-    agent = FakeAgent(rank)
-    agent.generation, agent.running = 1, True
-    return agent
-
-
-def run(body, ranks=2, gone=()):
-    async def bounded():
-        async with asyncio.timeout(10):
-            agents = [None if rank in gone else agent_of(rank) for rank in range(ranks)]
-            handled = []
-
-            async def handle(report):
-                handled.append((report.rank, report.kind))
-
-            running = RunningGeneration(agents, 1, {}, handle)
-            try:
-                await body(running, agents, handled)
-            finally:
-                await running.close()
-
-    asyncio.run(bounded())
-
-
-def failed(kind, at=0.0):
-    return Exited(code=75 if kind == "peer_lost" else 1, failure=Failure(kind, 3, "E", "m", "t", at))
-
-
-def stalled(overdue, standing_seconds):
-    return TrainerStatus(7, overdue=overdue, standing_seconds=standing_seconds)
+from workers.protocol.reports import Exited, Finished, KillReason, Metrics, Resting
 
 
 def test_generation_ends_when_all_ranks_finished():
@@ -175,42 +141,6 @@ def test_stop_kills_everybody_and_hears_their_last_words():
     run(body)
 
 
-def test_dead_agent_is_a_death_and_does_not_keep_stop_waiting():
-    async def body(running, agents, handled):
-        agents[0].lose()
-        await running.wait(asyncio.Event())
-        await running.stop()
-        assert [(death.rank, death.kind) for death in running.deaths] == [(0, "agent_lost"), (1, "stopped")]
-
-    run(body)
-
-
-def test_agent_that_was_gone_before_is_a_death_and_the_others_are_heard():
-    async def body(running, agents, handled):
-        agents[1].say(Metrics(()))
-        await running.wait(asyncio.Event())
-        await running.stop()
-        assert [(death.rank, death.kind) for death in running.deaths] == [(0, "agent_lost"), (1, "stopped")]
-        assert running.deaths[0].message == "lost its agent while the control plane was away"
-        assert (1, "metrics") in handled
-
-    run(body, gone=[0])
-
-
-def test_agent_that_does_not_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr("service.job.generation.STOP_SECONDS", 0.05)
-
-    async def body(running, agents, handled):
-        agents[0].stop = asyncio.Event().wait
-        agents[1].say(Exited(signal=9))
-        await running.wait(asyncio.Event())
-        await running.stop()
-        assert [(death.rank, death.kind) for death in running.deaths] == [(1, "killed"), (0, "agent_lost")]
-        assert running.deaths[1].sentence == "rank 0 has an agent that does not answer"
-
-    run(body)
-
-
 def test_cancel_ends_the_wait_and_leaves_the_ranks_alone():
     async def body(running, agents, handled):
         cancelled = asyncio.Event()
@@ -274,129 +204,6 @@ def test_error_of_the_handler_comes_out_of_wait():
     asyncio.run(asyncio.wait_for(body(), 10))
 
 
-def test_rank_whose_last_report_is_being_stored_is_not_given_up(monkeypatch):
-    """The database may take longer than an agent may: that says nothing about the agent."""
-    monkeypatch.setattr(generation, "STOP_SECONDS", 0.05)
-    monkeypatch.setattr(generation, "HEAR_OUT_TURN_SECONDS", 0.01)
-
-    async def body():
-        agents, stored = [agent_of(0), agent_of(1)], asyncio.Event()
-
-        async def handle(report):
-            await stored.wait()
-
-        running = RunningGeneration(agents, 1, {}, handle)
-        resting = asyncio.create_task(running.rest(0.01))
-        await asyncio.wait([resting], timeout=0.5)
-        assert not resting.done() and running.deaths == []
-        stored.set()
-        await resting
-        assert sorted(running.resting) == [0, 1] and running.deaths == []
-
-    asyncio.run(asyncio.wait_for(body(), 10))
-
-
-def test_agent_that_does_not_say_how_its_trainer_ended_is_given_up(monkeypatch):
-    monkeypatch.setattr(generation, "STOP_SECONDS", 0.05)
-    monkeypatch.setattr(generation, "HEAR_OUT_TURN_SECONDS", 0.01)
-
-    async def body(running, agents, handled):
-        async def silent(*arguments):
-            return None
-
-        agents[1].rest = silent
-        await running.rest(0.01)
-        assert [(death.rank, death.kind) for death in running.deaths] == [(1, "agent_lost")]
-        agents[1].say(Metrics(()))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert (1, "metrics") not in handled, "what it says later belongs to no generation"
-
-    run(body)
-
-
-def test_ranks_that_take_a_while_to_say_how_they_ended_are_heard_out(monkeypatch):
-    monkeypatch.setattr(generation, "HEAR_OUT_TURN_SECONDS", 0.001)
-
-    async def body(running, agents, handled):
-        async def later(*arguments):
-            asyncio.get_running_loop().call_later(0.02, agents[1].die)
-
-        agents[1].rest = later
-        await running.rest(0.01)
-        assert [(death.rank, death.kind) for death in running.deaths] == [(1, "stopped")]
-
-    run(body)
-
-
-def test_agent_that_answers_nothing_is_lost_even_when_no_rank_waits_for_its_own(monkeypatch):
-    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
-
-    async def body(running, agents, handled):
-        agents[1].silence()
-        agents[0].finish(9)
-        await running.wait(asyncio.Event())
-        (death,) = running.deaths
-        assert (death.rank, death.kind, death.message) == (1, "agent_lost", "lost its agent (AgentSilent)")
-
-    run(body)
-
-
-def test_rank_with_nothing_to_say_is_asked_the_less_often_the_more_there_are():
-    for ranks, seconds in ((2, 30.0), (8, 30.0), (64, 128.0)):
-        asked = []
-
-        async def body(running, agents, handled, asked=asked):
-            for agent in agents:
-                agent.reports = lambda after, timeout: asked.append(timeout) or asyncio.Event().wait()
-            await asyncio.sleep(0)
-
-        run(body, ranks=ranks)
-        assert asked == [seconds] * ranks
-
-
-def test_agent_that_is_silent_when_others_have_finished_is_not_waited_for_as_long(monkeypatch):
-    monkeypatch.setattr(generation, "POLLS_A_SECOND", 0.0001)
-    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
-
-    async def body(running, agents, handled):
-        agents[1].silence()
-        await asyncio.sleep(0)
-        agents[0].say(Finished(9))
-        agents[0].say(Exited(code=0))
-        while not running.all_ended:
-            await running.wait(asyncio.Event())
-        assert running.finished == {0}
-        assert [(death.rank, death.kind) for death in running.deaths] == [(1, "agent_lost")]
-
-    run(body)
-
-
-def test_agent_that_answers_when_it_is_asked_again_is_kept(monkeypatch):
-    """This process itself may have stood still meanwhile."""
-    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
-
-    async def body(running, agents, handled):
-        reports, asked = agents[1].reports, []
-
-        async def late(after, timeout):
-            asked.append(timeout)
-            if len(asked) == 1:
-                await asyncio.Event().wait()
-            return await reports(after, timeout)
-
-        agents[1].reports = late
-        for agent in agents:
-            agent.finish(9)
-        await running.wait(asyncio.Event())
-        assert (running.finished, running.deaths, asked) == ({0, 1}, [], [0.01, 0.0])
-
-    run(body)
-
-
 def test_generation_in_which_a_rank_came_to_rest_cannot_go_on_though_nobody_has_died():
     async def body(running, agents, handled):
         agents[1].say(Resting(7, "rank 0 hung up"))
@@ -438,21 +245,6 @@ def test_ranks_that_saved_their_state_have_ended_and_nobody_has_died():
         agents[1].finish(9)
         await reached(lambda: running.all_ended)
         assert (running.saved, running.finished, running.deaths, running.broken) == ({0}, {1}, [], False)
-
-    run(body)
-
-
-def test_agent_that_is_silent_when_others_have_saved_is_not_waited_for_as_long(monkeypatch):
-    monkeypatch.setattr(generation, "POLLS_A_SECOND", 0.0001)
-    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
-
-    async def body(running, agents, handled):
-        agents[1].silence()
-        await asyncio.sleep(0)
-        agents[0].say(Exited(code=EXIT_SAVED))
-        await reached(lambda: running.all_ended)
-        assert [(death.rank, death.kind) for death in running.deaths] == [(1, "agent_lost")]
 
     run(body)
 
@@ -513,26 +305,6 @@ def test_only_ranks_that_run_are_brought_to_rest_with_the_time_that_they_have():
         assert running.resting == {1: 4}
 
     run(body)
-
-
-def test_agents_have_as_long_as_what_they_are_asked_for_may_take(monkeypatch):
-    given, within = [], generation.within
-
-    async def noted(seconds, answer):
-        given.append(seconds)
-        return await within(seconds, answer)
-
-    monkeypatch.setattr(generation, "within", noted)
-
-    async def rest(running, agents, handled):
-        await running.rest(5.0, 20.0)
-
-    async def stop(running, agents, handled):
-        await running.stop()
-
-    run(rest)
-    run(stop)
-    assert given == [5.0 + 20.0 + generation.STOP_SECONDS] * 2 + [generation.STOP_SECONDS] * 2
 
 
 def test_reports_go_on_after_the_last_that_was_handled_and_the_next_generation_goes_on_after_that():
@@ -611,22 +383,6 @@ def test_error_of_the_handler_comes_out_of_what_ends_a_generation(end):
         await running.close()
 
     asyncio.run(asyncio.wait_for(body(), 10))
-
-
-def test_rank_whose_node_is_lost_has_died_and_is_heard_no_more():
-    async def body(running, agents, handled):
-        waiting = asyncio.create_task(running.wait())
-        await asyncio.sleep(0)
-        running.lose(1, "was on a node that is lost")
-        await waiting
-        (death,) = running.deaths
-        assert (death.rank, death.kind, death.message) == (1, "agent_lost", "was on a node that is lost")
-        agents[0].say(Metrics(()))
-        agents[1].finish(9)
-        await reached(lambda: handled)
-        assert (handled, running.finished) == ([(0, "metrics")], set())
-
-    run(body)
 
 
 def test_rank_that_came_to_rest_says_why_and_when(monkeypatch):

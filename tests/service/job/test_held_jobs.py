@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.recovery import budgets, durable_state
+from service.recovery import durable_state
 from service.store import checkpoints
 from tests.service.support.supervised_job import story
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
@@ -11,12 +11,10 @@ SAVED = ["checkpoint_saving", "checkpoint_saved"]
 
 
 @pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    """A job that is held looks again after a millisecond."""
+def short_waits(short_waits, monkeypatch):
+    """A job that is held looks again after a millisecond, too."""
     monkeypatch.setattr(durable_state, "FIRST_HOLD_SECONDS", 0.001)
     monkeypatch.setattr(durable_state, "LONGEST_HOLD_SECONDS", 0.001)
-    monkeypatch.setattr(budgets, "FIRST_WAIT_SECONDS", 0.001)
-    monkeypatch.setattr(budgets, "LONGEST_WAIT_SECONDS", 0.001)
 
 
 @pytest.fixture

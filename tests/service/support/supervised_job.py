@@ -16,6 +16,11 @@ from workers.config import JobSpec
 
 SECONDS = 20.0
 
+LAUNCHED = ["STARTING", "generation_started"]
+UP = [*LAUNCHED, "RUNNING", "first_step"]
+AGAIN = ["generation_started", "ranks_replaced", "RUNNING", "first_step", "recovered"]
+"""What a recovery ends with in which some rank keeps its process."""
+
 
 class _Supervisor(Supervisor):
     """Says when a generation is watched from now on, and when the next one is held back."""

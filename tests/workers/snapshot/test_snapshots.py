@@ -4,91 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-import random
-import signal
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from told_snapshots import IDENTITY, Held, bring, holds, opened, save, state_at
 
-from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
+from workers.checkpoint.checksums import BLOCK_BYTES
 from workers.errors import CheckpointError, SharedMemoryError
 from workers.snapshot import snapshot_file
 from workers.snapshot.files import snapshot_path
 from workers.snapshot.snapshot_file import NOTE_BYTES, SnapshotFile, committed_steps
 from workers.snapshot.snapshots import Snapshots
-
-IDENTITY = b"0123456789abcdef"
-ROOT = Path(__file__).parents[3]
-
-
-def state_at(step: int) -> list[torch.Tensor]:
-    """A rank's state that tells its step: three tensors of odd sizes."""
-    return [torch.full((size,), 100.0 * step + size) for size in (5, 1025, 3)]
-
-
-def opened(
-    folder: Path, step: int = 0, identity: bytes = IDENTITY, state: list[torch.Tensor] | None = None
-) -> Snapshots:
-    """The snapshots of rank 3, over a state of `step`."""
-    return Snapshots(folder, 3, state if state is not None else state_at(step), identity, table={"a": "table"})
-
-
-def bring(snapshots: Snapshots, step: int) -> None:
-    """Bring the state to `step`."""
-    for tensor, value in zip(snapshots.state, state_at(step), strict=True):
-        tensor.copy_(value)
-
-
-def save(snapshots: Snapshots, step: int) -> None:
-    """Bring the state to `step`, save it and wait for its sums."""
-    bring(snapshots, step)
-    snapshots.save(step, f"note of {step}".encode())
-    snapshots.wait_for_sums()
-
-
-def holds(folder: Path, step: int) -> bool:
-    """Whether another process, opening the file, loads exactly the state of `step`."""
-    fresh = opened(folder, 999)
-    note = fresh.load(step)
-    return note == f"note of {step}".encode() and all(
-        torch.equal(a, b) for a, b in zip(fresh.state, state_at(step), strict=True)
-    )
-
-
-class Held:
-    """Holds the copies of a snapshot up until it is told to let them go, or to make them fail."""
-
-    def __init__(self, snapshots: Snapshots, after: int = 0):
-        """The first `after` copies of tensors are made at once."""
-        self.reached, self.released = threading.Event(), threading.Event()
-        self.error: Exception | None = None
-        self._left, self._real = after, snapshots._slots
-        snapshots._slots = [[_Slow(self, view) for view in views] for views in self._real]
-
-    def copy(self, real: torch.Tensor, other: torch.Tensor) -> None:
-        if self._left == 0:
-            real[: len(real) // 2].copy_(other[: len(other) // 2])
-            self.reached.set()
-            assert self.released.wait(30)
-            if self.error is not None:
-                raise self.error
-        else:
-            self._left -= 1
-        real.copy_(other)
-
-
-class _Slow:
-    def __init__(self, held: Held, real: torch.Tensor):
-        self._held, self._real = held, real
-
-    def copy_(self, other: torch.Tensor) -> None:
-        self._held.copy(self._real, other)
 
 
 def test_what_is_constant_is_copied_into_each_slot_once_and_comes_back(tmp_path):
@@ -122,26 +50,6 @@ def test_what_is_constant_is_copied_into_each_slot_once_and_comes_back(tmp_path)
     constant.zero_()
     with_constant().load(8)
     assert (constant == 5.0).all()
-
-
-def test_what_is_constant_and_changes_in_the_file_is_found_though_the_slot_was_summed_again_since(tmp_path):
-    constant = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.float32)
-    snapshots = Snapshots(tmp_path, 3, state_at(0), IDENTITY, constant=[constant])
-    for step in (1, 2):
-        snapshots.save(step)
-        snapshots.wait_for_sums()
-    at = snapshots._file.form.payload_at(0) + 2 * BLOCK_BYTES
-    snapshots._file.memory[at] ^= 1
-    snapshots.save(3)
-    snapshots.wait_for_sums()
-    assert snapshots._file.step(0) == 3
-    fresh = Snapshots(tmp_path, 3, state_at(0), IDENTITY, constant=[constant])
-    with pytest.raises(DamagedCheckpoint, match=f"damaged at byte {at}: these {BLOCK_BYTES} bytes of step 3"):
-        fresh.load(3)
-    fresh.save(4)
-    fresh.save(5)
-    fresh.wait_for_sums()
-    assert Snapshots(tmp_path, 3, state_at(0), IDENTITY, constant=[constant]).load(5) == b"", "it is written anew"
 
 
 def test_the_last_two_steps_are_kept(tmp_path):
@@ -247,69 +155,6 @@ def test_a_step_whose_note_cannot_be_written_is_not_committed(tmp_path, monkeypa
     assert committed_steps(snapshots.path) == [6], "a marker promises all of the slot"
 
 
-def test_a_slot_that_is_overwritten_before_its_sums_are_done_is_not_sealed_with_them(tmp_path, monkeypatch):
-    snapshots = opened(tmp_path)
-    real, reached, released = SnapshotFile.sums, threading.Event(), threading.Event()
-
-    def slow(file, slot, known):
-        sums = list(real(file, slot, known))
-        reached.set()
-        assert released.wait(30)
-        yield from sums
-
-    monkeypatch.setattr(SnapshotFile, "sums", slow)
-    snapshots.save(1)
-    assert reached.wait(30)
-    monkeypatch.setattr(SnapshotFile, "sums", real)
-    for step in (2, 3):
-        bring(snapshots, step)
-        snapshots.save(step, f"note of {step}".encode())
-    released.set()
-    snapshots.wait_for_sums()
-    assert holds(tmp_path, 3)
-    assert holds(tmp_path, 2)
-
-
-def test_a_slot_that_is_overwritten_right_after_its_last_sum_is_not_sealed(tmp_path, monkeypatch):
-    snapshots = opened(tmp_path)
-    real, sealed = SnapshotFile.sums, []
-
-    def then_overwritten(file, slot, known):
-        yield from real(file, slot, known)
-        snapshots._begin(slot)
-
-    monkeypatch.setattr(SnapshotFile, "sums", then_overwritten)
-    monkeypatch.setattr(SnapshotFile, "seal", lambda file, slot, step, sums: sealed.append(step))
-    snapshots.save(1)
-    snapshots.wait_for_sums()
-    assert sealed == []
-
-
-def test_a_copy_without_sums_is_used_and_gets_them_then(tmp_path, monkeypatch):
-    """What a trainer leaves that was killed right after a copy."""
-    snapshots = opened(tmp_path)
-    save(snapshots, 5)
-    monkeypatch.setattr(snapshots, "_seal", lambda *_: None)
-    save(snapshots, 6)
-    slot = snapshots._file.slot_of(6)
-    assert snapshots._file.sealed_sums(slot) is None
-    assert committed_steps(snapshots.path) == [5, 6]
-    fresh = opened(tmp_path, 999)
-    assert fresh.load(6) == b"note of 6"
-    fresh.wait_for_sums()
-    assert snapshots._file.sealed_sums(slot) is not None
-    assert holds(tmp_path, 6)
-
-
-def test_a_file_that_was_removed_meanwhile_is_made_anew(tmp_path):
-    snapshots = opened(tmp_path)
-    save(snapshots, 1)
-    snapshots.path.unlink()
-    snapshots.clear()
-    save(snapshots, 2)
-    assert committed_steps(snapshots.path) == [2]
-
-
 def test_loading_forgets_a_newer_step_that_not_all_committed(tmp_path):
     snapshots = opened(tmp_path)
     for step in (5, 6):
@@ -344,148 +189,10 @@ def test_a_note_that_is_too_long_is_refused_before_anything_is_overwritten(tmp_p
     assert committed_steps(snapshots.path) == [5, 6]
 
 
-@pytest.mark.parametrize("change", ["identity", "size", "truncated", "another file"])
-def test_a_file_that_does_not_fit_is_made_anew(tmp_path, change):
-    save(opened(tmp_path), 5)
-    path = snapshot_path(tmp_path, 3)
-    identity, state, said = IDENTITY, state_at(0), "was of another job or layout"
-    if change == "identity":
-        identity = b"another identity"
-    elif change == "size":
-        state = [torch.zeros(7)]
-    elif change == "truncated":
-        os.truncate(path, 5000)
-        said = "damaged at byte 5000: it has 5000 bytes and should have"
-    else:
-        path.write_bytes(b"something else" * 10)
-        said = "damaged at byte 0: its first"
-    fresh = Snapshots(tmp_path, 3, state, identity)
-    assert committed_steps(path) == []
-    with pytest.raises(CheckpointError, match=said):
-        fresh.load(5)
-    save(opened(tmp_path), 6)
-    assert holds(tmp_path, 6)
-
-
 def test_a_file_that_fits_is_kept(tmp_path):
     save(opened(tmp_path), 5)
     opened(tmp_path)
     assert committed_steps(snapshot_path(tmp_path, 3)) == [5]
-
-
-@pytest.mark.parametrize("content", [b"", b"MANTASNP", b"x" * 8192], ids=["empty", "short", "foreign"])
-def test_committed_steps_of_a_file_that_is_none(tmp_path, content):
-    path = tmp_path / "file"
-    assert committed_steps(path) == []
-    path.write_bytes(content)
-    assert committed_steps(path) == []
-
-
-def load_or_complain(folder: Path, step: int) -> str | None:
-    """The error of loading `step`, None where all of it is right. An error leaves the state as it was."""
-    fresh = opened(folder, 999)
-    try:
-        note = fresh.load(step)
-    except CheckpointError as error:
-        assert all(torch.equal(a, b) for a, b in zip(fresh.state, state_at(999), strict=True))
-        return str(error)
-    finally:
-        fresh.close()
-    assert note == f"note of {step}".encode()
-    assert all(torch.equal(a, b) for a, b in zip(fresh.state, state_at(step), strict=True))
-    return None
-
-
-def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(tmp_path):
-    snapshots, draw = opened(tmp_path), random.Random(3)
-    for step in (5, 6):
-        save(snapshots, step)
-    form, path = snapshots._file.form, snapshots.path
-    slot = snapshots._file.slot_of(6)
-    snapshots.close()
-    whole = path.read_bytes()
-    payload, note, sums = form.payload_at(slot), form.note_at(slot), form.sums_at(slot)
-    ranges = {
-        "head": (0, 48), "marker": (128 + 8 * slot, 136 + 8 * slot), "seal": (256 + 16 * slot, 272 + 16 * slot),
-        "table": (4096, 4096 + len(form.table)), "payload": (payload, note), "note": (note, note + 8 + 9),
-        "sums": (sums, sums + 4 * form.blocks),
-    }  # fmt: skip
-    for name, (start, end) in ranges.items():
-        for _ in range(12):
-            at = draw.randrange(start, end)
-            path.write_bytes(whole)
-            with path.open("r+b") as file:
-                file.seek(at)
-                file.write(bytes([whole[at] ^ 1 << draw.randrange(8)]))
-            error = load_or_complain(tmp_path, 6)
-            assert error is not None, (name, at)
-            assert str(path) in error and " byte " in error
-    for _ in range(30):
-        path.write_bytes(whole)
-        os.truncate(path, draw.randrange(len(whole)))
-        assert f"the snapshot file {path} is damaged at byte " in (load_or_complain(tmp_path, 6) or "")
-    path.write_bytes(whole)
-    assert load_or_complain(tmp_path, 6) is None
-
-
-def test_damage_is_located_and_the_other_slot_is_offered_instead(tmp_path):
-    state = [torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.float32)]
-    snapshots = opened(tmp_path, state=state)
-    for step in (5, 6):
-        state[0].add_(1)
-        snapshots.save(step)
-        snapshots.wait_for_sums()
-    kept = state[0].clone()
-    start = snapshots._file.form.payload_at(snapshots._file.slot_of(6)) + BLOCK_BYTES
-    snapshots._file.memory[start + 77] ^= 1
-    words = f"{snapshots.path} is damaged at byte {start}: these {BLOCK_BYTES} bytes of step 6 are not what was written"
-    with pytest.raises(DamagedCheckpoint, match=words):
-        snapshots.load(6)
-    assert torch.equal(state[0], kept)
-    assert committed_steps(snapshots.path) == [5]
-    snapshots.load(5)
-    assert torch.equal(state[0], kept - 1)
-
-
-def test_a_file_that_is_cut_off_under_a_running_rank_is_told_and_does_not_kill_it(tmp_path):
-    snapshots = opened(tmp_path)
-    save(snapshots, 5)
-    os.truncate(snapshots.path, 8192)
-    with pytest.raises(DamagedCheckpoint, match="damaged at byte 8192"):
-        snapshots.load(5)
-
-
-@pytest.mark.parametrize("times", [2, pytest.param(8, marks=pytest.mark.soak)])
-def test_killed_at_any_moment_a_rank_leaves_whole_steps(tmp_path, times):
-    """A real process, which fills its state with the number of the step, again and again."""
-    program = (
-        "import sys, torch; from workers.snapshot.snapshots import Snapshots\n"
-        "state = [torch.zeros(3_000_000), torch.zeros(7)]\n"
-        "snapshots, step = Snapshots(sys.argv[1], 0, state, b'0123456789abcdef'), 0\n"
-        "while True:\n"
-        "    step += 1\n"
-        "    for tensor in state: tensor.fill_(step)\n"
-        "    snapshots.start(step, str(step).encode())\n"
-        "    snapshots.finish()\n"
-    )
-    draw, path = random.Random(5), snapshot_path(tmp_path, 0)
-    for _ in range(times):
-        path.unlink(missing_ok=True)
-        with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT) as rank:
-            deadline = time.monotonic() + 60
-            while max(committed_steps(path), default=0) < 5:
-                assert rank.poll() is None and time.monotonic() < deadline
-                time.sleep(0.001)
-            time.sleep(draw.uniform(0, 0.02))
-            rank.send_signal(signal.SIGKILL)
-        steps = committed_steps(path)
-        assert steps, "at least one slot is whole"
-        for step in reversed(steps):
-            state = [torch.zeros(3_000_000), torch.zeros(7)]
-            reopened = Snapshots(tmp_path, 0, state, IDENTITY)
-            assert reopened.load(step) == str(step).encode()
-            assert all(bool((tensor == step).all()) for tensor in state)
-            reopened.close()
 
 
 def test_no_room_is_one_clear_sentence_and_leaves_no_file(tmp_path, monkeypatch):
@@ -531,24 +238,6 @@ def test_a_file_says_what_its_state_consists_of(tmp_path):
     file = SnapshotFile.open(snapshot_path(tmp_path, 4))
     assert file.table() == {}
     file.close()
-
-
-def test_why_a_file_was_not_used_is_said_only_until_there_is_another_step(tmp_path):
-    save(opened(tmp_path), 5)
-    fresh = opened(tmp_path, identity=b"another identity")
-    with pytest.raises(CheckpointError, match="was of another job or layout"):
-        fresh.load(5)
-    save(fresh, 6)
-    with pytest.raises(CheckpointError, match="holds no snapshot of step 5"):
-        fresh.load(5)
-
-
-def test_a_file_that_does_not_fit_is_let_go_of(tmp_path, monkeypatch):
-    save(opened(tmp_path), 5)
-    closed, close = [], SnapshotFile.close
-    monkeypatch.setattr(SnapshotFile, "close", lambda file: closed.append(file.form.identity) or close(file))
-    opened(tmp_path, identity=b"another identity")
-    assert closed == [IDENTITY]
 
 
 def test_what_a_copy_and_its_sums_took_is_known_once_they_are_made(tmp_path, monkeypatch):

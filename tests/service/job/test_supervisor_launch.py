@@ -1,0 +1,285 @@
+"""A supervisor's job that cannot be launched, is given up, or is cancelled."""
+
+import itertools
+import time
+
+import pytest
+
+from service.job.context import DEFAULT_MEMORY_SECONDS
+from service.recovery import budgets
+from service.store import failed_jobs, jobs
+from tests.service.support.supervised_job import AGAIN, LAUNCHED, UP, story
+from tests.service.support.waiting import reached
+
+pytestmark = pytest.mark.usefixtures("short_waits")
+
+
+def refusing(method, times):
+    """What lets the first so many agents that are started fail at `method`, those of rank 1."""
+    started = itertools.count()
+    return lambda agent: agent.refuse(method, "broken") if next(started) < times and agent.rank == 1 else None
+
+
+def test_launch_that_fails_is_tried_again_with_other_agents(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        cluster.agents.on_start = refusing("snapshot_steps", job.world_size)
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        await job.finish()
+
+    story(body)
+    assert job.log == [
+        "STARTING",
+        "RECOVERING",
+        "rank_lost",
+        "generation_started",
+        "RUNNING",
+        "first_step",
+        "SUCCEEDED",
+    ]
+    assert job.generations == [("submitted", "start", 0)]
+    assert job.recoveries == []
+    assert cluster.nothing_held
+
+
+def test_launch_that_always_fails_is_given_up(two_replicas, cluster):
+    job = two_replicas(cluster, recovery={"max_restarts": 2})
+
+    async def body():
+        cluster.agents.on_start = lambda agent: agent.refuse("snapshot_steps", "broken")
+        await job.start()
+        await job.task
+
+    story(body)
+    assert job.log == ["STARTING", "RECOVERING", "rank_lost", "rank_lost", "held_back", "rank_lost", "FAILED"]
+    assert (job.row.reason, job.row.restarts) == ("restarts_exhausted", 0)
+    assert job.row.message.startswith("could not be launched 3 times in a row; last: rank 0")
+    assert cluster.nothing_held
+
+
+def test_launch_that_fails_counts_from_the_last_one_that_did_not(two_replicas, cluster):
+    job = two_replicas(cluster, recovery={"max_restarts": 2})
+
+    async def body():
+        cluster.agents.on_start = refusing("snapshot_steps", 2 * job.world_size)
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        job.ranks[0].refuse("snapshot_steps", "broken")
+        job.ranks[2].die()
+        await job.watched(2)
+        await job.finish()
+
+    story(body)
+    assert job.log.count("rank_lost") == 4
+    assert job.row.state == "SUCCEEDED"
+
+
+def test_agent_that_does_not_take_its_order_is_a_death_of_the_new_generation(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        cluster.agents.on_start = refusing("launch", job.world_size)
+        await job.start()
+        await job.watched(2)
+        await job.commit(1)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*LAUNCHED, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
+    assert job.message("rank_lost") == "rank 1 could not be launched (broken)"
+
+
+def test_restarts_are_exhausted(two_replicas, cluster):
+    job = two_replicas(cluster, recovery={"max_restarts": 1})
+
+    async def body():
+        await job.start()
+        for generation in (1, 2):
+            await job.watched(generation)
+            await job.commit(generation)
+            job.ranks[0].die()
+        await job.task
+
+    story(body)
+    assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "RECOVERING", "rank_lost", "FAILED", "memory_kept"]
+    assert (job.row.reason, job.row.restarts) == ("restarts_exhausted", 1)
+    assert not cluster.agents.living and not cluster.groups.held, "only snapshots are kept"
+    assert abs(job.row.memory_kept_until - time.time() - DEFAULT_MEMORY_SECONDS) < 60
+
+
+def test_failed_job_is_tried_again_from_where_it_failed_with_a_new_budget(two_replicas, cluster):
+    job = two_replicas(cluster, recovery={"max_restarts": 1})
+
+    async def fail(generation):
+        await job.watched(generation)
+        await job.commit(generation)
+        job.ranks[0].die()
+
+    async def body():
+        await job.start()
+        await fail(1)
+        await fail(2)
+        await job.task
+        assert job.row.state == "FAILED"
+        job.store.write(lambda s: failed_jobs.request_retry(s, job.id))
+        assert (job.row.state, job.row.memory_kept_until, job.row.finished_at) == ("QUEUED", None, None)
+        await job.start()
+        await fail(3)  # which the first budget would not have allowed
+        await job.watched(4)
+        await job.commit(5)
+        await job.finish()
+
+    story(body)
+    assert job.row.state == "SUCCEEDED"
+    assert [each[1:] for each in job.generations] == [("start", 0), ("snapshot", 1), ("snapshot", 2), ("snapshot", 3)]
+    assert job.generations[2][0] == "tried again by the user"
+    assert job.row.restarts == 2, "a try that the user asks for is no restart"
+    assert cluster.nothing_held
+
+
+def test_job_that_fails_before_its_first_step_leaves_nothing(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        job.ranks[0].fail("bad_data", 1, "one clear sentence")
+        await job.task
+
+    story(body)
+    assert (job.row.state, job.row.memory_kept_until) == ("FAILED", None)
+    assert cluster.nothing_held
+
+
+def test_job_fails_without_snapshots_where_none_are_to_be_kept(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        job.supervisor._job.memory_seconds = 0.0
+        await job.watched(1)
+        await job.commit(1)
+        job.ranks[0].fail("bad_data", 2, "one clear sentence")
+        await job.task
+
+    story(body)
+    assert (job.log[-1], job.row.memory_kept_until) == ("FAILED", None)
+    assert cluster.nothing_held
+
+
+def test_exception_that_comes_again_at_the_same_step_is_the_users(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        for generation in (1, 2):
+            await job.watched(generation)
+            if generation == 1:
+                await job.commit(1)
+            job.ranks[2].fail("exception", 2, "no such column")
+        await job.task
+
+    story(body)
+    assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN[:2], "rank_lost", "FAILED", "memory_kept"]
+    assert (job.row.reason, job.row.restarts) == ("user_error", 1)
+    assert "no such column" in job.row.message
+
+
+@pytest.mark.parametrize("kind", ["no_shared_memory", "bad_data", "not_finite", "spike"])
+def test_what_no_restart_can_cure_is_not_restarted(two_replicas, cluster, kind):
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        job.ranks[0].fail(kind, 1, "one clear sentence")
+        await job.task
+
+    story(body)
+    assert job.log == [*LAUNCHED, "RECOVERING", "rank_lost", "FAILED"]
+    assert (job.row.reason, job.row.message) == (kind, "one clear sentence")
+
+
+def test_job_cancelled_while_it_was_placed_is_ended_without_a_launch(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        cluster.groups.refuse = lambda: job.store.write(lambda s: jobs.request_cancel(s, job.id))
+        await job.start()
+        await job.task
+
+    story(body)
+    assert job.log == ["STARTING", "CANCELLING", "CANCELLED"]
+    assert cluster.nothing_held
+
+
+def test_job_cancelled_while_it_is_launched(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        await cluster.agents.until(lambda: bool(cluster.agents.living))
+        job.cancel()
+        await job.task
+
+    story(body)
+    assert job.log[0] == "STARTING" and job.log[-1] == "CANCELLED"
+    assert "CANCELLING" in job.log and "rank_lost" not in job.log
+    assert cluster.nothing_held
+
+
+def test_job_cancelled_before_its_launch_gets_no_generation(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        cluster.agents.on_start = lambda agent: job.cancel() if agent.rank == 3 else None
+        await job.start()
+        await job.task
+
+    story(body)
+    assert job.log == ["STARTING", "CANCELLING", "CANCELLED"]
+    assert cluster.nothing_held
+
+
+def test_running_job_is_cancelled(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        agents = list(job.ranks)
+        job.cancel()
+        await job.task
+        assert all(agent.stops > agent.closes for agent in agents), "trainers end before their places are given back"
+
+    story(body)
+    assert job.log == [*UP, "CANCELLING", "CANCELLED"]
+    assert cluster.nothing_held
+
+
+def test_cancel_ends_the_wait_before_the_next_try(two_replicas, cluster, monkeypatch):
+    job = two_replicas(cluster)
+    monkeypatch.setattr(budgets, "FIRST_WAIT_SECONDS", 1000.0)
+    monkeypatch.setattr(budgets, "LONGEST_WAIT_SECONDS", 1000.0)
+
+    async def held_back():
+        await reached(lambda: "held_back" in job.log)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        job.ranks[0].die()
+        await job.watched(2)
+        job.ranks[0].die()
+        await held_back()
+        job.cancel()
+        await job.task
+
+    story(body)
+    assert job.log[-3:] == ["held_back", "CANCELLING", "CANCELLED"]
+    assert cluster.nothing_held

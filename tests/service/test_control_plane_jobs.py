@@ -1,0 +1,254 @@
+"""What a control plane does with single jobs for their users, and with the nodes that they are on."""
+
+import asyncio
+import time
+
+import pytest
+
+from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
+from service.faults import FaultNotPossible, FaultsNotAllowed
+from service.store import JobNotFinal, JobNotFound, jobs, pauses, trace_requests
+from tests.service.support.control_planes import (
+    behave,
+    hold,
+    log,
+    start_training,
+    train_to_the_end,
+    until,
+)
+from tests.service.support.fake_agents import FakeAgent
+from tests.service.support.waiting import reached
+from workers.paths import Paths
+from workers.protocol.messages import Fault, TraceOrder
+
+
+def test_running_job_is_cancelled(start, cluster, submit, store):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit()
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    store.write(lambda s: jobs.request_cancel(s, job.id))
+    plane.cancel(job.id)
+    until(plane, job, "CANCELLED")
+    assert cluster.nothing_held
+
+
+def test_running_job_is_paused_stays_so_with_the_next_control_plane_and_is_resumed(start, cluster, submit, store):
+    def start_and_save(agent):
+        start_training(agent)
+        agent.on_save = FakeAgent.save_and_exit
+
+    first = start()
+    behave(cluster, start_and_save)
+    job = submit(parallel={"tensor": 2})
+    first.submitted(job.id)
+    until(first, job, "RUNNING")
+    store.write(lambda s: pauses.request_pause(s, job.id))
+    first.pause(job.id)
+    until(first, job, "PAUSED")
+    kept = {host: dict(memory) for host, memory in cluster.agents.memory.items()}
+    hold(cluster, job)  # as if something had been left
+    first.stop()
+    second = start()
+    second._call(reached(lambda: not cluster.agents.living))
+    assert (job.id in second._owners.by_job, cluster.groups.held, cluster.agents.memory) == (False, {}, kept)
+    behave(cluster, train_to_the_end)
+    store.write(lambda s: pauses.request_resume(s, job.id))
+    second.submitted(job.id)
+    assert until(second, job, "SUCCEEDED").restarts == 0
+
+
+def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, store):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"data": 2}, elastic={"min_data": 1})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    behave(cluster, train_to_the_end)
+    for agent in cluster.agents.living.values():
+        agent.on_launch = train_to_the_end
+    store.write(lambda s: jobs.request_resize(s, job.id, 1))
+    plane.resize(job.id)
+    assert until(plane, job, "SUCCEEDED").replicas == 1
+
+
+@pytest.mark.parametrize("asked_here", [True, False])
+def test_a_trace_reaches_the_first_rank_whichever_control_plane_was_asked(start, cluster, submit, store, asked_here):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    store.write(lambda s: trace_requests.request(s, job.id, 2, 7))
+    if asked_here:
+        plane.trace(job.id)
+    (first,) = [agent for agent in cluster.agents.living.values() if agent.rank == 0]
+    asyncio.run(reached(lambda: first.traces))
+    assert first.traces == [TraceOrder(1, 1, 2, 7)]
+
+
+def test_jobs_on_a_node_that_is_drained_or_lost_are_told(start, cluster, submit, store):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    plane.drain("node_a", 60.0)
+    plane._call(reached(lambda: "node_draining" in log(store, job)))
+    plane._call(reached(lambda: {agent.node for agent in cluster.agents.living.values()} == {"node_b"}))
+
+    async def lose():
+        cluster.lose_node("node_b")
+        cluster.nodes.draining.clear()
+        plane._node_lost("node_b", "it does not answer")
+
+    plane._call(lose())
+    plane._call(reached(lambda: "node_lost" in log(store, job)))
+    plane._call(reached(lambda: {agent.node for agent in cluster.agents.living.values()} == {"node_a"}))
+
+
+def test_node_that_says_again_and_again_that_it_is_to_be_left_is_heard_once(start, cluster, submit, store):
+    """It does so with every heartbeat."""
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+
+    async def beat():
+        for _ in range(3):
+            plane._node_draining("node_a", 60.0)
+
+    plane._call(beat())
+    plane._call(reached(lambda: {agent.node for agent in cluster.agents.living.values()} == {"node_b"}))
+    assert log(store, job).count("node_draining") == 1
+
+
+@pytest.mark.parametrize("seconds", [1000.0, 0.0])
+def test_snapshots_of_a_job_that_fails_are_kept_for_as_long_as_was_asked_for(start, cluster, submit, seconds):
+    plane = start(memory_seconds=seconds)
+
+    def train_and_fail(agent):
+        start_training(agent)
+        if agent.rank == 0:
+            agent.fail("bad_data", 2)
+
+    behave(cluster, train_and_fail)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    failed = until(plane, job, "FAILED")
+    if seconds:
+        assert failed.memory_kept_until == pytest.approx(failed.finished_at + seconds, abs=60)
+    else:
+        assert failed.memory_kept_until is None
+
+
+FAULT = Fault("f1", "kill", 0, 5)
+
+
+def test_faults_are_for_services_that_allow_them_and_jobs_that_run(start, cluster, submit):
+    cluster.nodes.used["node_a"] = 4
+    job = submit(parallel={"tensor": 2, "data": 4})
+    with pytest.raises(FaultsNotAllowed):
+        start().inject(job.id, FAULT)
+    plane = start(allow_faults=True)
+    with pytest.raises(FaultNotPossible, match="the job is QUEUED"):
+        plane.inject(job.id, FAULT)
+    with pytest.raises(JobNotFound):
+        plane.inject("job_000000000000", FAULT)
+
+
+def test_fault_is_armed_at_the_agent_of_its_rank(start, cluster, submit, store):
+    plane = start(allow_faults=True)
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    plane.inject(job.id, FAULT)
+    assert [len(agent.faults) for agent in cluster.agents.living.values()] == [1, 0]
+    next(iter(cluster.agents.living.values())).refuse("arm", "no")
+    with pytest.raises(FaultNotPossible, match="does not answer"):
+        plane.inject(job.id, FAULT)
+    assert log(store, job)[-2:] == ["fault_injected", "fault_injected"]
+
+
+def test_cluster_shows_nodes_slots_and_ranks(start, cluster, submit):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    view = plane.cluster()
+    assert view["totals"] == {"total": 8, "free": 6, "slots_total": 8, "slots_free": 6}
+    assert [(node["id"], node["free"], len(node["ranks"])) for node in view["nodes"]] == [
+        ("node_a", 2, 2), ("node_b", 4, 0)
+    ]  # fmt: skip
+
+
+def test_node_that_is_drained_is_told_once_and_left(start, cluster):
+    plane = start()
+    assert plane.drain("node_a", 60.0)["draining"]
+    assert cluster.daemons._daemon("node_a").drains == [60.0]
+    assert cluster.nodes.draining == {"node_a"}
+    with pytest.raises(NodeNotFound, match="2 nodes"):
+        plane.drain("node", 60.0)
+    with pytest.raises(NodeNotFound, match="no node x"):
+        plane.drain("x", 60.0)
+    cluster.daemons.silent.add("node_b")
+    with pytest.raises(NodeUnreachable):
+        plane.drain("node_b", 60.0)
+
+
+def test_deleted_job_leaves_nothing_on_the_nodes_that_answer(start, cluster, submit, store, tmp_path):
+    plane = start()
+    behave(cluster, train_to_the_end)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    with pytest.raises(JobNotFinal):
+        plane.delete(job.id)
+    until(plane, job, "SUCCEEDED")
+    folder = Paths.of(tmp_path).checkpoint_folder(job.id)
+    folder.mkdir(parents=True)
+    assert plane.delete(job.id).rows["ranks"] == 2
+    assert not folder.parent.exists()
+    assert all(cluster.daemons._daemon(node).ended_jobs[-1] == job.id for node in ("node_a", "node_b"))
+    with pytest.raises(JobNotFound):
+        plane.delete(job.id)
+
+
+def test_job_whose_agents_cannot_be_reached_is_not_deleted(start, cluster, submit, store, monkeypatch):
+    job = submit()
+    store.write(lambda s: jobs.request_cancel(s, job.id))
+    plane = start()
+
+    async def away(*arguments):
+        raise ClusterUnavailable(TimeoutError("no answer"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "end_job", away)
+        with pytest.raises(ClusterUnavailable):
+            plane.delete(job.id)
+    assert plane._job(job.id).deletion_began_at is not None
+    assert plane.delete(job.id).rows["jobs"] == 1
+
+
+def test_notice_that_comes_again_is_no_news_but_for_the_time_that_is_left(start, cluster, submit, store):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2, "data": 4})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+
+    async def say(*notice):
+        plane._node_draining("node_a", *notice)
+        return cluster.nodes.leave_by.get("node_a")
+
+    now = time.monotonic()
+    first = plane._call(say(6000.0, "it is sold"))
+    again = plane._call(say(5000.0, "it is sold"))
+    assert first - now > 5900.0 > 5100.0 > again - now
+    plane._call(reached(lambda: log(store, job).count("node_draining") == 1))
+    assert plane._call(say(4000.0, "it burns")) - now < 4100.0
+    plane._call(reached(lambda: log(store, job).count("node_draining") == 2))
+    assert plane._call(say(None, "it is cordoned")) is None

@@ -1,0 +1,64 @@
+"""Whether repair in place works is tried by a job's first ranks, and what follows from that."""
+
+from dataclasses import replace
+
+from trainer_rig import finish, lose_peer, order
+
+from workers.protocol.reports import Finished, Resting, Started
+from workers.rank import trainer_process
+from workers.rank.commands import Go
+from workers.rank.trainer_process import EXIT_PEER_LOST
+
+REPAIR = {"seconds": 0.5, "way": "by hand", "torch_version": "2.13.0", "nccl_version": None}
+
+
+WORKS = {**REPAIR, "passed": True, "problem": ""}
+
+
+FAILS = {**REPAIR, "passed": False, "problem": "rank 2: no"}
+
+
+def tries_repair(monkeypatch, found, rank=0):
+    """An order to try repair in place, with what its ranks find out."""
+    monkeypatch.setattr(trainer_process.dist, "TCPStore", lambda host, port, is_master, timeout: (host, port))
+    meeting = {"store_host": "h", "store_port": 7, "secret": "s"}
+    return order(1, rank, spec={"world": 4, "repair": found}, tries_repair=True, **meeting)
+
+
+def test_where_repair_was_tried_and_works_a_lost_peer_brings_it_to_rest(rig, monkeypatch):
+    run = rig(lose_peer, finish)
+    run.start(tries_repair(monkeypatch, WORKS))
+    event, started, resting = (run.hear().payload for _ in range(3))
+    assert (event.type, event.data, event.step) == ("repair_self_test", WORKS, 0)
+    assert event.message == "repair in place works here (by hand, tried in 0.5 s)"
+    assert isinstance(started, Started) and resting == Resting(4, "rank 1 is gone")
+    (trainer,) = run.built
+    assert trainer.comm.connected == [("tries repair", ("h", 7), 1), (("h", 7), 1, "h", "s")], "in that order"
+    run.say(Go(replace(run.process.order, generation=2, in_place=True, tries_repair=False)))
+    assert [type(run.hear().payload) for _ in range(2)] == [Started, Finished]
+    assert run.built == [trainer] and len(trainer.comm.connected) == 3, "and is not tried again"
+
+
+def test_where_it_does_not_work_the_job_goes_on_and_a_lost_peer_ends_the_process(rig, monkeypatch):
+    run = rig(lose_peer)
+    run.start(tries_repair(monkeypatch, FAILS))
+    event, started, failure = (run.hear().payload for _ in range(3))
+    assert event.data == FAILS
+    assert event.message == "no repair in place: rank 2: no; after a failure all ranks are started again"
+    assert isinstance(started, Started) and failure.kind == "peer_lost"
+    assert run.ended() == EXIT_PEER_LOST
+
+
+def test_a_process_that_can_not_be_used_after_it_ends_before_it_trains(rig, monkeypatch):
+    run = rig(finish)
+    run.start(tries_repair(monkeypatch, {**FAILS, "usable": False}))
+    assert run.hear().payload.type == "repair_self_test"
+    failure = run.hear().payload
+    assert (failure.kind, failure.message) == ("peer_lost", "the self-test of repair in place went wrong: rank 2: no")
+    assert run.ended() == EXIT_PEER_LOST
+
+
+def test_one_rank_tells_for_all(rig, monkeypatch):
+    run = rig(finish)
+    run.start(tries_repair(monkeypatch, WORKS, rank=3))
+    assert isinstance(run.hear().payload, Started)

@@ -1,0 +1,76 @@
+"""Snapshots of a state that tells its step, and copies that are held up."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+
+from workers.snapshot.snapshots import Snapshots
+
+IDENTITY = b"0123456789abcdef"
+
+
+def state_at(step: int) -> list[torch.Tensor]:
+    """A rank's state that tells its step: three tensors of odd sizes."""
+    return [torch.full((size,), 100.0 * step + size) for size in (5, 1025, 3)]
+
+
+def opened(
+    folder: Path, step: int = 0, identity: bytes = IDENTITY, state: list[torch.Tensor] | None = None
+) -> Snapshots:
+    """The snapshots of rank 3, over a state of `step`."""
+    return Snapshots(folder, 3, state if state is not None else state_at(step), identity, table={"a": "table"})
+
+
+def bring(snapshots: Snapshots, step: int) -> None:
+    """Bring the state to `step`."""
+    for tensor, value in zip(snapshots.state, state_at(step), strict=True):
+        tensor.copy_(value)
+
+
+def save(snapshots: Snapshots, step: int) -> None:
+    """Bring the state to `step`, save it and wait for its sums."""
+    bring(snapshots, step)
+    snapshots.save(step, f"note of {step}".encode())
+    snapshots.wait_for_sums()
+
+
+def holds(folder: Path, step: int) -> bool:
+    """Whether another process, opening the file, loads exactly the state of `step`."""
+    fresh = opened(folder, 999)
+    note = fresh.load(step)
+    return note == f"note of {step}".encode() and all(
+        torch.equal(a, b) for a, b in zip(fresh.state, state_at(step), strict=True)
+    )
+
+
+class Held:
+    """Holds the copies of a snapshot up until it is told to let them go, or to make them fail."""
+
+    def __init__(self, snapshots: Snapshots, after: int = 0):
+        """The first `after` copies of tensors are made at once."""
+        self.reached, self.released = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        self._left, self._real = after, snapshots._slots
+        snapshots._slots = [[_Slow(self, view) for view in views] for views in self._real]
+
+    def copy(self, real: torch.Tensor, other: torch.Tensor) -> None:
+        if self._left == 0:
+            real[: len(real) // 2].copy_(other[: len(other) // 2])
+            self.reached.set()
+            assert self.released.wait(30)
+            if self.error is not None:
+                raise self.error
+        else:
+            self._left -= 1
+        real.copy_(other)
+
+
+class _Slow:
+    def __init__(self, held: Held, real: torch.Tensor):
+        self._held, self._real = held, real
+
+    def copy_(self, other: torch.Tensor) -> None:
+        self._held.copy(self._real, other)
