@@ -289,11 +289,12 @@ SIZES_AND_PRECISIONS = [
         dtype,
         tolerance,
         id=f"tp{sizes[0]} pp{sizes[1]} dp{sizes[2]} {name}",
-        # In fp64 a wrong term cannot hide; in fp32 a few layouts show that rounding is all that is added.
+        # In fp64 a wrong term cannot hide; in fp32 a few layouts show that rounding is all that is added. The plain
+        # model itself, computed in fp32, is off by up to 2.2e-6 in the deepest of these models.
         marks=[] if name == "fp64" or (number % 4 == 1 and math.prod(sizes) < 8) else [pytest.mark.soak],
     )
     for number, sizes in enumerate(LAYOUTS)
-    for name, dtype, tolerance in (("fp64", torch.float64, 1e-10), ("fp32", torch.float32, 2e-6))
+    for name, dtype, tolerance in (("fp64", torch.float64, 1e-10), ("fp32", torch.float32, 5e-6))
 ]
 
 
