@@ -93,6 +93,7 @@ def test_slow_rank_is_found_and_explained_in_three_clicks(manta, page):
 @needs_chromium
 def test_step_of_a_real_job_is_traced_and_drawn(manta, page):
     job = manta.submit(manta.spec(steps=10_000, layout=(2, 2, 2)))
+    manta.leave_room(job)
     manta.until_step(job, 2)
     page.goto(f"{manta.url}/ui/jobs/{job}/step")
     page.get_by_role("button", name="Trace the next step").click()

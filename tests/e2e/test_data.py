@@ -8,6 +8,7 @@ import pytest
 from tokenizer_files import TEXT, byte_level
 
 from api.client import ApiError
+from tests.e2e.conftest import STEPS
 from tests.e2e.test_jobs import open_to_others
 
 
@@ -52,13 +53,13 @@ def test_a_job_trains_on_tokens_that_one_rank_of_its_node_makes(manta, documents
 
 def test_a_rank_that_dies_finds_the_tokens_again(manta, documents):
     data = data_of(documents, tokenizer="bpe", tokenizer_vocabulary=300)
-    job = manta.submit(manta.spec(steps=400, layout=(1, 1, 2), data=data))
-    manta.until_step(job, 5)
+    job = manta.submit(manta.spec(layout=(1, 1, 2), data=data))
+    manta.hold(job, 1, 5)
     ranks = manta.client.ranks(job).items
     os.kill(ranks[1].pid, signal.SIGKILL)
     ended = manta.until_state(job, "SUCCEEDED")
     assert ended.restarts == 1
-    assert [step for step, _, _ in manta.curve(job)] == list(range(1, 401))
+    assert [step for step, _, _ in manta.curve(job)] == list(range(1, STEPS + 1))
     assert len(manta.events(job, "tokenizer_trained")) == 1
     assert len([event for event in manta.events(job, "data_prepared") if event.data["made"]]) == 1
 
@@ -73,6 +74,7 @@ def packed(manta, documents, replicas):
 
 def test_a_kill_a_resize_and_a_pause_in_the_middle_of_a_packed_blend_change_no_bit(manta, documents):
     job = packed(manta, documents, 2)
+    manta.leave_room(job)  # each step that is made meanwhile is made twice, below
     manta.until_step(job, 5)
     os.kill(manta.client.ranks(job).items[1].pid, signal.SIGKILL)
     manta.until("the recovery", lambda: manta.events(job, "recovered"))

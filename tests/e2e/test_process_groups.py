@@ -15,6 +15,7 @@ from workers.protocol.messages import BETWEEN_STEPS, FAULT_PHASES
 
 OVER_GROUPS = {"MANTA_PROCESS_GROUPS_FOR_TESTS": "1"}
 FOUR = (2, 1, 2)
+STEPS = 30
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def manta(tmp_path_factory, corpus):
 @pytest.fixture(scope="module")
 def clean(manta):
     """The curve of a job to which nothing happens."""
-    job = manta.submit(manta.spec(layout=FOUR, checkpoint=EVERY_STEP))
+    job = manta.submit(manta.spec(STEPS, FOUR, checkpoint=EVERY_STEP))
     manta.until_state(job, "SUCCEEDED")
     said = [line.text for line in manta.client.logs(job).items]
     assert sum("communicates over process groups" in text for text in said) == 4
@@ -41,11 +42,11 @@ def survivors(manta, job):
 
 
 def test_killed_stopped_and_cut_ranks_cost_no_other_process_and_no_bit(manta, clean, kill):
-    job = manta.submit(manta.spec(layout=FOUR, checkpoint=EVERY_STEP))
-    manta.inject(job, "kill", 3, at_step=8, phase="backward")
-    manta.inject(job, "stop", 1, at_step=20, phase="forward")
-    manta.inject(job, "partition", 2, at_step=32, phase="reduction", seconds=0.2)
-    manta.inject(job, "kill", 0, at_step=44, phase="optimizer")
+    job = manta.submit(manta.spec(STEPS, FOUR, checkpoint=EVERY_STEP))
+    manta.inject(job, "kill", 3, at_step=5, phase="backward")
+    manta.inject(job, "stop", 1, at_step=11, phase="forward")
+    manta.inject(job, "partition", 2, at_step=17, phase="reduction", seconds=0.2)
+    manta.inject(job, "kill", 0, at_step=23, phase="optimizer")
     manta.until_state(job, "SUCCEEDED")
     assert survivors(manta, job) == [[0, 1, 2], [0, 2, 3], [0, 1, 2, 3], [1, 2, 3]], manta.story(job)
     assert [event.rank for event in manta.events(job, "rank_hung")] == [1]
@@ -117,8 +118,8 @@ def test_drained_node_is_left_between_two_steps_by_its_own_ranks_alone(manta, cl
     blocker = manta.submit(manta.spec(100_000, (1, 1, 2)))  # half of the first node
     manta.leave_room(blocker)
     manta.until_step(blocker, 1)
-    job = manta.submit(manta.spec(layout=FOUR, checkpoint=EVERY_STEP))
-    manta.hold(job, 0, 10, seconds=0.2)
+    job = manta.submit(manta.spec(STEPS, FOUR, checkpoint=EVERY_STEP))
+    manta.hold(job, 0, 10)
     before = manta.pids(job)
     ranks_on = {
         node: [rank for rank, pid in enumerate(before) if pid in {process.pid for process in node.processes()}]
