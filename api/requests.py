@@ -1,4 +1,4 @@
-"""What the REST API is asked for in bodies, as data; JobSpecs are in `workers/config.py`. What they do not know is an
+"""What the REST API is asked for in bodies, as data; JobSpecs are in `workers/config/`. What they do not know is an
 error: a slip of the hand is not taken for a wish."""
 
 from __future__ import annotations

@@ -1,0 +1,77 @@
+"""What the keys of all sections are made of: numbers with bounds, names, words that stand for something."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1, strict=True, allow_inf_nan=False)]
+StrictBool = Annotated[bool, Field(strict=True)]
+
+# Far above anything trainable, and small enough for exact arithmetic everywhere: past them is a slip of the hand.
+Layers = Annotated[int, Field(gt=0, le=10_000, strict=True)]
+Width = Annotated[int, Field(gt=0, le=1_000_000, strict=True)]
+Heads = Annotated[int, Field(gt=0, le=100_000, strict=True)]
+Length = Annotated[int, Field(gt=0, le=10_000_000, strict=True)]
+Vocabulary = Annotated[int, Field(gt=0, le=100_000_000, strict=True)]
+AxisSize = Annotated[int, Field(gt=0, le=100_000, strict=True)]
+AcceleratorType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Chunks = Annotated[int, Field(gt=0, le=1024, strict=True)]
+Batch = Annotated[int, Field(gt=0, le=100_000_000, strict=True)]
+Steps = Annotated[int, Field(gt=0, le=1_000_000_000, strict=True)]
+StepsOrNever = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
+Count = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
+LabelKey = Annotated[
+    str,
+    Field(
+        max_length=317,
+        pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
+    ),
+]
+"""As Kubernetes has them: at most 63 letters, digits, `-`, `_` and `.`, perhaps after a domain's name and a `/`."""
+LabelValue = Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")]
+"""At most 63 letters, digits, `-`, `_` and `.`, of which the first and the last are letters or digits; may be empty."""
+MOST_LABELS = 64
+JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
+Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
+Threads = Annotated[int, Field(gt=0, le=1024, strict=True)]
+
+T = TypeVar("T")
+
+BYTE_VOCABULARY = 256
+TRAINED_VOCABULARY = 8192
+"""Token ids of a trained tokenizer, where nothing else is said."""
+BUILT_IN_TOKENIZERS = ("bytes", "bpe")
+"""Those that are no file."""
+NO_TOKEN = "none"
+CHATML = "chatml"
+"""The template that is built in."""
+END_OF_TEXT = "<|endoftext|>"
+LEAST_WINDOW = 5
+PART_OF_A_NAME = r"^[A-Za-z0-9_]+$"
+
+RecomputeModule = Literal["core_attention", "norm", "mlp_activation"]
+Accelerator = Literal["auto", "gpu", "cpu"]
+ParameterGroup = Literal["linear", "embedding", "norm", "bias"]
+Source = Literal["python-stdlib", "text", "jsonl", "parquet", "chat", "megatron"]
+
+
+MayBeOff = BeforeValidator(lambda value: "off" if value is False else value)
+"""Of a word that may be `off`, which YAML reads as false where it is not in quotes."""
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values never change after parsing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FixedMapping(dict[str, T]):
+    """A mapping that nobody changes, so that specs can be told apart by their hashes."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))

@@ -1,0 +1,86 @@
+"""A job: all sections together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from workers.config.data import DataConfig
+from workers.config.fields import (
+    MOST_LABELS,
+    FixedMapping,
+    JobName,
+    LabelKey,
+    LabelValue,
+    PositiveFloat,
+    Priority,
+    Section,
+)
+from workers.config.model import ModelConfig
+from workers.config.parallel import ElasticConfig, ParallelConfig, ResourcesConfig
+from workers.config.recovery import CheckpointConfig, RecoveryConfig
+from workers.config.train import TrainConfig
+
+
+class JobSpec(Section):
+    """One training job, as submitted."""
+
+    name: JobName = "job"
+    """A name for people; need not be unique."""
+    labels: Annotated[dict[LabelKey, LabelValue], Field(max_length=MOST_LABELS), AfterValidator(FixedMapping)] = Field(
+        default_factory=FixedMapping
+    )
+    """What lists of jobs can be filtered by, such as `team: vision`; nothing else follows from them."""
+    model: ModelConfig
+    """The transformer."""
+    data: DataConfig
+    """The corpus."""
+    train: TrainConfig
+    """Steps, batches, optimizer."""
+    parallel: ParallelConfig | Literal["auto"] = ParallelConfig()
+    """The layout. Built: explicit layouts."""
+    elastic: ElasticConfig = ElasticConfig()
+    """Bounds for changes of size."""
+    resources: ResourcesConfig = ResourcesConfig()
+    """Accelerators."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Durable checkpoints and snapshots."""
+    recovery: RecoveryConfig = RecoveryConfig()
+    """Limits of automatic recovery."""
+    priority: Priority = 0
+    """Higher starts first among queued jobs."""
+    max_duration: PositiveFloat | None = None
+    """Seconds that the job may take, time in the queue and in a pause aside; when they are over its state is saved as
+    for a pause, and it fails with reason max_duration. A retry has as long again. Default: no limit."""
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """The explicit layout. Raises ValueError while it is still `auto`."""
+        if isinstance(self.parallel, str):
+            raise ValueError("parallel is still 'auto': plan it first")
+        return self.parallel
+
+    @property
+    def micro_batches(self) -> int:
+        """Most micro-batches that a replica runs in a step (m), once the batch is at its full size."""
+        layout, train = self.layout, self.train
+        if train.deterministic == "elastic":
+            whole = -(-train.global_batch_size // train.micro_batch_size)
+            return -(-(whole // layout.micro_batch_unit) // layout.data) * layout.micro_batch_unit
+        share = -(-train.global_batch_size // layout.data)
+        return -(-share // train.micro_batch_size)
+
+    @property
+    def attention_is_explicit(self) -> bool:
+        """Whether attention is written out: asked for, or needed by dropout that does not depend on the layout."""
+        return self.train.attention == "explicit" or (self.train.attention == "auto" and self.model.dropout > 0)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids, without padding. Raises ValueError while it has to be taken from the tokenizer's file
+        (`workers.data.vocabulary`)."""
+        size = self.model.vocabulary_size or self.data.token_ids
+        if size is None:
+            raise ValueError("the vocabulary's size is not known before the tokenizer's file is read")
+        return size
