@@ -17,13 +17,16 @@ from typing import Any
 
 from service.planner.fitting import fit_core
 from service.planner.fitting_gpu import fit_gpu, machine_measured
-from service.planner.hardware import MACHINES, Core, CpuNode, Gpu
+from service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Machine, measured
 from workers.calibration.measurements import Measurements
 from workers.errors import MantaError
 from workers.paths import safe_name
 from workers.system.cores import usable_cores
 from workers.system.processor import node_type
 
+OTHER_CORES, SPREAD = 0.25, 0.1
+"""Cores that others keep busy during a calibration, and distance of its repetitions, above which it is disturbed."""
+_JOBS_SINCE = "jobs_since"
 _COMMAND = (sys.executable, "-m", "workers.calibration")
 
 
@@ -47,6 +50,20 @@ class Calibrated:
     core: Core | None = None
     gpu: Gpu | None = None
     """One of both is there."""
+    other_cores: float | None = None
+    """Cores that others kept busy meanwhile, as a mean; None: not known."""
+    spread: float | None = None
+    """How far repetitions were apart, of their median; None: not known."""
+
+    @property
+    def warning(self) -> str | None:
+        """Why these constants may be wrong."""
+        found = []
+        if self.other_cores is not None and self.other_cores > OTHER_CORES:
+            found.append(f"others kept {self.other_cores:.1f} of its cores busy meanwhile")
+        if self.spread is not None and self.spread > SPREAD:
+            found.append(f"half of the repetitions were {self.spread:.0%} apart or more")
+        return f"{' and '.join(found)}: calibrate again while nothing else runs" if found else None
 
     @property
     def constants(self) -> dict[str, float]:
@@ -70,6 +87,7 @@ class Calibrated:
             int(document["cores"]),
             None if core is None else Core(**{name: float(value) for name, value in core.items()}),
             None if gpu is None else Gpu(**{name: _number(value) for name, value in gpu.items()}),
+            *(_number_or_none(document.get(name)) for name in ("other_cores", "spread")),
         )
         if any(not 0 < value < math.inf for name, value in found.constants.items() if name != "attention_width"):
             raise ValueError("constants are positive")
@@ -78,6 +96,10 @@ class Calibrated:
 
 def _number(value: Any) -> Any:
     return value if isinstance(value, bool) else float(value)
+
+
+def _number_or_none(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def load(folder: Path, name: str) -> Calibrated | None:
@@ -146,6 +168,38 @@ def measured_gpus(folder: Path) -> dict[str, Gpu]:
     return {name: each.gpu for name, each in found.items() if each is not None and each.gpu is not None}
 
 
+def machine_of_type(folder: Path, name: str) -> Machine | None:
+    """A machine of that type as it was calibrated, if it was; None where it is neither a known GPU nor like this one
+    without any. Raises BadCalibration."""
+    if name in MACHINES:
+        known = load(folder, name)
+        gpu = None if known is None else known.gpu
+        return MACHINES[name] if gpu is None else measured(MACHINES[name], gpu)
+    return this_node(folder).machine(1) if name == node_type() else None
+
+
+def type_of(machine: Machine) -> str:
+    """The name of a machine's type, under which it would be calibrated here."""
+    return machine.accelerator.name if machine.has_gpus else node_type()
+
+
+def forget_jobs_before_now(folder: Path) -> Path:
+    """From now on, what jobs that began before say of machines does not count; returns the file whose time notes it,
+    and without which all count."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _JOBS_SINCE
+    path.touch()
+    return path
+
+
+def jobs_since(folder: Path) -> float:
+    """Unix seconds after which a job must have begun whose steps say something of machines."""
+    try:
+        return (folder / _JOBS_SINCE).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def measure(device: str, say: Callable[[str], None]) -> Calibrated:
     """Measure this machine in a process of its own: this one has no torch. `device`: auto (a GPU where there is one),
     cpu or cuda. `say` is told what is measured next. Raises CalibrationFailed, UnknownMachine."""
@@ -155,9 +209,11 @@ def measure(device: str, say: Callable[[str], None]) -> Calibrated:
 def calibrated(found: Measurements) -> Calibrated:
     """What plans go by after such measurements. Raises UnknownMachine."""
     if found.gpu_memory_bytes is None:
-        return Calibrated(node_type(), found.device, found.cores, core=fit_core(found))
-    name = machine_measured(found)
-    return Calibrated(name, found.device, found.cores, gpu=fit_gpu(found, MACHINES[name]))
+        made = Calibrated(node_type(), found.device, found.cores, core=fit_core(found))
+    else:
+        name = machine_measured(found)
+        made = Calibrated(name, found.device, found.cores, gpu=fit_gpu(found, MACHINES[name]))
+    return dataclasses.replace(made, other_cores=found.other_cores, spread=found.spread)
 
 
 def _measurements(device: str, say: Callable[[str], None]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -24,6 +25,30 @@ def test_what_was_kept_is_found_by_the_type_of_node(tmp_path):
     assert load(tmp_path / "machines", "abacus-4") == calibrated()
     assert load(tmp_path / "machines", "abacus-8") is None
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("other_cores", "spread", "warning"),
+    [
+        (None, None, None),
+        (0.1, 0.02, None),
+        (0.4, 0.02, "others kept 0.4 of its cores busy meanwhile: calibrate again while nothing else runs"),
+        (0.1, 0.3, "half of the repetitions were 30% apart or more: calibrate again while nothing else runs"),
+        (0.4, 0.3, "others kept 0.4 of its cores busy meanwhile and half of the repetitions were 30% apart or more: "),
+    ],
+)
+def test_a_calibration_that_was_disturbed_is_kept_with_what_says_so(tmp_path, other_cores, spread, warning):
+    save(tmp_path, replace(calibrated(), other_cores=other_cores, spread=spread))
+    found = load(tmp_path, "abacus-4")
+    assert (found.other_cores, found.spread) == (other_cores, spread)
+    assert found.warning is None if warning is None else found.warning.startswith(warning)
+
+
+def test_a_calibration_of_an_earlier_release_has_no_warning(tmp_path):
+    document = calibrated().to_json()
+    del document["other_cores"], document["spread"]
+    save(tmp_path, calibrated()).write_text(json.dumps(document))
+    assert load(tmp_path, "abacus-4") == calibrated()
 
 
 def test_this_node_is_assumed_until_it_is_calibrated(tmp_path):

@@ -6,11 +6,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import statistics
 import sys
 from collections.abc import Callable
 
 import torch
 
+from workers.calibration import clock
 from workers.calibration.gpu import ON_GPU, measure_gpu
 from workers.calibration.kernels import attention_times, product_times
 from workers.calibration.links import collective_times
@@ -20,6 +22,7 @@ from workers.calibration.steps import BUSY as BUSY_SHAPE
 from workers.calibration.steps import as_busy, busy_seconds, document_of, step_times
 from workers.system.cores import usable_cores
 from workers.system.host_memory import keep_freed_memory
+from workers.system.others import OtherWork
 from workers.system.processor import processor_name
 
 MOST_RANKS = 8
@@ -40,8 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(kind: str, say: Callable[[str], None]) -> Measurements:
     """Everything, part by part; `say` is told what is measured next."""
+    others = OtherWork()
+    clock.spreads.clear()
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
-        return measure_gpu(torch.device("cuda", 0), ON_GPU, say)
+        return _with_disturbances(measure_gpu(torch.device("cuda", 0), ON_GPU, say), others)
     torch.set_num_threads(1)
     keep_freed_memory()
     device = torch.device("cpu")
@@ -52,6 +57,7 @@ def measure(kind: str, say: Callable[[str], None]) -> Measurements:
     attention = attention_times(device, torch.float32)
     say("steps of one rank")
     found = Measurements(processor_name(), cores, wide + narrow, attention, step_times(device))
+    found = _with_disturbances(found, others)  # ranks are no children of this process, and would count as others
     say("several ranks")
     gangs = LocalRanks()
     document = document_of(BUSY_SHAPE, "fp32")
@@ -61,6 +67,11 @@ def measure(kind: str, say: Callable[[str], None]) -> Measurements:
     for ranks in (2, 4, MOST_RANKS):
         found.collectives.extend(gangs.run(collective_times, document | {"parallel": {"tensor": ranks}})[0])
     return found
+
+
+def _with_disturbances(found: Measurements, others: OtherWork) -> Measurements:
+    """With what says whether something else ran on this machine while this was measured."""
+    return dataclasses.replace(found, other_cores=others.cores(), spread=statistics.median(clock.spreads))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ it by its limit of power while it trains, and not that of one that has rested.""
 Run = Callable[[], object]
 
 
+spreads: list[float] = []
+"""Of everything that was measured here, how far its repetitions were apart: between their quarters, of their median."""
+
+
 def median_seconds(run: Run, device: torch.device, seconds: float = SECONDS) -> float:
     """Median of what `run` takes: of a core's time on a CPU, where others may take turns with this thread; of the time
     between two events on a GPU. Runs for about `seconds`, and some times at least."""
@@ -30,7 +34,7 @@ def median_seconds(run: Run, device: torch.device, seconds: float = SECONDS) -> 
     began = time.perf_counter()
     while len(taken) < LEAST_TIMES or time.perf_counter() - began < seconds:
         taken.append(once(run, device))
-    return statistics.median(taken)
+    return _median(taken)
 
 
 def back_to_back_seconds(run: Run, device: torch.device, rounds: int = ROUNDS) -> float:
@@ -46,7 +50,15 @@ def back_to_back_seconds(run: Run, device: torch.device, rounds: int = ROUNDS) -
         run()
     queueing = time.perf_counter() - began  # at least what the host needs for it
     torch.cuda.synchronize(device)
-    return statistics.median(_queued(run, times, queueing, device) for _ in range(rounds))
+    return _median([_queued(run, times, queueing, device) for _ in range(rounds)])
+
+
+def _median(taken: list[float]) -> float:
+    median = statistics.median(taken)
+    if len(taken) > 1:
+        first, _, third = statistics.quantiles(taken, n=4)
+        spreads.append((third - first) / median)
+    return median
 
 
 def _queued(run: Run, times: int, queueing: float, device: torch.device) -> float:

@@ -114,6 +114,11 @@ class Measurements:
     """Of a GPU; None: a processor was measured."""
     adds_wider: bool = False
     """Whether products there add 16-bit gradients to fp32 sums themselves."""
+    other_cores: float | None = None
+    """Cores that others kept busy meanwhile, as a mean; None: not known."""
+    spread: float | None = None
+    """How far repetitions were apart: between their quarters, of their median, and of these the median. None: not
+    known."""
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Measurements:
@@ -131,6 +136,7 @@ class Measurements:
         others: dict[str, Any] = {
             name: document[name] for name in ("device", "cores", "gpu_memory_bytes", "adds_wider")
         }
+        others |= {name: document.get(name) for name in ("other_cores", "spread")}
         return cls(**others, **lists)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from workers.calibration import kernels, steps
+from workers.calibration import clock, kernels, steps
+from workers.calibration.__main__ import _with_disturbances
 from workers.calibration.clock import median_seconds
 from workers.calibration.links import collective_times
 from workers.calibration.local_ranks import LocalRanks
-from workers.calibration.measurements import step_job
+from workers.calibration.measurements import Measurements, step_job
+from workers.system.others import OtherWork
 
 CPU = torch.device("cpu")
 
@@ -33,6 +37,26 @@ def test_a_step_of_one_rank_is_measured(monkeypatch):
     monkeypatch.setattr(steps, "median_seconds", lambda run, device, _: median_seconds(run, device, 0.0))
     (row,) = steps.step_times(CPU)
     assert step_job(row).micro_batches == 2 and row.seconds > 0
+
+
+def test_how_far_repetitions_are_apart_is_noted(monkeypatch):
+    monkeypatch.setattr(clock, "spreads", [])
+    assert clock._median([1.0, 1.0, 1.1, 1.2, 1.2]) == 1.1
+    assert clock._median([1.0]) == 1.0
+    assert clock.spreads == [pytest.approx(0.2 / 1.1)]
+
+
+def test_what_a_calibration_was_disturbed_by_is_kept_with_it(monkeypatch):
+    monkeypatch.setattr(clock, "spreads", [0.01, 0.2, 0.02])
+    others = OtherWork()
+    monkeypatch.setattr(others, "cores", lambda: 0.5)
+    found = _with_disturbances(Measurements("Abacus", 4), others)
+    assert (found.other_cores, found.spread) == (0.5, 0.02)
+    assert Measurements.from_json(dataclasses.asdict(found)) == found
+    of_before = {
+        name: value for name, value in dataclasses.asdict(found).items() if name not in ("other_cores", "spread")
+    }
+    assert Measurements.from_json(of_before).spread is None
 
 
 @pytest.mark.soak

@@ -1,0 +1,43 @@
+"""What others compute is told apart from what this process does."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from workers.system import others
+from workers.system.others import OtherWork
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    """Seconds that went by, that all cores were busy, and that this process was."""
+    now = {"passed": 0.0, "busy": 0.0, "own": 0.0}
+    monkeypatch.setattr(others.time, "monotonic", lambda: now["passed"])
+    monkeypatch.setattr(others, "_busy_seconds", lambda: now["busy"])
+    monkeypatch.setattr(others, "_own_seconds", lambda: now["own"])
+    return now
+
+
+def test_others_are_all_but_this_process(clocks):
+    work = OtherWork()
+    clocks.update(passed=10.0, busy=16.0, own=9.0)
+    assert work.cores() == pytest.approx(0.7)
+    clocks.update(own=17.0)  # the kernel counts in ticks
+    assert work.cores() == 0.0
+
+
+def test_a_kernel_that_does_not_tell_is_no_failure(clocks):
+    work = OtherWork()
+    clocks.update(busy=None)
+    assert work.cores() is None
+
+
+def test_this_kernel_tells():
+    work, until = OtherWork(), time.process_time() + 0.05
+    before = others._busy_seconds(), others._own_seconds()
+    while time.process_time() < until:
+        pass
+    assert others._own_seconds() > before[1] and others._busy_seconds() >= before[0]
+    assert work.cores() >= 0.0

@@ -1,0 +1,42 @@
+"""How much of this machine's cores others take, meanwhile."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+_IDLE = slice(3, 5)
+"""Of the first line of /proc/stat: idle, and waiting for disks."""
+_COUNTED = 8
+"""Its columns up to time that a hypervisor took; those behind are in the first two."""
+
+
+class OtherWork:
+    """Counts from here on what others than this process, and the children that it has waited for, compute."""
+
+    def __init__(self) -> None:
+        self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
+
+    def cores(self) -> float | None:
+        """Cores that others have kept busy since then, as a mean; None where the kernel does not tell."""
+        busy = _busy_seconds()
+        if busy is None or self._busy is None:
+            return None
+        others = (busy - self._busy) - (_own_seconds() - self._own)
+        return max(0.0, others / max(1e-3, time.monotonic() - self._began))
+
+
+def _busy_seconds() -> float | None:
+    """Of all cores together, since the machine started."""
+    try:
+        columns = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1 : 1 + _COUNTED]
+    except OSError:
+        return None
+    ticks = [int(each) for each in columns]
+    return (sum(ticks) - sum(ticks[_IDLE])) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
