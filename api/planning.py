@@ -10,6 +10,7 @@ from service.planner.answer import to_json
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.job_plan import NotPlanned, refuse_unplannable
 from service.planner.request import CurrentCluster, Gpus, PlanRequest, cluster_of_nodes
+from service.refining import SeenJobs
 from workers.config import JobSpec
 from workers.paths import Paths
 from workers.spec.problems import Problem, SpecError
@@ -50,6 +51,18 @@ def current_cluster(control: ControlPlane) -> CurrentCluster:
     """What gives it. Raises ClusterUnavailable, SpecError."""
 
     def cluster(accelerator: str | None) -> Cluster:
-        return cluster_of_nodes(control.cluster()["nodes"], accelerator, cpu_node(control), gpus(control))
+        found = cluster_of_nodes(control.cluster()["nodes"], accelerator, cpu_node(control), gpus(control))
+        return refined_cluster(control, found)
 
     return cluster
+
+
+def refined_cluster(control: ControlPlane, cluster: Cluster) -> Cluster:
+    """As jobs have refined what is assumed of its machines."""
+    return seen_jobs(control).cluster(cluster)
+
+
+def seen_jobs(control: ControlPlane) -> SeenJobs:
+    """What jobs say of machines."""
+    with control.store.read() as session:
+        return SeenJobs.read(session, Paths.of(control.home).machines)

@@ -18,6 +18,8 @@ from service.ledger import Interval, Ledger
 from service.logs import LogLine
 from service.machines import KeptCalibration
 from service.planner.drift import compared
+from service.planner.hardware import Machine
+from service.planner.refinement import moved
 from service.states import JobState
 from service.store import checkpoints, edits, exports, jobs, ledgers, metrics, recoveries, tables
 from service.store.plans import KeptPlan
@@ -157,8 +159,8 @@ def job_plan_view(kept: KeptPlan | None) -> schemas.JobPlan:
     )
 
 
-def machine_view(kept: KeptCalibration, own: str) -> schemas.Machine:
-    """A type of node that was calibrated. `own`: that of this control plane."""
+def machine_view(kept: KeptCalibration, own: str, refined: Machine | None) -> schemas.Machine:
+    """A type of node that was calibrated. `own`: that of this control plane; `refined`: where jobs have refined it."""
     found = kept.calibrated
     return schemas.Machine(
         name=kept.name,
@@ -168,7 +170,30 @@ def machine_view(kept: KeptCalibration, own: str) -> schemas.Machine:
         constants=found and found.constants,
         this_node=kept.name == own,
         problem=kept.problem,
+        warning=found and found.warning,
+        **_refinement(refined),
     )
+
+
+def refined_machine_view(name: str, at: float, own: str, refined: Machine) -> schemas.Machine:
+    """A type of node that was not calibrated and that jobs have refined, of which the newest began `at` that Unix
+    time."""
+    return schemas.Machine(
+        name=name,
+        measured_at=moment(at),
+        device=None,
+        cores=None,
+        constants=vars(refined.core or refined.constants),
+        this_node=name == own,
+        problem=None,
+        **_refinement(refined),
+    )
+
+
+def _refinement(machine: Machine | None) -> dict[str, Any]:
+    if machine is None or machine.refined is None:
+        return {}
+    return {"refined": moved(machine), "refined_by_jobs": machine.refined.jobs}
 
 
 def deletion_view(job_id: str, deletion: Deletion) -> schemas.DeletedJob:

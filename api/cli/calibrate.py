@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from api.cli.main import Json
-from service.machines import Calibrated, measure, save
+from api import schemas
+from api.cli import render
+from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
+from service.machines import Calibrated, forget_jobs_before_now, measure, save
 from service.settings import Settings
 from workers.paths import Paths
 
@@ -52,12 +56,31 @@ def calibrate(
     device: Annotated[
         Device, typer.Option("--device", help="What to measure; auto: one of its GPUs where it has any.")
     ] = Device.auto,
+    listed: Annotated[
+        bool, typer.Option("--list", help="Measure nothing; show what the service knows of types of machines.")
+    ] = False,
+    forget_jobs: Annotated[
+        bool,
+        typer.Option("--forget-jobs", help="Measure nothing; from now on only jobs that begin later refine machines."),
+    ] = False,
+    url: Url = None,
     as_json: Json = False,
 ) -> None:
     """Measure this machine for plans and for `parallel: auto`: about a minute in which nothing else should run here.
     What is found is kept in MANTA_HOME, for all nodes of the same processor and number of cores or of the same type of
     GPU, and takes the place of what was found before. Needs no service."""
     folder = Paths.of(Settings.from_environment().home).machines
+    if listed and forget_jobs:
+        raise fail("--list and --forget-jobs: one at a time", EXIT_BAD_INPUT)
+    if forget_jobs:
+        path = forget_jobs_before_now(folder)
+        typer.echo(f"jobs that began before now refine nothing any more; without {path} they do again")
+        return
+    if listed:
+        with connect(url) as client:
+            answer = client.machines()
+        show(answer, as_json, lambda console: _table(console, answer.items))
+        return
     found = measure(device.value, lambda line: typer.echo(line, err=True))
     path = save(folder, found)
     if as_json:
@@ -66,6 +89,23 @@ def calibrate(
     typer.echo(f"{found.name}: {found.device}, {found.cores} cores; kept in {path}")
     for line in _lines(found):
         typer.echo(line)
+    if found.warning is not None:
+        typer.echo(f"Warning: {found.warning}", err=True)
+
+
+def _table(console: Console, machines: Sequence[schemas.Machine]) -> None:
+    rows = [
+        (
+            each.name,
+            each.device or "not calibrated",
+            ", ".join(f"{name} x {factor:.2f}" for name, factor in each.refined.items()) or "-",
+            f"{each.refined_by_jobs}",
+            each.problem or each.warning or "",
+        )
+        for each in machines
+    ]
+    heads = ("TYPE", "DEVICE", "REFINED", "BY JOBS", "PROBLEM")
+    render.table(console, heads, rows, "nothing was calibrated, and no jobs have refined anything")
 
 
 def _lines(found: Calibrated) -> list[str]:

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 
 from api import schemas, views
 from api.parameters import Control
+from api.planning import seen_jobs
 from api.problem_codes import reads
 from service.machines import kept
 from workers.paths import Paths
@@ -16,7 +17,11 @@ router = APIRouter(prefix="/v1/machines", tags=["plans"])
 
 @router.get("", responses=reads())
 def list_machines(control: Control) -> schemas.Items[schemas.Machine]:
-    """Types of node that `manta calibrate` has measured in the home of the control plane that answers."""
-    own = node_type()
-    machines = [views.machine_view(each, own) for each in kept(Paths.of(control.home).machines)]
+    """Types of node that `manta calibrate` has measured in the home of the control plane that answers, and others that
+    jobs have refined."""
+    own, folder, seen = node_type(), Paths.of(control.home).machines, seen_jobs(control)
+    machines = [views.machine_view(each, own, seen.of_type(each.name, folder)) for each in kept(folder)]
+    for name in sorted(seen.by_type.keys() - {each.name for each in machines}):
+        if (refined := seen.of_type(name, folder)) is not None:
+            machines.append(views.refined_machine_view(name, seen.newest(name), own, refined))
     return schemas.Items[schemas.Machine](items=machines, next_cursor=None)

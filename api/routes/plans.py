@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,7 +12,7 @@ from api import requests, schemas
 from api.access import request_of_caller
 from api.openapi import json_request
 from api.parameters import Body, Control
-from api.planning import cpu_node, current_cluster, gpus
+from api.planning import cpu_node, current_cluster, gpus, refined_cluster
 from api.problem_codes import changes
 from service.planner.answer import to_json
 from service.planner.request import read_request
@@ -34,6 +35,7 @@ async def make_plans(request: Request, control: Control, document: Body) -> sche
         if isinstance(document, dict) and isinstance(document.get("model"), dict) and "from" in document["model"]:
             document = with_shape_of_weights(document, control.data_roots)
         wanted = read_request(document, current_cluster(control), cpu_node(control), gpus(control))
+        wanted = replace(wanted, cluster=refined_cluster(control, wanted.cluster))
         return schemas.Plans.model_validate(to_json(wanted, wanted.answer()))
 
     return await run_in_threadpool(plans, document)

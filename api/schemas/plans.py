@@ -153,20 +153,30 @@ class PlannedRun(Answer):
 
 
 class Machine(Answer):
-    """A type of node that `manta calibrate` has measured, by which plans for its kind go."""
+    """A type of node of which `manta calibrate`, or jobs, have found what it reaches, by which plans for its kind
+    go."""
 
     name: str
     """Processor and cores, or the type of GPU, as nodes are told apart."""
     measured_at: datetime
+    """When it was calibrated; where it was not, when the newest job began that refines it."""
     device: str | None
-    """Its processor, or its GPU."""
+    """Its processor, or its GPU; null where it was not calibrated."""
     cores: int | None
+    """Null where it was not calibrated."""
     constants: dict[str, float] | None
-    """What a core or a GPU reaches: the eight of docs/planner.md."""
+    """What a core or a GPU reaches: the eight of docs/planner.md. Where it was not calibrated, as jobs have refined
+    them."""
     this_node: bool
     """Whether the control plane that answers is on such a node; of GPUs it does not know."""
     problem: str | None
-    """Why it cannot be used; then the three before are null."""
+    """Why it cannot be used; then device, cores and constants are null."""
+    warning: str | None = None
+    """Why its constants may be wrong: the calibration was disturbed."""
+    refined: dict[str, float] = Field({})
+    """Constants that jobs have moved, of those that a calibration leaves assumed: how many times what they were."""
+    refined_by_jobs: int = 0
+    """Jobs whose steps say so."""
 
 
 class PlanSize(Answer):
@@ -210,6 +220,8 @@ class PlannedStep(Answer):
     """Whether each rank has a GPU, whose memory it can be held against."""
     sizes: list[PlanSize] = Field([])
     """The layouts that it goes on in as it loses GPUs, most first; empty where its size is fixed."""
+    refined_by_jobs: int = 0
+    """Jobs whose steps have refined what is assumed of such a machine; 0: none."""
 
 
 class MeasuredStep(Answer):
@@ -223,6 +235,8 @@ class MeasuredStep(Answer):
     """Most of any rank: on GPUs the peak of their memory, else all that a process has resident."""
     parts: dict[str, float] | None
     """Seconds by part as the engine measures them, medians; null where it measured no step in parts."""
+    spread: float | None = None
+    """Between the quarters of the steps' times, of their median; null of fewer than four steps."""
 
 
 class ComparedPart(Answer):

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from service.job.context import JobContext
-from service.machines import BadCalibration, measured_gpus, this_node
+from service.machines import BadCalibration, measured_gpus, this_node, type_of
 from service.planner.job_plan import NotPlanned, Place, cluster_of, planned
+from service.refining import SeenJobs
 from service.store import plans
 from workers.config import JobSpec
 from workers.protocol.messages import AgentDescription
@@ -40,7 +41,8 @@ async def _plan(job: JobContext, where: Mapping[int, AgentDescription]) -> dict[
     try:
         places = await _places(job, where)
         spec = with_threads(job.gang.spec, job.threads or threads_of(job.gang.spec))
-        return {"planned": await asyncio.to_thread(_planned, spec, job, places), "problem": None}
+        seen = await job.record.read(lambda session: SeenJobs.read(session, job.cluster.paths.machines))
+        return {"planned": await asyncio.to_thread(_planned, spec, job, places, seen), "problem": None}
     except (NotPlanned, SpecError, BadCalibration) as error:
         return {"planned": None, "problem": f"this job could not be planned: {error}"}
     except Exception as error:
@@ -48,9 +50,10 @@ async def _plan(job: JobContext, where: Mapping[int, AgentDescription]) -> dict[
         return {"planned": None, "problem": f"this job could not be planned ({type(error).__name__}: {error})"}
 
 
-def _planned(spec: JobSpec, job: JobContext, places: list[Place]) -> dict[str, Any]:
+def _planned(spec: JobSpec, job: JobContext, places: list[Place], seen: SeenJobs) -> dict[str, Any]:
     folder = job.cluster.paths.machines
-    return planned(spec, cluster_of(places, this_node(folder), measured_gpus(folder)))
+    cluster = cluster_of(places, this_node(folder), measured_gpus(folder))
+    return {**planned(spec, seen.cluster(cluster)), "machine": type_of(cluster.machine)}
 
 
 async def _places(job: JobContext, where: Mapping[int, AgentDescription]) -> list[Place]:

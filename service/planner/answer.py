@@ -6,8 +6,9 @@ from typing import Any
 
 from service.planner import explain
 from service.planner.beside_steps import beside_steps
-from service.planner.hardware import Cluster
+from service.planner.hardware import Cluster, Machine
 from service.planner.memory import host_bytes, usable_bytes
+from service.planner.refinement import moved
 from service.planner.request import PlanRequest
 from service.planner.search import Answer, Plan
 from service.planner.sizes import best_by_size, elastic_sizes
@@ -25,9 +26,18 @@ LINKS_ASSUMED = (
 
 
 def _note(cluster: Cluster) -> str | None:
+    if sentences := [_refined(part.machine) for part in cluster.parts if part.machine.refined is not None]:
+        return "; ".join(sentences)
     if cluster.machine.is_assumed:
         return ASSUMED
     return LINKS_ASSUMED if cluster.gpus > 1 and cluster.machine.links_are_assumed else None
+
+
+def _refined(machine: Machine) -> str:
+    assert machine.refined is not None
+    factors = ", ".join(f"{name} x {factor:.2f}" for name, factor in moved(machine).items())
+    name, jobs = machine.accelerator.name, machine.refined.jobs
+    return f"what is assumed of {name} was refined by {jobs} jobs that ran on such machines: {factors}"
 
 
 def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:

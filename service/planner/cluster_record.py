@@ -3,10 +3,11 @@ whatever was calibrated since. Pure Python."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from service.planner.hardware import MACHINES, Cluster, Core, Gpu, cpu_machine, measured
+from service.planner.hardware import MACHINES, Cluster, Core, Gpu, Refined, cpu_machine, measured
+from service.planner.refinement import constants_of, with_constants
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
@@ -17,6 +18,8 @@ def to_json(cluster: Cluster) -> dict[str, Any]:
 def _one_kind(cluster: Cluster) -> dict[str, Any]:
     machine = cluster.machine
     found: dict[str, Any] = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
+    if (refined := machine.refined) is not None:
+        found["refined"] = {"jobs": refined.jobs, "before": dict(refined.before), "after": constants_of(machine)}
     if machine.core is None:
         gpu = None if machine.gpu is None else asdict(machine.gpu)
         return found | {"accelerator": machine.accelerator.name, "gpu": gpu}
@@ -33,5 +36,8 @@ def from_json(document: dict[str, Any]) -> Cluster:
         machine = MACHINES[document["accelerator"]]
         if document["gpu"] is not None:
             machine = measured(machine, Gpu(**document["gpu"]))
+    if (refined := document.get("refined")) is not None:
+        known = Refined(refined["jobs"], tuple(refined["before"].items()))
+        machine = replace(with_constants(machine, refined["after"]), refined=known)
     others = tuple(from_json(other) for other in document.get("others", ()))
     return Cluster(machine, document["nodes"], document["gpus_per_node"], document.get("type"), others)

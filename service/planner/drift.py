@@ -42,6 +42,8 @@ class Measured:
     """Most of any rank: of a GPU's memory the peak; else all that is resident, interpreter and libraries included."""
     parts: dict[str, float] | None
     """Seconds by part of the engine's measurement, medians; None where no step was measured in parts."""
+    spread: float | None = None
+    """Between the quarters of the steps' times, of their median; None of fewer than four steps."""
 
     def to_json(self) -> dict[str, Any]:
         """In the form of `api.schemas.MeasuredStep`."""
@@ -54,14 +56,23 @@ def measured_of(rows: Sequence[Mapping[str, Any]], full_tokens: int) -> Measured
     settled = [row for row in rows[SETTLING_STEPS:] if _is_full(row, full_tokens)]
     if not settled:
         return None
+    seconds = [row["step_seconds"] for row in settled]
     memory = [row["memory_bytes"] for row in settled if row.get("memory_bytes") is not None]
     return Measured(
         settled[0]["step"],
         settled[-1]["step"],
-        statistics.median(row["step_seconds"] for row in settled),
+        statistics.median(seconds),
         int(max(memory)) if memory else None,
         _parts(settled),
+        _spread(seconds),
     )
+
+
+def _spread(seconds: Sequence[float]) -> float | None:
+    if len(seconds) < 4:
+        return None
+    first, median, third = statistics.quantiles(seconds, n=4)
+    return (third - first) / median
 
 
 def _is_full(row: Mapping[str, Any], full_tokens: int) -> bool:

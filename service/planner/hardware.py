@@ -125,6 +125,16 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Refined:
+    """What the steps of jobs have changed of a machine's constants (`refinement.py`)."""
+
+    jobs: int
+    """That say so."""
+    before: tuple[tuple[str, float], ...]
+    """Each constant that jobs may move there, as it was without them."""
+
+
+@dataclass(frozen=True)
 class Machine:
     """A node with accelerators, or with cores that take their place."""
 
@@ -146,6 +156,8 @@ class Machine:
     """Among which its accelerators are divided, with adapters of their own; 0: no matter, or not known."""
     gpu: Gpu | None = None
     """What was measured on one of its GPUs, and is in `constants` too where these have it."""
+    refined: Refined | None = None
+    """Where jobs have moved some of its constants."""
 
     @property
     def adapters_each(self) -> float:

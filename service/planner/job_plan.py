@@ -13,6 +13,7 @@ from service.planner.hardware import Cluster, CpuNode, UnknownMachine
 from service.planner.memory import usable_bytes
 from service.planner.mixed_step import step_model
 from service.planner.pictures import picture
+from service.planner.refinement import dependence_of
 from service.planner.request import NONE_MEASURED, Gpus, cluster_of_nodes, too_large
 from service.planner.search import plan_of
 from service.planner.sizes import elastic_sizes
@@ -81,6 +82,9 @@ def planned(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
         "sizes": _sizes(spec, cluster),
         "cluster": cluster_record.to_json(cluster),
         "threads": threads_in(spec, cluster),
+        "refined_by_jobs": 0 if cluster.machine.refined is None else cluster.machine.refined.jobs,
+        # Of nodes of several kinds nobody can tell which it was that took so long.
+        "dependence": None if cluster.others else dependence_of(model, cluster),
     }
 
 

@@ -6,16 +6,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from service.planner.drift import MEASURED_STEPS, SETTLING_STEPS, Drift, Measured, compared, drift_of, measured_of
+from service.planner.refinement import Observation, observation
 from service.store import events, jobs
-from service.store.tables import METRIC_NAMES, Generation, Metric
+from service.store.tables import METRIC_NAMES, Generation, Metric, Rank, RankNumbers
 
 PLAN, MEASURED = "plan", "measured"
 DRIFT = "plan_drift"
 """Type of the event."""
+LOOKED_AT = 200
+"""Generations that are looked at for what jobs say of machines."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,10 @@ def settle(session: Session, job_id: str, generation: int, step: int) -> bool:
     if len(rows) < SETTLING_STEPS + MEASURED_STEPS or found is None:
         return False
     plan = row.data[PLAN]
-    drift = _drift(plan, found)
+    drift, disturbed = _drift(plan, found), _disturbed(session, row)
     told = drift is not None and _told(session, job_id, plan["parallel"])
-    row.data = {**row.data, MEASURED: {"steps": found.to_json(), "drift": drift and vars(drift)}}
+    kept = {"steps": found.to_json(), "drift": drift and vars(drift), "disturbed": disturbed}
+    row.data = {**row.data, MEASURED: kept}
     if drift is not None and not told:
         parts = [vars(each) for each in compared(plan["planned"], found)]
         data = {"ratio": drift.ratio, "part": drift.part, "parts": parts}
@@ -89,6 +93,48 @@ def _drift(plan: dict[str, Any], measured: Measured) -> Drift | None:
     try:
         return drift_of(plan["planned"], measured) if plan["planned"] else None
     except (KeyError, TypeError, ZeroDivisionError):  # another release has written it: the metrics are worth more
+        return None
+
+
+def _disturbed(session: Session, generation: Generation) -> str | None:
+    """What else has had a part in how long the steps of a generation take, that took some just now; None: nothing that
+    is known."""
+    slow = select(RankNumbers.stragglers).where(RankNumbers.job_id == generation.job_id)
+    if any(session.scalars(slow.where(RankNumbers.generation == generation.generation))):
+        return "straggler"
+    if (generation.data[PLAN]["planned"] or {}).get("has_gpus", False):
+        return None
+    began = generation.first_step_at or generation.started_at
+    beside = (
+        select(Rank.node)
+        .join(Generation, Generation.job_id == Rank.job_id)
+        .where(Generation.job_id != generation.job_id)
+        .where(or_(Generation.ended_at.is_(None), Generation.ended_at > began))
+    )
+    own = set(session.scalars(select(Rank.node).where(Rank.job_id == generation.job_id)))
+    return "shared" if own & set(session.scalars(beside.distinct())) else None
+
+
+def observed(session: Session, since: float = 0.0) -> dict[str, list[Observation]]:
+    """What jobs say of types of machines: the newest generation of each that began after `since` (Unix seconds), and
+    was measured and not disturbed, newest first. Looks at no more than LOOKED_AT generations."""
+    newest = select(Generation).order_by(Generation.job_id.desc(), Generation.generation.desc()).limit(LOOKED_AT)
+    found: dict[str, list[Observation]] = {}
+    known: set[str] = set()
+    for row in session.scalars(newest):
+        kept, planned = row.data.get(MEASURED), (row.data.get(PLAN) or {}).get("planned")
+        if row.job_id in known or row.started_at < since or not kept or not planned or "machine" not in planned:
+            continue
+        if kept.get("disturbed") is None and (said := _observation(row, planned, kept)) is not None:
+            known.add(row.job_id)
+            found.setdefault(planned["machine"], []).append(said)
+    return found
+
+
+def _observation(row: Generation, planned: dict[str, Any], kept: dict[str, Any]) -> Observation | None:
+    try:
+        return observation(row.job_id, row.started_at, planned, Measured(**kept["steps"]))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # another release has written it
         return None
 
 

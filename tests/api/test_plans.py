@@ -1,9 +1,14 @@
 """`POST /v1/plans`, and jobs that leave their layout to the service."""
 
+import pytest
+
 from service.machines import Calibrated, save
-from service.planner.hardware import Core, Gpu
+from service.planner.hardware import HOPPER, MACHINES, Cluster, Core, Gpu
+from service.planner.refinement import LEAST_JOBS
 from tests.api.conftest import DOCUMENT
+from tests.service.support.measured_jobs import train_on
 from workers.paths import Paths
+from workers.spec.reading import parse_job_spec
 from workers.system.processor import node_type
 
 PLAN = {
@@ -59,6 +64,40 @@ def test_a_gpu_that_was_calibrated_is_what_plans_for_its_type_go_by(service):
         assert (machine["name"], machine["this_node"], len(machine["constants"])) == ("h100-80gb", False, 8)
         path.write_text("{}")
         assert "calibrate again" in service.http.post("/v1/plans", json=asked).json()["errors"][0]["rule"]
+    finally:
+        path.unlink()
+
+
+SHAPE = {"layers": 8, "hidden_size": 4096, "heads": 32, "sequence_length": 2048, "vocabulary_size": 51200}
+FOR_H100 = {"model": SHAPE, "train": {"global_batch_size": 16, "micro_batch_size": 1, "precision": "bf16"}}
+H100 = {"accelerator": "h100", "nodes": 1, "gpus_per_node": 8}
+
+
+def test_jobs_that_ran_refine_the_plans_for_their_machines(service):
+    asked = FOR_H100 | {"cluster": H100, "parallel": {"tensor": 8}}
+    before = service.http.post("/v1/plans", json=asked).json()
+    assert "neither fitted nor measured" in before["note"]
+    assert service.http.get("/v1/machines").json()["items"] == []
+    document = DOCUMENT | FOR_H100 | {"parallel": {"tensor": 8}}
+    spec = parse_job_spec(document | {"train": FOR_H100["train"] | {"steps": 10}})
+    for _ in range(LEAST_JOBS):
+        train_on(service.store, service.submit()["id"], spec, Cluster(MACHINES["h100-80gb"], 1, 8))
+    after = service.http.post("/v1/plans", json=asked).json()
+    assert after["plans"][0]["step_seconds"] == pytest.approx(2 * before["plans"][0]["step_seconds"], rel=0.15)
+    assert f"refined by {LEAST_JOBS} jobs" in after["note"] and "product x 0." in after["note"]
+    (machine,) = service.http.get("/v1/machines").json()["items"]
+    assert (machine["name"], machine["device"], machine["refined_by_jobs"]) == ("h100-80gb", None, LEAST_JOBS)
+    assert machine["refined"]["product"] == pytest.approx(machine["constants"]["product"] / HOPPER.product)
+    assert (len(machine["constants"]), machine["this_node"], machine["warning"]) == (8, False, None)
+
+
+def test_a_calibration_that_was_disturbed_says_so(service):
+    gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
+    found = Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=gpu, other_cores=3.2, spread=0.01)
+    path = save(Paths.of(service.control.home).machines, found)
+    try:
+        (machine,) = service.http.get("/v1/machines").json()["items"]
+        assert machine["warning"].startswith("others kept 3.2 of its cores busy") and machine["refined"] == {}
     finally:
         path.unlink()
 

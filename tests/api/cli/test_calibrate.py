@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -10,9 +11,13 @@ from typer.testing import CliRunner
 
 from api.cli import calibrate
 from api.cli.main import command_line
-from service.machines import Calibrated, CalibrationFailed, save
-from service.planner.hardware import Core, Gpu
+from service.machines import Calibrated, CalibrationFailed, jobs_since, save
+from service.planner.hardware import Cluster, Core, CpuNode, Gpu
+from service.planner.refinement import LEAST_JOBS
+from tests.api.conftest import DOCUMENT
+from tests.service.support.measured_jobs import train_on
 from workers.paths import Paths
+from workers.spec.reading import parse_job_spec
 from workers.system.processor import node_type
 
 GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
@@ -75,6 +80,35 @@ def test_plans_for_gpus_go_by_the_calibration_of_one(manta, file):
     assert after["note"] is None
     assert after["plans"][0]["step_seconds"] != before["plans"][0]["step_seconds"]
     assert "what lies between them is assumed" in plan(2)["note"]
+
+
+def test_a_calibration_that_was_disturbed_says_so(manta, monkeypatch):
+    disturbed = replace(Calibrated(node_type(), "Abacus", 4, CORE), other_cores=1.5, spread=0.2)
+    monkeypatch.setattr(calibrate, "measure", lambda device, say: disturbed)
+    result = CliRunner().invoke(command_line(), ["calibrate"])
+    assert result.stderr == f"Warning: {disturbed.warning}\n" and "1.5 of its cores" in result.stderr
+    assert json.loads(manta("calibrate", "--json"))["other_cores"] == 1.5
+
+
+def test_what_the_service_knows_is_listed(manta, service, monkeypatch):
+    monkeypatch.setenv("MANTA_URL", service.url)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "nothing was calibrated" in manta("calibrate", "--list")
+    spec = parse_job_spec(DOCUMENT)
+    for _ in range(LEAST_JOBS):
+        train_on(service.store, service.submit()["id"], spec, Cluster(CpuNode(4, 2.0**34).machine(8), 1, 8))
+    (line,) = manta("calibrate", "--list").splitlines()[1:]
+    assert node_type() in line and "not calibrated" in line and "operation_seconds x" in line
+    (machine,) = json.loads(manta("calibrate", "--list", "--json"))["items"]
+    assert machine["refined_by_jobs"] == LEAST_JOBS
+
+
+def test_what_jobs_said_is_thrown_away(manta, tmp_path):
+    folder = Paths.of(tmp_path / "home").machines
+    assert jobs_since(folder) == 0
+    assert str(folder) in manta("calibrate", "--forget-jobs")
+    assert jobs_since(folder) > 0
+    manta("calibrate", "--forget-jobs", "--list", code=2)
 
 
 def test_a_failure_is_a_sentence(manta, monkeypatch):

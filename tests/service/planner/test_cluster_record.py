@@ -8,10 +8,16 @@ from dataclasses import replace
 import pytest
 
 from service.planner.cluster_record import from_json, to_json
-from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, measured
+from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, Refined, measured
+from service.planner.refinement import movable, with_constants
 
 GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
 CORE = replace(ASSUMED_CORE, memory=3e10)
+
+
+def refined(machine, **values):
+    """As jobs have refined it."""
+    return replace(with_constants(machine, values), refined=Refined(4, tuple(movable(machine).items())))
 
 
 @pytest.mark.parametrize(
@@ -21,6 +27,9 @@ CORE = replace(ASSUMED_CORE, memory=3e10)
         Cluster(measured(MACHINES["h100-80gb"], GPU), 2, 8),
         Cluster(CpuNode(6, 2.0**34, CORE).machine(4), 2, 4),
         Cluster(MACHINES["a100-40gb"], 3, 6, "A100", (Cluster(measured(MACHINES["h100-80gb"], GPU), 2, 8, "H100"),)),
+        Cluster(refined(MACHINES["a100-40gb"], product=0.5, inside=0.3), 3, 6),
+        Cluster(refined(measured(MACHINES["h100-80gb"], GPU), skew_seconds=3e-4), 2, 8),
+        Cluster(refined(CpuNode(6, 2.0**34).machine(4), memory=4e10, link=1e9), 2, 4),
     ],
 )
 def test_it_comes_back_from_json(cluster):

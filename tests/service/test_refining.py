@@ -1,0 +1,163 @@
+"""What jobs took is in the database; from there the next plans have it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from service.job.context import JobContext
+from service.job.planning import plan_generation
+from service.machines import Calibrated, forget_jobs_before_now, save
+from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, Core
+from service.planner.refinement import LEAST_JOBS, moved
+from service.refining import SeenJobs
+from service.store import generations, plans, rank_numbers, ranks
+from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.measured_jobs import ENOUGH, begin, train
+from workers.liveness.rank_samples import RankSample
+from workers.protocol.messages import AgentDescription
+from workers.system.processor import node_type
+
+
+class Jobs:
+    """Jobs of one rank each, on nodes without GPUs."""
+
+    def __init__(self, store, cluster, submit):
+        self.store, self.cluster, self.submit = store, cluster, submit
+
+    def planned(self, **changes):
+        """A job that has begun, on node one; its id."""
+        job = JobContext.of(self.store, self.cluster, self.submit(**changes))
+        begin(self.store, job.id)
+        place = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": 1, "state": "running", "node": "one"}
+        self.store.write(lambda session: ranks.replace(session, job.id, [place]))
+        where = {0: AgentDescription("host", "127.0.0.1", 1, node="one", cores=2)}
+        asyncio.run(plan_generation(job, 1, where))
+        return job.id
+
+    def next_plan(self):
+        """Of a job that begins now, and ends at once."""
+        job = self.planned()
+        self.store.write(lambda session: generations.end(session, job, 1))
+        return self.plan_of(job)
+
+    def plan_of(self, job_id):
+        with self.store.read() as session:
+            return plans.newest(session, job_id).plan["planned"]
+
+    def seen(self):
+        with self.store.read() as session:
+            return SeenJobs.read(session, self.folder)
+
+    @property
+    def folder(self):
+        return self.cluster.paths.machines
+
+
+@pytest.fixture
+def trained(store, submit, tmp_path):
+    return Jobs(store, FakeCluster(tmp_path, one=2), submit)
+
+
+def test_the_next_job_is_planned_as_those_before_it_took(trained):
+    for _ in range(LEAST_JOBS - 1):
+        train(trained.store, trained.planned())
+    old = trained.next_plan()
+    train(trained.store, trained.planned())
+    new = trained.next_plan()
+    assert (old["refined_by_jobs"], new["refined_by_jobs"]) == (0, LEAST_JOBS)
+    assert new["step_seconds"] == pytest.approx(2 * old["step_seconds"], rel=0.05)
+    assert old["assumed"] and not new["assumed"] and new["machine"] == node_type()
+
+
+def test_jobs_that_were_planned_as_others_took_say_the_same(trained):
+    for _ in range(LEAST_JOBS):
+        train(trained.store, trained.planned())
+    first = trained.next_plan()
+    for _ in range(2):
+        train(trained.store, trained.planned(), slower=1.0)
+    second = trained.next_plan()
+    assert second["refined_by_jobs"] == LEAST_JOBS + 2
+    assert second["step_seconds"] == pytest.approx(first["step_seconds"], rel=0.02)
+
+
+def test_gpus_of_another_type_are_as_they_were(trained):
+    for _ in range(LEAST_JOBS):
+        train(trained.store, trained.planned())
+    cluster = Cluster(MACHINES["h100-80gb"], 1, 8)
+    assert trained.seen().cluster(cluster) == cluster
+
+
+def test_a_job_that_was_disturbed_says_nothing(trained):
+    one, two, three = (trained.planned() for _ in range(3))
+    train(trained.store, two, end=False)
+    assert not trained.seen().by_type, "others run on its node"
+    trained.store.write(lambda session: [generations.end(session, each, 1) for each in (one, two, three)])
+    slow = [{"rank": 0, "own_seconds": 2.0, "usual_seconds": 1.0, "sentence": "slow"}]
+    store_sample(trained.store, one, slow)
+    train(trained.store, one)
+    assert not trained.seen().by_type, "it has a straggler"
+    four = trained.planned()
+    store_sample(trained.store, four, [])
+    train(trained.store, four)
+    assert [each.job for each in trained.seen().by_type[node_type()]] == [four]
+
+
+def store_sample(store, job_id, stragglers):
+    sample = RankSample(ENOUGH, 1.0, None, "", tuple(stragglers))
+    store.write(lambda session: rank_numbers.store(session, job_id, 1, sample, 1.0))
+
+
+def keep(store, job_id, generation, planned):
+    plan = {"parallel": {}, "planned": planned, "problem": None}
+    store.write(lambda session: plans.keep(session, job_id, generation, plan))
+
+
+def test_each_job_counts_once_with_the_newest_that_was_measured(trained, store):
+    job = trained.planned()
+    train(store, job)
+    plan = trained.plan_of(job)
+    for number in (2, 3):
+        assert begin(store, job) == number
+        keep(store, job, number, plan)
+        if number == 2:
+            train(store, job, slower=3.0)
+    (said,) = trained.seen().by_type[node_type()]
+    assert said.rows[0].measured == pytest.approx(3 * said.rows[0].planned)
+
+
+def test_what_another_release_has_kept_says_nothing(trained, store):
+    job = trained.planned()
+    train(store, job)
+    plan = {**trained.plan_of(job), "dependence": {"constants": 8}}
+    keep(store, job, 1, plan)
+    assert trained.seen().by_type == {}
+    del plan["dependence"]
+    keep(store, job, 1, plan)
+    assert trained.seen().by_type == {}
+
+
+def test_what_jobs_said_can_be_thrown_away(trained):
+    for _ in range(LEAST_JOBS):
+        train(trained.store, trained.planned())
+    assert trained.seen().of_type(node_type(), trained.folder).refined.jobs == LEAST_JOBS
+    path = forget_jobs_before_now(trained.folder)
+    assert trained.seen().by_type == {}
+    os.utime(path, (0, 0))
+    assert trained.seen().by_type
+
+
+def test_a_calibration_takes_the_place_of_what_jobs_said(trained):
+    for _ in range(LEAST_JOBS):
+        train(trained.store, trained.planned())
+    known = trained.seen().of_type(node_type(), trained.folder)
+    assert set(moved(known)) and known.core.operation_seconds > ASSUMED_CORE.operation_seconds
+    path = save(
+        trained.folder, Calibrated(node_type(), "Abacus", 2, Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9))
+    )
+    assert trained.seen().of_type(node_type(), trained.folder) is None
+    assert trained.next_plan()["refined_by_jobs"] == 0
+    path.write_text("{}")
+    assert trained.seen().of_type(node_type(), trained.folder) is None
