@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -11,11 +12,12 @@ from service.job.context import JobContext
 from service.job.planning import plan_generation
 from service.machines import Calibrated, forget_jobs_before_now, save
 from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, Core
+from service.planner.job_plan import planned
 from service.planner.refinement import LEAST_JOBS, moved
 from service.refining import SeenJobs
 from service.store import generations, plans, rank_numbers, ranks
 from tests.service.support.fake_cluster import FakeCluster
-from tests.service.support.measured_jobs import ENOUGH, begin, train
+from tests.service.support.measured_jobs import ENOUGH, begin, train, train_on
 from workers.liveness.rank_samples import RankSample
 from workers.protocol.messages import AgentDescription
 from workers.system.processor import node_type
@@ -88,6 +90,19 @@ def test_gpus_of_another_type_are_as_they_were(trained):
         train(trained.store, trained.planned())
     cluster = Cluster(MACHINES["h100-80gb"], 1, 8)
     assert trained.seen().cluster(cluster) == cluster
+
+
+def test_nodes_of_all_kinds_are_refined(trained, make_spec, submit):
+    h100, l40s = (Cluster(MACHINES[name], 1, 8, name) for name in ("h100-80gb", "l40s-48gb"))
+    model = {"layers": 8, "hidden_size": 4096, "heads": 32, "sequence_length": 2048, "vocabulary_size": 51200}
+    spec = make_spec(
+        model=model, train={"steps": 1, "micro_batch_size": 1, "global_batch_size": 4, "precision": "bf16"}
+    )
+    for _ in range(LEAST_JOBS):
+        train_on(trained.store, submit().id, spec, l40s)
+    found = trained.seen().cluster(replace(h100, others=(l40s,)))
+    assert found.machine == h100.machine and found.others[0].machine.refined.jobs == LEAST_JOBS
+    assert planned(spec, replace(h100, others=(l40s,)))["dependence"] is None
 
 
 def test_a_job_that_was_disturbed_says_nothing(trained):
