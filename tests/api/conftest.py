@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -182,7 +181,17 @@ class Service:
 def commands_are_read_once() -> Iterator[None]:
     """By Typer's runner, which otherwise reads the signatures of all commands each time that one is run: it takes
     longer than the command."""
-    with mock.patch.object(typer.testing, "_get_command", functools.cache(typer.main.get_command)):
+    known: dict[tuple[Any, ...], tuple[typer.Typer, Any]] = {}
+
+    def command_of(app: typer.Typer) -> Any:
+        """Read again when the app has got further commands; an app that is known stays, so that no other has its id."""
+        commands = frozenset(each.name or each.callback for each in app.registered_commands)
+        key = id(app), commands, frozenset(each.name for each in app.registered_groups)
+        if key not in known:
+            known[key] = app, typer.main.get_command(app)
+        return known[key][1]
+
+    with mock.patch.object(typer.testing, "_get_command", command_of):
         yield
 
 
