@@ -31,6 +31,7 @@ from benchmarks import (
     step,
     tokenize,
     traces,
+    uneven_stages,
 )
 from benchmarks.support.report import deliver
 from service.machines import Calibrated
@@ -85,17 +86,32 @@ def test_a_checkpoint_of_many_ranks_is_planned_and_read() -> None:
     assert report.figures["join_memory"].met
 
 
-@pytest.mark.soak
-def test_predictions_are_stored_before_the_runs(tmp_path: Path) -> None:
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A stored calibration."""
     core = {"product_fp32": 5e10, "product_16bit": 5e10, "attention_width": 30.0, "memory": 2e10}
     core |= {"operation_seconds": 1e-5, "link": 2e9, "message_seconds": 3e-5, "all_busy": 0.9}
-    machine, predictions = tmp_path / "machine.json", tmp_path / "predictions.json"
-    machine.write_text(json.dumps({"name": "abacus", "device": "Abacus", "cores": 2, "core": core}))
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"name": "abacus", "device": "Abacus", "cores": 2, "core": core}))
+    return file
+
+
+@pytest.mark.soak
+def test_predictions_are_stored_before_the_runs(tmp_path: Path, machine: Path) -> None:
+    predictions = tmp_path / "predictions.json"
     options = argparse.Namespace(seed=1, jobs=2, steps=1, machine=machine, predictions=predictions)
     report = planned_layouts.measure(options)
     stored = [each["seconds"] for each in json.loads(predictions.read_text())]
     assert [row["predicted_seconds"] for row in report.samples["layouts"]] == stored
     assert report.figures["memory_error_max"].value < 0.1
+
+
+@pytest.mark.soak
+def test_every_list_of_layers_is_timed_and_has_the_same_losses(machine: Path) -> None:
+    model = {"layers": 4, "hidden_size": 32, "heads": 2, "sequence_length": 16, "vocabulary_size": 30_000}
+    report = uneven_stages.measure(argparse.Namespace(seed=1, steps=4, schedule="zb-h1", machine=machine), model)
+    assert report.figures["same_losses"].met
+    assert set(report.samples) == {"2_2", "3_1"} and report.figures["first_stage_of_chosen"].value == 3
 
 
 @pytest.mark.soak
