@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from service.byte_counts import byte_count
+from service.cluster.ray_head import count_gpus
 from service.doctor.findings import Finding
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.offloaded_state import host_state_bytes
@@ -75,21 +76,33 @@ def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator
         yield Finding("shared memory", "ok", text)
 
 
-def offloaded(job: JobSpec | None) -> Iterator[Finding]:
-    """Whether activations and optimizer's state of one rank of `job` fit into host memory, where they are to lie
-    there."""
+def offloaded(job: JobSpec | None, gpus: int | None = None) -> Iterator[Finding]:
+    """Whether activations and optimizer's state of as many ranks of `job` as there may be here fit into host memory,
+    where they are to lie there, beside their snapshots. `gpus`: of this machine; None: look."""
     if job is None or not job.model.is_counted or not (job.layout.offload_layers or job.train.optimizer.offload):
         return
-    stages = range(job.layout.pipeline)
-    activations = max(host_bytes_of_rank(job, stage, job.micro_batches) for stage in stages)
-    state, had = max(host_state_bytes(job, stage) for stage in stages), memory_available()
+    each = [
+        (host_bytes_of_rank(job, stage, job.micro_batches), host_state_bytes(job, stage))
+        for stage in range(job.layout.pipeline)
+    ]
+    activations, state = max(each, key=sum)
+    if not activations + state:
+        return
+    world, had = job.layout.world_size, memory_available()
+    ranks = min(world, (count_gpus() if gpus is None else gpus) or world)
     parts = (
         ("activations", activations, "fewer parallel.offload_layers, or parallel.recompute: full"),
         ("the optimizer's state", state, "train.optimizer.offload: false, or more replicas with parallel.zero: 1"),
     )
     taken = " and ".join(f"{byte_count(size)} for {what}" for what, size, _ in parts if size)
-    text = f"each rank of {job.name} takes {taken}; {byte_count(had)} of memory can be had"
-    if activations + state <= had:
+    snapshots = snapshot_bytes(job) * ranks // world
+    total = ranks * (activations + state) + snapshots
+    beside = f", with {byte_count(snapshots)} for their snapshots" if snapshots else ""
+    text = (
+        f"each rank of {job.name} takes {taken}, {ranks} of them {byte_count(total)}{beside}; {byte_count(had)} of "
+        "memory can be had"
+    )
+    if total <= had:
         yield Finding("host memory", "ok", text)
     else:
         yield Finding("host memory", "problem", text, max(parts, key=lambda part: part[1])[2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.accounting.flops import frozen_parameters, rank_parameters
-from workers.config import JobSpec
+from workers.config import JobSpec, ParallelConfig
 
 STATE_BYTES = 12
 """Of a parameter: itself and its two moments in fp32, whatever the precision of the products."""
@@ -18,12 +18,17 @@ def snapshot_bytes(spec: JobSpec) -> int:
     if spec.checkpoint.snapshots == "off":
         return 0
     replicas = 1 if spec.layout.zero else spec.layout.data
-    return SLOTS * checkpoint_bytes(spec) * replicas
+    return SLOTS * _state_bytes(spec) * replicas
 
 
 def checkpoint_bytes(spec: JobSpec) -> int:
-    """Bytes of one durable checkpoint: each element of the state once. Frozen parameters have no moments, and the
-    precision of compute."""
+    """Bytes of one durable checkpoint: each element of the state once, however many ranks hold it. Frozen parameters
+    have no moments, and the precision of compute."""
+    return _state_bytes(spec.model_copy(update={"parallel": ParallelConfig()}))
+
+
+def _state_bytes(spec: JobSpec) -> int:
+    """Of what the ranks of one replica hold, copies included."""
     frozen = sum(frozen_parameters(spec))
     trained = sum(rank_parameters(spec)) - frozen
     return spec.layout.tensor * (STATE_BYTES * trained + (4 if spec.train.precision == "fp32" else 2) * frozen)

@@ -78,7 +78,8 @@ class ParallelConfig(Section):
 
     gather: Literal["after_update", "beside_forward"] = "after_update"
     """When updated parameters come from the other replicas under ZeRO 1. beside_forward: while the next step's forward
-    begins, each layer of which waits for its own; in 16 bits, else as after_update. The same bits either way. Off until
+    begins, each layer of which waits for its own; in 16 bits or with train.optimizer.offload, else as
+    after_update. The same bits either way. Off until
     it has been measured on a GPU."""
 
     @property

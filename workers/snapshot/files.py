@@ -70,12 +70,14 @@ def remove_other_layouts(folder: str | Path, layout: str) -> bool:
     return with_daemon
 
 
-_OF_NO_STATE = frozenset({"gather"})
-"""Keys of `parallel` that say when something is done, and not where what lies."""
+_OF_NO_STATE = frozenset({"gather", "stage_accelerators"})
+"""Keys of `parallel` that say when something is done, or on which nodes, and not where what lies."""
 
 
 def _layout_of(spec: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in spec["parallel"].items() if key not in _OF_NO_STATE}
+    """A key that is null says nothing, so that a layout keeps its tag when there are further ones."""
+    kept = {key: value for key, value in spec["parallel"].items() if key not in _OF_NO_STATE}
+    return {key: value for key, value in kept.items() if value is not None or key == "sequence_parallel"}
 
 
 def layout_tag(spec: dict[str, Any]) -> str:

@@ -159,7 +159,7 @@ class Snapshots:
 
     def _pin(self) -> PinnedMemory:
         whole = torch.frombuffer(self._file.memory, dtype=torch.uint8)
-        return PinnedMemory(whole, on_gpu=bool(self.state) and self.state[0].is_cuda)
+        return PinnedMemory(whole, on_gpu=any(tensor.is_cuda for tensor in self.state))
 
     def _views(self, slot: int) -> list[torch.Tensor]:
         position, views = self._file.form.payload_at(slot), []

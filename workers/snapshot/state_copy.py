@@ -68,11 +68,17 @@ def _seconds_between(reached: Ready, done: torch.cuda.Event) -> float:
 def event_after(state: Sequence[torch.Tensor], timed: bool = False) -> Ready:
     """On a GPU, an event after all work on `state` so far, with its time where it is `timed`. For the training
     thread."""
-    if not state or not state[0].is_cuda:
+    device = _device_of(state)
+    if device is None:
         return None
     event = torch.cuda.Event(enable_timing=timed)
-    event.record(torch.cuda.current_stream(state[0].device))
+    event.record(torch.cuda.current_stream(device))
     return event
+
+
+def _device_of(state: Sequence[torch.Tensor]) -> torch.device | None:
+    """Where the first of these is that is on a GPU: an optimizer's state may be on the host, and the rest not."""
+    return next((tensor.device for tensor in state if tensor.is_cuda), None)
 
 
 @cache
@@ -92,11 +98,18 @@ def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
             return None
-        stream = copy_stream(sources[0].device)
+        device = _device_of((*sources, *targets))
+        assert device is not None, "an event is of a device"
+        stream = copy_stream(device)
         stream.wait_event(ready)
+        pairs = list(zip(targets, sources, strict=True))
         with torch.cuda.stream(stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+            for target, source in pairs:
+                if target.is_cuda or source.is_cuda:
+                    target.copy_(source, non_blocking=True)
+        for target, source in pairs:
+            if not (target.is_cuda or source.is_cuda):  # an optimizer's state on the host, which has been waited for
+                target.copy_(source)
         # Blocking: a thread that spins would take a core from the one that trains.
         done = torch.cuda.Event(enable_timing=True, blocking=True)
         done.record(stream)

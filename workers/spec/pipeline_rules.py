@@ -44,7 +44,10 @@ def _pipeline_has_layers(spec: JobSpec) -> Iterator[Problem]:
 def _every_stage_has_accelerators(spec: JobSpec) -> Iterator[Problem]:
     layout = spec.layout
     types = layout.stage_accelerators
-    if types is not None and len(types) != layout.pipeline:
+    if types is not None and spec.resources.accelerator == "cpu":
+        rule = "says on which GPUs stages are, but resources.accelerator is cpu"
+        yield Problem("parallel.stage_accelerators", rule, "null")
+    elif types is not None and len(types) != layout.pipeline:
         rule = f"names the nodes of {len(types)} stages, but parallel.pipeline is {layout.pipeline}: one for each stage"
         repeated = (types or ("A100",)) * layout.pipeline
         yield Problem("parallel.stage_accelerators", rule, f"[{', '.join(repeated[: layout.pipeline])}]")

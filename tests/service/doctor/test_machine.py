@@ -7,6 +7,7 @@ import pytest
 
 from service.byte_counts import byte_count
 from service.doctor import machine
+from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.offloaded_state import host_state_bytes
 from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
 from workers.paths import Paths
@@ -81,24 +82,41 @@ def test_shared_memory_is_compared_with_what_a_job_takes(room):
 @pytest.mark.parametrize(("had", "verdict"), [(10**12, "ok"), (10**6, "problem")])
 def test_activations_that_wait_in_host_memory_are_compared_with_what_can_be_had(monkeypatch, had, verdict):
     monkeypatch.setattr(machine, "memory_available", lambda: had)
-    large = job(offload_layers=2)
+    large = job("off", offload_layers=2)
     large = large.model_copy(update={"model": large.model.model_copy(update={"sequence_length": 8192})})
     (seen,) = machine.offloaded(large)
-    assert seen.verdict == verdict and " for activations; " in seen.message
+    assert seen.verdict == verdict and " for activations, 1 of them " in seen.message
     assert verdict == "ok" or "fewer parallel.offload_layers" in seen.advice
     assert list(machine.offloaded(job())) == list(machine.offloaded(None)) == []
+    nothing = large.model_copy(update={"train": large.train.model_copy(update={"frozen": ("embedding", "layers.0-1")})})
+    assert all("takes ," not in seen.message for seen in machine.offloaded(nothing))
 
 
-def test_an_optimizers_state_in_host_memory_is_too(monkeypatch):
-    optimizer = job().train.optimizer.model_copy(update={"offload": True})
-    there = job().model_copy(update={"train": job().train.model_copy(update={"optimizer": optimizer})})
-    needed = host_state_bytes(there, 0)
+def with_state_on_the_host(spec):
+    optimizer = spec.train.optimizer.model_copy(update={"offload": True})
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"optimizer": optimizer})})
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 4), (2, 2), (8, 4)])
+def test_the_states_of_all_ranks_that_may_be_here_and_their_snapshots_are_too(monkeypatch, gpus, ranks):
+    there = with_state_on_the_host(job(data=4))
+    needed = ranks * host_state_bytes(there, 0) + snapshot_bytes(there) * ranks // 4
     for had, verdict in ((needed, "ok"), (needed - 1, "problem")):
         monkeypatch.setattr(machine, "memory_available", lambda had=had: had)
-        (seen,) = machine.offloaded(there)
+        (seen,) = machine.offloaded(there, gpus)
         assert seen.verdict == verdict
-        assert f"takes {byte_count(needed)} for the optimizer's state; {byte_count(had)} of memory" in seen.message
+        assert f"for the optimizer's state, {ranks} of them {byte_count(needed)}, with " in seen.message
     assert "train.optimizer.offload: false" in seen.advice
+
+
+def test_a_rank_is_not_told_to_take_what_two_stages_take(monkeypatch):
+    """Most activations are on another stage than most of the state."""
+    spec = with_state_on_the_host(job("off", pipeline=2, offload_layers=2))
+    model = spec.model.model_copy(update={"layers": 4})
+    spec = spec.model_copy(update={"model": model, "parallel": spec.layout.model_copy(update={"stage_layers": (1, 3)})})
+    (seen,) = machine.offloaded(spec, 1)
+    each = [host_bytes_of_rank(spec, stage, spec.micro_batches) + host_state_bytes(spec, stage) for stage in (0, 1)]
+    assert f"1 of them {byte_count(max(each))};" in seen.message
 
 
 def test_snapshots_that_do_not_fit_into_shared_memory_may_lie_elsewhere(room):

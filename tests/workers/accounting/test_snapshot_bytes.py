@@ -36,3 +36,12 @@ def test_replicas_share_the_state_with_zero_and_have_copies_without():
     assert snapshot_bytes(four) == snapshot_bytes(alone) == snapshot_bytes(copies) / 4
     assert checkpoint_bytes(four) == checkpoint_bytes(copies) == snapshot_bytes(alone) / 2
     assert snapshot_bytes(spec(checkpoint={"snapshots": "off"})) == 0
+
+
+def test_a_checkpoint_has_what_several_ranks_hold_once():
+    """A tied embedding is on two stages, and what is not cut on all tensor ranks."""
+    sizes = {
+        checkpoint_bytes(spec(parallel=layout)) for layout in ({}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 4})
+    }
+    assert len(sizes) == 1
+    assert snapshot_bytes(spec(parallel={"pipeline": 2})) > snapshot_bytes(spec())

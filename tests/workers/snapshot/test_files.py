@@ -72,6 +72,10 @@ def test_fingerprints_and_tags_tell_apart_what_does_not_fit():
     assert fingerprint({**spec, "train": {"precision": "fp32", "steps": 9}}, 0) in prints, "more steps fit"
     assert all(len(each) == 16 for each in prints)
     assert layout_tag(spec) != layout_tag({**spec, "parallel": {"tensor": 2}})
+    for more in ({"gather": "beside_forward"}, {"stage_accelerators": ["A100"]}, {"stage_layers": None}):
+        same = {**spec, "parallel": {"tensor": 1, **more}}
+        assert (layout_tag(same), fingerprint(same, 0)) == (layout_tag(spec), fingerprint(spec, 0)), more
+    assert layout_tag({**spec, "parallel": {"tensor": 1, "stage_layers": [1, 3]}}) != layout_tag(spec)
 
 
 def test_own_steps_are_those_of_own_files_in_their_order(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from workers.parallel.data import offloaded
 from workers.parallel.data.arriving import ArrivingParameters
 from workers.parallel.recompute import policy
 from workers.parallel.tensor import products
-from workers.snapshot import state_copy
+from workers.snapshot import host_copies, state_copy
 from workers.snapshot.snapshots import Snapshots
 from workers.system.pinned import copy_streams
 
@@ -263,6 +264,28 @@ def test_an_optimizers_state_in_host_memory_is_waited_for(corpus, tmp_path, monk
     monkeypatch.setattr(offloaded, "SLICE_ELEMENTS", 1024)
     monkeypatch.setattr(products.TorchProducts, "add_weight_gradient", added)
     cuda = raced(offloaded_state(corpus, **keys), 0, tmp_path)
+    assert cuda.order.races == []
+
+
+def test_weights_of_a_step_before_wait_for_parameters_that_are_on_their_way(corpus, tmp_path, monkeypatch):
+    """A step that was refused has begun to gather them, and what is rolled back goes to the same place."""
+    unpinned = {"empty": lambda *sizes, pin_memory=False, **more: torch.empty(*sizes, **more)}
+    monkeypatch.setattr(host_copies, "torch", SimpleNamespace(**vars(torch) | unpinned))
+    monkeypatch.setattr(offloaded, "SLICE_ELEMENTS", 1024)
+    monkeypatch.setattr(products.TorchProducts, "add_weight_gradient", added)
+    row = PLAIN | {"layout": (1, 2, 2), "sequence_parallel": False, "precision": "bf16", "validates": False}
+    spec = job_of(
+        row,
+        corpus,
+        train={"steps": 5, "time_parts_every": 0, "optimizer": {"offload": True}},
+        parallel={"bucket_megabytes": 0.01, "gather": "beside_forward"},
+        recovery={"check_replicas_every": 1, "nonfinite": "roll_back", "roll_back_steps": 1},
+        checkpoint={"every_steps": 0},
+    )
+    with pretended_streams() as cuda:
+        recorder = RaceRecorder(0, 4, (2,))
+        recorder.order = cuda.order
+        recorded_rank(spec, 0, 4, tmp_path, recorder=recorder)
     assert cuda.order.races == []
 
 

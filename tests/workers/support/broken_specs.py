@@ -174,6 +174,11 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "parallel.pipeline", "pipeline (5) x virtual_stages (1) must be at most model.layers (4)", "4",
     ),
     (
+        "GPUs of stages on cores",
+        {"parallel": {"pipeline": 2, "stage_accelerators": ["A100", "A100"]}, "resources": {"accelerator": "cpu"}},
+        "parallel.stage_accelerators", "says on which GPUs stages are, but resources.accelerator is cpu", "null",
+    ),
+    (
         "nodes of each stage",
         {"parallel": {"pipeline": 3, "stage_accelerators": ["A100", "V100"]}},
         "parallel.stage_accelerators",

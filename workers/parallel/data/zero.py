@@ -213,7 +213,9 @@ class ZeroOptimizer:
             self.comm.start_all_gather("data", self.frozen.clone(), into)[1].wait()
 
     def publish_parameters(self) -> None:
-        """Bring the held weights, of all replicas, into the parameters. Frozen ones stay as they are."""
+        """Bring the held weights, of all replicas, into the parameters. Frozen ones stay as they are. Parameters that
+        are still on their way are waited for, as they are read and written where they lie."""
+        self.wait_for_parameters()
         if self.has_masters and (self.holds_everything or self.offloaded is not None):
             for part, (start, end) in zip(self.parameters, self.held, strict=True):
                 self.flat.parameters[start:end].copy_(part)

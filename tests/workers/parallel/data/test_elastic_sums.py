@@ -156,7 +156,7 @@ def test_the_number_of_replicas_changes_no_bit(ranks, corpus, name, sizes):
     (tensor, pipeline), _, _ = case
     until = (None, None, START, 2)  # the second is the first that begins with moments
     alone = train(ranks, job(corpus, case, 1), *until)
-    assert len(set(map(str, alone[0]))) > 2, "the steps differ"
+    assert alone[0][0] != alone[0][1], "the steps differ"
     few_ranks = min(8 // (tensor * pipeline), 4)
     for replicas, zero in dict.fromkeys((min(replicas, few_ranks), zero) for replicas, zero in sizes):
         assert same(train(ranks, job(corpus, case, replicas, zero), *until), alone), (replicas, zero)
