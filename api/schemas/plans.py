@@ -79,7 +79,8 @@ class Plan(Answer):
     """Part of the pipeline's time in which its busiest stage waits."""
     memory_bytes: PlanMemory
     host_memory_bytes: int
-    """Of a node, for snapshots and for activations that wait there."""
+    """Of a node, of the kind where it is most: for snapshots, and for activations and an optimizer's state that lie
+    there."""
     step_parts: StepParts
     beside_steps: BesideSteps
     hours: float

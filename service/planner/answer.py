@@ -6,14 +6,14 @@ from typing import Any
 
 from service.planner import explain
 from service.planner.beside_steps import beside_steps
-from service.planner.hardware import Cluster, Machine
-from service.planner.memory import host_bytes, usable_bytes
+from service.planner.hardware import Cluster, Machine, parts_of
+from service.planner.memory import host_bytes
+from service.planner.mixed_step import step_model
 from service.planner.refinement import moved
 from service.planner.request import PlanRequest
 from service.planner.search import Answer, Plan
 from service.planner.sizes import best_by_size, elastic_sizes
 from service.planner.software import engine_on
-from service.planner.step_time import StepModel
 
 ASSUMED = (
     "what this machine reaches of its data sheet is assumed, and was neither fitted nor measured: times compare "
@@ -26,11 +26,19 @@ LINKS_ASSUMED = (
 
 
 def _note(cluster: Cluster) -> str | None:
-    if sentences := [_refined(part.machine) for part in cluster.parts if part.machine.refined is not None]:
-        return "; ".join(sentences)
-    if cluster.machine.is_assumed:
+    several = sum(part.gpus for part in cluster.parts) > 1
+    notes = {part.type: _note_of(part.machine, several) for part in cluster.parts}
+    said = [f"{type}: {note}" if cluster.others else note for type, note in notes.items() if note is not None]
+    return "; ".join(said) or None
+
+
+def _note_of(machine: Machine, several: bool) -> str | None:
+    """`several`: whether there are several GPUs."""
+    if machine.refined is not None:
+        return _refined(machine)
+    if machine.is_assumed:
         return ASSUMED
-    return LINKS_ASSUMED if cluster.gpus > 1 and cluster.machine.links_are_assumed else None
+    return LINKS_ASSUMED if several and machine.links_are_assumed else None
 
 
 def _refined(machine: Machine) -> str:
@@ -42,6 +50,7 @@ def _refined(machine: Machine) -> str:
 
 def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
     """In the form of `api.schemas.Plans`."""
+    is_open = request.is_auto and bool(request.cluster.others)  # which GPUs would be lost is not known
     return {
         "note": _note(request.cluster),
         "plans": [_plan(plan, request) for plan in answer.plans],
@@ -51,21 +60,21 @@ def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
         "explanation": explain.to_json(explain.explain(answer.plans[0], request.cluster))
         if request.explain and answer.plans
         else None,
-        "sizes": _sizes(request) if request.sizes and answer.plans else None,
+        "sizes": _sizes(request) if request.sizes and answer.plans and not is_open else None,
     }
 
 
 def _sizes(request: PlanRequest) -> list[dict[str, Any]]:
     cluster, engine = request.cluster, engine_on(request.cluster.machine)
     found = (best_by_size if request.is_auto else elastic_sizes)(request.job, cluster, engine)
-    return [each.to_json(usable_bytes(cluster)) for each in found]
+    return [each.to_json(cluster) for each in found]
 
 
 def _plan(plan: Plan, request: PlanRequest) -> dict[str, Any]:
     spec, seconds, flops = plan.spec, plan.time.seconds, plan.flops
     tokens = spec.train.global_batch_size * spec.model.sequence_length
     model, hardware = plan.rate(flops.model_full), plan.rate(flops.hardware_full)
-    beside = beside_steps(StepModel(spec, request.cluster, engine_on(request.cluster.machine)), plan.time)
+    beside = beside_steps(step_model(spec, request.cluster), plan.time)
     hours = (seconds * spec.train.steps + beside.seconds) / 3600
     return {
         "parallel": spec.layout.model_dump(mode="json"),
@@ -80,7 +89,7 @@ def _plan(plan: Plan, request: PlanRequest) -> dict[str, Any]:
         "hfu_full": hardware / plan.peak_flops,
         "bubble_ratio": plan.time.bubble_ratio,
         "memory_bytes": plan.memory.parts(),
-        "host_memory_bytes": host_bytes(spec, request.cluster.gpus_per_node),
+        "host_memory_bytes": max(host_bytes(spec, each.gpus_per_node) for each in parts_of(spec, request.cluster)),
         "step_parts": {
             "pipeline": plan.time.pipeline,
             "gradients": plan.time.gradients,

@@ -52,7 +52,10 @@ def step_shares(model: StepModel, time: StepTime, peak_flops: float) -> tuple[Sh
     }
     if mean.copies:
         seconds["copies"] = mean.copies
-    return tuple(Share(name, each, *_words(name, model)) for name, each in seconds.items())
+    words = {name: _words(name, model) for name in seconds}
+    if time.tied > time.gradients:
+        words["gradients"] = "the embedding's gradients, which first and last stage have", "model.tie_embeddings: false"
+    return tuple(Share(name, each, *words[name]) for name, each in seconds.items())
 
 
 def _peak_of_rank(model: StepModel) -> float | None:

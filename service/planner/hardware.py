@@ -356,13 +356,24 @@ def known_as(ray_type: str, memory_bytes: float | None) -> str | None:
 
 
 def parts_of(spec: JobSpec, cluster: Cluster) -> tuple[Cluster, ...]:
-    """For each pipeline stage of a job the nodes that it is on. Raises UnknownMachine where its layout wants nodes that
-    are not there."""
+    """For each pipeline stage of a job the nodes that it is on; where its layout does not say it, and there are nodes
+    of several kinds, the slowest of them. Raises UnknownMachine where its layout wants nodes that are not there."""
     types = spec.layout.stage_accelerators
-    if types is None or not cluster.others:
-        return (cluster,) * spec.layout.pipeline
-    known = {part.type: part for part in cluster.parts}
+    if types is None or not cluster.machine.has_gpus:
+        slowest = min(cluster.parts, key=_peak) if cluster.others else cluster
+        return (slowest,) * spec.layout.pipeline
+    known = {type: part for type in set(types) for part in cluster.parts if _has(part, type)}
     if missing := [type for type in types if type not in known]:
-        there = ", ".join(str(type) for type in known)
+        there = ", ".join(part.type or ray_type(part.machine.accelerator.name) for part in cluster.parts)
         raise UnknownMachine(f"parallel.stage_accelerators: no node has GPUs of type {missing[0]}; there are {there}")
     return tuple(known[type] for type in types)
+
+
+def _has(part: Cluster, type: str) -> bool:
+    """Whether these nodes have GPUs that Ray calls `type`."""
+    device = part.machine.accelerator
+    return type == part.type if part.type is not None else known_as(type, device.memory_bytes) == device.name
+
+
+def _peak(part: Cluster) -> float:
+    return part.machine.accelerator.peak_16bit

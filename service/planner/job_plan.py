@@ -9,8 +9,7 @@ from typing import Any
 
 from service.planner import cluster_record, explain
 from service.planner.budget import Share, step_shares
-from service.planner.hardware import Cluster, CpuNode, UnknownMachine
-from service.planner.memory import usable_bytes
+from service.planner.hardware import Cluster, CpuNode, UnknownMachine, known_as
 from service.planner.mixed_step import step_model
 from service.planner.pictures import picture
 from service.planner.refinement import dependence_of
@@ -21,6 +20,7 @@ from service.planner.software import engine_on
 from service.planner.step_time import threads_in
 from workers.config import JobSpec
 from workers.errors import MantaError
+from workers.spec.problems import Problem, SpecError
 from workers.threads import with_threads
 
 
@@ -48,6 +48,10 @@ def cluster_of(places: Sequence[Place], node: CpuNode, gpus: Gpus = NONE_MEASURE
     if not places[0].has_gpus:
         cores = min((place.cores for place in places if place.cores), default=node.cores)
         return Cluster(CpuNode(cores, node.memory_bytes, node.core).machine(most), len(places), most)
+    unknown = {each.gpu_type for each in places if each.gpu_type and known_as(each.gpu_type, None) is None}
+    if unknown and len({each.gpu_type for each in places}) > 1:
+        problem = f"of GPUs of type {min(unknown)}, which some of its ranks have, no plans are made"
+        raise SpecError([Problem("cluster.accelerator", problem)])
     nodes = [
         {"alive": True, "accelerator": "gpu", "total": most, "gpu_type": each.gpu_type}
         | {"gpu_memory_bytes": each.gpu_memory_bytes}
@@ -101,7 +105,7 @@ def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
 def _sizes(spec: JobSpec, cluster: Cluster) -> list[dict[str, Any]]:
     """What the job goes on in as it loses GPUs; nothing where its size is fixed."""
     found = elastic_sizes(spec, cluster, engine_on(cluster.machine))
-    return [each.to_json(usable_bytes(cluster)) for each in found] if len(found) > 1 else []
+    return [each.to_json(cluster) for each in found] if len(found) > 1 else []
 
 
 def _part(share: Share, step: float) -> dict[str, Any]:

@@ -69,9 +69,13 @@ def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
     """The rank that has the least bytes to spare, and how many it may take. Raises UnknownMachine where the layout
     wants nodes that the cluster has not."""
     parts = parts_of(spec, cluster)
-    if all(part is parts[0] for part in parts):
-        return worst_rank(spec, parts[0].machine), usable_bytes(parts[0])
-    return max(by_kind(spec, parts), key=lambda each: each[0].total - each[1])
+    if spec.layout.stage_accelerators is None:  # on any nodes, so on those where there is least room
+        found = [(worst_rank(spec, part.machine), usable_bytes(part)) for part in cluster.parts]
+    elif all(part is parts[0] for part in parts):
+        found = [(worst_rank(spec, parts[0].machine), usable_bytes(parts[0]))]
+    else:
+        found = by_kind(spec, parts)
+    return max(found, key=lambda each: each[0].total - each[1])
 
 
 def by_kind(spec: JobSpec, parts: Sequence[Cluster]) -> list[tuple[RankMemory, float]]:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import count, pairwise, permutations, product
 
 from service.planner.bounds import SLACK, Bounds
-from service.planner.candidates import MOST_STAGES, RECOMPUTE, Candidate, is_complete, micro_batch_sizes
+from service.planner.candidates import COMPLETE, MOST_STAGES, RECOMPUTE, Candidate, micro_batch_sizes
 from service.planner.hardware import Cluster
 from service.planner.memory import by_kind
 from service.planner.mixed_step import MixedStepModel
 from service.planner.pipeline import StageTimes
-from service.planner.search import MOST_REJECTED, Answer, Plan, Rejected, plan_of, search
+from service.planner.search import MOST_REJECTED, Answer, Plan, Rejected, no_products, plan_of, search
 from service.planner.software import engine_on
 from service.planner.stage_shares import Counts, shared_out
 from service.planner.step_time import slowest_of
@@ -105,7 +105,9 @@ def _over_several(job: JobSpec, cluster: Cluster, limit: int, known: Sequence[Pl
     enough: set[_Mixed] = set()
     number = count()  # between equals the one that came first
     waiting: list[tuple[float, int, _Frame | _Mixed | _Stages]] = [
-        (rates.least_of_frame(frame), next(number), frame) for frame in _frames(job, cluster.parts)
+        (rates.least_of_frame(frame), next(number), frame)
+        for frame in _frames(job, cluster.parts)
+        if all(no_products(job, cluster.parts[part]) is None for part in frame.order)
     ]
     heapq.heapify(waiting)
     in_vain, patience = 0, math.inf if _is_complete(job, cluster.parts) else MOST_IN_VAIN
@@ -177,8 +179,8 @@ class _Rates:
 
 
 def _is_complete(job: JobSpec, parts: Sequence[Cluster]) -> bool:
-    """Whether every size is looked at."""
-    return all(is_complete(job, part) for part in parts)
+    """Whether every size is looked at: the more kinds there are, the more orders and sizes of each."""
+    return len(parts) == 2 and sum(part.gpus for part in parts) * job.model.layers <= COMPLETE
 
 
 def _frames(job: JobSpec, parts: Sequence[Cluster]) -> Iterator[_Frame]:

@@ -136,7 +136,7 @@ def read_cluster(document: Any, current: CurrentCluster, node: CpuNode, gpus: Gp
     if not isinstance(document, dict):
         what = "required, but missing" if document is None else f"must be a mapping, not {kind_of(document)}"
         raise SpecError([Problem("cluster", what, example)])
-    if "groups" in document:
+    if document.get("groups") is not None:
         return _unequal_cluster(document, node, gpus)
     is_current = document.get("current", False)
     if not isinstance(is_current, bool):
@@ -200,14 +200,16 @@ def _unequal_cluster(document: Mapping[str, Any], node: CpuNode, gpus: Gpus) -> 
 
 
 def together(parts: Sequence[Cluster]) -> Cluster:
-    """One cluster of these nodes, whose types tell them apart; those of one kind and size are taken as one. Raises
-    SpecError where two kinds have the same type."""
+    """One cluster of these nodes, whose types tell them apart. Raises SpecError where two have the same type."""
     if len(parts) == 1:
         return parts[0]
     typed = [part if part.type else replace(part, type=ray_type(part.machine.accelerator.name)) for part in parts]
     twice = [type for type, count in Counter(part.type for part in typed).items() if count > 1]
     if twice:
-        problem = f"Ray calls the GPUs of two groups {twice[0]}, so that no stage can be placed on either: leave one"
+        problem = (
+            f"Ray calls the GPUs of two groups {twice[0]}, so that no stage could be placed on one of them: make them "
+            "one group, or leave one"
+        )
         raise SpecError([Problem("cluster.groups", problem)])
     first, *others = sorted(typed, key=lambda part: (-part.gpus * part.machine.accelerator.peak_16bit, part.type or ""))
     return replace(first, others=tuple(others))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -27,7 +27,7 @@ from workers.spec.rules import find_problems
 MOST_REJECTED = 20
 LEAST_REFINED, MORE = 5, 2
 """Layouts of which single layers are moved: as many as are asked for, but at least so many, so that the best one is the
-same however many are; and some more, of which one may become faster by that."""
+same for up to so many; and some more, of which one may become faster by that."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,7 @@ def plan_of(
 
 def evaluate(spec: JobSpec, cluster: Cluster, software: Software | None = None) -> Answer:
     """A job whose layout is given: its plan, or why it is none."""
-    try:
-        parts = Counter(parts_of(spec, cluster))
-    except UnknownMachine as error:
-        return Answer((), (Rejected(spec, str(error)),))
-    problems = (_no_products(spec, part) or _no_room(spec, part, stages) for part, stages in parts.items())
-    problem = next((each for each in problems if each is not None), None)
+    problem = no_place(spec, cluster)
     if problem is None:
         found = fits(spec, cluster)
         problem = None if found.fits else f"does not fit: {found}"
@@ -101,7 +96,21 @@ def evaluate(spec: JobSpec, cluster: Cluster, software: Software | None = None) 
     return Answer((plan_of(spec, cluster, software),), ())
 
 
-def _no_products(spec: JobSpec, cluster: Cluster) -> str | None:
+def no_place(spec: JobSpec, cluster: Cluster) -> str | None:
+    """Why a layout cannot be placed on these nodes, whatever memory they have; None where it can."""
+    try:
+        parts = Counter(parts_of(spec, cluster))
+    except UnknownMachine as error:
+        return str(error)
+    if spec.layout.stage_accelerators is None:
+        problems = [no_products(spec, part) for part in cluster.parts]
+        problems.append(_no_room(spec, cluster.parts, spec.layout.pipeline))
+    else:
+        problems = [no_products(spec, part) or _no_room(spec, (part,), stages) for part, stages in parts.items()]
+    return next((each for each in problems if each is not None), None)
+
+
+def no_products(spec: JobSpec, cluster: Cluster) -> str | None:
     machine = cluster.machine
     if spec.train.fp8 == "off" or not machine.has_gpus or machine.accelerator.peak_8bit is not None:
         return None
@@ -109,17 +118,18 @@ def _no_products(spec: JobSpec, cluster: Cluster) -> str | None:
     return f"train.fp8 needs GPUs of Ada, Hopper or Blackwell, and {name} has no 8-bit products: set train.fp8: off"
 
 
-def _no_room(spec: JobSpec, cluster: Cluster, stages: int) -> str | None:
+def _no_room(spec: JobSpec, parts: Sequence[Cluster], stages: int) -> str | None:
     """Why so many stages find no room on these nodes; None where they do."""
     layout = spec.layout
-    groups = cluster.nodes * (cluster.gpus_per_node // layout.tensor)
+    groups = sum(part.nodes * (part.gpus_per_node // layout.tensor) for part in parts)
     needed = stages * layout.data * layout.context
     if needed <= groups:
         return None
-    typed = f" with {cluster.type}" if cluster.type is not None and layout.stage_accelerators is not None else ""
+    kinds = [(part, "" if part.type is None else f" with {part.type}") for part in parts]
+    nodes = " and ".join(f"{part.nodes} nodes{typed} of {part.gpus_per_node}" for part, typed in kinds)
     return (
-        f"needs {needed * layout.tensor} GPUs in groups of {layout.tensor} on one node; {cluster.nodes} nodes{typed} "
-        f"of {cluster.gpus_per_node} have room for {groups} such groups, not {needed}"
+        f"needs {needed * layout.tensor} GPUs in groups of {layout.tensor} on one node; {nodes} have room for {groups} "
+        f"such groups, not {needed}"
     )
 
 
@@ -129,7 +139,7 @@ def search(
     """The `limit` fastest layouts that the rules allow and that fit, over tensor, pipeline, virtual stages, data,
     micro-batch, recomputation and schedule; of so many `ranks`, where that is given. Deterministic: between equals the
     simpler layout comes first."""
-    problem = _no_products(job, cluster)
+    problem = no_products(job, cluster)
     if problem is not None:
         return Answer((), tuple(Rejected(each.spec(job), problem) for each in islice(candidates(job, cluster), 1)))
     bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
@@ -257,7 +267,10 @@ def _rejected(
 
 
 def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:
-    """With how many more nodes the job would fit, as a sentence; None where it never would."""
+    """With how many more nodes the job would fit, as a sentence; None where it never would, or where there are nodes of
+    several kinds."""
+    if cluster.others or no_products(job, cluster) is not None:
+        return None
     for times in (2, 4, 8, 16, 32, 64, 128, 256, 512):
         larger = Cluster(cluster.machine, cluster.nodes * times, cluster.gpus_per_node)
         bounds, usable = Bounds(job, larger, engine_on(larger.machine)), usable_bytes(larger)

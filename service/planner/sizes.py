@@ -11,7 +11,7 @@ from service.cluster.sizes import most_ranks, resized, shapes_of, sizes_of
 from service.planner.bounds import Bounds
 from service.planner.candidates import Candidate, candidates, is_complete
 from service.planner.hardware import Cluster
-from service.planner.memory import usable_bytes
+from service.planner.memory import Fit, tightest, usable_bytes
 from service.planner.search import Plan, fastest, plan_of, search
 from service.planner.software import Software
 from workers.config import JobSpec
@@ -30,9 +30,10 @@ class SizedPlan:
     up_to: int
     plan: Plan
 
-    def to_json(self, usable: float) -> dict[str, Any]:
-        """In the form of `api.schemas.PlanSize`. `usable`: bytes of a device that a rank may take."""
-        spec, seconds, total = self.plan.spec, self.plan.time.seconds, self.plan.memory.total
+    def to_json(self, cluster: Cluster) -> dict[str, Any]:
+        """In the form of `api.schemas.PlanSize`. `cluster`: where it was planned."""
+        spec, seconds = self.plan.spec, self.plan.time.seconds
+        fit = Fit(*tightest(spec, cluster))
         return {
             "gpus": self.gpus,
             "up_to": self.up_to,
@@ -40,8 +41,8 @@ class SizedPlan:
             "micro_batch_size": spec.train.micro_batch_size,
             "step_seconds": seconds,
             "tokens_per_second": spec.train.global_batch_size * spec.model.sequence_length / seconds,
-            "memory_bytes": round(total),
-            "fits": total <= usable,
+            "memory_bytes": round(fit.memory.total),
+            "fits": fit.fits,
         }
 
 

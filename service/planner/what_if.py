@@ -10,6 +10,7 @@ from typing import Any
 from service.planner.hardware import Cluster
 from service.planner.memory import fits
 from service.planner.mixed_step import step_model
+from service.planner.search import no_place
 from workers.config import JobSpec
 from workers.parallel.pipeline.schedules import KINDS
 from workers.parallel.pipeline.stages import even_counts, layer_counts
@@ -39,7 +40,7 @@ def what_ifs(spec: JobSpec, cluster: Cluster) -> tuple[WhatIf, ...]:
     answers = []
     for change, document in _changes(spec):
         other = JobSpec.model_validate(document)
-        if find_problems(other) or other.layout.tensor > cluster.gpus_per_node:
+        if find_problems(other) or no_place(other, cluster) is not None:
             continue
         seconds = step_model(other, cluster).time().seconds
         found = fits(other, cluster)

@@ -6,19 +6,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import or_, select
+from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
 from service.planner.drift import MEASURED_STEPS, SETTLING_STEPS, Drift, Measured, compared, drift_of, measured_of
 from service.planner.refinement import Observation, observation
+from service.states import JobState
 from service.store import events, jobs
-from service.store.tables import METRIC_NAMES, Generation, Metric, Rank, RankNumbers
+from service.store.tables import METRIC_NAMES, Generation, Job, Metric, Rank, RankNumbers
 
 PLAN, MEASURED = "plan", "measured"
 DRIFT = "plan_drift"
 """Type of the event."""
-LOOKED_AT = 200
-"""Generations that are looked at for what jobs say of machines."""
+LOOKED_AT, EACH = 200, 5
+"""Jobs, and last generations of each, that are looked at for what they say of machines."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ def _disturbed(session: Session, generation: Generation) -> str | None:
         select(Rank.node)
         .join(Generation, Generation.job_id == Rank.job_id)
         .where(Generation.job_id != generation.job_id)
-        .where(or_(Generation.ended_at.is_(None), Generation.ended_at > began))
+        .join(Job, Job.id == Generation.job_id)
+        # A generation of a job that waits for places again has none, whether its end was noted or not.
+        .where(or_(and_(Generation.ended_at.is_(None), Job.state != JobState.QUEUED), Generation.ended_at > began))
     )
     own = set(session.scalars(select(Rank.node).where(Rank.job_id == generation.job_id)))
     return "shared" if own & set(session.scalars(beside.distinct())) else None
@@ -117,8 +120,15 @@ def _disturbed(session: Session, generation: Generation) -> str | None:
 
 def observed(session: Session, since: float = 0.0) -> dict[str, list[Observation]]:
     """What jobs say of types of machines: the newest generation of each that began after `since` (Unix seconds), and
-    was measured and not disturbed, newest first. Looks at no more than LOOKED_AT generations."""
-    newest = select(Generation).order_by(Generation.job_id.desc(), Generation.generation.desc()).limit(LOOKED_AT)
+    was measured and not disturbed, newest first. Looks at the last EACH generations of LOOKED_AT jobs."""
+    last = func.max(Generation.generation).label("last")
+    jobs = select(Generation.job_id, last).group_by(Generation.job_id).order_by(Generation.job_id.desc())
+    recent = jobs.limit(LOOKED_AT).subquery()
+    newest = (
+        select(Generation)
+        .join(recent, and_(Generation.job_id == recent.c.job_id, Generation.generation > recent.c.last - EACH))
+        .order_by(Generation.job_id.desc(), Generation.generation.desc())
+    )
     found: dict[str, list[Observation]] = {}
     known: set[str] = set()
     for row in session.scalars(newest):

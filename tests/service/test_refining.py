@@ -15,7 +15,8 @@ from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, Core
 from service.planner.job_plan import planned
 from service.planner.refinement import LEAST_JOBS, moved
 from service.refining import SeenJobs
-from service.store import generations, plans, rank_numbers, ranks
+from service.states import JobState
+from service.store import generations, jobs, plans, rank_numbers, ranks
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.measured_jobs import ENOUGH, begin, train, train_on
 from workers.liveness.rank_samples import RankSample
@@ -107,6 +108,8 @@ def test_nodes_of_all_kinds_are_refined(trained, make_spec, submit):
 
 def test_a_job_that_was_disturbed_says_nothing(trained):
     one, two, three = (trained.planned() for _ in range(3))
+    for each in (one, three):
+        in_state(trained.store, each, JobState.RUNNING)
     train(trained.store, two, end=False)
     assert not trained.seen().by_type, "others run on its node"
     trained.store.write(lambda session: [generations.end(session, each, 1) for each in (one, two, three)])
@@ -118,6 +121,18 @@ def test_a_job_that_was_disturbed_says_nothing(trained):
     store_sample(trained.store, four, [])
     train(trained.store, four)
     assert [each.job for each in trained.seen().by_type[node_type()]] == [four]
+
+
+def test_jobs_that_wait_again_for_places_run_beside_nobody(trained):
+    """Their last generation is on the nodes of one that runs, and its end was not noted."""
+    waiting, runs = trained.planned(), trained.planned()
+    in_state(trained.store, runs, JobState.RUNNING)
+    train(trained.store, runs)
+    assert [each.job for each in trained.seen().by_type[node_type()]] == [runs] != [waiting]
+
+
+def in_state(store, job_id, state):
+    store.write(lambda session: setattr(jobs.get(session, job_id), "state", state))
 
 
 def store_sample(store, job_id, stragglers):

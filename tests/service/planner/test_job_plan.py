@@ -48,6 +48,11 @@ def test_a_pipeline_over_unequal_nodes_is_planned_where_its_stages_are():
         planned(job(8, 4096, 32, **layout, stage_accelerators=("A100", "H100")), cluster)
 
 
+def test_nothing_is_planned_where_some_gpus_are_of_a_type_that_is_not_known():
+    with pytest.raises(SpecError, match="of GPUs of type T4, which some of its ranks have, no plans are made"):
+        cluster_of([Place(4, 0, True, "A100", 80 * 2**30), Place(4, 0, True, "T4", 16 * 2**30)], NODE)
+
+
 def test_gpus_that_were_calibrated_are_what_was_measured():
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
     found = cluster_of([Place(1, 0, True, "H100", 80 * 2**30)], NODE, {"h100-80gb": gpu})

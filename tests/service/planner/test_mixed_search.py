@@ -17,6 +17,7 @@ from service.planner.mixed_search import SCHEDULES, best_layouts
 from service.planner.mixed_step import MixedStepModel, step_model
 from service.planner.request import together
 from service.planner.search import evaluate, plan_of, search
+from service.planner.what_if import what_ifs
 from tests.service.support.planned import job
 from workers.config import JobSpec
 from workers.spec.divisors import divisors
@@ -172,3 +173,37 @@ def test_nothing_over_both_kinds_is_much_faster_than_what_is_found(seed):
     if not everywhere:
         return
     assert found[0].time.seconds <= WITHIN * min(everywhere)
+
+
+def test_8_bit_products_are_on_nodes_that_have_them():
+    eight = job(12, 4096, 32, train={"global_batch_size": 32, "fp8": "tensorwise"})
+    assert best_layouts(eight, MIXED).plans == ()
+    found = best_layouts(eight, together([nodes("h100-80gb", 1, 2), nodes("v100-32gb", 1, 4)])).plans
+    assert found and all(set(plan.spec.layout.stage_accelerators) == {"H100"} for plan in found)
+
+
+def test_a_layout_that_does_not_say_where_it_is_goes_by_the_worst_and_has_the_room_of_all():
+    any_nodes = job(24, 4096, 32, tensor=1, pipeline=1, data=8, train={"global_batch_size": 32})
+    assert evaluate(any_nodes, MIXED).rejected[0].reason.startswith("does not fit: "), "into a V100's memory"
+    small = job(4, 2048, 16, tensor=2, pipeline=1, data=4, train={"global_batch_size": 32})
+    (plan,) = evaluate(small, MIXED).plans
+    assert plan.time == step_model(small, nodes("v100-32gb", 2, 4)).time()
+    (rejected,) = evaluate(placed(small, data=5), MIXED).rejected
+    assert rejected.reason == (
+        "needs 10 GPUs in groups of 2 on one node; 1 nodes with A100 of 4 and 1 nodes with V100 of 4 have room for 4 "
+        "such groups, not 5"
+    )
+
+
+def test_stages_on_gpus_that_a_cluster_of_one_kind_has_not_are_refused():
+    alone = nodes("a100-40gb", 1, 4)
+    assert evaluate(placed(BASE, pipeline=2, tensor=2, stage_accelerators=("A100", "A100")), alone).plans
+    (rejected,) = evaluate(placed(BASE, pipeline=2, tensor=2, stage_accelerators=("A100", "H100")), alone).rejected
+    assert rejected.reason.endswith("no node has GPUs of type H100; there are A100")
+
+
+def test_changes_of_a_plan_are_those_that_find_room_on_every_kind():
+    cluster = together([nodes("a100-80gb", 1, 4), nodes("v100-32gb", 4, 1)])
+    plan = placed(BASE, pipeline=2, data=4, stage_accelerators=("A100", "V100"), stage_layers=(9, 3))
+    changes = {each.change for each in what_ifs(plan, cluster)}
+    assert "tensor: 2, data: 2" not in changes and "recompute: full" in changes

@@ -11,8 +11,13 @@ import pytest
 
 from service.planner.answer import to_json
 from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout
+from service.planner.beside_steps import beside_steps
 from service.planner.hardware import ASSUMED_CORE, Cluster, CpuNode, machine_of
+from service.planner.memory import fits
+from service.planner.mixed_step import step_model
 from service.planner.request import PlanRequest, cluster_of_nodes, read_request
+from service.planner.sizes import elastic_sizes
+from service.planner.software import engine_on
 from tests.service.support.planned import a100s, job
 from workers.config import ElasticConfig
 from workers.spec.problems import SpecError
@@ -241,3 +246,30 @@ def test_only_auto_asks_for_a_layout():
     assert without_layout({"name": "a", "parallel": "auto", "elastic": {"min_data": 2}}) == {"name": "a"}
     with pytest.raises(SpecError, match=r"elastic\.min_data"):
         bounds_in({"elastic": {"min_data": 0}})
+
+
+def test_answers_for_unequal_nodes_are_of_all_of_them():
+    groups = [{"accelerator": "h100", "nodes": 1, "gpus_per_node": 2}, {"accelerator": "a100", "gpus_per_node": 4}]
+    model = DOCUMENT["model"] | {"hidden_size": 4096, "heads": 32, "sequence_length": 2048}
+    train = DOCUMENT["train"] | {"validate_every": 10}
+    data = {"source": "megatron", "paths": ["corpus.bin"], "validation_fraction": 0.1}
+    wanted = read(cluster={"groups": groups}, model=model, train=train, data=data, sizes=True)
+    answer = to_json(wanted, wanted.answer())
+    best = wanted.answer().plans[0]
+    assert answer["sizes"] is None, "nobody knows which would be lost"
+    beside = beside_steps(step_model(best.spec, wanted.cluster), best.time)
+    assert answer["plans"][0]["beside_steps"] == beside.to_json() and beside.validation_seconds > 0
+    assert answer["note"].startswith("H100: what this machine reaches")
+    fixed = read(
+        cluster={"groups": groups}, model=model, parallel={"tensor": 1, "data": 4}, elastic={"min_data": 1}, sizes=True
+    )
+    rows = to_json(fixed, fixed.answer())["sizes"] or []
+    assert [row["fits"] for row in rows] == [fits(plan.plan.spec, fixed.cluster).fits for plan in elastic_plans(fixed)]
+
+
+def elastic_plans(wanted):
+    return elastic_sizes(wanted.job, wanted.cluster, engine_on(wanted.cluster.machine))
+
+
+def test_groups_that_are_null_say_nothing():
+    assert read(cluster=DOCUMENT["cluster"] | {"groups": None}).cluster == read().cluster

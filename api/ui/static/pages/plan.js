@@ -218,6 +218,7 @@ class PlanPage {
 
 function scheduleOf(parallel) {
   const stages = parallel.virtual_stages > 1 ? ` × ${parallel.virtual_stages}` : "";
-  const lists = parallel.stage_layers ? `, layers ${parallel.stage_layers.join(" ")}` : "";
+  const on = parallel.stage_accelerators ? ` on ${parallel.stage_accelerators.join(" ")}` : "";
+  const lists = parallel.stage_layers ? `, layers ${parallel.stage_layers.join(" ")}${on}` : on;
   return `${parallel.schedule ?? "–"}${stages}${lists}${parallel.recompute && parallel.recompute !== "none" ? `, ${parallel.recompute}` : ""}`;
 }
