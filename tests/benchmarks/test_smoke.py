@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from s3_server import S3Server, environment_of, reached_at
@@ -33,7 +35,7 @@ from benchmarks import (
     traces,
     uneven_stages,
 )
-from benchmarks.support.report import deliver
+from benchmarks.support.report import Report, deliver
 from service.machines import Calibrated
 from service.planner.hardware import ASSUMED_CORE
 from tests.api.ui.browser import needs_chromium
@@ -69,6 +71,20 @@ def test_the_planners_layout_trains_beside_others(tmp_path: Path, monkeypatch: p
     assert rows[0]["parallel"] == rows[-1]["parallel"] and rows[1]["parallel"]["tensor"] == 2
     assert all(len(row["turns"]) == 1 and row["seconds"] > 0 for row in rows)
     assert report.figures["free_is_at_least_as_fast"].met is not None
+
+
+def test_a_layout_that_was_chosen_by_hand_too_is_not_slower_than_itself() -> None:
+    def row(data: int, *turns: float) -> dict[str, Any]:
+        said = {"parallel": {"data": data}, "threads": 1, "predicted_seconds": 1.0}
+        return said | {"turns": list(turns), "seconds": statistics.median(turns)}
+
+    report = Report("auto_layout", 1)
+    auto_layout.compare(report, "free", [row(2, 1.0, 1.2), row(2, 0.9, 0.9), row(4, 1.1, 1.1), row(2, 1.0, 1.2)])
+    assert report.figures["free_auto_seconds"].value == 1.0 and report.figures["free_auto_to_best"].value == 1.0
+    assert report.figures["free_auto_to_best_other"].value == pytest.approx(1 / 1.1, rel=1e-3)
+    auto_layout.compare(report, "forced", [row(2, 1.0, 1.0), row(1, 0.9, 0.9), row(4, 1.1, 1.1), row(2, 1.0, 1.02)])
+    assert not report.figures["forced_same_layout_by_hand"].value
+    assert report.figures["forced_is_at_least_as_fast"].met is False, "1.11 of the best, and 1% of noise"
 
 
 @pytest.mark.soak
