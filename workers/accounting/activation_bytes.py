@@ -169,12 +169,14 @@ def kept_terms(spec: JobSpec, layer: int, policy: str, modules: Collection[str])
 
 def offloaded(spec: JobSpec, index: int, place: int, terms: dict[str, int]) -> list[int]:
     """Bytes of what goes to host memory of the `terms` that a layer keeps, the one at `place` in virtual stage
-    `index`. What comes as a message from another stage stays."""
+    `index`. What comes as a message from another stage stays, and what the first trained layer takes from frozen ones:
+    whoever wants the gradient of such a tensor keeps it."""
     layout = spec.layout
     layers = layers_of(spec.model.layers, layout, index)
     if not layout.offload_layers or not waits_on_host(place, len(layers), layout.offload_layers):
         return []
-    stays = "attention_norm_input" if place == 0 and index > 0 else ""
+    begins = layers[place] == first_trained_layer(spec.model, spec.train.frozen)
+    stays = "attention_norm_input" if begins or (place == 0 and index > 0) else ""
     return [
         size
         for name, term in terms.items()

@@ -75,6 +75,9 @@ JOBS = {
     "offload": job(parallel={"offload_layers": 3}),
     "offload of all": job("gpt", parallel={"offload_layers": 9, "schedule": "zb-v", "virtual_stages": 2}),
     "offload, full": job(parallel={"offload_layers": 3, "recompute": "full", "schedule": "gpipe"}),
+    "offload, frozen": job(
+        "gpt", 32, {"offload_layers": 9, "recompute": "full", "schedule": "gpipe"}, frozen=["embedding"]
+    ),
     "offload, one stage": job("qwen", parallel={"offload_layers": 6, "pipeline": 1, "tensor": 1}),
     "state on the host": job(optimizer={"offload": True}),
     "state on the host, one rank": job(**ALONE, optimizer={"offload": True}, micro_batches=2),
@@ -139,7 +142,7 @@ def test_a_forward_in_chunks_holds_two_of_them_at_once(family):
         assert told - less_told > 0.05 * told
 
 
-@pytest.mark.parametrize(("name", "stage"), [("1f1b", 0), ("zb-h1", 0), ("full", 3)])
+@pytest.mark.parametrize(("name", "stage"), [("1f1b", 0), ("zb-h1", 0), ("full", 3), ("offload, frozen", 0)])
 def test_the_peak_of_a_step_is_what_is_told(name, stage):
     assert_as_told(JOBS[name], stage)
 
