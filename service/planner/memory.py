@@ -75,6 +75,11 @@ def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
         found = [(worst_rank(spec, parts[0].machine), usable_bytes(parts[0]))]
     else:
         found = by_kind(spec, parts)
+    return least_to_spare(found)
+
+
+def least_to_spare(found: Sequence[tuple[RankMemory, float]]) -> tuple[RankMemory, float]:
+    """Of ranks, and what each may take, the one that has the fewest bytes left."""
     return max(found, key=lambda each: each[0].total - each[1])
 
 

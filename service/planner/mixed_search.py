@@ -17,7 +17,7 @@ from itertools import count, pairwise, permutations, product
 from service.planner.bounds import SLACK, Bounds
 from service.planner.candidates import COMPLETE, MOST_STAGES, RECOMPUTE, Candidate, micro_batch_sizes
 from service.planner.hardware import Cluster
-from service.planner.memory import by_kind
+from service.planner.memory import by_kind, least_to_spare
 from service.planner.mixed_step import MixedStepModel
 from service.planner.pipeline import StageTimes
 from service.planner.search import MOST_REJECTED, Answer, Plan, Rejected, no_products, plan_of, search
@@ -29,9 +29,9 @@ from workers.spec.divisors import divisors
 from workers.spec.rules import find_problems
 
 SCHEDULES = ("1f1b", "zb-h1")
-"""Those with one virtual stage on each rank. With more, ranks would have to be alike in each of them."""
-MOST_KINDS = 3
-"""Of nodes that one pipeline goes over."""
+"""Those with one virtual stage on each rank. Others are timed where a layout asks for them, and not looked for."""
+MOST_IN_A_PIPELINE = 3
+"""Kinds of nodes that one goes over."""
 MOST_IN_VAIN = 100
 """Layouts of a large cluster that are simulated, one after the other, without one that is among the best."""
 
@@ -186,7 +186,7 @@ def _is_complete(job: JobSpec, parts: Sequence[Cluster]) -> bool:
 def _frames(job: JobSpec, parts: Sequence[Cluster]) -> Iterator[_Frame]:
     """Every order of two or three parts, with every size of the axes that finds room there."""
     complete = _is_complete(job, parts)
-    for kinds in range(2, min(MOST_KINDS, len(parts)) + 1):
+    for kinds in range(2, min(MOST_IN_A_PIPELINE, len(parts)) + 1):
         for order in permutations(range(len(parts)), kinds):
             chosen = [parts[part] for part in order]
             for tensor in range(1, min(part.gpus_per_node for part in chosen) + 1):
@@ -274,9 +274,10 @@ def _fitted(job: JobSpec, cluster: Cluster, stages: _Stages, worst: float) -> Pl
         model = MixedStepModel(spec, cluster)
         if model.time().seconds > worst:  # with fewer layers where they take least it would take longer still
             return None
-        full = [memory.rank for memory, usable in by_kind(spec, parts) if memory.total > usable]
+        held = by_kind(spec, parts)
+        full = [memory.rank for memory, usable in held if memory.total > usable]
         if not full:
-            return plan_of(spec, cluster, model=model)
+            return plan_of(spec, cluster, model=model, memory=least_to_spare(held)[0])
         for stage in full:
             most[stage] = counts[stage] - 1
 

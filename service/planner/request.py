@@ -180,7 +180,7 @@ def _unequal_cluster(document: Mapping[str, Any], node: CpuNode, gpus: Gpus) -> 
     """Nodes of several kinds; those that can do most come first. Raises SpecError."""
     groups, example = document["groups"], "[{accelerator: a100-80gb, nodes: 2}, {accelerator: v100-32gb, nodes: 4}]"
     problem = None
-    if others := document.keys() - {"groups"}:
+    if others := {key for key, value in document.items() if value not in (None, False)} - {"groups"}:
         problem = f"says what nodes there are, and goes without {', '.join(sorted(map(str, others)))}"
     elif not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         problem = f"must be a list of mappings, not {kind_of(groups)}"

@@ -122,8 +122,8 @@ def observed(session: Session, since: float = 0.0) -> dict[str, list[Observation
     """What jobs say of types of machines: the newest generation of each that began after `since` (Unix seconds), and
     was measured and not disturbed, newest first. Looks at the last EACH generations of LOOKED_AT jobs."""
     last = func.max(Generation.generation).label("last")
-    jobs = select(Generation.job_id, last).group_by(Generation.job_id).order_by(Generation.job_id.desc())
-    recent = jobs.limit(LOOKED_AT).subquery()
+    newest_jobs = select(Generation.job_id, last).group_by(Generation.job_id).order_by(Generation.job_id.desc())
+    recent = newest_jobs.limit(LOOKED_AT).subquery()
     newest = (
         select(Generation)
         .join(recent, and_(Generation.job_id == recent.c.job_id, Generation.generation > recent.c.last - EACH))

@@ -8,11 +8,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+from api.cli.service import stop_service
 from service.cluster.ray_head import MARK, RayHead
 from tests.e2e.conftest import SECONDS, Manta
 from tests.e2e.network import Network
@@ -21,6 +24,21 @@ SLOTS = 2
 SHARED_MEMORY_MEGABYTES = 300
 # A node's first process: gives itself a name and a shared memory, and becomes what it was told to be.
 ENTRY = f'hostname "$0" && mount -t tmpfs -o size={SHARED_MEMORY_MEGABYTES}m tmpfs /dev/shm && exec "$@"'
+
+
+@contextlib.contextmanager
+def service_for_nodes(folder: Path, corpus: Path, environment: Mapping[str, str]) -> Iterator[tuple[Manta, Network]]:
+    """A service that further nodes join, and what they are plugged into; in the end none of them is left."""
+    network = Network(uuid.uuid4().hex)
+    through = {"GLOO_SOCKET_IFNAME": network.bridge} if network.usable else {}  # else gloo goes by the host's name
+    made = Manta(folder, corpus, SLOTS, environment={**environment, **through})
+    try:
+        yield made, network
+    finally:
+        for node in network.plugged_in:
+            node.kill()
+        stop_service(made.home)
+        network.close()
 
 
 class Node:

@@ -1,14 +1,10 @@
 """Several nodes with GPUs, unequally many, and one without, on a machine that has none (see test_gpus.py): who is
 placed where, and what happens when a node is to be left or is lost."""
 
-import uuid
-
 import pytest
 
-from api.cli.service import stop_service
-from tests.e2e.conftest import EVERY_STEP, Manta
-from tests.e2e.network import Network
-from tests.e2e.ray_nodes import SLOTS, Node
+from tests.e2e.conftest import EVERY_STEP
+from tests.e2e.ray_nodes import SLOTS, Node, service_for_nodes
 from tests.e2e.test_gpus import CPU, ON_CPU, devices, on_gpus, running
 
 # The decisions: tests/service/scheduler, tests/service/job; on one node: test_gpus.py.
@@ -20,21 +16,20 @@ TO_LEAVE_SECONDS = 60
 
 
 @pytest.fixture(scope="module")
-def network():
-    made = Network(uuid.uuid4().hex)
-    yield made
-    made.close()
+def joined(tmp_path_factory, corpus):
+    with service_for_nodes(tmp_path_factory.mktemp("manta"), corpus, on_gpus(HEAD_GPUS)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
-def manta(tmp_path_factory, corpus, network):
+def manta(joined):
     """A service whose own node has two GPUs."""
-    through = {"GLOO_SOCKET_IFNAME": network.bridge} if network.usable else {}  # else gloo goes by the host's name
-    made = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS, environment={**on_gpus(HEAD_GPUS), **through})
-    yield made
-    for node in network.plugged_in:
-        node.kill()
-    stop_service(made.home)
+    return joined[0]
+
+
+@pytest.fixture(scope="module")
+def network(joined):
+    return joined[1]
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,10 @@
 """A pipeline over nodes with GPUs of two types, on a machine that has none (see test_gpus.py): it is planned, each
 stage is placed on nodes of its own type, and stays there whoever dies."""
 
-import uuid
-
 import pytest
 
-from api.cli.service import stop_service
-from tests.e2e.conftest import EVERY_STEP, Manta
-from tests.e2e.network import Network
-from tests.e2e.ray_nodes import SLOTS, Node
+from tests.e2e.conftest import EVERY_STEP
+from tests.e2e.ray_nodes import Node, service_for_nodes
 from tests.e2e.test_gpus import ON_CPU, on_gpus
 
 # The decisions: tests/service/cluster/test_placement.py, tests/service/planner/test_mixed_search.py.
@@ -20,22 +16,20 @@ MODEL = {"layers": 4}
 
 
 @pytest.fixture(scope="module")
-def network():
-    made = Network(uuid.uuid4().hex)
-    yield made
-    made.close()
+def joined(tmp_path_factory, corpus):
+    with service_for_nodes(tmp_path_factory.mktemp("manta"), corpus, on_gpus(GPUS, FAST)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
-def manta(tmp_path_factory, corpus, network):
+def manta(joined):
     """A service whose own node has the fast ones."""
-    through = {"GLOO_SOCKET_IFNAME": network.bridge} if network.usable else {}  # else gloo goes by the host's name
-    environment = {**on_gpus(GPUS, FAST), **through}
-    made = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS, environment=environment)
-    yield made
-    for node in network.plugged_in:
-        node.kill()
-    stop_service(made.home)
+    return joined[0]
+
+
+@pytest.fixture(scope="module")
+def network(joined):
+    return joined[1]
 
 
 @pytest.fixture(scope="module")
