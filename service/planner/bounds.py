@@ -182,7 +182,7 @@ class Bounds:
         backward = min(first.backward, last.backward)
         if p * v > 2:
             backward = min(backward, self.stage(candidate, min(counts[1:-1])).backward)
-        message = model.message(0) if not model.groups.stages_share_node(0) and p * candidate.tensor >= 16 else 0.0
+        message = model.message(0) if not model.groups.stages_share_node(0, 1) and p * candidate.tensor >= 16 else 0.0
         there = first.forward + sum(times * each.forward for each, times in between) + (p - 1) * message
         back = first.backward_input + sum(times * each.backward_input for each, times in between) + (p - 1) * message
         late = 0.0
@@ -224,7 +224,7 @@ class Bounds:
     def shared_out(self, candidate: Candidate, room: Sequence[int] | None = None) -> tuple[int, ...] | None:
         """Layers of each virtual stage by the time that ranks take; `room`: most of each rank."""
         p, v = candidate.pipeline, candidate.virtual_stages
-        layer, first, last = self._parts(candidate)
+        layer, first, last = self.parts(candidate)
         ends = {0: first, p * v - 1: last}
         return shared_out(
             self.job.model.layers,
@@ -253,13 +253,13 @@ class Bounds:
         p = candidate.pipeline
         if p == 1:
             return False
-        totals, (layer, first, last) = self._totals(candidate), self._parts(candidate)
+        totals, (layer, first, last) = self._totals(candidate), self.parts(candidate)
         ends = [first + last, 0.0] if candidate.schedule == "zb-v" else [first, last]
         most = SLACK * max(max(totals) * layer, totals[0] * layer + ends[0], totals[-1] * layer + ends[1])
         room = [max(0, int((most - more) / layer)) for more in (*ends, 0.0)]
         return room[0] + room[1] + (p - 2) * room[2] >= self.job.model.layers
 
-    def _parts(self, candidate: Candidate) -> tuple[float, float, float]:
+    def parts(self, candidate: Candidate) -> tuple[float, float, float]:
         """Seconds of a layer, and of what the first and the last virtual stage have besides."""
         layers = max(1, self.job.model.layers // (candidate.pipeline * candidate.virtual_stages))
         inner = self.stage(candidate, layers).seconds

@@ -92,7 +92,7 @@ def candidates(job: JobSpec, cluster: Cluster) -> Iterator[Candidate]:
         for micro_batch in micro_batch_sizes(job, share):
             m = -(-share // micro_batch)
             whole = batch % (data * pipeline * micro_batch) == 0
-            for schedule, virtual_stages in _schedules(job.model.layers, pipeline, whole and m % pipeline == 0, every):
+            for schedule, virtual_stages in schedules(job.model.layers, pipeline, whole and m % pipeline == 0, every):
                 for recompute in RECOMPUTE:
                     yield Candidate(pipeline, tensor, data, virtual_stages, schedule, micro_batch, recompute)
 
@@ -138,9 +138,9 @@ def _data_sizes(most: int, batch: int, pipeline: int) -> list[int]:
     return sorted({most, even[-1], *whole[-1:]})
 
 
-def _schedules(layers: int, pipeline: int, whole: bool, every: bool) -> Iterator[tuple[str, int]]:
-    """Schedules and chunks a stage. `whole`: micro-batches come in groups as interleaving takes them; `every`: whatever
-    becomes of the layers."""
+def schedules(layers: int, pipeline: int, whole: bool, every: bool) -> Iterator[tuple[str, int]]:
+    """Schedules and virtual stages of a rank. `whole`: micro-batches come in groups as interleaving takes them;
+    `every`: whatever becomes of the layers."""
     yield "1f1b", 1
     if pipeline == 1:
         return

@@ -36,10 +36,10 @@ class Groups:
     stage_stride: int
     """Ranks between a rank and the same one of the next stage."""
 
-    def stages_share_node(self, stage: int) -> bool:
-        """Whether the first ranks of stages `stage` and the one behind it are on one node."""
+    def stages_share_node(self, stage: int, other: int) -> bool:
+        """Whether the first ranks of two pipeline ranks' stages are on one node."""
         per_node = self.cluster.gpus_per_node
-        return stage * self.stage_stride // per_node == (stage + 1) * self.stage_stride // per_node
+        return stage * self.stage_stride // per_node == other * self.stage_stride // per_node
 
 
 def groups_of(layout: ParallelConfig, cluster: Cluster, software: Software) -> Groups:

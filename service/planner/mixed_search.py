@@ -15,21 +15,27 @@ from dataclasses import dataclass, replace
 from itertools import count, pairwise, permutations, product
 
 from service.planner.bounds import SLACK, Bounds
-from service.planner.candidates import COMPLETE, MOST_STAGES, RECOMPUTE, Candidate, micro_batch_sizes
+from service.planner.candidates import (
+    COMPLETE,
+    MOST_STAGES,
+    RECOMPUTE,
+    Candidate,
+    micro_batch_sizes,
+    rank_totals,
+    schedules,
+)
 from service.planner.hardware import Cluster
 from service.planner.memory import by_kind, least_to_spare
 from service.planner.mixed_step import MixedStepModel
 from service.planner.pipeline import StageTimes
 from service.planner.search import MOST_REJECTED, Answer, Plan, Rejected, no_products, plan_of, search
 from service.planner.software import engine_on
-from service.planner.stage_shares import Counts, shared_out
+from service.planner.stage_shares import Counts, chunks_of, shared_out
 from service.planner.step_time import slowest_of
 from workers.config import JobSpec
 from workers.spec.divisors import divisors
 from workers.spec.rules import find_problems
 
-SCHEDULES = ("1f1b", "zb-h1")
-"""Those with one virtual stage on each rank. Others are timed where a layout asks for them, and not looked for."""
 MOST_IN_A_PIPELINE = 3
 """Kinds of nodes that one goes over."""
 MOST_IN_VAIN = 100
@@ -110,14 +116,15 @@ def _over_several(job: JobSpec, cluster: Cluster, limit: int, known: Sequence[Pl
         if all(no_products(job, cluster.parts[part]) is None for part in frame.order)
     ]
     heapq.heapify(waiting)
-    in_vain, patience = 0, math.inf if _is_complete(job, cluster.parts) else MOST_IN_VAIN
+    complete = _is_complete(job, cluster.parts)
+    in_vain, patience = 0, math.inf if complete else MOST_IN_VAIN
     while waiting and in_vain < patience:
         least, _, at = heapq.heappop(waiting)
         worst = seconds[limit - 1] if len(seconds) >= limit else math.inf
         if SLACK * least > worst:
             break
         if isinstance(at, _Frame):
-            for mixed in _layouts(job, at):
+            for mixed in _layouts(job, at, complete):
                 heapq.heappush(waiting, (rates.balanced_seconds(mixed), next(number), mixed))
         elif isinstance(at, _Mixed):
             stages = _Stages(job, at, rates)
@@ -151,7 +158,7 @@ class _Rates:
 
     def least_of_frame(self, frame: _Frame) -> float:
         """The least of those of its layouts."""
-        return min(self.balanced_seconds(mixed) for mixed in _layouts(self._job, frame, SCHEDULES[:1], RECOMPUTE[:1]))
+        return min(self.balanced_seconds(_Mixed(frame, shape)) for shape in _shapes(self._job, frame))
 
     def message(self, part: int, other: int, shape: Candidate) -> float:
         """Least of a message between two stages."""
@@ -199,13 +206,18 @@ def _frames(job: JobSpec, parts: Sequence[Cluster]) -> Iterator[_Frame]:
                             yield _Frame(order, stages, tensor, data)
 
 
-def _layouts(
-    job: JobSpec, frame: _Frame, schedules: Sequence[str] = SCHEDULES, recompute: Sequence[str] = RECOMPUTE
-) -> Iterator[_Mixed]:
-    share = -(-job.train.global_batch_size // frame.data)
-    for micro_batch, schedule, dropped in product(micro_batch_sizes(job, share), schedules, recompute):
-        shape = Candidate(sum(frame.stages), frame.tensor, frame.data, 1, schedule, micro_batch, dropped)
-        yield _Mixed(frame, shape)
+def _shapes(job: JobSpec, frame: _Frame) -> Iterator[Candidate]:
+    """Of every micro-batch size the simplest layout."""
+    for micro_batch in micro_batch_sizes(job, -(-job.train.global_batch_size // frame.data)):
+        yield Candidate(sum(frame.stages), frame.tensor, frame.data, 1, "1f1b", micro_batch, RECOMPUTE[0])
+
+
+def _layouts(job: JobSpec, frame: _Frame, complete: bool) -> Iterator[_Mixed]:
+    p = sum(frame.stages)
+    for shape in _shapes(job, frame):
+        whole = job.train.global_batch_size % (frame.data * p * shape.micro_batch) == 0
+        for (schedule, chunks), dropped in product(schedules(job.model.layers, p, whole, complete), RECOMPUTE):
+            yield _Mixed(frame, replace(shape, schedule=schedule, virtual_stages=chunks, recompute=dropped))
 
 
 def _data_sizes(most: int, batch: int, complete: bool) -> list[int]:
@@ -220,42 +232,50 @@ def _stage_counts(most: int, complete: bool) -> list[int]:
 
 
 class _Stages:
-    """What the stages of one layout take, from how many layers each has."""
+    """What the virtual stages of one layout take, from how many layers each has."""
 
     def __init__(self, job: JobSpec, mixed: _Mixed, rates: _Rates):
         self.mixed = mixed
         self._job, self._shape = job, mixed.shape
         parts = mixed.frame.part_of_stage
-        self._on = [rates.timed[part] for part in parts]
+        self.chunks = chunks_of(mixed.shape.schedule, mixed.shape.pipeline, mixed.shape.virtual_stages)
+        self._part = {index: part for part, own in zip(parts, self.chunks, strict=True) for index in own}
+        self._timed = rates.timed
         self._messages = [rates.message(part, other, mixed.shape) for part, other in pairwise(parts)]
 
-    def _stage(self, stage: int, layers: int) -> StageTimes:
-        last = self._shape.pipeline - 1
-        return self._on[stage].stage(self._shape, layers, stage == 0, stage == last)
+    def _stage(self, index: int, layers: int) -> StageTimes:
+        """Of a virtual stage."""
+        return self._timed[self._part[index]].stage(self._shape, layers, index == 0, index == len(self._part) - 1)
 
     def shared_out(self, room: Sequence[int] | None = None) -> Counts | None:
-        """Layers of each stage, at most so many, so that the one that takes longest takes the least; None where there
-        is no room for all."""
-        chunks = [(stage,) for stage in range(self._shape.pipeline)]
+        """Layers of each virtual stage, at most so many on each rank, so that the one that takes longest takes the
+        least; None where there is no room for all."""
+        parts = {part: self._timed[part].parts(self._shape) for part in self.mixed.frame.order}
+        layer = {index: parts[part][0] for index, part in self._part.items()}
+        last = len(layer) - 1
+        ends = {0: parts[self._part[0]][1], last: parts[self._part[last]][2]}
         return shared_out(
-            self._job.model.layers, chunks, lambda stage, layers: self._stage(stage, layers).seconds, room
+            self._job.model.layers,
+            self.chunks,
+            lambda index, layers: layers * layer[index] + ends.get(index, 0.0),
+            room,
         )
 
     def least_seconds(self, counts: Sequence[int]) -> float:
-        """No more than the pipeline takes: every stage begins when the first micro-batch has come through those before
-        it and computes all of its passes; then the last one's gradients go back through them. Where the weights' half
-        of backward is apart, that of as many micro-batches as stages need not be done by then. The slowest replica is
-        waited for."""
-        m, apart = self._shape.micro_batches(self._job), self._shape.schedule == "zb-h1"
+        """No more than the pipeline takes: every rank begins when the first micro-batch has come through the ranks
+        before it and computes all of its passes; then the last one's gradients go back through them. Where the weights'
+        half of backward is apart, that of as many micro-batches as ranks need not be done by then. The slowest replica
+        is waited for."""
+        m, apart = self._shape.micro_batches(self._job), self._shape.schedule.startswith("zb")
+        times = [self._stage(index, layers) for index, layers in enumerate(counts)]
         came, back, least = 0.0, 0.0, 0.0
-        for stage, (layers, message) in enumerate(zip(counts, [*self._messages, 0.0], strict=True)):
-            times = self._stage(stage, layers)
-            busy = came + m * times.seconds
-            late = min(m, len(counts)) * times.backward_weight if apart else 0.0
+        for rank, (own, message) in enumerate(zip(self.chunks, [*self._messages, 0.0], strict=True)):
+            busy = came + m * sum(times[index].seconds for index in own)
+            late = min(m, len(self.chunks)) * sum(times[index].backward_weight for index in own) if apart else 0.0
             least = max(least, busy, busy - late + back)
-            came += times.forward + message
-            back += message + (times.backward_input if apart else times.backward)
-        return least * min(slowest_of(self._shape.data, each.cluster) for each in self._on)
+            came += times[rank].forward + message
+            back += message + (times[rank].backward_input if apart else times[rank].backward)
+        return least * min(slowest_of(self._shape.data, self._timed[part].cluster) for part in self.mixed.frame.order)
 
 
 def _fitted(job: JobSpec, cluster: Cluster, stages: _Stages, worst: float) -> Plan | None:
@@ -278,8 +298,9 @@ def _fitted(job: JobSpec, cluster: Cluster, stages: _Stages, worst: float) -> Pl
         full = [memory.rank for memory, usable in held if memory.total > usable]
         if not full:
             return plan_of(spec, cluster, model=model, memory=least_to_spare(held)[0])
-        for stage in full:
-            most[stage] = counts[stage] - 1
+        layers = rank_totals(counts, mixed.shape.pipeline, mixed.shape.schedule)
+        for rank in full:
+            most[rank] = layers[rank] - 1
 
 
 def _spec(job: JobSpec, mixed: _Mixed, counts: Sequence[int], parts: Sequence[Cluster]) -> JobSpec:

@@ -15,7 +15,7 @@ from service.planner.software import Software, engine_on
 from service.planner.step_time import StepModel
 from workers.accounting.flops import padded_vocabulary, rank_parameters
 from workers.config import JobSpec
-from workers.parallel.pipeline.stages import place
+from workers.parallel.pipeline.stages import ends_share_rank
 
 
 class _Part(StepModel):
@@ -49,15 +49,11 @@ class MixedStepModel(StepModel):
 
     def part_of(self, index: int) -> StepModel:
         """The model of the nodes that virtual stage `index` is on."""
-        return self._stages[self._rank_of(index)]
-
-    def _rank_of(self, index: int) -> int:
-        layout = self.spec.layout
-        return place(layout.schedule, layout.pipeline, layout.virtual_stages, index)[0]
+        return self._stages[self.rank_of(index)]
 
     def message(self, index: int) -> float:
         """Seconds of the message from virtual stage `index` to the next; between unequal nodes, of the slower end."""
-        here, there = self._rank_of(index), self._rank_of(index + 1)
+        here, there = self.rank_of(index), self.rank_of(index + 1)
         part = self._stages[here]
         if part is not self._stages[there]:
             return max(self._stages[each].message_to(same_node=False) for each in (here, there))
@@ -80,7 +76,7 @@ class MixedStepModel(StepModel):
     def tied_seconds(self) -> float:
         """Summing up the gradients of an embedding that two stages hold, which are on two nodes."""
         layout, model = self.spec.layout, self.spec.model
-        if not model.tie_embeddings:
+        if not model.tie_embeddings or ends_share_rank(layout):
             return 0.0
         elements = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size
         ends = self._stages[0], self._stages[-1]

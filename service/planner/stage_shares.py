@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
 
 from workers.parallel.pipeline.stages import virtual_stage
@@ -23,6 +24,7 @@ FEW_STAGES = 8
 """Virtual stages up to which every move of a layer is looked at; of more, those between some of them."""
 
 
+@lru_cache(maxsize=1024)
 def chunks_of(kind: str, pipeline: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
     """For each pipeline rank its virtual stages."""
     return tuple(

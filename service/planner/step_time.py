@@ -24,7 +24,7 @@ from workers.accounting.flops import padded_vocabulary, rank_parameters
 from workers.accounting.offloaded_state import SLICE_ELEMENTS
 from workers.accounting.snapshot_bytes import STATE_BYTES
 from workers.config import JobSpec
-from workers.parallel.pipeline.stages import layer_counts
+from workers.parallel.pipeline.stages import ends_share_rank, layer_counts, place
 from workers.threads import decided_threads
 
 
@@ -129,7 +129,12 @@ class StepModel:
 
     def message(self, index: int) -> float:
         """Seconds of the message from virtual stage `index` to the next."""
-        return self.message_to(self.groups.stages_share_node(index % self.spec.layout.pipeline))
+        return self.message_to(self.groups.stages_share_node(self.rank_of(index), self.rank_of(index + 1)))
+
+    def rank_of(self, index: int) -> int:
+        """The pipeline rank that has virtual stage `index`."""
+        layout = self.spec.layout
+        return place(layout.schedule, layout.pipeline, layout.virtual_stages, index)[0]
 
     def message_to(self, same_node: bool) -> float:
         """Seconds of a message between stages that are on one node or on two."""
@@ -226,7 +231,7 @@ class StepModel:
     def tied_seconds(self) -> float:
         """Summing up the gradients of an embedding that two stages hold."""
         layout, model = self.spec.layout, self.spec.model
-        if layout.pipeline == 1 or not model.tie_embeddings:
+        if not model.tie_embeddings or ends_share_rank(layout):
             return 0.0
         size = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size * self.software.gradient_bytes
         ends = self.groups.stage_stride * (layout.pipeline - 1) < self.cluster.gpus_per_node

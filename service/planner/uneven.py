@@ -31,6 +31,8 @@ def fitted(
         return None
     machine, spec = bounds.cluster.machine, candidate.spec(bounds.job)
     room = list(layers_with_room(spec, usable, machine))
+    if sum(room) < bounds.job.model.layers:  # it is an estimate, and may be a layer too small
+        room = [most + 1 for most in room]
     for _ in range(MOST_TRIES):
         counts = bounds.shared_out(candidate, room)
         if counts is None:

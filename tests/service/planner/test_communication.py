@@ -44,9 +44,9 @@ def test_groups_span_the_nodes_that_their_order_says(sizes, software, tensor, da
 
 def test_neighbouring_stages_share_a_node_where_they_fit():
     groups = groups_of(layout(4, 4, 1), a100s(2), MEGATRON_2021)
-    assert [groups.stages_share_node(stage) for stage in range(3)] == [True, False, True]
+    assert [groups.stages_share_node(stage, stage + 1) for stage in range(3)] == [True, False, True]
     groups = groups_of(layout(4, 4, 2), a100s(4), MEGATRON_2021)
-    assert not any(groups.stages_share_node(stage) for stage in range(3))
+    assert not any(groups.stages_share_node(stage, stage + 1) for stage in range(3))
 
 
 def test_rings_across_nodes_share_the_adapters():

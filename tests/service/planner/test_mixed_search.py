@@ -11,9 +11,10 @@ from itertools import product
 import pytest
 
 from service.planner.beside_steps import beside_steps
+from service.planner.candidates import rank_totals, schedules
 from service.planner.hardware import Cluster, Gpu, UnknownMachine, machine_of, measured, parts_of
 from service.planner.memory import fits, memory_of, tightest, usable_bytes
-from service.planner.mixed_search import SCHEDULES, best_layouts
+from service.planner.mixed_search import best_layouts
 from service.planner.mixed_step import MixedStepModel, step_model
 from service.planner.request import together
 from service.planner.search import evaluate, plan_of, search
@@ -105,7 +106,8 @@ def test_faster_nodes_get_more_layers_and_the_whole_is_faster_than_either_kind_a
     layout = best.spec.layout
     assert set(layout.stage_accelerators) == {"A100", "V100"} and not find_problems(best.spec)
     layers = {type: [] for type in ("A100", "V100")}
-    for type, count in zip(layout.stage_accelerators, layout.stage_layers, strict=True):
+    totals = rank_totals(layout.stage_layers, layout.pipeline, layout.schedule)
+    for type, count in zip(layout.stage_accelerators, totals, strict=True):
         layers[type].append(count)
     assert min(layers["A100"]) > max(layers["V100"])
     for part in cluster.parts:
@@ -129,17 +131,18 @@ def everything(spec: JobSpec, cluster: Cluster) -> Iterator[JobSpec]:
             for data in range(1, min(*groups, batch) + 1):
                 for ahead, behind in product(*(range(1, count // data + 1) for count in groups)):
                     types = (first.type,) * ahead + (second.type,) * behind
-                    for micro_batch, schedule, counts in product(
-                        divisors(-(-batch // data)), SCHEDULES, _shares(layers, ahead + behind)
+                    stages = ahead + behind
+                    shape = {"tensor": tensor, "pipeline": stages, "data": data, "stage_accelerators": types}
+                    for micro_batch, (schedule, chunks) in product(
+                        divisors(-(-batch // data)), schedules(layers, stages, True, True)
                     ):
-                        shape = {"tensor": tensor, "pipeline": ahead + behind, "data": data, "schedule": schedule}
                         train = spec.train.model_copy(update={"micro_batch_size": micro_batch})
-                        found = placed(
-                            spec.model_copy(update={"train": train}),
-                            **shape, stage_layers=counts, stage_accelerators=types,
-                        )  # fmt: skip
-                        if not find_problems(found) and fits(found, cluster).fits:
-                            yield found
+                        small = spec.model_copy(update={"train": train})
+                        shape |= {"schedule": schedule, "virtual_stages": chunks}
+                        for counts in _shares(layers, stages * chunks):
+                            found = placed(small, **shape, stage_layers=counts)
+                            if not find_problems(found) and fits(found, cluster).fits:
+                                yield found
 
 
 def _shares(layers: int, stages: int) -> Iterator[tuple[int, ...]]:

@@ -102,6 +102,20 @@ def test_scatter_gather_shortens_messages_between_nodes_only():
     assert scattered.message(0) < plain.message(0)
 
 
+def test_a_message_goes_over_the_network_where_its_ranks_are_on_two_nodes():
+    back = StepModel(job(tensor=2, pipeline=4, schedule="interleaved", virtual_stages=2), a100s(1))
+    assert len({back.message(index) for index in range(7)}) == 1, "from the last rank to the first too"
+    turned = StepModel(job(tensor=4, pipeline=3, schedule="zb-v", virtual_stages=2), a100s(2))
+    there, node, turn, again, home = (turned.message(index) for index in range(5))
+    assert (there, node) == (home, again) and there < node
+
+
+def test_an_embedding_whose_uses_are_on_one_rank_is_not_summed_up():
+    shape = {"pipeline": 2, "virtual_stages": 2, "model": {"tie_embeddings": True}}
+    assert step(job(schedule="interleaved", **shape)).tied > 0
+    assert step(job(schedule="zb-v", **shape)).tied == 0
+
+
 def test_reduction_beside_weight_gradients_hides_most_of_it():
     spec = job(tensor=8, hidden=8192, heads=64, sequence_parallel=False)
     apart = replace(MEGATRON_2022, overlaps_tensor=0.0)

@@ -39,6 +39,13 @@ def virtual_stage(kind: str, stages: int, virtual_stages: int, rank: int, chunk:
     return chunk * stages + rank
 
 
+def ends_share_rank(layout: ParallelConfig) -> bool:
+    """Whether one pipeline rank holds the embedding and the logits."""
+    ends = 0, layout.pipeline * layout.virtual_stages - 1
+    first, last = (place(layout.schedule, layout.pipeline, layout.virtual_stages, index)[0] for index in ends)
+    return first == last
+
+
 def neighbours(kind: str, stages: int, virtual_stages: int, rank: int, chunk: int) -> tuple[Place | None, Place | None]:
     """Places of the virtual stages before and behind the one on (`rank`, `chunk`); None at the model's ends."""
     index = virtual_stage(kind, stages, virtual_stages, rank, chunk)
