@@ -96,6 +96,14 @@ class Bounds:
         ends = ranks[0] * sizes.layer + sizes.first, ranks[-1] * sizes.layer + sizes.last
         return max(*ends, max(ranks) * sizes.layer)
 
+    def least_update(self, candidate: Candidate, stages: int) -> float:
+        """Seconds that an update takes at least, and bringing it to all replicas, where so many of the pipeline's
+        stages are here, however layers are shared out: some rank has as many parameters as there are to a rank."""
+        sizes = self._sizes_of(candidate.tensor)
+        mean = (self.job.model.layers * sizes.layer + sizes.both) // candidate.pipeline
+        spec, passes = replace(candidate, pipeline=stages).spec(self.job), self.passes(candidate)
+        return StepModel(spec, self.cluster, self.software, passes, mean).optimizer_seconds()
+
     def least_bytes(self, candidate: Candidate) -> float:
         """Less than the rank needs that needs most: state, and activations of what it has in flight at least."""
         p, v = candidate.pipeline, candidate.virtual_stages

@@ -25,7 +25,7 @@ from service.planner.candidates import (
     schedules,
 )
 from service.planner.hardware import Cluster
-from service.planner.memory import by_kind, least_to_spare
+from service.planner.memory import RankMemory, by_kind, least_to_spare
 from service.planner.mixed_step import MixedStepModel
 from service.planner.pipeline import StageTimes
 from service.planner.search import MOST_REJECTED, Answer, Plan, Rejected, no_products, plan_of, search
@@ -38,6 +38,8 @@ from workers.spec.rules import find_problems
 
 MOST_IN_A_PIPELINE = 3
 """Kinds of nodes that one goes over."""
+FEW_CHUNKS = (1, 2, 4)
+"""Virtual stages of a rank that are looked at on large clusters."""
 MOST_IN_VAIN = 100
 """Layouts of a large cluster that are simulated, one after the other, without one that is among the best."""
 
@@ -104,13 +106,13 @@ def _placed(spec: JobSpec, part: Cluster) -> JobSpec:
 def _over_several(job: JobSpec, cluster: Cluster, limit: int, known: Sequence[Plan]) -> list[Plan]:
     """The fastest over several kinds, as far as they can be among the best beside `known`. What takes least comes
     first: frames by what their layers take at least, then the layouts in them, then these with their layers shared out,
-    which alone are simulated."""
+    then with all that a step has besides, which alone are simulated."""
     rates = _Rates(job, cluster.parts)
     seconds = sorted(plan.time.seconds for plan in known)
     found: list[Plan] = []
     enough: set[_Mixed] = set()
     number = count()  # between equals the one that came first
-    waiting: list[tuple[float, int, _Frame | _Mixed | _Stages]] = [
+    waiting: list[tuple[float, int, _Frame | _Mixed | _Stages | _Step]] = [
         (rates.least_of_frame(frame), next(number), frame)
         for frame in _frames(job, cluster.parts)
         if all(no_products(job, cluster.parts[part]) is None for part in frame.order)
@@ -128,11 +130,16 @@ def _over_several(job: JobSpec, cluster: Cluster, limit: int, known: Sequence[Pl
                 heapq.heappush(waiting, (rates.balanced_seconds(mixed), next(number), mixed))
         elif isinstance(at, _Mixed):
             stages = _Stages(job, at, rates)
-            counts = stages.shared_out()
-            if counts is not None:
-                heapq.heappush(waiting, (stages.least_seconds(counts), next(number), stages))
-        elif at.mixed.recomputing_nothing not in enough:  # else the same that recomputes less fits
-            plan = _fitted(job, cluster, at, worst)
+            if stages.counts is not None:
+                heapq.heappush(waiting, (stages.least_seconds, next(number), stages))
+        elif at.mixed.recomputing_nothing in enough:
+            continue  # the same that recomputes less fits
+        elif isinstance(at, _Stages):
+            step = at.step(cluster)
+            if step is not None:
+                heapq.heappush(waiting, (step.least_seconds, next(number), step))
+        else:
+            plan = _fitted(cluster, at, worst)
             in_vain = in_vain + 1 if plan is None else 0
             if plan is not None:
                 enough.add(at.mixed.recomputing_nothing)
@@ -149,12 +156,23 @@ class _Rates:
         self.timed = [Bounds(job, part, engine_on(part.machine)) for part in parts]
         self._layer: dict[tuple[int, int, int, str, int], float] = {}
         self._messages: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._updates: dict[tuple[int, int, int, int, int], float] = {}
 
     def balanced_seconds(self, mixed: _Mixed) -> float:
-        """Of the layers alone, if they could be cut so that no stage waits for another."""
+        """Of the layers alone, if they could be cut so that no stage waits for another, and of the update; the slowest
+        replica is waited for."""
         frame, m = mixed.frame, mixed.shape.micro_batches(self._job)
         rate = sum(n / self._seconds(part, mixed.shape, m) for part, n in zip(frame.order, frame.stages, strict=True))
-        return m * self._job.model.layers / rate
+        update = min(self._update(part, mixed.shape, n) for part, n in zip(frame.order, frame.stages, strict=True))
+        slowest = min(slowest_of(frame.data, self.timed[part].cluster) for part in frame.order)
+        return (m * self._job.model.layers / rate + update) * slowest
+
+    def _update(self, part: int, shape: Candidate, stages: int) -> float:
+        """Least of the update, with so many stages there."""
+        key = part, shape.tensor, shape.pipeline, shape.data, stages
+        if key not in self._updates:
+            self._updates[key] = self.timed[part].least_update(shape, stages)
+        return self._updates[key]
 
     def least_of_frame(self, frame: _Frame) -> float:
         """The least of those of its layouts."""
@@ -217,7 +235,8 @@ def _layouts(job: JobSpec, frame: _Frame, complete: bool) -> Iterator[_Mixed]:
     for shape in _shapes(job, frame):
         whole = job.train.global_batch_size % (frame.data * p * shape.micro_batch) == 0
         for (schedule, chunks), dropped in product(schedules(job.model.layers, p, whole, complete), RECOMPUTE):
-            yield _Mixed(frame, replace(shape, schedule=schedule, virtual_stages=chunks, recompute=dropped))
+            if complete or chunks in FEW_CHUNKS:
+                yield _Mixed(frame, replace(shape, schedule=schedule, virtual_stages=chunks, recompute=dropped))
 
 
 def _data_sizes(most: int, batch: int, complete: bool) -> list[int]:
@@ -232,78 +251,110 @@ def _stage_counts(most: int, complete: bool) -> list[int]:
 
 
 class _Stages:
-    """What the virtual stages of one layout take, from how many layers each has."""
+    """The virtual stages of one layout, with its layers shared out, and what their passes take."""
 
-    def __init__(self, job: JobSpec, mixed: _Mixed, rates: _Rates):
-        self.mixed = mixed
-        self._job, self._shape = job, mixed.shape
-        parts = mixed.frame.part_of_stage
-        self.chunks = chunks_of(mixed.shape.schedule, mixed.shape.pipeline, mixed.shape.virtual_stages)
-        self._part = {index: part for part, own in zip(parts, self.chunks, strict=True) for index in own}
-        self._timed = rates.timed
-        self._messages = [rates.message(part, other, mixed.shape) for part, other in pairwise(parts)]
+    def __init__(self, job: JobSpec, mixed: _Mixed, rates: _Rates, room: Sequence[int] | None = None):
+        """`room`: most layers of each rank."""
+        self.mixed, self._job, self._rates = mixed, job, rates
+        shape, parts = mixed.shape, mixed.frame.part_of_stage
+        self._chunks = chunks_of(shape.schedule, shape.pipeline, shape.virtual_stages)
+        self._part = {index: part for part, own in zip(parts, self._chunks, strict=True) for index in own}
+        self._messages = [rates.message(part, other, shape) for part, other in pairwise(parts)]
+        self.counts = self._shared_out(room)
+        """Layers of each virtual stage, so that the rank that takes longest takes the least; None where there is no
+        room for all."""
 
-    def _stage(self, index: int, layers: int) -> StageTimes:
-        """Of a virtual stage."""
-        return self._timed[self._part[index]].stage(self._shape, layers, index == 0, index == len(self._part) - 1)
-
-    def shared_out(self, room: Sequence[int] | None = None) -> Counts | None:
-        """Layers of each virtual stage, at most so many on each rank, so that the one that takes longest takes the
-        least; None where there is no room for all."""
-        parts = {part: self._timed[part].parts(self._shape) for part in self.mixed.frame.order}
+    def _shared_out(self, room: Sequence[int] | None) -> Counts | None:
+        parts = {part: self._rates.timed[part].parts(self.mixed.shape) for part in self.mixed.frame.order}
         layer = {index: parts[part][0] for index, part in self._part.items()}
         last = len(layer) - 1
         ends = {0: parts[self._part[0]][1], last: parts[self._part[last]][2]}
         return shared_out(
             self._job.model.layers,
-            self.chunks,
+            self._chunks,
             lambda index, layers: layers * layer[index] + ends.get(index, 0.0),
             room,
         )
 
-    def least_seconds(self, counts: Sequence[int]) -> float:
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Layers of each rank."""
+        return rank_totals(self.counts or (), self.mixed.shape.pipeline, self.mixed.shape.schedule)
+
+    @property
+    def least_seconds(self) -> float:
+        """No more than a step takes: its pipeline; the slowest replica is waited for."""
+        timed, frame = self._rates.timed, self.mixed.frame
+        return self.least_pipeline() * min(slowest_of(frame.data, timed[part].cluster) for part in frame.order)
+
+    def least_pipeline(self) -> float:
         """No more than the pipeline takes: every rank begins when the first micro-batch has come through the ranks
         before it and computes all of its passes; then the last one's gradients go back through them. Where the weights'
-        half of backward is apart, that of as many micro-batches as ranks need not be done by then. The slowest replica
-        is waited for."""
-        m, apart = self._shape.micro_batches(self._job), self._shape.schedule.startswith("zb")
-        times = [self._stage(index, layers) for index, layers in enumerate(counts)]
+        half of backward is apart, that of as many micro-batches as ranks need not be done by then."""
+        m, apart = self.mixed.shape.micro_batches(self._job), self.mixed.shape.schedule.startswith("zb")
+        times = [self._stage(index, layers) for index, layers in enumerate(self.counts or ())]
         came, back, least = 0.0, 0.0, 0.0
-        for rank, (own, message) in enumerate(zip(self.chunks, [*self._messages, 0.0], strict=True)):
+        for rank, (own, message) in enumerate(zip(self._chunks, [*self._messages, 0.0], strict=True)):
             busy = came + m * sum(times[index].seconds for index in own)
-            late = min(m, len(self.chunks)) * sum(times[index].backward_weight for index in own) if apart else 0.0
+            late = min(m, len(self._chunks)) * sum(times[index].backward_weight for index in own) if apart else 0.0
             least = max(least, busy, busy - late + back)
             came += times[rank].forward + message
             back += message + (times[rank].backward_input if apart else times[rank].backward)
-        return least * min(slowest_of(self._shape.data, self._timed[part].cluster) for part in self.mixed.frame.order)
+        return least
+
+    def _stage(self, index: int, layers: int) -> StageTimes:
+        part, last = self._rates.timed[self._part[index]], len(self._part) - 1
+        return part.stage(self.mixed.shape, layers, index == 0, index == last)
+
+    def step(self, cluster: Cluster) -> _Step | None:
+        """A step of this; None where the rules forbid it."""
+        parts = [cluster.parts[part] for part in self.mixed.frame.part_of_stage]
+        spec = self.mixed.shape.spec(self._job)
+        stages = {"stage_layers": self.counts, "stage_accelerators": tuple(part.type for part in parts)}
+        spec = spec.model_copy(update={"parallel": spec.layout.model_copy(update=stages)})
+        return None if find_problems(spec) else _Step(self, MixedStepModel(spec, cluster), parts)
+
+    def with_room(self, room: Sequence[int]) -> _Stages:
+        """The same with at most so many layers on each rank."""
+        return _Stages(self._job, self.mixed, self._rates, room)
 
 
-def _fitted(job: JobSpec, cluster: Cluster, stages: _Stages, worst: float) -> Plan | None:
+class _Step:
+    """A whole step of a layout."""
+
+    def __init__(self, stages: _Stages, model: MixedStepModel, parts: Sequence[Cluster]):
+        self.stages, self.model, self._parts = stages, model, parts
+
+    @property
+    def mixed(self) -> _Mixed:
+        """The layout."""
+        return self.stages.mixed
+
+    @property
+    def least_seconds(self) -> float:
+        """No more than it takes."""
+        return self.model.seconds_with(self.stages.least_pipeline())
+
+    @property
+    def memory(self) -> list[tuple[RankMemory, float]]:
+        """Of the ranks of which one needs most, each with what it may take."""
+        return by_kind(self.model.spec, self._parts)
+
+
+def _fitted(cluster: Cluster, step: _Step, worst: float) -> Plan | None:
     """The plan of this layout with as many layers on each stage as it has room for; None where it has not, or takes
     longer than `worst`."""
-    mixed = stages.mixed
-    most = [job.model.layers] * mixed.shape.pipeline
-    parts = [cluster.parts[part] for part in mixed.frame.part_of_stage]
-    while True:
-        counts = stages.shared_out(most)
-        if counts is None:
-            return None
-        spec = _spec(job, mixed, counts, parts)
-        if find_problems(spec):
-            return None
-        model = MixedStepModel(spec, cluster)
-        if model.time().seconds > worst:  # with fewer layers where they take least it would take longer still
-            return None
-        held = by_kind(spec, parts)
+    most = [step.model.spec.model.layers] * step.mixed.shape.pipeline
+    while step.model.time().seconds <= worst:  # with fewer layers where they take least it takes longer still
+        held = step.memory
         full = [memory.rank for memory, usable in held if memory.total > usable]
         if not full:
-            return plan_of(spec, cluster, model=model, memory=least_to_spare(held)[0])
-        layers = rank_totals(counts, mixed.shape.pipeline, mixed.shape.schedule)
+            return plan_of(step.model.spec, cluster, model=step.model, memory=least_to_spare(held)[0])
         for rank in full:
-            most[rank] = layers[rank] - 1
-
-
-def _spec(job: JobSpec, mixed: _Mixed, counts: Sequence[int], parts: Sequence[Cluster]) -> JobSpec:
-    spec = mixed.shape.spec(job)
-    stages = {"stage_layers": tuple(counts), "stage_accelerators": tuple(part.type for part in parts)}
-    return spec.model_copy(update={"parallel": spec.layout.model_copy(update=stages)})
+            most[rank] = step.stages.ranks[rank] - 1
+        stages = step.stages.with_room(most)
+        found = None if stages.counts is None else stages.step(cluster)
+        if found is None:
+            return None
+        step = found
+    return None

@@ -158,6 +158,12 @@ class StepModel:
         waiting = total * (slowest_of(layout.data, self.cluster) - 1)
         return StepTime(total + waiting, seconds, work, gradients, tied, optimizer, waiting)
 
+    def seconds_with(self, pipeline: float) -> float:
+        """Of the whole step if its pipeline took so many seconds."""
+        last = min(each.backward for each in self.pipeline().times)
+        rest = self.gradient_seconds(last) + self.tied_seconds() + self.optimizer_seconds()
+        return (pipeline + rest) * slowest_of(self.spec.layout.data, self.cluster)
+
     def first_wait(self) -> float:
         """What a measured GPU that has the whole model waits for its host in the step's first forward beyond what it
         does in each: nothing was queued before it. Where the device is the slower one afterwards, that is all."""

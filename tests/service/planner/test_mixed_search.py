@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 
+from service.planner import mixed_search
 from service.planner.beside_steps import beside_steps
 from service.planner.candidates import rank_totals, schedules
 from service.planner.hardware import Cluster, Gpu, UnknownMachine, machine_of, measured, parts_of
@@ -176,6 +177,29 @@ def test_nothing_over_both_kinds_is_much_faster_than_what_is_found(seed):
     if not everywhere:
         return
     assert found[0].time.seconds <= WITHIN * min(everywhere)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_step_takes_less_than_the_least_that_was_told_of_it(seed):
+    """By which layouts are left out that are never simulated."""
+    spec, cluster = drawn(seed)
+    rates = mixed_search._Rates(spec, cluster.parts)
+    for frame in mixed_search._frames(spec, cluster.parts):
+        for mixed in mixed_search._layouts(spec, frame, True):
+            stages = mixed_search._Stages(spec, mixed, rates)
+            step = stages.step(cluster) if stages.counts else None
+            if step is not None:
+                told = rates.least_of_frame(frame), rates.balanced_seconds(mixed), stages.least_seconds
+                assert max(*told, step.least_seconds) <= step.model.time().seconds * (1 + 1e-9)
+
+
+@pytest.mark.soak
+def test_large_clusters_use_both_kinds_where_that_is_faster():
+    cluster = together([nodes("h100-80gb", 8, 8), nodes("a100-80gb", 8, 8)])
+    base = job(80, 8192, 64, train={"global_batch_size": 512})
+    best = best_layouts(base, cluster).plans[0]
+    assert set(best.spec.layout.stage_accelerators) == {"H100", "A100"}
+    assert best.time.seconds < 0.85 * search(base, cluster).plans[0].time.seconds
 
 
 def test_8_bit_products_are_on_nodes_that_have_them():

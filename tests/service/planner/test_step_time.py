@@ -106,7 +106,7 @@ def test_a_message_goes_over_the_network_where_its_ranks_are_on_two_nodes():
     back = StepModel(job(tensor=2, pipeline=4, schedule="interleaved", virtual_stages=2), a100s(1))
     assert len({back.message(index) for index in range(7)}) == 1, "from the last rank to the first too"
     turned = StepModel(job(tensor=4, pipeline=3, schedule="zb-v", virtual_stages=2), a100s(2))
-    there, node, turn, again, home = (turned.message(index) for index in range(5))
+    there, node, _, again, home = (turned.message(index) for index in range(5))
     assert (there, node) == (home, again) and there < node
 
 
