@@ -136,7 +136,7 @@ def _schedule(parallel: dict[str, Any]) -> str:
 
 def _sizes(console: Console, sizes: list[schemas.PlanSize]) -> None:
     console.print("\nWith fewer GPUs:")
-    rows = [
+    rows: list[tuple[Any, ...]] = [
         (
             f"{each.gpus}" if each.gpus == each.up_to else f"{each.gpus} to {each.up_to}",
             render.layout_name(each.parallel),
@@ -149,8 +149,15 @@ def _sizes(console: Console, sizes: list[schemas.PlanSize]) -> None:
         )
         for each in sizes
     ]
-    heads = ("GPUS", "LAYOUT", "SCHEDULE", "MICRO-BATCH", "RECOMPUTE", "STEP", "TOKENS/S", "MEMORY")
+    heads = ["GPUS", "LAYOUT", "SCHEDULE", "MICRO-BATCH", "RECOMPUTE", "STEP", "TOKENS/S", "MEMORY"]
+    if any(each.nodes for each in sizes):
+        heads = ["NODES", *heads]
+        rows = [(_nodes(each.nodes or {}), *row) for each, row in zip(sizes, rows, strict=True)]
     render.table(console, heads, rows, "its size is fixed")
+
+
+def _nodes(nodes: dict[str, int]) -> str:
+    return " + ".join(f"{count} {type}" for type, count in nodes.items())
 
 
 def _explanation(console: Console, explanation: schemas.PlanExplanation, step: float) -> None:

@@ -187,6 +187,8 @@ class PlanSize(Answer):
     """That the layout takes."""
     up_to: int
     """It is the one for this many GPUs, and any number in between."""
+    nodes: dict[str, int] | None
+    """How many nodes of each type of GPU it is for, where they are unequal."""
     parallel: dict[str, Any]
     micro_batch_size: int
     step_seconds: float

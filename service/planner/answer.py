@@ -12,7 +12,7 @@ from service.planner.mixed_step import step_model
 from service.planner.refinement import moved
 from service.planner.request import PlanRequest
 from service.planner.search import Answer, Plan
-from service.planner.sizes import best_by_size, elastic_sizes
+from service.planner.sizes import best_by_nodes, best_by_size, elastic_sizes
 from service.planner.software import engine_on
 
 ASSUMED = (
@@ -50,7 +50,6 @@ def _refined(machine: Machine) -> str:
 
 def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
     """In the form of `api.schemas.Plans`."""
-    is_open = request.is_auto and bool(request.cluster.others)  # which GPUs would be lost is not known
     return {
         "note": _note(request.cluster),
         "plans": [_plan(plan, request) for plan in answer.plans],
@@ -60,14 +59,17 @@ def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
         "explanation": explain.to_json(explain.explain(answer.plans[0], request.cluster))
         if request.explain and answer.plans
         else None,
-        "sizes": _sizes(request) if request.sizes and answer.plans and not is_open else None,
+        "sizes": _sizes(request) if request.sizes and answer.plans else None,
     }
 
 
 def _sizes(request: PlanRequest) -> list[dict[str, Any]]:
     cluster, engine = request.cluster, engine_on(request.cluster.machine)
-    found = (best_by_size if request.is_auto else elastic_sizes)(request.job, cluster, engine)
-    return [each.to_json(cluster) for each in found]
+    if request.is_auto and cluster.others:
+        found = best_by_nodes(request.job, cluster)
+    else:
+        found = (best_by_size if request.is_auto else elastic_sizes)(request.job, cluster, engine)
+    return [each.to_json() for each in found]
 
 
 def _plan(plan: Plan, request: PlanRequest) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,8 @@ from service.planner.bounds import Bounds
 from service.planner.candidates import Candidate, candidates, is_complete
 from service.planner.hardware import Cluster
 from service.planner.memory import Fit, tightest, usable_bytes
-from service.planner.search import Plan, fastest, plan_of, search
+from service.planner.mixed_search import best_layouts
+from service.planner.search import Plan, fastest, no_place, plan_of, search
 from service.planner.software import Software
 from workers.config import JobSpec
 
@@ -26,17 +27,26 @@ MOVED = 1.05
 class SizedPlan:
     """What is best with `gpus` GPUs, and with more up to `up_to`, of which it leaves some idle."""
 
-    gpus: int
     up_to: int
     plan: Plan
+    cluster: Cluster
+    """For which it was planned."""
+    nodes: Mapping[str, int] | None = None
+    """How many of each type there are, where they are unequal."""
 
-    def to_json(self, cluster: Cluster) -> dict[str, Any]:
-        """In the form of `api.schemas.PlanSize`. `cluster`: where it was planned."""
+    @property
+    def gpus(self) -> int:
+        """That the layout takes."""
+        return self.plan.spec.layout.world_size
+
+    def to_json(self) -> dict[str, Any]:
+        """In the form of `api.schemas.PlanSize`."""
         spec, seconds = self.plan.spec, self.plan.time.seconds
-        fit = Fit(*tightest(spec, cluster))
+        fit = Fit(*tightest(spec, self.cluster))
         return {
             "gpus": self.gpus,
             "up_to": self.up_to,
+            "nodes": None if self.nodes is None else dict(self.nodes),
             "parallel": spec.layout.model_dump(mode="json"),
             "micro_batch_size": spec.train.micro_batch_size,
             "step_seconds": seconds,
@@ -54,8 +64,32 @@ def best_by_size(job: JobSpec, cluster: Cluster, software: Software) -> tuple[Si
         return tuple(_by_nodes(job, cluster, software))
     found = list(_by_gpus(job, cluster, software))
     ends = [*(each.spec.layout.world_size - 1 for each in found[1:]), cluster.gpus]
-    sized = (SizedPlan(plan.spec.layout.world_size, end, plan) for plan, end in zip(found, ends, strict=True))
-    return tuple(reversed(list(sized)))
+    return tuple(reversed([SizedPlan(end, plan, cluster) for plan, end in zip(found, ends, strict=True)]))
+
+
+def best_by_nodes(job: JobSpec, cluster: Cluster) -> tuple[SizedPlan, ...]:
+    """Of unequal nodes: with all of them, and of each kind with one node less, with half of them, and with none."""
+    parts = cluster.parts
+    found = list(_best_of(job, parts, ()))
+    of_all = found[0].plan if found else None
+    for lost in parts:
+        known = () if of_all is None else (of_all,)
+        for nodes in sorted({lost.nodes - 1, lost.nodes // 2, 0}, reverse=True):
+            left = [replace(part, nodes=nodes) if part is lost else part for part in parts]
+            for sized in _best_of(job, [part for part in left if part.nodes], known):
+                known = *known, sized.plan
+                found.append(sized)
+    return tuple(found)
+
+
+def _best_of(job: JobSpec, parts: Sequence[Cluster], known: Sequence[Plan]) -> Iterator[SizedPlan]:
+    """The best on these nodes, where any fits; `known`: what is best of more nodes. If that finds room here, it is."""
+    first, *others = parts
+    cluster = replace(first, others=tuple(others))
+    plans = [plan for plan in known if no_place(plan.spec, cluster) is None] or best_layouts(job, cluster, 1).plans
+    for plan in plans[:1]:
+        nodes = {part.type or "": part.nodes for part in parts}
+        yield SizedPlan(sum(part.gpus for part in parts), plan, cluster, nodes)
 
 
 def elastic_sizes(spec: JobSpec, cluster: Cluster, software: Software) -> tuple[SizedPlan, ...]:
@@ -71,9 +105,8 @@ def elastic_sizes(spec: JobSpec, cluster: Cluster, software: Software) -> tuple[
         if at is None:
             break
         chosen = resized(shapes[at], replicas[at])
-        ranks = chosen.layout.world_size
-        found.append(SizedPlan(ranks, left, plan_of(chosen, cluster, software)))
-        left = ranks - 1
+        found.append(SizedPlan(left, plan_of(chosen, cluster, software), cluster))
+        left = chosen.layout.world_size - 1
     return tuple(found)
 
 
@@ -99,5 +132,5 @@ def _by_nodes(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Si
         plans = search(job, smaller, software, limit=1).plans
         if not plans:
             return
-        yield SizedPlan(plans[0].spec.layout.world_size, smaller.gpus, plans[0])
+        yield SizedPlan(smaller.gpus, plans[0], smaller)
         left, lost = cluster.nodes - lost, 2 * lost

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from service.planner.hardware import Cluster
+from service.planner.hardware import Cluster, machine_of
+from service.planner.mixed_search import best_layouts
+from service.planner.request import together
 from service.planner.search import search
-from service.planner.sizes import best_by_size, elastic_sizes
+from service.planner.sizes import best_by_nodes, best_by_size, elastic_sizes
 from service.planner.software import MANTA
 from tests.service.support.planned import a100s, job
 from workers.config import ElasticConfig, JobSpec
@@ -46,6 +48,24 @@ def test_a_large_cluster_loses_whole_nodes():
     assert [each.plan.time.seconds for each in found] == sorted(each.plan.time.seconds for each in found)
 
 
+def test_of_unequal_nodes_each_kind_is_lost_by_itself():
+    parts = [Cluster(machine_of("a100-80gb"), 2, 4), Cluster(machine_of("v100-32gb"), 4, 2)]
+    cluster, spec = together(parts), job(12, 4096, 32, train={"global_batch_size": 32})
+    found = best_by_nodes(spec, cluster)
+    assert [(each.nodes, each.up_to) for each in found] == [
+        ({"A100": 2, "V100": 4}, 16),
+        ({"A100": 1, "V100": 4}, 12),
+        ({"V100": 4}, 8),
+        ({"A100": 2, "V100": 3}, 14),
+        ({"A100": 2, "V100": 2}, 12),
+        ({"A100": 2}, 8),
+    ]
+    for each in found:
+        best = best_layouts(spec, each.cluster, limit=1).plans[0]
+        assert each.plan.time.seconds == pytest.approx(best.time.seconds, rel=1e-3)
+        assert each.to_json()["fits"] and each.gpus <= each.up_to
+
+
 def test_an_elastic_job_goes_on_with_fewer_replicas_and_then_in_smaller_shapes():
     elastic = {"min_data": 2, "max_data": 3, "reshape": True}
     spec = job(4, tensor=2, pipeline=2, data=2, train={"global_batch_size": 12})
@@ -65,7 +85,5 @@ def test_a_job_of_one_size_has_that():
     spec = job(4, tensor=2, data=2)
     (only,) = elastic_sizes(spec, a100s(), MANTA)
     assert (only.gpus, only.up_to) == (4, 4)
-    small = a100s()
-    device = replace(small.machine.accelerator, memory_bytes=1.0)
-    small = replace(small, machine=replace(small.machine, accelerator=device))
-    assert (only.to_json(a100s())["fits"], only.to_json(small)["fits"]) == (True, False)
+    (none,) = elastic_sizes(spec, small_memory(a100s(), 1e-9), MANTA)
+    assert (only.to_json()["fits"], none.to_json()["fits"]) == (True, False)
