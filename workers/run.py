@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from workers.accounting.device_peak import measure_peak_flops
+from workers.accounting.device_peak import peak_of_rank
 from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
 from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
@@ -138,7 +138,7 @@ def train(
             spec,
             comm,
             reporter,
-            measured_peak(device, spec),
+            peak_of_rank(device, spec),
             places,
         )
         restore_newest(trainer, checkpoints)
@@ -180,13 +180,6 @@ def threads_begun_with(checkpoints: Place) -> int | None:
     """Threads of the job that has saved checkpoints in this folder; None where none is whole."""
     whole = whole_checkpoints(checkpoints)
     return stored_threads(whole[-1][1].spec) if whole else None
-
-
-def measured_peak(device: torch.device, spec: JobSpec) -> float:
-    """Peak FLOP/s of a rank of the job on `device`, for MFU."""
-    precision = "fp32" if spec.train.precision == "fp32" else "bf16"
-    threads = threads_of(spec) if device.type == "cpu" else 1
-    return threads * measure_peak_flops(device.type, precision).flops
 
 
 def _shared_secret(store: dist.Store) -> str:

@@ -19,7 +19,6 @@ from perfetto_reader import read_trace
 from their_models import saved
 
 from workers import run
-from workers.accounting.device_peak import Peak
 from workers.checkpoint.catalog import seal, whole_checkpoints
 from workers.errors import MantaError
 from workers.protocol.reports import Event, Finished, Message, Metrics
@@ -248,13 +247,6 @@ def test_ranks_on_other_machines_compute_as_rank_0_does(monkeypatch, rank, threa
     launcher = Launcher(rank, 2, 0, 2, "127.0.0.1", 1, store_is_running=False)
     decided = run._with_threads(spec(), torch.device("cpu"), launcher, store, None)
     assert (decided.resources.threads, int(store.get("manta/threads"))) == (threads, threads)
-
-
-def test_the_peak_of_a_rank_is_that_of_its_threads(monkeypatch):
-    monkeypatch.setattr(run, "measure_peak_flops", lambda device, precision: Peak(1e9, "measured"))
-    job = spec(resources={"threads": 3})
-    assert run.measured_peak(torch.device("cpu"), job) == 3e9
-    assert run.measured_peak(torch.device("cuda"), job) == 1e9
 
 
 @pytest.fixture

@@ -11,8 +11,10 @@ from typing import Literal
 import torch
 
 from workers.accounting.device_table import known_peak
+from workers.config import JobSpec
 from workers.protocol.json_codec import JsonObject, to_json
 from workers.protocol.messages import PeakRate
+from workers.threads import threads_of
 
 MEASURE_SECONDS = 0.2
 CPU_SIZE, CUDA_SIZE = 768, 8192
@@ -43,6 +45,14 @@ def measure_peak_flops(device: str = "cpu", precision: str | None = None) -> Pea
             return Peak(known, "table")
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     return Peak(_best_product_rate(device, dtype, CPU_SIZE if kind == "cpu" else CUDA_SIZE), "measured")
+
+
+def peak_of_rank(device: torch.device, spec: JobSpec, of_thread: float | None = None) -> float:
+    """Peak FLOP/s of a rank of the job on `device`, at the job's precision, for MFU. `of_thread`: that of one thread of
+    a CPU, where it has been measured."""
+    if of_thread is None:
+        of_thread = measure_peak_flops(device.type, "fp32" if spec.train.precision == "fp32" else "bf16").flops
+    return of_thread * (threads_of(spec) if device.type == "cpu" else 1)
 
 
 def _best_product_rate(device: str, dtype: torch.dtype, size: int) -> float:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from ray.train.collective import broadcast_from_rank_zero
 
+from workers.accounting.device_peak import peak_of_rank
 from workers.checkpoint import pruning
 from workers.checkpoint.catalog import checkpoint_path, next_generation
 from workers.comm.comm import Comm
@@ -35,7 +36,7 @@ from workers.errors import MantaError
 from workers.nonfinite import spell
 from workers.rank_state import Places
 from workers.reporter import Reporter
-from workers.run import measured_peak, restore_newest, threads_begun_with
+from workers.run import restore_newest, threads_begun_with
 from workers.settings import read_token_cache
 from workers.spec.reading import absolute_template, absolute_tokenizer, absolute_weights, parse_job_spec
 from workers.storage.files import files_of
@@ -114,7 +115,7 @@ def train(job: Mapping[str, Any], report_every_steps: int = 0, on_row: Callable[
             token_cache=read_token_cache(),
             deletes_old_checkpoints=False,  # Ray Train does, which knows what it was told of
         )
-        trainer = Trainer(spec, comm, rows, measured_peak(comm.device, spec), places)
+        trainer = Trainer(spec, comm, rows, peak_of_rank(comm.device, spec), places)
         restore_newest(trainer, folder)
         while trainer.step < spec.train.steps:
             trainer.train(_next_stop(spec, trainer.step, report_every_steps))

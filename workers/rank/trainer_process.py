@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from workers.accounting.device_peak import measure_peak_flops
+from workers.accounting.device_peak import peak_of_rank
 from workers.checkpoint.checksums import UnreadableCheckpoint
 from workers.comm.comm import BackendKind, Comm
 from workers.comm.flight_recorder import take_flight_record
@@ -351,9 +351,7 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
     if backend is None and (backend := read_backend()) is not None:
         print(f"rank {order.rank} communicates over process groups, since a test wants that", flush=True)
     comm = Comm(RankGrid(spec.layout), order.rank, device, backend, progress, order.ports, in_place)
-    peak = order.peak_flops or measure_peak_flops(device.type).flops
-    if device.type == "cpu":
-        peak *= threads_of(spec)
+    peak = peak_of_rank(device, spec, order.peak_flops)
     record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
     cache = Path(order.token_cache) if order.token_cache else None
     keeps = spec.checkpoint.snapshots

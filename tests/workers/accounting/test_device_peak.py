@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_specs import spec
 
 from workers.accounting import device_peak
-from workers.accounting.device_peak import Peak, measure_peak_flops
+from workers.accounting.device_peak import Peak, measure_peak_flops, peak_of_rank
 from workers.accounting.device_table import DEVICE_PEAKS, known_peak, peak_of_stages
 
 
@@ -53,6 +54,16 @@ def test_cpu_is_measured():
         answer = json.loads(ours.makefile().readline())
     assert answer["source"] == "measured"
     assert 1e8 < answer["peak_flops"] < 1e13
+
+
+def test_the_peak_of_a_rank_is_that_of_its_threads_at_the_jobs_precision(monkeypatch):
+    rates = {"fp32": 1e9, "bf16": 4e9}
+    monkeypatch.setattr(device_peak, "measure_peak_flops", lambda _, precision: Peak(rates[precision], "measured"))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    job = spec(resources={"threads": 3})
+    assert (peak_of_rank(cpu, job), peak_of_rank(cuda, job)) == (3e9, 1e9)
+    assert peak_of_rank(cuda, spec(train={"precision": "bf16"})) == 4e9
+    assert peak_of_rank(cpu, job, of_thread=2e9) == 6e9
 
 
 def test_rate_is_two_operations_for_each_product_of_two_numbers_in_the_best_time(monkeypatch):
