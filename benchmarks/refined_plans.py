@@ -21,6 +21,7 @@ from benchmarks.planned_layouts import rank_correlation
 from benchmarks.support.drawn_layouts import draw_jobs
 from benchmarks.support.own_service import JobWentWrong, OwnService, own_service
 from benchmarks.support.report import Report, deliver, parser
+from service.planner.refinement import MOST_SPREAD
 
 SEEN, HELD_OUT = 12, 12
 STEPS = 30
@@ -100,6 +101,8 @@ def compare(report: Report, rows: Sequence[dict[str, Any]]) -> None:
         report.add(f"step_error_{when}_max", round(max(errors), 4), "ratio")
         order = rank_correlation([row[when] for row in rows], seconds)
         report.add(f"step_rank_correlation_{when}", round(order, 4), "ratio")
+    disturbed = sum(row["spread"] > MOST_SPREAD for row in rows)
+    report.add("held_out_jobs_that_were_disturbed", disturbed, "jobs", 0)
     smaller = report.figures["step_error_after_median"].value < report.figures["step_error_before_median"].value
     report.add("refined_plans_are_nearer", smaller, "bool", True)
 

@@ -29,6 +29,7 @@ from benchmarks import (
     nanogpt,
     perplexity,
     planned_layouts,
+    refined_plans,
     snapshots,
     step,
     tokenize,
@@ -128,6 +129,18 @@ def test_every_list_of_layers_is_timed_and_has_the_same_losses(machine: Path) ->
     report = uneven_stages.measure(argparse.Namespace(seed=1, steps=4, schedule="zb-h1", machine=machine), model)
     assert report.figures["same_losses"].met
     assert set(report.samples) == {"2_2", "3_1"} and report.figures["first_stage_of_chosen"].value == 3
+
+
+@pytest.mark.soak
+def test_plans_are_told_before_and_after_other_jobs_have_run(tmp_path: Path) -> None:
+    predictions = tmp_path / "predictions.json"
+    options = argparse.Namespace(seed=1, seen=1, held_out=2, predictions=predictions)
+    report = refined_plans.measure(options)
+    stored = json.loads(predictions.read_text())
+    for when in ("before", "after"):
+        assert [row[when] for row in report.samples["held_out"]] == stored[when]
+    assert all(row["seconds"] > 0 for row in report.samples["seen"] + report.samples["held_out"])
+    assert stored["before"] == stored["after"], "one job moves nothing"
 
 
 @pytest.mark.soak
