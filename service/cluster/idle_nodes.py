@@ -49,8 +49,8 @@ class IdleNodes:
 
     async def _is_needed(self, node: str) -> bool:
         daemon = await self._cluster.daemons.watched(node)
-        if daemon is None:
-            return False
+        if daemon is None:  # at rest by now; else it does not answer, and may hold what nobody else has
+            return node not in self._cluster.nodes.at_rest
         try:
             return bool(await self._needed(await within(ASK_SECONDS, daemon.jobs())))
         except AgentError as error:

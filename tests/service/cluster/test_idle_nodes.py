@@ -65,6 +65,13 @@ def test_node_with_memory_that_a_job_needs_stays_until_it_does_not(look, cluster
     assert look(2 * LATER) == {"small"}
 
 
+def test_node_that_does_not_say_what_is_in_its_memory_stays_until_it_does(look, cluster):
+    cluster.daemons.silent.add("small")
+    assert look(0.0, LATER) == set()
+    cluster.daemons.silent.clear()
+    assert look(2 * LATER) == {"small"}
+
+
 def test_without_declared_shapes_nothing_is_looked_at(cluster):
     cluster.nodes.that_come_and_go = None
     asyncio.run(IdleNodes(cluster, lambda jobs: None).run())
