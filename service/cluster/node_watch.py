@@ -16,6 +16,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from service.cluster.cluster import Cluster
 from service.cluster.node_daemons import HeartbeatSource
@@ -36,6 +37,10 @@ LOOK_SECONDS = 1.0
 # How often in a row the daemon's port must refuse, while that of Ray does not, before it counts as closed: some 15 s.
 REFUSALS = 6
 
+THREADS = 32
+"""Of the watch's own: a connection that nobody takes keeps one for as long as it is tried. Where many nodes are gone at
+once nobody else may have to wait for that, such as who reads the database."""
+
 Address = tuple[str, int]
 
 
@@ -54,6 +59,7 @@ class NodeWatch:
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self.lag = Lag(LOOK_SECONDS)
         """How far it is behind with what Ray says of the nodes."""
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="nodes")
         self._refused: dict[str, int] = {}
         """By node how often in a row its daemon's port took no connection though its Ray's did."""
 
@@ -67,6 +73,7 @@ class NodeWatch:
             for watcher in self._watchers.values():
                 watcher.cancel()
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+            self._threads.shutdown(wait=False)
 
     async def _look(self) -> None:
         self.lag.begin()
@@ -98,7 +105,7 @@ class NodeWatch:
                 await asyncio.sleep(BEAT_SECONDS)
                 continue
             await self._lose(node.id, "neither its daemon nor its Ray can be reached")
-            while not await asyncio.to_thread(any_listens, [node.raylet]):
+            while not await self._listens(node.raylet):
                 await asyncio.sleep(LOOK_SECONDS)
             log.warning("node %s is back", node.id)
             self._cluster.nodes.lost.discard(node.id)
@@ -106,10 +113,10 @@ class NodeWatch:
     async def _is_there(self, node: RayNode, source: HeartbeatSource | None) -> bool:
         """Whether its daemon or its Ray takes a connection. Where for a while only its Ray does, that is a problem for
         somebody to mend, and no loss."""
-        if source is not None and await asyncio.to_thread(any_listens, [(source.host, source.port)]):
+        if source is not None and await self._listens((source.host, source.port)):
             self._note_reached(node.id)
             return True
-        there = await asyncio.to_thread(any_listens, [node.raylet])
+        there = await self._listens(node.raylet)
         if there and source is not None:
             self._refused[node.id] = self._refused.get(node.id, 0) + 1
             if self._refused[node.id] == REFUSALS:
@@ -117,6 +124,9 @@ class NodeWatch:
                 log.error("nothing is placed on a node: %s", problem)
                 self._cluster.nodes.problems[node.id] = problem
         return there
+
+    async def _listens(self, address: Address) -> bool:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, listens, address)
 
     def _note_reached(self, node: str) -> None:
         if self._refused.pop(node, 0) >= REFUSALS:
@@ -130,7 +140,7 @@ class NodeWatch:
         try:
             while not asking.done():
                 await asyncio.wait({asking}, timeout=BEAT_SECONDS)
-                if not asking.done() and not await asyncio.to_thread(any_listens, [node.raylet]):
+                if not asking.done() and not await self._listens(node.raylet):
                     return None
             source = asking.result()
         except Exception:  # whatever it is, the node is looked at again
@@ -198,12 +208,11 @@ async def _request_heartbeats(writer: asyncio.StreamWriter, secret: str) -> None
             await asyncio.sleep(BEAT_SECONDS)
 
 
-def any_listens(addresses: list[Address]) -> bool:
-    """Whether a fresh connection to one of `addresses` is taken within CONNECT_SECONDS.
+def listens(address: Address) -> bool:
+    """Whether a fresh connection to `address` is taken within CONNECT_SECONDS.
 
     On a thread and with the kernel's own timeout: one that counts in an event loop passes when that loop is held up.
     """
-    for address in addresses:
-        with contextlib.suppress(OSError), socket.create_connection(address, CONNECT_SECONDS):
-            return True
+    with contextlib.suppress(OSError), socket.create_connection(address, CONNECT_SECONDS):
+        return True
     return False
