@@ -20,6 +20,7 @@ from service.cluster.node_shapes import Demand, in_words
 from service.cluster.placement import UNITS, Shortage, Unit, insufficient, missing, plural_of, unit_of
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
+from service.data_looks import DataLooks, DataSilent
 from service.job.record import JobRecord
 from service.lag import Lag
 from service.leases.errors import LeaseLost
@@ -31,7 +32,7 @@ from service.store.tables import Job
 from service.stored_specs import SpecNotUnderstood, stored_spec
 from workers.config import JobSpec, ParallelConfig
 from workers.data.roots import ANYWHERE, DataRoots
-from workers.errors import DataError, MantaError
+from workers.errors import MantaError
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Scheduler:
         held from then on. None: this is the only control plane."""
         self._leases = leases
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
+        self._data_looks = DataLooks(data_roots)
         self._wake = asyncio.Event()
         self.lag = Lag()
         """How long something in the queue has waited to be looked at."""
@@ -115,6 +117,7 @@ class Scheduler:
     async def _admit(self) -> bool:
         waiting, behind = False, set[Unit]()
         queued = await asyncio.to_thread(self._queued)
+        self._data_looks.keep_only([job.id for job in queued])
         has_gpus = await self._cluster.nodes.has_gpus() if queued else False
         for job in queued:
             unit = unit_of(jobs.accelerator_of(job), has_gpus)
@@ -139,8 +142,11 @@ class Scheduler:
             return Look.STEPS_ASIDE
         if self._cluster.nodes.at_rest and await self._shortage(await self._sized(job, spec)) is None:
             await self._cluster.daemons.wake()
-        if not await self._data_is_good(job, spec):
-            return Look.DONE
+        try:
+            if not await self._data_is_good(job, spec):
+                return Look.DONE
+        except DataSilent as error:
+            return await self._let_data_answer(job, error)
         self.placing.add(job.id)
         try:
             if await self._try_to_place(job, spec):
@@ -182,22 +188,25 @@ class Scheduler:
             return None
 
     async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:
-        problem = await self._problem_of_data(spec)
+        problem = await self._problem_of_data(job, spec)
         if problem is not None:
             await self._transition(job, JobState.FAILED, "bad_data", problem)
         return problem is None
 
-    async def _problem_of_data(self, spec: JobSpec) -> str | None:
-        """None too where no node says whether it can read the data: the ranks will."""
+    async def _let_data_answer(self, job: Job, error: DataSilent) -> Look:
+        if error.keeps_turn:
+            return Look.WAITS
+        why = str(error)
+        await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, None, "data_silent", why))
+        return Look.STEPS_ASIDE
+
+    async def _problem_of_data(self, job: Job, spec: JobSpec) -> str | None:
+        """None too where no node says whether it can read the data: the ranks will. Raises DataSilent."""
         if self._cluster.is_elsewhere:
             folders = self._data_roots.folders
             roots = None if folders is None else [str(folder) for folder in folders]
             return await self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), roots)
-        try:
-            await asyncio.to_thread(self._data_roots.check, spec)
-        except DataError as error:
-            return str(error)
-        return None
+        return await self._data_looks.problem(job.id, spec)
 
     async def _unit(self, spec: JobSpec) -> Unit:
         return unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())

@@ -1,10 +1,12 @@
 """Who gets its turn: the scheduler on a real database and a cluster that exists on paper."""
 
 import asyncio
+import threading
 import time
 
 import pytest
 
+from service import data_looks
 from service.cluster.errors import ClusterUnavailable
 from service.leases.errors import LeaseLost
 from service.scheduler import Scheduler
@@ -55,6 +57,37 @@ def test_job_that_cannot_be_looked_at_holds_up_no_other(store, submit, look, mon
     monkeypatch.setattr(roots, "check_data", check)
     assert [job for job, _ in look()] == [fine.id]
     assert job_now(store, odd).state == "QUEUED"
+
+
+def test_data_that_does_not_answer_keeps_its_job_waiting_and_those_behind_it_for_a_while(
+    store, submit, cluster, monkeypatch
+):
+    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.01)
+    slow, fine = submit(name="slow"), submit(name="fine")
+    answers, placed = threading.Event(), []
+
+    def check(spec):
+        if spec.name == "slow":
+            answers.wait(20)
+
+    monkeypatch.setattr(roots, "check_data", check)
+    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
+
+    async def body():
+        assert await scheduler._round() and placed == []
+        monkeypatch.setattr(data_looks, "TURN_SECONDS", 0.0)
+        assert await scheduler._round() and placed == [fine.id]
+        assert job_now(store, slow).reason == "data_silent"
+        answers.set()
+        async with asyncio.timeout(20):
+            while await scheduler._round():
+                await asyncio.sleep(0.001)
+
+    try:
+        asyncio.run(body())
+    finally:
+        answers.set()
+    assert placed == [fine.id, slow.id]
 
 
 def test_corpus_is_looked_at_where_the_ranks_will_be(store, submit, look, cluster):

@@ -10,6 +10,7 @@ import asyncio
 import selectors
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -56,6 +57,7 @@ def in_virtual_time(monkeypatch: pytest.MonkeyPatch, body: Callable[[], Coroutin
         patch.setattr(asyncio, "to_thread", _at_once)
         patch.setattr(Store, "write_async", _write)
         patch.setattr(FolderReader, "list", _list)
+        patch.setattr("service.data_looks.in_daemon_thread", _future)
         try:
             loop.run_until_complete(body())
         finally:
@@ -75,6 +77,15 @@ async def _write(self: Store, operation: Callable[[Any], Any]) -> Any:
 
 async def _list(self: FolderReader, folder: Any) -> Any:
     return list_checkpoints(folder)
+
+
+def _future(name: str, work: Callable[[], Any]) -> Future[Any]:
+    answer: Future[Any] = Future()
+    try:
+        answer.set_result(work())
+    except Exception as error:  # noqa: BLE001 - raised where the answer is awaited
+        answer.set_exception(error)
+    return answer
 
 
 async def _cancel_all() -> None:
