@@ -144,7 +144,7 @@ class Housekeeping:
     async def _release_those_without_owner(self) -> None:
         held = await self._cluster.jobs()
         states, deleted = await self._fates(held)
-        keeping = await self._read(failed_jobs.holding_memory)
+        keeping = await self._read(partial(failed_jobs.holding_memory, job_ids=held))
         for job in held:
             if job not in states and job not in deleted:
                 log.error(UNKNOWN_JOB, job)
@@ -170,7 +170,7 @@ class Housekeeping:
         if not (self.is_done_here or self._leases.alone):
             return set()
         states, deleted = await self._fates(job_ids)
-        keeping = await self._read(failed_jobs.holding_memory)
+        keeping = await self._read(partial(failed_jobs.holding_memory, job_ids=job_ids))
         for job in set(job_ids) - states.keys() - deleted:
             log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
         return {job for job, state in states.items() if is_final(state) and job not in keeping} | deleted
@@ -222,7 +222,7 @@ class Housekeeping:
 
 def _needing_memory(session: Session, job_ids: Collection[str]) -> set[str]:
     """What the database does not know needs it too: it may be a backup, older than the job."""
-    states, keeping = jobs.states(session, job_ids), failed_jobs.holding_memory(session)
+    states, keeping = jobs.states(session, job_ids), failed_jobs.holding_memory(session, job_ids)
     deleted = deletion.deleted_ones(session, job_ids)
 
     def needs(job_id: str) -> bool:

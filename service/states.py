@@ -55,7 +55,10 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
 FINAL: frozenset[JobState] = frozenset({_S.SUCCEEDED, _S.FAILED, _S.CANCELLED})
 """States that no job leaves by itself."""
 
-SUPERVISED: frozenset[JobState] = frozenset(JobState) - FINAL - {_S.QUEUED, _S.PAUSED}
+UNFINISHED: frozenset[JobState] = frozenset(JobState) - FINAL
+"""All others. In queries by these: no index helps to find what is *not* in a state."""
+
+SUPERVISED: frozenset[JobState] = UNFINISHED - {_S.QUEUED, _S.PAUSED}
 """States in which a job may hold places, so that its supervisor owns it."""
 
 PAUSABLE: tuple[JobState, ...] = (_S.STARTING, _S.RUNNING, _S.RECOVERING, _S.RESIZING)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -30,11 +32,11 @@ def request_retry(session: Session, job_id: str) -> Job:
     return job
 
 
-def holding_memory(session: Session) -> list[str]:
-    """Ids of all jobs whose snapshots in shared memory must stay: of those that are not final, and of those that failed
-    and may be tried again."""
+def holding_memory(session: Session, job_ids: Collection[str]) -> set[str]:
+    """Those of these jobs whose snapshots in shared memory must stay: they are not final, or failed and may be tried
+    again."""
     kept = Job.state.not_in(FINAL) | Job.memory_kept_until.is_not(None)
-    return list(session.scalars(select(Job.id).where(kept)))
+    return set(session.scalars(select(Job.id).where(Job.id.in_(job_ids), kept)))
 
 
 def memory_expired(session: Session, now: float) -> list[str]:

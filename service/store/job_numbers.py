@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Row, and_, func, or_, select
 from sqlalchemy.orm import Session, aliased
 
 from service.ledger import Ledger
-from service.states import FINAL, SUPERVISED, JobState
+from service.states import SUPERVISED, UNFINISHED, JobState
 from service.store import jobs, ledgers, recoveries
 from service.store.checkpoints import COMPLETE
 from service.store.leases import living
@@ -126,7 +126,7 @@ def _without_owner(session: Session, bound: str | None) -> int:
 
 def _listed(session: Session, now: float, bound: str | None) -> list[JobNumbers]:
     begun = or_(Job.state != JobState.QUEUED, Job.started_at.is_not(None))
-    query = select(*_LISTED).where(Job.state.not_in(FINAL), *_of(bound))
+    query = select(*_LISTED).where(Job.state.in_(UNFINISHED), *_of(bound))
     rows = session.execute(query.order_by(begun.desc(), Job.priority.desc(), Job.id).limit(MOST_JOBS)).all()
     ids = [row.id for row in rows]
     books = ledgers.of_jobs(session, rows, now)

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session, load_only, make_transient_to_detached
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
 from service.identity import DEFAULT_PROJECT, digest_of
 from service.ids import is_job_id, next_job_id
-from service.states import FINAL, JobState, after_action, can, is_final
+from service.states import UNFINISHED, JobState, after_action, can, is_final
 from service.store import events, state_changes, step_traces
 from service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
 from service.store.tables import Job, JobLabel
@@ -106,14 +106,14 @@ def of_project(session: Session, job_ids: Collection[str], project: str) -> set[
 def unfinished(session: Session, bound: str | None = None) -> list[Job]:
     """All jobs that are not final, or those of the project `bound`, in the order in which they get their turn: by
     priority, then by age."""
-    query = select(Job).where(Job.state.not_in(FINAL)).order_by(Job.priority.desc(), Job.id)
+    query = select(Job).where(Job.state.in_(UNFINISHED)).order_by(Job.priority.desc(), Job.id)
     return list(session.scalars(query if bound is None else query.where(Job.project == bound)))
 
 
 def unfinished_in_brief(session: Session) -> list[Job]:
     """The same with nothing but id, name, state, step and steps, which the databases of all releases have."""
     brief = load_only(Job.id, Job.name, Job.state, Job.step, Job.steps, raiseload=True)
-    query = select(Job).options(brief).where(Job.state.not_in(FINAL)).order_by(Job.priority.desc(), Job.id)
+    query = select(Job).options(brief).where(Job.state.in_(UNFINISHED)).order_by(Job.priority.desc(), Job.id)
     return list(session.scalars(query))
 
 

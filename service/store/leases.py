@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from service.leases.decisions import LEASE_SECONDS, JobInBrief, is_over, may_be_given
 from service.leases.errors import LeaseLost, OtherRay
-from service.states import FINAL, JobState
+from service.states import UNFINISHED, JobState
 from service.store.locks import MEMBERS_LOCK
 from service.store.tables import ControlPlaneRow, Job, Lease
 
@@ -130,7 +130,7 @@ def overview(session: Session) -> list[JobInBrief]:
         select(Job.id, Job.state, Job.wanted_replicas, Job.priority, ControlPlaneRow.id, Lease.epoch)
         .outerjoin(Lease, Lease.name == Job.id)
         .outerjoin(ControlPlaneRow, ControlPlaneRow.id == Lease.owner)
-        .where(Job.state.not_in(FINAL))
+        .where(Job.state.in_(UNFINISHED))
         .order_by(Job.priority.desc(), Job.id)
     )
     return [

@@ -46,7 +46,9 @@ def test_memory_is_held_by_jobs_that_are_not_final_and_those_that_may_be_tried_a
     waiting, over = submit(), submit()
     store.write(lambda s: jobs.request_cancel(s, over.id))
     with store.read() as session:
-        assert set(failed_jobs.holding_memory(session)) == {failed.id, waiting.id}
+        every = [failed.id, waiting.id, over.id]
+        assert failed_jobs.holding_memory(session, every) == {failed.id, waiting.id}
+        assert failed_jobs.holding_memory(session, [over.id, waiting.id]) == {waiting.id}
 
 
 def test_memory_goes_when_its_time_is_over(store, failed):
@@ -58,7 +60,7 @@ def test_memory_goes_when_its_time_is_over(store, failed):
     assert row(store, failed).memory_kept_until is None
     assert not store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 1001.0)), "nothing is kept any more"
     with store.read() as session:
-        assert failed_jobs.holding_memory(session) == []
+        assert failed_jobs.holding_memory(session, [failed.id]) == set()
 
 
 def test_memory_of_a_job_that_is_tried_again_just_then_stays(store, failed):

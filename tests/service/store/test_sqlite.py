@@ -4,10 +4,10 @@ import contextlib
 import sqlite3
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.exc import IntegrityError
 
-from service.store import JobNotFound, Store, StoreUnusable, events, jobs
+from service.store import JobNotFound, Store, StoreUnusable, events, failed_jobs, job_numbers, jobs, leases
 from tests.service.support.older_databases import UNDO_0010
 
 
@@ -29,6 +29,33 @@ def test_what_was_written_is_there_after_reopening(tmp_path, make_spec):
         with pytest.raises(JobNotFound):
             jobs.get(session, "job_000000000000")
     second.close()
+
+
+OFTEN = {
+    "owners": leases.overview,
+    "queue": jobs.unfinished,
+    "sweep": lambda session: failed_jobs.holding_memory(session, ["job_000000000000"]),
+    "monitoring": lambda session: job_numbers._listed(session, 0.0, None),
+}
+
+
+@pytest.mark.parametrize("query", OFTEN.values(), ids=OFTEN)
+def test_what_is_asked_all_the_time_does_not_go_through_the_jobs_that_are_over(store, query):
+    """Whose rows hold their specs, and of which there are more and more."""
+    asked = []
+
+    def note(_connection, _cursor, statement, parameters, *_):
+        asked.append((statement, parameters))
+
+    event.listen(store.database.readers, "before_cursor_execute", note)
+    with store.read() as session:
+        query(session)
+    event.remove(store.database.readers, "before_cursor_execute", note)
+    with store.read_rows() as connection:
+        about_jobs = [(each, values) for each, values in asked if "FROM jobs" in each]
+        plans = [connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {each}", values).all() for each, values in about_jobs]
+    steps = [row[-1] for plan in plans for row in plan]
+    assert steps and not [step for step in steps if step.startswith("SCAN jobs")]
 
 
 @pytest.mark.parametrize("content", [b"this is no database, but long enough to be looked at" * 100, None])
