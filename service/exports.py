@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -16,8 +16,10 @@ from typing import IO
 from sqlalchemy.orm import Session
 
 from service.daemon_threads import in_daemon_thread
+from service.pauses import growing_pauses
 from service.settings import without_secrets
 from service.store import Store, checkpoints, events, exports
+from service.store.retries import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, may_pass
 from service.store.tables import Checkpoint, Export
 from workers.errors import MantaError
 from workers.weights.formats import Dtype, Format
@@ -54,7 +56,7 @@ class Exports:
         """`roots`: folders below which exports may be written; a relative target is below the first."""
         self._store, self._roots = store, tuple(roots)
         self._runs: dict[str, _Run] = {}
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), threading.Event()
 
     def begin(self, job_id: str, checkpoint_id: str, to: str, format: Format, dtype: Dtype | None) -> Export:
         """Begin to write the weights of a complete checkpoint to the folder `to`, where nothing may be yet. Raises
@@ -97,17 +99,31 @@ class Exports:
         readers.append(in_daemon_thread("export's errors", lambda: _read_errors(run, stderr)))
         try:
             while not _has_ended(run.process):
-                self._store.write(lambda session: exports.note(session, run.id, run.done, run.total))
+                self._written(lambda session: exports.note(session, run.id, run.done, run.total))
             for reader in readers:
                 reader.result()
             problem = None if run.process.returncode == 0 else _problem(run)
-            self._store.write(lambda session: _note_end(session, run, job_id, target, problem))
+            for pause in growing_pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS):
+                noted = self._written(lambda session: _note_end(session, run, job_id, target, problem))
+                if noted or self._closed.wait(pause):
+                    break
         finally:
             with self._lock:
                 del self._runs[run.id]
 
+    def _written(self, operation: Callable[[Session], None]) -> bool:
+        """Whether the database, which may be away, has taken it."""
+        try:
+            self._store.write(operation)
+        except Exception as error:
+            if not may_pass(error):
+                raise
+            return False
+        return True
+
     def close(self) -> None:
         """End what is being written: nothing of it is left."""
+        self._closed.set()
         with self._lock:
             runs = list(self._runs.values())
         for run in runs:

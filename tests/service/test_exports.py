@@ -5,6 +5,7 @@ import sys
 import threading
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from service import exports as module
 from service.exports import AT_ONCE, BadTarget, ExportNotPossible, Exports
@@ -125,6 +126,28 @@ def test_only_so_many_at_once_and_none_after_the_service(store, job, root, writt
     for process in started:
         assert process.wait(20) != 0
     assert ended(store, job, rows[0]).state == "failed"
+
+
+def test_database_that_is_away_for_a_while_hides_no_end(store, job, root, written_by, ended, monkeypatch):
+    written = written_by(WAITS)
+    monkeypatch.setattr(module, "NOTE_SECONDS", 0.01)
+    writer, write = Exports(store, (root,)), store.write
+    row = writer.begin(job, id_of(job, 5), "mine", "hf", None)
+    refused = threading.Semaphore(0)
+
+    def away(operation):
+        refused.release()
+        raise OperationalError("UPDATE exports", {}, Exception("the database is away"))
+
+    monkeypatch.setattr(store, "write", away)
+    assert refused.acquire(timeout=20), "how far it is"
+    written[0].stdin.close()
+    written[0].wait(20)
+    while refused.acquire(blocking=False):
+        pass
+    assert refused.acquire(timeout=20), "that it has ended"
+    monkeypatch.setattr(store, "write", write)
+    assert ended(store, job, row).state == "done"
 
 
 @pytest.mark.parametrize("to", ["../elsewhere", "/etc/weights", "/", ".", "link/weights", "there"])
