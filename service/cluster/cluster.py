@@ -10,6 +10,7 @@ from typing import Any
 from service.cluster.agent_client import AgentClient, OrderEpoch
 from service.cluster.agents import Agents, describe
 from service.cluster.connection import RayConnection
+from service.cluster.errors import ClusterUnavailable
 from service.cluster.node_daemons import NodeDaemons
 from service.cluster.node_requests import NodeRequests
 from service.cluster.node_shapes import NodeShape
@@ -107,11 +108,16 @@ class Cluster:
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
         """Release `job` for good, and let every node remove what is left of it, such as the snapshots of an agent
-        that was killed; or all but its snapshots. A node that does not answer is swept when it comes back."""
+        that was killed; or all but its snapshots. A node that does not answer is swept when it comes back, and all are
+        where Ray does not."""
         if self._epoch is not None:
             self._epoch(job, None)
-        await self.release(job, keep_snapshots)
-        await self.daemons.end_job(job, keep_snapshots)
+        try:
+            await self.release(job, keep_snapshots)
+            await self.daemons.end_job(job, keep_snapshots)
+        except ClusterUnavailable:
+            self.daemons.note_untold()
+            raise
 
     async def jobs(self) -> list[str]:
         """All jobs that hold agents or placement groups."""

@@ -241,6 +241,10 @@ class NodeDaemons:
         daemons = await self.ensure()
         await asyncio.gather(*(self._end_job(node, daemons[node], job, keep_snapshots) for node in daemons))
 
+    def note_untold(self) -> None:
+        """The nodes could not be told of a job's end, since Ray did not say which there are."""
+        self._nodes.unswept |= self._answered.keys() | self._nodes.at_rest
+
     async def _end_job(self, node: str, daemon: NodeClient, job: str, keep_snapshots: bool) -> None:
         try:
             await within(CLOSE_SECONDS, daemon.end_job(job, keep_snapshots))

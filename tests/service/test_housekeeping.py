@@ -172,6 +172,32 @@ def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
     assert plane._job(job.id).memory_kept_until is None
 
 
+def test_snapshots_whose_time_was_over_while_ray_was_away_go_once_it_is_back(
+    start, cluster, submit, store, monkeypatch
+):
+    monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
+    job = submit()
+    store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
+    daemon, names, end_job, tried = cluster.daemons._daemon("node_a"), cluster.agents.names, cluster.end_job, []
+
+    async def away():
+        raise ClusterUnavailable(TimeoutError("Ray gave no answer"))
+
+    async def ending(job_id):
+        try:
+            await end_job(job_id)
+        finally:
+            tried.append(job_id)
+
+    plane = start()
+    plane._call(reached(lambda: "node_a" in cluster.peak_flops))
+    daemon.left, cluster.agents.names, cluster.end_job = [job.id], away, ending
+    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() - 1))
+    plane._call(reached(lambda: tried))
+    cluster.agents.names = names
+    plane._call(reached(lambda: daemon.ended_jobs == [job.id]))
+
+
 def test_snapshots_whose_time_is_over_are_looked_for_again_after_a_failure(kept, submit, store, cluster, monkeypatch):
     monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
     keeping = kept(True, True)

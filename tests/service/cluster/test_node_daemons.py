@@ -196,6 +196,17 @@ def test_daemon_that_could_not_be_told_of_a_jobs_end_is_to_be_swept(made):
     asyncio.run(body())
 
 
+def test_nodes_are_to_be_swept_where_ray_did_not_say_who_could_be_told(made):
+    daemons, nodes, _ = made
+
+    async def body():
+        await daemons.of("well")
+        daemons.note_untold()
+        assert nodes.unswept == {"well"}
+
+    asyncio.run(body())
+
+
 def test_daemon_that_does_not_hear_of_its_nodes_end_is_told_apart(made):
     daemons, _, actors = made
 

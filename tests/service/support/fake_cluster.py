@@ -406,6 +406,9 @@ class FakeDaemons:
         for daemon in (await self.ensure()).values():
             await daemon.end_job(job, keep_snapshots)
 
+    def note_untold(self):
+        self._nodes.unswept.update(self._nodes.slots)
+
     async def kill(self, node):
         self.silent.add(node)
 
