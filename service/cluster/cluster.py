@@ -76,7 +76,7 @@ class Cluster:
     ) -> list[AgentClient] | None:
         """Start new agents for ranks whose own are gone, in their `seats`; in that order, once they answer. None when a
         placement group no longer stands, or they do not answer."""
-        states = await self.groups.states()
+        states = await self.groups.states({seat.group for seat in seats.values()})
         if any(states.get(seat.group) != "CREATED" for seat in seats.values()):
             return None
         agents = await self.agents.start(job, generation, seats, unit)

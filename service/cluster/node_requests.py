@@ -51,7 +51,7 @@ class NodeRequests:
         """Give back what Ray has granted by now; whether it had. Raises ClusterUnavailable."""
         if self._asked is None:
             return False
-        states = await self._ray.run(placement_group_states, self._ray.module)
+        states = await self._ray.run(placement_group_states, self._ray.module, [self._name])
         if states.get(self._name) == "PENDING":
             return False
         granted = states.get(self._name) == "CREATED"

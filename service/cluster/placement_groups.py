@@ -73,9 +73,10 @@ class PlacementGroups:
                 return
         await self._acquire(job, unit, wanted, timeout, set())
 
-    async def states(self) -> dict[str, str]:
-        """By name the state of the groups that are not removed; CREATED: its resources are held."""
-        return await self._ray.run(placement_group_states, self._ray.module)
+    async def states(self, names: Collection[str] | None = None) -> dict[str, str]:
+        """By name the state of the groups, or of those with these names, that are not removed; CREATED: its resources
+        are held."""
+        return await self._ray.run(placement_group_states, self._ray.module, names)
 
     async def remove(self, names: Iterable[str]) -> None:
         """Remove groups by name; those that are gone are no error."""
@@ -91,7 +92,7 @@ class PlacementGroups:
     ) -> None:
         ready, given_up = False, threading.Event()
         # Of an earlier try that Ray left without an answer; its names would be refused.
-        await self.remove(wanted.keys() & (await self.states()).keys())
+        await self.remove(await self.states(wanted.keys()))
         try:
             for name, bundles in wanted.items():
                 await self._ray.run(self._create, name, bundles, avoided, given_up)
@@ -116,7 +117,7 @@ class PlacementGroups:
         return False
 
     async def _states_of(self, names: Collection[str]) -> list[str | None]:
-        states = await self.states()
+        states = await self.states(names)
         return [states.get(name) for name in names]
 
     def _create(self, name: str, bundles: list[dict[str, float]], avoided: set[str], given_up: threading.Event) -> None:

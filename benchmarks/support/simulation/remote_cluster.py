@@ -121,9 +121,10 @@ class SimulatedGroups:
             replicas=list(range(layout.data) if replicas is None else replicas),
         )
 
-    async def states(self) -> dict[str, str]:
-        """By name."""
-        return await self._asking.ask(SimulatedCluster.group_states)
+    async def states(self, names: Collection[str] | None = None) -> dict[str, str]:
+        """By name, of all or of these."""
+        states = await self._asking.ask(SimulatedCluster.group_states)
+        return {name: state for name, state in states.items() if names is None or name in names}
 
     async def remove(self, names: Iterable[str]) -> None:
         """Give them back."""

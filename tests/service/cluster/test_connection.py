@@ -73,7 +73,7 @@ class FakeRay:
 @pytest.fixture
 def ray(monkeypatch):
     made = FakeRay()
-    monkeypatch.setattr(placement_groups, "placement_group_states", lambda ray: ray._answered(dict(ray.groups)))
+    monkeypatch.setattr(placement_groups, "placement_group_states", lambda ray, names: ray._answered(dict(ray.groups)))
     yield made
     made.go_on()
 

@@ -33,7 +33,7 @@ class FakeRay:
 @pytest.fixture
 def ray(monkeypatch):
     made = FakeRay()
-    monkeypatch.setattr(node_requests, "placement_group_states", lambda module: made.states)
+    monkeypatch.setattr(node_requests, "placement_group_states", lambda module, names: made.states)
     return made
 
 

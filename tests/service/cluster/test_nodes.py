@@ -45,7 +45,8 @@ def ray(monkeypatch):
         placement_group=lambda bundles, name, **options: made.groups.update({name: options["bundle_label_selector"]})
     )
     monkeypatch.setattr(
-        "service.cluster.placement_groups.placement_group_states", lambda ray: dict.fromkeys(ray.groups, "CREATED")
+        "service.cluster.placement_groups.placement_group_states",
+        lambda ray, names: dict.fromkeys(ray.groups, "CREATED"),
     )
     return made
 

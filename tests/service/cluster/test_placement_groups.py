@@ -61,9 +61,9 @@ class FakeRay:
 def ray(monkeypatch):
     made = FakeRay()
 
-    def states(module):
+    def states(module, names):
         made.looks += 1
-        return dict(made.states)
+        return {name: made.states[name] for name in names if name in made.states}
 
     monkeypatch.setattr(placement_groups, "placement_group_states", states)
     monkeypatch.setattr("service.cluster.nodes.free_resources", lambda module: {})

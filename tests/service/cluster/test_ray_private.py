@@ -15,7 +15,16 @@ def ray_with(*groups):
         Group(name=name, ray_namespace=namespace, state=Group.PlacementGroupState.Value(state)).SerializeToString()
         for name, namespace, state in groups
     ]
-    accessor = SimpleNamespace(get_placement_group_table=lambda: table)
+
+    def by_name(name, namespace):
+        living = (
+            each
+            for each, about in zip(table, groups, strict=True)
+            if about[:2] == (name, namespace) and about[2] != "REMOVED"
+        )
+        return next(living, None)
+
+    accessor = SimpleNamespace(get_placement_group_table=lambda: table, get_placement_group_by_name=by_name)
     state = SimpleNamespace(_connect_and_get_accessor=lambda: accessor)
     return SimpleNamespace(
         get_runtime_context=lambda: SimpleNamespace(namespace="ours"),
@@ -33,6 +42,14 @@ def test_group_that_was_removed_hides_no_other_of_its_name(order):
 def test_groups_of_other_namespaces_are_not_ours():
     groups = [("a", "ours", "PENDING"), ("b", "theirs", "CREATED"), ("c", "ours", "REMOVED")]
     assert placement_group_states(ray_with(*groups)) == {"a": "PENDING"}
+
+
+def test_groups_that_are_named_are_found_without_a_look_at_all_that_there_ever_were():
+    ray = ray_with(
+        ("a", "ours", "PENDING"), ("b", "theirs", "CREATED"), ("c", "ours", "REMOVED"), ("d", "ours", "CREATED")
+    )
+    ray._private.state.state._connect_and_get_accessor().get_placement_group_table = None
+    assert placement_group_states(ray, ["a", "b", "c"]) == {"a": "PENDING"}
 
 
 @pytest.mark.parametrize(

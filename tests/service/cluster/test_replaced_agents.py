@@ -33,7 +33,7 @@ def agents():
 
 
 def replaced(tmp_path, agents, state="CREATED"):
-    async def states():
+    async def states(names):
         return {"group": state}
 
     cluster = Cluster(Paths.of(tmp_path), None, SimpleNamespace(states=states), agents, None, None)

@@ -144,10 +144,12 @@ class FakeGroups:
                 return node
         raise NotPlaced("there is no room")
 
-    async def states(self):
+    async def states(self, names=None):
         lost = self._nodes.lost
         return {
-            name: "RESCHEDULING" if any(node in lost for node, _ in at) else "CREATED" for name, at in self.held.items()
+            name: "RESCHEDULING" if any(node in lost for node, _ in at) else "CREATED"
+            for name, at in self.held.items()
+            if names is None or name in names
         }
 
     async def remove(self, names):
