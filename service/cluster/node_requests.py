@@ -7,8 +7,10 @@ It belongs to this process: Ray removes it when the process is gone.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from service.cluster.connection import RayConnection
@@ -25,36 +27,47 @@ AGAIN_SECONDS = 10.0
 Bundles = Sequence[Mapping[str, float]]
 
 
+@dataclass(eq=False)
+class _Request:
+    """One group, from when it is asked for on."""
+
+    bundles: list[dict[str, float]]
+    selector: dict[str, str]
+    name: str = field(default_factory=lambda: f"nodes/{new_id()}")
+    group: Any = None
+    """None: Ray has not answered, and may still make it."""
+    withdrawn: threading.Event = field(default_factory=threading.Event)
+
+
 class NodeRequests:
     """What this process asks for."""
 
     def __init__(self, ray: RayConnection):
         self._ray = ray
-        self._asked: tuple[list[dict[str, float]], dict[str, str]] | None = None
-        self._name = ""
-        self._group: Any = None
+        self._asked: _Request | None = None
         self._granted_at = float("-inf")
 
     async def ask(self, bundles: Bundles, without: Collection[str]) -> None:
         """Ask for nodes on which all `bundles` lie at the same time, others than those in `without`, and for nothing
         else; with no bundles for nothing at all. Raises ClusterUnavailable."""
-        wanted = ([dict(bundle) for bundle in bundles], anywhere_but(without))
-        if not bundles or (self._asked is not None and wanted != self._asked):
+        wanted, asked = _Request([dict(bundle) for bundle in bundles], anywhere_but(without)), self._asked
+        same = asked is not None and (asked.bundles, asked.selector) == (wanted.bundles, wanted.selector)
+        if not bundles or not same:
             await self.withdraw()
-        if not bundles or self._asked is not None or time.monotonic() < self._granted_at + AGAIN_SECONDS:
+        if not bundles or same or time.monotonic() < self._granted_at + AGAIN_SECONDS:
             return
-        log.info("the autoscaler is asked for %d bundles: %s", len(wanted[0]), wanted[0][0])
-        self._name, self._asked = f"nodes/{new_id()}", wanted
-        self._group = await self._ray.run(self._create, self._name, *wanted)
+        log.info("the autoscaler is asked for %d bundles: %s", len(bundles), wanted.bundles[0])
+        self._asked = wanted
+        await self._ray.run(self._create, wanted)
 
     async def settle(self) -> bool:
         """Give back what Ray has granted by now; whether it had. Raises ClusterUnavailable."""
         if self._asked is None:
             return False
-        states = await self._ray.run(placement_group_states, self._ray.module, [self._name])
-        if states.get(self._name) == "PENDING":
+        states = await self._ray.run(placement_group_states, self._ray.module, [self._asked.name])
+        if states.get(self._asked.name) == "PENDING":
             return False
-        granted = states.get(self._name) == "CREATED"
+        granted = states.get(self._asked.name) == "CREATED"
         await self.withdraw()
         if granted:
             self._granted_at = time.monotonic()
@@ -62,12 +75,17 @@ class NodeRequests:
 
     async def withdraw(self) -> None:
         """Ask for nothing any more. Raises ClusterUnavailable."""
-        if self._group is not None:
-            await self._ray.run(self._ray.module.util.remove_placement_group, self._group)
-        self._asked, self._group = None, None
+        if self._asked is not None:
+            self._asked.withdrawn.set()
+            if self._asked.group is not None:
+                await self._ray.run(self._ray.module.util.remove_placement_group, self._asked.group)
+        self._asked = None
 
-    def _create(self, name: str, bundles: list[dict[str, float]], selector: dict[str, str]) -> Any:
-        selectors = [selector] * len(bundles) if selector else None
-        return self._ray.module.util.placement_group(
-            bundles, strategy="PACK", name=name, bundle_label_selector=selectors
+    def _create(self, request: _Request) -> None:
+        selectors = [request.selector] * len(request.bundles) if request.selector else None
+        util = self._ray.module.util
+        request.group = util.placement_group(
+            request.bundles, strategy="PACK", name=request.name, bundle_label_selector=selectors
         )
+        if request.withdrawn.is_set():  # Ray has taken so long that nobody waits for it any more
+            util.remove_placement_group(request.group)

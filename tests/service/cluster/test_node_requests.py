@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from service.cluster import node_requests
+from service.cluster.errors import ClusterUnavailable
 from service.cluster.node_requests import NodeRequests
 
 ONE, TWO = [{"manta_slot": 1.0}], [{"manta_slot": 2.0}] * 2
@@ -98,3 +99,23 @@ def test_group_that_ray_has_forgotten_is_made_anew(ray, requests):
     assert not go(requests.settle())
     go(requests.ask(ONE, ()))
     assert len(ray.states) == 1
+
+
+@pytest.mark.parametrize("answers", ["before it is withdrawn", "after"])
+def test_group_that_ray_made_too_late_to_say_so_is_withdrawn_too(ray, requests, answers):
+    """Else it would hold what is free, or have nodes added, until this process ends."""
+    late = []
+
+    async def silent(function, *arguments):
+        late.append(lambda: function(*arguments))
+        raise ClusterUnavailable(TimeoutError("Ray gave no answer"))
+
+    answering, ray.run = ray.run, silent
+    with pytest.raises(ClusterUnavailable):
+        go(requests.ask(ONE, ()))
+    ray.run = answering
+    if answers == "after":
+        go(requests.settle())
+    late.pop()()
+    go(requests.withdraw())
+    assert len(ray.made) == 1 and ray.states == {}
