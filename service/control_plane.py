@@ -289,6 +289,7 @@ class ControlPlane:
             self._start_over()
 
     def _node_lost(self, node: str, why: str) -> None:
+        self._drain_reasons.pop(node, None)
         for owner in self._owners.all():
             owner.node_lost(node, why)
 

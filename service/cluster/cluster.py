@@ -14,7 +14,7 @@ from service.cluster.errors import ClusterUnavailable
 from service.cluster.node_daemons import NodeDaemons
 from service.cluster.node_requests import NodeRequests
 from service.cluster.node_shapes import NodeShape
-from service.cluster.nodes import Nodes
+from service.cluster.nodes import Nodes, keep_keys
 from service.cluster.placement import Seat, Unit, job_of
 from service.cluster.placement_groups import PlacementGroups
 from service.cluster.ray_private import session_name
@@ -123,6 +123,12 @@ class Cluster:
         """All jobs that hold agents or placement groups."""
         names = [*await self.agents.names(), *await self.groups.states()]
         return sorted({job for name in names if (job := job_of(name)) is not None})
+
+    def keep_only(self, there: Collection[str]) -> None:
+        """Forget all nodes but these: the others are gone, and nodes may come and go for weeks."""
+        self.nodes.keep_only(there)
+        self.daemons.keep_only(there)
+        keep_keys(self.peak_flops, there)
 
     async def fail_calls_to(self, node: str) -> None:
         """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not when Ray finds out."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from service.cluster.agent_client import AgentError, AgentSilent, NodeClient, RayNodeDaemon, within
 from service.cluster.connection import RayConnection, detached
 from service.cluster.node_problems import problem_of, problem_of_start
-from service.cluster.nodes import Nodes
+from service.cluster.nodes import Nodes, keep_keys
 from service.cluster.placement import job_of, node_daemon_name
 from service.cluster.ray_private import node_of_actor
 from workers.node.daemon import NodeDaemon
@@ -250,6 +250,13 @@ class NodeDaemons:
             await within(CLOSE_SECONDS, daemon.end_job(job, keep_snapshots))
         except AgentError:
             self._nodes.unswept.add(node)
+
+    def keep_only(self, there: Collection[str]) -> None:
+        """Forget the daemons of all other nodes, which are gone."""
+        for about in (self.used, self._next_look, self._left_out, self._answered):
+            keep_keys(about, there)
+        for some in (self._foreign, self._with_problem, self._other_code):
+            some.intersection_update(there)
 
     async def end_all(self) -> None:
         """Shut down the daemons of all nodes but lost ones: no process and no shared memory of ours is left on them."""

@@ -88,11 +88,8 @@ class NodeWatch:
         for node in self._watchers.keys() - living.keys():
             self._watchers.pop(node).cancel()
             await self._lose(node, "Ray says that it is gone")
-            self._cluster.nodes.lost.discard(node)  # ids of nodes never come again
-            self._cluster.nodes.at_rest.discard(node)
-            self._cluster.nodes.drain_no_more(node)
-            self._cluster.nodes.problems.pop(node, None)
             self._refused.pop(node, None)
+        self._cluster.keep_only({node.id for node in known if node.alive})
         self.lag.done()
 
     async def _watch(self, node: RayNode) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,13 @@ class Nodes:
         """`node` stays after all, or is gone."""
         self.draining.discard(node)
         self.leave_by.pop(node, None)
+
+    def keep_only(self, there: Collection[str]) -> None:
+        """Forget all other nodes, which are gone: ids of nodes never come again."""
+        for some in (self.at_rest, self.lost, self.draining, self.silent, self.unswept):
+            some.intersection_update(there)
+        for about in (self.leave_by, self.problems, self.gpus):
+            keep_keys(about, there)
 
     @property
     def closed(self) -> set[str]:
@@ -176,6 +183,12 @@ class Nodes:
 
     def _free(self) -> dict[str, dict[str, float]]:
         return free_resources(self._ray.module)
+
+
+def keep_keys(about: dict[str, Any], these: Collection[str]) -> None:
+    """Forget what is known about all others."""
+    for key in about.keys() - set(these):
+        del about[key]
 
 
 def _holds_ranks(node: dict[str, Any]) -> bool:

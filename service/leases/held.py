@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from sqlalchemy.orm import Session
 
@@ -68,7 +69,8 @@ class Leases:
         self._removed = self._looked_after_removal = 0
         self._place = self._ray = ""
         self._waiting: list[asyncio.Future[None]] = []
-        self._borrowing: dict[str, asyncio.Lock] = {}
+        self._borrowing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Those of jobs that somebody borrows, or waits to: each is gone with the last of them."""
         self._claiming: set[str] = set()
 
     def join(self, place: str, ray: str) -> None:
@@ -193,7 +195,8 @@ class Leases:
     async def borrowed(self, job_id: str, seconds: float = 0.0) -> AsyncIterator[HeldLease | None]:
         """Hold the lease of a job for a moment, to remove what it has. None where somebody, here or elsewhere, still
         looks after it after `seconds`."""
-        async with self._borrowing.setdefault(job_id, asyncio.Lock()):
+        lock = self._borrowing.setdefault(job_id, asyncio.Lock())
+        async with lock:
             lease = await self._claim_unheld(job_id, time.monotonic() + seconds)
             try:
                 yield lease

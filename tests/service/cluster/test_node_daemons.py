@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from service.cluster import node_daemons
+from service.cluster.cluster import Cluster
 from service.cluster.connection import RayConnection
 from service.cluster.node_daemons import HeartbeatSource, NodeDaemons
 from service.cluster.node_shapes import shapes_in
@@ -222,6 +223,32 @@ def test_daemon_that_does_not_hear_of_its_nodes_end_is_told_apart(made):
 
         actors["well"].call.remote = only_starts
         assert not await daemons.drain("well", 30.0)
+
+    asyncio.run(body())
+
+
+def test_nothing_is_remembered_of_nodes_that_are_gone(made, others, tmp_path):
+    """Nodes may come and go for weeks."""
+    daemons, nodes, actors = made
+    cluster = Cluster(Paths.of(tmp_path), nodes, None, None, daemons, None)
+    about = (*vars(daemons).values(), *vars(nodes).values(), cluster.peak_flops)
+
+    def known():
+        return [each for each in about if isinstance(each, dict | set) and "well" in each]
+
+    async def body():
+        for node in ("sick", "well"):
+            others.protocol, others.code = PROTOCOL + 7, ""
+            actors[node].answer = to_json(NodeDescription(node, node, "127.0.0.1", 1, 2, protocol=PROTOCOL + 7))
+            await daemons.of(node)
+            others.protocol, others.code = PROTOCOL, "another"
+            del actors[node]
+            await daemons.of(node)
+            nodes.drain(node, 30.0)
+            cluster.peak_flops[node] = 1e12
+        assert len(known()) >= 8
+        cluster.keep_only(["sick"])
+        assert known() == [] and "sick" in daemons.used and "sick" in nodes.draining
 
     asyncio.run(body())
 

@@ -26,6 +26,7 @@ class FakeCluster:
     def __init__(self):
         self.nodes = self.daemons = self
         self.lost, self.draining, self.at_rest, self.failed = set(), set(), set(), []
+        self.silent, self.unswept = set(), set()
         self.leave_by, self.problems, self.gpus = {}, {}, {}
         self.raylet = socket.create_server(("127.0.0.1", 0))
         self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
@@ -35,7 +36,7 @@ class FakeCluster:
         self.errors = []
         """What the next looks at Ray's nodes raise."""
 
-    drain, drain_no_more = Nodes.drain, Nodes.drain_no_more
+    drain, drain_no_more, keep_only = Nodes.drain, Nodes.drain_no_more, Nodes.keep_only
 
     async def known(self):
         if self.errors:
@@ -148,7 +149,9 @@ def test_node_that_ray_gives_up_is_lost_once_and_then_forgotten(cluster, frequen
 
     async def story(news):
         await until(lambda: cluster.asked)
-        cluster.draining.add("n1")
+        for some in (cluster.draining, cluster.silent, cluster.unswept, cluster.at_rest):
+            some.add("n1")
+        cluster.problems["n1"] = "its daemon runs another Manta"
         if silent:
             cluster.fall_silent()
             await until(lambda: cluster.lost)
@@ -158,7 +161,8 @@ def test_node_that_ray_gives_up_is_lost_once_and_then_forgotten(cluster, frequen
 
     why = "neither its daemon nor its Ray can be reached" if silent else "Ray says that it is gone"
     assert watched(cluster, story) == [("n1", why)]
-    assert (cluster.lost, cluster.draining, cluster.failed) == (set(), set(), ["n1"])
+    assert not (cluster.lost | cluster.draining | cluster.silent | cluster.unswept | cluster.at_rest)
+    assert (cluster.problems, cluster.failed) == ({}, ["n1"])
 
 
 def test_daemon_that_fails_when_it_is_asked_is_asked_again(cluster, frequent_looks, monkeypatch):

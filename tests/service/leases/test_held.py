@@ -310,6 +310,7 @@ def test_what_somebody_looks_after_is_not_borrowed(store, own_leases):
         async with own_leases.borrowed("ours") as lease:
             assert lease is None
         assert own_leases.of("ours") is ours and owned(store, "me") == {"ours"}
+        assert not own_leases._borrowing, "jobs come and go for weeks"
 
     story(body)
 
