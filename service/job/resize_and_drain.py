@@ -60,8 +60,9 @@ class ElasticityPlanner:
             return None  # ranks may still read what others left; `look_for_room` asks again
         if draining := self._draining():
             return await self._leave(running, draining)
-        larger = None if await self._others_wait() else await self._larger_shape()
-        return await self._resize(running) if larger is None else PlaceAnew(larger, "there is room again")
+        others_wait = await self._others_wait()
+        larger = None if others_wait else await self._larger_shape()
+        return await self._resize(running, others_wait) if larger is None else PlaceAnew(larger, "there is room again")
 
     async def look_for_room(self) -> None:
         """Now and then, see whether the job could run where or with as many replicas as it should: no event tells."""
@@ -173,14 +174,16 @@ class ElasticityPlanner:
         self._reported_waiting = True
         return None
 
-    async def _resize(self, running: RunningGeneration) -> Change | None:
-        """Go on with as many replicas as are wanted and fit."""
+    async def _resize(self, running: RunningGeneration, others_wait: bool) -> Change | None:
+        """Go on with as many replicas as are wanted and fit; what is free belongs to those who wait for it."""
         gang, wanted = self._gang, await self._job.wanted_replicas()
         held = gang.layout.data
-        size = size_within(self._sizes, wanted, held, await self._room(gang.spec))
+        size = size_within(self._sizes, wanted, held, 0 if others_wait else await self._room(gang.spec))
         if size is None or size == held:
             if wanted > held:
                 message = f"there is no room for more than {held} replicas; it goes on waiting"
+                if others_wait:
+                    message = f"jobs in the queue come first: it stays at {held} replicas, and goes on waiting"
                 await self._job.record.event("resize_waiting", message)
             return None
         cause = f"resized from {held} to {size} replicas"

@@ -279,6 +279,25 @@ def test_larger_layout_is_not_taken_up_while_others_wait_for_what_is_free(planne
     planned(body, {"one": 4}, shape=1, **WHOLE)
 
 
+def test_resize_takes_nothing_from_those_who_wait_in_the_queue(planned, submit, store):
+    async def body(planner, running, context):
+        waiting = submit(parallel={"tensor": 2, "data": 3})
+        assert await planner.plan(running) is None
+        assert told(context, "resize_waiting") == 1 and not context.cluster.groups.acquired[1:]
+        store.write(lambda s: jobs.request_cancel(s, waiting.id))
+        assert isinstance(await planner.plan(running), Grow)
+
+    planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
+
+
+def test_resize_to_fewer_waits_for_nobody(planned, submit):
+    async def body(planner, running, context):
+        submit(parallel={"tensor": 2, "data": 2})
+        assert isinstance(await planner.plan(running), Shrink)
+
+    planned(body, {"one": 4}, wanted=1, **ELASTIC)
+
+
 def cannot(agent):
     agent.refuse("prepare", "no memory left")
 
