@@ -226,6 +226,8 @@ class Scheduler:
         if not shapes:
             return ""
         if await self._never_fits(spec):
+            if spec.layout.stage_accelerators is not None:
+                return "; which GPUs nodes of the autoscaler have is not known, so none are asked for: start some"
             return f"; that would be too little even with all that can be added: {in_words(shapes, unit)}"
         asked = await self._asks_for(job, spec)
         if asked is None:

@@ -53,6 +53,14 @@ def test_job_without_room_in_all_that_can_be_added_steps_aside_and_says_what_the
     assert "asked for" in job_now(store, fits).message
 
 
+def test_job_whose_stages_need_kinds_of_gpus_is_told_that_none_are_asked_for(store, submit, look, growing):
+    typed = submit(parallel={"pipeline": 2, "stage_accelerators": ["A100", "V100"]}, resources={"accelerator": "gpu"})
+    assert look() == [] and asked(growing) == []
+    assert job_now(store, typed).message.endswith(
+        "which GPUs nodes of the autoscaler have is not known, so none are asked for: start some"
+    )
+
+
 def test_those_behind_the_first_ask_as_far_as_they_fit_beside_it(submit, look, growing):
     for data in (4, 2, 4, 1):
         submit(parallel={"data": data})
