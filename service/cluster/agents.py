@@ -70,7 +70,11 @@ class Agents:
 
     async def start(self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit) -> list[AgentClient]:
         """Start one agent for each rank in `seats`, in groups that were acquired; in that order. `generation` is in
-        their names. Does not wait until they are up: calls to them do."""
+        their names. Does not wait until they are up: calls to them do. Raises LeaseLost, LeaseUncertain: while their
+        places were waited for another control plane may have taken the job over, and acquired places by the same
+        names."""
+        if self.epoch is not None:
+            self.epoch(job, None)
         return await self._ray.run(self._start, job, generation, seats, unit)
 
     async def start_snapshot_holders(self, job: str, nodes: Collection[str]) -> list[AgentClient]:

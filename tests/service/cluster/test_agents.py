@@ -169,14 +169,28 @@ def test_agents_are_killed_by_the_owner_of_their_job_alone(agents):
     async def body():
         (ours,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
         await agents.kill([None, ours])
-        agents.epoch = epoch
         (theirs,) = await agents.start("job_2", 1, {0: Seat("one", 0)}, "manta_slot")
+        agents.epoch = theirs._epoch = epoch
         with pytest.raises(LeaseLost):
             await agents.kill([theirs])
         return ours.actor.dead, theirs.actor.dead
 
     assert asyncio.run(body()) == (True, False)
     assert asked == [("job_2", None)]
+
+
+def test_agents_are_started_by_the_owner_of_their_job_alone(agents):
+    """Who waited for its places may have lost it meanwhile."""
+
+    def epoch(job, method):
+        raise LeaseLost(job)
+
+    started = []
+    agents._start = lambda *about: started.append(about)
+    agents.epoch = epoch
+    with pytest.raises(LeaseLost):
+        asyncio.run(agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot"))
+    assert started == []
 
 
 def test_agents_describe_themselves_all_or_not_at_all():
