@@ -20,7 +20,7 @@ from service.job.older_database import catch_up
 from service.job.record import JobRecord
 from service.leases.decisions import HOUSEKEEPING
 from service.leases.held import HeldLease, Leases
-from service.retention import Retention
+from service.retention import Retention, SeenExpired
 from service.scheduler import Placed, Scheduler
 from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, checkpoints, deletion, failed_jobs, jobs
@@ -34,6 +34,8 @@ T = TypeVar("T")
 RETRY_SECONDS = 1.0
 # How often it is looked for failed jobs whose snapshots were kept for long enough.
 MEMORY_SECONDS = 30.0
+# For how long that must have been so by a clock that nobody sets, however long they were to be kept by one that may be.
+MEMORY_CONFIRMED_SECONDS = 600.0
 # How long the owner of a job that is over may take to leave it.
 LET_GO_SECONDS = 30.0
 # How often it is looked whether it falls to this control plane.
@@ -191,9 +193,11 @@ class Housekeeping:
 
     async def _let_go_of_memory(self) -> None:
         """Remove the snapshots of failed jobs that were kept for long enough."""
+        seen = SeenExpired(MEMORY_CONFIRMED_SECONDS)
         while True:
             try:
-                for job_id in await self._read(lambda session: failed_jobs.memory_expired(session, time.time())):
+                expired = await self._read(lambda session: failed_jobs.memory_expired(session, time.time()))
+                for job_id in seen.confirmed(expired, time.monotonic()):
                     async with self._leases.borrowed(job_id) as lease:
                         if lease is not None:
                             await self._let_go_of_memory_of(job_id, self._store.fenced(lease))

@@ -36,13 +36,15 @@ DAY_SECONDS = 86400.0
 class SeenExpired:
     """Which jobs every look has seen past their time, and since when."""
 
+    seconds: float
+    """For how long they must have been."""
     _since: dict[str, float] = field(default_factory=dict)
 
     def confirmed(self, expired: Collection[str], now: float) -> list[str]:
-        """Those of the jobs that are past their time now, which have been so in every look for CONFIRMED_SECONDS; each
-        is named once in that time. `now`: of a monotonic clock, in seconds."""
+        """Those of the jobs that are past their time now, which have been so in every look for `seconds`; each is named
+        once in that time. `now`: of a monotonic clock, in seconds."""
         self._since = {job: self._since.get(job, now) for job in expired}
-        long_enough = [job for job, since in self._since.items() if now - since >= CONFIRMED_SECONDS]
+        long_enough = [job for job, since in self._since.items() if now - since >= self.seconds]
         for job in long_enough:
             del self._since[job]
         return long_enough
@@ -54,7 +56,7 @@ class Retention:
     def __init__(self, paths: Paths, kept_days: float, monotonic: Callable[[], float] = time.monotonic):
         """`kept_days`: how long a job is kept after its end."""
         self._paths, self._kept_days, self._monotonic = paths, kept_days, monotonic
-        self._seen = SeenExpired()
+        self._seen = SeenExpired(CONFIRMED_SECONDS)
 
     async def run(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
         """Until cancelled. `let_go` returns when nothing of a job is left on the cluster."""

@@ -158,6 +158,7 @@ def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
     start, cluster, submit, store, monkeypatch
 ):
     monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
+    monkeypatch.setattr(housekeeping, "MEMORY_CONFIRMED_SECONDS", 0.0)
     job = submit()
     store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
     store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() + 1000))
@@ -172,10 +173,29 @@ def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
     assert plane._job(job.id).memory_kept_until is None
 
 
+def test_clock_that_is_set_forward_takes_no_snapshots_of_a_failed_job(start, cluster, submit, store, monkeypatch):
+    """They may be the only copy of its state, and a clock that was wrong at the start is soon put right."""
+    monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
+    looks = []
+
+    def in_a_week():
+        looks.append(time.time() + 7 * 86400.0)
+        return looks[-1]
+
+    monkeypatch.setattr(housekeeping, "time", SimpleNamespace(time=in_a_week, monotonic=time.monotonic))
+    job, until = submit(), time.time() + 86400.0
+    store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
+    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", until))
+    plane = start()
+    plane._call(reached(lambda: len(looks) > 20))
+    assert plane._job(job.id).memory_kept_until == until
+
+
 def test_snapshots_whose_time_was_over_while_ray_was_away_go_once_it_is_back(
     start, cluster, submit, store, monkeypatch
 ):
     monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
+    monkeypatch.setattr(housekeeping, "MEMORY_CONFIRMED_SECONDS", 0.0)
     job = submit()
     store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
     daemon, names, end_job, tried = cluster.daemons._daemon("node_a"), cluster.agents.names, cluster.end_job, []

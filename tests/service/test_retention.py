@@ -190,7 +190,7 @@ def test_look_that_fails_is_not_the_last(paths, store, monkeypatch):
 
 
 def test_what_was_not_seen_in_one_look_begins_anew():
-    seen = SeenExpired()
+    seen = SeenExpired(CONFIRMED_SECONDS)
     assert seen.confirmed(["a", "b"], 0.0) == []
     assert seen.confirmed(["b"], 10.0) == []
     assert seen.confirmed(["a", "b"], CONFIRMED_SECONDS) == ["b"]
