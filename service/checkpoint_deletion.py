@@ -65,7 +65,7 @@ def _refuse_needed(session: Session, job: Job, row: Checkpoint, force: bool) -> 
     state = JobState(job.state)
     if row.state == checkpoints.SAVING and not is_final(state) and row.generation == job.generation:
         raise CheckpointNeeded(f"{row.id} is being saved; wait until it is complete, or cancel the job")
-    if exports.of_checkpoint_run(session, row.id, time.time()):
+    if exports.any_runs(session, job.id, time.time(), row.id):
         raise CheckpointNeeded(f"{row.id} is being exported; wait until that is done")
     lives = generations.of_job(session, job.id)
     restoring = bool(lives) and lives[-1].first_step_at is None and state in _BEFORE_FIRST_STEP

@@ -12,7 +12,7 @@ from sqlalchemy import CursorResult, delete, select, tuple_
 from sqlalchemy.orm import Session
 
 from service.states import FINAL, JobState, is_final
-from service.store import audit, events, failed_jobs, jobs, leases
+from service.store import audit, events, exports, failed_jobs, jobs, leases
 from service.store.audit import Deed
 from service.store.errors import JobNotFinal
 from service.store.tables import (
@@ -64,10 +64,12 @@ def expired(session: Session, before: float, limit: int) -> dict[str, bool]:
 
 
 def begin_if_expired(session: Session, job_id: str, before: float, why: str) -> bool:
-    """`begin`, and a line in the audit, if the job is still one that ended before this time; whether it is. Raises
-    JobNotFound."""
+    """`begin`, and a line in the audit, if the job is still one that ended before this time, and nothing of it is being
+    exported; whether it is. Raises JobNotFound."""
     job = jobs.get(session, job_id, lock=True)
     if not is_final(job.state) or job.finished_at is None or job.finished_at >= before:
+        return False
+    if exports.any_runs(session, job_id, time.time()):
         return False
     if job.deletion_began_at is None:
         audit.append_of_service(session, job.project, Deed("delete_expired_job", job_id, None, 200))

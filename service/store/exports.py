@@ -70,7 +70,7 @@ def is_running(row: Export, now: float) -> bool:
     return row.state == RUNNING and now - row.updated_at < SILENT_SECONDS
 
 
-def of_checkpoint_run(session: Session, checkpoint_id: str, now: float) -> bool:
-    """Whether any export of a checkpoint is being written at Unix time `now`."""
-    rows = session.scalars(select(Export).where(Export.checkpoint_id == checkpoint_id, Export.state == RUNNING))
-    return any(is_running(row, now) for row in rows)
+def any_runs(session: Session, job_id: str, now: float, checkpoint_id: str | None = None) -> bool:
+    """Whether an export of a job, or of one of its checkpoints, is being written at Unix time `now`."""
+    rows = session.scalars(select(Export).where(Export.job_id == job_id, Export.state == RUNNING))
+    return any(is_running(row, now) for row in rows if checkpoint_id in (None, row.checkpoint_id))

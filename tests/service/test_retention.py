@@ -11,7 +11,7 @@ from service import retention
 from service.cluster.errors import ClusterUnavailable
 from service.retention import CONFIRMED_SECONDS, DAY_SECONDS, Retention, SeenExpired, has_newer_files, written_since
 from service.states import JobState
-from service.store import JobNotFound, audit, deletion, events, failed_jobs, jobs
+from service.store import JobNotFound, audit, deletion, events, exports, failed_jobs, jobs
 from workers.paths import Paths
 from workers.storage.local_files import LocalFiles
 
@@ -137,6 +137,16 @@ def test_job_that_never_started_has_no_files_to_ask(store, look, ended):
     look()
     assert look(CONFIRMED_SECONDS) == [job]
     assert not is_there(store, job)
+
+
+def test_job_whose_weights_are_being_exported_is_kept_until_they_are(store, look, ended):
+    job = ended()
+    begun = store.write(lambda session: exports.begin(session, job, "ckpt_1", "/out", "hf", None)).id
+    look()
+    assert look(CONFIRMED_SECONDS) == [] and is_there(store, job)
+    store.write(lambda session: exports.end(session, begun, None))
+    look()
+    assert look(CONFIRMED_SECONDS) == [job]
 
 
 def test_job_of_which_the_cluster_holds_on_to_something_is_tried_again_in_an_hour(store, look, ended):
