@@ -237,6 +237,13 @@ def test_every_container_is_probed_at_what_it_answers(manifests):
                     assert probe["exec"]["command"][0] == "pg_isready"
 
 
+def test_control_plane_is_asked_while_no_job_can_run(manifests):
+    """/readyz is 503 while Ray or the database is away, and then no pod would get any request."""
+    (pod,) = [each for each in pods(manifests) if each.name.startswith("Deployment/")]
+    (container,) = pod.spec["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/healthz"
+
+
 def test_every_container_has_requests_and_limits(manifests):
     for pod in pods(manifests):
         for container in pod.containers:

@@ -1,0 +1,101 @@
+"""What the gateway of docker-compose.yml does with requests, with HAProxy in front of servers that are none of ours."""
+
+import http.server
+import socket
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from tests.deploy.compose_file import ROOT
+from tests.e2e.images import missing_programs
+
+CONFIGURATION = ROOT / "deploy" / "compose" / "haproxy.cfg"
+PLANES = ("control-1", "control-2")
+SECONDS = 20.0
+
+
+class Plane(http.server.ThreadingHTTPServer):
+    """Answers everything with its name, and its readiness as it is told to."""
+
+    def __init__(self, name):
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.name, self.is_ready = name, True
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503 if self.path == "/readyz" and not self.server.is_ready else 200)
+        self.send_header("Content-Length", str(len(self.server.name)))
+        self.end_headers()
+        self.wfile.write(self.server.name.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+@pytest.fixture
+def planes():
+    made = {name: Plane(name) for name in PLANES}
+    yield made
+    for each in made.values():
+        each.shutdown()
+        each.server_close()
+
+
+@pytest.fixture
+def ask(planes, tmp_path):
+    """Asks the gateway for the list of jobs: the status, and which control plane has answered."""
+    for reason in missing_programs():
+        pytest.skip(reason)
+    port, text = free_port(), CONFIGURATION.read_text(encoding="utf-8")
+    for old, new in (
+        (":8400 ssl crt /run/secrets/tls.pem alpn h2,http/1.1", f"127.0.0.1:{port}"),
+        (":3000 ssl crt /run/secrets/tls.pem alpn h2,http/1.1", f"127.0.0.1:{free_port()}"),
+        ("127.0.0.1:8401", f"127.0.0.1:{free_port()}"),
+        ("grafana:3000", "127.0.0.1:1"),
+        ("inter 2s", "inter 50ms"),
+        *((f"{name}:8400", f"127.0.0.1:{plane.server_port}") for name, plane in planes.items()),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "haproxy.cfg").write_text(text, encoding="utf-8")
+    with subprocess.Popen(["haproxy", "-db", "-f", tmp_path / "haproxy.cfg"], stdout=-3, stderr=-3) as gateway:
+
+        def get():
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/jobs", timeout=SECONDS) as answer:
+                    return answer.status, answer.read().decode()
+            except urllib.error.HTTPError as error:
+                return error.code, None
+            except urllib.error.URLError:  # it is not up yet
+                return None, None
+
+        yield get
+        gateway.terminate()
+
+
+def until(seen, wanted):
+    for _ in range(400):
+        if wanted(answer := seen()):
+            return answer
+        threading.Event().wait(0.05)
+    raise AssertionError(answer)
+
+
+def test_who_is_ready_is_asked_and_where_nobody_is_whoever_lives(planes, ask):
+    planes["control-1"].is_ready = False
+    until(lambda: {ask() for _ in range(5)}, lambda answers: answers == {(200, "control-2")})
+    planes["control-2"].is_ready = False  # as all are while Ray, or the database, does not answer
+    until(lambda: {ask() for _ in range(5)}, lambda answers: answers == {(200, name) for name in PLANES})
+    assert {ask()[0] for _ in range(50)} == {200}
+    planes["control-1"].is_ready = True
+    until(lambda: {ask() for _ in range(5)}, lambda answers: answers == {(200, "control-1")})
