@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from service.kept_logs.line_marks import end_of_reports, last_mark
@@ -16,6 +17,9 @@ from workers.paths import rank_stem
 from workers.protocol.reports import Printed, Report
 
 log = logging.getLogger(__name__)
+
+_THREADS = ThreadPoolExecutor(4, thread_name_prefix="job lines")
+"""Those of all jobs, and of nobody else: a disk that does not answer keeps them, and not who reads the database."""
 
 
 class ReceivedLines:
@@ -32,7 +36,7 @@ class ReceivedLines:
     async def take(self, report: Report, printed: Printed) -> None:
         """Append what a rank has printed."""
         try:
-            await asyncio.to_thread(self._append, report, printed)
+            await asyncio.get_running_loop().run_in_executor(_THREADS, self._append, report, printed)
         except OSError as error:
             log.warning("%d lines of rank %d are lost: %s", len(printed.lines), report.rank, error)
 

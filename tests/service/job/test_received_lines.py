@@ -1,6 +1,7 @@
 """What ranks print on other machines is in the job's log files: each line once, as agents would write it."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -53,6 +54,21 @@ def test_line_that_was_cut_short_by_a_crash_loses_nothing_that_comes_after_it(fo
     take(ReceivedLines(folder), 2, "cut, perhaps")
     take(ReceivedLines(folder), 3, "after")
     assert texts_in(folder)[0] == "before" and texts_in(folder)[-1] == "after"
+
+
+def test_disk_that_does_not_answer_keeps_nobody_else_from_the_threads_of_the_loop(folder):
+    lines, printed = ReceivedLines(folder), Printed("stdout", ("late",))
+
+    async def body():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        with lines.lock:  # as whoever writes has it
+            taking = asyncio.create_task(lines.take(Report(printed, 1, 0, 7.5, 1), printed))
+            await asyncio.sleep(0)
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: "read"), 20) == "read"
+        await taking
+
+    asyncio.run(body())
+    assert texts_in(folder) == ["late"]
 
 
 def test_disk_that_takes_nothing_loses_lines_and_raises_nothing(folder, caplog):
