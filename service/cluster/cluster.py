@@ -3,7 +3,6 @@ them at once. For asyncio: no call blocks the loop."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -131,9 +130,16 @@ class Cluster:
         keep_keys(self.peak_flops, there)
 
     async def fail_calls_to(self, node: str) -> None:
-        """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not when Ray finds out."""
+        """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not when Ray finds out.
+
+        Agents of jobs that another control plane looks after are left to that one, which may still reach the node, and
+        so is the daemon beside them, with which their trainers would end."""
+        theirs = False
         for agent in await self.agents.find(await self.agents.names()):
             if agent is not None and await self.agents.node_of(agent) == node:
-                with contextlib.suppress(LeaseLost, LeaseUncertain):  # whoever looks after that job does it
+                try:
                     await self.agents.kill([agent])
-        await self.daemons.kill(node)
+                except (LeaseLost, LeaseUncertain):
+                    theirs = True
+        if not theirs:
+            await self.daemons.kill(node)

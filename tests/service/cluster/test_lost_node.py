@@ -1,0 +1,53 @@
+"""What a control plane ends on a node that it does not reach any more."""
+
+import asyncio
+
+import pytest
+
+from service.cluster.placement import Seat, placement_group_name
+from service.leases.errors import LeaseLost
+from tests.service.support.fake_cluster import FakeCluster
+from workers.config import ParallelConfig
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Two nodes, on each of which a job of ours and one of another control plane's have a rank."""
+    made = FakeCluster(tmp_path, near=2, far=2)
+    kill = made.agents.kill
+
+    async def kill_ours(agents):
+        if any(agent.job == "theirs" for agent in agents):
+            raise LeaseLost("theirs")
+        await kill(agents)
+
+    async def start():
+        for job in ("ours", "theirs"):
+            await made.groups.acquire(job, 1, ParallelConfig(data=2), "manta_slot")
+            for replica, node in enumerate(("near", "far")):
+                group = placement_group_name(job, 1, replica)
+                made.groups.held[group] = [(node, 1)]
+                await made.agents.start(job, 1, {replica: Seat(group, 0)}, "manta_slot")
+
+    asyncio.run(start())
+    made.agents.kill = kill_ours
+    return made
+
+
+def left(cluster):
+    return sorted((agent.job, agent.node) for agent in cluster.agents.living.values())
+
+
+def test_what_another_control_plane_looks_after_runs_on_since_that_one_may_reach_it(cluster):
+    """It may be our own network that is away; with the node's daemon all trainers there would end."""
+    asyncio.run(cluster.fail_calls_to("far"))
+    assert left(cluster) == [("ours", "near"), ("theirs", "far"), ("theirs", "near")]
+    assert cluster.daemons.silent == set()
+
+
+def test_calls_to_the_daemon_fail_at_once_where_nobody_else_has_anything_on_the_node(cluster):
+    for name in [name for name, agent in cluster.agents.living.items() if agent.job == "theirs"]:
+        del cluster.agents.living[name]
+    asyncio.run(cluster.fail_calls_to("far"))
+    assert left(cluster) == [("ours", "near")]
+    assert cluster.daemons.silent == {"far"}
