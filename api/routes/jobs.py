@@ -24,7 +24,7 @@ from api.parameters import (
     digest_of,
     versions_in,
 )
-from api.planning import current_cluster, plan_of_layout
+from api.planning import accelerator_of, current_cluster, plan_of_layout
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.rendered_jobs import rendered_jobs_of
 from api.threads import read_threads_of
@@ -220,7 +220,7 @@ async def _checked_and_laid_out(document: Any, control: ControlPlane) -> JobSpec
     if not asks_for_layout(document):
         return await _checked(document, control)
     spec = await _checked(without_layout(document), control)
-    cluster = await run_in_threadpool(current_cluster(control), None)
+    cluster = await run_in_threadpool(current_cluster(control), accelerator_of(spec))
     return await run_in_threadpool(with_layout, spec, bounds_in(document), cluster)
 
 

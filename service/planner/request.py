@@ -267,34 +267,43 @@ def cluster_of_nodes(
     nodes: Sequence[Mapping[str, Any]], accelerator: str | None, cpu_node: CpuNode, gpus: Gpus = NONE_MEASURED
 ) -> Cluster:
     """The cluster of which the control plane sees `nodes` (in the form of `api.schemas.Node`), as far as those of one
-    type are equal: of the size that most have. `accelerator`: what all GPUs are taken for; `cpu_node`: what a node
+    type are equal: of the size that most have. Nodes on which nothing is placed are left out, and where there are GPUs
+    those without. `accelerator`: what all GPUs are taken for, or `cpu`: the slots are meant; `cpu_node`: what a node
     without GPUs is; `gpus`: those that were measured. Raises SpecError."""
-    count, size = _most_alike(nodes)
-    with_gpus = [node for node in nodes if node.get("accelerator") == "gpu"]
-    if not with_gpus:
+    alive = [node for node in nodes if node.get("alive")]
+    usable = [node for node in alive if not node.get("draining") and node.get("problem") is None]
+    if accelerator == CPU or (accelerator is None and not any(map(_has_gpus, alive))):
+        count, size = _most_alike([node["slots_total" if _has_gpus(node) else "total"] for node in usable], "slots")
         return Cluster(cpu_node.machine(size), count, size)
+    with_gpus = [node for node in usable if _has_gpus(node)]
     if accelerator is None and len(parts := _by_type(with_gpus, gpus)) > 1:
         return together(parts)
+    count, size = _most_alike([node["total"] for node in with_gpus], "GPUs")
     name = _type_of(with_gpus) if accelerator is None else accelerator
     return _named_cluster(name, {"nodes": count, "gpus_per_node": size}, gpus)
+
+
+def _has_gpus(node: Mapping[str, Any]) -> bool:
+    return node.get("accelerator") == "gpu"
 
 
 def _by_type(nodes: Sequence[Mapping[str, Any]], gpus: Gpus) -> list[Cluster]:
     """The nodes of each type that the planner knows and that Ray has recognised."""
     parts = []
-    for type in sorted({node["gpu_type"] for node in nodes if node.get("gpu_type")}):
-        alike = [node for node in nodes if node.get("gpu_type") == type and node.get("alive") and int(node["total"])]
+    for type in sorted({node["gpu_type"] for node in nodes if node.get("gpu_type") and node["total"] >= 1}):
+        alike = [node for node in nodes if node.get("gpu_type") == type]
         memory = min((node["gpu_memory_bytes"] for node in alike if node.get("gpu_memory_bytes")), default=None)
-        if alike and (name := known_as(type, memory)) is not None:
-            count, size = _most_alike(alike)
+        if (name := known_as(type, memory)) is not None:
+            count, size = _most_alike([node["total"] for node in alike], "GPUs")
             parts.append(replace(_named_cluster(name, {"nodes": count, "gpus_per_node": size}, gpus), type=type))
     return parts
 
 
-def _most_alike(nodes: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """How many nodes have at least the size that most have, and that size. Raises SpecError."""
-    sizes = Counter(int(node["total"]) for node in nodes if node.get("alive") and int(node["total"]) > 0)
+def _most_alike(places: Sequence[float], of: str) -> tuple[int, int]:
+    """How many nodes have at least the size that most have, and that size. `places`: of each node; `of`: what they
+    are. Raises SpecError."""
+    sizes = Counter(int(each) for each in places if int(each) > 0)
     if not sizes:
-        raise SpecError([Problem("cluster.current", "this cluster has no node with free places", "false")])
+        raise SpecError([Problem("cluster.current", f"this cluster has no node whose {of} jobs may have", "false")])
     size = max(sizes, key=lambda each: (sizes[each] * each, each))
     return sum(number for each, number in sizes.items() if each >= size), size

@@ -136,6 +136,23 @@ def test_a_job_without_a_layout_gets_one_before_it_is_stored(service):
     assert parallel == dry["spec"]["parallel"]
 
 
+def test_a_job_that_asks_for_slots_is_laid_out_for_slots_where_there_are_gpus(service, monkeypatch):
+    nodes = [
+        {"alive": True, "accelerator": "gpu", "total": 8, "gpu_type": "H100", "slots_total": 2},
+        {"alive": True, "accelerator": "cpu", "total": 2, "slots_total": 2},
+    ]
+    monkeypatch.setattr(service.control, "cluster", lambda: {"nodes": nodes})
+
+    def laid_out(accelerator):
+        document = DOCUMENT | {"parallel": "auto", "resources": {"accelerator": accelerator}}
+        return service.http.post("/v1/jobs", params={"dry_run": "true"}, json=document).json()
+
+    on_slots, on_gpus = laid_out("cpu"), laid_out("auto")
+    parallel = on_slots["spec"]["parallel"]
+    assert parallel["tensor"] <= 2 and parallel["tensor"] * parallel["pipeline"] * parallel["data"] <= 4
+    assert on_slots["plan"]["mfu_causal"] > 10 * on_gpus["plan"]["mfu_causal"], "of a core's peak, not of an H100's"
+
+
 def test_a_job_that_fits_nowhere_is_refused_with_the_reason(service):
     large = {"layers": 96, "hidden_size": 12288, "heads": 96, "sequence_length": 2048}
     answer = service.http.post("/v1/jobs", json=DOCUMENT | {"model": large, "parallel": "auto"})

@@ -167,6 +167,30 @@ def test_a_cluster_is_what_most_of_its_nodes_are():
         cluster_of_nodes([], None, NODE)
 
 
+def test_where_there_are_gpus_nodes_without_do_not_count():
+    """A head with the usual 16 slots has no room for ranks that take GPUs."""
+    h100 = node("gpu", 8) | {"gpu_type": "H100"}
+    for gpu_nodes in (1, 2):
+        cluster = cluster_of_nodes([node("cpu", 16), *[h100] * gpu_nodes], None, NODE)
+        assert (cluster.machine, cluster.nodes, cluster.gpus_per_node) == (machine_of("h100"), gpu_nodes, 8)
+    with pytest.raises(SpecError, match=r"cluster.current: this cluster has no node whose GPUs jobs may have"):
+        cluster_of_nodes([node("cpu", 16)], "h100", NODE)
+
+
+def test_slots_beside_gpus_are_a_cluster_of_their_own():
+    nodes = [node("gpu", 8) | {"slots_total": 4}, node("gpu", 8) | {"slots_total": 0}, node("cpu", 4)]
+    cluster = cluster_of_nodes(nodes, "cpu", NODE)
+    assert not cluster.machine.has_gpus and (cluster.nodes, cluster.gpus_per_node) == (2, 4)
+
+
+@pytest.mark.parametrize("left", [{"draining": True}, {"problem": "its disk is full"}])
+def test_nodes_on_which_nothing_is_placed_do_not_count(left):
+    h100 = node("gpu", 8) | {"gpu_type": "H100", "draining": False, "problem": None}
+    assert cluster_of_nodes([h100, h100 | left], None, NODE).nodes == 1
+    with pytest.raises(SpecError, match="no node"):
+        cluster_of_nodes([h100 | left, node("cpu", 4)], None, NODE)  # and not the slots: its jobs wait for GPUs
+
+
 def test_gpus_of_an_unknown_type_have_to_be_named():
     with pytest.raises(SpecError, match="whose type Ray does not know: say it"):
         cluster_of_nodes([node("gpu", 8)], None, NODE)
