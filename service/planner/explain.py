@@ -9,7 +9,7 @@ from typing import Any
 from service.planner.beside_steps import BesideSteps, beside_steps
 from service.planner.budget import Share, sentences, step_shares
 from service.planner.hardware import Cluster, parts_of
-from service.planner.long_run import Advice, Run, advise
+from service.planner.long_run import Advice, NeverDone, Run, advise
 from service.planner.memory import RankMemory, memory_of, usable_bytes
 from service.planner.mixed_step import step_model
 from service.planner.pipeline import PASS_NAMES, Bar
@@ -37,7 +37,7 @@ class Explanation:
     """The passes of one step on each pipeline rank; None where they are too many."""
     beside: BesideSteps
     """What the training does beside its steps."""
-    run: Advice | None
+    run: Advice | NeverDone | None
     """Of the whole training with failures; None of what takes less than a day, or no accelerators."""
 
 
@@ -59,13 +59,16 @@ def explain(plan: Plan, cluster: Cluster) -> Explanation:
     )
 
 
-def _whole_run(plan: Plan, cluster: Cluster, beside: BesideSteps) -> Advice | None:
+def _whole_run(plan: Plan, cluster: Cluster, beside: BesideSteps) -> Advice | NeverDone | None:
     spec, step = plan.spec, plan.time.seconds
     if cluster.machine.core is not None or spec.train.steps * step < LONG_SECONDS:
         return None
     layout = spec.layout
     run = Run(layout.world_size, cluster.gpus_per_node, layout.data, step, spec.train.steps, checkpoint_seconds=step)
-    return advise(replace(run, beside_seconds=beside.seconds / spec.train.steps))
+    try:
+        return advise(replace(run, beside_seconds=beside.seconds / spec.train.steps))
+    except NeverDone as error:
+        return error
 
 
 def _run_to_json(advice: Advice) -> dict[str, Any]:
@@ -86,8 +89,11 @@ def _run_to_json(advice: Advice) -> dict[str, Any]:
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
     """In the form of `api.schemas.PlanExplanation`."""
+    run, said = explanation.run, [*sentences(explanation.shares), *explanation.beside.sentences()]
+    if isinstance(run, NeverDone):
+        run, said = None, [*said, f"Of the whole training: {run}."]
     return {
-        "sentences": [*sentences(explanation.shares), *explanation.beside.sentences()],
+        "sentences": said,
         "shares": [
             {"name": each.name, "seconds": each.seconds, "what": each.what, "help": each.help}
             for each in explanation.shares
@@ -104,7 +110,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "memory_by_stage": [each.parts() for each in explanation.memory],
         "usable_bytes": round(max(explanation.usable_bytes)),
         "usable_by_stage": [round(each) for each in explanation.usable_bytes],
-        "run": None if explanation.run is None else _run_to_json(explanation.run),
+        "run": None if run is None else _run_to_json(run),
         "timeline": None
         if explanation.bars is None
         else [

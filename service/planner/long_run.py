@@ -15,9 +15,18 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from workers.errors import MantaError
+
 SEEDS = 5
 """Runs over which an outcome is a mean."""
 MOST_SPARES = 8
+MOST_FAILURES = 2000
+"""Expected in a run that is simulated as it is; of a longer one a part with so many stands for the whole. One that has
+ten times as many, and is not done, never will be."""
+
+
+class NeverDone(MantaError):
+    """Failures come faster than steps."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +130,19 @@ class Outcome:
 
 
 def simulate(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3, seeds: int = SEEDS) -> Outcome:
-    """The mean of so many runs."""
-    outcomes = [_simulated(run, recovery, reliability, random.Random(seed)) for seed in range(seeds)]
-    fields = Outcome.__dataclass_fields__
-    return Outcome(**{name: statistics.fmean(getattr(each, name) for each in outcomes) for name in fields})
+    """The mean of so many runs. Raises NeverDone."""
+    part = _part(run, recovery, reliability)
+    outcomes = [_simulated(part, recovery, reliability, random.Random(seed)) for seed in range(seeds)]
+    times, fields = run.steps / part.steps, Outcome.__dataclass_fields__
+    return Outcome(**{name: times * statistics.fmean(getattr(each, name) for each in outcomes) for name in fields})
+
+
+def _part(run: Run, recovery: Recovery, reliability: Reliability) -> Run:
+    """As much of a run as is simulated."""
+    failures = run.seconds * sum(_Clock(run, recovery, reliability, random.Random(0)).rates())
+    if failures <= MOST_FAILURES:
+        return run
+    return replace(run, steps=max(1, round(run.steps * (MOST_FAILURES / failures))))
 
 
 class _Clock:
@@ -206,6 +224,10 @@ def _simulated(run: Run, recovery: Recovery, reliability: Reliability, draw: ran
         clock.train_until(clock.now + draw.expovariate(sum(clock.rates())))
         if clock.done >= run.seconds:
             break
+        if clock.failures == 10 * MOST_FAILURES:
+            between = 1 / sum(clock.rates())
+            pace = f"one of {run.gpus} GPUs fails every {between:.0f} s, and a step takes {run.step_seconds:.0f} s"
+            raise NeverDone(f"it would never end: {pace}")
         clock.fail()
     beside = run.steps * run.beside_seconds
     hours = clock.now / 3600 * (run.nodes + run.spares) * run.gpus_per_node
@@ -260,7 +282,7 @@ class Advice:
 
 
 def advise(run: Run) -> Advice:
-    """Look at `run`, whose spares and checkpoints are chosen."""
+    """Look at `run`, whose spares and checkpoints are chosen. Raises NeverDone."""
 
     def chosen(recovery: Recovery) -> Run:
         return replace(run, checkpoint_seconds=daly(recovery.checkpoint, seconds_between_restores(run, recovery)))

@@ -10,6 +10,7 @@ import pytest
 from service.planner.budget import sentences
 from service.planner.explain import explain, to_json
 from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
+from service.planner.long_run import NeverDone
 from service.planner.pictures import picture
 from service.planner.pipeline import WEIGHT
 from service.planner.search import plan_of
@@ -128,3 +129,13 @@ def test_a_pipeline_with_too_many_passes_is_told_without_a_timeline():
     document = to_json(explanation)
     assert document["timeline"] is None
     assert "too many passes" in picture("large", document)
+
+
+def test_of_a_run_that_would_never_end_this_is_said_and_nothing_else(monkeypatch):
+    def never(run):
+        raise NeverDone(f"it would never end: {run.gpus}")
+
+    monkeypatch.setattr("service.planner.explain.advise", never)
+    _, explanation = explained(LAYOUTS[1], steps=10**7)
+    document = to_json(explanation)
+    assert document["run"] is None and document["sentences"][-1] == "Of the whole training: it would never end: 16."

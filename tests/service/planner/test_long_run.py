@@ -11,8 +11,10 @@ from service.planner.long_run import (
     LLAMA_3,
     MANTA,
     RESTARTS,
+    NeverDone,
     Reliability,
     Run,
+    advise,
     best_spares,
     daly,
     seconds_between_restores,
@@ -47,6 +49,19 @@ def test_without_failures_a_run_takes_its_steps_and_its_checkpoints():
     assert (outcome.failures, outcome.redone, outcome.recovering) == (0, 0, 0)
     assert outcome.checkpoints == pytest.approx(LLAMA.seconds / 1800 * 10)
     assert outcome.seconds == pytest.approx(LLAMA.seconds + outcome.checkpoints)
+
+
+def test_a_part_of_a_run_of_centuries_stands_for_the_whole():
+    decade = simulate(replace(LLAMA, steps=67 * LLAMA.steps), MANTA)
+    longest = simulate(replace(LLAMA, steps=2**53), MANTA)
+    assert longest.goodput == pytest.approx(decade.goodput, rel=0.01)
+    assert longest.seconds == pytest.approx(2**53 * LLAMA.step_seconds / longest.goodput)
+
+
+def test_a_run_whose_steps_take_longer_than_there_is_between_failures_never_ends():
+    run = Run(800_000, 8, 1000, step_seconds=1000.0, steps=10_000, checkpoint_seconds=1000.0)
+    with pytest.raises(NeverDone, match="one of 800000 GPUs fails every 228 s, and a step takes 1000 s"):
+        advise(run)
 
 
 def test_as_many_failures_as_were_published_and_as_much_of_the_time_trains():
