@@ -19,7 +19,7 @@ TOLERANCE = 0.2
 """Part by which a step, or its memory, may differ from what was planned before it is said."""
 
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "computing": (("arithmetic", "products", "elementwise", "host"), ("forward", "backward")),
+    "computing": (("arithmetic", "products", "elementwise", "host", "copies"), ("forward", "backward")),
     "recomputation": (("recomputation",), ("recompute",)),
     "tensor communication": (("tensor",), ("tensor_communication",)),
     "waiting for other stages": (("bubble",), ("bubble", "pipeline_communication")),

@@ -7,6 +7,7 @@ pointer rests on it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -21,6 +22,7 @@ _PASSES = {
 """What a pass is called, and its colour."""
 _COLOURS = (
     "#4c78a8", "#9ecae9", "#88d27a", "#f58518", "#e45756", "#b279a2", "#d8d8d8", "#ffbf79", "#54a24b", "#8c6d31",
+    "#79706e",
 )  # fmt: skip
 _MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
@@ -67,7 +69,7 @@ def _step(shares: Sequence[Mapping[str, Any]]) -> _Part:
     """One bar, and a line a part."""
     total, at, lines = sum(each["seconds"] for each in shares), 0.0, []
     whole = sum(max(0.0, each["seconds"]) for each in shares)
-    for row, (each, colour) in enumerate(zip(shares, _COLOURS, strict=True)):
+    for row, (each, colour) in enumerate(zip(shares, cycle(_COLOURS), strict=False)):
         seconds, label = each["seconds"], f"{each['name']}: {_seconds(each['seconds'])}"
         x, width = _across(at, at + max(0.0, seconds), whole)
         y = LANE + 8 + row * 18

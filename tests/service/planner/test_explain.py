@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from service.planner.budget import sentences
+from service.planner.drift import GROUPS
 from service.planner.explain import explain, to_json
 from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
 from service.planner.long_run import NeverDone
@@ -122,6 +123,13 @@ def test_a_picture_is_well_formed_and_has_a_bar_for_every_pass(parallel):
     assert sum(" of micro-batch " in title for title in titles) == len(explanation.bars)
     assert next(root.iter("{http://www.w3.org/2000/svg}text")).text == "a <plan> & more"
     assert not [each for each in root.iter() if each.tag.endswith(("script", "image", "foreignObject"))]
+
+
+def test_a_picture_has_every_part_that_a_step_may_have():
+    _, explanation = explained({"pipeline": 2, "offload_layers": 7})
+    assert [each.name for each in explanation.shares if each.seconds > 0][-1] == "copies"
+    assert {each.name for each in explanation.shares} == {part for parts, _ in GROUPS.values() for part in parts}
+    assert "copies: activations of 7 layers a stage" in picture("offloaded", to_json(explanation))
 
 
 def test_a_pipeline_with_too_many_passes_is_told_without_a_timeline():
