@@ -6,6 +6,7 @@ virtual stage has times of its own, and messages may take the time of both their
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,6 +22,10 @@ _PASSES: dict[str, int] = {
     "backward_input": INPUT,
     "backward_weight": WEIGHT,
 }
+MOST_PASSES = 100_000
+"""Of a pipeline whose pace is looked for by simulating more of it."""
+ROUNDING = 1e-9
+"""Part by which sums of the same seconds may differ."""
 PASS_NAMES = {number: name for name, number in _PASSES.items()}
 """What the schedules call each pass."""
 
@@ -79,14 +84,29 @@ class Pipeline:
 
     def seconds(self, micro_batches: int) -> float:
         """From the first start to the last end. Beyond a few times as many micro-batches as stages every further one
-        takes equally long, so that not all are simulated."""
-        p = self.stages
+        takes equally long, so that not all are simulated. Where that is less than the busiest rank has to do, another
+        one that began later is still behind it, and more are looked at."""
+        p, busy = self.stages, (1 - ROUNDING) * self._busy()
         few, more = (4 * p, 2 * p) if p <= 8 else (3 * p, p)
-        few += micro_batches % p
-        if micro_batches <= few + more:
-            return self.simulated_seconds(micro_batches)
-        first, second = self.simulated_seconds(few), self.simulated_seconds(few + more)
-        return first + (second - first) * (micro_batches - few) / more
+        while (count := few + micro_batches % more) + more < micro_batches:
+            first, second = self.simulated_seconds(count), self.simulated_seconds(count + more)
+            each = (second - first) / more
+            if each >= busy:
+                return first + each * (micro_batches - count)
+            if 2 * len(self.times) * count > MOST_PASSES:
+                return second + busy * (micro_batches - count - more)
+            few *= 2
+        return self.simulated_seconds(micro_batches)
+
+    def _busy(self) -> float:
+        """Seconds that each micro-batch keeps the busiest rank busy, or all cores, messages that take its time
+        included."""
+        seconds = [each.seconds if self.trains else each.forward for each in self.times]
+        if self.blocking:
+            ways = 2 if self.trains else 1
+            (before, behind), _ = self._occupied()
+            seconds = [own + ways * sum(ends) for own, *ends in zip(seconds, before, behind, strict=True)]
+        return self._most(seconds)
 
     def bars(self, micro_batches: int) -> list[Bar]:
         """Every pass of every rank, when it begins and ends."""
@@ -172,16 +192,23 @@ class Pipeline:
 
     def work(self, micro_batches: int) -> float:
         """Most seconds that any rank computes in the step, messages that block not counted; or that all cores do."""
-        ranks = self.rank_work()
-        together = sum(ranks) * self.cores.ranks / self.cores.most if self.cores is not None else 0.0
-        return max(*ranks, together) * micro_batches
+        return self._most([each.seconds for each in self.times]) * micro_batches
 
     def rank_work(self) -> list[float]:
         """Seconds that each rank computes for one micro-batch."""
+        return self._by_rank([each.seconds for each in self.times])
+
+    def _most(self, seconds: Sequence[float]) -> float:
+        """Of any rank, or of all cores, of what takes each virtual stage so many seconds."""
+        ranks = self._by_rank(seconds)
+        together = sum(ranks) * self.cores.ranks / self.cores.most if self.cores is not None else 0.0
+        return max(*ranks, together)
+
+    def _by_rank(self, seconds: Sequence[float]) -> list[float]:
         total = [0.0] * self.stages
-        for index, each in enumerate(self.times):
+        for index, each in enumerate(seconds):
             rank, _ = place(self.kind, self.stages, self.virtual_stages, index)
-            total[rank] += each.seconds
+            total[rank] += each
         return total
 
     def _orders(self, micro_batches: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:

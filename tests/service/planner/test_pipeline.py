@@ -39,7 +39,7 @@ def test_even_stages_take_what_the_engines_simulation_says(kind, stages, rounds,
 @given(
     st.sampled_from(KINDS),
     st.integers(1, 5),
-    st.integers(1, 12),
+    st.integers(1, 40),
     st.integers(0, 20),
     st.tuples(times, times, times),
     st.tuples(st.floats(0, 3), st.floats(0, 3)),
@@ -57,9 +57,22 @@ def test_many_micro_batches_go_on_as_the_first_few_did(kind, stages, rounds, lay
     )
     pipeline = Pipeline(kind, stages, v, stage_times, (message,) * (count - 1), blocking)
     whole = pipeline.simulated_seconds(m)
-    # The first few may still be on their way to the rhythm of the slowest stage.
-    assert pipeline.seconds(m) == pytest.approx(whole, rel=0.02)
+    # Where ranks wait for one another in turns, the rhythm may be longer than what is simulated of it.
+    assert pipeline.seconds(m) == pytest.approx(whole, rel=0.01)
     assert whole >= pipeline.work(m) - 1e-9
+
+
+def test_a_rank_that_is_busier_than_the_others_by_little_holds_them_up_in_the_end():
+    """As lists are that a search finds: of the first micro-batches the other rank is done later."""
+    layers = (7, 7, 6, 4)
+    stages = [StageTimes(1.0 * count, 1.0 * count, 0.9 * count) for count in layers]
+    stages[-1] = StageTimes(6.3, 6.3, 5.3)
+    pipeline = Pipeline("zb-v", 2, 2, tuple(stages), (0.1,) * 3, False)
+    first, second = pipeline.rank_work()
+    assert 1 < first / second < 1.03
+    for m in (16, 64, 1024):
+        assert pipeline.seconds(m) == pytest.approx(pipeline.simulated_seconds(m), rel=1e-9)
+        assert pipeline.seconds(m) >= pipeline.work(m) - 1e-9
 
 
 @pytest.mark.parametrize("m", [1, 4, 100])
