@@ -37,9 +37,12 @@ class Groups:
     """Ranks between a rank and the same one of the next stage."""
 
     def stages_share_node(self, stage: int, other: int) -> bool:
-        """Whether the first ranks of two pipeline ranks' stages are on one node."""
-        per_node = self.cluster.gpus_per_node
-        return stage * self.stage_stride // per_node == other * self.stage_stride // per_node
+        """Whether the first ranks of two pipeline ranks' stages are on one node, which has whole tensor groups."""
+        return self._node_of(stage) == self._node_of(other)
+
+    def _node_of(self, stage: int) -> int:
+        before = stage * self.stage_stride // self.tensor.size  # tensor groups
+        return before // max(1, self.cluster.gpus_per_node // self.tensor.size)
 
 
 def groups_of(layout: ParallelConfig, cluster: Cluster, software: Software) -> Groups:

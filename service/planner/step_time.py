@@ -240,5 +240,5 @@ class StepModel:
         if not model.tie_embeddings or ends_share_rank(layout):
             return 0.0
         size = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size * self.software.gradient_bytes
-        ends = self.groups.stage_stride * (layout.pipeline - 1) < self.cluster.gpus_per_node
-        return reduce_seconds(Group(2, 2 if ends else 1), self.cluster, size)
+        together = self.groups.stages_share_node(0, layout.pipeline - 1)
+        return reduce_seconds(Group(2, 2 if together else 1), self.cluster, size)

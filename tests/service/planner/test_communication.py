@@ -47,6 +47,15 @@ def test_neighbouring_stages_share_a_node_where_they_fit():
     assert [groups.stages_share_node(stage, stage + 1) for stage in range(3)] == [True, False, True]
     groups = groups_of(layout(4, 4, 2), a100s(4), MEGATRON_2021)
     assert not any(groups.stages_share_node(stage, stage + 1) for stage in range(3))
+    groups = groups_of(layout(16, 2), a100s(4), MEGATRON_2021)
+    assert not groups.stages_share_node(0, 1)
+
+
+def test_a_node_has_whole_tensor_groups():
+    groups = groups_of(layout(4, 3), Cluster(a100s().machine, 3, 6), MANTA)
+    assert not groups.stages_share_node(0, 1) and not groups.stages_share_node(1, 2)
+    groups = groups_of(layout(2, 4), Cluster(a100s().machine, 2, 5), MANTA)
+    assert [groups.stages_share_node(stage, stage + 1) for stage in range(3)] == [True, False, True]
 
 
 def test_rings_across_nodes_share_the_adapters():
