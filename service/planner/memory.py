@@ -18,6 +18,7 @@ from workers.accounting.snapshot_bytes import SLOTS, STATE_BYTES
 from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
 from workers.parallel.pipeline.stages import layer_counts, virtual_stage
+from workers.spec.rules import find_problems
 
 RESERVE = 0.04
 """Part of a device's memory that stays free for what the allocator cannot use: it keeps blocks of the sizes that it was
@@ -232,10 +233,18 @@ def fits(spec: JobSpec, cluster: Cluster) -> Fit:
     found = Fit(*tightest(spec, cluster))
     if found.fits:
         return found
+    widest, broken = max(part.gpus_per_node for part in cluster.parts), _broken(spec)
     for change, other in _changes(spec, found.usable, cluster.machine):
+        if other.layout.tensor > widest or _broken(other) - broken:
+            continue
         if Fit(*tightest(other, cluster)).fits:
             return Fit(found.memory, found.usable, change)
     return found
+
+
+def _broken(spec: JobSpec) -> set[str]:
+    """Keys that break rules; of a plan those of its data may."""
+    return {problem.path for problem in find_problems(spec)}
 
 
 def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[str, JobSpec]]:
@@ -271,7 +280,6 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
         yield "train.optimizer.offload: true", spec.model_copy(update={"train": train})
     for times in (2, 4, 8, 16, 32, 64):
         tensor, pipeline = layout.tensor * times, layout.pipeline * times
-        if spec.model.heads % tensor == 0 and spec.model.ffn_size % tensor == 0:
-            yield f"parallel.tensor: {tensor}", with_layout(tensor=tensor)
+        yield f"parallel.tensor: {tensor}", with_layout(tensor=tensor)
         if pipeline * layout.virtual_stages <= spec.model.layers and layout.schedule != "interleaved" and not is_placed:
             yield f"parallel.pipeline: {pipeline}", with_layout(pipeline=pipeline, stage_layers=None)

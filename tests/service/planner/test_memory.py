@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.planner.hardware import MACHINES, Gpu, cpu_machine, measured
-from service.planner.memory import fits, host_bytes, memory_of, usable_bytes, worst_rank
+from service.planner.memory import RESERVE, fits, host_bytes, memory_of, usable_bytes, worst_rank
 from tests.service.support.planned import a100s, job
 from workers.accounting.activation_bytes import host_bytes_of_rank, rank_bytes
 from workers.accounting.flops import rank_parameters
@@ -91,6 +91,29 @@ def test_the_smallest_change_that_helps_is_named_and_does(sections, change):
     section, key = path.split(".")
     part = getattr(spec, section).model_copy(update={key: int(value) if value.isdigit() else value})
     assert fits(spec.model_copy(update={section: part}), cluster).fits
+
+
+@pytest.mark.parametrize(
+    ("model", "per_node", "change"),
+    [
+        ({}, 8, "parallel.tensor: 8"),
+        ({}, 4, "parallel.tensor: 4"),
+        ({"family": "llama", "kv_heads": 6}, 8, "parallel.tensor: 2"),
+    ],
+)
+def test_a_change_is_advised_only_where_the_rules_and_the_nodes_have_room_for_it(model, per_node, change):
+    """With pipelines out of the question."""
+    spec = job(2, 1536, 24, model={"sequence_length": 128, **model}, recompute="full", offload_layers=2, train={
+        "optimizer": {"offload": True}, "micro_batch_size": 1, "head_tokens": 64})  # fmt: skip
+    cluster = a100s(8, per_node)
+    tensor = int(change.split()[-1])
+    needed = worst_rank(spec.model_copy(update={"parallel": spec.layout.model_copy(update={"tensor": tensor})})).total
+    device = replace(cluster.machine.accelerator, memory_bytes=1.001 * needed / (1 - RESERVE))
+    cluster = replace(cluster, machine=replace(cluster.machine, accelerator=device))
+    assert fits(spec, cluster).change == change
+    less = replace(device, memory_bytes=0.9 * device.memory_bytes)
+    change = fits(spec, replace(cluster, machine=replace(cluster.machine, accelerator=less))).change
+    assert change is None or not change.startswith("parallel.tensor"), change
 
 
 def test_a_reserve_of_the_device_stays_free():
