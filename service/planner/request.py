@@ -142,6 +142,9 @@ def read_cluster(document: Any, current: CurrentCluster, node: CpuNode, gpus: Gp
     if not isinstance(is_current, bool):
         raise SpecError([Problem("cluster.current", f"must be true or false, not {kind_of(is_current)}", "true")])
     name, sizes = _read_nodes("cluster", document, {*_KEYS, "current", "groups"})
+    if is_current and sizes:
+        problem = f"current: true has the nodes that there are; leave out {' and '.join(sizes)}, or current"
+        raise SpecError([Problem("cluster.current", problem, "false")])
     if is_current:
         return current(name)
     return _described(name, sizes, node, gpus, "cluster")

@@ -94,6 +94,7 @@ def test_a_jobs_own_file_can_be_planned():
         ({"accelerator": "a100", "gpus_per_node": 65}, "cluster.gpus_per_node", "from 1 to 64"),
         ({"accelerator": "a100", "racks": 3}, "cluster.racks", "unknown key"),
         ({"current": "yes"}, "cluster.current", "must be true or false"),
+        ({"current": True, "nodes": 2, "gpus_per_node": 4}, "cluster.current", "leave out nodes and gpus_per_node, or"),
         ({"groups": []}, "cluster.groups", "has nodes of 1 to 4 kinds, not 0"),
         ({"groups": [{"accelerator": "a100"}, 3]}, "cluster.groups", "must be a list of mappings"),
         ({"groups": [{"accelerator": "a100"}], "nodes": 2}, "cluster.groups", "goes without nodes"),
