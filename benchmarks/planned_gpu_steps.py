@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.planned_layouts import MEMORY_TARGET, ORDER_TARGET, TIME_TARGET, rank_correlation
+from benchmarks.planned_layouts import MEMORY_TARGET, ORDER_TARGET, TIME_TARGET
 from benchmarks.support import drawn_gpu_jobs
 from benchmarks.support.drawn_gpu_jobs import draw_jobs
 from benchmarks.support.gpu.contestants import manta, timed
+from benchmarks.support.published.rows import rank_correlation
 from benchmarks.support.report import Report, deliver, parser
 from service.planner.fitting_gpu import fit_gpu, machine_measured, product_time, step_seconds
 from service.planner.hardware import MACHINES, Cluster, Machine, measured

@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.support.calibrated import add_options, calibration, core_of
 from benchmarks.support.drawn_layouts import draw_jobs
 from benchmarks.support.local_ranks import LocalRanks
+from benchmarks.support.published.rows import rank_correlation
 from benchmarks.support.report import Report, deliver, parser
 from benchmarks.support.tensor_bytes import peak_bytes, tracker_of_bytes
 from service.machines import Calibrated
@@ -156,16 +157,6 @@ def compare(report: Report, rows: Sequence[dict[str, Any]]) -> None:
     ]
     report.add("memory_error_median", round(statistics.median(memory), 4), "ratio", MEMORY_TARGET)
     report.add("memory_error_max", round(max(memory), 4), "ratio")
-
-
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's: the correlation of the places that values have in order."""
-    return statistics.correlation(_places(first), _places(second))
-
-
-def _places(values: Sequence[float]) -> list[float]:
-    order = sorted(values)
-    return [order.index(value) + (order.count(value) - 1) / 2 for value in values]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
@@ -84,13 +85,13 @@ def printed_range(printed: float) -> tuple[float, float]:
     return printed - half, printed + half
 
 
-def ranks_of(values: list[float]) -> list[float]:
+def ranks_of(values: Sequence[float]) -> list[float]:
     """The place of each value among all, equal ones sharing the mean of theirs."""
     ordered = sorted(values)
     return [(ordered.index(value) + len(ordered) - 1 - ordered[::-1].index(value)) / 2 for value in values]
 
 
-def rank_correlation(first: list[float], second: list[float]) -> float:
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's: the correlation of the places of two lists; 1 for lists without differences."""
     places = ranks_of(first), ranks_of(second)
     means = [sum(each) / len(each) for each in places]

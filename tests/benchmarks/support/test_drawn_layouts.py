@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from benchmarks.planned_layouts import rank_correlation
 from benchmarks.support.drawn_layouts import MOST_RANKS, draw_jobs
 from workers.spec.reading import parse_job_spec
 
@@ -23,10 +20,3 @@ def test_all_are_allowed_different_and_of_every_kind():
     assert {spec.layout.recompute for spec in specs} == {"none", "selective", "full"}
     for size in ("tensor", "pipeline", "data", "zero"):
         assert len({getattr(spec.layout, size) for spec in specs}) > 1
-
-
-def test_rank_correlation_is_spearmans():
-    assert rank_correlation([1, 2, 3], [10, 20, 400]) == pytest.approx(1)
-    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
-    assert rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
-    assert rank_correlation([1, 1, 2], [1, 1, 3]) == pytest.approx(1)

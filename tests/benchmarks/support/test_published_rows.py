@@ -48,6 +48,8 @@ def test_order_is_what_rank_correlation_sees() -> None:
     assert rank_correlation([1, 2, 3, 4], [10, 20, 25, 90]) == pytest.approx(1.0)
     assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
     assert rank_correlation([1, 2, 2, 4], [1, 3, 2, 4]) < 1.0
+    assert rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
+    assert rank_correlation([1, 1, 2], [1, 1, 3]) == pytest.approx(1)
 
 
 def test_formulas_of_the_tables_are_evaluated() -> None:
