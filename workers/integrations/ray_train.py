@@ -131,14 +131,14 @@ def _next_stop(spec: JobSpec, step: int, report_every_steps: int) -> int:
 
 
 def _report(trainer: Trainer, folder: Place, rows: _Rows) -> None:
-    """Tell Ray Train about the step that is done, on all ranks: with its checkpoint, which is whole, where it has
-    one."""
+    """Tell Ray Train about the step that is done, on all ranks: with its checkpoint, which is whole, where it has one.
+    One that could not be saved is none: Ray Train would delete an older one for it."""
     step, saved = trainer.step, trainer.state.checkpoints
     if trainer.comm.rank != 0:
         ray.train.report({"step": step})
         return
     row, checkpoint = rows.newest, None
-    if saved is not None and saved.due(step):
+    if saved is not None and saved.due(step) and saved.failure is None:
         rows.save(folder / METRICS_FOLDER, step)
         place = checkpoint_path(folder, step, trainer.comm.generation)
         filesystem = ray.train.get_context().get_storage().storage_filesystem

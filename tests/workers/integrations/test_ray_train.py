@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +153,19 @@ def test_training_stops_at_checkpoints_at_reports_and_at_the_end(job):
     without = parse_job_spec({**job, "checkpoint": {"every_steps": 0}})
     assert _next_stop(without, 0, 0) == STEPS
     assert _next_stop(without, 0, 7) == 7
+
+
+def test_a_checkpoint_that_could_not_be_saved_is_not_reported(monkeypatch, tmp_path):
+    """Ray Train would count it among those that are kept, and delete an older one for it."""
+    from workers.integrations import ray_train
+
+    reported, saved = [], SimpleNamespace(due=lambda step: True, failure="no space left on device")
+    trainer = SimpleNamespace(step=4, comm=SimpleNamespace(rank=0), state=SimpleNamespace(checkpoints=saved))
+    monkeypatch.setattr(ray_train.ray.train, "report", lambda *what, **how: reported.append(what))
+    rows = ray_train._Rows(None)
+    rows.metrics({"step": 4})
+    ray_train._report(trainer, tmp_path, rows)
+    assert reported == [({"step": 4}, None)]
 
 
 @pytest.mark.soak
