@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from workers.config import JobSpec, ParallelConfig
 from workers.spec.problems import Problem, SpecError
-from workers.spec.reading import load_job_spec, parse_job_spec, read_document
+from workers.spec.reading import load_job_spec, parse_job_spec, read_document, with_absolute_paths
 
 
 def problems_of(spec: Any) -> list[Problem]:
@@ -269,6 +269,13 @@ def test_relative_paths_are_resolved_against_the_files_own_folder(tmp_path, monk
     assert paths[2] == "/etc/text"
     (code,) = load_job_spec(Path("jobs/job.yaml")).data.validation
     assert code.paths == (str(tmp_path / "jobs" / "code.txt"),)
+
+
+def test_words_and_urls_are_no_relative_paths():
+    named = {"paths": ["a", "s3://texts/a"], "tokenizer": "s3://llama", "template": "chatml"}
+    absolute = with_absolute_paths({"data": named, "model": {"from": "s3://llama"}}, Path("/jobs"))
+    assert absolute == {"data": {**named, "paths": ["/jobs/a", "s3://texts/a"]}, "model": {"from": "s3://llama"}}
+    assert named["paths"] == ["a", "s3://texts/a"], "what was given stays"
 
 
 NO_SPECS = {

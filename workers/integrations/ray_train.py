@@ -38,7 +38,7 @@ from workers.rank_state import Places
 from workers.reporter import Reporter
 from workers.run import restore_newest, threads_begun_with
 from workers.settings import read_token_cache
-from workers.spec.reading import absolute_template, absolute_tokenizer, absolute_weights, parse_job_spec
+from workers.spec.reading import parse_job_spec, with_absolute_paths
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, Place, place_of
 from workers.system import gpu
@@ -70,7 +70,7 @@ def torch_trainer(
     `scaling_config`: in place of one CPU (or, as `resources.accelerator` has it, one GPU) a worker;
     `report_every_steps`: as for `train`; `run_options`: fields of Ray Train's RunConfig, such as `name`,
     `storage_path`, `callbacks`. Unless these say otherwise, as many failures are survived as `recovery.max_restarts`
-    allows, and `checkpoint.keep` checkpoints stay. Relative `data.paths` start at the current folder. Raises SpecError,
+    allows, and `checkpoint.keep` checkpoints stay. Relative paths start at the current folder. Raises SpecError,
     RayTrainError.
     """
     spec = _checked(job)
@@ -82,7 +82,7 @@ def torch_trainer(
     }
     return ray.train.torch.TorchTrainer(
         train_loop,
-        train_loop_config={"job": _with_absolute_paths(job), "report_every_steps": report_every_steps},
+        train_loop_config={"job": with_absolute_paths(dict(job), Path.cwd()), "report_every_steps": report_every_steps},
         scaling_config=scaling,
         run_config=ray.train.RunConfig(**defaults | run_options),
     )
@@ -228,20 +228,6 @@ def _checked(job: Mapping[str, Any]) -> JobSpec:
             "recovery.spike.policy to skip or fail"
         )
     return with_vocabulary(spec)
-
-
-def _with_absolute_paths(job: Mapping[str, Any]) -> dict[str, Any]:
-    """`job`, whose `data.paths` and `model.from` mean the same files in the workers, which have another current
-    folder."""
-    data = {**job["data"], "paths": [str(Path(path).absolute()) for path in job["data"].get("paths", ())]}
-    if "tokenizer" in data:
-        data["tokenizer"] = absolute_tokenizer(data["tokenizer"], Path.cwd())
-    if isinstance(data.get("template"), str):
-        data["template"] = absolute_template(data["template"], Path.cwd())
-    model = dict(job["model"])
-    if isinstance(model.get("from"), str):
-        model["from"] = absolute_weights(model["from"], Path.cwd())
-    return {**job, "model": model, "data": data}
 
 
 def _device(spec: JobSpec) -> torch.device:

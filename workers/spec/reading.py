@@ -59,40 +59,42 @@ def document_in(text: str, name: str, folder: Path) -> Any:
         document = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
         raise _not_yaml(name, error) from error
-    model = document.get("model") if isinstance(document, dict) else None
-    if isinstance(model, dict) and isinstance(model.get("from"), str):
-        model["from"] = absolute_weights(model["from"], folder)
-    data = document.get("data") if isinstance(document, dict) else None
+    return with_absolute_paths(document, folder)
+
+
+def with_absolute_paths(document: Any, folder: Path) -> Any:
+    """`document`, a JobSpec, in which relative paths of data, tokenizer, template and weights are ones below
+    `folder`."""
+    if not isinstance(document, dict):
+        return document
+    model, data = document.get("model"), document.get("data")
+    if isinstance(model, dict) and "from" in model:
+        document = {**document, "model": {**model, "from": _absolute(model["from"], folder)}}
     if isinstance(data, dict):
-        sets = data.get("validation")
-        for named in (data, *(sets if isinstance(sets, list) else ())):
-            _resolve_paths(named, folder)
-        if isinstance(data.get("tokenizer"), str):
-            data["tokenizer"] = absolute_tokenizer(data["tokenizer"], folder)
-        if isinstance(data.get("template"), str):
-            data["template"] = absolute_template(data["template"], folder)
+        data = _with_absolute_files(data, folder)
+        if isinstance(data.get("validation"), list):
+            data["validation"] = [_with_absolute_files(each, folder) for each in data["validation"]]
+        document = {**document, "data": data}
     return document
 
 
-def _resolve_paths(section: Any, folder: Path) -> None:
-    """Make the relative `paths` of a section ones below `folder`, as far as it has any."""
-    if isinstance(section, dict) and isinstance(section.get("paths"), list):
-        section["paths"] = [str(folder / entry) if isinstance(entry, str) else entry for entry in section["paths"]]
+def _with_absolute_files(section: Any, folder: Path) -> Any:
+    """A section that names files, as far as it does."""
+    if not isinstance(section, dict):
+        return section
+    named = dict(section)
+    if isinstance(section.get("paths"), list | tuple):
+        named["paths"] = [_absolute(path, folder) for path in section["paths"]]
+    for key, words in (("tokenizer", BUILT_IN_TOKENIZERS), ("template", (CHATML,))):
+        if key in section:
+            named[key] = _absolute(section[key], folder, words)
+    return named
 
 
-def absolute_tokenizer(tokenizer: str, folder: Path) -> str:
-    """What `data.tokenizer` names, where a path is relative to `folder`."""
-    return tokenizer if tokenizer in BUILT_IN_TOKENIZERS or not tokenizer else str(folder / tokenizer)
-
-
-def absolute_template(template: str, folder: Path) -> str:
-    """What `data.template` names, where a path is relative to `folder`."""
-    return template if template == CHATML or not template else str(folder / template)
-
-
-def absolute_weights(named: str, folder: Path) -> str:
-    """What `model.from` names, where a path is relative to `folder`."""
-    return named if not named or "://" in named else str(folder / named)
+def _absolute(named: Any, folder: Path, words: tuple[str, ...] = ()) -> Any:
+    """`named` below `folder` where it is a relative path: neither empty, nor one of the `words`, nor a URL."""
+    is_path = isinstance(named, str) and named and named not in words and "://" not in named
+    return str(folder / named) if is_path else named
 
 
 def _not_yaml(name: str, error: Exception) -> SpecError:

@@ -5,12 +5,12 @@ Each rule is a function of the spec that yields problems; each problem names the
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 
-from workers.config import BYTE_VOCABULARY, END_OF_TEXT, LEAST_WINDOW, NO_TOKEN, DataConfig, JobSpec
+from workers.config import LEAST_WINDOW, JobSpec
 from workers.spec.chat_rules import CHAT_RULES
+from workers.spec.data_rules import DATA_RULES
 from workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
 from workers.spec.environment import environment_is_allowed
 from workers.spec.families import FAMILIES
@@ -21,7 +21,6 @@ from workers.spec.recipe_rules import RECIPE_RULES
 
 # More steps of a ramp than anybody looks at; each is kept in memory.
 MOST_INCREMENTS = 10_000
-MOST_BETWEEN_WEIGHTS = 100_000
 
 Rule = Callable[[JobSpec], Iterator[Problem]]
 
@@ -113,17 +112,6 @@ def _activation_fits(spec: JobSpec) -> Iterator[Problem]:
     model = spec.model
     if model.activation != "gelu" and model.family in FAMILIES and model.parts.gated_mlp:
         yield Problem("model.activation", f"{model.family} has SwiGLU; the choice of a GELU is gpt's", "gelu")
-
-
-def _documents_end(spec: JobSpec) -> Iterator[Problem]:
-    data = spec.data
-    if data.documents == "together":
-        return
-    if data.source != "chat" and (data.end_of_document == NO_TOKEN or data.is_read_in_place):
-        problem = "with documents apart a token must say where each ends"
-        yield Problem("data.end_of_document", problem, END_OF_TEXT if data.tokenizer == "bytes" else "null")
-    if spec.train.compile:
-        yield Problem("train.compile", "with documents apart each micro-batch would be compiled anew", "false")
 
 
 def _windows_fit(spec: JobSpec) -> Iterator[Problem]:
@@ -353,88 +341,6 @@ def _recomputation_is_whole(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("parallel.recompute_modules", "a module is named twice", f"[{once}]")
 
 
-def _vocabulary_holds_tokenizer(spec: JobSpec) -> Iterator[Problem]:
-    data, size = spec.data, spec.model.vocabulary_size
-    if data.source == "megatron" and data.tokenizer == "bytes" and size is None:
-        yield Problem(
-            "model.vocabulary_size",
-            "source megatron holds tokens whose vocabulary only you know: set its size, or data.tokenizer to the file "
-            "of the tokenizer that made them",
-            "50257",
-        )
-    if size is not None and data.token_ids is not None and size < data.token_ids:
-        name = "the tokenizer's" if data.tokenizer_file else f"the {data.tokenizer} tokenizer's"
-        yield Problem(
-            "model.vocabulary_size",
-            f"vocabulary_size ({size}) is smaller than {name} ({data.token_ids})",
-            str(data.token_ids),
-        )
-
-
-def _tokenizer_is_whole(spec: JobSpec) -> Iterator[Problem]:
-    data = spec.data
-    if data.tokenizer == "bpe" and data.source == "megatron":
-        yield Problem("data.tokenizer", "source megatron holds tokens already, so none can be trained on it", "bytes")
-    if data.tokenizer == "bytes" and data.source == "megatron":
-        for number, each in enumerate(data.validation):
-            if data.corpus_of(each).source != "megatron":
-                problem = f"the texts of {each.name} need the tokenizer that made the corpus's tokens (data.tokenizer)"
-                yield Problem(f"data.validation.{number}.source", problem, "megatron")
-    if data.tokenizer == "bytes" and data.tokenizer_vocabulary not in (None, data.token_ids):
-        problem = f"the bytes tokenizer has {data.token_ids} ids, not {data.tokenizer_vocabulary}"
-        yield Problem("data.tokenizer_vocabulary", problem, "null")
-    least = BYTE_VOCABULARY + 1
-    if data.tokenizer == "bpe" and (data.tokenizer_vocabulary or least) < least:
-        problem = f"bpe needs at least {least} ids: one for each byte, and one for the end of a document"
-        yield Problem("data.tokenizer_vocabulary", problem, str(least))
-    if data.tokenizer == "bytes" and data.end_of_document not in (None, NO_TOKEN, END_OF_TEXT):
-        yield Problem(
-            "data.end_of_document",
-            f"the bytes tokenizer knows {END_OF_TEXT} (id {BYTE_VOCABULARY}) and none, not {data.end_of_document!r}",
-            END_OF_TEXT,
-        )
-    if not data.tokenizer or "\0" in data.tokenizer:
-        yield Problem("data.tokenizer", "must be bytes, bpe, or the path of a tokenizer.json", "bytes")
-
-
-def _paths_match_source(spec: JobSpec) -> Iterator[Problem]:
-    yield from _paths_match(spec.data, "data")
-    for number, each in enumerate(spec.data.validation):
-        yield from _paths_match(spec.data.corpus_of(each), f"data.validation.{number}")
-
-
-def _paths_match(data: DataConfig, where: str) -> Iterator[Problem]:
-    """The paths of a corpus or of a validation set, in the section at `where`."""
-    if data.source == "python-stdlib" and data.paths:
-        yield Problem(f"{where}.paths", "source python-stdlib takes no paths (source text does)", "[]")
-    if data.source != "python-stdlib" and not data.paths:
-        example = {"text": "corpus.txt", "jsonl": "corpus.jsonl", "parquet": "corpus.parquet", "chat": "chats.jsonl"}
-        yield Problem(
-            f"{where}.paths",
-            f"source {data.source} needs at least one file or directory",
-            f"[{example.get(data.source, 'corpus.bin')}]",
-        )
-    if any("\0" in path for path in data.paths):
-        kept = [path.replace("\0", "") for path in data.paths]
-        yield Problem(f"{where}.paths", "a path cannot contain a zero byte", json.dumps(kept))
-
-
-def _weights_match_paths(spec: JobSpec) -> Iterator[Problem]:
-    weights, paths = spec.data.weights, spec.data.paths
-    if weights is None:
-        return
-    if not weights or len(weights) != len(paths):
-        each = [1.0] * len(paths) if paths else None
-        problem = f"{len(weights) or 'no'} weights for {len(paths) or 'no'} paths: each path has one"
-        yield Problem("data.weights", problem, json.dumps(each))
-    elif max(weights) / min(weights) > MOST_BETWEEN_WEIGHTS:
-        yield Problem(
-            "data.weights",
-            f"the largest weight is more than {MOST_BETWEEN_WEIGHTS} times the smallest: leave that path out",
-            "[" + ", ".join(f"{max(each, max(weights) / MOST_BETWEEN_WEIGHTS):.6f}" for each in weights) + "]",
-        )
-
-
 def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:
     data = spec.layout.data
     if (spec.elastic.min_data or data) > data:
@@ -478,7 +384,6 @@ FITTING: tuple[Rule, ...] = (
     _positions_fit,
     _activation_fits,
     _windows_fit,
-    _documents_end,
     _custom_models_are_named,
     _tensor_divides,
     _sequence_parallel_fits,
@@ -495,10 +400,7 @@ FITTING: tuple[Rule, ...] = (
     fp8_fits,
     _elastic_sums_are_not_compiled,
     _recomputation_is_whole,
-    _vocabulary_holds_tokenizer,
-    _tokenizer_is_whole,
-    _paths_match_source,
-    _weights_match_paths,
+    *DATA_RULES,
     environment_is_allowed,
     *CHAT_RULES,
     *RECIPE_RULES,

@@ -114,7 +114,8 @@ def test_as_many_workers_as_ranks_and_files_where_the_driver_sees_them(job, tmp_
 
     monkeypatch.chdir(tmp_path)
     here = copy.deepcopy(job)
-    here["data"]["paths"] = ["words.txt"]
+    here["data"] |= {"paths": ["words.txt"], "validation": [{"name": "more", "paths": ["more.txt"]}]}
+    here["train"]["validate_every"] = EVERY
     here["resources"] = {"accelerator": "cpu"}
     here["recovery"] = {"max_restarts": 7}
     trainer = torch_trainer(here, name="one", storage_path=str(tmp_path))
@@ -122,7 +123,9 @@ def test_as_many_workers_as_ranks_and_files_where_the_driver_sees_them(job, tmp_
     assert trainer.run_config.failure_config.max_failures == 7
     assert trainer.run_config.checkpoint_config.num_to_keep == KEEP
     assert trainer.run_config.name == "one"
-    assert trainer.train_loop_config["job"]["data"]["paths"] == [str(tmp_path / "words.txt")]
+    data = trainer.train_loop_config["job"]["data"]
+    assert data["paths"] == [str(tmp_path / "words.txt")]
+    assert data["validation"][0]["paths"] == [str(tmp_path / "more.txt")]
     assert here["data"]["paths"] == ["words.txt"]
 
 

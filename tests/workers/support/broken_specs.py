@@ -472,6 +472,22 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         {"data": {"paths": ["a.txt", "b.txt"], "weights": [1e-6, 1]}},
         "data.weights", "more than 100000 times the smallest", "[0.000010, 1.000000]",
     ),
+    (
+        "paths in an object store",
+        {"data": {"paths": ["a", "s3://texts/a.txt"]}},
+        "data.paths", "s3://texts/a.txt is a URL, and files are read from folders: mount the store",
+        '["a", "/mnt/texts/a.txt"]',
+    ),
+    (
+        "a tokenizer in an object store",
+        {"data": {"tokenizer": "s3://models/llama"}},
+        "data.tokenizer", "s3://models/llama is a URL", "bytes",
+    ),
+    (
+        "a template in an object store",
+        {"data": {"source": "chat", "template": "https://there/a.jinja"}},
+        "data.template", "https://there/a.jinja is a URL", "chatml",
+    ),
     ("zero byte", {"data": {"paths": ["a\0b"]}}, "data.paths", "cannot contain a zero byte", '["ab"]'),
     (
         "learning rates",
