@@ -124,13 +124,12 @@ class Checkpointer:
             self._report_delay(step)
 
     def is_missing(self, step: int) -> bool:
-        """Whether committed step `step` should have been saved but is not whole on disk: a rank died meanwhile.
-
-        All ranks find the same, since a checkpoint only becomes whole after every rank has begun to save it.
-        """
+        """Whether committed step `step` should have been saved but is not whole on disk: a rank died meanwhile. As rank
+        0 sees it: all files of all checkpoints are looked at, which no more ranks than one should do to a store that
+        they share, and what one finds there another may not. Raises PeerLost."""
         if step <= 0 or not self.due(step):
             return False
-        return step not in (manifest.step for _, manifest in catalog.whole_checkpoints(self.folder))
+        return not self._seen(lambda: step in (each.step for _, each in catalog.whole_checkpoints(self.folder)))
 
     def save_now(self, step: int, numbers: dict[str, Any] | None = None, waits: Sequence[float] = SAVE_WAITS) -> bool:
         """Have the state of committed step `step` whole on disk when this returns, due or not. False where that failed
@@ -145,12 +144,15 @@ class Checkpointer:
         return self._all_see(step)
 
     def _all_see(self, step: int) -> bool:
-        """Whether this generation's checkpoint of `step` is whole, as rank 0 sees it, who seals it: all ranks answer
-        the same."""
+        """Whether this generation's checkpoint of `step` is whole."""
+        path = catalog.checkpoint_path(self.folder, step, self.comm.generation)
+        return self._seen(lambda: catalog.look_at(path)[0] is Condition.WHOLE)
+
+    def _seen(self, look: Callable[[], bool]) -> bool:
+        """What rank 0 finds, who seals checkpoints; all ranks answer the same."""
         seen = torch.zeros(1, device=self.comm.device)
         if self.comm.rank == 0:
-            condition, _, _ = catalog.look_at(catalog.checkpoint_path(self.folder, step, self.comm.generation))
-            seen.fill_(float(condition is Condition.WHOLE))
+            seen.fill_(float(look()))
         self.comm.all_reduce("world", seen)
         answer = bool(seen.item())
         self.comm.confirm()

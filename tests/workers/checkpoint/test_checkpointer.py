@@ -11,12 +11,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from checkpoint_programs import bits, is_still, job, lone
+from checkpoint_programs import bits, is_still, job, lone, trainer_of
 
 from workers.checkpoint import checkpointer as module
 from workers.checkpoint.catalog import checkpoint_path, whole_checkpoints
 from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.checksums import SummingFile
+from workers.comm.comm import Comm
+from workers.config import ParallelConfig
 from workers.protocol.messages import Resume
 from workers.trainer import Trainer
 
@@ -250,6 +252,31 @@ def test_what_should_be_there_and_is_not_is_missing(trainer):
     save(trainer, 2)
     missing = [step for step in range(trainer.spec.train.steps + 1) if trainer.state.checkpoints.is_missing(step)]
     assert missing == [1, 3, 4], "the start is saved by nobody"
+
+
+def looked_for(comm: Comm, document: dict[str, Any], folder: str) -> tuple[int, list[bool]]:
+    """How often a rank has looked into the folder, where all but the first find nothing, and what it says of steps."""
+    trainer = trainer_of(comm, document, folder)
+    trainer.restore(Resume())
+    save(trainer, 1)
+    comm.barrier()
+    looked = []
+
+    def look(where: str) -> list[Any]:
+        looked.append(where)
+        return whole_checkpoints(where) if comm.rank == 0 else []
+
+    with patch.object(module.catalog, "whole_checkpoints", look):
+        missing = [trainer.state.checkpoints.is_missing(step) for step in (0, 1, 2)]
+    trainer.close()
+    return len(looked), missing
+
+
+def test_one_rank_looks_for_what_is_missing_and_tells_the_others(ranks, corpus, tmp_path):
+    """A rank that finds something else, of a store that does not answer it, would save by itself, and wait."""
+    document = job(corpus, {"data": 2}, model={"layers": 1}, checkpoint={"every_steps": 1})
+    found = ranks.run(ParallelConfig(data=2), looked_for, document, str(tmp_path))
+    assert found == [(2, [False, False, True]), (0, [False, False, True])]
 
 
 def test_what_is_told_of_a_save_names_its_folder_and_its_size(trainer, monkeypatch):
