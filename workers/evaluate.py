@@ -16,7 +16,7 @@ from pathlib import Path
 
 from workers.inference import tasks
 from workers.inference.chats import ChatResult, chat, read_conversations, template_of
-from workers.inference.command import add_template_to, checkpoint_at, loaded, options_for, run
+from workers.inference.command import add_template_to, checkpoint_at, loaded, options_for, positive, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
     kind.add_argument("--chat", type=Path, metavar="FILE", help="perplexity of the answers in conversations")
     add_template_to(parser)
     parser.add_argument(
-        "--stride", type=int, help="with --text: tokens by which windows move on; default: as many as the model reads"
+        "--stride",
+        type=positive,
+        help="with --text: tokens by which windows move on; default: as many as the model reads",
     )
     return run(_evaluate, parser.parse_args(arguments))
 

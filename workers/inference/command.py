@@ -32,7 +32,7 @@ def options_for(name: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--device", help="such as cuda:1; default: a GPU where there is one, else the CPU")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations; default: bf16 on GPUs, else fp32")
     parser.add_argument("--threads", type=int, help="computation threads on a CPU; default: all cores")
-    parser.add_argument("--batch-size", type=_positive, default=8, help="sequences at a time (default: 8)")
+    parser.add_argument("--batch-size", type=positive, default=8, help="sequences at a time (default: 8)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -86,7 +86,8 @@ def _place(text: str) -> Place:
     return place.absolute() if isinstance(place, Path) else place
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of something, at least 1, as an option."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
     return int(text)

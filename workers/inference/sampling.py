@@ -29,7 +29,8 @@ class Sampler:
     def __init__(self, sampling: Sampling, sequences: range):
         """`sequences`: their numbers among all that are asked for, of which their draws depend."""
         self._sampling = sampling
-        self._generators = [torch.Generator().manual_seed(sampling.seed * 1_000_003 + n) for n in sequences]
+        seeds = [(sampling.seed * 1_000_003 + n) % 2**64 for n in sequences]
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def __call__(self, logits_bv: torch.Tensor, wanted: Sequence[bool]) -> list[int | None]:
         """A token for each sequence that wants one: a generator moves on only when its sequence does."""

@@ -49,7 +49,12 @@ class Accuracy:
 def text(
     model: LoadedModel, tokens: TextTokens, documents: Sequence[str], stride: int | None = None, batch_size: int = 8
 ) -> TextResult:
-    """How well the documents are predicted, each by itself. Raises BadTask."""
+    """How well the documents are predicted, each by itself, in windows that move on by `stride` tokens. Raises
+    BadTask."""
+    if stride is not None and not 0 < stride <= model.longest:
+        raise BadTask(
+            f"windows cannot move on by {stride} tokens: 1 to {model.longest} are what the model reads at once"
+        )
     total, counted, size = 0.0, 0, 0
     for document in documents:
         ids = tokens.encode(document)
@@ -122,7 +127,8 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    lines = [(number, line) for number, line in enumerate(_content(path).splitlines(), start=1) if line.strip()]
+    # After line feeds alone: `splitlines` also takes characters that a text may have in JSON, such as U+2028.
+    lines = [(number, line) for number, line in enumerate(_content(path).split("\n"), start=1) if line.strip()]
     if not lines:
         raise BadTask(f"{path} is empty")
     for number, line in lines:
@@ -147,6 +153,10 @@ def _content(path: Path) -> str:
 def _string(value: object, what: str) -> str:
     if not isinstance(value, str) or not value:
         raise BadTask(f"{what} must be a text that is not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadTask(f"{what}: character {error.start + 1} is half of a surrogate pair") from error
     return value
 
 

@@ -42,6 +42,7 @@ def test_prompts_are_continued(checkpoints, tmp_path, capsys):
     both = json.loads(said(generate, capsys, checkpoints, *options))
     assert [(each["prompt"], each["tokens"], each["ended"]) for each in both] == [("to", 3, False), ("be", 3, False)]
     assert json.loads(said(generate, capsys, checkpoints, *options)) == both
+    said(generate, capsys, checkpoints, *options, "--seed", 10**18)
     assert said(generate, capsys, checkpoints, "--prompt", "to", "--tokens", 2).startswith("to")
 
 
@@ -52,6 +53,9 @@ def test_what_cannot_be_done_is_one_sentence(checkpoints, tmp_path, capsys):
     assert "with 100 more is longer than the model's 8" in sentence
     sentence = said(evaluate, capsys, checkpoints, "--choices", tmp_path / "none.jsonl", code=1)
     assert sentence.startswith("BadTask: cannot be read: ")
+    with pytest.raises(SystemExit):
+        evaluate.main([str(checkpoints), "--text", "a", "--stride", "0"])
+    assert "must be a number above 0, not '0'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         generate.main([str(checkpoints), "--prompt", "to", "--top-p", "2"])
     assert "--top-p is above 0 and at most 1" in capsys.readouterr().err

@@ -68,6 +68,10 @@ def test_the_likeliest_answer_counts_and_by_length_the_likeliest_byte():
         ),
         (b'{"choices": ["b", "c"], "answer": 1}', "line 1: 'question' must be a text"),
         (b"\xff", "is not UTF-8 at byte 0"),
+        (
+            b'{"question": "a\\ud800", "choices": ["b", "c"], "answer": 1}',
+            "line 1: 'question': character 2 is half of a surrogate",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_of_questions_is_a_sentence_with_its_line(tmp_path, content, sentence):
@@ -83,6 +87,21 @@ def test_texts_are_lines_of_jsonl_or_a_whole_file(tmp_path):
     assert tasks.read_texts(tmp_path / "a.txt") == ["one\ntwo"]
     with pytest.raises(BadTask, match=r"cannot be read: .*none\.txt"):
         tasks.read_texts(tmp_path / "none.txt")
+
+
+def test_a_line_of_jsonl_ends_with_a_line_feed_alone(tmp_path):
+    text = "one\u2028line\x85of\u2029three"
+    (tmp_path / "a.jsonl").write_bytes(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\r\n{}")
+    with pytest.raises(BadTask, match="line 2: 'text' must be a text"):
+        tasks.read_texts(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_bytes(json.dumps({"text": text}, ensure_ascii=False).encode())
+    assert tasks.read_texts(tmp_path / "a.jsonl") == [text]
+
+
+@pytest.mark.parametrize("stride", [0, -1, 65])
+def test_windows_that_do_not_move_on_or_leave_something_out_are_refused(stride):
+    with pytest.raises(BadTask, match=f"by {stride} tokens: 1 to 64 are what the model reads at once"):
+        tasks.text(Alphabet(), Bytes(), ["abc" * 30], stride)
 
 
 def test_a_passage_of_one_word_and_a_text_of_one_byte_are_refused():
