@@ -1,6 +1,7 @@
 """YAML as people write it."""
 
 import pytest
+import yaml
 from engine_specs import spec
 
 from workers.spec.problems import SpecError
@@ -19,6 +20,17 @@ def test_numbers_with_an_exponent_are_numbers(text, number):
 @pytest.mark.parametrize("text", ["1e", "e3", "1e3x", "1e-", "--1e3", "1.2.3e4", ".e3"])
 def test_what_is_no_number_is_a_text(text):
     assert read_yaml(f"name: {text}") == {"name": text}
+
+
+@pytest.mark.parametrize("text", ["steps: 1\nseed: 2\nsteps: 3\n", "train: {steps: 1, seed: 2, steps: 3}"])
+def test_a_key_that_is_there_twice_is_refused_with_its_place(text):
+    with pytest.raises(yaml.YAMLError, match=r"(?s)the key steps is there twice.*line [13], column"):
+        read_yaml(text)
+
+
+def test_a_key_of_its_own_counts_more_than_one_that_is_merged():
+    text = "a: &a {x: 1, y: 1}\nin: {b: &b {<<: *a, x: 2}}\nc: {<<: *b, y: 3}"
+    assert read_yaml(text)["c"] == {"x": 2, "y": 3}
 
 
 @pytest.mark.parametrize("off", ["off", "'off'", "false"])
