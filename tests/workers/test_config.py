@@ -132,6 +132,10 @@ WRONG_VALUES = [
     ("name", 7, "must be a string", "7"),
     ("priority", 5000, "must be at most 1000", "1000"),
     ("train", 5, "must be a mapping, not an integer (5)", None),
+    ("labels.team", "a & b", "must be letters, digits, '.', '_' or '-', the first and the last", "a---b"),
+    ("parallel.bucket_megabytes", "x", "must be a number, not a string ('x')", "auto"),
+    ("parallel.bucket_megabytes", -1, "must be above 0", "1"),
+    ("model.options", {"a": [1]}, "must be a number, a string, true or false, not a list", None),
 ]
 
 
@@ -140,7 +144,7 @@ WRONG_VALUES = [
 )
 def test_wrong_values_name_the_field_the_rule_and_what_works(path, value, rule, suggestion):
     (problem,) = problems_of(with_value(path, value))
-    assert problem.path == path
+    assert problem.path == (f"{path}.a" if path == "model.options" else path)
     assert rule in problem.rule
     if path != "name":
         assert suggestion is None or problem.suggestion == suggestion
@@ -156,6 +160,17 @@ def problems_if_any(spec: dict[str, Any]) -> list[Problem]:
     except SpecError as error:
         return error.problems
     return []
+
+
+def test_what_is_written_in_a_few_characters_has_a_sentence_of_its_own():
+    (problem,) = problems_of(with_value("labels", {"Team!": "a"}))
+    assert (problem.path, problem.suggestion) == ("labels.Team!", "Team")
+    assert "before it may stand a domain's name" in problem.rule
+    (problem,) = problems_of(with_value("parallel", {"stage_accelerators": ["A 100"]}))
+    assert (problem.path, problem.suggestion) == ("parallel.stage_accelerators.0", "A-100")
+    assert "must be a type as `manta nodes` shows it" in problem.rule
+    (problem,) = problems_of(with_value("model.entrypoint", "mine"))
+    assert problem == Problem("model.entrypoint", "must be package.module:function", "my_models.mine:build")
 
 
 @pytest.mark.parametrize("value", ["../up", "", "a\nb", "日本", " x", "n" * 101])

@@ -18,25 +18,24 @@ Heads = Annotated[int, Field(gt=0, le=100_000, strict=True)]
 Length = Annotated[int, Field(gt=0, le=10_000_000, strict=True)]
 Vocabulary = Annotated[int, Field(gt=0, le=100_000_000, strict=True)]
 AxisSize = Annotated[int, Field(gt=0, le=100_000, strict=True)]
-AcceleratorType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+ACCELERATOR_TYPE = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+AcceleratorType = Annotated[str, Field(pattern=ACCELERATOR_TYPE)]
 Chunks = Annotated[int, Field(gt=0, le=1024, strict=True)]
 Batch = Annotated[int, Field(gt=0, le=100_000_000, strict=True)]
 Steps = Annotated[int, Field(gt=0, le=1_000_000_000, strict=True)]
 StepsOrNever = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
 Count = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
-LabelKey = Annotated[
-    str,
-    Field(
-        max_length=317,
-        pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
-    ),
-]
+LABEL_KEY = r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
+LabelKey = Annotated[str, Field(max_length=317, pattern=LABEL_KEY)]
 """As Kubernetes has them: at most 63 letters, digits, `-`, `_` and `.`, perhaps after a domain's name and a `/`."""
-LabelValue = Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")]
+LABEL_VALUE = r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$"
+LabelValue = Annotated[str, Field(max_length=63, pattern=LABEL_VALUE)]
 """At most 63 letters, digits, `-`, `_` and `.`, of which the first and the last are letters or digits; may be empty."""
 MOST_LABELS = 64
-JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
+JOB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._ -]*$"
+JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=JOB_NAME)]
+ENTRYPOINT = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
 Threads = Annotated[int, Field(gt=0, le=1024, strict=True)]
 

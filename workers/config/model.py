@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from workers.config.fields import (
+    ENTRYPOINT,
     FixedMapping,
     Fraction,
     Heads,
@@ -63,7 +64,7 @@ class ModelConfig(Section):
     family: Literal["gpt", "llama", "qwen", "moe", "bert", "custom"] = "gpt"
     """Model family. Built: gpt; llama (Llama 2 and 3, and with sliding_window Mistral); qwen (Qwen 3); custom (a model
     of an installed package, docs/custom_models.md)."""
-    entrypoint: Annotated[str, Field(max_length=500, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
+    entrypoint: Annotated[str, Field(max_length=500, pattern=ENTRYPOINT)] | None = None
     """custom: where the model is, `package.module:function`."""
     options: Annotated[
         dict[str, bool | int | float | str], AfterValidator(FixedMapping), Field(default_factory=FixedMapping)

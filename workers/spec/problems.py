@@ -12,6 +12,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from workers.config import PART_OF_A_NAME, JobSpec, Section
+from workers.config.fields import ACCELERATOR_TYPE, ENTRYPOINT, JOB_NAME, LABEL_KEY, LABEL_VALUE
 from workers.spec.yaml import read_yaml
 
 
@@ -42,8 +43,26 @@ def _sentence(problem: Problem) -> str:
     return f"{problem.path}: {problem.rule}{tail}" if problem.path else f"{problem.rule}{tail}"
 
 
-_UNION_MEMBERS = ("ParallelConfig", "constrained-int", "literal['auto']")
-"""What pydantic adds to the path of a field that takes one thing or another."""
+_UNION_MEMBERS = ("ParallelConfig", "constrained-int", "constrained-float", "literal['auto']", "[key]")
+"""What pydantic adds to the path of a field that takes one thing or another, or of a key."""
+
+_LETTERS = "must be letters, digits, '.', '_' or '-', the first and the last a letter or digit"
+_TEXTS: dict[str, tuple[str, str, str, int, str | None]] = {
+    PART_OF_A_NAME: ("must be letters, digits and '_'", r"[^A-Za-z0-9_]", "_", 40, "a"),
+    JOB_NAME: (
+        "must be letters, digits, '.', '_', '-' or spaces, starting with a letter or digit",
+        *(r"[^A-Za-z0-9._ -]", "-", 100, "job"),
+    ),
+    ACCELERATOR_TYPE: (
+        "must be a type as `manta nodes` shows it: letters, digits, '.', '_' or '-'",
+        *(r"[^A-Za-z0-9._-]", "-", 64, "A100"),
+    ),
+    LABEL_KEY: (f"{_LETTERS}; before it may stand a domain's name and '/'", r"[^A-Za-z0-9._-]", "-", 63, None),
+    LABEL_VALUE: (_LETTERS, r"[^A-Za-z0-9._-]", "-", 63, None),
+    ENTRYPOINT: ("must be package.module:function", r"(?s).+", "", 0, "my_models.mine:build"),
+}
+"""By pattern: the rule; which characters may not be there, what may take their place, and how many there may be; what
+works otherwise."""
 
 _TYPE_NAMES = {
     "int_type": "an integer",
@@ -55,6 +74,7 @@ _TYPE_NAMES = {
     "dict_type": "a mapping",
     "model_type": "a mapping",
     "model_attributes_type": "a mapping",
+    "option_type": "a number, a string, true or false",
 }
 
 
@@ -63,6 +83,8 @@ def problems_of(error: ValidationError) -> list[Problem]:
     problems: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
         location = [part for part in item["loc"] if part not in _UNION_MEMBERS]
+        if location[:2] == ["model", "options"] and len(location) > 3:
+            location, item = location[:3], {**item, "type": "option_type"}  # which is of one of several types
         path = ".".join(str(part) for part in location)
         if item["type"] == "literal_error" and location == ["parallel"]:
             continue  # the mapping side of the union reports what is wrong
@@ -91,15 +113,9 @@ def _problem_of(path: str, item: Any) -> Problem:
             return Problem(path, f"must be {text} {bound}, not {_shown(value)}", _working(path, nearest))
     if kind == "finite_number":
         return Problem(path, "must be a finite number", _working(path, None))
-    if kind == "string_pattern_mismatch" and context["pattern"] == PART_OF_A_NAME:
-        return Problem(path, "must be letters, digits and '_'", re.sub(r"[^A-Za-z0-9_]", "_", str(value))[:40] or "a")
-    if kind == "string_pattern_mismatch":
-        fixed = re.sub(r"[^A-Za-z0-9._ -]", "-", str(value)).lstrip("._ -")[:100]
-        return Problem(
-            path,
-            "must be letters, digits, '.', '_', '-' or spaces, starting with a letter or digit",
-            fixed or "job",
-        )
+    if kind == "string_pattern_mismatch" and context["pattern"] in _TEXTS:
+        rule, other, instead, most, otherwise = _TEXTS[context["pattern"]]
+        return Problem(path, rule, re.sub(other, instead, value).strip("._ -")[:most] or otherwise)
     return Problem(path, item["msg"])
 
 
