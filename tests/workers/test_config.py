@@ -162,6 +162,12 @@ def problems_if_any(spec: dict[str, Any]) -> list[Problem]:
     return []
 
 
+def test_frequencies_that_do_not_fall_are_refused():
+    """Yarn divides by the logarithm of their base."""
+    (problem,) = problems_of(with_value("model.rope", {"theta": 1.0}))
+    assert problem == Problem("model.rope.theta", "must be above 1.0, not 1.0", "10000.0")
+
+
 def test_what_is_written_in_a_few_characters_has_a_sentence_of_its_own():
     (problem,) = problems_of(with_value("labels", {"Team!": "a"}))
     assert (problem.path, problem.suggestion) == ("labels.Team!", "Team")

@@ -47,7 +47,7 @@ class RopeScaling(Section):
 class RopeConfig(Section):
     """Rotary positions (arXiv:2104.09864)."""
 
-    theta: PositiveFloat = 10_000.0
+    theta: Annotated[float, Field(gt=1, strict=True, allow_inf_nan=False)] = 10_000.0
     """Base of the frequencies: pair i of d/2 turns by theta^(-2i/d) a token."""
     scaling: RopeScaling | None = None
     """For longer sequences; default: none."""

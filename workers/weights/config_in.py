@@ -110,12 +110,13 @@ def _llama_like(config: Keys) -> Shape:
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise config.wrong("hidden_act", "only silu can be computed")
     heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
+    says_all_heads = config.values.get("num_key_value_heads", 0) is None  # null, which is not what nothing is
     section = {
         "family": "qwen" if kind == "qwen3" else "llama",
         "layers": config.whole("num_hidden_layers"),
         "hidden_size": hidden,
         "heads": heads,
-        "kv_heads": config.whole("num_key_value_heads", defaults.kv_heads or heads),
+        "kv_heads": heads if says_all_heads else config.whole("num_key_value_heads", defaults.kv_heads or heads),
         "head_dim": config.whole("head_dim", defaults.head_dim or max(1, hidden // heads)),
         "ffn_hidden_size": config.whole("intermediate_size"),
         "vocabulary_size": config.whole("vocab_size"),
@@ -202,6 +203,8 @@ def _rope(config: Keys, positions: int) -> Section:
     inner = config.inner(key) or Keys({}, config.where)
     if config.get("partial_rotary_factor", 1.0) != 1.0 or inner.get("partial_rotary_factor", 1.0) != 1.0:
         raise WeightsError(f"{config.where}: partial_rotary_factor: only 1.0, turning whole heads, can be computed")
+    if any(isinstance(value, dict) for value in inner.values.values()):
+        raise WeightsError(f"{config.where}: {key}: only positions that are the same in all layers can be computed")
     theta = inner.number("rope_theta", config.number("rope_theta", 10_000.0))
     kind = inner.get("rope_type", inner.get("type", "default"))
     if kind == "default":

@@ -86,6 +86,13 @@ def test_what_is_left_out_is_what_transformers_classes_say():
     assert (said["activation"], said["vocabulary_size"]) == ("gelu_tanh", config.vocab_size)
 
 
+def test_key_value_heads_that_are_null_are_as_many_as_heads():
+    transformers = pytest.importorskip("transformers")
+    null = {**LLAMA, "model_type": "qwen3", "num_key_value_heads": None}
+    assert section(null)["kv_heads"] == transformers.Qwen3Config(**null).num_key_value_heads == 4
+    assert section({**null, "model_type": "mistral"})["kv_heads"] == 4
+
+
 WRONG = [
     ({"model_type": "qwen2"}, "model_type is \"qwen2\": what can be read: gpt2, llama, mistral, qwen3"),
     ({"model_type": None}, "model_type is null"),
@@ -98,6 +105,10 @@ WRONG = [
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling: rope_type is \"dynamic\""),
     ({"rope_scaling": {**YARN, "mscale": 0.7}}, "mscale is 0.7: this variant of yarn cannot be computed"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "original_max_position_embeddings is missing"),
+    (
+        {"model_type": "qwen3", "rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+        "rope_parameters: only positions that are the same in all layers",
+    ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: only 1.0"),
     ({"num_hidden_layers": "four"}, "num_hidden_layers is \"four\": must be a whole number of at least 1"),
     ({"num_hidden_layers": True}, "num_hidden_layers is true"),
