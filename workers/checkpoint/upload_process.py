@@ -3,8 +3,8 @@ out of memory that both see, so that neither sums nor sockets keep the interpret
 
 On stdin comes, for each file, its URL as a line of JSON and then its pieces as `PIECE`s: a count of bytes that follow,
 a range of the shared memory, and an end. On stdout goes a line of JSON for each block that the store's client has taken
-(`WROTE`), and then one with what was summed or with what went wrong. When stdin ends, so does this process; an upload
-under way is aborted.
+(`WROTE`), and then one with what was summed or with what went wrong. When stdin ends, or at SIGTERM, so does this
+process; an upload under way is aborted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import struct
 import sys
 from collections.abc import Iterator
@@ -37,9 +38,9 @@ class _Over(Exception):
 def main(descriptor: int, size: int, options: dict[str, Any]) -> None:
     """Upload what is asked for until nothing more can be."""
     os.nice(NICER_BY)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     object_files.OPTIONS.update(options)
-    with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as memory:
-        serve(sys.stdin.buffer, sys.stdout.buffer, memoryview(memory))
+    serve(sys.stdin.buffer, sys.stdout.buffer, memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ)))
 
 
 def serve(requests: IO[bytes], answers: IO[bytes], memory: memoryview) -> None:

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
 
 from workers.checkpoint.checksums import BUFFER_BYTES, FileSums
@@ -19,6 +19,10 @@ from workers.storage.places import ObjectPath
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+
+ABORT_SECONDS = 10.0
+"""That the process gets to have a store forget the parts of what it was uploading, which would be paid for."""
 
 
 class Uploads:
@@ -87,8 +91,12 @@ class Uploads:
         return OSError(f"the process that uploads has ended with exit code {process.returncode}")
 
     def _end(self) -> None:
+        """An upload under way is aborted first, unless that takes too long."""
         process, self._process = self._process, None
         if process is not None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ABORT_SECONDS)
             process.kill()
             process.communicate()
 

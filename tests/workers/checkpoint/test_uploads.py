@@ -3,8 +3,10 @@
 import io
 import os
 import signal
+import threading
 import zlib
 
+import fsspec
 import pytest
 import torch
 from s3_server import answer
@@ -103,6 +105,19 @@ def test_a_file_that_its_writer_gives_up_never_appears(uploads, bucket):
     assert not files_of(bucket).is_there(bucket / "file")
     assert _upload(uploads, bucket / "file", b"all of it").size == 9
     assert files_of(bucket).read(bucket / "file") == b"all of it"
+
+
+def test_of_a_long_file_that_its_writer_gives_up_no_part_is_left_in_the_store(uploads, room, wire, wired_bucket):
+    shared, sent = memoryview(room.tensor.numpy()).cast("B"), threading.Event()
+    wire.meddle = lambda head: sent.set() if b"partNumber=1" in head else None
+    with pytest.raises(KeyError), uploads.create(wired_bucket / "file", lambda: None, {}) as stream:
+        stream.write(shared)
+        stream.write(shared)  # more than a part
+        stream.write(bytes(2**21))  # more than is held back
+        assert sent.wait(60)
+        raise KeyError
+    left = fsspec.filesystem("s3", skip_instance_cache=True).call_s3("list_multipart_uploads", Bucket=wired_bucket.key)
+    assert left.get("Uploads", []) == []
 
 
 def test_the_process_ends_with_the_one_that_asks_it(uploads):
