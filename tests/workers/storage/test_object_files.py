@@ -69,6 +69,18 @@ def test_what_breaks_off_once_is_done_again(wire, wired_bucket, said):
     assert files_of(file).read(file) == CONTENT
 
 
+def test_a_file_of_more_bytes_than_small_parts_could_hold_is_uploaded_in_larger_ones(bucket, monkeypatch):
+    monkeypatch.setattr(s3_upload, "SMALL_PARTS", 3)
+    monkeypatch.setattr(s3_upload, "LARGE", 2)
+    file, whole, sent = bucket / "file", CONTENT[: 3 * PART] * 3 + b"end", []
+    send = s3_upload.S3Upload._send_part
+    noted = lambda upload, number, body: sent.append((number, len(body))) or send(upload, number, body)  # noqa: E731
+    monkeypatch.setattr(s3_upload.S3Upload, "_send_part", noted)
+    _upload(file, whole)
+    assert sorted(sent) == [*((n, PART) for n in (1, 2, 3)), *((n, 2 * PART) for n in (4, 5, 6)), (7, 3)]
+    assert files_of(file).read(file) == whole
+
+
 def test_a_file_is_there_though_the_answer_that_says_so_was_lost(wire, wired_bucket):
     """The store does not know the upload any more when it is asked again."""
     file = wired_bucket / "file"
