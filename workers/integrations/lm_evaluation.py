@@ -72,8 +72,9 @@ class MantaModel(LM):
         ends = [until] if isinstance(until, str) else list(until)
         sampled = bool(options.get("do_sample")) and options.get("temperature", 1.0) > 0
         sampling = Sampling(options.get("temperature", 1.0) if sampled else 0.0, top_p=options.get("top_p", 1.0))
-        most = min(int(options.get("max_gen_toks", TOKENS)), self._model.longest - 1)
-        prompt = (self._start() + self._tokens.encode(context))[-(self._model.longest - most) :]
-        (written,) = generate(self._model, [prompt], most, sampling, self._tokens.end)
+        prompt, longest = self._start() + self._tokens.encode(context), self._model.longest
+        # A context that fits is read as a whole, of a longer one at least half of what the model reads at once.
+        most = min(int(options.get("max_gen_toks", TOKENS)), max(longest // 2, longest - len(prompt)))
+        (written,) = generate(self._model, [prompt[-(longest - most) :]], most, sampling, self._tokens.end)
         text = self._tokens.decode(written.tokens)
         return text[: min((text.find(end) for end in ends if end and end in text), default=len(text))]

@@ -73,11 +73,17 @@ def test_whole_texts_are_scored_in_windows(model):
     assert found == pytest.approx(text_log_likelihood(model._model, list(text.encode()))[0])
 
 
-def test_what_is_written_ends_before_the_first_text_that_ends_it(model):
+def test_what_is_written_ends_before_the_first_text_that_ends_it(model, adapter, monkeypatch):
+    prompts, write = [], adapter.generate
+    monkeypatch.setattr(adapter, "generate", lambda *all: prompts.append(all[1][0]) or write(*all))
     whole = model.generate_until([Instance(("to be", {"max_gen_toks": 12, "until": []}))])[0]
     assert whole
     end = whole[4:6]
     cut = model.generate_until([Instance(("to be", {"max_gen_toks": 12, "until": [end, "\0\0"]}))])
     assert cut == [whole[: whole.find(end)]]
+    for asked in (200, 31):
+        said = model.generate_until([Instance(("to be or not to", {"max_gen_toks": asked, "until": []}))])[0]
+        assert len(prompts[-1]) == 15 and said, "a context that fits is read, however much may be written"
     long = Instance(("x" * 500, {"max_gen_toks": 12, "until": "never"}))
     assert len(model.generate_until([long])[0].encode()) > 0, "of a context that is too long the end counts"
+    assert len(prompts[-1]) == 20
