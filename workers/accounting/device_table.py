@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,7 +58,8 @@ def known_peak(device_name: str, precision: str = "bf16") -> float | None:
     `precision`: "bf16", "fp32" or "fp8"; also None for a device without fp8.
     """
     lowered = device_name.lower()
-    known = next((peak for peak in DEVICE_PEAKS if peak.name in lowered), None)
+    # An RTX A4000 is no A40: no digit may follow one.
+    known = next((peak for peak in DEVICE_PEAKS if re.search(rf"{peak.name}(?!(?<=\d)\d)", lowered)), None)
     if known is None:
         return None
     return {"fp32": known.fp32, "fp8": known.fp8}.get(precision, known.bf16)

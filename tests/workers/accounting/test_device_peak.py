@@ -43,8 +43,9 @@ def test_no_device_is_taken_for_another_whose_name_is_in_its_own():
     ]
 
 
-def test_unknown_device_has_no_peak():
-    assert known_peak("Riva 128") is None
+@pytest.mark.parametrize("name", ["Riva 128", "NVIDIA RTX A4000", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA T400 4GB"])
+def test_unknown_device_has_no_peak(name):
+    assert known_peak(name) is None
 
 
 def test_cpu_is_measured():
