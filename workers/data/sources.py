@@ -73,7 +73,7 @@ def in_words(data: DataConfig) -> str:
 
 def _corpus_files(data: DataConfig) -> list[CorpusFile]:
     if data.source == "python-stdlib":
-        files = _files_below(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), STDLIB_LEFT_OUT)
+        files = _files_below(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), STDLIB_LEFT_OUT, whole=False)
     elif data.source == "megatron":
         files = [file for path in data.paths for file in _datasets_at(path)]
     else:
@@ -205,10 +205,17 @@ def _files_at(path: Path, source: str) -> list[CorpusFile]:
     return [file] if file.size else []
 
 
-def _files_below(root: Path, suffixes: frozenset[str], left_out: frozenset[str]) -> list[CorpusFile]:
+def _files_below(
+    root: Path, suffixes: frozenset[str], left_out: frozenset[str], whole: bool = True
+) -> list[CorpusFile]:
+    """Links to folders are not followed: what is below `root` anyway is not taken twice, and what is not is an error
+    where the `whole` is wanted."""
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
+        for path in (Path(folder) / name for name in folders):
+            if whole and path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+                raise DataError(f"{path} is a link to a folder elsewhere, which is not followed: name it in data.paths")
         for name in sorted(names):
             path = Path(folder) / name
             if path.suffix and name.lower().endswith(tuple(suffixes)) and path.is_file():

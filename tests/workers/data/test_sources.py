@@ -46,6 +46,21 @@ def test_a_directory_stands_for_its_text_files_sorted(folder):
     assert names == ["a.md", "b.txt", "sub/UPPER.TXT", "sub/c.py"]
 
 
+def test_a_link_to_a_folder_is_refused_unless_what_it_leads_to_is_there_anyway(tmp_path):
+    for name in ("corpus/v2/a.txt", "elsewhere/b.txt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("text")
+    (tmp_path / "corpus" / "latest").symlink_to("v2")
+    (tmp_path / "corpus" / "v2" / "back").symlink_to(tmp_path / "corpus")
+    (tmp_path / "linked").symlink_to(tmp_path / "corpus")
+    assert len(corpus_files(text(tmp_path / "linked"))) == 1
+    (tmp_path / "corpus" / "more").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"linked/more is a link to a folder elsewhere, .*: name it in data\.paths"):
+        corpus_files(text(tmp_path / "linked"))
+    (tmp_path / "corpus" / "more").rename(tmp_path / "corpus" / ".more")
+    assert len(corpus_files(text(tmp_path / "linked", tmp_path / "corpus" / ".more"))) == 2
+
+
 def test_the_order_of_files_is_not_the_file_systems(tmp_path, monkeypatch):
     names = ["a/2.txt", "a/b/1.txt", "c/1.txt", "d/1.txt"]
     for name in names:
