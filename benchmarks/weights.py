@@ -18,6 +18,7 @@ the machine busy.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import resource
@@ -46,8 +47,8 @@ from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import MantaError
 from workers.spec.reading import parse_job_spec
-from workers.weights.companions import files_beside
 from workers.weights.config_keys import CONFIG
+from workers.weights.config_out import their_config
 from workers.weights.folder import INDEX, tensors_of
 from workers.weights.mapping import their_tensors
 from workers.weights.reading import Weights
@@ -135,7 +136,7 @@ def _write_random(folder: Path, spec: JobSpec, options: argparse.Namespace) -> N
             new.write(tensor.name, 0, values.view(torch.uint8).numpy().data)
     if len(files) > 1:
         (folder / INDEX).write_text(index_of(files, DTYPE))
-    (folder / CONFIG).write_text(files_beside(spec, DTYPE)[CONFIG])
+    (folder / CONFIG).write_text(json.dumps(their_config(spec, DTYPE)))
 
 
 def _measure_in(report: Report, document: dict[str, Any], folder: Path, repeats: int, largest: int) -> None:

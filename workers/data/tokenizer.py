@@ -147,6 +147,10 @@ class FileTokenizer:
         """The text of token ids, without that of special tokens."""
         return str(self._tokenizer.decode(list(tokens)))
 
+    def text_of(self, token: int) -> str:
+        """What the file calls a token."""
+        return str(self._tokenizer.id_to_token(token))
+
     def _end(self, wanted: str | None, ids: dict[str, int], needs_end: bool) -> int | None:
         if wanted == NO_TOKEN:
             return None

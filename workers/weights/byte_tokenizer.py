@@ -1,18 +1,24 @@
-"""The tokenizer `bytes` as a tokenizer.json: one token a byte, whose id is the byte. Pure Python."""
+"""The tokenizer `bytes` as a tokenizer.json: one token a byte, whose id is the byte, and perhaps one that ends
+documents. Pure Python."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from workers.config import BYTE_VOCABULARY, END_OF_TEXT
 
-def byte_tokenizer() -> dict[str, Any]:
-    """What Hugging Face's library `tokenizers` reads: byte-pair encoding over bytes, without any pair."""
+
+def byte_tokenizer(has_end: bool = False) -> dict[str, Any]:
+    """What Hugging Face's library `tokenizers` reads: byte-pair encoding over bytes, without any pair. `has_end`: with
+    the token that ends documents."""
+    words = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    end = {"id": BYTE_VOCABULARY, "content": END_OF_TEXT, **words, "special": True}
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [],
+        "added_tokens": [end] if has_end else [],
         "normalizer": None,
         "pre_tokenizer": by_bytes,
         "post_processor": None,
@@ -26,7 +32,7 @@ def byte_tokenizer() -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {_letter(byte): byte for byte in range(256)},
+            "vocab": {_letter(byte): byte for byte in range(BYTE_VOCABULARY)},
             "merges": [],
         },
     }

@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from workers.config import JobSpec
+from workers.config import NO_TOKEN, JobSpec
 from workers.data.tokenizer import FILE_NAME as TOKENIZER
 from workers.data.tokenizer import KEPT_CHAT as CHAT
-from workers.data.tokenizer import TEMPLATE, tokenizer_path
-from workers.errors import WeightsError
+from workers.data.tokenizer import TEMPLATE, FileTokenizer, tokenizer_path
+from workers.errors import DataError, WeightsError
 from workers.storage.files import files_of
 from workers.storage.places import Place
 from workers.weights.byte_tokenizer import byte_tokenizer
@@ -38,11 +38,13 @@ def source_config(spec: JobSpec) -> Keys | None:
         return None
 
 
-def files_beside(spec: JobSpec, dtype: str) -> dict[str, str]:
+def files_beside(spec: JobSpec, dtype: str, checkpoint: Place) -> dict[str, str]:
     """Names and texts of the JSON files. `dtype`: of the weights, as torch calls it. Raises WeightsError where
     transformers has no model that computes the same."""
     source = source_config(spec)
     positions, tokens = _of_source(source)
+    if source is None and (end := _end_of_documents(spec, _tokenizer(spec, checkpoint))) is not None:
+        tokens = {"eos_token_id": end[0]}
     config = their_config(spec, dtype, positions) | tokens
     generation: dict[str, Any] = {"_from_model_config": True, **tokens}
     texts = {CONFIG: _json(config), GENERATION: _json(generation)}
@@ -69,13 +71,7 @@ def add_tokenizer(spec: JobSpec, checkpoint: Place, folder: Path) -> None:
     """Bring the tokenizer that the job was trained with into `folder`: the one of bytes; that which was kept beside the
     record of its corpus, from the `checkpoint` up, as its chat template was; or the file that its spec names, whose
     other files come along. Where none is known, as for tokens that others have made, there is none. Raises OSError."""
-    data = spec.data
-    named = None if data.tokenizer_file is None else tokenizer_path(data.tokenizer_file)
-    content = _kept(checkpoint, TOKENIZER)
-    if content is None and data.tokenizer == "bytes" and data.source != "megatron":
-        content = _json(byte_tokenizer()).encode()
-    if content is None and named is not None and named.is_file():
-        content = named.read_bytes()
+    named, content = _named(spec), _tokenizer(spec, checkpoint)
     if content is None:
         return
     (folder / TOKENIZER).write_bytes(content)
@@ -87,7 +83,36 @@ def add_tokenizer(spec: JobSpec, checkpoint: Place, folder: Path) -> None:
     if kept is not None:  # counts more than what the settings say
         (folder / TEMPLATE).write_text(str(json.loads(kept)["template"]), encoding="utf-8")
     if not (folder / _SETTINGS).exists():
-        (folder / _SETTINGS).write_text(_json(_FAST), encoding="utf-8")
+        end = _end_of_documents(spec, content)
+        settings = _FAST if end is None else _FAST | {"eos_token": end[1]}
+        (folder / _SETTINGS).write_text(_json(settings), encoding="utf-8")
+
+
+def _named(spec: JobSpec) -> Path | None:
+    """The tokenizer's file that the spec names."""
+    return None if spec.data.tokenizer_file is None else tokenizer_path(spec.data.tokenizer_file)
+
+
+def _tokenizer(spec: JobSpec, checkpoint: Place) -> bytes | None:
+    """The tokenizer.json, where one is known. Raises OSError."""
+    data, named, kept = spec.data, _named(spec), _kept(checkpoint, TOKENIZER)
+    if kept is None and data.tokenizer == "bytes" and data.source != "megatron":
+        return _json(byte_tokenizer(data.end_of_document not in (None, NO_TOKEN))).encode()
+    if kept is None and named is not None and named.is_file():
+        return named.read_bytes()
+    return kept
+
+
+def _end_of_documents(spec: JobSpec, tokenizer: bytes | None) -> tuple[int, str] | None:
+    """The token that the job has learned to end a text with, by its id and its text; None where none is known. Of
+    conversations it is the template that says what ends them."""
+    if tokenizer is None or spec.data.source == "chat":
+        return None
+    with contextlib.suppress(DataError):
+        known = FileTokenizer(TOKENIZER, spec.data.end_of_document, tokenizer, needs_end=False)
+        if known.end_of_document is not None:
+            return known.end_of_document, known.text_of(known.end_of_document)
+    return None
 
 
 def _kept(checkpoint: Place, name: str) -> bytes | None:

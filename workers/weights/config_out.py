@@ -17,7 +17,7 @@ def their_config(spec: JobSpec, dtype: str, positions: int | None = None) -> Con
     in the longest sequence that it is meant for; default: the job's. Raises WeightsError where transformers has no
     model that computes the same."""
     model = spec.model
-    positions = max(positions or 0, model.sequence_length)
+    positions = max(positions or _stretched(model), model.sequence_length)
     if model.family == "gpt":
         return _gpt2(spec, dtype)
     if model.family not in ("llama", "qwen"):
@@ -58,6 +58,14 @@ _CLASSES = {
     "mistral": "MistralForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+
+
+def _stretched(model: ModelConfig) -> int:
+    """Tokens that yarn is meant for: transformers 4 takes its factor for that, divided by the original length."""
+    scaling = model.rope_or_default.scaling
+    if scaling is None or scaling.type != "yarn" or scaling.original_length is None:
+        return 0
+    return round(scaling.factor * scaling.original_length)
 
 
 def _gpt2(spec: JobSpec, dtype: str) -> Config:

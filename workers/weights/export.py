@@ -78,7 +78,7 @@ def export(
     named = DTYPES[dtype] if dtype is not None else _source_dtype(spec)
     source = Source(place, manifest, read_contents(place, manifest))
     if to == "hf":
-        texts, tensors = files_beside(spec, named), their_tensors(spec)
+        texts, tensors = files_beside(spec, named, place), their_tensors(spec)
     else:
         texts, tensors = {SPEC: json.dumps(manifest.spec, indent=2) + "\n"}, _our_tensors(source.contents)
     files = plan_files([NewTensor(tensor.name, tensor.shape) for tensor in tensors], named, shard_bytes)

@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {
             **_LLAMA, "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": True, "rope_parameters": YARN,
+            "max_position_embeddings": 256,
             "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),

@@ -10,7 +10,7 @@ from engine_specs import document
 
 from workers.config import JobSpec
 from workers.weights.byte_tokenizer import byte_tokenizer
-from workers.weights.companions import add_tokenizer
+from workers.weights.companions import add_tokenizer, files_beside
 
 
 def added(folder: Path, **data: str) -> dict[str, str]:
@@ -25,6 +25,26 @@ def test_that_of_bytes_is_made(tmp_path):
     made = added(tmp_path)
     assert json.loads(made["tokenizer.json"]) == byte_tokenizer()
     assert json.loads(made["tokenizer_config.json"]) == {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def test_what_ends_documents_ends_generating(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    made = added(tmp_path, end_of_document="<|endoftext|>")
+    spec = JobSpec.model_validate(document(data={"end_of_document": "<|endoftext|>"}, model={"family": "llama"}))
+    beside = files_beside(spec, "float32", tmp_path / "checkpoints" / "step")
+    assert json.loads(beside["config.json"])["eos_token_id"] == 256
+    assert json.loads(beside["generation_config.json"])["eos_token_id"] == 256
+    assert json.loads(made["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.eos_token_id == 256 and len(tokenizer) == spec.vocabulary_size
+    assert tokenizer.encode("a<|endoftext|>") == [97, 256]
+
+
+def test_nothing_ends_generating_where_no_end_is_known_or_the_template_says_it(tmp_path):
+    for data in ({}, {"end_of_document": "none"}, {"source": "chat", "template": "chatml"}):
+        spec = JobSpec.model_validate(document(data=data, model={"family": "llama"}))
+        beside = files_beside(spec, "float32", tmp_path / "checkpoints" / "step")
+        assert json.loads(beside["config.json"])["eos_token_id"] is None
 
 
 @pytest.mark.parametrize("folder", ["checkpoints", "."])

@@ -70,6 +70,13 @@ def test_rotary_positions_are_read_as_transformers_4_and_5_write_them(older, new
     assert section(config)["rope"] == rope
 
 
+def test_of_yarn_the_factor_is_what_transformers_4_finds_too():
+    yarn = {"type": "yarn", "factor": 4.0, "original_length": 16}
+    spec = parse_job_spec(document(model={"family": "llama", "sequence_length": 32, "rope": {"scaling": yarn}}))
+    assert their_config(spec, "float32")["max_position_embeddings"] == 4 * 16
+    assert their_config(spec, "float32", 48)["max_position_embeddings"] == 48, "of the weights that the job began with"
+
+
 def test_what_is_left_out_is_what_transformers_classes_say():
     transformers = pytest.importorskip("transformers")
     for kind, name in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen3", "Qwen3")):
