@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from workers.checkpoint.catalog import MANIFEST, manifest_of, newest_usable
+from workers.checkpoint.catalog import MANIFEST, Condition, list_checkpoints
 from workers.errors import CheckpointError, MantaError
 from workers.inference.loaded_model import LoadedModel
 from workers.inference.text_tokens import TextTokens, text_tokens_of
@@ -72,10 +72,17 @@ def checkpoint_at(place: Place) -> Place:
     """The checkpoint at `place`, or the newest whole one of those in it. Raises CheckpointError."""
     if files_of(place).is_there(place / MANIFEST):
         return place
-    newest, skipped = newest_usable(place, lambda path, step: manifest_of(path))
-    if newest is None:
-        raise CheckpointError("; ".join([f"there is no whole checkpoint at {place}", *skipped]))
-    return newest
+    listing = list_checkpoints(place)
+    if listing.problem is not None:
+        raise CheckpointError(listing.problem)
+    skipped = []
+    for each in reversed(listing.checkpoints):
+        if each.condition is Condition.WHOLE:
+            return each.path
+        if each.condition is Condition.UNKNOWN:  # an older one would be taken for the newest
+            raise CheckpointError(each.problem)
+        skipped.append(each.problem)
+    raise CheckpointError("; ".join([f"there is no whole checkpoint at {place}", *skipped]))
 
 
 def _place(text: str) -> Place:
