@@ -77,7 +77,9 @@ def train(files: Sequence[CorpusFile], data: DataConfig, path: Path) -> None:
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_training_texts(shards_of(files, data, True), data), trainer)
+    texts = _training_texts(shards_of(files, data, True), data)
+    # The library asks for the next text on a thread of its own, where templates of conversations do not run.
+    tokenizer.train_from_iterator(list(texts) if data.source == "chat" else texts, trainer)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     if len(ids) < BYTE_VOCABULARY + 1:
         raise DataError(f"a tokenizer trained on {in_words(data)} lacks bytes")  # its library's fault

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from chat_files import chat_file, said
 from tokenizer_files import TEXT
 from tokenizers import Tokenizer
 
@@ -38,8 +39,8 @@ def corpus(tmp_path) -> Path:
     return path
 
 
-def trained(root, path, size=500, watcher=None, **data):
-    config = DataConfig(source="text", paths=[str(path)], tokenizer="bpe", tokenizer_vocabulary=size, **data)
+def trained(root, path, size=500, watcher=None, source="text", **data):
+    config = DataConfig(source=source, paths=[str(path)], tokenizer="bpe", tokenizer_vocabulary=size, **data)
     file = module.trained_tokenizer(root, with_heads(corpus_files(config)), config, watcher or Told())
     return file, open_tokenizer(config, file)
 
@@ -57,6 +58,13 @@ def test_it_is_trained_once_and_gives_every_text_back(tmp_path, corpus):
     again = Told()
     assert trained(tmp_path / "cache", corpus, watcher=again)[0] == file
     assert again.said == []
+
+
+def test_it_is_trained_on_what_the_template_makes_of_conversations(tmp_path):
+    chats = chat_file(tmp_path / "chats.jsonl", [said(f"what is {n}?", "a number") for n in range(50)])
+    _, tokenizer = trained(tmp_path / "cache", chats, 300, source="chat", template="chatml")
+    (ids,) = tokenizer.encode(["<|im_start|>assistant\na number<|im_end|>"])
+    assert len(ids) < 20, "41 bytes"
 
 
 def test_the_number_of_cores_and_the_process_change_nothing(tmp_path, corpus, monkeypatch):
