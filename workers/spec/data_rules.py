@@ -19,7 +19,11 @@ def _documents_end(spec: JobSpec) -> Iterator[Problem]:
     data = spec.data
     if data.documents == "together":
         return
-    if data.source != "chat" and (data.end_of_document == NO_TOKEN or data.is_read_in_place):
+    has_texts = any(each.source != "chat" for each in data.corpora)  # conversations themselves know where they end
+    if has_texts and data.source == "megatron" and data.tokenizer == "bytes":
+        problem = "with documents apart a token must say where each ends: name the file of the tokens' tokenizer"
+        yield Problem("data.documents", problem, "together")
+    elif has_texts and data.end_of_document in ((NO_TOKEN, None) if data.tokenizer == "bytes" else (NO_TOKEN,)):
         problem = "with documents apart a token must say where each ends"
         yield Problem("data.end_of_document", problem, END_OF_TEXT if data.tokenizer == "bytes" else "null")
     if spec.train.compile:

@@ -67,6 +67,27 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "data.end_of_document", "with documents apart a token must say where each ends", "null",
     ),
     (
+        "documents of jsonl without an end",
+        {"data": {"source": "jsonl", "documents": "apart"}},
+        "data.end_of_document", "with documents apart a token must say where each ends", "<|endoftext|>",
+    ),
+    (
+        "texts without an end beside conversations",
+        {
+            "data": {
+                "source": "chat", "template": "chatml",
+                "validation": [{"name": "texts", "source": "text", "paths": ["a.txt"]}],
+            },
+            "train": {"validate_every": 5},
+        },
+        "data.end_of_document", "with documents apart a token must say where each ends", "<|endoftext|>",
+    ),
+    (
+        "documents of tokens that nobody knows",
+        {"data": {"source": "megatron", "documents": "apart"}, "model": {"vocabulary_size": 300}},
+        "data.documents", "name the file of the tokens' tokenizer", "together",
+    ),
+    (
         "documents apart in compiled blocks",
         {"data": {"documents": "apart", "end_of_document": "<|endoftext|>"}, "train": {"compile": True}},
         "train.compile", "with documents apart each micro-batch would be compiled anew", "false",
