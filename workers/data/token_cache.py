@@ -19,7 +19,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,30 +112,40 @@ def dtype_for(vocabulary: int) -> str:
 @contextmanager
 def locked(folder: Path, watcher: Watcher) -> Iterator[None]:
     """Hold the lock of `folder`, which is made; while another process holds it, wait for that. Raises DataError where
-    the folder cannot be made."""
+    the folder cannot be made, or locked."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise DataError(f"the tokens cannot be kept in {folder} ({error.strerror}): make it writable") from error
     try:
-        told = False
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    who = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-                    watcher.tell("data_awaited", f"waits for the tokens in {folder}, which {who} makes", {})
-                    told = True
-                watcher.alive()
-                time.sleep(WAIT_SECONDS)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        _wait_for(descriptor, folder, watcher)
+        with suppress(OSError):  # a full disk: then nobody knows who it is
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _wait_for(descriptor: int, folder: Path, watcher: Watcher) -> None:
+    """Get the lock of `folder`. Raises DataError where its file system has none."""
+    told = False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not told:
+                who = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                watcher.tell("data_awaited", f"waits for the tokens in {folder}, which {who} makes", {})
+                told = True
+            watcher.alive()
+            time.sleep(WAIT_SECONDS)
+        except OSError as error:
+            where = "set MANTA_TOKEN_CACHE to a folder on a file system that has locks"
+            raise DataError(f"{folder} cannot be locked ({error.strerror}): {where}") from error
+        else:
+            return
 
 
 def cached_tokens(

@@ -3,6 +3,7 @@ between."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import json
@@ -25,7 +26,7 @@ from workers.data import shards, token_processes
 from workers.data.corpus_record import with_heads
 from workers.data.indexed_dataset import read_index
 from workers.data.sources import corpus_files
-from workers.data.token_cache import Watcher, cached_tokens, read_info
+from workers.data.token_cache import Watcher, cached_tokens, locked, read_info
 from workers.data.tokenizer import open_tokenizer
 from workers.errors import DataError
 
@@ -182,6 +183,19 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, file):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(DataError, match=rf"the tokens cannot be kept in {tmp_path / 'cache'}"):
         make(tmp_path / "cache", [jsonl(tmp_path)], file)
+
+
+def test_a_file_system_without_locks_is_named_and_a_full_one_can_be_locked(tmp_path, monkeypatch):
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(os, "pwrite", refused)
+    with locked(tmp_path / "full", Told()):
+        assert (tmp_path / "full" / "lock").exists()
+    monkeypatch.setattr(fcntl, "flock", refused)
+    expected = r"cannot be locked \(No locks available\): set MANTA_TOKEN_CACHE to"
+    with pytest.raises(DataError, match=expected), locked(tmp_path / "cache", Told()):
+        pass
 
 
 def test_a_process_that_is_killed_is_replaced(tmp_path, file, many_shards, monkeypatch):
