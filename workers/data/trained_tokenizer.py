@@ -10,6 +10,7 @@ memory it takes is not that of a rank.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -115,8 +116,9 @@ def _run(order: dict[str, Any], watcher: Watcher) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdin is not None
-            process.stdin.write(json.dumps(order))
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # its exit code says more
+                process.stdin.write(json.dumps(order))
+                process.stdin.close()
             used = 0.0
             while process.poll() is None:
                 state = process_state(process.pid)
@@ -141,6 +143,10 @@ def main(parent: int, order: dict[str, Any]) -> int:
         train(files, DataConfig.model_validate(order["data"]), Path(order["path"]))
     except DataError as error:
         print(json.dumps({"error": str(error)}))
+        return 1
+    except OSError as error:
+        where = error.filename or order["path"]
+        print(json.dumps({"error": f"the tokenizer cannot be kept: {where} ({error.strerror or error})"}))
         return 1
     return 0
 

@@ -113,3 +113,15 @@ def test_what_is_wrong_with_the_corpus_is_said(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good \xff")
     with pytest.raises(DataError, match=r"a.txt, byte 5: not UTF-8"):
         trained(tmp_path / "cache", tmp_path / "a.txt")
+
+
+def test_a_process_that_cannot_do_it_is_a_sentence(tmp_path, corpus, monkeypatch):
+    order = {
+        "data": DataConfig(source="text", paths=[str(corpus)], tokenizer="bpe").model_dump(mode="json"),
+        "files": [str(corpus)], "sizes": [corpus.stat().st_size], "path": str(tmp_path / "none" / "tokenizer.json"),
+    }  # fmt: skip
+    with pytest.raises(DataError, match=r"the tokenizer cannot be kept: .*/none/.* \(No such file or directory\)"):
+        module._run(order, Told())
+    monkeypatch.setattr(module.sys, "executable", "/bin/false")
+    with pytest.raises(DataError, match="the process that trains the tokenizer ended with exit code 1"):
+        module._run(order | {"files": ["a long name"] * 100_000}, Told())
