@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status. Errors of the user are one sentence on stderr."""
     parser = argparse.ArgumentParser(prog="python -m workers.run", description="Train one job without the service.")
     parser.add_argument("config", type=Path, help="JobSpec in YAML")
-    parser.add_argument("--metrics", type=Path, help="write one JSON object a step to this file")
+    parser.add_argument(
+        "--metrics",
+        type=Path,
+        help="write one JSON object a step to this file; of a run that it goes on from, the steps so far stay",
+    )
     parser.add_argument(
         "--checkpoints", type=_place, help="save durable checkpoints in, and resume from, this folder or s3:// URL"
     )
@@ -225,11 +229,12 @@ class MetricsFile:
 
     def __init__(self, path: Path | None, steps: int):
         self._path, self._steps = path, steps
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
+        self._has_begun = False
 
     def __enter__(self) -> MetricsFile:
         if self._path is not None:
-            self._file = self._path.open("w", encoding="utf-8")
+            self._file = self._path.open("ab")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -247,7 +252,10 @@ class MetricsFile:
 
     def _metrics(self, row: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(spell(row), allow_nan=False) + "\n")
+            if not self._has_begun and self._path is not None and self._path.is_file():  # and no pipe
+                self._file.truncate(_end_of_rows_before(self._path, row["step"]))
+            self._has_begun = True
+            self._file.write(json.dumps(spell(row), allow_nan=False).encode() + b"\n")
             self._file.flush()
         losses = {name: row[name] for name in row if name.startswith(VALIDATION_LOSS)}
         utilisation = f"  mfu_causal {row['mfu_causal']:.1%}" if "mfu_causal" in row else ""
@@ -257,6 +265,19 @@ class MetricsFile:
             f"{row['tokens_per_second']:.0f} tokens/s{utilisation}{validation}",
             flush=True,
         )
+
+
+def _end_of_rows_before(path: Path, step: int) -> int:
+    """Bytes at the beginning of a file of metrics that are rows of steps before `step`."""
+    end = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if not line.endswith(b"\n") or not json.loads(line)["step"] < step:
+                break
+        except (ValueError, KeyError, TypeError):  # of something else
+            break
+        end += len(line)
+    return end
 
 
 if __name__ == "__main__":

@@ -310,6 +310,20 @@ def test_the_metrics_file_is_json_line_by_line_and_at_once(tmp_path, capsys):
     ]
 
 
+def test_a_run_that_goes_on_keeps_the_rows_of_the_steps_before(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    config = [str(job_file(tmp_path, checkpoint={"every_steps": 2})), "--checkpoints", str(tmp_path / "checkpoints")]
+    assert run.main([*config, "--metrics", str(path), "--stop-after-step", "3"]) == 0
+    before = rows_of(path)
+    path.write_bytes(path.read_bytes() + b'{"step": 4, "lo')  # the last words of one that was killed
+    assert run.main([*config, "--metrics", str(path)]) == 0
+    assert [row["step"] for row in rows_of(path)] == [1, 2, 3, 4]
+    assert rows_of(path)[:2] == before[:2] and rows_of(path)[2] != before[2], "step 3 was done again"
+    whole = path.read_bytes()
+    assert run.main([*config, "--metrics", str(path)]) == 0
+    assert path.read_bytes() == whole, "nothing was left to do"
+
+
 def test_without_a_file_there_are_still_words(capsys):
     with run.MetricsFile(None, 9) as sink:
         sink.write([Message(Metrics((ROW,)), 1.0)])
