@@ -32,6 +32,33 @@ _Loader.add_implicit_resolver(
 )
 
 
+MOST_VALUES = 1_000_000
+"""In a document, with each alias counted as what it stands for: a few lines of them can stand for any number."""
+
+
 def read_yaml(text: str) -> Any:
     """Parse one document. Raises yaml.YAMLError, or ValueError for a date that is none."""
-    return yaml.load(text, Loader=_Loader)
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _values_in(node, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases make it more than {MOST_VALUES} values long")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _values_in(node: yaml.Node, known: dict[yaml.Node, int | None]) -> int:
+    """Number of values in what `node` stands for; those of nodes that were counted before are `known`, and None for
+    those that are being counted."""
+    if node not in known:
+        known[node] = None
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        each = (part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,)))
+        known[node] = 1 + sum(_values_in(part, known) for part in each)
+    count = known[node]
+    if count is None:
+        raise yaml.MarkedYAMLError(problem="it contains itself", problem_mark=node.start_mark)
+    return count

@@ -133,6 +133,9 @@ def test_yaml_becomes_the_document_that_rest_takes(tmp_path):
         assert (bad.status_code, bad.json()["code"]) == (422, "invalid_spec")
         assert "line" in bad.text
         assert http.post("/ui/yaml", json={"txt": ""}).status_code == 422
+        for endless in ("a: &a [*a]", "a: &a [1, 1]\n" + "".join(f"a{n}: &a [*a, *a]\n" for n in range(60))):
+            bad = http.post("/ui/yaml", json={"text": endless})
+            assert (bad.status_code, bad.json()["code"]) == (422, "invalid_spec")
 
 
 @pytest.mark.parametrize("path", ["/ui/", "/ui/compare", "/ui/jobs/x/ranks"])

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 from engine_specs import spec
+from yaml import YAMLError
 
 from workers.spec.problems import SpecError
 from workers.spec.yaml import read_yaml
@@ -41,3 +42,31 @@ def test_what_may_be_off_may_be_so_without_quotes(off):
     assert spec(**sections) == spec(train={"fp8": "off"}, checkpoint={"snapshots": "off"})
     with pytest.raises(SpecError, match=r"must be one of off, tensorwise, rowwise, not True"):
         spec(train=read_yaml("{fp8: on}"))
+
+
+def _tenfold(levels, line):
+    """A few lines whose values stand for ten to the power of `levels`."""
+    return "\n".join(["a0: &a0 {k: 1}", *(line(n, ",".join([f"*a{n - 1}"] * 10)) for n in range(1, levels + 1))])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [lambda n, ten: f"a{n}: &a{n} [{ten}]", lambda n, ten: f"a{n}: &a{n} {{<<: [{ten}], k{n}: 1}}"],
+    ids=["lists", "merge keys"],
+)
+def test_aliases_stand_for_so_much_and_no_more(line):
+    few = read_yaml(_tenfold(2, line))
+    assert few["a2"] in ([[{"k": 1}] * 10] * 10, {"k": 1, "k1": 1, "k2": 1})
+    with pytest.raises(YAMLError, match="aliases"):
+        read_yaml(_tenfold(30, line))
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {b: {c: *a}}", "&a {<<: *a}"])
+def test_document_that_contains_itself_is_none(text):
+    with pytest.raises(YAMLError, match="contains itself"):
+        read_yaml(text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("", None), ("# nothing", None), ("a: &a 1\nb: *a", {"a": 1, "b": 1})])
+def test_document_may_be_empty_or_repeat_itself(text, value):
+    assert read_yaml(text) == value
