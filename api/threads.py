@@ -1,5 +1,5 @@
-"""Threads for what may take long, or is asked for often: jobs, lists, series, and what streams read. All else is short
-and has others, so it never waits behind them."""
+"""Threads for what may take long, or is asked for often: jobs, lists, series, what streams read, searches of the
+planner, deletions. All else is short and has others, so it never waits behind them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from service.store import Store
 
 T = TypeVar("T")
 LONG_READS = 8
+SLOW_CHANGES = 8
+SEARCHES = 2
 
 
 class LongReads:
@@ -47,6 +49,11 @@ class ReadThreads:
     def __init__(self) -> None:
         self.jobs, self.lists, self.series = DatabaseReads(), DatabaseReads(), DatabaseReads()
         self.long = LongReads()
+        self.slow = LongReads(SLOW_CHANGES)
+        """For what waits for files or nodes, some of it for minutes: deletions, checks of ports."""
+        self.searches = LongReads(SEARCHES)
+        """For the planner, which computes for up to a minute: more at once would take turns, and what looks after jobs
+        in this process would wait for each."""
 
 
 def read_threads_of(request: Request) -> ReadThreads:

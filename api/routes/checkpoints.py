@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 
 from api import requests, schemas, views
 from api.access import JobId
 from api.openapi import json_request
 from api.parameters import CheckpointId, Control, Cursor, ExportId, Limit, body_as
 from api.problem_codes import OF_A_JOB, changes, reads
+from api.threads import read_threads_of
 from service.store import checkpoints, exports, jobs
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["checkpoints"])
@@ -35,7 +36,8 @@ def list_checkpoints(
     "/checkpoints/{checkpoint_id}",
     responses=changes(*OF_A_JOB, "checkpoint_not_found", "checkpoint_needed", "files_not_removed", "invalid_parameter"),
 )
-def delete_checkpoint(
+async def delete_checkpoint(
+    request: Request,
     control: Control,
     job_id: JobId,
     checkpoint_id: CheckpointId,
@@ -43,7 +45,9 @@ def delete_checkpoint(
 ) -> schemas.Checkpoint:
     """Delete a checkpoint and its files for good. The newest whole one of a job that may go on is refused without
     `force`, and one that is being saved or restored from in any case."""
-    return views.checkpoint_view(control.delete_checkpoint(job_id, checkpoint_id, force), time.time())
+    slow = read_threads_of(request).slow
+    deleted = await slow.run(lambda: control.delete_checkpoint(job_id, checkpoint_id, force))
+    return views.checkpoint_view(deleted, time.time())
 
 
 @router.post(

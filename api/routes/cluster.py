@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from api import schemas
 from api.access import Caller
 from api.control import ControlPlane
 from api.parameters import Control
 from api.problem_codes import changes, reads
+from api.threads import read_threads_of
 from service.store import jobs
 
 router = APIRouter(prefix="/v1/cluster", tags=["cluster"])
@@ -28,9 +29,9 @@ def get_cluster(control: Control, caller: Caller) -> schemas.Cluster:
 
 
 @router.post("/check", responses=changes("cluster_unavailable", "database_unavailable"))
-def check_cluster(control: Control) -> schemas.ClusterCheck:
+async def check_cluster(request: Request, control: Control) -> schemas.ClusterCheck:
     """Have the nodes try each other's ports; of many nodes some, and each some others. Takes some seconds."""
-    return schemas.ClusterCheck.model_validate(control.check_cluster())
+    return schemas.ClusterCheck.model_validate(await read_threads_of(request).slow.run(control.check_cluster))
 
 
 def _leave_out_ranks_of_others(control: ControlPlane, nodes: Collection[dict[str, Any]], project: str) -> None:

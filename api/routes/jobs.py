@@ -27,7 +27,7 @@ from api.parameters import (
 from api.planning import accelerator_of, current_cluster, plan_of_layout
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.rendered_jobs import rendered_jobs_of
-from api.threads import read_threads_of
+from api.threads import LongReads, read_threads_of
 from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout
 from service.states import STATE_NAMES
 from service.store import edits, failed_jobs, jobs, pauses
@@ -79,7 +79,7 @@ async def submit_job(
     """Check a JobSpec and store it as a QUEUED job of the key's project; with `dry_run` only check it and show its
     layout and what a step of it takes."""
     about = request_of_caller(request)
-    spec = await _checked_and_laid_out(document, control)
+    spec = await _checked_and_laid_out(document, control, read_threads_of(request).searches)
     if dry_run:
         about.changes_nothing = True
         plan = await run_in_threadpool(plan_of_layout, spec, current_cluster(control))
@@ -147,10 +147,11 @@ def edit_job(
 
 
 @router.delete("/{job_id}", responses=changes(*OF_A_JOB, "job_not_final", "files_not_removed", "cluster_unavailable"))
-def delete_job(control: Control, job_id: JobId) -> schemas.DeletedJob:
+async def delete_job(request: Request, control: Control, job_id: JobId) -> schemas.DeletedJob:
     """Delete a job that is over and all that it has: rows, checkpoints, logs, snapshots in memory. Nothing of it comes
     back. Where something cannot be removed the job stays, and can be deleted again."""
-    return views.deletion_view(job_id, control.delete(job_id))
+    deletion = await read_threads_of(request).slow.run(lambda: control.delete(job_id))
+    return views.deletion_view(job_id, deletion)
 
 
 @router.post("/{job_id}/cancel", status_code=202, responses=_ACTION)
@@ -215,13 +216,14 @@ def _changed(control: ControlPlane, change: Callable[[Any], Job]) -> schemas.Job
     return control.store.write(lambda session: views.job_view(session, change(session)))
 
 
-async def _checked_and_laid_out(document: Any, control: ControlPlane) -> JobSpec:
+async def _checked_and_laid_out(document: Any, control: ControlPlane, searches: LongReads) -> JobSpec:
     """The JobSpec in `document`, with a layout that fits where it says `parallel: auto`. Raises SpecError."""
     if not asks_for_layout(document):
         return await _checked(document, control)
     spec = await _checked(without_layout(document), control)
     cluster = await run_in_threadpool(current_cluster(control), accelerator_of(spec))
-    return await run_in_threadpool(with_layout, spec, bounds_in(document), cluster)
+    bounds = bounds_in(document)
+    return await searches.run(lambda: with_layout(spec, bounds, cluster))
 
 
 async def _checked(document: Any, control: ControlPlane) -> JobSpec:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.concurrency import run_in_threadpool
 
 from api import requests, schemas
 from api.access import request_of_caller
@@ -14,6 +13,7 @@ from api.openapi import json_request
 from api.parameters import Body, Control
 from api.planning import cpu_node, current_cluster, gpus, refined_cluster
 from api.problem_codes import changes
+from api.threads import read_threads_of
 from service.planner.answer import to_json
 from service.planner.request import read_request
 from workers.weights.submitted import with_shape_of_weights
@@ -38,4 +38,4 @@ async def make_plans(request: Request, control: Control, document: Body) -> sche
         wanted = replace(wanted, cluster=refined_cluster(control, wanted.cluster))
         return schemas.Plans.model_validate(to_json(wanted, wanted.answer()))
 
-    return await run_in_threadpool(plans, document)
+    return await read_threads_of(request).searches.run(lambda: plans(document))

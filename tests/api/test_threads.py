@@ -3,8 +3,15 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
+import pytest
+
 from api.rendered_pages import RenderedPages
+from api.routes import jobs, plans
 from api.threads import LONG_READS
+from service.cluster.errors import ClusterUnavailable
+from tests.api.conftest import DOCUMENT, FakeControl
+from tests.api.support.keys import ADMIN, bearer
 
 SECONDS = 20.0
 
@@ -32,3 +39,38 @@ def test_lists_of_jobs_that_stand_still_hold_up_no_other_request(service, monkey
         finally:
             go_on.set()
     assert [[each["id"] for each in answer.result().json()["items"]] for answer in lists] == [[job["id"]]] * asked
+
+
+AT_ONCE = 50  # more than there are threads for what is short
+
+
+@pytest.mark.parametrize("ask", ["DELETE job", "DELETE checkpoint", "POST check", "POST plans", "POST auto"])
+def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask):
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def stand_still(*_arguments, **_options):
+        begun.release()
+        assert go_on.wait(SECONDS)
+        raise ClusterUnavailable(TimeoutError())
+
+    for owner, name in ((FakeControl, "delete"), (FakeControl, "delete_checkpoint"), (FakeControl, "check_cluster"),
+                        (plans, "read_request"), (jobs, "with_layout")):  # fmt: skip
+        monkeypatch.setattr(owner, name, stand_still)
+    job = service.submit()
+    method, path, body = {
+        "DELETE job": ("DELETE", f"/v1/jobs/{job['id']}", None),
+        "DELETE checkpoint": ("DELETE", f"/v1/jobs/{job['id']}/checkpoints/c", None),
+        "POST check": ("POST", "/v1/cluster/check", None),
+        "POST plans": ("POST", "/v1/plans", {"model": {}, "cluster": {"current": True}}),
+        "POST auto": ("POST", "/v1/jobs", {**DOCUMENT, "parallel": "auto"}),
+    }[ask]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        sent = {"json": body, "headers": bearer(ADMIN), "timeout": SECONDS}
+        asked = [pool.submit(httpx.request, method, service.url + path, **sent) for _ in range(AT_ONCE)]
+        try:
+            for _ in range(2):
+                assert begun.acquire(timeout=SECONDS)
+            assert service.http.get("/v1/jobs/counts", timeout=SECONDS / 2).status_code == 200
+        finally:
+            go_on.set()
+    assert {answer.result().json()["code"] for answer in asked} == {"cluster_unavailable"}
