@@ -78,13 +78,18 @@ async def submit_job(
 ) -> Response:
     """Check a JobSpec and store it as a QUEUED job of the key's project; with `dry_run` only check it and show its
     layout and what a step of it takes."""
-    about = request_of_caller(request)
+    about, digest = request_of_caller(request), digest_of(document)
+    if idempotency_key is not None and not dry_run:
+        # Before it is checked: what was right then may not be any more, and whoever asks again wants their job.
+        earlier = await run_in_threadpool(_made_before, control, idempotency_key, digest, caller.project)
+        if earlier is not None:
+            about.changes_nothing = True
+            return _json(earlier, 200)
     spec = await _checked_and_laid_out(document, control, read_threads_of(request).searches)
     if dry_run:
         about.changes_nothing = True
         plan = await run_in_threadpool(plan_of_layout, spec, current_cluster(control))
         return _json(views.dry_run_view(spec, *plan), 200)
-    digest = digest_of(document)
 
     def operation(session: Any) -> tuple[schemas.Job, bool]:
         job, created = jobs.create(session, spec, idempotency_key, digest, caller.project, caller.owner)
@@ -205,6 +210,12 @@ def resize_job(
     job = _changed(control, lambda session: jobs.request_resize(session, job_id, wish.data))
     control.resize(job_id)
     return job
+
+
+def _made_before(control: ControlPlane, idempotency_key: str, digest: str, project: str) -> schemas.Job | None:
+    with control.store.read() as session:
+        job = jobs.made_before(session, idempotency_key, digest, project)
+        return None if job is None else views.job_view(session, job)
 
 
 def _json(answer: BaseModel, status: int, **headers: str) -> Response:

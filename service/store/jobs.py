@@ -54,18 +54,27 @@ def create(
     Raises IdempotencyConflict when `idempotency_key` was used in the project with another digest.
     """
     events.in_order(session)  # before the look: nobody else takes the key or the id until this transaction ends
-    bound = bound_key(project, idempotency_key)
-    earlier = _by_key(session, bound)
+    earlier = made_before(session, idempotency_key, digest, project)
     if earlier is not None:
-        if earlier.body_digest != digest:
-            raise IdempotencyConflict(idempotency_key or "", earlier.id)
         return earlier, False
+    bound = bound_key(project, idempotency_key)
     job = _inserted(session, {**_new_job(session, spec, bound, digest, project), "owner": owner})
     if spec.labels:
         set_labels(session, job.id, spec.labels)
     state_changes.append(session, job.id, JobState.QUEUED, job.created_at)
     events.append(session, job.id, "submitted", f"job {job.name!r} was submitted")
     return job, True
+
+
+def made_before(session: Session, idempotency_key: str | None, digest: str | None, project: str) -> Job | None:
+    """The job of `project` that the same request made before; see `create`. Raises IdempotencyConflict."""
+    bound = bound_key(project, idempotency_key)
+    if bound is None:
+        return None
+    earlier = session.scalars(select(Job).where(Job.idempotency_key == bound)).one_or_none()
+    if earlier is not None and earlier.body_digest != digest:
+        raise IdempotencyConflict(idempotency_key or "", earlier.id)
+    return earlier
 
 
 def set_labels(session: Session, job_id: str, labels: Mapping[str, str]) -> None:
@@ -269,12 +278,6 @@ def accept_report(session: Session, job_id: str, generation: int, rank: int, seq
         return False
     job.report_cursor = {**job.report_cursor, str(rank): sequence}
     return True
-
-
-def _by_key(session: Session, idempotency_key: str | None) -> Job | None:
-    if idempotency_key is None:
-        return None
-    return session.scalars(select(Job).where(Job.idempotency_key == idempotency_key)).one_or_none()
 
 
 def bound_key(project: str, idempotency_key: str | None) -> str | None:

@@ -75,6 +75,18 @@ def test_the_same_key_and_body_is_the_same_job(service, document):
     assert (conflict.status_code, conflict.json()["code"]) == (409, "idempotency_conflict")
 
 
+def test_the_same_request_is_the_same_job_whatever_has_become_of_the_cluster(service, document, monkeypatch):
+    keyed, auto = {"Idempotency-Key": "once"}, {**document, "parallel": "auto"}
+    first = service.http.post("/v1/jobs", json=auto, headers=keyed)
+    monkeypatch.setattr(service.control, "cluster", lambda: {"nodes": [], "totals": {}})
+    assert service.http.post("/v1/jobs", json=auto).status_code == 422
+    again = service.http.post("/v1/jobs", json=auto, headers=keyed)
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert again.json()["id"] == first.json()["id"]
+    fresh = service.http.post("/v1/jobs?dry_run=true", json=document, headers=keyed)
+    assert fresh.status_code == 200 and "layout" in fresh.json(), "a dry run makes no job, and is none"
+
+
 def test_concurrent_requests_with_one_key_make_one_job(service, document):
     def post(_):
         return service.http.post("/v1/jobs", json=document, headers={"Idempotency-Key": "race"})
