@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
@@ -23,6 +23,7 @@ from workers.spec.problems import Problem, SpecError
 T = TypeVar("T")
 _DELETION_SECONDS = 600.0  # checkpoints may be large, and file systems slow
 _TRACE_SECONDS = 60.0  # a trace may have half a million slices
+_SEARCH_SECONDS = 60.0  # of the planner, for `parallel: auto`
 
 
 class ApiError(MantaError):
@@ -37,7 +38,7 @@ class ServiceUnreachable(MantaError):
     """No answer from the service."""
 
     def __init__(self, url: str, cause: Exception):
-        self.url = url
+        self.url, self.cause = url, cause
         why = str(cause) or type(cause).__name__
         super().__init__(
             f"cannot reach Manta at {url} ({why}); start it with `manta up`, or point MANTA_URL to where it runs"
@@ -130,12 +131,12 @@ def _job(job_id: str, resource: str = "") -> str:
 def submit(document: Any, idempotency_key: str | None = None) -> Call[schemas.Job]:
     """Submit a JobSpec."""
     headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
-    return Call(schemas.Job, "POST", "/v1/jobs", body=document, headers=headers)
+    return Call(schemas.Job, "POST", "/v1/jobs", body=document, headers=headers, patience=_SEARCH_SECONDS)
 
 
 def dry_run(document: Any) -> Call[schemas.DryRun]:
     """Check a JobSpec and show its layout; nothing is stored."""
-    return Call(schemas.DryRun, "POST", "/v1/jobs", {"dry_run": "true"}, body=document)
+    return Call(schemas.DryRun, "POST", "/v1/jobs", {"dry_run": "true"}, body=document, patience=_SEARCH_SECONDS)
 
 
 class MoreFilters(TypedDict, total=False):
@@ -416,7 +417,7 @@ def drain(node: str, seconds: float) -> Call[schemas.Node]:
 
 def plans(document: Any) -> Call[schemas.Plans]:
     """What a layout takes, or which are best."""
-    return Call(schemas.Plans, "POST", "/v1/plans", body=document, patience=60.0)
+    return Call(schemas.Plans, "POST", "/v1/plans", body=document, patience=_SEARCH_SECONDS)
 
 
 def cluster() -> Call[schemas.Cluster]:
@@ -501,6 +502,11 @@ def follow_logs(
     """All log lines of a job as a stream, or those after stream position `after`."""
     parameters = {"follow": "true", "rank": rank, **wanted}
     return Call(schemas.LogLine, "GET", _job(job_id, "/logs"), parameters, headers=_resume(after))
+
+
+def resumed(call: Call[T], after: str) -> Call[T]:
+    """A stream's call, for what comes after the item with that id."""
+    return replace(call, headers=_resume(after))
 
 
 def _resume(after: str | None) -> dict[str, str]:

@@ -6,7 +6,11 @@ ServiceUnreachable when nobody answers.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -25,6 +29,7 @@ from api.calls import (
     raise_for_problem,
 )
 from api.local_service import find_key, find_url, trust_in
+from api.patience import FollowedStream, Patience
 from api.requests import FaultRequest, NewKey, TraceRequest
 from api.rest_version import HEADER, REST
 from api.schemas import (
@@ -56,7 +61,7 @@ from api.schemas import (
 )
 from api.schemas.access import ApiKey, AuditEntry, Me, NewApiKey, OneTimeLink, Project
 from api.schemas.traces import StepBudget, Trace, TraceDocument
-from api.sse_client import EventParser
+from api.sse_client import EventParser, ServerEvent
 from service.identity import Scope
 from service.settings import Settings
 from service.states import is_final
@@ -69,6 +74,10 @@ LONGEST_WAIT_SECONDS = 60.0
 """The longest `wait` that the service takes."""
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 _STREAM_TIMEOUT = httpx.Timeout(60.0, connect=5.0)  # the service says something every 15 seconds
+
+
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol)
+"""Errors after which the service has heard nothing."""
 
 
 def _checked_url(url: str) -> httpx.URL:
@@ -135,8 +144,19 @@ class MantaClient:
         return response.content
 
     def stream(self, call: Call[T]) -> Iterator[T]:
-        """Send a call that answers with a stream, and yield its items until the job is final."""
-        request = call.request(self._http)
+        """Send a call that answers with a stream, and yield its items until the job is final. Where it breaks off it is
+        asked for again, from there on. Raises ApiError, ServiceUnreachable."""
+        followed = FollowedStream(call)
+        while not followed.ended:
+            try:
+                with contextlib.closing(self._events(followed)) as events:
+                    for event in events:
+                        yield from followed.take(event)
+            except (ApiError, ServiceUnreachable) as error:
+                time.sleep(followed.pause_after(error))
+
+    def _events(self, followed: FollowedStream[Any]) -> Generator[ServerEvent]:
+        request = followed.call.request(self._http)
         request.extensions["timeout"] = _STREAM_TIMEOUT.as_dict()
         try:
             response = self._http.send(request, stream=True)
@@ -144,19 +164,28 @@ class MantaClient:
                 if response.is_error:
                     response.read()
                 raise_for_problem(response)
+                followed.begins()
                 parser = EventParser()
                 for line in response.iter_lines():
                     event = parser.feed(line)
-                    if event is not None and event.event == "message":
-                        yield call.answer.model_validate_json(event.data)
+                    if event is not None:
+                        yield event
+                followed.breaks_off(self.url)
             finally:
                 response.close()
         except httpx.TransportError as error:
             raise ServiceUnreachable(self.url, error) from error
 
     def submit(self, document: Any, idempotency_key: str | None = None) -> Job:
-        """Submit a JobSpec document; the same key and document again give the same job."""
-        return self.send(calls.submit(document, idempotency_key))
+        """Submit a JobSpec document; the same key and document again give the same job. Where the answer is lost it is
+        asked for again, which makes no other job."""
+        call = calls.submit(document, idempotency_key or uuid.uuid4().hex)
+        try:
+            return self.send(call)
+        except ServiceUnreachable as error:
+            if isinstance(error.cause, _NOT_SENT):
+                raise
+        return Patience().ask(lambda: self.send(call))
 
     def dry_run(self, document: Any) -> DryRun:
         """Check a JobSpec document and show its layout."""
@@ -186,9 +215,10 @@ class MantaClient:
 
     def wait(self, job_id: str) -> Job:
         """The job, once it is final."""
-        job = self.job(job_id)
+        job, patience = self.job(job_id), Patience()
         while not is_final(job.state):
-            job = self.job(job_id, LONGEST_WAIT_SECONDS, job.state)
+            known = job.state
+            job = patience.ask(lambda: self.job(job_id, LONGEST_WAIT_SECONDS, known))  # noqa: B023 - asked at once
         return job
 
     def resize(self, job_id: str, replicas: int) -> Job:
@@ -419,8 +449,19 @@ class AsyncMantaClient:
             raise ServiceUnreachable(self.url, error) from error
 
     async def stream(self, call: Call[T]) -> AsyncIterator[T]:
-        """Send a call that answers with a stream, and yield its items until the job is final."""
-        request = call.request(self._http)
+        """Send a call that answers with a stream, and yield its items until the job is final; see MantaClient."""
+        followed = FollowedStream(call)
+        while not followed.ended:
+            try:
+                async with contextlib.aclosing(self._events(followed)) as events:
+                    async for event in events:
+                        for item in followed.take(event):
+                            yield item
+            except (ApiError, ServiceUnreachable) as error:
+                await asyncio.sleep(followed.pause_after(error))
+
+    async def _events(self, followed: FollowedStream[Any]) -> AsyncGenerator[ServerEvent]:
+        request = followed.call.request(self._http)
         request.extensions["timeout"] = _STREAM_TIMEOUT.as_dict()
         try:
             response = await self._http.send(request, stream=True)
@@ -428,11 +469,13 @@ class AsyncMantaClient:
                 if response.is_error:
                     await response.aread()
                 raise_for_problem(response)
+                followed.begins()
                 parser = EventParser()
                 async for line in response.aiter_lines():
                     event = parser.feed(line)
-                    if event is not None and event.event == "message":
-                        yield call.answer.model_validate_json(event.data)
+                    if event is not None:
+                        yield event
+                followed.breaks_off(self.url)
             finally:
                 await response.aclose()
         except httpx.TransportError as error:

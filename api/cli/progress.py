@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from api.patience import Patience
 from api.schemas import Job
 from service.states import JobState, is_final
 
@@ -80,28 +81,36 @@ def follow(
     if not console.is_terminal:
         return _follow_plainly(reader, job_id, console, poll_seconds, on_progress)
     with Live(console=console, refresh_per_second=8) as live:
-        for job in watch(reader, job_id, poll_seconds):
+        for job in watch(reader, job_id, poll_seconds, _saying(console)):
             live.update(Text(progress_line(job), no_wrap=True, overflow="ellipsis"))
             on_progress(job)
     return job
 
 
-def watch(reader: JobReader, job_id: str, poll_seconds: float = POLL_SECONDS) -> Iterator[Job]:
-    """The job again and again, every `poll_seconds`, until it is final; that one is the last."""
-    pause = threading.Event()
+def _saying(console: Console) -> Patience:
+    return Patience(tell=lambda sentence: console.print(sentence, markup=False, highlight=False, soft_wrap=True))
+
+
+def watch(
+    reader: JobReader, job_id: str, poll_seconds: float = POLL_SECONDS, patience: Patience | None = None
+) -> Iterator[Job]:
+    """The job again and again, every `poll_seconds`, until it is final; that one is the last. Once there was an answer,
+    a service that gives none is borne with `patience`."""
+    pause, patience = threading.Event(), patience or Patience()
+    job = reader.job(job_id)
     while True:
-        job = reader.job(job_id)
         yield job
         if is_final(job.state):
             return
         pause.wait(poll_seconds)
+        job = patience.ask(lambda: reader.job(job_id))
 
 
 def _follow_plainly(
     reader: JobReader, job_id: str, console: Console, poll_seconds: float, on_progress: Callable[[Job], None]
 ) -> Job:
     last_state, printed_at = "", 0.0
-    for job in watch(reader, job_id, poll_seconds):
+    for job in watch(reader, job_id, poll_seconds, _saying(console)):
         now = time.monotonic()
         if job.state != last_state or now - printed_at >= PLAIN_SECONDS:
             console.print(progress_line(job), markup=False, highlight=False, soft_wrap=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from api.cli.progress import JobReader, watch
+from api.patience import Patience
 from api.schemas import Job, MetricSeries
 from api.tracking.targets import Row, Target
 from service.states import JobState
@@ -34,9 +35,11 @@ def track(
 ) -> Job:
     """Write a job's metrics into `targets` from its first step on, until it is final, and return it. A step that is
     done again after a recovery is written once. Raises what reading and writing raise."""
-    written = 0
-    for job in watch(reader, job_id, poll_seconds):
-        for step, row in _rows(reader.metrics(job_id, after_step=written, max_points=MOST_STEPS)):
+    written, patience = 0, Patience()
+    for job in watch(reader, job_id, poll_seconds, patience):
+        after = written
+        new = patience.ask(lambda: reader.metrics(job_id, after_step=after, max_points=MOST_STEPS))  # noqa: B023
+        for step, row in _rows(new):
             for target in targets:
                 target.write(step, row)
             written = step
