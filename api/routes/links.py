@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import time
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
-from fastapi.responses import RedirectResponse
+from fastapi.responses import HTMLResponse
 from sqlalchemy.orm import Session
 
 from api import views
@@ -24,6 +25,11 @@ from service.store.audit import Deed
 router = APIRouter(tags=["access"])
 
 _KEPT_PRIVATE = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+# A page, and no redirection: where another site's page has the link, browsers take what it redirects to for that site's
+# wish too, and leave out the cookie that was just set.
+_ONWARD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</title>
+<meta http-equiv="refresh" content="0; url={address}">
+<p>You are signed in: <a href="{address}">the dashboard</a></p></html>"""
 
 
 @router.post("/v1/links", status_code=201, responses=changes())
@@ -37,10 +43,9 @@ def create_link(response: Response, control: Control, caller: Caller) -> access_
 
 @router.get(
     f"{LINK_PATH}{{token}}",
-    status_code=303,
-    response_class=Response,
+    response_class=HTMLResponse,
     responses={
-        303: {"description": "Signed in: on to the dashboard", "content": {}},
+        200: {"description": "Signed in: a page that leads on to the dashboard"},
         **anonymous("link_not_good", "database_unavailable"),
     },
 )
@@ -50,11 +55,12 @@ def open_link(request: Request, control: Control, token: Annotated[str, Path(des
 
     def operation(session: Session) -> BrowserToken:
         key, begun = browser_tokens.open_link(session, digest_of(token), digest_of(secret))
-        audit.append(session, keys.identity_of(key), Deed("open_link", None, address, 303))
+        audit.append(session, keys.identity_of(key), Deed("open_link", None, address, 200))
         return begun
 
     begun = control.store.write(operation)
-    answer = RedirectResponse(f"{request.scope.get('root_path', '')}{DASHBOARD_PATH}/", 303, headers=_KEPT_PRIVATE)
+    dashboard = html.escape(f"{request.scope.get('root_path', '')}{DASHBOARD_PATH}/")
+    answer = HTMLResponse(_ONWARD.format(address=dashboard), headers=_KEPT_PRIVATE)
     answer.set_cookie(
         cookie_name(request.headers.get("host", "")),
         secret,

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from api.cli import access
+from api.cli import access, jobs
 from api.cli.main import app
 from api.client import MantaClient
 from service.store import Store, keys
@@ -15,6 +15,7 @@ from service.store.location import sqlite_url
 from tests.api.support.keys import add_key, bearer
 
 access.register(app)
+jobs.register(app)
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_audit(manta, service):
 
 def test_link_leads_to_the_dashboard_once(manta):
     link = manta("link").stdout.strip()
-    assert httpx.get(link).status_code == 303
+    assert httpx.get(link).status_code == 200
     assert httpx.get(link).status_code == 404
     assert json.loads(manta("link", "--json").stdout)["path"].startswith("/link/manta_browser_")
 

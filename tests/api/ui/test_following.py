@@ -163,6 +163,15 @@ def test_who_may_only_read_is_offered_nothing_else_and_signs_out(viewed, browser
     assert answer.status == 401, "what the browser had is good no more"
 
 
+def test_link_signs_in_where_the_page_of_another_site_has_it(viewed, browser):
+    page = browser.new_page()
+    page.route("http://elsewhere.test/", lambda route: route.fulfill(
+        content_type="text/html", body=f'<a href="{viewed.new_link()}">the dashboard</a>'))  # fmt: skip
+    page.goto("http://elsewhere.test/")
+    page.get_by_role("link").click()
+    expect(page).to_have_title("Jobs – Manta")
+
+
 def test_two_viewers_see_what_their_keys_may_see(followed, browser):
     nobody = browser.new_page()
     assert nobody.goto(followed.page(f"jobs/{followed.job}")).status == 401
