@@ -9,6 +9,7 @@ release is told so here too, before it sends what nobody understands.
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ MAX_BODY_BYTES = 1024 * 1024
 """Longer bodies are refused; a job spec is about a thousand times smaller."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _JSON_PATHS = "/v1/"
+_NO_HOST = re.compile(r"[/?#@\\\s]")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ def _is_ours(host: str, own_names: Collection[str]) -> bool:
 
 
 def _name_in(host: str) -> str:
+    if _NO_HOST.search(host):  # which others could take for the beginning of a path
+        return ""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:

@@ -3,14 +3,17 @@
 import asyncio
 import time
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
+from fastapi import Request
 from fastapi.testclient import TestClient
 from sqlalchemy import text
+from starlette.datastructures import URL
 
 from api import access
 from api.app import create_app
-from service.identity import Scope, digest_of, new_browser_token, new_key
+from service.identity import Identity, Scope, digest_of, new_browser_token, new_key
 from service.logs import log_file, log_folder
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.job_plan import planned
@@ -354,6 +357,20 @@ def test_key_that_was_made_works_until_it_is_revoked_and_is_never_shown_again(th
     assert service.http.get(f"/v1/jobs/{theirs.job}", headers=bearer(key)).status_code == 401
     again = service.http.delete(f"/v1/keys/{shown['id']}", headers=admin).json()
     assert again == gone
+
+
+def test_what_a_request_says_of_its_address_opens_nothing():
+    """Starlette 0.50 makes `url` of such a Host header without a look at it."""
+
+    class Deceived(Request):
+        url = URL("http://127.0.0.1/link/?/v1/keys")
+
+    who = Identity("key_1", "k", None, "default", Scope.READ, installation=False)
+    route = SimpleNamespace(name="create_key")
+    request = Deceived({"type": "http", "path": "/v1/keys", "headers": [], "route": route})
+    access.attach(request.scope, access.RequestOfCaller(who, None))
+    with pytest.raises(access.Forbidden):
+        asyncio.run(access.authorize(request))
 
 
 @pytest.mark.parametrize("operation_id", ["open_link"])

@@ -32,8 +32,10 @@ def test_addresses_and_own_names_are_hosts(host):
 
 
 @pytest.mark.parametrize(
-    "host", ["", "evil.example", "127.0.0.1.evil.example:8400", "localhost.evil.example", "[::1", "a b"]
-)
+    "host",
+    ["", "evil.example", "127.0.0.1.evil.example:8400", "localhost.evil.example", "[::1", "a b", "127.0.0.1/link/?",
+     "localhost:8400/link/?", "127.0.0.1?", "localhost#", "evil@localhost", "127.0.0.1\\link", "localhost "],
+)  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_name_of_somebody_else_that_leads_here_is_refused(host, method):
     assert code(host=host, method=method) == (403, "unknown_host")
