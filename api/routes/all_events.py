@@ -37,8 +37,9 @@ class _Tail:
     def look(self, after: int) -> Batch:
         with self.store.read() as session:
             page = events.page_of_all(session, self.job, self.type, after, _STREAM_PAGE, self.bound)
+            newest = events.newest(session)  # what was looked at and is not wanted is not looked at again
         entries = [Entry(str(event.id), views.job_event_view(event).model_dump_json()) for event in page.items]
-        position = page.items[-1].id if page.items else after
+        position = max(after, newest) if page.next_cursor is None else page.items[-1].id
         return Batch(entries, position, page.next_cursor is not None, final=False, state="")
 
 

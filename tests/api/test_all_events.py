@@ -5,6 +5,7 @@ import json
 import pytest
 
 from api.client import MantaClient
+from api.routes import all_events
 from service.store import deletion, events
 from tests.api.test_sse_server import read_stream
 
@@ -105,6 +106,18 @@ def test_stream_on_which_nothing_comes_for_a_while_tells_nothing_twice(service, 
     monkeypatch.setattr(events, "page_of_all", look)
     entries, _ = read_stream(service, "/v1/events", headers={"Last-Event-ID": last}, until=lambda event: True)
     assert [event["message"] for _, event in entries] == ["later"]
+
+
+def test_stream_does_not_look_again_at_what_is_not_wanted(service, two):
+    newest = int(service.http.get("/v1/events").json()["items"][-1]["id"])
+    tail = all_events._Tail(service.store, None, "told", None)
+    assert tail.look(0).position == newest
+    tell(service, two[0], "told", "a")
+    tell(service, two[1], "kind_0", "b")
+    found = tail.look(newest)
+    assert [json.loads(entry.data)["message"] for entry in found.entries] == ["a"]
+    assert found.position == newest + 2 == tail.look(newest + 2).position
+    assert tail.look(10**9).position == 10**9, "of a database that is older than the reader"
 
 
 def test_client_reads_and_follows(service, two):
