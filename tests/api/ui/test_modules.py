@@ -52,6 +52,12 @@ def test_ticks_are_round_ascending_inside_and_not_too_many(call, ends, most):
         assert max(steps) - min(steps) <= 1e-3 * max(steps)
 
 
+@pytest.mark.parametrize("width", [1e-3, 1e-5, 2**-22])
+def test_however_near_somebody_looks_ticks_end(call, width):
+    for name in ("ticks", "timeTicks"):
+        assert 1 <= len(call("charts/scale.js", name, 1.8e9, 1.8e9 + width, 8)) <= 9
+
+
 @pytest.mark.parametrize(("low", "high"), [(0, 30), (1_700_000_000, 1_700_000_090), (1_700_000_000, 1_702_000_000)])
 def test_moments_are_ticked_at_full_minutes_hours_and_days(call, low, high):
     found = call("charts/scale.js", "timeTicks", low, high, 8)
@@ -136,7 +142,7 @@ def test_differences_are_the_fields_that_are_not_alike(call):
     ("pattern", "path", "found"),
     [("/", "/", {}), ("/jobs/:id", "/jobs/a", {"id": "a"}), ("/jobs/:id", "/jobs/a/", {"id": "a"}),
      ("/jobs/:id/:tab", "/jobs/a/ranks", {"id": "a", "tab": "ranks"}), ("/jobs/:id", "/nodes/a", None),
-     ("/", "/jobs", None)],
+     ("/", "/jobs", None), ("/jobs/:id", "/jobs/%zz", {"id": "%zz"}), ("/jobs/:id", "/jobs/a%20b", {"id": "a b"})],
 )  # fmt: skip
 def test_addresses_lead_to_pages(call, pattern, path, found):
     assert call("core/router.js", "match", pattern, path) == found

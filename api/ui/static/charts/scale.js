@@ -2,6 +2,8 @@
 
 import { compact } from "../core/format.js";
 
+const NEAREST = 1e-12; // of numbers that have 16 digits
+
 /** A linear or logarithmic scale from `[low, high]` to `[from, to]`; `place(value)`, `value(place)`. */
 export function scale(low, high, from, to, log = false) {
   const forward = log ? Math.log10 : (value) => value;
@@ -17,9 +19,9 @@ export function scale(low, high, from, to, log = false) {
   };
 }
 
-/** At most about `most` round numbers between `low` and `high`. */
+/** At most about `most` round numbers between `low` and `high`; one where these are too near each other to be told apart. */
 export function ticks(low, high, most, { log = false, whole = false } = {}) {
-  if (!(high > low)) return [low];
+  if (!(high - low > NEAREST * Math.max(Math.abs(low), Math.abs(high)))) return [low];
   if (log) {
     const decades = powers(low, high, most);
     if (decades.length >= 2) return decades;
