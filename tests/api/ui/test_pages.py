@@ -198,6 +198,33 @@ def test_specs_are_checked_while_one_types_and_submitted(followed, browser):
     expect(page.get_by_text("8 ranks: 2 × 2 × 2")).to_be_visible()
 
 
+HELD = """() => { const real = window.fetch; window.fetch = async (address, options) => {
+    const answer = await real(address, options);
+    if (String(options?.body).includes("name: held")) await new Promise((go) => { window.go = go; });
+    return answer; }; }"""
+
+
+def test_spec_on_the_screen_is_the_one_that_is_submitted_once(followed, browser):
+    page = sign_in(browser, followed, followed.link).open("submit")
+    submit, editor = page.get_by_role("button", name="Submit"), page.get_by_role("textbox", name="JobSpec")
+    expect(submit).to_be_enabled()
+    good = editor.input_value()
+    page.evaluate(HELD)
+    editor.fill(good.replace("name: quickstart", "name: held"))
+    page.wait_for_function("() => window.go")
+    editor.fill(good.replace("name: quickstart", "name: shown"))
+    expect(submit).to_be_enabled()
+    with page.expect_response("**/v1/jobs?dry_run=true"):
+        page.evaluate("() => window.go()")
+    lost = []  # the service makes the job, and its answer is lost
+    page.route("**/v1/jobs", lambda route: (lost.append(route.fetch()), route.abort()), times=1)
+    submit.click()
+    expect(page.get_by_text("submit it again, it will be one job")).to_be_visible()
+    submit.click()
+    expect(page).to_have_title("shown – Manta")
+    assert lost[0].json()["id"] in page.url
+
+
 def test_planner_answers_with_reasons_and_pictures(viewer):
     page = viewer.open("plan")
     page.get_by_label("Examples").select_option("GPT 22B on 8 A100 (arXiv:2205.05198)")

@@ -37,13 +37,13 @@ export function get(path, query = {}, { signal } = {}) {
 }
 
 /** Ask for a change; `body` is sent as JSON. Throws like `get`. */
-export function send(method, path, body, query = {}) {
-  return request(method, address(path, query), body);
+export function send(method, path, body, query = {}, { headers = {} } = {}) {
+  return request(method, address(path, query), body, undefined, headers);
 }
 
-async function request(method, url, body, signal) {
-  const headers = body === undefined ? {} : { "Content-Type": "application/json" };
-  let response;
+async function request(method, url, body, signal, more = {}) {
+  const headers = body === undefined ? more : { "Content-Type": "application/json", ...more };
+  let response, text;
   try {
     response = await fetch(url, {
       method,
@@ -51,20 +51,22 @@ async function request(method, url, body, signal) {
       signal,
       body: body === undefined ? undefined : JSON.stringify(body),
     });
+    text = await response.text(); // which may break off, too
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Unreachable();
   }
-  const text = await response.text();
-  if (response.ok) return text ? JSON.parse(text) : null;
-  throw new Problem(documentIn(text), response.status);
+  const answer = documentIn(text);
+  if (response.ok && answer !== undefined) return answer;
+  throw new Problem(answer ?? { detail: `something that is not Manta answers with ${response.status}` }, response.status);
 }
 
+/** null where there is none, undefined where it is not ours. */
 function documentIn(text) {
   try {
-    return JSON.parse(text);
+    return text ? JSON.parse(text) : null;
   } catch {
-    return {};
+    return undefined;
   }
 }
 

@@ -1,7 +1,7 @@
 /** A JobSpec written in the browser: checked while one types, with its layout, plan and memory beside it. */
 
-import { Problem, get, optional, send } from "../core/api.js";
-import { fill, h, panel, setText } from "../core/dom.js";
+import { Problem, Unreachable, get, optional, send } from "../core/api.js";
+import { fill, h, panel } from "../core/dom.js";
 import { counted, duration, layout, number, percent } from "../core/format.js";
 import { notify } from "../core/notices.js";
 import { link } from "../core/router.js";
@@ -59,15 +59,17 @@ class SubmitPage {
   typed() {
     clearTimeout(this.typing);
     this.submit.disabled = true;
+    this.once = null;
     this.typing = setTimeout(() => this.check(), TYPED_MILLISECONDS);
   }
 
   async check() {
     const text = this.text.value;
     try {
-      this.document = await documentOf(text);
-      const dry = await send("POST", "/v1/jobs", this.document, { dry_run: true });
+      const document = await documentOf(text);
+      const dry = await send("POST", "/v1/jobs", document, { dry_run: true });
       if (text !== this.text.value) return;
+      this.document = document;
       this.submit.disabled = !this.may;
       await this.showPlan(dry, text);
     } catch (error) {
@@ -155,14 +157,15 @@ class SubmitPage {
 
   async send() {
     this.submit.disabled = true;
+    this.once ??= [...crypto.getRandomValues(new Uint32Array(4))].join("-"); // where the answer is lost it is no other job
     try {
-      const job = await send("POST", "/v1/jobs", this.document);
+      const job = await send("POST", "/v1/jobs", this.document, {}, { headers: { "Idempotency-Key": this.once } });
       await this.router.go(link(`/jobs/${job.id}`));
     } catch (error) {
-      if (!(error instanceof Problem)) throw error;
-      notify(error.message, "bad");
+      if (!(error instanceof Problem || error instanceof Unreachable)) throw error;
+      const sentence = "The service cannot be reached: submit it again, it will be one job.";
+      notify(error instanceof Problem ? error.message : sentence, "bad");
       this.submit.disabled = false;
     }
-    setText(this.submit, "Submit");
   }
 }
