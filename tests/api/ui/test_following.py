@@ -1,11 +1,14 @@
 """A job is followed live, and only by those who may."""
 
+import json
 import time
 
+import pytest
 from playwright.sync_api import expect
 
+from service.logs import log_file, log_folder
 from service.states import JobState
-from service.store import events, jobs, keys, metrics, ranks
+from service.store import events, failed_jobs, jobs, keys, metrics, ranks
 from tests.api.ui.browser import Sample, needs_chromium, sign_in
 from tests.api.ui.sample import row
 
@@ -208,6 +211,54 @@ def test_lost_service_is_said_so_and_comes_back(followed, browser):
     _commit(followed, 201)
     expect(page.get_by_text("step 201 of 400")).to_be_visible()
     expect(page.locator(".banner")).to_be_hidden()
+
+
+CUT = """() => { window.fetch = async () => new Response(new ReadableStream({
+    pull(controller) { controller.error(new TypeError("cut")); } })); }"""
+FOREIGN = "() => { window.fetch = async () => new Response('<html>a proxy</html>'); }"
+BACK = "() => { window.fetch = window.kept; }"
+
+
+@pytest.mark.parametrize("trouble", [CUT, FOREIGN], ids=["an answer that breaks off", "somebody else's answer"])
+def test_page_goes_on_after_answers_that_are_none(followed, browser, trouble):
+    page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}")
+    expect(page.get_by_text("step 200 of 400")).to_be_visible()
+    page.evaluate("() => { window.kept = window.fetch; }")
+    page.evaluate(trouble)
+    expect(page.locator(".banner")).to_contain_text("trying again")
+    page.evaluate(BACK)
+    _commit(followed, 201)
+    expect(page.get_by_text("step 201 of 400")).to_be_visible()
+    expect(page.locator(".banner")).to_be_hidden()
+
+
+def test_page_whose_files_are_of_a_release_that_is_gone_is_loaded_anew(viewed, browser):
+    page = sign_in(browser, viewed, viewed.new_link()).open()
+    page.route("**/pages/queue.js", lambda route: route.fulfill(status=404), times=1)
+    page.get_by_role("link", name="Queue").click()
+    expect(page).to_have_title("Queue – Manta")
+    assert page.url == viewed.page("queue")
+
+
+def test_job_that_failed_is_followed_on_when_somebody_has_it_go_on(followed, browser):
+    job = followed.others["bad-data"]
+    page = sign_in(browser, followed, followed.link).open(f"jobs/{job}")
+    expect(page.locator("h1 + .badge")).to_have_text("FAILED")
+    followed.store.write(lambda session: failed_jobs.request_retry(session, job))
+    expect(page.locator("h1 + .badge")).to_have_text("QUEUED")
+
+
+def test_what_is_marked_in_a_log_stays_marked_while_more_is_printed(followed, browser, tmp_path):
+    page = sign_in(browser, followed, followed.link).open(f"jobs/{followed.job}/logs")
+    line = page.get_by_role("log").locator(".log-line").last
+    line.wait_for()
+    line.evaluate("(element) => { getSelection().selectAllChildren(element); }")
+    marked = page.evaluate("() => String(getSelection())")
+    entry = {"time": time.time() + 60, "rank": 0, "generation": 2, "stream": "stdout", "text": "one more line"}
+    with log_file(log_folder(tmp_path, followed.job), 0).open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+    expect(page.get_by_role("log")).to_contain_text("one more line")
+    assert marked and page.evaluate("() => String(getSelection())") == marked
 
 
 def _commit(sample: Sample, step: int, loss: float = 1.5) -> None:

@@ -54,7 +54,7 @@ export class Live {
       connection.works();
     } catch (error) {
       if (error.name === "AbortError") return;
-      if (!(error instanceof Problem || error instanceof Unreachable)) throw error;
+      if (!(error instanceof Problem || error instanceof Unreachable)) reportError(error); // a defect of ours
       this.failures += 1;
       connection.fails(error);
     }

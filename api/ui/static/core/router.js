@@ -1,5 +1,9 @@
 /** Addresses and the pages behind them. Links inside of the dashboard do not load the document again. */
 
+import { Unreachable } from "./api.js";
+import { connection } from "./connection.js";
+
+const AGAIN_MILLISECONDS = 2000;
 const ROOT = `${document.documentElement.dataset.base ?? ""}/ui`;
 
 /** Address of a page of the dashboard, with a query. */
@@ -70,14 +74,23 @@ export class Router {
     this.page = null;
     const path = location.pathname.slice(ROOT.length) || "/";
     const [load, parameters] = this.matching(path);
-    const module = await load();
+    const module = await load().catch(() => null);
     if (turn !== this.opened) return;
+    if (module === null) return this.loadAnew();
     this.root.replaceChildren();
     scrollTo(0, 0);
     const query = new URLSearchParams(location.search);
     const page = await module.open(this.root, { ...this.context, parameters, query, router: this });
     if (turn === this.opened) this.page = page ?? { close() {} };
     else page?.close();
+  }
+
+  /** A page's file is not there: the service has another release, or does not answer. */
+  async loadAnew() {
+    connection.fails(new Unreachable());
+    const answers = await fetch(location.href).catch(() => null);
+    if (answers) location.reload();
+    else setTimeout(() => this.loadAnew(), AGAIN_MILLISECONDS);
   }
 
   matching(path) {
@@ -97,8 +110,16 @@ export function match(pattern, path) {
   if (wanted.length !== given.length) return null;
   const parameters = {};
   for (const [place, part] of wanted.entries()) {
-    if (part.startsWith(":")) parameters[part.slice(1)] = decodeURIComponent(given[place]);
+    if (part.startsWith(":")) parameters[part.slice(1)] = decoded(given[place]);
     else if (part !== given[place]) return null;
   }
   return parameters;
+}
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // no address of ours
+  }
 }

@@ -1,6 +1,6 @@
 /** Who may do what: the viewer's own rights, projects, keys, and the audit of what was changed. */
 
-import { Problem, all, get, optional, send } from "../core/api.js";
+import { Problem, Unreachable, all, get, optional, send } from "../core/api.js";
 import { fill, h, panel, setText, setVisible, table } from "../core/dom.js";
 import { UNKNOWN, clock, utc, words } from "../core/format.js";
 import { confirmed, notify } from "../core/notices.js";
@@ -134,8 +134,8 @@ async function attempt(act, changed) {
   try {
     await act();
   } catch (error) {
-    if (!(error instanceof Problem)) throw error;
-    notify([error.message, ...error.errors.map((each) => `${each.path} ${each.rule}`)].join("; "), "bad");
+    if (!(error instanceof Problem || error instanceof Unreachable)) throw error;
+    notify([error.message, ...(error.errors ?? []).map((each) => `${each.path} ${each.rule}`)].join("; "), "bad");
   }
   await changed();
 }

@@ -20,6 +20,7 @@ const TABS = [
   ["spec", "Spec", () => import("./job/spec.js")],
 ];
 const SLOW_TURN = 3;
+const SECONDS_WHEN_OVER = 5;
 
 /** Build it. A tab is `{element, refresh(signal, job, moved), close()}`; `moved` says that more than the step is new. */
 export async function open(root, context) {
@@ -72,7 +73,10 @@ class JobPage {
       fill(this.place, this.tab.element);
     }
     await this.tab.refresh(signal, job, moved);
-    return this.context.facts.final_states.includes(job.state) && this.tab.settled !== false;
+    const over = this.context.facts.final_states.includes(job.state);
+    const again = this.context.facts.actions.retry[job.state] !== undefined; // somebody may have it go on
+    this.live.seconds = over && again ? SECONDS_WHEN_OVER : 1;
+    return over && !again && this.tab.settled !== false;
   }
 
   async readJob(signal) {

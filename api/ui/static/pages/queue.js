@@ -1,11 +1,10 @@
 /** Who waits, for what, behind whom; and who has the places. */
 
-import { all } from "../core/api.js";
-import { fill, h, panel, setText, table } from "../core/dom.js";
+import { all, get, optional } from "../core/api.js";
+import { KeyedRows, emptyNote, fill, h, panel, setText, setVisible, table } from "../core/dom.js";
 import { UNKNOWN, age, counted, duration, layout, number } from "../core/format.js";
 import { Live } from "../core/live.js";
 import { link } from "../core/router.js";
-import { get, optional } from "../core/api.js";
 import { clusterText } from "../parts/cluster_text.js";
 
 const SECONDS = 3;
@@ -17,27 +16,34 @@ export async function open(root, { shell }) {
   const cluster = h("span", { class: "cluster" });
   const waiting = panel("Waiting", { note: "in the order in which they start" });
   const running = panel("Holding places");
+  const queue = jobTable("Waiting", "Nobody waits.", [
+    ["Place", "number", (job) => number(job.queue.position)],
+    ["Job", "", null],
+    ["Ranks", "number", (job) => layout(job.parallel)],
+    ["Priority", "number", (job) => number(job.spec.priority)],
+    ["Why it waits", "message", (job) => job.message ?? "its turn has not come"],
+    ["Waiting for", "", waitingFor],
+  ]);
+  const holders = jobTable("Holding places", "Nobody holds a place.", [
+    ["Job", "", null],
+    ["State", "", (job) => job.state],
+    ["Ranks", "number", (job) => layout(job.parallel)],
+    ["Places", "number", (job) => number(job.parallel.world_size)],
+    ["To go", "number", (job) => duration(job.eta_seconds)],
+  ]);
+  waiting.body.append(queue.element);
+  running.body.append(holders.element);
   fill(root, h("div", { class: "title-row" }, h("h1", {}, "Queue"), cluster), waiting.element, running.element);
 
   async function refresh(signal) {
-    const [queued, nodes, ...held] = await Promise.all([
+    const [queued, nodes, holding] = await Promise.all([
       all("/v1/jobs", { state: "QUEUED" }, 2000, { signal }),
       optional(get("/v1/cluster", {}, { signal })),
-      ...HOLDING.map((state) => all("/v1/jobs", { state, spec: false }, 1000, { signal })),
+      all("/v1/jobs", { state: HOLDING, spec: false }, 2000, { signal }),
     ]);
     if (nodes) setText(cluster, clusterText(nodes));
     queued.sort((one, other) => (one.queue.position ?? Infinity) - (other.queue.position ?? Infinity));
-    fill(
-      waiting.body,
-      queued.length
-        ? tableOf(
-            ["Place", "Job", "Ranks", "Priority", "Why it waits", "Waiting for"],
-            queued.map(waitingRow),
-            "Waiting",
-          )
-        : h("p", { class: "empty-note" }, "Nobody waits."),
-    );
-    const holding = held.flat();
+    queue.show(queued);
     setText(
       running.note,
       counted(
@@ -45,12 +51,7 @@ export async function open(root, { shell }) {
         "place",
       ),
     );
-    fill(
-      running.body,
-      holding.length
-        ? tableOf(["Job", "State", "Ranks", "Places", "To go"], holding.map(runningRow), "Holding places")
-        : h("p", { class: "empty-note" }, "Nobody holds a place."),
-    );
+    holders.show(holding);
     return false;
   }
 
@@ -59,10 +60,29 @@ export async function open(root, { shell }) {
   return { close: () => live.stop() };
 }
 
-function tableOf(headings, rows, label) {
-  const { element, body } = table(headings, { label });
-  fill(body, rows);
-  return element;
+/** A table of jobs; `columns` are `[heading, class, text(job)]`, and null for the job's name. `{element, show(jobs)}`. */
+function jobTable(label, nobody, columns) {
+  const { element, body } = table(
+    columns.map(([heading]) => heading),
+    { label },
+  );
+  const none = emptyNote(nobody);
+  const row = (first) => {
+    const cells = columns.map(([, classes, text]) => (text ? h("td", { class: classes }) : nameOf(first)));
+    return {
+      element: h("tr", {}, cells),
+      show: (job) => columns.forEach(([, , text], place) => text && setText(cells[place], text(job))),
+    };
+  };
+  const rows = new KeyedRows(body, (job) => job.id, row);
+  return {
+    element: h("div", {}, none, element),
+    show(jobs) {
+      setVisible(none, jobs.length === 0);
+      setVisible(element, jobs.length > 0);
+      rows.show(jobs);
+    },
+  };
 }
 
 function nameOf(job) {
@@ -74,31 +94,10 @@ function nameOf(job) {
   );
 }
 
-function waitingRow(job) {
+function waitingFor(job) {
   const lacks = job.queue.waiting_for;
   const text = lacks
     ? `needs ${number(lacks.needed)} ${lacks.unit === "GPU" ? "GPUs" : "places"}, ${number(lacks.available)} free`
     : UNKNOWN;
-  return h(
-    "tr",
-    {},
-    h("td", { class: "number" }, number(job.queue.position)),
-    nameOf(job),
-    h("td", { class: "number" }, layout(job.parallel)),
-    h("td", { class: "number" }, number(job.spec.priority)),
-    h("td", { class: "message" }, job.message ?? "its turn has not come"),
-    h("td", {}, text, h("div", { class: "note" }, `for ${age(job.created_at)}`)),
-  );
-}
-
-function runningRow(job) {
-  return h(
-    "tr",
-    {},
-    nameOf(job),
-    h("td", {}, job.state),
-    h("td", { class: "number" }, layout(job.parallel)),
-    h("td", { class: "number" }, number(job.parallel.world_size)),
-    h("td", { class: "number" }, duration(job.eta_seconds)),
-  );
+  return `${text}, for ${age(job.created_at)}`;
 }

@@ -74,6 +74,7 @@ export class RankGrid {
     this.place(width);
     this.plot.style.height = `${this.height}px`;
     const pen = new CanvasPen(this.canvas, width, this.height);
+    this.colours = this.coloursNow();
     this.blocks.forEach(({ x, y, name }) => pen.text(x, y - 8, name, { color: color("dim"), size: 10 }));
     this.ranks.forEach((rank, at) => this.drawRank(pen, rank, this.boxes[at]));
     this.plot.setAttribute("aria-label", summaryOf(this.ranks, this.replaced));
@@ -127,14 +128,23 @@ export class RankGrid {
       });
   }
 
+  /** What the colour of a rank depends on beside itself. */
+  coloursNow() {
+    const { value } = COLOURINGS[this.colouring];
+    return {
+      value,
+      range: value ? this.range(value) : null,
+      exited: color(this.ranks.some((each) => each.state === "running") ? "bad" : "idle"),
+    };
+  }
+
   colourOf(rank) {
     if (this.replaced.has(rank.rank)) return [color("bad"), 0.85];
-    if (rank.state === "exited")
-      return [color(this.ranks.some((each) => each.state === "running") ? "bad" : "idle"), 0.85];
+    if (rank.state === "exited") return [this.colours.exited, 0.85];
     if (rank.state !== "running") return [color("busy"), 0.6];
-    const { value } = COLOURINGS[this.colouring];
+    const { value, range } = this.colours;
     if (!value) return rank.straggler ? [color("warn"), 0.8] : [color("good"), 0.55];
-    const [low, high] = this.range(value);
+    const [low, high] = range;
     const share = (value(rank) - low) / (high - low);
     if (!Number.isFinite(share)) return [color("track"), 1];
     return [share > 0.66 && this.colouring !== "memory" ? color("warn") : color("active"), 0.15 + 0.8 * share];

@@ -1,6 +1,6 @@
 /** The durable checkpoints of a job: those that exist, and folded away those that are gone. */
 
-import { Problem, all, get, optional, send } from "../../core/api.js";
+import { Problem, Unreachable, all, get, optional, send } from "../../core/api.js";
 import { KeyedRows, badge, emptyNote, h, panel, setText, setVisible, table } from "../../core/dom.js";
 import { UNKNOWN, age, bytes, clock, counted, number, utc } from "../../core/format.js";
 import { confirmed, notify } from "../../core/notices.js";
@@ -71,8 +71,12 @@ export function create({ id, viewer, refreshNow }) {
   }
 
   async function copy(checkpoint) {
-    await navigator.clipboard?.writeText(checkpoint.path);
-    notify("The path is copied. `manta export` makes Hugging Face weights of it.", "good");
+    try {
+      await navigator.clipboard.writeText(checkpoint.path); // which browsers have over TLS and on loopback alone
+      notify("The path is copied. `manta export` makes Hugging Face weights of it.", "good");
+    } catch {
+      notify("This browser does not let pages copy: mark the path and copy it yourself.");
+    }
   }
 
   async function exportOf(checkpoint) {
@@ -103,8 +107,8 @@ export function create({ id, viewer, refreshNow }) {
       const begun = await send("POST", `/v1/jobs/${id}/checkpoints/${checkpoint.id}/export`, wanted);
       await followExport(begun);
     } catch (error) {
-      if (!(error instanceof Problem)) throw error;
-      notify([error.message, ...error.errors.map((each) => `${each.path} ${each.rule}`)].join("; "), "bad");
+      if (!(error instanceof Problem || error instanceof Unreachable)) throw error;
+      notify([error.message, ...(error.errors ?? []).map((each) => `${each.path} ${each.rule}`)].join("; "), "bad");
     }
   }
 
@@ -148,7 +152,7 @@ export function create({ id, viewer, refreshNow }) {
     try {
       await send("DELETE", `/v1/jobs/${id}/checkpoints/${checkpoint.id}`, undefined, newest ? { force: true } : {});
     } catch (error) {
-      if (!(error instanceof Problem)) throw error;
+      if (!(error instanceof Problem || error instanceof Unreachable)) throw error;
       notify(error.message, "bad");
     }
     await refreshNow();

@@ -1,7 +1,7 @@
 /** What the ranks print: live, from the end, by rank, stream, level and text. The service does the searching. */
 
 import { Problem, get } from "../../core/api.js";
-import { fill, h, panel, setText, setVisible } from "../../core/dom.js";
+import { KeyedRows, emptyNote, fill, h, panel, setText, setVisible } from "../../core/dom.js";
 import { clock, counted, utc } from "../../core/format.js";
 import { Router } from "../../core/router.js";
 
@@ -44,6 +44,14 @@ class LogsTab {
       "aria-label": "Log",
       onscroll: () => this.scrolled(),
     });
+    this.none = emptyNote("");
+    const lines = h("div");
+    this.box.append(this.none, lines);
+    this.rows = new KeyedRows(
+      lines,
+      (line) => line,
+      (line) => ({ element: lineElement(line), show() {} }),
+    );
     const { element, body, note } = panel("Log");
     this.note = note;
     body.append(
@@ -153,18 +161,22 @@ class LogsTab {
       this.note,
       `${counted(lines.length, "line")}${hidden ? `, ${hidden} hidden` : ""}${this.more.hidden ? "" : ", and earlier ones"}`,
     );
-    const line = (each) =>
-      h(
-        "div",
-        {
-          class: `log-line ${each.stream} level-${each.level ?? "none"}`,
-          title: `${utc(each.time)}, generation ${each.generation}`,
-        },
-        h("span", { class: "who" }, `${clock(each.time, false)} [${each.rank}] `),
-        each.text,
-      );
     const nothing = Object.values(this.filters).some(Boolean) ? "No line matches." : "Nothing was printed yet.";
-    fill(this.box, lines.length ? lines.map(line) : h("p", { class: "empty-note" }, nothing));
+    setText(this.none, nothing);
+    setVisible(this.none, lines.length === 0);
+    this.rows.show(lines);
     if (this.follow.checked) this.box.scrollTop = this.box.scrollHeight;
   }
+}
+
+function lineElement(line) {
+  return h(
+    "div",
+    {
+      class: `log-line ${line.stream} level-${line.level ?? "none"}`,
+      title: `${utc(line.time)}, generation ${line.generation}`,
+    },
+    h("span", { class: "who" }, `${clock(line.time, false)} [${line.rank}] `),
+    line.text,
+  );
 }
