@@ -97,9 +97,10 @@ def connect(url: str | None) -> MantaClient:
 
 
 def _console() -> Console:
-    """A console for standard output as it is now; wide where it is no terminal, so that no table is cut."""
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
+    """A console for standard output as it is now; wide where it is no terminal, so that no table is cut. Names and
+    messages are anybody's: brackets in them are no markup."""
+    console = Console(markup=False)
+    return console if console.is_terminal else Console(width=200, markup=False)
 
 
 def _show_state(job: JobView, as_json: bool) -> None:
@@ -143,7 +144,7 @@ def submit(
             show(job, as_json, lambda console: console.print(job.id, highlight=False))
             return
         # With --json the only thing on standard output is the final job.
-        console = Console(stderr=True) if as_json else _console()
+        console = Console(stderr=True, markup=False) if as_json else _console()
         console.print(f"submitted {job.id}", highlight=False)
         try:
             job = follow_progress(client, job.id, console)

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from api import schemas
 from api.cli.progress import figure, percent, progress_line
@@ -39,13 +39,13 @@ def size(count: float | None) -> str:
 def table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:
     """Print `rows` under `headings`, or the sentence `empty` when there are none."""
     if not rows:
-        console.print(escape(empty))
+        console.print(empty, markup=False)
         return
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
         grid.add_column(heading, overflow="fold")
     for row in rows:
-        grid.add_row(*(escape(str(cell)) for cell in row))
+        grid.add_row(*(Text(str(cell)) for cell in row))
     console.print(grid)
 
 
@@ -104,7 +104,7 @@ def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = 
         lines["queue"] = f"place {job.queue.position}"
     width = max(map(len, lines))
     for name, value in lines.items():
-        console.print(f"[bold]{name:<{width}}[/bold]  {escape(value)}", highlight=False, soft_wrap=True)
+        console.print(Text(f"{name:<{width}}", "bold").append(f"  {value}", "not bold"), soft_wrap=True)
 
 
 def planned_line(plan: schemas.JobPlan) -> str:

@@ -119,3 +119,10 @@ def test_client_sends_the_key_it_is_given_before_that_of_the_environment(service
         assert client.create_project("more").name == "more"
         assert client.link().path
     assert service.http.get("/v1/jobs", headers=bearer(made.key)).status_code == 401
+
+
+def test_brackets_in_names_are_brackets(manta):
+    name = "[/x] of [red]ada"
+    made = json.loads(manta("keys", "create", name, "--json").stdout)
+    assert name in manta("keys", "list").stdout
+    assert manta("keys", "revoke", made["id"]).stdout == f"{made['id']} ({name}) is revoked\n"

@@ -101,7 +101,9 @@ def test_bytes_are_in_binary_units(call, value, text):
     assert call("core/format.js", "bytes", value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(0, "0"), (4000, "4000"), (1_250_000, "1.25 M"), (3e-5, "3.0e-5")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (4000, "4000"), (1_250_000, "1.25 M"), (3e-5, "3.0e-5"), (-5e29, "-5.0e29")]
+)
 def test_axes_have_short_numbers(call, value, text):
     assert call("core/format.js", "compact", value) == text
 

@@ -32,6 +32,7 @@ export function compact(value) {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? UNKNOWN : value > 0 ? "inf" : "-inf";
   const size = Math.abs(value);
   if (size === 0) return "0";
+  if (size < 1e-3 || size >= 1e15) return value.toExponential(1).replace("+", "");
   for (const [unit, factor] of [
     ["T", 1e12],
     ["B", 1e9],
@@ -41,7 +42,6 @@ export function compact(value) {
     const divisor = unit === "k" ? 1e3 : factor;
     if (size >= factor) return `${trimmed(value / divisor)} ${unit}`;
   }
-  if (size < 1e-3) return value.toExponential(1).replace("+", "");
   return trimmed(value);
 }
 
