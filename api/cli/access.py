@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from api.cli import render
-from api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, connect, fail, show
+from api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, connect, fail, show, show_page
 from service import automatic_key, given_key
 from service.identity import Scope, new_key
 from service.settings import Settings
@@ -123,7 +123,7 @@ def list_keys(limit: Limit = 50, url: Url = None, as_json: Json = False) -> None
     """List API keys, newest first; those that are not good any more, too."""
     with connect(url) as client:
         page = client.keys(limit)
-    show(page, as_json, lambda console: render.key_table(console, page.items))
+    show_page(page, as_json, lambda console: render.key_table(console, page.items))
 
 
 @keys_app.command("revoke")
@@ -155,7 +155,7 @@ def list_projects(limit: Limit = 50, url: Url = None, as_json: Json = False) -> 
     """List the projects that your key is good for."""
     with connect(url) as client:
         page = client.projects(limit)
-    show(page, as_json, lambda console: render.project_table(console, page.items))
+    show_page(page, as_json, lambda console: render.project_table(console, page.items))
 
 
 def audit(
@@ -170,7 +170,7 @@ def audit(
     """List who changed what, newest first; what was refused, too."""
     with connect(url) as client:
         page = client.audit(key, target, limit)
-    show(page, as_json, lambda console: render.audit_table(console, page.items))
+    show_page(page, as_json, lambda console: render.audit_table(console, page.items))
 
 
 def link(url: Url = None, as_json: Json = False) -> None:

@@ -20,7 +20,7 @@ from api.cli.exported_weights import FORMATS, SHARD_SIZE, Dtype, Format, export_
 from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, JobId, Json, MantaGroup, Url, connect, fail, show
 from api.cli.render import size
 from api.client import MantaClient
-from api.schemas import Checkpoint
+from api.schemas import Checkpoint, Items
 from service.ids import is_job_id
 from workers.checkpoint.catalog import Manifest, generation_of, list_checkpoints, verify
 from workers.checkpoint.checksums import DamagedCheckpoint
@@ -64,7 +64,7 @@ def register(app: typer.Typer) -> None:
 def list_of_job(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """List a job's durable checkpoints."""
     with connect(url) as client:
-        page = client.checkpoints(job)
+        page = Items[Checkpoint](items=_all(client, job))
     show(page, as_json, lambda console: render.checkpoint_table(console, page.items))
 
 
@@ -156,11 +156,15 @@ def source_of(what: str, step: int | None, url: str | None) -> Place:
 
 
 def _complete(client: MantaClient, job: str) -> list[Checkpoint]:
+    return [row for row in _all(client, job) if row.state == "complete"]
+
+
+def _all(client: MantaClient, job: str) -> list[Checkpoint]:
     rows: list[Checkpoint] = []
     cursor = None
     while True:
         page = client.checkpoints(job, limit=PAGE, cursor=cursor)
-        rows += [row for row in page.items if row.state == "complete"]
+        rows += page.items
         if (cursor := page.next_cursor) is None:
             return rows
 

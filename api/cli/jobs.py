@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from api.cli import render
-from api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, connect, fail, show
+from api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, connect, fail, show, show_page
 from api.schemas import Direction, JobSort
 from service.states import STATE_NAMES
 
@@ -53,7 +53,7 @@ def list_jobs(
             sort=sort,
             order=order,
         )
-    show(page, as_json, lambda console: render.job_list(console, page.items))
+    show_page(page, as_json, lambda console: render.job_list(console, page.items))
 
 
 def edit(

@@ -19,7 +19,7 @@ from api.cli import render
 from api.cli.progress import follow as follow_progress
 from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
 from api.requests import FaultRequest
-from api.schemas import FieldProblem, JobPlan
+from api.schemas import FieldProblem, Items, JobPlan
 from api.schemas import Job as JobView
 from service.settings import Settings
 from service.states import JobState
@@ -113,6 +113,13 @@ def show(answer: BaseModel, as_json: bool, draw: Callable[[Console], None]) -> N
         typer.echo(render.as_json(answer))
     else:
         draw(_console())
+
+
+def show_page(page: Items[Any], as_json: bool, draw: Callable[[Console], None]) -> None:
+    """`show`, and for people a word where the list goes on."""
+    show(page, as_json, draw)
+    if not as_json and page.next_cursor is not None:
+        typer.echo(f"These are {len(page.items)}; there are more: say --limit.", err=True)
 
 
 def show_lines(entries: Iterable[BaseModel], as_json: bool, line: Callable[[Any], str]) -> None:

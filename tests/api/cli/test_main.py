@@ -377,7 +377,7 @@ FAULT = {"kind": "kill", "rank": 0, "at_step": 0, "phase": "data", "seconds": 0.
         ("delete JOB -y", "DELETE /v1/jobs/JOB", None),
         ("retry JOB", "POST /v1/jobs/JOB/retry", None),
         ("resize JOB --data 3", "POST /v1/jobs/JOB/resize", {"data": 3}),
-        ("checkpoints JOB", "GET /v1/jobs/JOB/checkpoints?limit=100", None),
+        ("checkpoints JOB", "GET /v1/jobs/JOB/checkpoints?limit=200", None),
         ("ranks JOB", "GET /v1/jobs/JOB/ranks", None),
         ("ledger JOB", "GET /v1/jobs/JOB/ledger", None),
         ("recoveries JOB", "GET /v1/jobs/JOB/recoveries?limit=1000", None),
@@ -429,3 +429,24 @@ def test_what_was_done_is_told_to_people_and_to_programs(manta, service, documen
     assert fault["id"] == service.control.faults[-1].id
     assert (said := said_by("cancel", job))[0] == f"{job} is CANCELLING"
     assert said[1]["state"] == "CANCELLING"
+
+
+def test_lists_that_go_on_say_so(manta, service):
+    for _ in range(3):
+        service.submit()
+    cut = manta("ps", "--limit", 2)
+    assert "there are more: say --limit" in cut.stderr and cut.stdout.count("job_") == 2
+    assert manta("ps", "--limit", 3).stderr == ""
+    programs = manta("ps", "--limit", 2, "--json")
+    assert programs.stderr == "" and json.loads(programs.stdout)["next_cursor"]
+
+
+def test_all_checkpoints_are_listed(manta, service, job, monkeypatch):
+    def save(session):
+        for step in range(10, 15):
+            checkpoints.begin(session, job, 9, step, f"/somewhere/{step}")
+
+    service.store.write(save)
+    monkeypatch.setattr(checkpoint_commands, "PAGE", 2)
+    listed = json.loads(manta("checkpoints", job, "--json").stdout)
+    assert [each["step"] for each in listed["items"]] == [14, 13, 12, 11, 10, 5]
