@@ -97,6 +97,10 @@ def test_charts_zoom_together_and_are_saved(viewer):
     page.get_by_label("Measure progress by").select_option("time")
     section.get_by_role("button", name="Logarithmic axis: Loss").click()
     expect(section.get_by_role("button", name="Logarithmic axis: Loss")).to_have_attribute("aria-pressed", "true")
+    section.get_by_role("img").focus()
+    for _ in range(80):
+        page.keyboard.press("+")
+    page.keyboard.press("0")
     section.get_by_role("button", name="train").click()
     expect(section.get_by_role("img")).not_to_have_attribute("aria-label", re.compile("train"))
 
@@ -105,6 +109,10 @@ def test_list_is_kept_in_the_address_and_leads_to_comparison(viewer):
     page = viewer.open()
     for name in ("quickstart", "tiny-llama"):
         page.get_by_label(f"Compare {name}").check()
+        page.get_by_label("Search by name or id").fill("wide")
+        expect(page.get_by_label(f"Compare {name}")).to_have_count(0)
+        page.get_by_label("Search by name or id").fill("")
+        expect(page.get_by_label(f"Compare {name}")).to_be_checked()
     page.get_by_role("button", name="Compare 2").click()
     expect(page).to_have_title("Compare – Manta")
     expect(page.locator(".chip")).to_have_count(2)

@@ -97,7 +97,7 @@ class JobsPage {
     this.rows = new KeyedRows(
       body,
       (job) => job.id,
-      (job) => new JobLine(job, this.lines, (id, on) => this.tick(id, on)),
+      (job) => new JobLine(job, this.lines, this.ticked.has(job.id), (id, on) => this.tick(id, on)),
     );
     this.more = h("button", { class: "button", hidden: true, onclick: () => this.showMore() }, "Show more");
     this.none = h("p", { class: "empty-note", hidden: true });
@@ -229,11 +229,12 @@ class JobsPage {
 }
 
 class JobLine {
-  constructor(job, lines, tick) {
+  constructor(job, lines, ticked, tick) {
     this.id = job.id;
     this.lines = lines;
     this.box = h("input", {
       type: "checkbox",
+      checked: ticked,
       "aria-label": `Compare ${job.name}`,
       onchange: (event) => tick(job.id, event.target.checked),
     });
