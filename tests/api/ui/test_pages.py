@@ -181,6 +181,12 @@ def test_queue_says_who_waits_and_why(viewer):
     expect(page.get_by_role("table", name="Waiting")).to_contain_text("wide")
     expect(page.get_by_role("table", name="Waiting")).to_contain_text("needs 64")
     expect(page.get_by_role("table", name="Holding places")).to_contain_text("quickstart")
+    row = page.get_by_role("table", name="Waiting").get_by_role("row").filter(has_text="wide")
+    row.evaluate("(element) => { element.dataset.mark = 'the same'; }")
+    for _ in range(2):
+        with page.expect_response(re.compile("state=QUEUED")):
+            pass
+    expect(row).to_have_attribute("data-mark", "the same")
 
 
 def test_specs_are_checked_while_one_types_and_submitted(followed, browser):
