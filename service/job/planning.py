@@ -23,23 +23,24 @@ log = logging.getLogger(__name__)
 
 
 async def plan_generation(job: JobContext, generation: int, where: Mapping[int, AgentDescription]) -> None:
-    """Keep a plan of `generation`, whose ranks are at `where`: that of an earlier one in the same layout, if there is
-    one. Never raises."""
+    """Keep a plan of `generation`, whose ranks are at `where`: that of an earlier one in the same layout on such
+    nodes, if there is one. Never raises."""
     try:
         if await job.record.read(lambda session: plans.is_kept(session, job.id, generation)):
             return
         parallel = job.gang.layout.model_dump(mode="json")
-        known = await job.record.read(lambda session: plans.of_layout(session, job.id, parallel))
-        plan = known or {"parallel": parallel, **await _plan(job, where)}
+        places = await _places(job, where)
+        on = sorted([place.ranks, place.cores, str(place.gpu_type), str(place.gpu_memory_bytes)] for place in places)
+        known = await job.record.read(lambda session: plans.of_layout(session, job.id, parallel, on))
+        plan = known or {"parallel": parallel, "on": on, **await _plan(job, places)}
         await job.record.write(lambda session: plans.keep(session, job.id, generation, plan))
     except Exception:
         log.exception("no plan of %s is kept", job.id)
 
 
-async def _plan(job: JobContext, where: Mapping[int, AgentDescription]) -> dict[str, Any]:
+async def _plan(job: JobContext, places: list[Place]) -> dict[str, Any]:
     """`planned`, or `problem`: why there is none."""
     try:
-        places = await _places(job, where)
         spec = with_threads(job.gang.spec, job.threads or threads_of(job.gang.spec))
         seen = await job.record.read(lambda session: SeenJobs.read(session, job.cluster.paths.machines))
         return {"planned": await asyncio.to_thread(_planned, spec, job, places, seen), "problem": None}

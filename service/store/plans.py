@@ -28,7 +28,7 @@ class KeptPlan:
 
     generation: int
     plan: dict[str, Any]
-    """`parallel`, and `planned`, or `problem` where nothing could be planned."""
+    """`parallel`, `on` which nodes, and `planned`, or `problem` where nothing could be planned."""
     measured: Measured | None
     """Once the first steps have settled; of fewer steps while there are fewer."""
     drift: dict[str, Any] | None
@@ -48,10 +48,11 @@ def is_kept(session: Session, job_id: str, generation: int) -> bool:
     return row is not None and PLAN in row.data
 
 
-def of_layout(session: Session, job_id: str, parallel: dict[str, Any]) -> dict[str, Any] | None:
-    """What was planned of an earlier generation in the same layout, if anything was."""
+def of_layout(session: Session, job_id: str, parallel: dict[str, Any], on: list[Any]) -> dict[str, Any] | None:
+    """What was planned of an earlier generation in the same layout `on` the same kind of nodes, if anything was."""
     kept = (row.data.get(PLAN) for row in _generations(session, job_id))
-    return next((plan for plan in kept if plan and plan["parallel"] == parallel), None)
+    alike = (plan for plan in kept if plan and (plan["parallel"], plan.get("on")) == (parallel, on))
+    return next((plan for plan in alike if plan["planned"] is not None), None)
 
 
 def newest(session: Session, job_id: str) -> KeptPlan | None:

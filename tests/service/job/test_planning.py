@@ -1,12 +1,14 @@
 """A generation is planned where it runs, beside the training, and no failure of that is the job's."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from service.job import planning
 from service.job.context import JobContext
 from service.job.planning import plan_generation
+from service.machines import BadCalibration
 from service.store import generations, plans
 from tests.service.support.fake_cluster import FakeCluster
 from workers.protocol.messages import AgentDescription
@@ -51,6 +53,23 @@ def test_a_layout_is_planned_once(job, monkeypatch):
     second = plan(job, 2)
     assert (second.generation, second.plan) == (2, first.plan)
     assert plan(job, 2).plan == first.plan
+
+
+def test_on_other_nodes_a_layout_is_planned_again(job):
+    """Else what its steps take there would be told of the nodes that it was on before."""
+    first = plan(job)
+    job.record.store.write(lambda s: generations.begin(s, job.id, "node_lost", True))
+    larger = {rank: replace(place, cores=16) for rank, place in WHERE.items()}
+    second = plan(job, 2, larger)
+    assert second.plan["planned"]["cluster"]["cores"] == 16 != first.plan["planned"]["cluster"]["cores"]
+
+
+def test_what_could_not_be_planned_is_tried_again(job, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(planning, "this_node", lambda _: (_ for _ in ()).throw(BadCalibration("cut short")))
+        assert "cut short" in plan(job).plan["problem"]
+    job.record.store.write(lambda s: generations.begin(s, job.id, "rank_died", True))
+    assert plan(job, 2).plan["problem"] is None
 
 
 def test_gpus_of_no_known_type_are_a_sentence(job):

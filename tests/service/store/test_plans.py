@@ -113,11 +113,12 @@ def test_only_what_a_generation_committed_itself_counts(training):
 
 
 def test_the_same_layout_is_planned_once(training):
-    training.begin(of_plan=plan())
+    training.begin(of_plan={**plan(), "on": [[2, 8]]})
     training.begin(5)
     with training.store.read() as session:
-        assert plans.of_layout(session, training.id, PARALLEL)["planned"]["step_seconds"] == 0.1
-        assert plans.of_layout(session, training.id, {**PARALLEL, "data": 1}) is None
+        assert plans.of_layout(session, training.id, PARALLEL, [[2, 8]])["planned"]["step_seconds"] == 0.1
+        assert plans.of_layout(session, training.id, {**PARALLEL, "data": 1}, [[2, 8]]) is None
+        assert plans.of_layout(session, training.id, PARALLEL, [[2, 4]]) is None
         assert [plans.is_kept(session, training.id, number) for number in (1, 2, 3)] == [True, False, False]
 
 
