@@ -42,6 +42,7 @@ def page(chromium, manta):
     context.set_default_timeout(3 * MILLISECONDS)
     opened, complaints = context.new_page(), Complaints()
     opened.goto(f"{manta.url}{manta.client.link().path}")
+    opened.wait_for_url("**/ui/")
     complaints.watch(opened, manta.url)
     yield opened
     context.close()
