@@ -137,6 +137,7 @@ async def _request(connection: socket.socket, line: bytes) -> ForkedProcess:
         if sent < len(line):  # else it may have answered and hung up already, and even sending nothing fails then
             await asyncio.get_running_loop().sock_sendall(connection, line[sent:])
         replies, requests = await asyncio.open_connection(sock=connection)
+        undo.callback(requests.close)  # by asyncio, or it would listen on when the number is somebody else's
         pid = _pid_of(await replies.readline())
         undo.pop_all()
     control, control_writer = await asyncio.open_connection(sock=ours, limit=CONTROL_LINE_BYTES)

@@ -314,6 +314,29 @@ def test_whoever_gets_no_child_keeps_no_descriptor(zygote, go, name, seconds):
     go(body)
 
 
+def test_a_fork_that_was_given_up_is_not_in_the_way_of_the_next_one(zygote, go):
+    """Whoever handles the error of the first still has it then, and with it all that the call knew."""
+
+    async def end(child):
+        await child.wait()
+        child.close()
+        for _ in range(3):
+            await asyncio.sleep(0)  # its descriptors are free now
+
+    async def body():
+        await end(await fork(zygote.socket, "echo", {}))  # from here on it listens
+        os.kill(zygote.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(ZygoteUnavailable, match="did not answer within") as given_up:
+                await fork(zygote.socket, "echo", {}, timeout=0.1)
+        finally:
+            os.kill(zygote.process.pid, signal.SIGCONT)
+        await end(await fork(zygote.socket, "echo", {}, timeout=5.0))
+        return given_up
+
+    go(body)
+
+
 def test_warm_zygote_has_one_thread_and_forks_fast(tmp_path, go, start_zygote):
     running = start_zygote(tmp_path)
 
