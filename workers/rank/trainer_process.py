@@ -150,6 +150,11 @@ class TrainerProcess:
                 self._prepare()
             while not self._train():
                 self._rest()
+        except SystemExit as request:
+            # Of somebody else's code: with its status, 0 perhaps, it would look like a job that is done.
+            error = RuntimeError(f"something in this process asked for its end (status {request.code})")
+            error.__cause__ = request
+            return self._fail(error)
         except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported, nothing goes on
             return self._fail(error)
         return self._finish()

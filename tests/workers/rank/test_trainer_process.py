@@ -78,6 +78,21 @@ def test_whatever_ends_it_is_told_by_its_kind(rig, capfd, error, kind):
     assert failure.exception in capfd.readouterr().err
 
 
+def test_a_model_that_asks_for_the_end_of_the_process_has_not_ended_the_job_well(rig):
+    def leave(trainer):
+        trainer.step = 4
+        raise SystemExit(0)
+
+    run = rig(leave)
+    run.start(order())
+    assert isinstance(run.hear().payload, Started)
+    failure = run.hear().payload
+    assert (failure.kind, failure.step) == ("exception", 5)
+    assert failure.message == "something in this process asked for its end (status 0)"
+    assert "in leave" in failure.traceback
+    assert run.ended() == EXIT_FAILED
+
+
 def test_a_failure_before_there_is_a_trainer_counts_from_the_step_that_it_should_resume_at(rig):
     def fail(*_):
         raise DataError("no corpus")
