@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,6 @@ Sink = Callable[[list[Message]], None]
 class _Unmade:
     make: Callable[[], Payload]
     time: float
-
-    def made(self) -> Message:
-        return Message(self.make(), self.time)
 
 
 class Reporter:
@@ -57,7 +55,7 @@ class Reporter:
         self._urgent.set()
 
     def made(self, make: Callable[[], Payload]) -> None:
-        """Something that takes a while to be made: that is done on the reporter's thread."""
+        """Something that takes a while to be made: that is done on the reporter's thread. What can't be made is left out."""
         self._queue.put(_Unmade(make, time.time()))
 
     def _put(self, payload: Payload) -> None:
@@ -75,7 +73,7 @@ class Reporter:
             self._urgent.clear()
             while not self._queue.empty():
                 batch.append(self._queue.get())
-            messages = [each.made() if isinstance(each, _Unmade) else each for each in batch if each is not None]
+            messages = [made for each in batch if each is not None and (made := _made(each)) is not None]
             try:
                 if messages:
                     self._sink(messages)
@@ -84,3 +82,14 @@ class Reporter:
             if None in batch:
                 return
             self._urgent.wait(BATCH_SECONDS)
+
+
+def _made(message: Message | _Unmade) -> Message | None:
+    """The message; None where it can't be made, which keeps nothing else from being shipped."""
+    if isinstance(message, Message):
+        return message
+    try:
+        return Message(message.make(), message.time)
+    except Exception:  # noqa: BLE001 - whatever it is, rows and words that somebody waits for come behind it
+        traceback.print_exc()
+        return None

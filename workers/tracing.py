@@ -112,10 +112,14 @@ class _Made:
     """Why there is no profile of it, though one was wanted."""
 
     def profiled(self) -> Profiled:
-        """What the profiler says; nothing where it is too much."""
-        content = self.profile.content() if self.profile is not None else None
-        if content is None:
-            self.left_out = f"its profile is larger than {MOST_BYTES >> 20} MiB and is left out"
+        """What the profiler says; nothing where it is too much, or cannot be had."""
+        assert self.profile is not None
+        try:
+            content = self.profile.content()
+            if content is None:
+                self.left_out = f"its profile is larger than {MOST_BYTES >> 20} MiB and is left out"
+        except (OSError, RuntimeError) as error:  # no room for its file, most likely
+            content, self.left_out = None, f"its profile could not be written ({error})"
         return Profiled(self.number, self.first_step, base64.b85encode(content or b"").decode())
 
     def traced(self) -> Traced:

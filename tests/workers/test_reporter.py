@@ -59,6 +59,22 @@ def test_what_takes_a_while_is_made_on_the_reporters_thread_and_stays_in_order()
     assert made_by == ["reporter"]
 
 
+def test_what_cannot_be_made_keeps_nothing_else_from_being_heard(capfd):
+    """A recovery waits for what a rank says last, and kills one that says nothing."""
+
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    listener = Listener()
+    reporter = Reporter(listener)
+    reporter.metrics({"step": 1})
+    reporter.made(fail)
+    reporter.send(Finished(2))
+    reporter.close()
+    assert listener.payloads == [Metrics(({"step": 1},)), Finished(2)]
+    assert "No space left on device" in capfd.readouterr().err
+
+
 def test_what_somebody_waits_for_does_not_wait_for_a_batch(monkeypatch):
     monkeypatch.setattr(module, "BATCH_SECONDS", 1000.0)
     listener = Listener()

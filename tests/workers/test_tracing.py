@@ -21,6 +21,8 @@ from workers.spec.reading import parse_job_spec
 from workers.step_traces.assembly import assembled
 from workers.step_traces.critical_path import critical_path
 from workers.step_traces.idle import bubble
+from workers.timing.recording import Recording
+from workers.tracing import _Made
 
 ORDERS = [TraceOrder(1, 0, 2, first_step=3), TraceOrder(2, 0, 1, first_step=0), TraceOrder(3, 0, 9, first_step=6)]
 STEPS = {1: (3, 4), 2: (2,), 3: (6,)}
@@ -79,6 +81,16 @@ def test_a_profile_that_is_too_large_is_left_out_with_a_sentence(ranks, corpus):
     (traced,) = [each for each in reported if isinstance(each, Traced)]
     assert profiled.content == ""
     assert "and is left out" in traced.recording.problem
+
+
+def test_a_profile_that_cannot_be_written_is_left_out_with_a_sentence():
+    class Full:
+        def content(self):
+            raise OSError(28, "No space left on device")
+
+    made = _Made(1, 3, lambda: Recording((), ()), Full())
+    assert made.profiled() == Profiled(1, 3, "")
+    assert "No space left on device" in made.traced().recording.problem
 
 
 def look_at(trace, spec, backend):
