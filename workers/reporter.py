@@ -55,7 +55,7 @@ class Reporter:
         self._urgent.set()
 
     def made(self, make: Callable[[], Payload]) -> None:
-        """Something that takes a while to be made: that is done on the reporter's thread. What can't be made is left out."""
+        """Something that takes a while to be made: that is done on the reporter's thread. Left out if it can't be."""
         self._queue.put(_Unmade(make, time.time()))
 
     def _put(self, payload: Payload) -> None:

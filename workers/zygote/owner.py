@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from workers.system.process_end import ended
 from workers.threads import OF_COMPUTATION
+
+log = logging.getLogger(__name__)
 
 RESTART_SECONDS = 1.0
 """Pause before a zygote that died is started again, so that one that cannot start does not eat the node."""
@@ -61,8 +64,20 @@ class ZygoteOwner:
             await ended(self._process.pid)
             self._process.wait()
             self._close_pipe()
-            await asyncio.sleep(RESTART_SECONDS)
+            spawned = False
+            while not spawned:
+                await asyncio.sleep(RESTART_SECONDS)
+                spawned = self._spawn_again()
+
+    def _spawn_again(self) -> bool:
+        """False where the machine does not let it: who took the zygote's memory may have the rest of it still."""
+        try:
             self._spawn()
+        except OSError as error:
+            self._close_pipe()
+            log.warning("the zygote cannot be started again: %s; it is tried again and again", error)
+            return False
+        return True
 
     def _spawn(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -57,5 +58,32 @@ def test_zygote_that_dies_is_started_again_with_the_same_environment(owner, tmp_
         assert "zygote owner" not in {task.get_name() for task in asyncio.all_tasks()}, "nobody starts another one"
         await asyncio.sleep(0)  # what the children wrote into is let go of then
         assert pipes() == before, "none of a zygote that died is kept"
+
+    go(body)
+
+
+def test_a_zygote_that_cannot_be_started_again_is_tried_until_it_can(owner, tmp_path, go, gone, monkeypatch):
+    """Who took its memory may have the rest of the machine's too, for a moment."""
+    start, refused = owning.subprocess.Popen, []
+
+    def once_there_is_room(*arguments, **more):
+        if len(refused) < 2:
+            refused.append(OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
+            raise refused[-1]
+        return start(*arguments, **more)
+
+    async def body():
+        before = pipes()
+        await owner.start()
+        monkeypatch.setattr(owning.subprocess, "Popen", once_there_is_room)
+        os.kill(owner.pid, signal.SIGKILL)
+        assert gone(owner.pid)
+        (tmp_path / "zygote.sock").unlink(missing_ok=True)
+        child = await fork(tmp_path / "zygote.sock", "echo", {}, timeout=20.0)
+        await child.wait()
+        child.close()
+        await owner.close()
+        await asyncio.sleep(0)
+        assert (len(refused), pipes()) == (2, before)
 
     go(body)
