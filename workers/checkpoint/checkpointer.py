@@ -225,7 +225,11 @@ class Checkpointer:
             self._under_way = None
 
     def _wrote(self) -> None:
+        """Some of a save is written. Raises PeerLost where the rest is of no use: its ranks have left each other, and
+        who comes to rest has little time."""
         self._writes += 1
+        if self.comm.size("world") > 1:
+            self.comm.raise_if_over()
 
     def close(self) -> None:
         """End the writing thread, after the save under way."""

@@ -40,7 +40,8 @@ class Uploads:
     @contextmanager
     def create(self, file: ObjectPath, wrote: Callable[[], object], sums: dict[str, FileSums]) -> Iterator[IO[bytes]]:
         """A new file, whose sums are in `sums` once the block has ended and it is there. Until then what is written
-        from the room stays as it is. `wrote` is called whenever some of it was taken. Raises OSError."""
+        from the room stays as it is. `wrote` is called whenever some of it was taken. Raises OSError, and what `wrote`
+        raises, by which the file is given up."""
         process = self._running()
         assert process.stdin is not None
         try:
@@ -83,7 +84,11 @@ class Uploads:
             if "sums" in answer:
                 size, blocks, block_bytes = answer["sums"]
                 return FileSums(size, tuple(blocks), block_bytes)
-            wrote()
+            try:
+                wrote()
+            except BaseException:
+                self._end()  # its further answers are not those about the next file
+                raise
         raise self._ended(process)
 
     def _ended(self, process: subprocess.Popen[bytes]) -> OSError:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from checkpoint_programs import job, lone, train_and_save, train_beside_a_slow_save
+from checkpoint_programs import job, leave_while_saving, lone, train_and_save, train_beside_a_slow_save
 from engine_specs import axes
 
 from workers.checkpoint import checkpointer
@@ -111,6 +111,15 @@ def test_a_new_generation_delays_nothing(trainer, store):
     trainer.state.checkpoints.finish()
     trainer.restore(Resume())
     assert not trainer.state.checkpoints.wanted(5)
+
+
+def test_a_save_whose_ranks_leave_each_other_is_broken_off(ranks, corpus, tmp_path):
+    """Whoever takes too long to come to rest is killed."""
+    document = job(corpus, axes((1, 1, 2)), model={"layers": 1}, checkpoint={"every_steps": 0})
+    for writes, failure in ranks.run(ParallelConfig(data=2), leave_while_saving, document, str(tmp_path)):
+        assert writes < 5, "of dozens"
+        assert failure is not None
+    assert whole_checkpoints(tmp_path) == []
 
 
 def test_whoever_waits_for_a_save_that_gets_on_does_not_stand_still(trainer, store, monkeypatch):

@@ -120,6 +120,16 @@ def test_of_a_long_file_that_its_writer_gives_up_no_part_is_left_in_the_store(up
     assert left.get("Uploads", []) == []
 
 
+def test_a_file_that_is_given_up_while_it_is_uploaded_does_not_answer_for_the_next(uploads, bucket):
+    def give_up():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        _upload(uploads, bucket / "file", b"half of it", wrote=give_up)
+    assert _upload(uploads, bucket / "file", b"all of it").size == 9
+    assert files_of(bucket).read(bucket / "file") == b"all of it"
+
+
 def test_the_process_ends_with_the_one_that_asks_it(uploads):
     uploads.start()
     process, uploads._process = uploads._process, None

@@ -17,7 +17,7 @@ import torch
 from engine_specs import document
 from reported import events_of, rows_of
 
-from workers.checkpoint import catalog, checkpointer, durable
+from workers.checkpoint import catalog, checkpointer, checksums, durable
 from workers.checkpoint.catalog import MANIFEST, manifest_of, seal
 from workers.checkpoint.checksums import SummingFile
 from workers.checkpoint.contents import CONTENTS
@@ -250,6 +250,25 @@ def save_on_a_full_disk(comm: Comm, document: dict[str, Any], folder: str) -> li
     comm.barrier()
     trainer.reporter.close()
     return [(event["type"], event["message"]) for event in events_of(messages)]
+
+
+def leave_while_saving(comm: Comm, document: dict[str, Any], folder: str) -> tuple[int, str | None]:
+    """Have the generation end when the first of a save is written: how often something was, and why the save failed."""
+    trainer = trainer_of(comm, document, folder)
+    trainer.restore(Resume())
+    trainer.train_step()
+    real, writes = SummingFile.write, []
+
+    def write(*given: Any) -> int:
+        if not writes:
+            comm.end(comm.generation)
+        writes.append(given)
+        return real(*given)
+
+    with patch.object(SummingFile, "write", write), patch.object(checksums, "BUFFER_BYTES", 1024):
+        save(trainer)
+    assert trainer.state.checkpoints is not None
+    return len(writes), trainer.state.checkpoints.failure
 
 
 @dataclass
