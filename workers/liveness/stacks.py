@@ -45,8 +45,8 @@ async def take_stacks(pid: int, path: Path) -> str:
 
 async def _asked(pid: int, path: Path) -> str:
     before = _size(path)
-    if before is None:
-        return ""  # it has not come to where it would answer: the signal would end it
+    if before is None or not _survives(pid):
+        return ""  # it has not come to where it would answer, and what lies there is of the process before
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, STACKS_SIGNAL)
     seen = before
@@ -69,6 +69,15 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except OSError:
         return None
+
+
+def _survives(pid: int) -> bool:
+    """Whether STACKS_SIGNAL does not end the process, since it handles or ignores it."""
+    with contextlib.suppress(OSError, ValueError):
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+        masks = [int(line.split()[1], 16) for line in text.splitlines() if line.startswith(("SigCgt:", "SigIgn:"))]
+        return any(mask >> (STACKS_SIGNAL - 1) & 1 for mask in masks)
+    return False
 
 
 def _state_letter(pid: int) -> str:

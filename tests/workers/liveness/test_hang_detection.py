@@ -141,8 +141,12 @@ def test_of_a_process_that_is_gone_nothing_is_told(go, tmp_path):
     assert go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2))) == ""
 
 
-def test_a_process_that_never_offered_its_stacks_is_not_killed_by_the_question(go, tmp_path):
+@pytest.mark.parametrize("before", [False, True], ids=["first", "after another"])
+def test_a_process_that_never_offered_its_stacks_is_not_killed_by_the_question(go, tmp_path, before):
+    """What the process before it has left in its place is no offer."""
     process = subprocess.Popen(["sleep", "1000"])
+    if before:
+        stacks_path(tmp_path, 2).write_text("what it said an hour ago")
     try:
         stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
         assert "State" in stacks
