@@ -92,7 +92,7 @@ class Agent:
         """
         check_protocol("the control plane", order.protocol)
         launched = await self._slot.launch(order)
-        await self._sharing.stop_sending()  # in this generation it may be to somebody else, or nobody
+        await self._sharing.begin(self._slot.rank)
         return launched
 
     async def prepare(self, order: LaunchOrder) -> bool:

@@ -68,6 +68,13 @@ class SnapshotSharing:
         if sender is not None:
             await asyncio.to_thread(sender.stop)
 
+    async def begin(self, rank: int) -> None:
+        """A generation begins, in which this agent's is `rank`. What was sent to a partner is not any more: it may be
+        somebody else's by now, or nobody's. Backups that were taken, and that nobody needs any more, are removed."""
+        await self.stop_sending()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.remove_former, rank)
+
     @property
     def progress(self) -> BackupProgress | None:
         """How far the backup is; None while none is sent."""

@@ -19,8 +19,8 @@ from typing import Any
 from workers.errors import MantaError, SharedMemoryError
 from workers.snapshot import backup_transport as wire
 from workers.snapshot.backup_transport import BackupError
-from workers.snapshot.files import backup_path, snapshot_path
-from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory
+from workers.snapshot.files import backup_path, snapshot_path, steps_kept
+from workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
 from workers.snapshot.notification import NotificationPipe, notification_path
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
 from workers.system.ports import PortRange, listen
@@ -170,6 +170,21 @@ class BackupServer:
         if generation < self._generation:
             raise BackupError(f"generation {generation} was replaced by {self._generation}")
         self._token, self._generation = token, generation
+
+    def remove_former(self, rank: int) -> None:
+        """Remove the backups that were made here, but not in this generation, and whose steps are all before those that
+        `rank`, which lives here, has itself: their ranks have had other partners since, and nobody can go on from what
+        they hold. Else each change of partners would leave as much as a rank's snapshots take."""
+        with self._lock:
+            former = [key for key, (generation, _, _) in self._writers.items() if generation < self._generation]
+        removed = []
+        for of, layout in former:
+            backup, own = backup_path(self.folder, of, layout), steps_kept(self.folder, rank, layout)
+            if own and max(committed_steps(backup), default=own[0]) < own[0]:
+                removed.append(in_node_memory(backup))
+                backup.unlink(missing_ok=True)
+        if any(removed):
+            self._memory.give_back()
 
     def close(self) -> None:
         """Stop listening, let go of all connections and remove the backups that were made here."""

@@ -85,7 +85,7 @@ def test_snapshots_are_sent_to_one_partner_at_a_time(tmp_path, monkeypatch):
             await sharing.send(5, BackupAddress(*address), "token", 7, LAYOUT, every=3)
             assert sending == [(str(tmp_path), 5, LAYOUT, address, "token", 7, 3)]
             assert sharing.progress == f"how far {address} is"
-        await sharing.stop_sending()
+        await sharing.begin(5)
         assert (sending, sharing.progress) == ([], None)
         await sharing.send(5, NOWHERE, "token", 7, LAYOUT)
         assert sending[0][-1] == 1, "every step where nothing else is said"
@@ -136,3 +136,19 @@ def test_who_takes_backups_takes_them_with_the_newest_token(tmp_path):
         await sharing.close(0)
 
     asyncio.run(body())
+
+
+def test_with_a_generation_backups_go_that_are_of_no_use(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(snapshot_sharing.BackupServer, "remove_former", lambda self, rank: asked.append(rank))
+
+    async def body():
+        sharing = SnapshotSharing(str(tmp_path))
+        await sharing.begin(4)
+        assert asked == [], "nobody's were taken"
+        sharing.receive("token", 2)
+        await sharing.begin(4)
+        await sharing.close(0)
+
+    asyncio.run(body())
+    assert asked == [4]

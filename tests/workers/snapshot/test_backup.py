@@ -308,6 +308,32 @@ def test_an_older_generation_is_refused_and_a_newer_one_takes_over(tmp_path, ser
         server.expect("yet another", 8)
 
 
+def test_the_backup_of_a_rank_with_another_partner_goes_once_it_is_of_no_use(tmp_path, server, send):
+    """Else shared memory would be full of them after some changes of partners."""
+    rank, sender = Rank(tmp_path / "here"), send()
+    rank.commit(2)
+    until(lambda: sender.state.step == 2)
+    sender.stop()
+    mine = Rank(tmp_path / "there", 7)
+    for step in (5, 6):
+        mine.commit(step)
+    server.remove_former(7)
+    assert there(tmp_path) == [2], "it was sent in this generation"
+    server.expect(TOKEN, 4)
+    server.remove_former(8)
+    assert there(tmp_path) == [2], "nobody knows where a rank without steps goes on from"
+    mine.snapshots.clear()
+    for step in (2, 3):
+        mine.commit(step)
+    server.remove_former(7)
+    assert there(tmp_path) == [2], "all ranks may go on from step 2"
+    mine.commit(4)
+    server.remove_former(7)
+    assert not backup_path(tmp_path / "there", 0, LAYOUT).exists()
+    assert committed_steps(snapshot_path(tmp_path / "there", 7, LAYOUT)) == [3, 4]
+    mine.snapshots.close()
+
+
 def test_no_room_at_the_partner_is_said_to_the_sender(tmp_path, server, send, monkeypatch):
     Rank(tmp_path / "here").commit(1)
 
