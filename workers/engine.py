@@ -91,6 +91,7 @@ class Engine:
         for slot, end in zip(slots, [*(following.start for following in slots[1:]), self.flat.whole], strict=True):
             part = memory[: slot.end - slot.start]
             fill(slot.entry, part.view(slot.entry.parameter.shape))
+            self.comm.progress.moved()
             self.optimizer.load_range(slot.start, part)
             self.optimizer.load_range(slot.end, torch.zeros(end - slot.end, device=device))
         self.optimizer.forget()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from workers.checkpoint.checksums import DamagedCheckpoint, UnreadableCheckpoint
-from workers.comm.shared_work import SharedWork
+from workers.comm.comm import Comm
 from workers.engine import Engine
 from workers.errors import CheckpointError
 
@@ -28,10 +28,11 @@ _KINDS: dict[str, type[CheckpointError]] = {
 }
 
 
-def agree(ranks: SharedWork, problem: CheckpointError | None) -> None:
-    """Raise the problem of the first rank that has one, on all ranks; return when there is none. Raises PeerLost."""
+def agree(comm: Comm, problem: CheckpointError | None) -> None:
+    """Raise the problem of the first rank that has one, on all ranks; return when there is none. For the training
+    thread. Raises PeerLost."""
     mine = None if problem is None else _Problem(str(problem), _kind_of(problem))
-    first = ranks.together(lambda: mine, _first, (_Problem | None, _Problem | None))
+    first = comm.shared_work.together(lambda: mine, _first, (_Problem | None, _Problem | None), comm.progress)
     if first is not None:
         raise _KINDS.get(first.kind, CheckpointError)(first.message) from problem
 

@@ -24,7 +24,7 @@ from workers.checkpoint.rectangles import rectangles_of
 from workers.checkpoint.shared_room import SharedRoom
 from workers.checkpoint.uploads import Uploads
 from workers.comm.comm import Comm
-from workers.comm.shared_work import SharedWork
+from workers.comm.shared_work import WORLD, SharedWork
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointError, MantaError
@@ -214,13 +214,19 @@ class Checkpointer:
         self._copied.wait()
 
     def finish(self) -> None:
-        """Wait until the save under way is on disk or has failed. While it gets on, the rank does not stand still."""
+        """Wait until the save under way is on disk or has failed. While it gets on, the rank does not stand still, and
+        once it waits for another one's part, that is known."""
         if self._under_way is not None:
-            writes = self._writes
+            writes, waits = self._writes, False
             while not wait([self._under_way], LOOK_SECONDS).done:
                 if self._writes != writes:
                     self.comm.progress.moved()
                     writes = self._writes
+                if (awaited := self.comm.shared_work.awaited) is not None:
+                    self.comm.progress.waits_for(awaited, WORLD, sending=False)
+                    waits = True
+            if waits:
+                self.comm.progress.moved()
             self._under_way.result()
             self._under_way = None
 
@@ -253,10 +259,10 @@ class Checkpointer:
         """
         problem: CheckpointError | None = None
         try:
-            manifest, parts = durable.load(path, self._needed, self._lengths)
+            manifest, parts = durable.load(path, self._needed, self._lengths, self.comm.progress.moved)
         except CheckpointError as error:
             problem = error
-        agree(self.comm.shared_work, problem)
+        agree(self.comm, problem)
         take_over(self.engine, parts, manifest.loss_scale)
         return manifest.numbers
 

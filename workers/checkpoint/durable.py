@@ -136,10 +136,13 @@ def _alone(view: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(view.detach().numpy())
 
 
-def load(path: str, rectangles: Rectangles, lengths: Mapping[str, int]) -> tuple[Manifest, dict[str, torch.Tensor]]:
+def load(
+    path: str, rectangles: Rectangles, lengths: Mapping[str, int], moved: Callable[[], object] = lambda: None
+) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """What the checkpoint at `path` holds of `rectangles`, in new parts of so many elements (by the same kinds, on the
     CPU; zero where no rectangle lies), and its manifest. Each rank reads what it needs by itself. A parameter that the
-    checkpoint's job did not train has no moments there; they are zero then.
+    checkpoint's job did not train has no moments there; they are zero then. `moved` is called whenever a rectangle is
+    there.
 
     Every byte that is used is checked as it is read: the manifest, the contents, and of the data files those blocks
     (4 MiB) in which something lies that the rank needs. That costs a CRC-32 of them, 0.3 s a GB, and no reading of
@@ -158,7 +161,7 @@ def load(path: str, rectangles: Rectangles, lengths: Mapping[str, int]) -> tuple
             if not _was_frozen(contents, kind, rectangle)
             for read in _reads(path, contents, _name(kind, rectangle), rectangle, rectangle.view(part))
         ]
-        _read(path, manifest, reads)
+        _read(path, manifest, reads, moved)
     except CheckpointError:
         raise
     except Exception as error:
@@ -221,7 +224,7 @@ def _reads(path: str, contents: Contents, name: str, wanted: Rectangle, view: to
         raise CheckpointError(f"the checkpoint at {path} does not hold all of {name}")
 
 
-def _read(path: str, manifest: Manifest, reads: list[_Read]) -> None:
+def _read(path: str, manifest: Manifest, reads: list[_Read], moved: Callable[[], object]) -> None:
     """Carry out `reads`, each file from its beginning to its end, so that each of its blocks is read once."""
     by_file: dict[str, list[_Read]] = {}
     for each in reads:
@@ -232,3 +235,4 @@ def _read(path: str, manifest: Manifest, reads: list[_Read]) -> None:
             stream.expect((each.source.at, each.source.bytes) for each in in_order)
             for each in in_order:
                 each.read(stream)
+                moved()

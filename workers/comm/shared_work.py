@@ -12,14 +12,18 @@ from typing import Any, TypeVar
 
 import torch
 
+from workers.comm.grid import AXES
 from workers.comm.links import Links
 from workers.errors import MantaError
+from workers.liveness.progress import Progress
 from workers.protocol.json_codec import Codec, JsonObject, MalformedMessage, codec_of
 
 Part = TypeVar("Part")
 Share = TypeVar("Share")
 
 _CHANNEL = 0
+WORLD = AXES.index("world")
+"""What stands in records for a wait for such work."""
 _MESSAGE_BYTES = 1 << 30
 """No rank has more to say."""
 
@@ -34,6 +38,8 @@ class SharedWork:
     def __init__(self, links: Links | None = None, size: int = 1):
         """`links`: between rank 0 and each other rank; None for a single rank."""
         self._links, self._size = links, size
+        self.awaited: int | None = None
+        """The rank whose word is waited for, at this moment. For any thread."""
 
     @property
     def rank(self) -> int:
@@ -45,9 +51,11 @@ class SharedWork:
         part: Callable[[], Part],
         combine: Callable[[list[Part]], list[Share]],
         kinds: tuple[Any, Any],
+        progress: Progress | None = None,
     ) -> Share:
         """`part` on every rank; on rank 0 `combine` of all results, in order of ranks; what it returns for this rank.
-        `kinds`: the types of a part and of a share, as annotations name them, which is how they travel.
+        `kinds`: the types of a part and of a share, as annotations name them, which is how they travel. `progress`: the
+        calling thread's record, where it has one, which learns for whom it waits.
 
         Raises the error of a single rank as it is, SharedWorkFailed on every rank when any part or `combine` has
         failed or a rank sends anything else than that, PeerLost when a rank goes away.
@@ -58,9 +66,9 @@ class SharedWork:
         mine = _attempt(part, self.rank)
         if self.rank > 0:
             self._send(0, parts, mine)
-            value, problem = self._receive(0, shares)
+            value, problem = self._receive(0, shares, progress)
         else:
-            others = [self._receive(rank, parts) for rank in range(1, self._size)]
+            others = [self._receive(rank, parts, progress) for rank in range(1, self._size)]
             value, problem = self._combine([mine, *others], combine, shares)
         if problem is not None:
             raise SharedWorkFailed(problem)
@@ -85,10 +93,16 @@ class SharedWork:
         self._links.send(rank, _CHANNEL, torch.tensor([len(content)])).wait()
         self._links.send(rank, _CHANNEL, content).wait()
 
-    def _receive(self, rank: int, kind: Codec) -> _Outcome:
+    def _receive(self, rank: int, kind: Codec, progress: Progress | None) -> _Outcome:
         assert self._links is not None
         length = torch.zeros(1, dtype=torch.int64)
+        self.awaited = rank
+        if progress is not None:
+            progress.waits_for(rank, WORLD, sending=False)
         self._links.receive(rank, _CHANNEL, length).wait()
+        self.awaited = None
+        if progress is not None:
+            progress.moved()
         if not 0 <= int(length) <= _MESSAGE_BYTES:
             return None, f"rank {rank} said what makes no sense: that its message has {int(length)} bytes"
         content = torch.empty(int(length), dtype=torch.uint8)

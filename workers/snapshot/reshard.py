@@ -235,6 +235,6 @@ def restore_from_snapshots(engine: Engine, comm: Comm, paths: Sequence[str], ste
         state = load_from_snapshots(paths, step, trained, lengths[0], frozen, lengths[1])
     except CheckpointError as error:
         problem = error
-    agree(comm.shared_work, problem)
+    agree(comm, problem)
     take_over(engine, state.parts, state.loss_scale)
     return state.note

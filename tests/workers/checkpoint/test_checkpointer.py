@@ -97,6 +97,27 @@ def test_states_are_copied_into_the_same_memory_which_is_there_before_the_first_
     assert is_still(trainer, before)
 
 
+def test_a_rank_that_reads_a_checkpoint_moves(trainer, monkeypatch):
+    """However slow the store is: who stands still for five minutes is killed, and would be killed again."""
+    trainer.train_step()
+    trainer.state.checkpoints.finish()
+    moved, progress = [], trainer.comm.progress.__class__
+    monkeypatch.setattr(progress, "moved", lambda self, waited=0.0: moved.append(1))
+    trainer.state.checkpoints.restore(str(whole_checkpoints(trainer.state.checkpoints.folder)[-1][0]))
+    assert len(moved) >= len(trainer.engine.flat.slots)
+
+
+def test_a_rank_whose_part_is_saved_waits_for_the_others(trainer, store, monkeypatch):
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    told = []
+    monkeypatch.setattr(trainer.comm.progress.__class__, "waits_for", lambda self, rank, *_, **__: told.append(rank))
+    trainer.state.checkpoints.start(1)
+    trainer.comm.shared_work.awaited = 3
+    threading.Timer(0.2, store.set).start()
+    trainer.state.checkpoints.finish()
+    assert set(told) == {3}
+
+
 def test_no_memory_is_taken_where_nothing_is_ever_due(trainer):
     checkpoints = trainer.state.checkpoints
     config = checkpoints.spec.checkpoint.model_copy(update={"every_steps": 0})

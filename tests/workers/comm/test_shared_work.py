@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from rank_threads import connected
 
 from workers.comm.links import Links
 from workers.comm.shared_work import SharedWork, SharedWorkFailed
+from workers.liveness.progress import Progress, _parse
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,31 @@ def test_each_part_comes_to_the_first_rank_and_each_share_to_its_own():
         return SharedWork(links, 3).together(lambda: mine, lambda parts: [parts[rank:] for rank in range(3)], KINDS)
 
     assert [[part.rank for part in share] for share in connected(3, body)] == [[0, 1, 2], [1, 2], [2]]
+
+
+def test_who_waits_is_known_to_wait_and_for_whom():
+    """A rank that stands still for long and waits for nobody counts as one that hangs."""
+    records = [Progress() for _ in range(3)]
+
+    def awaited(rank: int) -> int | None:
+        record = _parse(bytes(records[rank].memory), torn=False)
+        assert record is not None
+        return record.waits_for
+
+    def body(links: Links) -> tuple[int | None, int | None]:
+        work = SharedWork(links, 3)
+
+        def part() -> Part:
+            deadline = time.monotonic() + 20
+            while links.rank == 1 and (awaited(0), awaited(2)) != (1, 0):
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            return Part(links.rank)
+
+        work.together(part, lambda parts: [parts] * 3, KINDS, records[links.rank])
+        return work.awaited, awaited(links.rank)
+
+    assert connected(3, body) == [(None, None)] * 3
 
 
 def test_alone_nothing_is_sent():
