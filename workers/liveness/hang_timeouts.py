@@ -36,8 +36,9 @@ LONG: Mapping[str, float] = {
     "resting": math.inf,
     "done": math.inf,
 }
-"""Seconds of phases that are long by nature. Data that is prepared, also by another process, says so all the time. Rest
-has no end of its own: whoever ordered it watches over it."""
+"""Seconds of phases that are long by nature. Data that is prepared, also by another process, says so all the time; a
+model is built without a word, and the memory of a large state takes minutes to be had. Rest has no end of its own:
+whoever ordered it watches over it."""
 SNAPSHOT_BYTES_A_SECOND = 200e6
 """At least so many of a snapshot are copied, also by eight GPUs beside each other from memory that is not pinned."""
 SET_UP = frozenset({"connecting", "restoring"})

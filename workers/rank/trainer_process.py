@@ -356,6 +356,7 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
     if backend is None and (backend := read_backend()) is not None:
         print(f"rank {order.rank} communicates over process groups, since a test wants that", flush=True)
     comm = Comm(RankGrid(spec.layout), order.rank, device, backend, progress, order.ports, in_place)
+    comm.step.enter("preparing")  # memory for the state and its snapshots is had by some GB a second
     peak = peak_of_rank(device, spec, order.peak_flops)
     record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
     cache = Path(order.token_cache) if order.token_cache else None

@@ -38,8 +38,9 @@ def test_a_rank_is_built_with_its_places_and_the_record_that_its_agent_reads(bui
     assert stacks == ("stacks", shared, 1)
     record = tmp_path / "job" / CORPUS_RECORD
     assert trainer[1:] == (comm, "reporter", 5e9, Places("job-1", shared, durable, record))
-    comm.progress.begin_step(7)
     reader = ProgressReader(progress_path(shared, 1))
+    assert reader.read().phase == "preparing", "what has minutes"
+    comm.progress.begin_step(7)
     assert reader.read().step == 7
     reader.close()
 
