@@ -70,8 +70,9 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     where = await _where_all_are(job)
     if job.threads is None:
         job.threads = await job.record.decide_threads(await _threads_for(job, where))
-    last_kind = None if launch.incident is None else launch.incident.culprit.kind
-    start = await newest_state(job, last_kind)
+    culprit = None if launch.incident is None else launch.incident.culprit
+    last = (None, None) if culprit is None else (culprit.kind, culprit.step)
+    start = await newest_state(job, *last)
     resume = replace(start.resume, began=beginning_of(start.resume, await record.generations()))
     next_one = (await record.job()).generation + 1
     async with asyncio.timeout(LAUNCH_SECONDS):  # for daemons and agents: the database may take as long as it likes

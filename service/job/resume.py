@@ -42,18 +42,19 @@ class StartingPoint:
     """Where it comes from, for the record of a recovery."""
 
 
-async def newest_state(job: JobContext, last_kind: str | None) -> StartingPoint:
+async def newest_state(job: JobContext, last_kind: str | None, last_step: int | None = None) -> StartingPoint:
     """The newest state that all of the gang can reach; it is brought to their nodes where it lies on others.
 
-    `last_kind`: of the death that ended the generation before. Departing agents are asked too: their nodes may hold
-    state. Raises CheckpointsUnreadable where the newest is a checkpoint that cannot be read now, AgentError, and
-    TimeoutError where the agents take too long."""
+    `last_kind`: of the death that ended the generation before; `last_step`: that was computed then. Departing agents
+    are asked too: their nodes may hold state. Raises CheckpointsUnreadable where the newest is a checkpoint that cannot
+    be read now, AgentError, and TimeoutError where the agents take too long.
+    """
     gang, generation = job.gang, (await job.record.job()).generation
     async with asyncio.timeout(MEMORY_SECONDS):  # for the agents alone: the database may take as long as it likes
         brought, foreign = await _in_memory(job, generation)
     held = [{*steps, *_in_process(gang, rank)} for rank, steps in enumerate(brought.steps)]
     durable = await known_checkpoints(job)
-    unusable = unusable_sources(await job.record.generations(), last_kind)
+    unusable = unusable_sources(await job.record.generations(), last_kind, last_step)
     resume = choose_resume(held, durable.checkpoints, unusable, foreign)
     durable.refuse_unknown(job.id, resume)
     taken = {kind for rank, kind in brought.taken.items() if resume.step in brought.steps[rank]}

@@ -127,6 +127,10 @@ def snapshot_source(step: int) -> str:
     return f"snapshot of step {step}"
 
 
+SUSPECTED = "snapshots that differ"
+"""Among the sources that cannot be used: no snapshots where there is a checkpoint, which all ranks read the same of."""
+
+
 def choose_resume(
     snapshots: Sequence[Iterable[int]],
     checkpoints: Sequence[tuple[int, str]],
@@ -136,15 +140,18 @@ def choose_resume(
     """The newest state that all ranks can reach.
 
     `snapshots`: for each rank the steps whole in its shared memory; `checkpoints`: (step, path) of the durable ones,
-    oldest first; `unusable`: paths that could not be read, "snapshot", or `snapshot_source` for those of one step;
+    oldest first; `unusable`: paths that could not be read, "snapshot", SUSPECTED, or `snapshot_source` for those of one
+    step;
     `others`: (step, paths) of what ranks of other layouts left in shared memory. Of the same step a snapshot wins over
     those, and they over a checkpoint: the nearest wins.
     """
     bad = set(unusable)
-    common = set.intersection(*(set(steps) for steps in snapshots)) if snapshots and "snapshot" not in bad else set()
-    common = {step for step in common if snapshot_source(step) not in bad}
     usable = [(step, path) for step, path in checkpoints if path not in bad]
     newest = usable[-1] if usable else None
+    if SUSPECTED in bad and newest is not None:
+        bad.add("snapshot")
+    common = set.intersection(*(set(steps) for steps in snapshots)) if snapshots and "snapshot" not in bad else set()
+    common = {step for step in common if snapshot_source(step) not in bad}
     foreign = [each for each in others if "snapshot" not in bad and snapshot_source(each[0]) not in bad]
     left = max(foreign, key=lambda each: each[0], default=None)
     in_memory = max([*common, *([left[0]] if left else [])], default=None)
@@ -157,18 +164,29 @@ def choose_resume(
     return Resume()
 
 
-def unusable_sources(generations: Sequence[GenerationRow], last_kind: str | None) -> set[str]:
+def unusable_sources(
+    generations: Sequence[GenerationRow], last_kind: str | None, last_step: int | None = None
+) -> set[str]:
     """What no generation can resume from, as `choose_resume` takes it.
 
     That is what a generation resumed from that ended because it could not read it; `last_kind` is the kind of death
-    that has ended the last one. Snapshots are made anew, so that they are good again once a step was committed. A
-    checkpoint that the system did not give out (`unreadable_checkpoint`) is not among them: it is waited for.
+    that has ended the last one, `last_step` the step that was computed then. Snapshots are made anew, so that they are
+    good again once a step was committed. A checkpoint that the system did not give out (`unreadable_checkpoint`) is not
+    among them: it is waited for.
+
+    Where ranks that ought to be equal differ twice at one step, they differed in their snapshots already.
     """
-    kinds = [((row.data or {}).get("failure") or {}).get("kind") for row in generations[1:]]
+    failures = [(row.data or {}).get("failure") or {} for row in generations[1:]]
+    ends = [*((failure.get("kind"), failure.get("step")) for failure in failures), (last_kind, last_step)]
     unusable: set[str] = set()
-    for row, ended_by in zip(generations, [*kinds, last_kind], strict=False):
+    differed_at: int | None = None
+    for row, (ended_by, step) in zip(generations, ends, strict=False):
         if row.first_step_at is not None:
             unusable = {source for source in unusable if not source.startswith("snapshot")}
         if ended_by == "bad_checkpoint":
             unusable.add(str((row.data or {}).get("resume_path") or snapshot_source(row.resume_step)))
+        if ended_by == "corrupt":
+            if step is not None and step == differed_at:
+                unusable.add(SUSPECTED)
+            differed_at = step
     return unusable

@@ -69,8 +69,8 @@ def unreadable(monkeypatch, path):
     monkeypatch.setattr(Path, "read_bytes", read)
 
 
-def resume_of(job, last_kind=None):
-    start = asyncio.run(newest_state(job, last_kind))
+def resume_of(job, last_kind=None, last_step=None):
+    start = asyncio.run(newest_state(job, last_kind, last_step))
     return start.resume, start.source
 
 
@@ -106,6 +106,15 @@ def test_checkpoint_is_used_only_where_it_is_newer_than_what_is_in_memory(job, s
     holds(job, 1, 3)
     expected = Resume("checkpoint", step, newest) if source == "checkpoint" else Resume("snapshot", 3)
     assert resume_of(job) == (expected, source)
+
+
+def test_ranks_that_differ_once_more_go_on_from_a_checkpoint(job, store):
+    path = saved(job, 2)
+    for rank in (0, 1):
+        holds(job, rank, 3)
+    store.write(lambda s: generations.begin(s, job.id, "test", True, data={"failure": {"kind": "corrupt", "step": 4}}))
+    assert resume_of(job, "corrupt", 5) == (Resume("snapshot", 3), "snapshot")
+    assert resume_of(job, "corrupt", 4) == (Resume("checkpoint", 2, path), "checkpoint")
 
 
 def test_generation_that_has_left_a_checkpoint_is_over_also_where_the_database_has_forgotten_it(job):

@@ -3,11 +3,13 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service.recovery.budgets import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, PastFailure
 from service.recovery.decisions import (
+    SUSPECTED,
     UNREADABLE,
     Death,
     GiveUp,
@@ -197,6 +199,29 @@ def test_snapshots_are_good_again_once_a_step_was_committed():
     assert unusable_sources(lives, "bad_checkpoint") == {snapshot_source(4)}
     assert unusable_sources([*lives, life("/c/1", "bad_checkpoint")], "killed") == {snapshot_source(4)}
     assert unusable_sources([*lives, life("/c/1", "bad_checkpoint", stepped=True)], "killed") == set()
+
+
+def differing(step, stepped=False):
+    """A generation that followed one in which ranks differed."""
+    made = life(failure="corrupt", stepped=stepped)
+    made.data["failure"]["step"] = step
+    return made
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["at once", "some steps later"])
+def test_snapshots_in_which_ranks_differ_are_left_for_a_checkpoint(stepped):
+    """Each would load what it had, and the job would fail for good."""
+    once = [life(stepped=True), differing(7, stepped)]
+    assert unusable_sources(once[:1], "corrupt", 7) == set()
+    assert unusable_sources(once, "corrupt", 8) == set(), "another time"
+    assert unusable_sources(once, "killed", 7) == set()
+    again = unusable_sources(once, "corrupt", 7)
+    assert again == {SUSPECTED}
+    held, foreign = [[5, 6], [6]], [(6, ["a"])]
+    assert choose_resume(held, paths_of([3]), again, foreign).source == "checkpoint"
+    assert choose_resume(held, [], again, foreign).source == "snapshot", "nothing else is left of the job"
+    assert unusable_sources([*once, differing(7)], "killed") == {SUSPECTED}
+    assert unusable_sources([*once, differing(7, stepped=True)], "killed") == set(), "it has gone on from there"
 
 
 def test_state_of_another_size_is_used_where_it_is_newer():
