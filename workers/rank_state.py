@@ -292,16 +292,19 @@ class RankState:
         """Begin a durable checkpoint of committed step `step`, where one is due. Raises PeerLost."""
         if self.checkpoints is not None and self.checkpoints.wanted(step):
             with self.comm.step.phase("checkpoint"):
-                self.checkpoints.begin(step, self.guard.history.to_json() if self.guard.active else None)
+                self.checkpoints.begin(step, self._numbers())
+
+    def _numbers(self) -> dict[str, Any] | None:
+        return self.guard.history.to_json() if self.guard.active else None
 
     def save_missing_checkpoint(self) -> None:
-        """Save what the last generation did not get to save."""
+        """Save now what generations before should have saved and did not get to. Raises PeerLost."""
         with self.comm.step.phase("checkpoint"):
             if self.checkpoints is not None:
                 self.checkpoints.failure = None  # of a generation before this one
                 self.checkpoints.make_room()
                 if self.checkpoints.is_missing(self.step):
-                    self.save_checkpoint(self.step)
+                    self.checkpoints.begin(self.step, self._numbers())
 
     def finish(self) -> None:
         """After the job's last step: return once all ranks have everything saved. Raises CheckpointNotSaved when the
@@ -322,7 +325,7 @@ class RankState:
         with self.comm.step.phase("checkpoint"):
             self._keep_in_memory()
             if self.checkpoints is not None:
-                self.checkpoints.save_now(self.step, self.guard.history.to_json() if self.guard.active else None)
+                self.checkpoints.save_now(self.step, self._numbers())
             self.comm.barrier()
 
     def rest(self) -> None:

@@ -124,12 +124,16 @@ class Checkpointer:
             self._report_delay(step)
 
     def is_missing(self, step: int) -> bool:
-        """Whether committed step `step` should have been saved but is not whole on disk: a rank died meanwhile. As rank
-        0 sees it: all files of all checkpoints are looked at, which no more ranks than one should do to a store that
-        they share, and what one finds there another may not. Raises PeerLost."""
-        if step <= 0 or not self.due(step):
+        """Whether of the saves from the last one that was due up to committed step `step`, none is whole on disk: a
+        rank died meanwhile. As rank 0 sees it: all files of all checkpoints are looked at, which no more ranks than one
+        should do to a store that they share, and what one finds there another may not. Raises PeerLost."""
+        every = self.spec.checkpoint.every_steps
+        due = step if self.due(step) else step - step % every if every else 0
+        if not due:
             return False
-        return not self._seen(lambda: step in (each.step for _, each in catalog.whole_checkpoints(self.folder)))
+        return not self._seen(
+            lambda: any(due <= each.step <= step for _, each in catalog.whole_checkpoints(self.folder))
+        )
 
     def save_now(self, step: int, numbers: dict[str, Any] | None = None, waits: Sequence[float] = SAVE_WAITS) -> bool:
         """Have the state of committed step `step` whole on disk when this returns, due or not. False where that failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -298,6 +299,32 @@ def test_one_rank_looks_for_what_is_missing_and_tells_the_others(ranks, corpus, 
     document = job(corpus, {"data": 2}, model={"layers": 1}, checkpoint={"every_steps": 1})
     found = ranks.run(ParallelConfig(data=2), looked_for, document, str(tmp_path))
     assert found == [(2, [False, False, True]), (0, [False, False, True])]
+
+
+def test_what_was_due_some_steps_ago_is_missing_until_it_or_a_later_step_is_saved(trainer):
+    checkpoints = trainer.state.checkpoints
+    every = checkpoints.spec.checkpoint.model_copy(update={"every_steps": 2})
+    checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": every})
+    assert [step for step in range(4) if checkpoints.is_missing(step)] == [2, 3]
+    save(trainer, 3)
+    assert [step for step in range(4) if checkpoints.is_missing(step)] == [2]
+
+
+def test_a_new_generation_saves_what_the_one_before_did_not_get_to(trainer):
+    checkpoints = trainer.state.checkpoints
+    every = checkpoints.spec.checkpoint.model_copy(update={"every_steps": 2})
+    checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": every})
+    for _ in range(3):
+        trainer.train_step()
+    checkpoints.finish()
+    for path, _ in whole_checkpoints(checkpoints.folder):
+        shutil.rmtree(path)
+    trainer.state.save_missing_checkpoint()
+    checkpoints.finish()
+    assert steps_on_disk(trainer) == [3]
+    trainer.state.save_missing_checkpoint()
+    checkpoints.finish()
+    assert steps_on_disk(trainer) == [3]
 
 
 def test_what_is_told_of_a_save_names_its_folder_and_its_size(trainer, monkeypatch):
