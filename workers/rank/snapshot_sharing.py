@@ -73,7 +73,8 @@ class SnapshotSharing:
         somebody else's by now, or nobody's. Backups that were taken, and that nobody needs any more, are removed."""
         await self.stop_sending()
         if self._server is not None:
-            await asyncio.to_thread(self._server.remove_former, rank)
+            with contextlib.suppress(OSError):  # they cost memory, and the generation has begun
+                await asyncio.to_thread(self._server.remove_former, rank)
 
     @property
     def progress(self) -> BackupProgress | None:
