@@ -41,7 +41,9 @@ class _AllAlike(SharedWork):
         """This rank's number."""
         return self._rank
 
-    def together(self, part: Callable[[], Any], combine: Callable[[list[Any]], list[Any]], kinds: Any) -> Any:
+    def together(
+        self, part: Callable[[], Any], combine: Callable[[list[Any]], list[Any]], kinds: Any, progress: Any = None
+    ) -> Any:
         """What comes out for this rank."""
         return combine([part()] * self._size)[self._rank]
 
