@@ -97,6 +97,8 @@ class Checkpointer:
         """The generation that began at step 0 and from which the state descends; 0: none is known."""
         self.deletes_old = True
         """Whether a complete checkpoint has those deleted that it makes superfluous."""
+        self._sealed = 0
+        """Step of the newest checkpoint that this process has sealed; 0: none."""
         self.failure: str | None = None
         """Why the newest save has failed; all ranks say the same."""
 
@@ -125,14 +127,18 @@ class Checkpointer:
 
     def is_missing(self, step: int) -> bool:
         """Whether of the saves from the last one that was due up to committed step `step`, none is whole on disk: a
-        rank died meanwhile. As rank 0 sees it: all files of all checkpoints are looked at, which no more ranks than one
-        should do to a store that they share, and what one finds there another may not. Raises PeerLost."""
+        rank died meanwhile. As rank 0 sees it: unless it has sealed one itself, all files of all checkpoints are looked
+        at, which no more ranks than one should do to a store that they share, and what one finds there another may not.
+        Raises PeerLost."""
         every = self.spec.checkpoint.every_steps
         due = step if self.due(step) else step - step % every if every else 0
         if not due:
             return False
         return not self._seen(
-            lambda: any(due <= each.step <= step for _, each in catalog.whole_checkpoints(self.folder))
+            lambda: (
+                due <= self._sealed <= step
+                or any(due <= each.step <= step for _, each in catalog.whole_checkpoints(self.folder))
+            )
         )
 
     def save_now(self, step: int, numbers: dict[str, Any] | None = None, waits: Sequence[float] = SAVE_WAITS) -> bool:
@@ -366,6 +372,7 @@ class Checkpointer:
         generation, block_bytes = self.comm.generation, next(iter(sums.values())).block_bytes
         manifest = Manifest(self.job, generation, step, files, spec, loss_scale, blocks, block_bytes, numbers)
         catalog.seal(place_of(path), manifest)
+        self._sealed = step
         data = {"path": path, "bytes": manifest.bytes}
         self._report("checkpoint_saved", step, f"checkpoint of step {step} is complete", data)
 

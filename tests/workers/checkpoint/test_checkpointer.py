@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 from checkpoint_programs import bits, is_still, job, lone, trainer_of
 
+from workers.checkpoint import catalog
 from workers.checkpoint import checkpointer as module
 from workers.checkpoint.catalog import checkpoint_path, whole_checkpoints
 from workers.checkpoint.checkpointer import Checkpointer
@@ -298,7 +299,7 @@ def test_one_rank_looks_for_what_is_missing_and_tells_the_others(ranks, corpus, 
     """A rank that finds something else, of a store that does not answer it, would save by itself, and wait."""
     document = job(corpus, {"data": 2}, model={"layers": 1}, checkpoint={"every_steps": 1})
     found = ranks.run(ParallelConfig(data=2), looked_for, document, str(tmp_path))
-    assert found == [(2, [False, False, True]), (0, [False, False, True])]
+    assert found == [(1, [False, False, True]), (0, [False, False, True])]
 
 
 def test_what_was_due_some_steps_ago_is_missing_until_it_or_a_later_step_is_saved(trainer):
@@ -310,6 +311,12 @@ def test_what_was_due_some_steps_ago_is_missing_until_it_or_a_later_step_is_save
     assert [step for step in range(4) if checkpoints.is_missing(step)] == [2]
 
 
+def test_who_has_sealed_what_was_due_need_not_look_for_it(trainer, monkeypatch):
+    save(trainer, 3)
+    monkeypatch.setattr(catalog, "whole_checkpoints", lambda folder: pytest.fail(f"looked at all of {folder}"))
+    assert not trainer.state.checkpoints.is_missing(3)
+
+
 def test_a_new_generation_saves_what_the_one_before_did_not_get_to(trainer):
     checkpoints = trainer.state.checkpoints
     every = checkpoints.spec.checkpoint.model_copy(update={"every_steps": 2})
@@ -319,6 +326,7 @@ def test_a_new_generation_saves_what_the_one_before_did_not_get_to(trainer):
     checkpoints.finish()
     for path, _ in whole_checkpoints(checkpoints.folder):
         shutil.rmtree(path)
+    checkpoints._sealed = 0  # a process that was not there then
     trainer.state.save_missing_checkpoint()
     checkpoints.finish()
     assert steps_on_disk(trainer) == [3]
