@@ -114,5 +114,6 @@ def sign_in(browser: Browser, sample: Sample, link: str, **options: object) -> V
     expect.set_options(timeout=MILLISECONDS)
     page = context.new_page()
     page.goto(link)
+    page.wait_for_url("**/ui/")  # which the link's own page leads on to
     page.close()
     return Viewer(sample, context, Complaints())
