@@ -65,8 +65,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 DATA: dict[str, dict[str, Any]] = {
     "together": {},
-    # Of such a corpus nothing says which token ends documents, and how many there are.
-    "apart": {"documents": "apart", "source": "megatron"},
+    # Of such a corpus the spec does not say which token ends documents, nor how many there are.
+    "apart": {"documents": "apart", "source": "megatron", "tokenizer": "tokenizer.json"},
     "conversations": {"source": "chat", "template": "chatml"},
 }
 LAYOUT = ("schedule", "tensor", "pipeline", "data", "sequence_parallel", "zero")
