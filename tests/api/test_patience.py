@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from api import calls, patience
+from api import calls, client, patience
 from api.calls import ApiError, ServiceUnreachable
 from api.cli.progress import watch
 from api.client import AsyncMantaClient, MantaClient
@@ -31,9 +33,10 @@ def pauses(monkeypatch):
     async def sleep(seconds):
         made.append(seconds)
 
-    monkeypatch.setattr(patience.time, "sleep", made.append)
-    monkeypatch.setattr("api.client.time.sleep", made.append)
-    monkeypatch.setattr("api.client.asyncio.sleep", sleep)
+    # Of these modules alone: there are threads that sleep in the same process.
+    for module in (patience, client):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=made.append, monotonic=time.monotonic))
+    monkeypatch.setattr(client, "asyncio", SimpleNamespace(sleep=sleep))
     return made
 
 

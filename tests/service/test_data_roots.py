@@ -74,6 +74,9 @@ def test_links_are_followed_before_that(folders, make_spec):
     (data / "way-out").symlink_to(others)
     (data / "file.txt").symlink_to(others / "text.txt")
     assert DataRoots((data,)).problems(spec_of(make_spec, data / "way-out"))
+    with pytest.raises(DataError, match="way-out is a link to a folder elsewhere"):
+        DataRoots((data,)).check(spec_of(make_spec, data))
+    (data / "way-out").unlink()
     with pytest.raises(DataError, match=r"file\.txt leads elsewhere"):
         DataRoots((data,)).check(spec_of(make_spec, data))
     linked = data.parent / "linked"

@@ -61,6 +61,9 @@ class SimulatedNodes:
         """Where nothing more is placed."""
         return self.lost | self.draining | self.silent
 
+    def keep_only(self, there: Collection[str]) -> None:
+        """No simulated node is gone for good."""
+
     async def known(self) -> list[RayNode]:
         """All."""
         ports = await self._asking.ask(SimulatedCluster.ports)
@@ -268,6 +271,12 @@ class SimulatedDaemons:
         """Remove what it has left anywhere."""
         for daemon in (await self.ensure()).values():
             await daemon.end_job(job, keep_snapshots)
+
+    def note_untold(self) -> None:
+        """All simulated nodes are told."""
+
+    def keep_only(self, there: Collection[str]) -> None:
+        """Nothing is kept of nodes."""
 
     async def drain(self, node: str, seconds: float) -> bool:
         """No simulated node is left."""
