@@ -94,11 +94,8 @@ def _on_one_kind(job: JobSpec, part: Cluster, limit: int) -> Answer:
     """The layouts on these nodes alone, which say so."""
     answer = search(job, part, engine_on(part.machine), limit)
     plans = tuple(replace(plan, spec=_placed(plan.spec, part)) for plan in answer.plans)
-    where = f"on {part.type} alone"
-    rejected = (
-        Rejected(_placed(each.spec, part), each.reason if where in each.reason else f"{where}: {each.reason}")
-        for each in answer.rejected
-    )
+    where = f"among layouts on {part.type} alone"
+    rejected = (Rejected(_placed(each.spec, part), f"{where}: {each.reason}") for each in answer.rejected)
     return Answer(plans, tuple(rejected))
 
 

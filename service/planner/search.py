@@ -252,11 +252,10 @@ def _rejected(
     """The fastest of the others first, then those that come nearest to fitting."""
     chosen = {(plan.spec.layout.tensor, plan.spec.layout.pipeline) for plan in plans}
     best = min((plan.time.seconds for plan in plans), default=0.0)
-    best_one = "the best" if cluster.type is None else f"the best on {cluster.type} alone"
     answers = []
     for key, (seconds, candidate) in sorted(slower.items(), key=lambda item: item[1]):
         if key not in chosen:
-            reason = f"takes at least {seconds:.3g} s a step, {seconds / best:.2f} times as long as {best_one}"
+            reason = f"takes at least {seconds:.3g} s a step, {seconds / best:.2f} times as long as the best"
             answers.append(Rejected(candidate.spec(job), reason))
     for key, (_, candidate) in sorted(too_large.items(), key=lambda item: item[1]):
         if key not in chosen and key not in slower and len(answers) < MOST_REJECTED:

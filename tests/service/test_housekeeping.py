@@ -154,14 +154,20 @@ def test_job_that_ended_long_ago_is_deleted_with_what_it_holds_where_that_was_as
     assert let_go_of == [(old.id, old.id)]
 
 
+def failed_with_snapshots(submit, store, until):
+    """A job that has failed, and whose snapshots are kept `until` then."""
+    job = submit()
+    store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
+    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", until))
+    return job
+
+
 def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
     start, cluster, submit, store, monkeypatch
 ):
     monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
     monkeypatch.setattr(housekeeping, "MEMORY_CONFIRMED_SECONDS", 0.0)
-    job = submit()
-    store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
-    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() + 1000))
+    job = failed_with_snapshots(submit, store, time.time() + 1000)
     daemon = cluster.daemons._daemon("node_a")
     daemon.left = [job.id]
     plane = start()
@@ -183,9 +189,8 @@ def test_clock_that_is_set_forward_takes_no_snapshots_of_a_failed_job(start, clu
         return looks[-1]
 
     monkeypatch.setattr(housekeeping, "time", SimpleNamespace(time=in_a_week, monotonic=time.monotonic))
-    job, until = submit(), time.time() + 86400.0
-    store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
-    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", until))
+    until = time.time() + 86400.0
+    job = failed_with_snapshots(submit, store, until)
     plane = start()
     plane._call(reached(lambda: len(looks) > 20))
     assert plane._job(job.id).memory_kept_until == until
@@ -284,9 +289,7 @@ def test_what_is_done_for_all_jobs_is_begun_again_after_a_failure(kept, monkeypa
 
 
 def test_deletion_lets_the_snapshots_of_a_failed_job_go(start, cluster, submit, store):
-    job = submit()
-    store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
-    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() + 1000))
+    job = failed_with_snapshots(submit, store, time.time() + 1000)
     daemon = cluster.daemons._daemon("node_a")
     daemon.left = [job.id]
     plane = start()
