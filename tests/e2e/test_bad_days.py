@@ -129,7 +129,8 @@ def test_full_disk_under_the_database_while_a_rank_dies(manta, disk, pair_undist
     assert manta.leftovers(job) == []
 
 
-@LASTING
+@pytest.mark.soak  # its parts: tests/e2e/test_full.py, test_database_away.py
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_home_that_becomes_read_only_while_a_rank_and_the_service_die(manta, disk, pair_undisturbed, kill, seconds):
     skip_unless_mounted(disk)
     job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 2, "snapshot_every_steps": 1}))

@@ -131,6 +131,7 @@ def test_closed_port_is_named_with_both_ends_and_nothing_else_comes_of_it(apart,
     apart.until_state(job, "SUCCEEDED")
 
 
+@pytest.mark.soak  # its parts: tests/e2e/test_recovery.py, test_nodes.py, test_service.py
 def test_rank_agent_node_and_control_plane_are_killed_in_turn_and_the_bits_stay(apart, clean):
     job = apart.submit(spec(apart))
     apart.lose_all_in_turn(job)

@@ -147,6 +147,7 @@ def test_each_answers_for_what_the_jobs_of_the_other_print_and_a_killed_one_take
 
 
 # The last one that uses `on_postgres`: it is gone afterwards.
+@pytest.mark.soak  # what is ended and what stays: tests/api/cli/test_service.py
 def test_down_of_one_service_leaves_nothing_of_it_and_the_other_alone(manta, on_postgres):
     job, its_own = manta.submit(manta.spec(layout=PAIR)), on_postgres.submit(on_postgres.spec(20_000, layout=PAIR))
     manta.until_step(job, 1)
