@@ -29,7 +29,9 @@ def options_for(name: str, description: str) -> argparse.ArgumentParser:
         type=_place,
         help="a checkpoint, or a folder or s3:// URL of several, whose newest whole one counts",
     )
-    parser.add_argument("--device", help="such as cuda:1; default: a GPU where there is one, else the CPU")
+    parser.add_argument(
+        "--device", type=_device, help="such as cuda:1; default: a GPU where there is one, else the CPU"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations; default: bf16 on GPUs, else fp32")
     parser.add_argument("--threads", type=int, help="computation threads on a CPU; default: all cores")
     parser.add_argument("--batch-size", type=positive, default=8, help="sequences at a time (default: 8)")
@@ -50,7 +52,7 @@ def loaded(options: argparse.Namespace) -> tuple[LoadedModel, TextTokens]:
     """The model and the tokenizer that were asked for. Raises MantaError."""
     if options.threads is not None:
         torch.set_num_threads(max(1, options.threads))
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu.use(device)
     dtype = DTYPES[options.dtype] if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
     checkpoint = checkpoint_at(options.checkpoint)
@@ -91,6 +93,18 @@ def _place(text: str) -> Place:
     except BadPlace as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return place.absolute() if isinstance(place, Path) else place
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or such as cuda:1, not {text!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or such as cuda:1, not {text!r}")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise argparse.ArgumentTypeError(f"is {text}, and torch finds {count} GPUs here (cuda:0 is the first)")
+    return device
 
 
 def positive(text: str) -> int:

@@ -75,3 +75,18 @@ def test_what_cannot_be_done_is_one_sentence(checkpoints, tmp_path, capsys):
     with pytest.raises(SystemExit):
         generate.main([str(checkpoints), "--prompt", "to", "--top-p", "2"])
     assert "--top-p is above 0 and at most 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [
+        ("foo", "--device: must be cpu, cuda or such as cuda:1, not 'foo'"),
+        ("meta", "--device: must be cpu, cuda or such as cuda:1, not 'meta'"),
+        ("", "--device: must be cpu, cuda or such as cuda:1, not ''"),
+        ("cuda:99", "--device: is cuda:99, and torch finds "),
+    ],
+)
+def test_device_that_is_none_is_said_before_anything_is_read(tmp_path, capsys, device, sentence):
+    with pytest.raises(SystemExit):
+        generate.main([str(tmp_path), "--prompt", "to", "--device", device])
+    assert sentence in capsys.readouterr().err
