@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from service.cluster.agents import ask
 from service.duration import seconds_taken
@@ -20,12 +20,12 @@ from service.job.actions import End
 from service.job.context import JobContext
 from service.job.generation import RunningGeneration
 from service.job.resume import known_checkpoints
+from service.job.time_to_save import SAVE_SECONDS, time_to_save
+from service.ledger import StateEntry
 from service.states import JobState
 
 log = logging.getLogger(__name__)
 
-SAVE_SECONDS = 300.0
-"""How long a job may take to have its state saved before it leaves without."""
 ASK_SECONDS = 10.0
 AGAIN_SECONDS = 2.0
 """Before it is asked again, where no agent could pass it on: trainers still start, or their agents do not answer."""
@@ -33,20 +33,26 @@ AGAIN_SECONDS = 2.0
 
 async def keep_time(job: JobContext) -> None:
     """Say that the job is to leave when its time is up, and that it has had long enough to do so. Until cancelled."""
-    limit = job.submitted.max_duration
+    limit, before = job.submitted.max_duration, await job.record.state_changes()
     if limit is not None:
-        left = limit - seconds_taken(await job.record.state_changes(), time.time(), job.retried_at)
+        left = limit - seconds_taken(before, time.time(), job.retried_at)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(left):
                 await job.leaving.wait()
         job.leaving.set()
     await job.leaving.wait()
-    latest = (await job.record.state_changes())[-1]
-    asked = JobState.RESIZING if job.no_room else JobState.PAUSING
-    asked_at = latest.at if latest.state == asked else time.time()
-    # Another control plane may have begun; a clock that was set may not make it longer.
-    await asyncio.sleep(min(SAVE_SECONDS, asked_at + SAVE_SECONDS - time.time()))
+    await asyncio.sleep(await _seconds_to_save(job, before))
     job.overdue.set()
+
+
+async def _seconds_to_save(job: JobContext, before: Sequence[StateEntry]) -> float:
+    """How long the job, which is to leave, has for it. `before`: its entries into states when it was taken up here."""
+    asked, changes = JobState.RESIZING if job.no_room else JobState.PAUSING, await job.record.state_changes()
+    if changes[-1].state != asked or len(changes) > len(before):
+        return SAVE_SECONDS
+    # Another control plane has begun. By how much their clocks differ is not known: it is as long as a save takes.
+    left = changes[-1].at + SAVE_SECONDS - time.time()
+    return min(SAVE_SECONDS, max(left, await time_to_save(job.record)))
 
 
 async def ask_to_save(job: JobContext, running: RunningGeneration) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from service.job.leave import SAVE_SECONDS
 from service.job.record import JobRecord
 from service.store import checkpoints
 
+SAVE_SECONDS = 300.0
+"""How long a job may take to have its state saved before it leaves without."""
 LATEST = 5
 """Of so many saves the one in the middle counts."""
 UNKNOWN_SAVE_SECONDS = 30.0

@@ -400,7 +400,7 @@ def test_time_that_was_up_before_anything_was_launched_launches_nothing(two_repl
 
 
 @pytest.mark.parametrize("for_the_queue", [False, True], ids=["pause", "for_the_queue"])
-@pytest.mark.parametrize(("paused_ago", "seconds"), [(0.0, 300.0), (200.0, 100.0), (400.0, 0.0), (-50.0, 300.0)])
+@pytest.mark.parametrize(("paused_ago", "seconds"), [(0.0, 300.0), (200.0, 100.0), (400.0, 70.0), (-50.0, 300.0)])
 def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
     store, started, cluster, monkeypatch, paused_ago, seconds, for_the_queue
 ):
@@ -425,6 +425,33 @@ def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
     story(body)
     assert slept == [pytest.approx(seconds, abs=15.0)]
     assert context.overdue.is_set()
+
+
+def test_pause_by_a_host_whose_clock_is_slow_has_as_long_as_any(store, started, cluster, monkeypatch):
+    def pause(session):
+        jobs.transition(session, started.id, JobState.PAUSING)
+        state_changes.of_job(session, started.id)[-1].time -= 400.0
+
+    context, slept = Supervisor(store, cluster, started)._job, []
+    read = context.record.state_changes
+
+    async def state_changes_and_a_pause():
+        changes = await read()
+        await store.write_async(pause)
+        context.leaving.set()
+        context.record.state_changes = read
+        return changes
+
+    async def sleep(duration):
+        slept.append(duration)
+
+    async def body():
+        context.record.state_changes = state_changes_and_a_pause
+        monkeypatch.setattr(leave, "asyncio", SimpleNamespace(sleep=sleep))
+        await leave.keep_time(context)
+
+    story(body)
+    assert slept == [leave.SAVE_SECONDS]
 
 
 def test_job_whose_time_is_up_has_as_long_to_save_as_one_that_is_paused(store, started, cluster, monkeypatch):

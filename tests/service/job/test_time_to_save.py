@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from service.job.leave import SAVE_SECONDS
 from service.job.record import JobRecord
-from service.job.time_to_save import SPARE_SECONDS, UNKNOWN_SAVE_SECONDS, seconds_to_save, time_to_save
+from service.job.time_to_save import SAVE_SECONDS, SPARE_SECONDS, UNKNOWN_SAVE_SECONDS, seconds_to_save, time_to_save
 from service.store import checkpoints, generations, metrics
 
 
