@@ -48,6 +48,7 @@ KINDS: dict[str, Kind] = {
     "illegal_transition": Kind(409, "the job's state does not allow it"),
     "job_not_final": Kind(409, "the job is not over: cancel it first"),
     "job_being_deleted": Kind(409, "the job is being deleted"),
+    "job_being_exported": Kind(409, "weights of the job are being exported"),
     "files_not_removed": Kind(409, "a file cannot be removed, so what it belongs to is still there"),
     "export_not_possible": Kind(409, "the checkpoint is not complete, or as many as may are being exported"),
     "checkpoint_needed": Kind(409, "the checkpoint is in use, or the job would go on from it"),

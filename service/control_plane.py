@@ -353,7 +353,7 @@ class ControlPlane:
             owner.pause()
 
     def delete(self, job_id: str) -> Deletion:
-        """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
+        """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved,
         ClusterUnavailable."""
         return delete_job(self._store, self._paths_of_jobs, job_id, lambda: self._call(self._let_go(job_id)))
 

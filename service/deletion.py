@@ -59,7 +59,7 @@ class Deletion:
 def delete_job(store: Store, paths: Paths, job_id: str, let_go: Callable[[], None]) -> Deletion:
     """Delete a final job. `let_go` returns when nothing of it is left on the cluster, its snapshots in memory included.
 
-    Raises JobNotFound, JobNotFinal, FilesNotRemoved, and whatever `let_go` does.
+    Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved, and whatever `let_go` does.
     """
     store.write(lambda session: deletion.begin(session, job_id))
     let_go()

@@ -60,7 +60,7 @@ class Exports:
 
     def begin(self, job_id: str, checkpoint_id: str, to: str, format: Format, dtype: Dtype | None) -> Export:
         """Begin to write the weights of a complete checkpoint to the folder `to`, where nothing may be yet. Raises
-        JobNotFound, CheckpointNotFound, BadTarget, ExportNotPossible."""
+        JobNotFound, CheckpointNotFound, JobBeingDeleted, BadTarget, ExportNotPossible."""
         target = self._target(to)
         with self._lock:
             if len(self._runs) >= AT_ONCE:

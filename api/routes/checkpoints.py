@@ -54,7 +54,14 @@ async def delete_checkpoint(
     "/checkpoints/{checkpoint_id}/export",
     status_code=202,
     openapi_extra=json_request(requests.ExportRequest),
-    responses=changes(*OF_A_JOB, "checkpoint_not_found", "export_not_possible", "malformed_json", "invalid_parameter"),
+    responses=changes(
+        *OF_A_JOB,
+        "checkpoint_not_found",
+        "export_not_possible",
+        "job_being_deleted",
+        "malformed_json",
+        "invalid_parameter",
+    ),
 )
 def export_checkpoint(
     control: Control,

@@ -151,7 +151,10 @@ def edit_job(
     return job
 
 
-@router.delete("/{job_id}", responses=changes(*OF_A_JOB, "job_not_final", "files_not_removed", "cluster_unavailable"))
+@router.delete(
+    "/{job_id}",
+    responses=changes(*OF_A_JOB, "job_not_final", "job_being_exported", "files_not_removed", "cluster_unavailable"),
+)
 async def delete_job(request: Request, control: Control, job_id: JobId) -> schemas.DeletedJob:
     """Delete a job that is over and all that it has: rows, checkpoints, logs, snapshots in memory. Nothing of it comes
     back. Where something cannot be removed the job stays, and can be deleted again."""

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from service.states import FINAL, JobState, is_final
 from service.store import audit, events, exports, failed_jobs, jobs, leases
 from service.store.audit import Deed
-from service.store.errors import JobNotFinal
+from service.store.errors import JobBeingExported, JobNotFinal
 from service.store.tables import (
     Base,
     Checkpoint,
@@ -46,11 +46,13 @@ _OF_A_JOB: tuple[type[Base], ...] = (
 def begin(session: Session, job_id: str, why: str = "the user deletes the job") -> None:
     """Mark a final job as being deleted: it is not tried again, and its snapshots in memory are not kept for that.
 
-    Raises JobNotFound, JobNotFinal.
+    Raises JobNotFound, JobNotFinal, JobBeingExported.
     """
     job = jobs.get(session, job_id, lock=True)
     if not is_final(job.state):
         raise JobNotFinal(job_id, JobState(job.state))
+    if exports.any_runs(session, job_id, time.time()):
+        raise JobBeingExported(job_id)
     failed_jobs.let_memory_go(session, job_id, math.inf)
     if job.deletion_began_at is None:
         job.deletion_began_at = job.updated_at = time.time()

@@ -49,6 +49,14 @@ class JobBeingDeleted(MantaError):
         super().__init__(f"job {job_id} is being deleted, and part of it may be gone: finish that with `manta delete`")
 
 
+class JobBeingExported(MantaError):
+    """Weights of a job are being exported, so it cannot be deleted yet."""
+
+    def __init__(self, job_id: str):
+        self.job_id = job_id
+        super().__init__(f"a checkpoint of job {job_id} is being exported: delete the job once that is done")
+
+
 class JobChanged(MantaError):
     """A job is not any more what whoever changes it has read."""
 

@@ -8,7 +8,8 @@ import time
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from service.store.errors import ExportNotFound
+from service.store import jobs
+from service.store.errors import ExportNotFound, JobBeingDeleted
 from service.store.tables import Export
 
 RUNNING, DONE, FAILED = "running", "done", "failed"
@@ -17,7 +18,9 @@ SILENT_SECONDS = 30.0
 
 
 def begin(session: Session, job_id: str, checkpoint_id: str, path: str, format: str, dtype: str | None) -> Export:
-    """Note that an export begins, which a new row is made for."""
+    """Note that an export begins, which a new row is made for. Raises JobNotFound, JobBeingDeleted."""
+    if jobs.get(session, job_id, lock=True).deletion_began_at is not None:
+        raise JobBeingDeleted(job_id)
     now = time.time()
     row = Export(
         id=f"export_{secrets.token_hex(6)}",

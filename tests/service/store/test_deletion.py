@@ -7,6 +7,7 @@ from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import (
     JobBeingDeleted,
+    JobBeingExported,
     JobNotFinal,
     JobNotFound,
     checkpoints,
@@ -38,7 +39,7 @@ def full(session, job_id):
     checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
     metrics.record(session, job_id, generation, 0, 1, [{"step": step, "loss": 1.0} for step in (5, 6, 7)])
     rank_numbers.store(session, job_id, generation, RankSample(7, 0.1, None, packed([1.0])), 5.0)
-    exports.begin(session, job_id, "ckpt", "/somewhere/else", "hf", None)
+    exports.end(session, exports.begin(session, job_id, "ckpt", "/somewhere/else", "hf", None).id, None)
     trace_requests.request(session, job_id, 1)
     trace_requests.note_recorded(session, job_id, 1, generation, 5, 0, Recording((), ()).pack())
     jobs.transition(session, job_id, JobState.FAILED, "x", "y")
@@ -101,6 +102,20 @@ def test_job_that_is_being_deleted_is_not_tried_again(store, two):
     store.write(lambda session: deletion.begin(session, job_id))
     with pytest.raises(JobBeingDeleted, match="manta delete"):
         store.write(lambda session: failed_jobs.request_retry(session, job_id))
+
+
+def test_job_whose_weights_are_being_exported_stays_until_they_are(store, two):
+    job_id, _ = two
+    about = ("ckpt", "/somewhere/more", "hf", None)
+    export = store.write(lambda session: exports.begin(session, job_id, *about)).id
+    with pytest.raises(JobBeingExported, match="once that is done"):
+        store.write(lambda session: deletion.begin(session, job_id))
+    with store.read() as session:
+        assert jobs.get(session, job_id).deletion_began_at is None
+    store.write(lambda session: exports.end(session, export, None))
+    store.write(lambda session: deletion.begin(session, job_id))
+    with pytest.raises(JobBeingDeleted):
+        store.write(lambda session: exports.begin(session, job_id, *about))
 
 
 @pytest.mark.parametrize("retried", [False, True])
