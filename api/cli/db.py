@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +13,13 @@ import typer
 from api.cli.service import Database, settings_with
 from api.server import lock_home
 from service.settings import Settings
+from service.states import SUPERVISED
 from service.store import Store
 from service.store.backup_file import back_up, restore
 from service.store.health import problems
+from service.store.jobs import unfinished_in_brief
 from service.store.location import url_in
+from service.takeover import MOST_NAMED
 from workers.errors import MantaError
 
 db = typer.Typer(no_args_is_help=True, help="The job database: bring it up to date, look at it, back it up.")
@@ -35,14 +38,37 @@ class DatabaseNotSound(MantaError):
     """Something is wrong with the database; the message says all of it."""
 
 
+class JobsOfReleaseBefore(MantaError):
+    """Jobs run under a release that could not use the database any more; the message names them."""
+
+    def __init__(self, jobs: Sequence[str], location: str):
+        more = f" and {len(jobs) - MOST_NAMED} more" if len(jobs) > MOST_NAMED else ""
+        super().__init__(
+            f"{', '.join(jobs[:MOST_NAMED])}{more} may run under a release that could not use {location} any more once "
+            "it is brought up to date, so nothing was changed: pause them, or let them end, and upgrade then; "
+            "`manta up` asks their processes first whether it can take them over (docs/operations.md, Upgrades)"
+        )
+
+
 @db.command()
 def upgrade(database: Database = None) -> None:
-    """Bring the database to the schema of this release, as `manta up` does."""
+    """Bring the database to the schema of this release, as `manta up` does; not while jobs run under a release that
+    could not use it any more."""
     with _opened(settings_with(database)) as store:
+        if store.shuts_out_release_before:
+            _refuse_what_runs(store)
         before = store.revision
         store.migrate()
         same = "is" if before == store.revision else f"was brought from revision {before or 'none'} and is"
         typer.echo(f"{store.location} {same} at revision {store.revision}.")
+
+
+def _refuse_what_runs(store: Store) -> None:
+    """Raises JobsOfReleaseBefore. Whether this release can take them over only those who run them can say."""
+    with store.read() as session:
+        running = [job.id for job in unfinished_in_brief(session) if job.state in SUPERVISED]
+    if running:
+        raise JobsOfReleaseBefore(running, store.location)
 
 
 @db.command()

@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+from sqlalchemy import text
 from typer.testing import CliRunner
 
 from api.cli import main, service
@@ -10,6 +11,7 @@ from api.cli.db import db
 from api.server import lock_home
 from service.store import Store, jobs
 from service.store.database import newest_revision
+from tests.service.support.older_databases import UNDO_0010
 from workers.spec.reading import parse_job_spec
 
 service.register(main.app)
@@ -39,6 +41,29 @@ def test_database_is_made_and_found_sound(manta, tmp_path):
     assert manta("upgrade", **new).endswith(made)
     assert manta("upgrade", **new).endswith(f"new.db is at revision {newest_revision()}.\n")
     assert manta("check", **new).endswith(f"new.db is sound, at revision {newest_revision()}.\n")
+
+
+def test_database_is_not_taken_from_a_release_under_which_jobs_run(manta, store, document):
+    job, _ = store.write(lambda session: jobs.create(session, parse_job_spec(document)))
+    older = (
+        "UPDATE alembic_version SET version_num = '0007'",
+        *UNDO_0010,
+        "DROP TABLE compatibility",
+        "ALTER TABLE jobs DROP COLUMN submitted",
+        "ALTER TABLE jobs DROP COLUMN not_default",
+    )
+
+    def become(state):
+        store.write(lambda session: session.execute(text(f"UPDATE jobs SET state = '{state}'")))
+
+    for statement in older:
+        store.write(lambda session, statement=statement: session.execute(text(statement)))
+    become("RUNNING")
+    said = manta("upgrade", code=2)
+    assert f"{job.id} may run under a release that could not use" in said and "pause them" in said
+    assert store.revision == "0007"
+    become("PAUSED")
+    assert f"was brought from revision 0007 and is at revision {newest_revision()}." in manta("upgrade")
 
 
 def test_database_is_backed_up_and_restored_elsewhere(manta, store, document, tmp_path):
