@@ -1,5 +1,5 @@
-"""Threads for what may take long, or is asked for often: jobs, lists, series, what streams read, searches of the
-planner, deletions. All else is short and has others, so it never waits behind them."""
+"""Threads for what may take long, or is asked for often: jobs, lists, series, what streams read, the planner's
+work, deletions. All else is short and has others, so it never waits behind them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ T = TypeVar("T")
 LONG_READS = 8
 SLOW_CHANGES = 8
 SEARCHES = 2
+PLANS = 2
+FILES = 8
 
 
 class LongReads:
@@ -51,9 +53,14 @@ class ReadThreads:
         self.long = LongReads()
         self.slow = LongReads(SLOW_CHANGES)
         """For what waits for files or nodes, some of it for minutes: deletions, checks of ports."""
+        self.files = LongReads(FILES)
+        """For the files that a JobSpec names, on file systems that may never answer."""
         self.searches = LongReads(SEARCHES)
         """For the planner, which computes for up to a minute: more at once would take turns, and what looks after jobs
         in this process would wait for each."""
+        self.plans = LongReads(PLANS)
+        """For the planner where it has no layout to find, which takes it seconds at most: plans of single layouts,
+        pictures, and what stands beside traces."""
 
 
 def read_threads_of(request: Request) -> ReadThreads:

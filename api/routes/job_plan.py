@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from api import schemas, views
 from api.access import JobId
+from api.control import ControlPlane
 from api.parameters import Control
 from api.problem_codes import OF_A_JOB, reads
+from api.threads import read_threads_of
 from service.planner.job_plan import NotPlanned, drawn
 from service.store import jobs, plans
 from service.stored_specs import stored_spec
-from workers.config import ParallelConfig
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/plan", tags=["plans"])
 SVG = "image/svg+xml"
@@ -32,14 +33,17 @@ def get_job_plan(control: Control, job_id: JobId) -> schemas.JobPlan:
         **reads(*OF_A_JOB, "nothing_planned", "not_understood"),
     },
 )
-def get_job_plan_picture(control: Control, job_id: JobId) -> Response:
+async def get_job_plan_picture(request: Request, control: Control, job_id: JobId) -> Response:
     """That plan drawn: the pipeline of one step, where the step goes, memory by rank. It has no scripts and fetches
     nothing."""
+    picture = await read_threads_of(request).plans.run(lambda: _picture(control, job_id))
+    return Response(picture, media_type=SVG)
+
+
+def _picture(control: ControlPlane, job_id: str) -> str:
     with control.store.read() as session:
         kept, job = plans.newest(session, job_id), jobs.get(session, job_id)
         spec = stored_spec(job).spec
-    if kept is None or kept.plan["planned"] is None:
-        raise NotPlanned(views.NOT_PLANNED_YET if kept is None else kept.plan["problem"])
-    in_layout = spec.model_copy(update={"parallel": ParallelConfig.model_validate(kept.plan["parallel"])})
-    title = f"{job.name} ({job_id}), generation {kept.generation}"
-    return Response(drawn(in_layout, kept.plan["planned"], title), media_type=SVG)
+    if kept is None:
+        raise NotPlanned(views.NOT_PLANNED_YET)
+    return drawn(spec, kept.plan, f"{job.name} ({job_id}), generation {kept.generation}")

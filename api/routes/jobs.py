@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -27,7 +28,7 @@ from api.parameters import (
 from api.planning import accelerator_of, current_cluster, plan_of_layout
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.rendered_jobs import rendered_jobs_of
-from api.threads import LongReads, read_threads_of
+from api.threads import LongReads, ReadThreads, read_threads_of
 from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout
 from service.states import STATE_NAMES
 from service.store import edits, failed_jobs, jobs, pauses
@@ -85,10 +86,11 @@ async def submit_job(
         if earlier is not None:
             about.changes_nothing = True
             return _json(earlier, 200)
-    spec = await _checked_and_laid_out(document, control, read_threads_of(request).searches)
+    threads = read_threads_of(request)
+    spec = await _checked_and_laid_out(document, control, threads)
     if dry_run:
         about.changes_nothing = True
-        plan = await run_in_threadpool(plan_of_layout, spec, current_cluster(control))
+        plan = await threads.plans.run(lambda: plan_of_layout(spec, current_cluster(control)))
         return _json(views.dry_run_view(spec, *plan), 200)
 
     def operation(session: Any) -> tuple[schemas.Job, bool]:
@@ -230,30 +232,30 @@ def _changed(control: ControlPlane, change: Callable[[Any], Job]) -> schemas.Job
     return control.store.write(lambda session: views.job_view(session, change(session)))
 
 
-async def _checked_and_laid_out(document: Any, control: ControlPlane, searches: LongReads) -> JobSpec:
+async def _checked_and_laid_out(document: Any, control: ControlPlane, threads: ReadThreads) -> JobSpec:
     """The JobSpec in `document`, with a layout that fits where it says `parallel: auto`. Raises SpecError."""
     if not asks_for_layout(document):
-        return await _checked(document, control)
-    spec = await _checked(without_layout(document), control)
+        return await _checked(document, control, threads.files)
+    spec = await _checked(without_layout(document), control, threads.files)
     cluster = await run_in_threadpool(current_cluster(control), accelerator_of(spec))
     bounds = bounds_in(document)
-    return await searches.run(lambda: with_layout(spec, bounds, cluster))
+    return await threads.searches.run(lambda: with_layout(spec, bounds, cluster))
 
 
-async def _checked(document: Any, control: ControlPlane) -> JobSpec:
+async def _checked(document: Any, control: ControlPlane, files: LongReads) -> JobSpec:
     """The JobSpec in `document`. Raises SpecError."""
     if _begins_with_weights(document):
-        document = await run_in_threadpool(with_shape_of_weights, document, control.data_roots)
+        document = await files.run(partial(with_shape_of_weights, document, control.data_roots))
     spec = parse_job_spec(document)
     if spec.train.steps > _MOST_STEPS:
         raise SpecError([Problem("train.steps", f"must be at most {_MOST_STEPS}", str(_MOST_STEPS))])
     if foreign := control.model_packages.problems(spec):
         raise SpecError(foreign)
     # Where paths lead is asked of file systems, which may take their time.
-    outside = await run_in_threadpool(control.data_roots.problems, spec) if _names_files(spec) else []
+    outside = await files.run(partial(control.data_roots.problems, spec)) if _names_files(spec) else []
     if outside:
         raise SpecError(outside)
-    return await run_in_threadpool(with_vocabulary, spec) if spec.data.tokenizer_file is not None else spec
+    return await files.run(partial(with_vocabulary, spec)) if spec.data.tokenizer_file is not None else spec
 
 
 def _names_files(spec: JobSpec) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -31,11 +32,13 @@ async def make_plans(request: Request, control: Control, document: Body) -> sche
     stored."""
     request_of_caller(request).changes_nothing = True
 
+    threads = read_threads_of(request)
+    if isinstance(document, dict) and isinstance(document.get("model"), dict) and "from" in document["model"]:
+        document = await threads.files.run(partial(with_shape_of_weights, document, control.data_roots))
+
     def plans(document: Any) -> schemas.Plans:
-        if isinstance(document, dict) and isinstance(document.get("model"), dict) and "from" in document["model"]:
-            document = with_shape_of_weights(document, control.data_roots)
         wanted = read_request(document, current_cluster(control), cpu_node(control), gpus(control))
         wanted = replace(wanted, cluster=refined_cluster(control, wanted.cluster))
         return schemas.Plans.model_validate(to_json(wanted, wanted.answer()))
 
-    return await read_threads_of(request).searches.run(lambda: plans(document))
+    return await threads.searches.run(partial(plans, document))

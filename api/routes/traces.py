@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -13,14 +13,16 @@ from api.access import JobId
 from api.control import ControlPlane
 from api.openapi import json_request
 from api.parameters import Control, body_as
-from api.planning import current_cluster
+from api.planning import accelerator_of, current_cluster
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.schemas import traces as trace_schemas
+from api.threads import read_threads_of
 from api.views import moment, moment_or_none
 from service.cluster.errors import ClusterUnavailable
 from service.planner.hardware import Cluster
-from service.step_traces.reading import TraceReader
+from service.step_traces.reading import PlannerCluster, TraceReader
 from service.store import step_traces, trace_requests
+from workers.config import JobSpec
 from workers.spec.problems import SpecError
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["traces"])
@@ -71,10 +73,13 @@ def list_traces(traces: Traces, job_id: JobId) -> schemas.Items[trace_schemas.Tr
     response_model=trace_schemas.TraceDocument,
     responses=reads(*OF_A_JOB, "invalid_parameter", "trace_not_found"),
 )
-def get_trace(control: Control, traces: Traces, job_id: JobId, trace_id: TraceId) -> Response:
+async def get_trace(request: Request, control: Control, traces: Traces, job_id: JobId, trace_id: TraceId) -> Response:
     """One trace in full: every slice of every rank, the planner's timeline of the same step beside it."""
-    document = traces.document(job_id, trace_id, planner_cluster(control))
-    return Response(json.dumps(_with_times(document)), media_type="application/json")
+
+    def document() -> str:
+        return json.dumps(_with_times(traces.document(job_id, trace_id, planner_cluster(control))))
+
+    return Response(await read_threads_of(request).plans.run(document), media_type="application/json")
 
 
 @router.get(
@@ -108,7 +113,8 @@ def get_profile(
 
 
 @router.get("/budget", responses=reads(*OF_A_JOB, "invalid_parameter", "nothing_measured", "not_understood"))
-def get_budget(
+async def get_budget(
+    request: Request,
     control: Control,
     traces: Traces,
     job_id: JobId,
@@ -119,15 +125,16 @@ def get_budget(
 ) -> trace_schemas.StepBudget:
     """Where a job's step goes, from the device's peak on, as it was measured and as the planner expects it."""
     wanted = {"of_trace": source != "phases", "of_phases": source != "trace"}
-    return trace_schemas.StepBudget.model_validate(traces.budget(job_id, **wanted, cluster=planner_cluster(control)))
+    budget = partial(traces.budget, job_id, **wanted, cluster=planner_cluster(control))
+    return trace_schemas.StepBudget.model_validate(await read_threads_of(request).plans.run(budget))
 
 
-def planner_cluster(control: ControlPlane) -> Callable[[], Cluster | None]:
+def planner_cluster(control: ControlPlane) -> PlannerCluster:
     """Gives the cluster as the planner takes it; None where Ray does not answer, or nobody knows its devices."""
 
-    def cluster() -> Cluster | None:
+    def cluster(spec: JobSpec) -> Cluster | None:
         try:
-            return current_cluster(control)(None)
+            return current_cluster(control)(accelerator_of(spec))
         except (SpecError, ClusterUnavailable):
             return None
 

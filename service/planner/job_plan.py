@@ -18,7 +18,7 @@ from service.planner.search import plan_of
 from service.planner.sizes import elastic_sizes
 from service.planner.software import engine_on
 from service.planner.step_time import threads_in
-from workers.config import JobSpec
+from workers.config import JobSpec, ParallelConfig
 from workers.errors import MantaError
 from workers.spec.problems import Problem, SpecError
 from workers.threads import with_threads
@@ -93,10 +93,15 @@ def planned(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
 
 
 def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
-    """The picture (SVG) of a plan that `planned` made of `spec`. Raises NotPlanned."""
+    """The picture (SVG) of what is kept of a job: `planned`, and the layout (`parallel`) of `spec` that it is about.
+    Raises NotPlanned."""
+    if kept["planned"] is None:
+        raise NotPlanned(kept["problem"])
     try:
-        cluster, spec = cluster_record.from_json(kept["cluster"]), with_threads(spec, kept["threads"])
-    except (KeyError, TypeError) as error:
+        cluster = cluster_record.from_json(kept["planned"]["cluster"])
+        spec = with_threads(spec, kept["planned"]["threads"])
+        spec = spec.model_copy(update={"parallel": ParallelConfig.model_validate(kept["parallel"])})
+    except (KeyError, TypeError, ValueError) as error:
         raise NotPlanned("another release has planned this job, without what a picture needs") from error
     plan = plan_of(spec, cluster)
     return picture(title, explain.to_json(explain.explain(plan, cluster)))

@@ -30,8 +30,8 @@ MOST_KEPT = 128
 """Traces whose analysis is remembered."""
 MEASURED_STEPS = 10
 """Newest steps of which a budget by phases is the mean."""
-PlannerCluster = Callable[[], Cluster | None]
-"""The cluster that the planner takes; None where it knows none."""
+PlannerCluster = Callable[[JobSpec], Cluster | None]
+"""The cluster that the planner takes for a job; None where it knows none."""
 
 
 class NothingMeasured(MantaError):
@@ -199,7 +199,7 @@ def budget_document(parts: Any, planned: PlannedStep | None, measured_from: str)
 
 def planned_on(spec: JobSpec, cluster: PlannerCluster) -> PlannedStep | None:
     """What the planner expects of a step; None where it cannot tell."""
-    where = cluster()
+    where = cluster(spec)
     return None if where is None else planned_step(spec, where)
 
 

@@ -7,9 +7,12 @@ import httpx
 import pytest
 
 from api.rendered_pages import RenderedPages
-from api.routes import jobs, plans
+from api.routes import job_plan, jobs, plans
 from api.threads import LONG_READS
 from service.cluster.errors import ClusterUnavailable
+from service.step_traces.reading import TraceReader
+from service.store import generations
+from service.store import plans as store_plans
 from tests.api.conftest import DOCUMENT, FakeControl
 from tests.api.support.keys import ADMIN, bearer
 
@@ -44,7 +47,13 @@ def test_lists_of_jobs_that_stand_still_hold_up_no_other_request(service, monkey
 AT_ONCE = 50  # more than there are threads for what is short
 
 
-@pytest.mark.parametrize("ask", ["DELETE job", "DELETE checkpoint", "POST check", "POST plans", "POST auto"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        *("DELETE job", "DELETE checkpoint", "POST check", "POST plans", "POST auto"),
+        *("POST dry run", "GET picture", "GET budget", "GET trace", "POST weights"),
+    ],
+)
 def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask):
     begun, go_on = threading.Semaphore(0), threading.Event()
 
@@ -54,15 +63,24 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
         raise ClusterUnavailable(TimeoutError())
 
     for owner, name in ((FakeControl, "delete"), (FakeControl, "delete_checkpoint"), (FakeControl, "check_cluster"),
-                        (plans, "read_request"), (jobs, "with_layout")):  # fmt: skip
+                        (plans, "read_request"), (jobs, "with_layout"), (jobs, "plan_of_layout"),
+                        (jobs, "with_shape_of_weights"),
+                        (job_plan, "drawn"), (TraceReader, "document"), (TraceReader, "budget")):  # fmt: skip
         monkeypatch.setattr(owner, name, stand_still)
     job = service.submit()
+    generation = service.store.write(lambda s: generations.begin(s, job["id"], "submitted", False))
+    service.store.write(lambda s: store_plans.keep(s, job["id"], generation, {"planned": {}}))
     method, path, body = {
         "DELETE job": ("DELETE", f"/v1/jobs/{job['id']}", None),
         "DELETE checkpoint": ("DELETE", f"/v1/jobs/{job['id']}/checkpoints/c", None),
         "POST check": ("POST", "/v1/cluster/check", None),
         "POST plans": ("POST", "/v1/plans", {"model": {}, "cluster": {"current": True}}),
         "POST auto": ("POST", "/v1/jobs", {**DOCUMENT, "parallel": "auto"}),
+        "POST dry run": ("POST", "/v1/jobs?dry_run=true", DOCUMENT),
+        "POST weights": ("POST", "/v1/jobs", {**DOCUMENT, "model": {"from": "/away"}}),
+        "GET picture": ("GET", f"/v1/jobs/{job['id']}/plan/picture", None),
+        "GET budget": ("GET", f"/v1/jobs/{job['id']}/budget", None),
+        "GET trace": ("GET", f"/v1/jobs/{job['id']}/traces/trace_1", None),
     }[ask]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         sent = {"json": body, "headers": bearer(ADMIN), "timeout": SECONDS}

@@ -10,8 +10,11 @@ from typer.testing import CliRunner
 
 from api.cli.main import command_line
 from api.client import MantaClient
+from api.routes.traces import planner_cluster
 from service.store import generations, metrics, ranks, trace_requests
+from tests.api.conftest import DOCUMENT
 from workers.parallel.pipeline.schedules.simulate import PassTimes
+from workers.spec.reading import parse_job_spec
 
 PIPELINE = {"parallel": {"tensor": 1, "pipeline": 2, "data": 1}, "train": {"steps": 100, "global_batch_size": 4}}
 TIMELINE = timeline_of("1f1b", 2, 1, 4, PassTimes(1.0, 1.0, 1.0))
@@ -133,6 +136,15 @@ def test_a_budget_is_made_of_a_trace_of_phases_or_of_what_is_known(service, job)
     assert service.http.get(address).json()["measured_from"] == "trace_1"
     assert service.http.get(address, params={"from": "phases"}).json()["measured_from"] == "phases"
     assert service.http.get(address, params={"from": "dreams"}).status_code == 422
+
+
+def test_a_job_on_slots_is_planned_on_slots_where_there_are_gpus_too(service, job, monkeypatch):
+    node = {"id": "n1", "alive": True, "accelerator": "gpu", "total": 8, "gpu_type": "H100", "slots_total": 4}
+    monkeypatch.setattr(service.control, "cluster", lambda: {"nodes": [node]})
+    clusters = planner_cluster(service.control)
+    for accelerator, count, has_gpus in (("cpu", 4, False), ("gpu", 8, True)):
+        found = clusters(parse_job_spec({**DOCUMENT, "resources": {"accelerator": accelerator}}))
+        assert (found.gpus_per_node, found.machine.has_gpus) == (count, has_gpus)
 
 
 def manta(service, *command):
