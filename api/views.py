@@ -132,20 +132,32 @@ def _place(rank: int, layout: ParallelConfig) -> schemas.RankPlace:
 
 
 NOT_PLANNED_YET = "a job is planned when it starts"
+PLANNED_ELSEWHERE = "another release has planned this job, in a form that this one does not know"
 
 
 def job_plan_view(kept: KeptPlan | None) -> schemas.JobPlan:
     """A job's plan beside what it takes; None: there is none yet."""
     if kept is None:
-        return schemas.JobPlan(
-            generation=None,
-            parallel=None,
-            planned=None,
-            problem=NOT_PLANNED_YET,
-            measured=None,
-            compared=[],
-            drift=None,
-        )
+        return _no_plan(None, NOT_PLANNED_YET)
+    try:
+        return _job_plan_view(kept)
+    except (KeyError, TypeError, ValidationError):
+        return _no_plan(kept.generation, PLANNED_ELSEWHERE)
+
+
+def _no_plan(generation: int | None, problem: str) -> schemas.JobPlan:
+    return schemas.JobPlan(
+        generation=generation,
+        parallel=None,
+        planned=None,
+        problem=problem,
+        measured=None,
+        compared=[],
+        drift=None,
+    )
+
+
+def _job_plan_view(kept: KeptPlan) -> schemas.JobPlan:
     planned, measured = kept.plan["planned"], kept.measured
     groups = compared(planned, measured) if planned and measured else ()
     return schemas.JobPlan.model_validate(

@@ -61,9 +61,12 @@ def newest(session: Session, job_id: str) -> KeptPlan | None:
     row = next((each for each in _generations(session, job_id) if each.data.get(PLAN)), None)
     if row is None:
         return None
-    kept = row.data.get(MEASURED)
-    measured = Measured(**kept["steps"]) if kept else measured_of(_rows(session, row), full_tokens(job.spec))
-    return KeptPlan(row.generation, row.data[PLAN], measured, kept["drift"] if kept else None)
+    kept = row.data.get(MEASURED) or {}
+    try:
+        return KeptPlan(row.generation, row.data[PLAN], Measured(**kept["steps"]), kept["drift"])
+    except (KeyError, TypeError):  # not yet, or another release has written it
+        measured = measured_of(_rows(session, row), full_tokens(job.spec))
+        return KeptPlan(row.generation, row.data[PLAN], measured, None)
 
 
 def settle(session: Session, job_id: str, generation: int, step: int) -> bool:

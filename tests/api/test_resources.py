@@ -11,6 +11,7 @@ from service.planner.job_plan import planned
 from service.recovery.timeline import RecoveryTimeline
 from service.store import checkpoints, events, exports, generations, plans, rank_numbers, ranks, recoveries
 from service.store.recoveries import Beginning
+from service.store.tables import Generation
 from tests.api.conftest import DOCUMENT
 from tests.api.test_sse_server import read_stream
 from workers.checkpoint.catalog import checkpoint_path
@@ -315,6 +316,28 @@ def test_a_plan_is_drawn_as_it_was_made(service):
     assert job["id"] in drawn.text and "stage 1" in drawn.text and "<script" not in drawn.text
     keep({name: value for name, value in of_step.items() if name != "cluster"})
     assert "another release has planned" in service.http.get(path).json()["detail"]
+    layout["folds"] = 2
+    keep(of_step)
+    assert "another release has planned" in service.http.get(path).json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"plan": {"parallel": {}, "planned": {"seconds": 1.0}, "problem": None}},
+        {"plan": {"layout": {}}},
+        {"plan": {"parallel": {}, "planned": None, "problem": "unknown"}, "measured": {"steps": {"seconds": 1.0}}},
+    ],
+)
+def test_a_plan_that_another_release_has_kept_is_no_failure_of_the_service(service, kept):
+    job = service.submit()
+    service.move(job["id"], "STARTING", "RUNNING")
+    service.report(job["id"], [{"step": step, "step_seconds": 0.04} for step in range(1, 8)])
+    row = (job["id"], 1)
+    service.control.store.write(lambda session: setattr(session.get(Generation, row), "data", kept))
+    answer = service.http.get(f"/v1/jobs/{job['id']}/plan")
+    assert (answer.status_code, answer.json()["planned"], answer.json()["generation"]) == (200, None, 1)
+    assert answer.json()["problem"]
 
 
 def fail_once(service, job_id):
