@@ -43,6 +43,15 @@ class Changes:
         self._streams: defaultdict[Watched, set[asyncio.Event]] = defaultdict(set)
         self._task: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-changes")
+        self.is_closed = False
+        """Whether streams are to end, since the service does: whoever follows them asks the next one."""
+
+    def close(self) -> None:
+        """Have all streams end."""
+        self.is_closed = True
+        for streams in self._streams.values():
+            for changed in streams:
+                changed.set()
 
     @contextlib.contextmanager
     def of(self, watched: Watched) -> Iterator[asyncio.Event]:

@@ -107,6 +107,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         import uvicorn  # once the jobs are under control, like what `build_app` imports
 
         from api.connections import connections_at_once, limited_to
+        from api.http_server import HttpServer
 
         if host in LOOPBACK_HOSTS:
             automatic_key.ensure(control.store, home)
@@ -126,7 +127,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
             proxy_headers=bool(settings.trusted_proxies),
             forwarded_allow_ips=list(settings.trusted_proxies),
         )
-        uvicorn.Server(config).run(sockets=[listener])
+        HttpServer(config, app).run(sockets=[listener])
     finally:
         with contextlib.suppress(OSError):  # a process that is gone is not taken for a service
             service_file.unlink(missing_ok=True)

@@ -61,8 +61,8 @@ def wants_stream(request: Request, follow: bool) -> bool:
 
 def stream(request: Request, look: Look, position: object, watched: Watched) -> StreamingResponse:
     """A response that sends everything from `position` on, looking again whenever there is something new of `watched`,
-    ends with an `end` event after the job is final, and stops when the client, its key or the job is gone. Raises
-    TooManyRequests."""
+    ends with an `end` event after the job is final, and stops when the client, its key or the job is gone, or the
+    service ends. Raises TooManyRequests."""
     begin_stream(request)
     changes: Changes = request.app.state.changes
     return StreamingResponse(
@@ -80,7 +80,7 @@ async def _events(
     yield KEEPALIVE_COMMENT  # the client learns at once that the stream is open
     with changes.of(watched) as changed:
         changed.set()
-        while not await request.is_disconnected():
+        while not (changes.is_closed or await request.is_disconnected()):
             if not await is_still_welcome(request):
                 return
             if changed.is_set():

@@ -48,7 +48,14 @@ class StateWaits:
         self._states_of = states_of
         self._waits: list[_Wait] = []
         self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-waits")
+
+    def close(self) -> None:
+        """Nothing is waited for any more: the service ends."""
+        self._is_closed = True
+        for wait in self._waits:
+            wait.end()
 
     async def until_changed(self, job_id: str, known: str | None, seconds: float) -> None:
         """Return when the job is in another state than `known` (None: than now), is final or gone, or after `seconds`.
@@ -56,6 +63,8 @@ class StateWaits:
         now = (await self._look({job_id})).get(job_id)
         wait = _Wait(job_id, known or now or "", asyncio.get_running_loop().create_future())
         wait.see(now)
+        if self._is_closed:
+            wait.end()
         self._waits.append(wait)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._watch(), name="waits for states")

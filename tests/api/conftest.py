@@ -16,6 +16,7 @@ import uvicorn
 
 from api.app import create_app
 from api.connections import MOST_CONNECTIONS, limited_to
+from api.http_server import HttpServer
 from service.checkpoint_deletion import delete_checkpoint
 from service.cluster.errors import NodeNotFound
 from service.deletion import Deletion, delete_job
@@ -217,7 +218,7 @@ def serving(control: FakeControl, limits: RequestLimits = UNLIMITED, most: int =
     """A server in front of `control` that holds `most` connections; its address."""
     ready = threading.Event()
 
-    class Server(uvicorn.Server):
+    class Server(HttpServer):
         async def startup(self, sockets=None):
             await super().startup(sockets)
             ready.set()
@@ -225,7 +226,7 @@ def serving(control: FakeControl, limits: RequestLimits = UNLIMITED, most: int =
     app = create_app(control, limits=limits)
     control.changed_database = app.state.identities.forget
     config = uvicorn.Config(app, http=limited_to(most), port=0, log_level="warning", timeout_graceful_shutdown=2)
-    server = Server(config)
+    server = Server(config, app)
     thread = threading.Thread(target=server.run)
     thread.start()
     assert ready.wait(20)

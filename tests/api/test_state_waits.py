@@ -156,3 +156,17 @@ def test_one_look_is_enough_where_nothing_is_to_be_waited_for(now, known):
 
     asyncio.run(StateWaits(states_of).until_changed("job", known, LONG))
     assert looks == [{"job"}]
+
+
+def test_nobody_waits_for_a_service_that_ends():
+    async def main():
+        waits = StateWaits(lambda job_ids: {"job": "RUNNING"})
+        wait = asyncio.create_task(waits.until_changed("job", None, LONG))
+        while not waits._waits:
+            await asyncio.sleep(0)
+        waits.close()
+        async with asyncio.timeout(LONG / 2):
+            await wait
+            await waits.until_changed("job", None, LONG)
+
+    asyncio.run(main())

@@ -1,0 +1,28 @@
+"""The HTTP server, which ends open streams and waits when it is told to end: it would give them the time that it gives
+requests to be answered, and then break them off."""
+
+from __future__ import annotations
+
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from api.changes import Changes
+from api.state_waits import StateWaits
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an app of `api.app.create_app`."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI):
+        super().__init__(config)
+        self._app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        changes: Changes = self._app.state.changes
+        waits: StateWaits = self._app.state.waits
+        changes.close()
+        waits.close()
+        await super().shutdown(sockets)
