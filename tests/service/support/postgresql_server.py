@@ -97,6 +97,7 @@ class PostgresServer:
         for database in self._kept.values():
             database.writer.dispose()
             database.readers.dispose()
+        self._close_to_empty()
         self.stop()
         shutil.rmtree(self.folder)
 
@@ -183,11 +184,16 @@ class PostgresServer:
         ]
         try:
             if self._to_empty is None or self._to_empty.info.dbname != name:
+                self._close_to_empty()
                 self._to_empty = self._connect(name)
                 self._to_empty.execute("SET lock_timeout = '5s'")  # a test that failed may have left a lock
             return _last_answer(self._to_empty.execute("; ".join(statements)))
         except psycopg.Error:
             return None
+
+    def _close_to_empty(self) -> None:
+        if self._to_empty is not None:
+            self._to_empty.close()
 
     def drop(self, name: str) -> None:
         """A database goes, whoever is connected."""
