@@ -59,7 +59,8 @@ def text(
     for document in documents:
         ids = tokens.encode(document)
         log_likelihood, count = text_log_likelihood(model, ids, stride, batch_size)
-        total, counted, size = total + log_likelihood, counted + count, size + len(document.encode())
+        if count:  # of a document of one token nothing is predicted, so its bytes cost nothing
+            total, counted, size = total + log_likelihood, counted + count, size + len(document.encode())
     if not counted:
         raise BadTask("there is nothing to predict: the text has less than two tokens")
     loss = -total / counted

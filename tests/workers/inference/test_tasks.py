@@ -36,6 +36,11 @@ def test_perplexity_is_of_all_tokens_but_each_documents_first():
     assert result.tokens == 3
 
 
+def test_bytes_of_a_document_of_which_nothing_is_predicted_do_not_count():
+    with_short_ones = tasks.text(Alphabet(), Bytes(), ["abc", "x", "ax", "", "y"])
+    assert with_short_ones == tasks.text(Alphabet(), Bytes(), ["abc", "ax"])
+
+
 def test_a_last_word_is_right_when_each_of_its_tokens_is_the_likeliest():
     passages = ['so \x1f !"#', "so \x1f !x", "a b"]
     result = tasks.last_word(Alphabet(), Bytes(), passages)
