@@ -53,7 +53,7 @@ class Trainer:
         self.tracing = Tracing(comm, reporter, peak_flops)
         self.ends_early = False
         """Whether all ranks have saved their state after a step that is not the last, since that was asked for."""
-        each = peak_of_stages(peak_flops, spec.layout.stage_accelerators or ())
+        each = peak_of_stages(peak_flops, spec.layout.stage_accelerators or (), spec.train.precision)
         self._rows = StepRows(spec, self.batches.plan, each * comm.size("world"))
         self._replica_check = ReplicaCheck(self.engine.optimizer, comm)
         stages = [comm.grid.coordinates(rank).pipeline for rank in range(comm.size("world"))]

@@ -65,9 +65,9 @@ def known_peak(device_name: str, precision: str = "bf16") -> float | None:
     return {"fp32": known.fp32, "fp8": known.fp8}.get(precision, known.bf16)
 
 
-def peak_of_stages(own: float, types: Sequence[str]) -> float:
-    """Mean peak in FLOP/s of the ranks of stages with GPUs of these `types`, by their rates with 16 bits, where those
+def peak_of_stages(own: float, types: Sequence[str], precision: str = "bf16") -> float:
+    """Mean peak in FLOP/s of the ranks of stages with GPUs of these `types`, by their rates at `precision`, where those
     of the first one have `own`. Where a type is unknown, all are taken to be like that."""
-    peaks = [known_peak(type) for type in types]
+    peaks = [known_peak(type, precision) for type in types]
     known = [peak for peak in peaks if peak is not None]
     return own if len(known) < len(peaks) or not known else own * sum(known) / len(known) / known[0]

@@ -125,5 +125,6 @@ def test_a_cpu_is_measured_with_one_thread_as_ranks_compute_and_keeps_its_thread
 
 def test_ranks_on_unequal_gpus_have_the_mean_of_their_peaks():
     assert peak_of_stages(300e12, ("A100", "A100", "V100")) == pytest.approx(300e12 * (312 + 312 + 112) / (3 * 312))
+    assert peak_of_stages(19.5e12, ("A100", "V100"), "fp32") == pytest.approx((19.5e12 + 14e12) / 2)
     assert peak_of_stages(100e12, ("V100", "A100")) == pytest.approx(100e12 * (112 + 312) / (2 * 112))
     assert peak_of_stages(300e12, ()) == peak_of_stages(300e12, ("A100", "B7")) == 300e12
