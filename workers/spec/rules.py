@@ -347,7 +347,7 @@ def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("elastic.min_data", f"must be at most parallel.data ({data})", str(data))
     if (spec.elastic.max_data or data) < data:
         yield Problem("elastic.max_data", f"must be at least parallel.data ({data})", str(data))
-    for size in range(data + 1, (spec.elastic.max_data or data) + 1):
+    for size in _sizes_that_may_not_fit(spec):
         larger = spec.model_copy(update={"parallel": spec.layout.model_copy(update={"data": size})})
         broken = [
             problem for rule in (_every_replica_has_samples, _interleaving_fits_batches) for problem in rule(larger)
@@ -355,6 +355,16 @@ def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:
         if broken:
             yield Problem("elastic.max_data", f"{size} replicas do not work: {broken[0].rule}", str(size - 1))
             return
+
+
+def _sizes_that_may_not_fit(spec: JobSpec) -> range:
+    """Numbers of replicas above `parallel.data` among which is the first one that breaks a rule, if any does. Batches
+    that are multiples of it are soon too small for the next one; where they need not be, one that is larger than the
+    smallest batch is the first."""
+    first, last = spec.layout.data + 1, spec.elastic.max_data or spec.layout.data
+    if spec.train.deterministic == "layout" and _interleaving_unit(spec) > 1:
+        return range(first, last + 1)
+    return range(max(first, min(last, _smallest_batch(spec)[1] + 1)), last + 1)
 
 
 def _some_state_is_kept(spec: JobSpec) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from engine_specs import document
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from workers.spec import rules
 from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import parse_job_spec
 
@@ -159,6 +160,32 @@ def test_following_the_advice_always_leads_to_a_spec(
             return
         spec = follow(spec, problems[0])
     raise AssertionError(f"still wrong: {problems}")
+
+
+@pytest.mark.parametrize("deterministic", ["layout", "elastic"])
+@pytest.mark.parametrize(
+    ("schedule", "pipeline", "batch"), [("1f1b", 2, 7), ("interleaved", 1, 7), ("interleaved", 2, 12)]
+)
+def test_a_job_may_grow_to_every_size_below_the_first_that_is_broken(schedule, pipeline, batch, deterministic):
+    def of(data: int, most: int) -> dict[str, Any]:
+        layout = {"schedule": schedule, "pipeline": pipeline, "data": data}
+        train = {"global_batch_size": batch, "deterministic": deterministic}
+        return document(train=train, parallel=layout, elastic={"max_data": most})
+
+    sizes = range(1, batch + 3)
+    first_broken = next(size for size in sizes if problems_of(of(size, size)))
+    assert [most for most in sizes if not problems_of(of(1, most))] == list(range(1, first_broken))
+
+
+def test_bounds_of_a_hundred_thousand_replicas_are_not_looked_at_one_by_one(monkeypatch):
+    looked = []
+    rule = rules._every_replica_has_samples
+    monkeypatch.setattr(rules, "_every_replica_has_samples", lambda spec: looked.append(spec) or rule(spec))
+    for schedule in ("1f1b", "interleaved"):
+        layout = {"schedule": schedule, "pipeline": 2}
+        most = {"train": {"global_batch_size": 100_000}, "elastic": {"max_data": 100_000}}
+        problems_of(document(parallel=layout, **most))
+    assert len(looked) < 20
 
 
 @given(
