@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from chat_files import CONVERSATIONS, chat_file, said, tokenizer_folder
 from engine_specs import axes, spec
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_files import megatron_dataset
 
 from workers.data import shards
 from workers.data.batches import NO_TARGET, Batches
+from workers.data.indexed_dataset import IndexedTokens
 from workers.data.packed_conversations import OPEN_SAMPLES, PackedConversations, packed
 from workers.data.prepare import open_corpus
 from workers.data.token_cache import Watcher
@@ -208,6 +211,19 @@ def test_samples_have_every_number_once_and_are_never_too_full(sizes):
     assert all(0 < sum(sizes[number] for number in sample) <= 20 for sample in samples)
     if len(samples) <= OPEN_SAMPLES:
         assert len(samples) <= 2 * -(-sum(sizes) // 20), "two that are half empty would have been one"
+
+
+def test_where_conversations_lie_takes_few_bytes_for_each(tmp_path):
+    count = 5_000
+    of_tokens, of_marks = (
+        IndexedTokens(megatron_dataset(tmp_path / name, [[[1, 1]]] * count)) for name in ("tokens", "marks")
+    )
+    tracemalloc.start()
+    row = PackedConversations(of_tokens, of_marks, 8, 0.1, "a corpus")
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(row) == count * 2 + 1
+    assert taken < 32 * count
 
 
 def test_reads_are_the_same_wherever_they_begin(tmp_path, folder):
