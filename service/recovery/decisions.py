@@ -128,7 +128,7 @@ def snapshot_source(step: int) -> str:
 
 
 SUSPECTED = "snapshots that differ"
-"""Among the sources that cannot be used: no snapshots where there is a checkpoint, which all ranks read the same of."""
+"""Among the sources that cannot be used: no snapshots. A checkpoint, of which all ranks read the same, or nothing."""
 
 
 def choose_resume(
@@ -148,11 +148,10 @@ def choose_resume(
     bad = set(unusable)
     usable = [(step, path) for step, path in checkpoints if path not in bad]
     newest = usable[-1] if usable else None
-    if SUSPECTED in bad and newest is not None:
-        bad.add("snapshot")
-    common = set.intersection(*(set(steps) for steps in snapshots)) if snapshots and "snapshot" not in bad else set()
+    in_doubt = not bad.isdisjoint({"snapshot", SUSPECTED})
+    common = set.intersection(*(set(steps) for steps in snapshots)) if snapshots and not in_doubt else set()
     common = {step for step in common if snapshot_source(step) not in bad}
-    foreign = [each for each in others if "snapshot" not in bad and snapshot_source(each[0]) not in bad]
+    foreign = [each for each in others if not in_doubt and snapshot_source(each[0]) not in bad]
     left = max(foreign, key=lambda each: each[0], default=None)
     in_memory = max([*common, *([left[0]] if left else [])], default=None)
     if in_memory is not None and (newest is None or in_memory >= newest[0]):
