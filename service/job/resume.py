@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from service.backups import rank_backups
-from service.backups.other_layouts import Groups, spread, whole_states
+from service.backups.other_layouts import spread, whole_states
 from service.cluster.agent_client import AgentClient, within
 from service.cluster.sizes import resized, shapes_of, sizes_of
 from service.job.context import JobContext
@@ -19,7 +19,7 @@ from service.recovery.durable_state import DurableState, durable_state
 from service.store import restored
 from workers.checkpoint.catalog import generation_of
 from workers.comm.grid import state_groups
-from workers.config import JobSpec
+from workers.config import JobSpec, ParallelConfig
 from workers.protocol.messages import Resume, StoredSnapshot
 from workers.snapshot.files import layout_tag
 
@@ -102,14 +102,12 @@ def _source(resume: Resume, taken: set[str], from_memory: bool) -> str:
     return f"memory and {where}" if from_memory else where
 
 
-def _other_layouts(submitted: JobSpec, tag: str) -> dict[str, Groups]:
+def _other_layouts(submitted: JobSpec, tag: str) -> dict[str, ParallelConfig]:
     """By tag all layouts that the job may run in, but for the one with `tag`."""
-    layouts = [resized(shape, size) for shape in shapes_of(submitted) for size in sizes_of(submitted)]
-    groups: dict[str, Groups] = {
-        layout_tag(spec.model_dump(mode="json")): state_groups(spec.layout) for spec in layouts
-    }
-    groups.pop(tag, None)
-    return groups
+    layouts = [resized(shape, size).layout for shape in shapes_of(submitted) for size in sizes_of(submitted)]
+    by_tag = {layout_tag({"parallel": layout.model_dump(mode="json")}): layout for layout in layouts}
+    by_tag.pop(tag, None)
+    return by_tag
 
 
 @dataclass(frozen=True)
@@ -147,11 +145,14 @@ async def _answer(answer: Awaitable[T]) -> T | None:
 
 
 async def _of_other_layouts(
-    memory: _Memory, layouts: Mapping[str, Groups], generation: int
+    memory: _Memory, layouts: Mapping[str, ParallelConfig], generation: int
 ) -> list[tuple[int, list[str]]]:
     """(Step, files) of the newest state that ranks of other layouts left whole, once it is on every host of the
     gang."""
-    for state in whole_states(memory.files, layouts):
+    left = {file.layout for files in memory.files.values() for file in files}
+    # Of these alone: the ranks of all layouts that a large job may run in are millions.
+    groups = {tag: state_groups(layout) for tag, layout in layouts.items() if tag in left}
+    for state in whole_states(memory.files, groups):
         if await spread(state, memory.holders, memory.files, generation, memory.hosts):
             return [(state.step, state.paths)]
     return []

@@ -16,6 +16,7 @@ from service.recovery.durable_state import CheckpointsUnreadable
 from service.store import checkpoints, generations
 from tests.service.support.fake_cluster import FakeCluster
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
+from workers.config import ElasticConfig
 from workers.protocol.messages import Resume
 from workers.snapshot.files import layout_tag
 
@@ -117,6 +118,13 @@ def test_ranks_that_differ_once_more_go_on_from_a_checkpoint(job, store):
     assert resume_of(job, "corrupt", 4) == (Resume("checkpoint", 2, path), "checkpoint")
 
 
+def test_ranks_that_differ_once_more_and_have_no_checkpoint_begin_anew(job, store):
+    for rank in (0, 1):
+        holds(job, rank, 3)
+    store.write(lambda s: generations.begin(s, job.id, "test", True, data={"failure": {"kind": "corrupt", "step": 4}}))
+    assert resume_of(job, "corrupt", 4) == (Resume(), "start")
+
+
 def test_generation_that_has_left_a_checkpoint_is_over_also_where_the_database_has_forgotten_it(job):
     path = saved(job, 4, generation=7)
     assert resume_of(job) == (Resume("checkpoint", 4, path), "checkpoint")
@@ -203,6 +211,16 @@ def test_state_that_ranks_of_another_layout_left_is_as_good(job, cluster):
     assert (start.source, start.step, source) == ("memory", 6, "memory")
     assert len(start.paths) == 1
     assert 6 in cluster.agents.memory["two"].popitem()[1], "it is on every node of the gang"
+
+
+def test_ranks_are_looked_at_of_layouts_alone_that_have_left_something(job, cluster, monkeypatch):
+    looked, groups = [], resume.state_groups
+    monkeypatch.setattr(resume, "state_groups", lambda layout: looked.append(layout.data) or groups(layout))
+    job.submitted = job.submitted.model_copy(update={"elastic": ElasticConfig(min_data=1, max_data=64)})
+    alone = job.submitted.model_copy(update={"parallel": job.submitted.parallel.model_copy(update={"data": 1})})
+    cluster.agents.memory["one"] = {(job.id, layout_tag(alone.model_dump(mode="json")), 0): [6]}
+    assert resume_of(job)[0].source == "memory"
+    assert looked == [1]
 
 
 def test_state_that_could_not_be_read_is_not_tried_again(job):
