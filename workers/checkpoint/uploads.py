@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
@@ -32,6 +33,8 @@ class Uploads:
         """`room`: the memory in which most of what is written lies."""
         self.room = room
         self._process: subprocess.Popen[bytes] | None = None
+        self._ending: list[threading.Thread] = []
+        """Each sees a process out that still aborts an upload."""
 
     def start(self) -> None:
         """Have the process ready; otherwise it is started with the first file. Raises OSError."""
@@ -59,8 +62,10 @@ class Uploads:
         sums[file.name] = self._answer(process, wrote)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and wait for uploads that are being aborted."""
         self._end()
+        for ending in self._ending:
+            ending.join()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -93,17 +98,26 @@ class Uploads:
 
     def _ended(self, process: subprocess.Popen[bytes]) -> OSError:
         self._end()
+        self._ending[-1].join()
         return OSError(f"the process that uploads has ended with exit code {process.returncode}")
 
     def _end(self) -> None:
-        """An upload under way is aborted first, unless that takes too long."""
+        """An upload under way is aborted, beside this thread: who leaves a generation has less time than a store may
+        take for that."""
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(ABORT_SECONDS)
-            process.kill()
-            process.communicate()
+            self._ending = [each for each in self._ending if each.is_alive()]
+            self._ending.append(threading.Thread(target=_see_out, args=(process,), daemon=True))
+            self._ending[-1].start()
+
+
+def _see_out(process: subprocess.Popen[bytes]) -> None:
+    """Return once a process that was told to end has ended; it is killed when that takes too long."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(ABORT_SECONDS)
+    process.kill()
+    process.communicate()
 
 
 class _Pieces(io.RawIOBase):

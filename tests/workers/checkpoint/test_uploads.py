@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import subprocess
 import threading
 import zlib
 
@@ -116,8 +117,25 @@ def test_of_a_long_file_that_its_writer_gives_up_no_part_is_left_in_the_store(up
         stream.write(bytes(2**21))  # more than is held back
         assert sent.wait(60)
         raise KeyError
+    uploads.close()
     left = fsspec.filesystem("s3", skip_instance_cache=True).call_s3("list_multipart_uploads", Bucket=wired_bucket.key)
     assert left.get("Uploads", []) == []
+
+
+def test_who_gives_up_a_file_does_not_wait_until_the_store_has_forgotten_it(uploads, bucket, monkeypatch):
+    told, may_end = threading.Event(), threading.Event()
+
+    class Slow(subprocess.Popen):
+        def wait(self, *seconds):
+            told.set()
+            assert may_end.wait(60)
+            return super().wait(*seconds)
+
+    monkeypatch.setattr(subprocess, "Popen", Slow)
+    with pytest.raises(KeyError), uploads.create(bucket / "file", lambda: None, {}):
+        raise KeyError
+    assert told.wait(60)
+    may_end.set()
 
 
 def test_a_file_that_is_given_up_while_it_is_uploaded_does_not_answer_for_the_next(uploads, bucket):
