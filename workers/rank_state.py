@@ -130,20 +130,29 @@ class RankState:
                 self._places.memory.give_back()
 
     def _say_where_snapshots_lie(self) -> None:
-        """An event, where some of the ranks have found no room in shared memory. All ranks come to it together."""
-        outside = 0 if self.snapshots is None else self.snapshots.bytes_outside
-        found = torch.tensor([outside, outside > 0], dtype=torch.float64, device=self.comm.device)
+        """An event, where some of the ranks have found no room in shared memory, or a GPU's driver does not pin what
+        they found. All ranks come to it together."""
+        assert self.snapshots is not None
+        outside, refused = self.snapshots.bytes_outside, self.snapshots.pin_error != 0
+        found = torch.tensor([outside, outside > 0, refused], dtype=torch.float64, device=self.comm.device)
         self.comm.all_reduce("world", found)
-        total, ranks = (round(each) for each in found.tolist())
+        total, ranks, unpinned = (round(each) for each in found.tolist())
         self.comm.confirm()
-        if not ranks or self.spec.checkpoint.snapshots != "auto":
-            return
-        message = (
-            f"shared memory has no room for the snapshots of {ranks} of {self.comm.size('world')} ranks: their "
-            f"{total} bytes lie in the memory of the nodes' daemons, and end with those"
-        )
-        data = {"ranks": ranks, "bytes": total}
-        announce(self.comm, self.reporter, "snapshots_in_node_memory", self.step, message, data)
+        everybody = self.comm.size("world")
+        if ranks and self.spec.checkpoint.snapshots == "auto":
+            message = (
+                f"shared memory has no room for the snapshots of {ranks} of {everybody} ranks: their {total} bytes lie "
+                "in the memory of the nodes' daemons, and end with those"
+            )
+            data = {"ranks": ranks, "bytes": total}
+            announce(self.comm, self.reporter, "snapshots_in_node_memory", self.step, message, data)
+        if unpinned:
+            message = (
+                f"the GPU's driver does not pin the memory of the snapshots of {unpinned} of {everybody} ranks: each "
+                "takes about ten times as long and holds the GPU up. Allow them more locked memory (ulimit -l)"
+            )
+            data = {"ranks": unpinned}
+            announce(self.comm, self.reporter, "snapshots_not_pinned", self.step, message, data)
 
     def _load(self, resume: Resume) -> tuple[bytes, NumericsHistory]:
         """Load the state that `resume` names: the note that came with it, and the history where that came apart."""

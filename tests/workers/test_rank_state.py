@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine_specs import spec
-from reported import rows_of
+from reported import events_of, rows_of
 
 from workers import rank_state
 from workers.checkpoint.catalog import whole_checkpoints
@@ -27,6 +27,7 @@ from workers.snapshot.files import snapshot_path, steps_kept
 from workers.snapshot.node_memory import SnapshotMemory
 from workers.snapshot.note import read_note
 from workers.snapshot.snapshot_file import SnapshotFile
+from workers.snapshot.snapshots import Snapshots
 from workers.trainer import Places, Trainer
 
 
@@ -61,6 +62,16 @@ class Rank:
         self.trainer.close()
         self.trainer.reporter.close()
         return [row["step"] for row in rows_of(self._messages)]
+
+
+def test_snapshots_in_memory_that_is_not_pinned_are_an_event(tmp_path, monkeypatch):
+    monkeypatch.setattr(Snapshots, "pin_error", 2)
+    rank = Rank(tmp_path)
+    rank.trainer.restore(Resume())
+    rank.end()
+    (event,) = events_of(rank._messages)
+    assert (event["type"], event["ranks"]) == ("snapshots_not_pinned", 1)
+    assert "of 1 of 1 ranks: each takes about ten times as long" in event["message"]
 
 
 @pytest.mark.parametrize("source", ["start", "checkpoint"])

@@ -4,6 +4,7 @@ them. And the streams of the training thread's own copies."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -15,6 +16,13 @@ Streams = tuple[torch.cuda.Stream, torch.cuda.Stream]
 def copy_streams(device: torch.device) -> Streams:
     """Of this process, to host memory and back, as torch's streams belong to the process."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+def _take_back_error() -> None:
+    """The runtime keeps an error of this thread until somebody asks for it, and torch asks behind each kernel: the next
+    one would fail in its place. So one is run that may."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda").add_(1)
 
 
 class PinnedMemory:
@@ -33,6 +41,7 @@ class PinnedMemory:
             if self.error:
                 # Its limit is most likely that of locked memory (ulimit -l), which a user can raise.
                 print(f"{size} bytes for copies cannot be pinned (CUDA error {self.error})", flush=True)
+                _take_back_error()
             else:
                 self._address = memory.data_ptr()
 
