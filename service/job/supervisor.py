@@ -47,6 +47,7 @@ from service.job.record import NO_ROOM
 from service.job.report_writer import FirstStep
 from service.job.resize_and_drain import ElasticityPlanner
 from service.job.resume import known_checkpoints
+from service.job.time_to_rest import time_to_rest
 from service.kept_logs.spool import Spool
 from service.recovery.decisions import UNREADABLE, Death, GiveUp, decide, failure_of
 from service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, hold_sentence
@@ -60,8 +61,6 @@ from workers.protocol.messages import BETWEEN_STEPS, AgentDescription, Fault
 
 log = logging.getLogger(__name__)
 
-# A trainer that takes longer to come to rest after the loss of a peer is killed, and its rank forked anew.
-REST_SECONDS = 5.0
 # How long the step under way may take before a change of size or place breaks it off.
 PATIENCE_SECONDS = 20.0
 # An agent that takes longer to arm a fault is taken for dead.
@@ -303,7 +302,7 @@ class Supervisor:
         timeline = RecoveryTimeline(noticed_at=time.time())
         await self._record.store.until_certain()
         await running.wait_for_culprit()
-        await asyncio.gather(self._record.note_state(JobState.RECOVERING), running.rest(REST_SECONDS))
+        await asyncio.gather(self._record.note_state(JobState.RECOVERING), running.rest(time_to_rest(self._gang.spec)))
         return self._after_deaths(running, timeline)
 
     def _after_deaths(self, ended: RunningGeneration, timeline: RecoveryTimeline) -> Recover:
@@ -378,7 +377,7 @@ class Supervisor:
         assert running is not None
         await self._record.note_state(JobState.RESIZING)
         noticed = time.time()
-        await running.rest(REST_SECONDS, PATIENCE_SECONDS)
+        await running.rest(time_to_rest(self._gang.spec), PATIENCE_SECONDS)
         # Who took too long to rest was killed, and its rank goes on from its snapshot.
         failed = any(death.kind != "stopped" for death in running.deaths)
         if failed or running.all_ended or self._job.cancelled.is_set():
@@ -430,7 +429,7 @@ class Supervisor:
     async def _leave(self) -> Action | None:
         """The job has saved what it could: it is paused, or its time is up."""
         if self._running is not None:
-            await self._running.rest(REST_SECONDS)
+            await self._running.rest(time_to_rest(self._gang.spec))
         return await leave(self._job)
 
     async def _end(self, end: End) -> None:
