@@ -1,123 +1,22 @@
-"""Every REST call as a value: what to send and how to read the answer. Both clients send these."""
+"""Every REST call. Both clients send these."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypedDict, TypeVar, Unpack
+from dataclasses import replace
+from typing import Any, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
-import httpx
-from pydantic import TypeAdapter, ValidationError
-
 from api import requests, schemas
-from api.rest_version import HEADER, other_service
+from api.rest_call import ApiError, Call
 from api.schemas import access as access_schemas
 from api.schemas import traces as trace_schemas
-from workers.errors import MantaError
-from workers.nonfinite import spell
-from workers.spec.problems import Problem, SpecError
 
 T = TypeVar("T")
 _DELETION_SECONDS = 600.0  # checkpoints may be large, and file systems slow
 _TRACE_SECONDS = 60.0  # a trace may have half a million slices
 _SEARCH_SECONDS = 60.0  # of the planner, for `parallel: auto`
-
-
-class ApiError(MantaError):
-    """The service refused a request; `problem` is its answer."""
-
-    def __init__(self, problem: schemas.Problem):
-        self.problem = problem
-        super().__init__(problem.detail)
-
-
-class ServiceUnreachable(MantaError):
-    """No answer from the service."""
-
-    def __init__(self, url: str, cause: Exception):
-        self.url, self.cause = url, cause
-        why = str(cause) or type(cause).__name__
-        super().__init__(
-            f"cannot reach Manta at {url} ({why}); start it with `manta up`, or point MANTA_URL to where it runs"
-        )
-
-
-@dataclass(frozen=True)
-class Call(Generic[T]):
-    """One request, and the type of its answer."""
-
-    answer: Any
-    """Type that the answer is read as."""
-    method: str
-    """HTTP method."""
-    path: str
-    """Path below the service's address."""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Query parameters; None ones are left out."""
-    body: Any = None
-    """JSON body."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """More headers."""
-    patience: float = 0.0
-    """Seconds by which the answer may take longer than others."""
-
-    def request(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        """The request, as `client` sends it."""
-        given = {name: value for name, value in self.parameters.items() if value is not None}
-        headers = {**self.headers, **({} if self.body is None else {"Content-Type": "application/json"})}
-        content = None if self.body is None else _encoded(self.body)
-        request = client.build_request(self.method, self.path, params=given, headers=headers, content=content)
-        usual = client.timeout.read
-        if self.patience and usual is not None:
-            request.extensions["timeout"] = {**client.timeout.as_dict(), "read": usual + self.patience}
-        return request
-
-    def read(self, response: httpx.Response) -> T:
-        """The answer in `response`, whose body was read. Raises ApiError."""
-        raise_for_problem(response)
-        adapter: TypeAdapter[T] = TypeAdapter(self.answer)
-        try:
-            return adapter.validate_json(response.content)
-        except ValidationError as error:
-            raise ApiError(_foreign(response)) from error
-
-
-def _encoded(document: Any) -> bytes:
-    """A document as JSON. What YAML knows and JSON does not becomes text, for the service to judge.
-
-    Raises SpecError for a document that contains itself.
-    """
-    try:
-        return json.dumps(spell(document), default=str).encode()
-    except RecursionError as error:
-        raise SpecError([Problem("", "the document contains itself or is nested too deeply")]) from error
-
-
-def raise_for_problem(response: httpx.Response) -> None:
-    """Raise ApiError when `response`, whose body was read, is an error, or comes from a service of a release that this
-    client does not understand."""
-    misunderstanding = other_service(response.headers.get(HEADER))
-    if misunderstanding is not None:
-        raise ApiError(
-            schemas.Problem(code="other_release", title="Other release", status=400, detail=misunderstanding)
-        )
-    if response.is_success:
-        return
-    try:
-        problem = schemas.Problem.model_validate_json(response.content)
-    except ValidationError:
-        problem = _foreign(response)
-    raise ApiError(problem)
-
-
-def _foreign(response: httpx.Response) -> schemas.Problem:
-    """What to say about an answer that Manta did not write."""
-    url, status = response.request.url, response.status_code
-    detail = f"{url} answered {status} with something that is not Manta's; is another service running there?"
-    return schemas.Problem(code="foreign_answer", title="Foreign answer", status=status, detail=detail)
 
 
 def _job(job_id: str, resource: str = "") -> str:

@@ -18,19 +18,11 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx
 
 from api import calls
-from api.calls import (
-    ApiError,
-    Call,
-    MoreFilters,
-    MoreOfJobs,
-    ServiceUnreachable,
-    WantedEvents,
-    WantedLines,
-    raise_for_problem,
-)
+from api.calls import MoreFilters, MoreOfJobs, WantedEvents, WantedLines
 from api.local_service import find_key, find_url, trust_in
 from api.patience import FollowedStream, Patience
 from api.requests import FaultRequest, NewKey, TraceRequest
+from api.rest_call import ApiError, Call, ServiceUnreachable, raise_for_problem
 from api.rest_version import HEADER, REST
 from api.schemas import (
     Checkpoint,

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
-from api.calls import ApiError, Call, ServiceUnreachable, resumed
+from api.calls import resumed
+from api.rest_call import ApiError, Call, ServiceUnreachable
 from api.sse_client import ServerEvent
 
 T = TypeVar("T")

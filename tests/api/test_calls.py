@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from api import calls, requests
-from api.client import ApiError
+from api.rest_call import ApiError, Call
 from workers.spec.problems import SpecError
 
 ADDRESS = "http://manta.test"
@@ -80,7 +80,7 @@ def sent(call):
         (calls.follow_all_events("j", "t"), ("GET", "/v1/events?follow=true&job=j&type=t", "", {})),
         (calls.follow_logs("j", 2, "p"), ("GET", "/v1/jobs/j/logs?follow=true&rank=2", "", {"Last-Event-ID": "p"})),
     ],
-    ids=lambda value: value.path if isinstance(value, calls.Call) else "",
+    ids=lambda value: value.path if isinstance(value, Call) else "",
 )
 def test_what_was_asked_for_is_sent(call, expected):
     assert sent(call) == expected

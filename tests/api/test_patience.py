@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from api import calls, client, patience
-from api.calls import ApiError, ServiceUnreachable
 from api.cli.progress import watch
 from api.client import AsyncMantaClient, MantaClient
 from api.patience import Patience
+from api.rest_call import ApiError, ServiceUnreachable
 from api.schemas import Problem
 from tests.api.cli.test_progress import make_job
 
