@@ -80,10 +80,33 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     url = f"{'http' if tls.certificate is None else 'https'}://{host}:{port}"
-    head = ExistingRay(ray, home, settings.ship_code, patient, settings.ports) if ray else RayHead(home, slots)
-    control = ControlPlane(
+    control = _control_plane(settings, host, port, slots, ray, patient)
+    _keep_to_database(settings, control.store.location)
+    locks += lock_database(home, settings.database_url)
+    control.start()
+    service_file = settings.service_file
+    try:
+        if host in LOOPBACK_HOSTS:
+            automatic_key.ensure(control.store, home)
+        app = build_app(control, settings, host)
+        announce(service_file, url, control.store.location, tls.certificate)
+        _answer_requests(app, settings, listener)
+    finally:
+        with contextlib.suppress(OSError):  # a process that is gone is not taken for a service
+            service_file.unlink(missing_ok=True)
+        control.stop()
+        for lock in locks:
+            lock.close()
+
+
+def _control_plane(
+    settings: Settings, host: str, port: int, slots: int | None, ray: str | None, patient: bool
+) -> ControlPlane:
+    """As `settings` say, not started yet; the other parameters are those of `serve`, with the port that it has."""
+    home = settings.home
+    return ControlPlane(
         home,
-        head,
+        ExistingRay(ray, home, settings.ship_code, patient, settings.ports) if ray else RayHead(home, slots),
         (lambda: os._exit(ENDED_BY_RAY)) if ray else lambda: _start_over(settings, host, port, slots),
         allow_faults=settings.allow_faults,
         memory_seconds=settings.failed_memory_hours * 3600,
@@ -99,41 +122,30 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         traces=settings.traces,
         export_roots=settings.export_roots,
     )
-    _keep_to_database(settings, control.store.location)
-    locks += lock_database(home, settings.database_url)
-    control.start()
-    service_file = settings.service_file
-    try:
-        import uvicorn  # once the jobs are under control, like what `build_app` imports
 
-        from api.connections import connections_at_once, limited_to
-        from api.http_server import HttpServer
 
-        if host in LOOPBACK_HOSTS:
-            automatic_key.ensure(control.store, home)
-        app = build_app(control, settings, host)
-        announce(service_file, url, control.store.location, tls.certificate)
-        config = uvicorn.Config(
-            app,
-            http=limited_to(connections_at_once()),
-            ws="none",  # nothing here speaks on sockets, and what guards requests knows of none
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            lifespan="on",
-            ssl_certfile=tls.certificate,
-            ssl_keyfile=tls.key,
-            # Whom nobody trusts could else write any address into the audit.
-            proxy_headers=bool(settings.trusted_proxies),
-            forwarded_allow_ips=list(settings.trusted_proxies),
-        )
-        HttpServer(config, app).run(sockets=[listener])
-    finally:
-        with contextlib.suppress(OSError):  # a process that is gone is not taken for a service
-            service_file.unlink(missing_ok=True)
-        control.stop()
-        for lock in locks:
-            lock.close()
+def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) -> None:
+    """Until SIGTERM or SIGINT."""
+    import uvicorn  # once the jobs are under control, like what `build_app` imports
+
+    from api.connections import connections_at_once, limited_to
+    from api.http_server import HttpServer
+
+    config = uvicorn.Config(
+        app,
+        http=limited_to(connections_at_once()),
+        ws="none",  # nothing here speaks on sockets, and what guards requests knows of none
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        lifespan="on",
+        ssl_certfile=settings.tls.certificate,
+        ssl_keyfile=settings.tls.key,
+        # Whom nobody trusts could else write any address into the audit.
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
+    )
+    HttpServer(config, app).run(sockets=[listener])
 
 
 def build_app(control: ControlPlane, settings: Settings, host: str) -> FastAPI:

@@ -117,20 +117,10 @@ def train(
     device = pick_device(spec, launcher.local_rank if launcher else 0)
     # Every rank looks before the first of them can write.
     generation = next_generation(checkpoints) if checkpoints else 1
-    # More processes than GPUs share them, which NCCL does not allow.
-    shared = device.type == "cuda" and launcher is not None and launcher.local_world_size > torch.cuda.device_count()
-    backend: BackendKind | None = "links" if shared else None
-    comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device, backend)
-    comm.generation = generation
-    store = None
-    if launcher is not None and launcher.world_size > 1:
-        ask_for_none()
-        is_host = launcher.rank == 0 and not launcher.store_is_running
-        store = dist.TCPStore(launcher.host, launcher.port, launcher.world_size, is_host)
+    store = _store_of(launcher)
     spec = _with_threads(spec, device, launcher, store, checkpoints)
     torch.set_num_threads(threads_of(spec))
-    if launcher is not None and store is not None:
-        comm.connect(store, generation, launcher.host, _shared_secret(store))
+    comm = _comm_of(spec, launcher, device, generation, store)
     with MetricsFile(metrics if comm.rank == 0 else None, spec.train.steps) as sink:
         reporter = Reporter(sink.write)
         places = Places(
@@ -154,6 +144,29 @@ def train(
             trace.end(trainer, store)
     comm.close()
     return trainer
+
+
+def _store_of(launcher: Launcher | None) -> dist.Store | None:
+    """Where the ranks meet; None where there is only one."""
+    if launcher is None or launcher.world_size == 1:
+        return None
+    ask_for_none()
+    is_host = launcher.rank == 0 and not launcher.store_is_running
+    return dist.TCPStore(launcher.host, launcher.port, launcher.world_size, is_host)
+
+
+def _comm_of(
+    spec: JobSpec, launcher: Launcher | None, device: torch.device, generation: int, store: dist.Store | None
+) -> Comm:
+    """This rank's, connected to the others."""
+    # More processes than GPUs share them, which NCCL does not allow.
+    shared = device.type == "cuda" and launcher is not None and launcher.local_world_size > torch.cuda.device_count()
+    backend: BackendKind | None = "links" if shared else None
+    comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device, backend)
+    comm.generation = generation
+    if launcher is not None and store is not None:
+        comm.connect(store, generation, launcher.host, _shared_secret(store))
+    return comm
 
 
 def _with_threads(
