@@ -21,6 +21,7 @@ from service.store.database import newest_revision
 from service.takeover import CannotTakeOver
 from tests.service.support.control_planes import (
     behave,
+    left_running,
     log,
     start_training,
     train_to_the_end,
@@ -43,18 +44,13 @@ def test_submitted_job_is_scheduled_supervised_and_over(start, cluster, submit, 
 
 
 def test_jobs_run_on_when_it_stops_and_the_next_one_takes_them_over(start, cluster, submit, store):
-    first = start()
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    first.submitted(job.id)
-    until(first, job, "RUNNING")
-    first.stop()
-    assert all(agent.running for agent in cluster.agents.living.values())
+    job, agents = left_running(start, cluster, submit)
+    assert all(agent.running for agent in agents)
 
     second = start()
 
     async def end():
-        for agent in cluster.agents.living.values():
+        for agent in agents:
             agent.finish(10)
 
     second._call(end())
@@ -80,21 +76,13 @@ def as_the_release_before(store):
 def test_database_stays_as_it_is_where_jobs_run_that_this_release_cannot_take_over(
     start, cluster, submit, store, tmp_path, understood
 ):
-    first = start()
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    first.submitted(job.id)
-    until(first, job, "RUNNING")
-    first.stop()
-    agents = list(cluster.agents.living.values())
+    job, agents = left_running(start, cluster, submit)
 
     async def other_release():
         raise ProtocolMismatch("the agent", 1)
 
-    for agent in agents:
-        agent._changed = asyncio.Event()  # for the loop of the next one
-        if not understood:
-            agent.describe = other_release
+    for agent in agents if not understood else ():
+        agent.describe = other_release
     as_the_release_before(store)
     if understood:
         until(start(), job, "RUNNING")
@@ -109,16 +97,7 @@ def test_database_stays_as_it_is_where_jobs_run_that_this_release_cannot_take_ov
 
 
 def test_daemon_that_hangs_holds_up_neither_the_start_nor_other_nodes(start, cluster, submit, monkeypatch):
-    first = start()
-    behave(cluster, start_training)
-    running = submit(parallel={"tensor": 2})
-    first.submitted(running.id)
-    until(first, running, "RUNNING")
-    first.stop()
-    agents = list(cluster.agents.living.values())
-    for agent in agents:
-        agent._changed = asyncio.Event()  # for the loop of the next one
-
+    running, agents = left_running(start, cluster, submit)
     monkeypatch.setattr(node_care, "FIRST_SECONDS", 0.2)
     held, sick = asyncio.Event(), cluster.daemons._daemon("node_b")
     cluster.daemons.hang["node_b"] = lambda _: held.wait()

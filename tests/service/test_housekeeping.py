@@ -17,8 +17,8 @@ from tests.service.support.control_planes import (
     behave,
     finish,
     hold,
+    left_running,
     log,
-    start_training,
     train_to_the_end,
     until,
 )
@@ -52,15 +52,7 @@ def test_what_a_paused_job_still_holds_is_released_but_for_its_snapshots(start, 
 
 @pytest.mark.parametrize("state", ["QUEUED", "PAUSED", "RUNNING"])
 def test_job_that_runs_though_a_restored_database_does_not_say_so_runs_on(start, cluster, submit, store, state):
-    first = start()
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    first.submitted(job.id)
-    until(first, job, "RUNNING")
-    first.stop()
-    agents = list(cluster.agents.living.values())
-    for agent in agents:
-        agent._changed = asyncio.Event()  # for the loop of the next one
+    job, agents = left_running(start, cluster, submit)
 
     def forget(session):
         row = jobs.get(session, job.id)

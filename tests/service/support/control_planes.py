@@ -49,6 +49,20 @@ def until(plane, job, *states):
     return plane._call(reached(seen))
 
 
+def left_running(start, cluster, submit):
+    """A job of two ranks that trains, and their agents, once the control plane that placed it has stopped."""
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    plane.stop()
+    agents = list(cluster.agents.living.values())
+    for agent in agents:
+        agent._changed = asyncio.Event()  # for the loop of the next one
+    return job, agents
+
+
 def log(store, job):
     with store.read() as session:
         listed = events.page(session, job.id, limit=1000).items
