@@ -90,7 +90,7 @@ def begin_stream(request: Request) -> None:
     about.streams = True
 
 
-async def is_still_welcome(request: Request) -> bool:
+async def is_still_authorized(request: Request) -> bool:
     """Whether the key that a stream was opened with is still good. While the database does not answer, it is."""
     about, identities = request_of_caller(request), cast(Identities, request.app.state.identities)
     try:

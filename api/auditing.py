@@ -16,7 +16,7 @@ from api.permissions import DASHBOARD_PATH, shown
 from api.problem_codes import MEDIA_TYPE
 from service.identity import Identity
 from service.store import Store, audit
-from service.store.audit import Deed
+from service.store.audit import AuditRecord
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Audit:
                 return
             if held:
                 start = held.pop()
-                await self._note(who, about, _deed(scope, about, start, message.get("body", b"")))
+                await self._note(who, about, _record(scope, about, start, message.get("body", b"")))
                 await send(start)
             await send(message)
 
@@ -56,31 +56,31 @@ class Audit:
     async def note_failure(self, scope: Scope, about: RequestOfCaller) -> None:
         """The same for a request on which the service itself failed."""
         if about.who is not None and _may_change(scope):
-            failure = Deed(_operation(scope), _target(scope, about), about.address, 500, "internal_error")
+            failure = AuditRecord(_operation(scope), _target(scope, about), about.address, 500, "internal_error")
             await self._note(about.who, about, failure)
 
-    async def _note(self, who: Identity, about: RequestOfCaller, deed: Deed) -> None:
+    async def _note(self, who: Identity, about: RequestOfCaller, record: AuditRecord) -> None:
         # Who is refused for asking too often must not fill the database by that.
-        if about.changes_nothing or about.audited or deed.status == _TOO_MANY:
+        if about.changes_nothing or about.audited or record.status == _TOO_MANY:
             return
-        write = asyncio.create_task(self._write(who, deed))
+        write = asyncio.create_task(self._write(who, record))
         self._writes.add(write)
         write.add_done_callback(self._writes.discard)
         await asyncio.wait({write}, timeout=PATIENCE_SECONDS)
 
-    async def _write(self, who: Identity, deed: Deed) -> None:
+    async def _write(self, who: Identity, record: AuditRecord) -> None:
         try:
-            await self._store().write_async(lambda session: audit.append(session, who, deed))
+            await self._store().write_async(lambda session: audit.append(session, who, record))
         except Exception:  # the answer stands, whatever the database says to its row
-            log.exception("the audit of %s by %s could not be stored: %s", deed.operation, who.key_id, deed)
+            log.exception("the audit of %s by %s could not be stored: %s", record.operation, who.key_id, record)
 
 
 def append_with_change(session: Session, request: Request, target: str, status: int) -> None:
     """The row of a request that changes `target`, in the transaction of the change: one commit for both. When it is
     stored, set `audited` of the request."""
     about = request_of_caller(request)
-    deed = Deed(_operation(request.scope), target, about.address, status)
-    audit.append(session, caller_of(request), deed)
+    record = AuditRecord(_operation(request.scope), target, about.address, status)
+    audit.append(session, caller_of(request), record)
 
 
 def _may_change(scope: Scope) -> bool:
@@ -90,9 +90,9 @@ def _may_change(scope: Scope) -> bool:
     )
 
 
-def _deed(scope: Scope, about: RequestOfCaller, start: Message, body: bytes) -> Deed:
+def _record(scope: Scope, about: RequestOfCaller, start: Message, body: bytes) -> AuditRecord:
     status: int = start["status"]
-    return Deed(_operation(scope), _target(scope, about), about.address, status, _code(start, body))
+    return AuditRecord(_operation(scope), _target(scope, about), about.address, status, _code(start, body))
 
 
 def _operation(scope: Scope) -> str:

@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
-from api.access import begin_stream, is_still_welcome
+from api.access import begin_stream, is_still_authorized
 from api.changes import Changes, Watched
 from api.threads import LongReads, long_reads_of
 from service.store import JobNotFound
@@ -81,7 +81,7 @@ async def _events(
     with changes.of(watched) as changed:
         changed.set()
         while not (changes.is_closed or await request.is_disconnected()):
-            if not await is_still_welcome(request):
+            if not await is_still_authorized(request):
                 return
             if changed.is_set():
                 changed.clear()

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from service.identity import DEFAULT_PROJECT, Scope, digest_of, new_key
 from service.key_file import FILE_NAME, read_key, write_key
 from service.store import ApiKey, Store, audit, keys
-from service.store.audit import Deed
+from service.store.audit import AuditRecord
 
 
 def ensure(store: Store, home: Path) -> None:
@@ -45,7 +45,7 @@ def add_for_installation(
 ) -> ApiKey:
     """Have the database know a key that is good for all projects. `by`: who on the machine made it."""
     key = keys.create(session, digest_of(secret), name, scope, installation=True, expires_at=expires_at)
-    audit.append_local(session, by, DEFAULT_PROJECT, Deed("create_key", key.id, "local", 201))
+    audit.append_local(session, by, DEFAULT_PROJECT, AuditRecord("create_key", key.id, "local", 201))
     return key
 
 

@@ -20,7 +20,7 @@ from api.schemas import access as access_schemas
 from service.identity import digest_of, new_browser_token
 from service.store import audit, browser_tokens, keys
 from service.store.access_tables import BrowserToken
-from service.store.audit import Deed
+from service.store.audit import AuditRecord
 
 router = APIRouter(tags=["access"])
 
@@ -55,7 +55,7 @@ def open_link(request: Request, control: Control, token: Annotated[str, Path(des
 
     def operation(session: Session) -> BrowserToken:
         key, begun = browser_tokens.open_link(session, digest_of(token), digest_of(secret))
-        audit.append(session, keys.identity_of(key), Deed("open_link", None, address, 200))
+        audit.append(session, keys.identity_of(key), AuditRecord("open_link", None, address, 200))
         return begun
 
     begun = control.store.write(operation)

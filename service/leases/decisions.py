@@ -65,10 +65,10 @@ def strays(owned: Collection[str], held: Container[str], jobs: Sequence[JobInBri
 def to_claim(jobs: Sequence[JobInBrief], held: Container[str], me: str, living: int) -> list[str]:
     """The jobs that `me` takes now, one of `living` control planes: of those that nobody looks after its share, so that
     all that live get some of a dead one's; and those that the database says are its own, but that it does not know."""
-    orphans = [job.id for job in jobs if job.state in SUPERVISED and job.owner is None and job.id not in held]
-    share = -(-len(orphans) // max(1, living))
+    unowned = [job.id for job in jobs if job.state in SUPERVISED and job.owner is None and job.id not in held]
+    share = -(-len(unowned) // max(1, living))
     own = [job.id for job in jobs if job.state in SUPERVISED and job.owner == me and job.id not in held]
-    return own + orphans[:share]
+    return own + unowned[:share]
 
 
 def to_hand_over(jobs: Sequence[JobInBrief], me: str, living: Collection[str]) -> dict[str, str]:

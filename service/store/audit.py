@@ -16,7 +16,7 @@ _INSERT = insert(AuditEntry)
 
 
 @dataclass(frozen=True)
-class Deed:
+class AuditRecord:
     """What somebody did, or was not let do. It holds nothing of a request's body, and no secret."""
 
     operation: str
@@ -31,24 +31,26 @@ class Deed:
     """Code of the problem document, where it was refused."""
 
 
-def append(session: Session, who: Identity, deed: Deed) -> None:
+def append(session: Session, who: Identity, record: AuditRecord) -> None:
     """Note what was done with somebody's key."""
-    _append(session, deed, project=who.project, key_id=who.key_id, key_name=who.key_name, user=who.user)
+    _append(session, record, project=who.project, key_id=who.key_id, key_name=who.key_name, user=who.user)
 
 
-def append_local(session: Session, user: str, project: str, deed: Deed) -> None:
+def append_local(session: Session, user: str, project: str, record: AuditRecord) -> None:
     """Note what `user` of the machine did with the database in their hands."""
-    _append(session, deed, project=project, key_id=None, key_name="on the machine", user=user)
+    _append(session, record, project=project, key_id=None, key_name="on the machine", user=user)
 
 
-def append_of_service(session: Session, project: str, deed: Deed) -> None:
+def append_of_service(session: Session, project: str, record: AuditRecord) -> None:
     """Note what the service did of its own accord."""
-    _append(session, deed, project=project, key_id=None, key_name="the service", user=None)
+    _append(session, record, project=project, key_id=None, key_name="the service", user=None)
 
 
-def _append(session: Session, deed: Deed, *, project: str, key_id: str | None, key_name: str, user: str | None) -> None:
+def _append(
+    session: Session, record: AuditRecord, *, project: str, key_id: str | None, key_name: str, user: str | None
+) -> None:
     who = {"project": project, "key_id": key_id, "key_name": key_name, "user_name": user}
-    session.connection().execute(_INSERT, {"time": time.time(), **who, **asdict(deed)})
+    session.connection().execute(_INSERT, {"time": time.time(), **who, **asdict(record)})
 
 
 def page(

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from service.states import FINAL, JobState, is_final
 from service.store import audit, events, exports, failed_jobs, jobs, leases
-from service.store.audit import Deed
+from service.store.audit import AuditRecord
 from service.store.errors import JobBeingExported, JobNotFinal
 from service.store.tables import (
     Base,
@@ -74,7 +74,7 @@ def begin_if_expired(session: Session, job_id: str, before: float, why: str) -> 
     if exports.any_runs(session, job_id, time.time()):
         return False
     if job.deletion_began_at is None:
-        audit.append_of_service(session, job.project, Deed("delete_expired_job", job_id, None, 200))
+        audit.append_of_service(session, job.project, AuditRecord("delete_expired_job", job_id, None, 200))
     begin(session, job_id, why)
     return True
 

@@ -120,8 +120,8 @@ def _recent_failures(session: Session, now: float, bound: str | None) -> dict[st
 
 def _without_owner(session: Session, bound: str | None) -> int:
     owned = select(Lease.name).join(ControlPlaneRow, ControlPlaneRow.id == Lease.owner)
-    orphans = select(func.count()).where(Job.state.in_(SUPERVISED), Job.id.not_in(owned), *_of(bound))
-    return session.scalar(orphans) or 0
+    unowned = select(func.count()).where(Job.state.in_(SUPERVISED), Job.id.not_in(owned), *_of(bound))
+    return session.scalar(unowned) or 0
 
 
 def _listed(session: Session, now: float, bound: str | None) -> list[JobNumbers]:

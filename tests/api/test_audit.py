@@ -90,7 +90,7 @@ def test_service_that_fails_notes_that_too(service, monkeypatch):
     assert (entry["operation"], entry["status"], entry["code"]) == ("cancel_job", 500, "internal_error")
 
 
-def full(session, who, deed):
+def full(session, who, record):
     raise OperationalError("INSERT", {}, Exception("database or disk is full"))
 
 

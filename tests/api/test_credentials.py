@@ -143,5 +143,5 @@ def test_stream_goes_on_while_its_key_is_good_or_nobody_can_say(world, monkeypat
         monkeypatch.setattr(world.identities, "_look", refuse)
     scope = {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(identities=world.identities))}
     access.attach(scope, access.RequestOfCaller(None, "127.0.0.1", credential))
-    still = asyncio.run(access.is_still_welcome(Request(scope)))
+    still = asyncio.run(access.is_still_authorized(Request(scope)))
     assert still == (outcome in ("good", "database away"))

@@ -190,7 +190,7 @@ def said_by_a_stream(monkeypatch, seconds, news, revoked_after=math.inf):
                 for changed in self._streams[Watched("job")]:
                     changed.set()
 
-    async def still_welcome(request):
+    async def still_authorized(request):
         return loop.time() < revoked_after
 
     class App:
@@ -211,7 +211,7 @@ def said_by_a_stream(monkeypatch, seconds, news, revoked_after=math.inf):
                     said.append((loop.time(), part.decode()))
 
     monkeypatch.setattr(sse_server, "begin_stream", lambda request: None)
-    monkeypatch.setattr(sse_server, "is_still_welcome", still_welcome)
+    monkeypatch.setattr(sse_server, "is_still_authorized", still_authorized)
     loop.run_until_complete(listen())
     ended = loop.time()
     for task in asyncio.all_tasks(loop):

@@ -100,7 +100,7 @@ def test_ledger_log_line_and_deletion_are_told_as_they_are():
     assert gone == {"id": "job_1", "rows": {"events": 1}, "checkpoints": 2, "logs": 3, "bytes": 4}
 
 
-def test_key_its_holder_and_its_deeds_are_told_as_they_are():
+def test_key_its_holder_and_what_was_done_with_it_are_told_as_they_are():
     held = {"id": "k", "name": "laptop", "user": "ada", "project": "theirs", "scope": "read", "installation": True}
     key = access_tables.ApiKey(digest="secret", created_at=1.0, expires_at=2.0, revoked_at=3.0, **held)
     times = {"created_at": moment(1.0), "expires_at": moment(2.0), "revoked_at": moment(3.0)}
@@ -110,9 +110,9 @@ def test_key_its_holder_and_its_deeds_are_told_as_they_are():
     assert me == {"key": "k", "key_name": "laptop", "browser": False} | {
         name: held[name] for name in ("user", "project", "scope", "installation")
     }
-    deed = {"project": "p", "key_name": "laptop", "user": "ada", "operation": "o", "target": "t", "address": "a"}
-    entry = access_tables.AuditEntry(id=7, time=1.0, key_id="k", status=409, code="c", **deed)
-    expected = {"id": "7", "time": moment(1.0), "key": "k", "status": 409, "code": "c", **deed}
+    record = {"project": "p", "key_name": "laptop", "user": "ada", "operation": "o", "target": "t", "address": "a"}
+    entry = access_tables.AuditEntry(id=7, time=1.0, key_id="k", status=409, code="c", **record)
+    expected = {"id": "7", "time": moment(1.0), "key": "k", "status": 409, "code": "c", **record}
     assert shown(access_views.audit_view(entry)) == expected
 
 

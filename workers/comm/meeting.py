@@ -34,7 +34,7 @@ from workers.liveness.record_layout import CONNECTING_CHANNEL
 from workers.system.ports import PortRange, listen
 
 NONCE_BYTES = 32
-STRANGERS = 64
+MOST_UNAUTHENTICATED = 64
 """Callers at a time, beyond those that are awaited, of whom it is not known who they are."""
 PATIENCE_SECONDS = 20.0
 """How long one may take to say it."""
@@ -299,7 +299,7 @@ class Meeting:
             return
         self._callers[caller] = None
         self._selector.register(caller.connection, selectors.EVENT_READ, caller)
-        if len(self._callers) > len(self._awaited) + STRANGERS:
+        if len(self._callers) > len(self._awaited) + MOST_UNAUTHENTICATED:
             self._turn_away(next(iter(self._callers)))
         self._go_on_with_caller(caller)  # it may have spoken already
 

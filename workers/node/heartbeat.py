@@ -25,7 +25,7 @@ from workers.system.ports import PortRange, listen
 
 BACKLOG = 64
 CHUNK_BYTES = 4096
-STRANGERS = 64
+MOST_UNAUTHENTICATED = 64
 """Connections at a time on which the secret has not been said."""
 
 
@@ -57,7 +57,7 @@ class HeartbeatServer:
         self._connections: set[socket.socket] = set()
         self._told: dict[socket.socket, tuple[GpuReading, ...]] = {}
         """By connection what was said of the GPUs last."""
-        self._strangers: dict[socket.socket, bytes] = {}  # what they have said so far; the longest here first
+        self._unauthenticated: dict[socket.socket, bytes] = {}  # what they have said so far; the longest here first
         self._thread = threading.Thread(target=self._serve, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -113,7 +113,7 @@ class HeartbeatServer:
                 pass
         finally:
             self._selector.close()
-            for each in (self._listener, self._woken, *self._connections, *self._strangers):
+            for each in (self._listener, self._woken, *self._connections, *self._unauthenticated):
                 each.close()
 
     def _serve_once(self) -> bool:
@@ -127,35 +127,35 @@ class HeartbeatServer:
                     self._answer(connection)
             elif key.fileobj in self._connections:
                 self._read(key.fileobj)
-            elif key.fileobj in self._strangers:  # else it had to make room just now
-                self._listen_to_stranger(key.fileobj)
+            elif key.fileobj in self._unauthenticated:  # else it had to make room just now
+                self._authenticate(key.fileobj)
         return True
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
-            self._strangers[connection] = b""
+            self._unauthenticated[connection] = b""
             self._selector.register(connection, selectors.EVENT_READ)
-            if len(self._strangers) > STRANGERS:
-                self._drop(next(iter(self._strangers)))
-            self._listen_to_stranger(connection)  # it may have spoken already
+            if len(self._unauthenticated) > MOST_UNAUTHENTICATED:
+                self._drop(next(iter(self._unauthenticated)))
+            self._authenticate(connection)  # it may have spoken already
 
-    def _listen_to_stranger(self, connection: Any) -> None:
+    def _authenticate(self, connection: Any) -> None:
         """Whoever pings once is none any more; what comes on the connection later is taken for pings, too."""
         received = self._received(connection)
         if received is None:
             return
-        said = self._strangers[connection] + received
+        said = self._unauthenticated[connection] + received
         line, newline, _ = said.partition(b"\n")
         if newline and hmac.compare_digest(line, self.secret.encode()):
-            del self._strangers[connection]
+            del self._unauthenticated[connection]
             self._connections.add(connection)
             self._answer(connection)
         elif newline or not received or len(said) > len(self.secret):
             self._drop(connection)
         else:
-            self._strangers[connection] = said
+            self._unauthenticated[connection] = said
 
     def _read(self, connection: Any) -> None:
         received = self._received(connection)
@@ -187,6 +187,6 @@ class HeartbeatServer:
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         self._connections.discard(connection)
-        self._strangers.pop(connection, None)
+        self._unauthenticated.pop(connection, None)
         self._told.pop(connection, None)
         connection.close()

@@ -19,11 +19,11 @@ from service.store import (
     keys,
     projects,
 )
-from service.store.audit import Deed
+from service.store.audit import AuditRecord
 from service.store.job_filters import JobFilter
 from service.store.paging import Cursors
 
-DEED = Deed("cancel_job", "job_000000000000", "127.0.0.1", 202)
+RECORD = AuditRecord("cancel_job", "job_000000000000", "127.0.0.1", 202)
 
 
 def make(store, digest="d", project="default", **more):
@@ -147,8 +147,8 @@ def test_what_has_expired_goes_when_the_next_link_is_made(store, monkeypatch):
 
 def test_audit_outlives_the_job_that_it_is_about(store):
     who = keys.identity_of(make(store))
-    store.write(lambda session: audit.append(session, who, DEED))
-    store.write(lambda session: audit.append_local(session, "root", "default", DEED))
+    store.write(lambda session: audit.append(session, who, RECORD))
+    store.write(lambda session: audit.append_local(session, "root", "default", RECORD))
     with store.read() as session:
         local, first = audit.page(session, "default").items
         assert audit.page(session, "theirs").items == []
@@ -189,8 +189,8 @@ def test_audit_is_read_in_pages_and_by_what_it_is_about(store):
     store.write(lambda session: projects.create(session, "theirs"))
     theirs = make(store, "e", "theirs")
     for key, target in ((ours, "a"), (theirs, "b"), (ours, "b"), (theirs, "a"), (ours, "a")):
-        deed = Deed("cancel_job", target, None, 202)
-        store.write(lambda session, key=key, deed=deed: audit.append(session, keys.identity_of(key), deed))
+        record = AuditRecord("cancel_job", target, None, 202)
+        store.write(lambda session, key=key, record=record: audit.append(session, keys.identity_of(key), record))
     with store.read() as session:
         first = audit.page(session, "default", limit=2)
         rest = audit.page(session, "default", limit=2, cursor=first.next_cursor)
@@ -202,7 +202,7 @@ def test_audit_is_read_in_pages_and_by_what_it_is_about(store):
 
 
 def test_what_the_service_did_of_its_own_accord_is_nobody_s(store):
-    store.write(lambda session: audit.append_of_service(session, "default", DEED))
+    store.write(lambda session: audit.append_of_service(session, "default", RECORD))
     with store.read() as session:
         (entry,) = audit.page(session, "default").items
     assert (entry.key_id, entry.key_name, entry.user, entry.project) == (None, "the service", None, "default")

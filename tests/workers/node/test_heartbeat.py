@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.node.heartbeat import STRANGERS, HeartbeatServer
+from workers.node.heartbeat import MOST_UNAUTHENTICATED, HeartbeatServer
 from workers.protocol.json_codec import from_json
 from workers.protocol.messages import GpuReading, Heartbeat
 
@@ -88,7 +88,7 @@ def test_stranger_who_says_something_else_hears_nothing(heartbeat, words):
 def test_stranger_who_hangs_up_without_a_word_is_forgotten(heartbeat):
     socket.create_connection(heartbeat.address, 5).close()
     connected(heartbeat)[1].readline()  # it has looked at who was there before
-    assert heartbeat._strangers == {}
+    assert heartbeat._unauthenticated == {}
 
 
 def test_stranger_who_waits_does_not_hear_when_the_node_is_to_be_left(heartbeat):
@@ -101,10 +101,10 @@ def test_stranger_who_waits_does_not_hear_when_the_node_is_to_be_left(heartbeat)
     assert silent.recv(1) == b""
 
 
-def test_strangers_take_no_place_from_who_pings(heartbeat):
+def test_unauthenticated_take_no_place_from_who_pings(heartbeat):
     known, lines = connected(heartbeat)
     lines.readline()
-    strangers = [socket.create_connection(heartbeat.address, 5) for _ in range(STRANGERS + 10)]
+    strangers = [socket.create_connection(heartbeat.address, 5) for _ in range(MOST_UNAUTHENTICATED + 10)]
     _, others = connected(heartbeat)
     assert json.loads(others.readline())["node"] == "n1"
     assert [stranger.recv(1) for stranger in strangers[:10]] == [b""] * 10  # the longest there make room
