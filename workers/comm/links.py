@@ -79,7 +79,7 @@ class _Link:
         connection.setblocking(False)
 
     def push(self) -> None:
-        """Send what the kernel takes."""
+        """Send what the kernel takes. Raises PeerLost."""
         while self.sends:
             try:
                 count = self.connection.sendmsg(self.sends[0].buffers)
@@ -92,7 +92,7 @@ class _Link:
                 self.sends.popleft()
 
     def pull(self) -> None:
-        """Receive what has arrived for the receives that wait."""
+        """Receive what has arrived for the receives that wait. Raises PeerLost."""
         while self.receives:
             try:
                 count = self.connection.recvmsg_into(self.receives[0].buffers)[0]

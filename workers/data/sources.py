@@ -108,11 +108,6 @@ def split_tokens(spec: JobSpec, data: DataConfig, tokens: int) -> tuple[int, int
     return training, validation
 
 
-def split_corpus(spec: JobSpec, total: int) -> tuple[int, int]:
-    """`split_tokens` of a corpus that is one row of `total` tokens."""
-    return split_tokens(spec, spec.data, total)
-
-
 def check_validation_set(spec: JobSpec, validation: ValidationSet, tokens: int) -> None:
     """Raise DataError when the set has not enough `tokens` for one sequence and its targets."""
     needed = spec.model.sequence_length + 1

@@ -191,7 +191,8 @@ def file_tokenizer(data: DataConfig, path: str | Path, content: bytes | None = N
 
 
 def open_tokenizer(data: DataConfig, trained: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of `data`; of `bpe` the file that was `trained`. Raises DataError."""
+    """The tokenizer of `data`; of `bpe` the file that was `trained`. Raises DataError, ValueError for `bpe` without
+    one."""
     if data.tokenizer == "bytes":
         if data.end_of_document in (None, NO_TOKEN):
             return ByteTokenizer()

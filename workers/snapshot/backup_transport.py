@@ -170,7 +170,7 @@ def send_form(connection: socket.socket, form: Form) -> None:
 
 
 def receive_form(connection: socket.socket) -> Form:
-    """What the file is like."""
+    """What the file is like. Raises BackupError, OSError."""
     identity, payload, table = _FORM.unpack(_bytes(connection, _FORM.size))
     if table > TABLE_BYTES:
         raise BackupError(f"a table of {table} bytes is not of this protocol")

@@ -117,7 +117,8 @@ class Form:
 
     @classmethod
     def of(cls, path: Path, head: bytes) -> Form:
-        """The form by the first bytes of a file, its table left out. Raises DamagedCheckpoint."""
+        """The form by the first bytes of a file, its table left out. Raises DamagedCheckpoint, CheckpointError for a
+        format that this program does not read."""
         length = _HEAD.size + _SUM.size
         if len(head) < length:
             raise damaged_at(path, len(head), "it is cut off")

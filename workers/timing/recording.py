@@ -36,8 +36,6 @@ SliceKind = Literal[
 ]
 """What a slice may be; docs/tracing.md says what each is."""
 KINDS: tuple[SliceKind, ...] = SliceKind.__args__  # type: ignore[attr-defined]
-COMMUNICATION: frozenset[SliceKind] = frozenset({"send", "receive", "collective"})
-"""Kinds of slices in which a rank has to do with others; they lie within slices of the other kinds, or alone."""
 INTERRUPTED = "the recording was broken off"
 """Problem of a recording that ends with its generation: whoever ends that knows why."""
 _TICK = 1e-7

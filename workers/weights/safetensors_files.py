@@ -118,7 +118,8 @@ class NewFiles:
             self._at[name] = stream, len(header) + first, last - first
 
     def write(self, name: str, at: int, content: ReadableBuffer) -> None:
-        """Write `content`, C-contiguous, from byte `at` of the tensor `name` on. Raises OSError."""
+        """Write `content`, C-contiguous, from byte `at` of the tensor `name` on. Raises OSError, ValueError where the
+        tensor ends before that."""
         stream, first, size = self._at[name]
         view = memoryview(content).cast("B")
         if at < 0 or at + len(view) > size:

@@ -9,7 +9,7 @@ import pytest
 from engine_specs import spec
 
 from workers.config import DataConfig
-from workers.data.sources import check_data, corpus_files, split_corpus
+from workers.data.sources import check_data, corpus_files, split_tokens
 from workers.errors import DataError
 
 
@@ -144,7 +144,7 @@ def test_a_pipe_is_no_file(tmp_path):
 
 def test_the_last_part_is_held_out():
     job = spec(data={"validation_fraction": 0.1})
-    assert split_corpus(job, 1000) == (900, 100)
+    assert split_tokens(job, job.data, 1000) == (900, 100)
 
 
 def test_a_corpus_that_is_too_short_for_a_sequence_says_how_long_it_must_be(tmp_path):

@@ -131,7 +131,7 @@ def _loaded(comm: Comm, spec: JobSpec, weights: Weights, dtype: torch.dtype | No
     for rectangle in everything:
         where = tuple(slice(a, a + n) for a, n in zip(rectangle.offsets, rectangle.sizes, strict=True))
         rectangle.view(start).copy_(torch.as_tensor(weights[rectangle.name][where]))
-    engine.optimizer.load_parameters(start)
+    engine.optimizer.load_range(0, start)
     leave_gradients_behind(engine)
     return engine, everything
 

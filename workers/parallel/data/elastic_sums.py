@@ -46,7 +46,8 @@ class ElasticReduction(GradientReduction):
         """Micro-batches of the step's global batch, and those of this replica."""
 
     def begin(self, micro_batches: int, sequences: int) -> None:
-        """A step begins, whatever became of the one before."""
+        """A step begins, whatever became of the one before. Raises ValueError where this replica does not run so many
+        `micro_batches` of a global batch of `sequences`."""
         self.flat.gradients.zero_()  # a leaf is made from zero
         self.leaves, self.mine = shared_leaves(self.spec, sequences, self.comm.index("data"))
         if len(self.mine) != micro_batches:

@@ -187,12 +187,6 @@ class ZeroOptimizer:
         else:
             run(self._groups)
 
-    def load_parameters(self, values: torch.Tensor) -> None:
-        """Take over the flat parameters `values`, fp32 [flat.whole]."""
-        for part, (start, end) in zip(self.parameters, self.held, strict=True):
-            part.copy_(values[start:end])
-        self.flat.parameters.copy_(values)
-
     def load_range(self, start: int, values: torch.Tensor) -> None:
         """Take over `values`, fp32 [n], as the flat parameters from element `start` on."""
         end = start + len(values)

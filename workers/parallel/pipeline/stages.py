@@ -76,7 +76,8 @@ def even_counts(layers: int, virtual_stages: int) -> tuple[int, ...]:
     """How many layers each of so many virtual stages has where they are shared out evenly.
 
     Where the layers do not divide evenly, the extra ones go to virtual stages 1, 2, ..., last but one, then 0: the
-    last one has the logits already, which cost about as much as a layer, the first one the embedding.
+    last one has the logits already, which cost about as much as a layer, the first one the embedding. Raises
+    ValueError where there are fewer layers than virtual stages.
     """
     if layers < virtual_stages:
         raise ValueError(f"{layers} layers do not fill {virtual_stages} virtual stages: each needs one or more")

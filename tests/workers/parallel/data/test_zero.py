@@ -88,7 +88,7 @@ def test_loaded_weights_are_those_that_are_computed_with_and_those_that_are_upda
         job = spec(train={"precision": precision}, parallel={"data": 2})
         engine = Engine(job, lone_rank(job, rank))
         values = torch.arange(float(engine.flat.size)) / 3
-        engine.optimizer.load_parameters(values)
+        engine.optimizer.load_range(0, values)
         assert torch.equal(engine.flat.parameters, values.to(engine.flat.parameters.dtype))
         held = torch.cat([values[start:end] for start, end in engine.flat.parts(rank)])
         assert torch.equal(torch.cat(engine.optimizer.parameters), held)

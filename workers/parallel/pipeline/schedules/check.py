@@ -43,7 +43,7 @@ def check(
 
 
 class _Pipeline:
-    """One schedule's sizes and the neighbours of every chunk."""
+    """One schedule's sizes and the neighbours of every chunk. Its checks raise ScheduleError."""
 
     def __init__(self, kind: str, stages: int, virtual_stages: int, micro_batches: int, training: bool):
         self.stages, self.virtual_stages, self.micro_batches = stages, virtual_stages, micro_batches
