@@ -193,6 +193,29 @@ def test_plans_that_have_drifted_are_told_until_the_layout_changes(call):
         assert [each["text"] for each in found] == (["a step takes longer"] if told else [])
 
 
+def test_rank_that_takes_longer_than_its_peers_is_said_to(call):
+    said = [call("parts/attention.js", "slownessOf", {"own_seconds": own}, 0.2) for own in (0.5, 0.22, None)]
+    times = "its own work takes {} a step, the median of its stage 200.0 ms"
+    assert said == [f"{times.format('500.0 ms')}: 2.5 times as long", times.format("220.0 ms"), ""]
+
+
+def test_charts_mark_what_happened_at_a_step_once(call):
+    def event(kind, step, to=None):
+        return {"type": kind, "step": step, "data": {"to": to}}
+
+    events = [
+        event("state_changed", None, "RECOVERING"),
+        event("state_changed", 4, "RUNNING"),
+        *[event("state_changed", 5, "RECOVERING")] * 2,
+        event("step_skipped", 5),
+        event("first_step", 6),
+    ]
+    assert call("parts/job_charts.js", "marksOf", events) == [
+        {"step": 5, "label": "recovery", "tone": "warn"},
+        {"step": 5, "label": "step skipped", "tone": "bad"},
+    ]
+
+
 def test_labels_that_are_left_out_are_taken_away(call):
     found = call("parts/actions.js", "labelChanges", {"team": "vision", "old": "1"}, "team=text  new a=b=c")
     assert found == {"team": "text", "old": None, "new": "", "a": "b=c"}

@@ -102,6 +102,12 @@ def test_sums_of_a_generation_grow_with_its_steps(store, running, record):
     assert sums(store, running) == [((10.0, 14.0), 4, 0, seconds)]
 
 
+def test_clock_that_is_set_back_takes_nothing_from_the_training(store, running, record):
+    record(1, [lap(1, 12.0)])
+    record(2, [lap(2, 11.5)])
+    assert sums(store, running) == [((11.0, 12.0), 2, 0, {"compute": 2.0})]
+
+
 def test_waits_longer_than_their_step_and_negative_ones_are_cut(store, running, record):
     record(1, [lap(1, 11.0, data_wait=0.75, snapshot_stall=9.0, checkpoint_stall=-1.0)])
     assert sums(store, running)[0][3] == {"data_wait": 0.75, "snapshot_stall": 0.25}

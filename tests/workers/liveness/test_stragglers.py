@@ -60,6 +60,11 @@ def test_whoever_recovers_and_falls_back_again_is_named_again():
     assert [straggler.rank for _, straggler in run([0, 0], slow + fine + slow)] == [1, 1]
 
 
+def test_whoever_keeps_up_for_a_few_steps_is_not_named_again():
+    slow, fine = [(0.2, 0.9)] * 40, [(0.2, 0.2)] * (WINDOW - SLOW_STEPS + 2)
+    assert [straggler.rank for _, straggler in run([0, 0], slow + fine + slow)] == [1]
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(2, 8), st.integers(0, 2**32), st.floats(0.01, 2.0))
 def test_noise_names_nobody(ranks, seed, pace):
