@@ -37,6 +37,12 @@ def test_filters_orders_and_cursors_go_together(service):
         assert client.count_jobs(labels=["team"]).by_state["QUEUED"] == 3
 
 
+def test_label_without_a_value_is_not_any_value(service):
+    empty, full = (service.submit(labels={"team": value})["id"] for value in ("", "a"))
+    asked = {"team=": [empty], "team=a": [full], "team": [full, empty], "other": []}
+    assert {label: ids_of(service, label=label) for label in asked} == asked
+
+
 def test_owner_is_the_user_else_the_name_of_the_key(service):
     document = service.submit()["spec"]
     for name, user in (("laptop", "ada"), ("robot", None)):

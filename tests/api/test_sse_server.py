@@ -14,6 +14,7 @@ import pytest
 from api import sse_server
 from api.changes import Changes, Watched
 from api.rate_limits import CallerLimits
+from api.routes import events as events_route
 from api.routes import logs
 from api.sse_server import KEEPALIVE_SECONDS, PRESENCE_SECONDS, Batch, Entry
 from service.logs import log_file, log_folder
@@ -100,6 +101,16 @@ def test_a_stream_begins_where_a_page_ended_unless_it_was_broken_off_later(servi
     behind_it = f"{path}?cursor={page['next_cursor']}"
     assert read_stream(service, behind_it)[0] == everything[2:]
     assert read_stream(service, behind_it, headers={"Last-Event-ID": everything[2][0]})[0] == everything[3:]
+
+
+def test_the_stream_of_a_finished_job_has_more_events_than_one_look_brings(service, monkeypatch):
+    monkeypatch.setattr(events_route, "_STREAM_PAGE", 2)
+    job = service.submit()
+    for number in range(4):
+        tell(service, job["id"], str(number))
+    service.move(job["id"], "CANCELLED")
+    entries, state = read_stream(service, f"/v1/jobs/{job['id']}/events")
+    assert ([event["message"] for _, event in entries][1:5], len(entries), state) == (list("0123"), 6, "CANCELLED")
 
 
 def test_the_stream_of_a_finished_job_ends_by_itself(service):

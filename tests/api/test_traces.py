@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from api.cli.main import command_line
 from api.client import MantaClient
 from api.routes.traces import planner_cluster
-from service.store import generations, metrics, ranks, trace_requests
+from service.store import generations, jobs, metrics, ranks, trace_requests
 from tests.api.conftest import DOCUMENT
+from workers.config import ParallelConfig
 from workers.parallel.pipeline.schedules.simulate import PassTimes
 from workers.spec.reading import parse_job_spec
 
@@ -145,6 +146,19 @@ def test_a_job_on_slots_is_planned_on_slots_where_there_are_gpus_too(service, jo
     for accelerator, count, has_gpus in (("cpu", 4, False), ("gpu", 8, True)):
         found = clusters(parse_job_spec({**DOCUMENT, "resources": {"accelerator": accelerator}}))
         assert (found.gpus_per_node, found.machine.has_gpus) == (count, has_gpus)
+
+
+def test_a_budget_is_of_the_newest_whole_trace_in_the_layout_that_the_job_runs_in(service, job):
+    for number, of in ((1, (0, 1)), (2, (0, 1)), (3, (0,))):
+        service.http.post(f"/v1/jobs/{job}/traces", json={})
+        record(service, job, number, of)
+
+    def measured_from():
+        return service.http.get(f"/v1/jobs/{job}/budget", params={"from": "trace"}).json().get("measured_from")
+
+    assert measured_from() == "trace_2"
+    service.store.write(lambda s: jobs.set_layout(s, job, ParallelConfig(pipeline=2, data=2)))
+    assert measured_from() is None
 
 
 def manta(service, *command):

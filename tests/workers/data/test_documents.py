@@ -52,6 +52,15 @@ def test_a_line_of_jsonl_is_a_document(tmp_path, kind):
     assert read(path, "jsonl") == [text for text in [*TEXTS, "last"] if text]
 
 
+def test_lines_of_a_section_are_read_apart(tmp_path):
+    path, first = tmp_path / "a.jsonl", lines(TEXTS[2:4])
+    path.write_bytes(lines(TEXTS[:2]) + first + lines(TEXTS[4:]))
+    start = len(lines(TEXTS[:2]))
+    part = section(path, start=start, stop=start + len(first), bytes=len(first))
+    config = DataConfig(source="jsonl", paths=[str(path)])
+    assert [each.text for each in texts_of(part, config, True)] == TEXTS[2:4]
+
+
 def test_the_key_is_the_jobs(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(["hello"], "content"))
     assert read(tmp_path / "a.jsonl", "jsonl", text_key="content") == ["hello"]
