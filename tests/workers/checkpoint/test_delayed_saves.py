@@ -65,6 +65,16 @@ def test_a_save_that_is_due_meanwhile_is_made_at_the_first_step_that_finds_the_s
     assert [step for kind, step, _ in noted if kind == "checkpoint_saving"] == [2, 7, 8]
 
 
+def test_what_waits_to_be_saved_waits_for_no_other_generation(trainer, store):
+    train(trainer, 4)
+    checkpoints = trainer.state.checkpoints
+    assert checkpoints.wanted(5)
+    store.set()
+    checkpoints.finish()
+    checkpoints.enter_generation(0)
+    assert not checkpoints.wanted(5) and checkpoints.wanted(6)
+
+
 def test_the_last_step_is_saved_whatever_is_under_way(trainer, store):
     train(trainer, STEPS - 1)
     last = threading.Thread(target=train, args=(trainer, 1))
