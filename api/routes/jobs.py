@@ -35,13 +35,12 @@ from service.store import edits, failed_jobs, jobs, pauses
 from service.store.tables import Job
 from workers.config import JobSpec
 from workers.data.vocabulary import with_vocabulary
-from workers.spec.problems import Problem, SpecError
+from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
 from workers.weights.submitted import with_shape_of_weights
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
-_MOST_STEPS = 2**53  # numbers that every JSON reader keeps exactly
 _LOCATION = {"Location": {"description": "Path of the job", "schema": {"type": "string"}}}
 _ETAG = {"ETag": {"description": "`etag` of the job, for If-Match", "schema": {"type": "string"}}}
 _ACTION = changes(*OF_A_JOB, "illegal_transition")
@@ -247,8 +246,6 @@ async def _checked(document: Any, control: ControlPlane, files: LongReads) -> Jo
     if _begins_with_weights(document):
         document = await files.run(partial(with_shape_of_weights, document, control.data_roots))
     spec = parse_job_spec(document)
-    if spec.train.steps > _MOST_STEPS:
-        raise SpecError([Problem("train.steps", f"must be at most {_MOST_STEPS}", str(_MOST_STEPS))])
     if foreign := control.model_packages.problems(spec):
         raise SpecError(foreign)
     # Where paths lead is asked of file systems, which may take their time.
