@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli import checkpoints as commands
+from api.cli import exported_weights
 from api.cli.main import app
 from service.store import checkpoints, generations
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal, verify
@@ -118,6 +119,13 @@ def test_weights_are_exported_to_folders_and_what_cannot_be_is_one_sentence(mant
     said = manta(*hf, tmp_path / "out", code=2)
     assert said.count("\n") == 1 and str(checkpoint_path(folder, 20, 2)) in said, "the process's own sentence"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("500MB", 5 * 10**8), ("5GB", 5 * 10**9), ("1.5 gib", 3 * 2**29), ("64KiB", 2**16), ("9", 9)]
+)
+def test_size_of_a_shard_is_in_units_of_ten_or_of_two(text, size):
+    assert exported_weights._bytes(text) == size
 
 
 def test_what_cannot_be_read_or_written_is_one_sentence(manta, folder, tmp_path):

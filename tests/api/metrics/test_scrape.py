@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api.metrics.names import FAMILIES, sample_names
 from service.cluster.errors import ClusterUnavailable
 from service.measurements import Measurements, NodeMeasurements
+from service.store import job_numbers
 from tests.api.support.keys import bearer
 from tests.deploy import monitoring
 from workers.protocol.messages import GpuReading
@@ -77,6 +78,15 @@ def test_unfinished_job_is_told_in_detail(service, running):
     assert 0 <= told["manta_job_checkpoint_age_seconds", running] < 3600  # none yet: since it started
     assert told["manta_job_recent_events", running, "straggler"] == 0
     assert ("manta_job_checkpoint_duration_seconds", running) not in told
+
+
+def test_jobs_without_series_of_their_own_are_counted(service, running, monkeypatch):
+    assert scraped(service)["manta_jobs_unlisted",] == 0
+    monkeypatch.setattr(job_numbers, "MOST_JOBS", 1)
+    waiting = [service.submit()["id"] for _ in range(2)]
+    told = scraped(service)
+    assert (told["manta_jobs_unlisted",], told["manta_job_step", running]) == (2, 3)
+    assert not any(("manta_job_step", job) in told for job in waiting)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

@@ -17,6 +17,15 @@ def test_sqlite_runs_in_wal_mode_with_foreign_keys(store, tmp_path):
         store.write(lambda session: events.append(session, "job_000000000000", "x", "about no job"))
 
 
+def test_who_writes_has_the_file_from_the_beginning_and_others_wait(store, tmp_path):
+    """A read that turned into a write would be refused instead, where another process wrote meanwhile."""
+    other = contextlib.closing(sqlite3.connect(tmp_path / "manta.db", timeout=0, isolation_level=None))
+    with other as connection, store.database.writer.begin() as writing:
+        writing.execute(text("SELECT count(*) FROM jobs"))
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            connection.execute("BEGIN IMMEDIATE")
+
+
 def test_what_was_written_is_there_after_reopening(tmp_path, make_spec):
     url = f"sqlite:///{tmp_path}/deeper/manta.db"
     first = Store(url)
