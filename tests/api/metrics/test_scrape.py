@@ -4,14 +4,17 @@ import importlib.metadata
 import math
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from api.metrics import jobs
 from api.metrics.names import FAMILIES, sample_names
 from service.cluster.errors import ClusterUnavailable
 from service.measurements import Measurements, NodeMeasurements
 from service.store import job_numbers
+from service.store.job_numbers import Saved
 from tests.api.support.keys import bearer
 from tests.deploy import monitoring
 from workers.protocol.messages import GpuReading
@@ -101,6 +104,18 @@ def test_job_that_saves_no_checkpoints_has_none_that_could_be_too_old(service):
     job = service.submit(checkpoint={"every_steps": 0})["id"]
     service.move(job, "STARTING", "RUNNING")
     assert ("manta_job_checkpoint_age_seconds", job) not in scraped(service)
+
+
+@pytest.mark.parametrize(
+    ("placed_at", "began_at", "age"),
+    [(100.0, None, 50.0), (100.0, 120.0, 30.0), (120.0, 100.0, 30.0), (160.0, None, 0.0), (None, 100.0, None)],
+)
+def test_checkpoint_is_no_older_than_the_job_is_out_of_the_queue(placed_at, began_at, age):
+    saved = None if began_at is None else Saved(began_at, began_at + 1.0)
+    job = SimpleNamespace(
+        placed_at=placed_at, saved=saved, row=SimpleNamespace(spec={"checkpoint": {"every_steps": 5}})
+    )
+    assert jobs._checkpoint_age(job, now=150.0) == age
 
 
 def test_job_in_the_queue_waits(service):
