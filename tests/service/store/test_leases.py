@@ -46,6 +46,16 @@ def test_one_that_lives_keeps_what_it_has_and_each_claim_has_an_epoch_of_its_own
     assert claim(store, "job_1", "a") is None
 
 
+def test_release_that_comes_after_the_next_claim_of_the_same_one_changes_nothing(store):
+    join(store, "a")
+    join(store, "b")
+    assert [claim(store, "job_1", "a") for _ in range(2)] == [1, 2]
+    store.write(lambda s: leases.release(s, "job_1", "a", 1))
+    assert claim(store, "job_1", "b") is None
+    store.write(lambda s: leases.release(s, "job_1", "a", 2))
+    assert claim(store, "job_1", "b") == 3
+
+
 def test_what_a_dead_one_has_is_free_once_its_time_is_over_and_it_is_removed(store, submit):
     job = submit()
     join(store, "a")
