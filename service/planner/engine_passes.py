@@ -177,7 +177,7 @@ class EnginePasses(LayerTime):
         for columns in self._projections:
             self._linear(budget, self.tokens, self.hidden, columns)
         self._tensor_backward(budget)
-        return budget.plus(self.recomputed())
+        return budget.plus(self.recomputed(), self._recomputed_part)
 
     def _eager_elements_backward(self, budget: Budget) -> None:
         width, residual = self.width, self.outside * self.hidden
@@ -234,7 +234,7 @@ class EnginePasses(LayerTime):
         budget.accumulation += later * products * self.gpu.kernel_seconds if apart else 0.0
 
     def recomputed(self) -> Budget:
-        """What a layer's backward computes again."""
+        """What a layer's backward computes again, where it does."""
         layout = self.spec.layout
         if layout.recompute == "none":
             return Budget()

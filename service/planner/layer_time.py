@@ -12,11 +12,11 @@ from functools import cached_property
 
 from service.planner.communication import Groups, gather_seconds, reduce_seconds
 from service.planner.hardware import HOST_COPY, Machine
-from service.planner.operations import WIDE, Budget, memory_seconds, product_seconds
+from service.planner.operations import WIDE, Budget, memory_seconds, product_rate, product_seconds
 from service.planner.pipeline import StageTimes
 from service.planner.software import Software
 from workers.accounting.activation_bytes import kept_terms, offloaded
-from workers.accounting.flops import key_value_copies, padded_vocabulary
+from workers.accounting.flops import key_value_copies, padded_vocabulary, recomputed_layer_passes
 from workers.config import JobSpec
 
 MASK = 1
@@ -271,11 +271,11 @@ class LayerTime:
     def _fused_attention(self, budget: Budget, times: float) -> None:
         """Kernels that hold no scores and leave out what the causal mask hides; a backward has five products where a
         forward has two (arXiv:2205.14135, section 3). They reach about half of the rate of a large product (arXiv:
-        2307.08691, section 4)."""
+        2307.08691, section 4), whose tiles of scores never leave a multiprocessor."""
         model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
         s, d, core = model.sequence_length, model.head_size, self.machine.core
         if core is None:
-            arithmetic = product_seconds(self.machine, s, s, d, count, self.width) / 2 / 0.5
+            arithmetic = 2.0 * s * s * d * count / 2 / (0.5 * product_rate(self.machine, self.width))
         else:  # over all scores, and the softmax counts
             rate = core.product_rate(self.width) * self.machine.threads
             arithmetic = 2.0 * s * s * (d + core.attention_width) * count / rate
@@ -303,7 +303,7 @@ class LayerTime:
         self._elements(budget, (activation + self.up_matrices - 1) * width * self.tokens * self.inner)
         self._linear(budget, self.tokens, self.inner, h)
         self._tensor_backward(budget)
-        return budget.plus(self.recomputed())
+        return budget.plus(self.recomputed(), self._recomputed_part)
 
     def _tensor_backward(self, budget: Budget) -> None:
         """Gradients of blocks' inputs are reduced; with sequence parallelism those of their outputs are gathered
@@ -330,8 +330,16 @@ class LayerTime:
         budget.accumulation = memory_seconds(self.machine, self.software.accumulation_bytes * parameters)
         return budget
 
+    @cached_property
+    def _recomputed_part(self) -> float:
+        """How many of a step's layers and micro-batches have something to compute again."""
+        layout, batch = self.spec.layout, self.spec.train.global_batch_size
+        if layout.recompute_every == 1 and layout.recompute_keep == 0:
+            return 1.0
+        return recomputed_layer_passes(self.spec, batch) / (self.spec.model.layers * batch)
+
     def recomputed(self) -> Budget:
-        """What a layer's backward computes again."""
+        """What a layer's backward computes again, where it does."""
         layout = self.spec.layout
         if layout.recompute == "none":
             return Budget()

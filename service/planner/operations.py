@@ -48,8 +48,7 @@ def product_seconds(machine: Machine, m: int, n: int, k: int, batch: int = 1, wi
     device, constants = machine.accelerator, machine.constants
     if machine.gpu is not None:
         return _measured_product(machine, m, n, k, batch, width)
-    peak = {1: device.peak_8bit or device.peak_16bit, 2: device.peak_16bit}.get(width, device.peak_fp32)
-    rate = peak * constants.product / device.multiprocessors
+    rate = product_rate(machine, width) / device.multiprocessors
     arithmetic = min(
         -(-(-(-m // rows) * -(-n // columns) * batch) // device.multiprocessors)
         * (2.0 * rows * columns * (k + RAMP) / (rate * relative))
@@ -57,6 +56,14 @@ def product_seconds(machine: Machine, m: int, n: int, k: int, batch: int = 1, wi
     )
     traffic = batch * width * (m * k + k * n + m * n)
     return max(arithmetic, traffic / (device.memory_bandwidth * constants.memory))
+
+
+def product_rate(machine: Machine, width: int) -> float:
+    """FLOP/s of products of elements of `width` bytes that fill all multiprocessors of an accelerator; those that it
+    has not in 8 bits it makes in 16."""
+    device = machine.accelerator
+    peak = {1: device.peak_8bit or device.peak_16bit, 2: device.peak_16bit}.get(width, device.peak_fp32)
+    return peak * machine.constants.product
 
 
 def _measured_product(machine: Machine, m: int, n: int, k: int, batch: int, width: int) -> float:
@@ -120,7 +127,7 @@ class Budget:
     """Communication of the tensor group that nothing hides."""
     host: float = 0.0
     """Waiting for the host to launch the next operation."""
-    operations: int = 0
+    operations: float = 0
     copies: float = 0.0
     """Waiting for activations on their way to host memory and back."""
 
@@ -142,6 +149,6 @@ class Budget:
         self.host = host if machine.core is not None else max(0.0, host - self.device_seconds)
         return self
 
-    def plus(self, other: Budget, times: int = 1) -> Budget:
+    def plus(self, other: Budget, times: float = 1) -> Budget:
         """The sum of this and `times` the other."""
         return Budget(*(getattr(self, name) + times * getattr(other, name) for name in Budget.__dataclass_fields__))

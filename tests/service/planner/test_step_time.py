@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from service.planner.budget import step_shares
-from service.planner.hardware import HOST_COPY
+from service.planner.hardware import HOST_COPY, Cluster, machine_of
 from service.planner.layer_time import LayerTime
 from service.planner.software import MANTA, MEGATRON_2021, MEGATRON_2021_SCATTER, MEGATRON_2022, Software
 from service.planner.step_time import StepModel, StepTime
@@ -54,6 +54,26 @@ def test_recomputation_costs_a_forward_and_no_more():
     plain, full = layer(job()), layer(job(recompute="full"))
     again = full.backward_input().seconds - plain.backward_input().seconds
     assert again == pytest.approx(plain.forward().seconds)
+
+
+@pytest.mark.parametrize(("layout", "part"), [({"recompute_every": 2}, 1 / 2), ({"recompute_keep": 1}, 0.0)])
+def test_layers_and_micro_batches_that_keep_everything_compute_nothing_again(layout, part):
+    """On one stage no more than one micro-batch is in flight."""
+    plain, some, full = (
+        step(job(**each)).seconds for each in ({}, {"recompute": "full"} | layout, {"recompute": "full"})
+    )
+    assert some - plain == pytest.approx(part * (full - plain))
+
+
+def test_fused_attention_goes_by_its_arithmetic_whatever_scores_would_take_of_the_memory():
+    """arXiv:2307.08691: about half the rate of large products, over half of the scores."""
+    shape = {"sequence_length": 8192, "vocabulary_size": 32000}
+    for name in ("a100-80gb", "h100-80gb"):
+        cluster = Cluster(machine_of(name), 1, 8)
+        found = StepModel(job(8, 1024, 16, model=shape), cluster).layer.forward().attention
+        device = cluster.machine.accelerator
+        rate = 4 * 8192**2 * 1024 / 2 / (device.peak_16bit * cluster.machine.constants.product)
+        assert rate < found / 2 < 1.1 * rate
 
 
 def test_activations_on_their_way_to_the_host_are_waited_for_where_layers_are_faster():
