@@ -8,7 +8,7 @@ from typing import Any
 from service.cluster.cluster import Cluster
 from service.cluster.nodes import GpuReadings
 from service.measurements import gpus_of
-from service.store import Store, jobs, ranks
+from service.store import Store, ranks
 from workers.protocol.messages import GpuReading
 
 _NOTHING = (0, 0)
@@ -78,9 +78,7 @@ def _gpu_memory(said: GpuReadings | None) -> int | None:
 
 def _placed_ranks(store: Store) -> dict[str, list[dict[str, Any]]]:
     by_host: dict[str, list[dict[str, Any]]] = {}
-    with store.read() as session:
-        for job in jobs.unfinished(session):
-            for rank in ranks.of_job(session, job.id):
-                if rank.pid is not None and rank.node is not None:
-                    by_host.setdefault(rank.node, []).append({"job": job.id, "rank": rank.rank})
+    with store.read_once() as connection:
+        for job, rank, host in ranks.running(connection):
+            by_host.setdefault(host, []).append({"job": job, "rank": rank})
     return by_host

@@ -8,8 +8,10 @@ from typing import Any
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
+from service.states import UNFINISHED
 from service.store import jobs
-from service.store.tables import Rank
+from service.store.tables import Job, Rank
+from service.store.types import Reader
 
 
 def replace(session: Session, job_id: str, rows: Iterable[dict[str, Any]]) -> None:
@@ -45,3 +47,14 @@ def set_all(session: Session, job_id: str, state: str) -> None:
 def of_job(session: Session, job_id: str) -> list[Rank]:
     """All ranks of a job, by number."""
     return list(session.scalars(select(Rank).where(Rank.job_id == job_id).order_by(Rank.rank)))
+
+
+def running(reader: Reader) -> list[tuple[str, int, str]]:
+    """Job, number and node of all ranks that have a process, of the jobs that are not final in their order."""
+    query = (
+        select(Rank.job_id, Rank.rank, Rank.node)
+        .join(Job, Job.id == Rank.job_id)
+        .where(Job.state.in_(UNFINISHED), Rank.pid.is_not(None), Rank.node.is_not(None))
+        .order_by(Job.priority.desc(), Job.id, Rank.rank)
+    )
+    return [(job, rank, node or "") for job, rank, node in reader.execute(query)]

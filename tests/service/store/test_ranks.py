@@ -3,6 +3,7 @@
 import pytest
 
 from service.store import generations, jobs, ranks
+from service.store.tables import Rank
 
 
 def rows(count, generation):
@@ -44,3 +45,16 @@ def test_what_a_rank_of_an_older_generation_says_changes_nothing(store, two):
     assert not store.write(lambda s: ranks.set_state(s, job_id, 2, 3, "starting")), "there is no such rank"
     assert states(store, job_id) == [(0, "starting", 7, 2), (1, "running", 7, 1), (2, "running", 7, 1)]
     assert states(store, other)[0] == (0, "running", 7, 1)
+
+
+def test_ranks_that_run_are_those_with_a_process_of_jobs_that_are_not_over(store, two):
+    first, second = two
+    store.write(lambda s: ranks.replace(s, first, [{**row, "node": f"n{row['rank']}"} for row in rows(3, 1)]))
+    store.write(lambda s: ranks.replace(s, second, [{**row, "node": "n0"} for row in rows(1, 1)]))
+    store.write(lambda s: setattr(s.get(Rank, (first, 1)), "pid", None))
+    store.write(lambda s: setattr(jobs.get(s, second), "priority", 1))
+    with store.read() as session:
+        assert ranks.running(session) == [(second, 0, "n0"), (first, 0, "n0"), (first, 2, "n2")]
+    store.write(lambda s: jobs.request_cancel(s, second))
+    with store.read() as session:
+        assert [job for job, *_ in ranks.running(session)] == [first, first]
