@@ -27,6 +27,7 @@ from service.leases.errors import LeaseLost
 from service.leases.held import Leases
 from service.states import JobState
 from service.store import IllegalTransition, Store, jobs
+from service.store.jobs import QueuedJob
 from service.store.retries import may_pass
 from service.store.tables import Job
 from service.stored_specs import SpecNotUnderstood, stored_spec
@@ -68,6 +69,8 @@ class Scheduler:
         self._leases = leases
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
         self._data_looks = DataLooks(data_roots)
+        self._good_data: set[str] = set()
+        """Jobs in the queue whose data could be trained on when it was looked at."""
         self._wake = asyncio.Event()
         self.lag = Lag()
         """How long something in the queue has waited to be looked at."""
@@ -117,18 +120,21 @@ class Scheduler:
     async def _admit(self) -> bool:
         waiting, behind = False, set[Unit]()
         queued = await asyncio.to_thread(self._queued)
-        self._data_looks.keep_only([job.id for job in queued])
+        self._keep_only({each.id for each in queued})
         has_gpus = await self._cluster.nodes.has_gpus() if queued else False
-        for job in queued:
-            unit = unit_of(jobs.accelerator_of(job), has_gpus)
+        for each in queued:
+            unit = unit_of(each.accelerator, has_gpus)
             if unit in behind and (self._demand is None or self._demand.is_over):
                 continue
             try:
+                job = await asyncio.to_thread(self._if_queued, each.id)
+                if job is None:
+                    continue
                 outcome = await (self._ask_ahead(job) if unit in behind else self._look_at(job))
             except Exception as error:  # one job may not keep those behind it waiting
                 if may_pass(error) or isinstance(error, ClusterUnavailable | LeaseLost):
                     raise
-                log.exception("could not look at %s", job.id)
+                log.exception("could not look at %s", each.id)
                 waiting = True
                 continue
             waiting = waiting or outcome is not Look.DONE
@@ -140,10 +146,12 @@ class Scheduler:
         spec = await self._read_spec(job)
         if spec is None:
             return Look.STEPS_ASIDE
-        if self._cluster.nodes.at_rest and await self._shortage(await self._sized(job, spec)) is None:
+        has_room = await self._shortage(await self._sized(job, spec)) is None
+        if has_room and self._cluster.nodes.at_rest:
             await self._cluster.daemons.wake()
         try:
-            if not await self._data_is_good(job, spec):
+            # Once when it comes, and again before it is placed: to look every second would keep file systems busy.
+            if (has_room or job.id not in self._good_data) and not await self._data_is_good(job, spec):
                 return Look.DONE
         except DataSilent as error:
             return await self._let_data_answer(job, error)
@@ -174,30 +182,41 @@ class Scheduler:
         largest = fitting(shapes_of(spec), wanted, self._demand.left(unit)) or smallest(spec)
         return largest.layout.world_size if self._demand.add(largest.layout, unit) else None
 
-    def _queued(self) -> list[Job]:
+    def _queued(self) -> list[QueuedJob]:
         with self._store.read() as session:
-            return [job for job in jobs.unfinished(session) if job.state == JobState.QUEUED]
+            return jobs.queued(session)
+
+    def _if_queued(self, job_id: str) -> Job | None:
+        """The job; None where it is not in the queue any more."""
+        with self._store.read() as session:
+            job = jobs.get(session, job_id)
+        return job if job.state == JobState.QUEUED else None
+
+    def _keep_only(self, job_ids: set[str]) -> None:
+        """Forget what is known of the data of other jobs."""
+        self._data_looks.keep_only(job_ids)
+        self._good_data &= job_ids
 
     async def _read_spec(self, job: Job) -> JobSpec | None:
         """The job's spec; None, and the job says so and waits, where this release does not take what another stored."""
         try:
             return stored_spec(job).spec
         except SpecNotUnderstood as error:
-            problem = str(error)
-            await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, None, "invalid_spec", problem))
+            await self._say_why(job, None, "invalid_spec", str(error))
             return None
 
     async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:
         problem = await self._problem_of_data(job, spec)
         if problem is not None:
             await self._transition(job, JobState.FAILED, "bad_data", problem)
-        return problem is None
+            return False
+        self._good_data.add(job.id)
+        return True
 
     async def _let_data_answer(self, job: Job, error: DataSilent) -> Look:
         if error.keeps_turn:
             return Look.WAITS
-        why = str(error)
-        await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, None, "data_silent", why))
+        await self._say_why(job, None, "data_silent", str(error))
         return Look.STEPS_ASIDE
 
     async def _problem_of_data(self, job: Job, spec: JobSpec) -> str | None:
@@ -247,7 +266,12 @@ class Scheduler:
         growth = await self._growth_in_words(job, spec, shortage.unit) or await self._other_unit_in_words(spec)
         why = _why(f"{shortage}{self._closed_in_words()}{growth}", list(self._cluster.nodes.problems.values()))
         reason = insufficient(shortage.unit)
-        await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, waiting_for, reason, why))
+        await self._say_why(job, waiting_for, reason, why)
+
+    async def _say_why(self, job: Job, waiting_for: dict[str, Any] | None, reason: str, why: str) -> None:
+        """Have the job say why it waits, which it may do already: it was read in this look at the queue."""
+        if (job.waiting_for, job.reason, job.message) != (waiting_for, reason, why):
+            await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, waiting_for, reason, why))
 
     async def _other_unit_in_words(self, spec: JobSpec) -> str:
         """What a job could do that waits in vain for GPUs; empty for any other."""

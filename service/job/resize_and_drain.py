@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from service.cluster.agent_client import AgentClient, AgentError, within
@@ -21,9 +22,8 @@ from service.job.gang import AgentSet
 from service.job.generation import RunningGeneration
 from service.job.launch import order_for
 from service.job.time_to_save import time_to_save
-from service.states import JobState
-from service.store import jobs
-from service.store.tables import Job
+from service.store import JobNotFound, jobs
+from service.store.jobs import QueuedJob
 from service.stored_specs import SpecNotUnderstood, stored_spec
 from workers.config import JobSpec
 from workers.protocol.messages import LaunchOrder
@@ -112,20 +112,19 @@ class ElasticityPlanner:
     async def _others_wait(self) -> bool:
         """Whether jobs stand in the queue, to whom what is free belongs; not those that take something else, nor those
         that the cluster could never hold, who wait for another cluster."""
-        waiting: list[Job] = await self._job.record.read(
-            lambda s: [job for job in jobs.unfinished(s) if job.state == JobState.QUEUED]
-        )
+        waiting: list[QueuedJob] = await self._job.record.read(jobs.queued)
         nodes = self._job.cluster.nodes
         has_gpus = await nodes.has_gpus() if waiting else False
-        own = self._gang.spec.resources.accelerator
-        for job in waiting:
+        unit = unit_of(self._gang.spec.resources.accelerator, has_gpus)
+        alike = [each.id for each in waiting if unit_of(each.accelerator, has_gpus) == unit]
+        if not alike:
+            return False
+        capacity = await nodes.capacity(unit)
+        for job_id in alike:
             try:
-                spec = stored_spec(job).spec
-            except SpecNotUnderstood:
-                continue  # it waits for another release
-            if (unit := unit_of(spec.resources.accelerator, has_gpus)) != unit_of(own, has_gpus):
+                spec = stored_spec(await self._job.record.read(partial(jobs.get, job_id=job_id))).spec
+            except (JobNotFound, SpecNotUnderstood):  # it is gone by now, or waits for another release
                 continue
-            capacity = await nodes.capacity(unit)
             shortage = missing(smallest(spec).layout, capacity)
             if shortage is None or shortage.possible >= shortage.needed:
                 return True

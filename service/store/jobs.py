@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row, bindparam, delete, func, insert, select
+from sqlalchemy import JSON, Row, bindparam, delete, func, insert, select, type_coerce
 from sqlalchemy.orm import Session, load_only, make_transient_to_detached
 
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
@@ -119,6 +120,24 @@ def unfinished(session: Session, bound: str | None = None) -> list[Job]:
     return list(session.scalars(query if bound is None else query.where(Job.project == bound)))
 
 
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job in the queue, in brief: queues may be long, and specs are."""
+
+    id: str
+    accelerator: Accelerator
+    """What `resources.accelerator` of its spec says."""
+
+
+def queued(session: Session) -> list[QueuedJob]:
+    """All QUEUED jobs in the order in which they get their turn. Of specs, which another release may have stored and
+    this one may not understand, nothing else is read."""
+    said = type_coerce(_COLUMNS.spec, JSON())["resources"]["accelerator"].as_string()
+    query = select(_COLUMNS.id, said).where(_COLUMNS.state == JobState.QUEUED.value)
+    rows = session.execute(query.order_by(_COLUMNS.priority.desc(), _COLUMNS.id))
+    return [QueuedJob(job_id, accelerator or "auto") for job_id, accelerator in rows]
+
+
 def unfinished_in_brief(session: Session) -> list[Job]:
     """The same with nothing but id, name, state, step and steps, which the databases of all releases have."""
     brief = load_only(Job.id, Job.name, Job.state, Job.step, Job.steps, raiseload=True)
@@ -226,7 +245,7 @@ def set_layout(session: Session, job_id: str, layout: ParallelConfig) -> None:
 
 def accelerator_of(job: Job) -> Accelerator:
     """What `resources.accelerator` of a job says. Only that of its spec is read, which another release may have stored
-    and this one may not understand: queues may be long."""
+    and this one may not understand."""
     resources = job.spec.get("resources")
     said: Accelerator = resources.get("accelerator", "auto") if isinstance(resources, dict) else "auto"
     return said

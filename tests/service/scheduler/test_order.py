@@ -107,6 +107,25 @@ def test_corpus_is_looked_at_where_the_ranks_will_be(store, submit, look, cluste
     assert (job_now(store, bad).state, job_now(store, bad).message) == ("FAILED", "it is empty")
 
 
+def test_data_of_a_job_that_waits_is_looked_at_once_and_again_before_it_is_placed(
+    store, submit, cluster, nodes, monkeypatch
+):
+    looked, placed = [], []
+    monkeypatch.setattr(roots.DataRoots, "check", lambda self, spec: looked.append(spec.layout.data))
+    never, later = submit(parallel={"data": 12}, train=LARGE), submit(parallel={"data": 2})
+    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
+    has(nodes, 8, free=0)
+    written = []
+    for _ in range(3):
+        asyncio.run(scheduler._round())
+        written.append((job_now(store, never).updated_at, job_now(store, later).updated_at))
+    assert (looked, placed) == ([12, 2], [])
+    assert len(set(written)) == 1, "and what it says of itself is not written again"
+    has(nodes, 8)
+    asyncio.run(scheduler._round())
+    assert (looked, placed) == ([12, 2, 2], [later.id])
+
+
 def test_waiting_job_says_what_is_wrong_with_nodes(store, submit, look, cluster):
     cluster.nodes.problems = {node: f"node {node} has no Manta" for node in cluster.nodes.slots}
     job = submit()

@@ -146,6 +146,15 @@ def test_the_queue_goes_by_priority_then_by_age(store, submit, started):
     assert order == [started.id, first.id, second.id, low.id]
 
 
+def test_the_queue_is_read_in_brief_whoever_stored_its_specs(store, submit, started):
+    low, first = submit(priority=-1), submit(resources={"accelerator": "cpu"})
+    foreign = submit()
+    store.write(lambda session: setattr(jobs.get(session, foreign.id), "spec", {"resources": 7}))
+    with store.read() as session:
+        queued = [(each.id, each.accelerator) for each in jobs.queued(session)]
+    assert queued == [(first.id, "cpu"), (foreign.id, "auto"), (low.id, "auto")]
+
+
 def test_a_waiting_job_says_what_it_lacks_until_it_starts(store, submit):
     job = submit()
     lacks = {"needed": 8, "available": 4}
