@@ -148,6 +148,7 @@ class Theirs:
             for row in (older, newer):
                 checkpoints.complete(session, row.id, 1)
             exported = exports.begin(session, self.job, newer.id, "/out", "hf", None)
+            exports.end(session, exported.id, None)
             return older.id, exported.id
 
         return self.service.store.write(save)
