@@ -45,9 +45,9 @@ def job(service):
     return made
 
 
-def record(service, job, number=1, of=(0, 1)):
+def record(service, job, number=1, of=(0, 1), timeline=TIMELINE):
     """Ranks record the simulated step."""
-    recordings = recordings_of("1f1b", 1, TIMELINE)
+    recordings = recordings_of("1f1b", 1, timeline)
     for rank in of:
         packed = recordings[rank].pack()
         service.store.write(
@@ -149,16 +149,18 @@ def test_a_job_on_slots_is_planned_on_slots_where_there_are_gpus_too(service, jo
 
 
 def test_a_budget_is_of_the_newest_whole_trace_in_the_layout_that_the_job_runs_in(service, job):
-    for number, of in ((1, (0, 1)), (2, (0, 1)), (3, (0,))):
+    slower = timeline_of("1f1b", 2, 1, 4, PassTimes(2.0, 2.0, 2.0))
+    for number, of, timeline in ((1, (0, 1), TIMELINE), (2, (0, 1), slower), (3, (0,), TIMELINE)):
         service.http.post(f"/v1/jobs/{job}/traces", json={})
-        record(service, job, number, of)
+        record(service, job, number, of, timeline)
 
-    def measured_from():
-        return service.http.get(f"/v1/jobs/{job}/budget", params={"from": "trace"}).json().get("measured_from")
+    def measured():
+        answer = service.http.get(f"/v1/jobs/{job}/budget", params={"from": "trace"}).json()
+        return answer.get("measured_from"), answer.get("step_seconds")
 
-    assert measured_from() == "trace_2"
+    assert measured() == ("trace_2", pytest.approx(slower.makespan, rel=0.1))
     service.store.write(lambda s: jobs.set_layout(s, job, ParallelConfig(pipeline=2, data=2)))
-    assert measured_from() is None
+    assert measured() == (None, None)
 
 
 def manta(service, *command):
