@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -145,6 +146,12 @@ def test_who_gets_which_secret(manifests):
     assert got and all(secrets == {"RAY_AUTH_TOKEN"} | bucket for secrets in got.values()), "no key where jobs run"
 
 
+def test_keys_that_are_made_allow_what_their_holders_need(manifests):
+    made = containers(manifests, secrets=GIVEN)
+    for name, scope in (("admin", "admin"), ("prometheus", "read")):
+        assert made[f"manta-{name}-key"].command == ("manta", "keys", "add", name, "--scope", scope)
+
+
 def test_every_variable_is_one_that_somebody_reads(manifests, settings_known):
     assert len(settings_known) > 20
     for name, each in containers(manifests, secrets=GIVEN).items():
@@ -161,6 +168,14 @@ def test_every_setting_is_one_that_the_service_takes(manifests):
     settings = Settings.from_environment(plane.environment)
     assert {"--tls-terminated", "--tls-cert=/etc/manta/tls/tls.crt"} & set(plane.command)
     assert settings.database_url and str(settings.checkpoints) and settings.allowed_hosts[0] == "manta"
+
+
+def test_jobs_may_read_what_is_mounted_for_them_and_nothing_else():
+    mounts = [
+        f"data[{n}].{key}={value}" for n in (0, 1) for key, value in (("claim", f"c{n}"), ("mountPath", f"/data/{n}"))
+    ]
+    made = containers(render(EXAMPLES[0], *mounts), secrets=GIVEN)
+    assert Settings.from_environment(made["manta"].environment).data_roots == (Path("/data/0"), Path("/data/1"))
 
 
 def test_every_command_is_one_that_its_program_takes(manifests):

@@ -131,3 +131,4 @@ def test_nodes_without_room_for_ranks_are_none_of_our_business(ray, nodes):
 def test_nothing_is_placed_on_a_node_with_a_problem(nodes):
     nodes.problems = {"b": "it has no Manta"}
     assert asyncio.run(nodes.capacity("manta_slot")).nodes.keys() == {"a", "c", "d"}
+    assert asyncio.run(nodes.capacity("manta_slot", all_living=True)).nodes["b"] == (4, 0), "and nothing there is free"

@@ -34,6 +34,14 @@ def test_the_newest_complete_one_is_what_a_job_can_resume_from(store, started):
     assert newest(store, started).step == 50
 
 
+def test_a_job_would_go_on_from_the_one_that_was_made_last_though_others_are_of_later_steps(store, started):
+    save(store, started, 100)
+    last = save(store, started, 50, generation=2)
+    with store.read() as session:
+        assert checkpoints.newest_id(session, started.id) == last
+        assert checkpoints.kept_because(session, started)[last].startswith("it is the newest")
+
+
 def test_a_failed_save_can_be_tried_again(store, started):
     first = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/x"))
     store.write(lambda session: checkpoints.fail(session, first.id))

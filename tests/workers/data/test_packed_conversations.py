@@ -95,6 +95,15 @@ def test_an_epoch_has_each_conversation_once_whole_and_with_its_answers(tmp_path
     assert sum(lengths) > 0.8 * part.windows * LENGTH, "with little room lost"
 
 
+def test_nothing_predicts_the_first_token_of_a_conversation(tmp_path, folder):
+    """Also where all of them is learned, and attention looks across them."""
+    data = {"loss": "all", "documents": "together"}
+    (row,) = open_corpus(job([chat_file(tmp_path / "a.jsonl", CHATS)], folder, data=data), tmp_path / "cache").parts
+    marks = row.marks(0, len(row))
+    assert not marks.learned[list(marks.begins)].any()
+    assert marks.learned.sum() == sum(len(tokens) - 1 for tokens, _ in conversations_in(folder, CHATS))
+
+
 def test_a_conversation_that_is_longer_than_a_sample_is_cut_and_left_out_where_no_answer_is_left(tmp_path, folder):
     chats = [said("short", "one"), said("why " * 9, "because " * 90), said("too long " * 90, "never seen"), said("?")]
     told = Told()
