@@ -242,8 +242,10 @@ without graphs; nothing was fitted."""
 V100 = replace(A100, product=0.92, skew_seconds=2e-4)
 """product and skew_seconds: fitted on the four V100 rows of Megatron-LM's README of September 2020 (its peak is that of
 the data sheet; those GPUs have a higher power limit). The others as of the A100."""
-HOPPER = replace(A100, product=0.70, skew_seconds=1e-4, host_seconds=3e-5)
-"""Nothing was fitted: products reach a smaller part of a higher peak under the same power limits, hosts are faster."""
+HOPPER = replace(A100, product=0.70, collective=A100.message, skew_seconds=1e-4, host_seconds=3e-5)
+"""Nothing was fitted: products reach a smaller part of a higher peak under the same power limits, hosts are faster. The
+A100's collective is what is left where groups with one GPU of a node share four of its eight adapters; NCCL has each
+of them leave by the adapter beside it since 2.12, before there was a Hopper."""
 ASSUMED_OF_GPU = {name: getattr(HOPPER, name) for name in ("product", "memory", "host_seconds")}
 """What a calibration takes the place of."""
 

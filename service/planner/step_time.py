@@ -16,7 +16,7 @@ from service.planner.communication import (
 from service.planner.engine_passes import layer_time
 from service.planner.hardware import HOST_COPY, Cluster, with_threads
 from service.planner.layer_time import Passes, host_wait
-from service.planner.operations import Budget, memory_seconds
+from service.planner.operations import WIDE, Budget, memory_seconds
 from service.planner.pipeline import Pipeline, StageTimes
 from service.planner.shared_cores import SharedCores
 from service.planner.software import MANTA, Software
@@ -232,7 +232,20 @@ class StepModel:
             return self._alike(update)
         # What each replica has updated, or without ZeRO what each has summed up, goes to all the others.
         width = self.layer.width if layout.zero else self.software.gradient_bytes
-        return self._alike(update + gather_seconds(self.groups.data, self.cluster, self.parameters * width))
+        gather = gather_seconds(self.groups.data, self.cluster, self.parameters * width)
+        return self._alike(update + gather - (min(gather, self._forward()) if self._gathers_beside_forward else 0.0))
+
+    @property
+    def _gathers_beside_forward(self) -> bool:
+        """Whether updated parameters come while the next step begins, as far as links leave a rank its time."""
+        layout, train = self.spec.layout, self.spec.train
+        has_masters = self.layer.width < WIDE or train.optimizer.offload
+        beside = layout.gather == "beside_forward" and bool(layout.zero) and has_masters
+        return beside and self.software.overlaps_gradients
+
+    def _forward(self) -> float:
+        """Seconds of the first micro-batch's forward, least of any stage."""
+        return min(each.forward for each in self.pipeline().times) * self.spec.layout.virtual_stages
 
     def tied_seconds(self) -> float:
         """Summing up the gradients of an embedding that two stages hold."""

@@ -65,6 +65,16 @@ def test_layers_and_micro_batches_that_keep_everything_compute_nothing_again(lay
     assert some - plain == pytest.approx(part * (full - plain))
 
 
+def test_parameters_that_come_beside_the_next_forward_are_waited_for_less():
+    """As far as one micro-batch's forward is long; in fp32, where they are the state itself, they come first."""
+    layout = {"data": 16, "train": {"global_batch_size": 64, "micro_batch_size": 1}}
+    first, beside = (step(job(24, 2048, **layout, gather=when), 2) for when in ("after_update", "beside_forward"))
+    forward = StepModel(job(24, 2048, **layout), a100s(2)).pipeline().times[0].forward
+    assert 0 < first.optimizer - beside.optimizer <= forward
+    wide = layout | {"train": layout["train"] | {"precision": "fp32"}}
+    assert step(job(24, 2048, **wide, gather="beside_forward"), 2) == step(job(24, 2048, **wide), 2)
+
+
 def test_fused_attention_goes_by_its_arithmetic_whatever_scores_would_take_of_the_memory():
     """arXiv:2307.08691: about half the rate of large products, over half of the scores."""
     shape = {"sequence_length": 8192, "vocabulary_size": 32000}
