@@ -1,0 +1,36 @@
+"""What the planner says of tables that it was not made with stays as near as it is."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from benchmarks import later_papers
+from benchmarks.support.published.later import TABLES, case_of, lines_of, rows
+
+QUICK = {"megatron_2021": 0.07, "llama3": 0.05, "zero_bubble": 0.09, "bigscience": 0.06, "nanotron": 0.03, "nemo": 0.08}
+"""Most that a step is off in the median; those of other tables take longer, or are of engines with FSDP."""
+
+
+@pytest.mark.parametrize("table", QUICK)
+def test_the_median_row_of_a_table_is_told_as_well_as_is_said(table):
+    assert statistics.median(abs(later_papers.error_of(row)) for row in rows(table)) <= QUICK[table]
+
+
+def test_hoppers_constants_agree_with_independent_tables():
+    """Two engines, 16 bits, 8 to 16,384 GPUs."""
+    found = [row for table in ("llama3", "nanotron") for row in rows(table)]
+    assert [row.case for row in found if abs(later_papers.error_of(row)) > 0.12] == []
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_no_line_of_a_table_is_there_twice(table):
+    cases = [(case_of(line), line["published"]) for line in lines_of(table)]
+    assert cases
+    assert len(set(cases)) == len(cases)
+
+
+def test_the_benchmark_lists_every_row(tmp_path, capsys):
+    assert later_papers.main(["--table", "nanotron", "--rows"]) == 0
+    assert capsys.readouterr().out.count("nanotron-1b") == len(lines_of("nanotron"))
