@@ -17,6 +17,7 @@ SLOW_CHANGES = 8
 SEARCHES = 2
 PLANS = 2
 FILES = 8
+NODES = 8
 
 
 class LongReads:
@@ -53,6 +54,8 @@ class ReadThreads:
         self.long = LongReads()
         self.slow = LongReads(SLOW_CHANGES)
         """For what waits for files or nodes, some of it for minutes: deletions, checks of ports."""
+        self.nodes = LongReads(NODES)
+        """For what Ray or agents are asked, which may give no answer for half a minute."""
         self.files = LongReads(FILES)
         """For the files that a JobSpec names, on file systems that may never answer."""
         self.searches = LongReads(SEARCHES)

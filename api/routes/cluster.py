@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from api import schemas
 from api.access import Caller
@@ -18,14 +18,19 @@ from service.store import jobs
 router = APIRouter(prefix="/v1/cluster", tags=["cluster"])
 
 
-@router.get("", responses=reads("cluster_unavailable", "database_unavailable"))
-def get_cluster(control: Control, caller: Caller) -> schemas.Cluster:
+@router.get("", response_model=schemas.Cluster, responses=reads("cluster_unavailable", "database_unavailable"))
+async def get_cluster(request: Request, control: Control, caller: Caller) -> Response:
     """Nodes, their GPUs or slots, and which ranks of the caller's jobs run where. How much is free is the same for
     everybody."""
+    body = await read_threads_of(request).nodes.run(lambda: _cluster(control, caller.bound))
+    return Response(body, media_type="application/json")
+
+
+def _cluster(control: ControlPlane, bound: str | None) -> str:
     cluster = control.cluster()
-    if caller.bound is not None:
-        _leave_out_ranks_of_others(control, cluster["nodes"], caller.bound)
-    return schemas.Cluster.model_validate(cluster)
+    if bound is not None:
+        _leave_out_ranks_of_others(control, cluster["nodes"], bound)
+    return schemas.Cluster.model_validate(cluster).model_dump_json()
 
 
 @router.post("/check", responses=changes("cluster_unavailable", "database_unavailable"))

@@ -236,7 +236,7 @@ async def _checked_and_laid_out(document: Any, control: ControlPlane, threads: R
     if not asks_for_layout(document):
         return await _checked(document, control, threads.files)
     spec = await _checked(without_layout(document), control, threads.files)
-    cluster = await run_in_threadpool(current_cluster(control), accelerator_of(spec))
+    cluster = await threads.nodes.run(lambda: current_cluster(control)(accelerator_of(spec)))
     bounds = bounds_in(document)
     return await threads.searches.run(lambda: with_layout(spec, bounds, cluster))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path
+from fastapi import APIRouter, Depends, Path, Request
 
 from api import requests, schemas
 from api.openapi import json_request
 from api.parameters import Control, body_as
 from api.problem_codes import changes
+from api.threads import read_threads_of
 
 router = APIRouter(prefix="/v1/nodes/{node_id}", tags=["cluster"])
 
@@ -29,8 +30,12 @@ NodeId = Annotated[str, Path(pattern="^[0-9a-f]{4,64}$", description="Id of a no
         "database_unavailable",
     ),
 )
-def drain_node(
-    control: Control, node_id: NodeId, wanted: Annotated[requests.DrainRequest, Depends(body_as(requests.DrainRequest))]
+async def drain_node(
+    request: Request,
+    control: Control,
+    node_id: NodeId,
+    wanted: Annotated[requests.DrainRequest, Depends(body_as(requests.DrainRequest))],
 ) -> schemas.Node:
     """Have all jobs leave the node before the deadline, without a step done again where there is room elsewhere."""
-    return schemas.Node.model_validate(control.drain(node_id, wanted.deadline_seconds))
+    drained = await read_threads_of(request).nodes.run(lambda: control.drain(node_id, wanted.deadline_seconds))
+    return schemas.Node.model_validate(drained)

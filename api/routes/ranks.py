@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from api import schemas, views
 from api.access import JobId
 from api.parameters import AfterStep, Control
 from api.problem_codes import OF_A_JOB, reads
+from api.threads import read_threads_of
+from service.running_ranks import SeenWaits
 from service.store import jobs, rank_numbers, ranks
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["ranks"])
@@ -46,10 +48,18 @@ def get_rank_history(
     )
 
 
-@router.get("/waits", responses=reads(*OF_A_JOB, "no_ranks", "not_understood", "cluster_unavailable"))
-def get_waits(control: Control, job_id: JobId) -> schemas.Waits:
+@router.get(
+    "/waits",
+    response_model=schemas.Waits,
+    responses=reads(*OF_A_JOB, "no_ranks", "not_understood", "cluster_unavailable"),
+)
+async def get_waits(request: Request, control: Control, job_id: JobId) -> Response:
     """Who waits for whom at this moment, as all agents see it; half a second old at most."""
-    seen = control.waits(job_id)
+    body = await read_threads_of(request).nodes.run(lambda: _waits(control.waits(job_id)).model_dump_json())
+    return Response(body, media_type="application/json")
+
+
+def _waits(seen: SeenWaits) -> schemas.Waits:
     return schemas.Waits(
         at=views.moment(seen.at),
         ranks=[schemas.WaitingRank(**vars(rank)) for rank in seen.waits.ranks],
@@ -62,7 +72,7 @@ def get_waits(control: Control, job_id: JobId) -> schemas.Waits:
     "/ranks/{rank}/stack",
     responses=reads(*OF_A_JOB, "invalid_parameter", "rank_not_found", "no_ranks", "rank_silent", "cluster_unavailable"),
 )
-def get_rank_stack(control: Control, job_id: JobId, rank: RankPath) -> schemas.RankStack:
+async def get_rank_stack(request: Request, control: Control, job_id: JobId, rank: RankPath) -> schemas.RankStack:
     """The stacks of all threads of a rank's trainer, now; it goes on meanwhile. They are in its log too."""
-    found = control.stack(job_id, rank)
+    found = await read_threads_of(request).nodes.run(lambda: control.stack(job_id, rank))
     return schemas.RankStack(rank=found.rank, pid=found.pid, at=views.moment(found.at), text=found.text)

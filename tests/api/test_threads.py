@@ -52,6 +52,7 @@ AT_ONCE = 50  # more than there are threads for what is short
     [
         *("DELETE job", "DELETE checkpoint", "POST check", "POST plans", "POST auto"),
         *("POST dry run", "GET picture", "GET budget", "GET trace", "POST weights"),
+        *("GET cluster", "POST drain", "GET waits", "GET stack"),
     ],
 )
 def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask):
@@ -63,6 +64,7 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
         raise ClusterUnavailable(TimeoutError())
 
     for owner, name in ((FakeControl, "delete"), (FakeControl, "delete_checkpoint"), (FakeControl, "check_cluster"),
+                        *((FakeControl, name) for name in ("cluster", "drain", "waits", "stack")),
                         (plans, "read_request"), (jobs, "with_layout"), (jobs, "plan_of_layout"),
                         (jobs, "with_shape_of_weights"),
                         (job_plan, "drawn"), (TraceReader, "document"), (TraceReader, "budget")):  # fmt: skip
@@ -78,6 +80,10 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
         "POST auto": ("POST", "/v1/jobs", {**DOCUMENT, "parallel": "auto"}),
         "POST dry run": ("POST", "/v1/jobs?dry_run=true", DOCUMENT),
         "POST weights": ("POST", "/v1/jobs", {**DOCUMENT, "model": {"from": "/away"}}),
+        "GET cluster": ("GET", "/v1/cluster", None),
+        "POST drain": ("POST", "/v1/nodes/abcd/drain", {}),
+        "GET waits": ("GET", f"/v1/jobs/{job['id']}/waits", None),
+        "GET stack": ("GET", f"/v1/jobs/{job['id']}/ranks/0/stack", None),
         "GET picture": ("GET", f"/v1/jobs/{job['id']}/plan/picture", None),
         "GET budget": ("GET", f"/v1/jobs/{job['id']}/budget", None),
         "GET trace": ("GET", f"/v1/jobs/{job['id']}/traces/trace_1", None),
