@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from api.rate_limits import CallerLimits
 from api.rendered_pages import RenderedPages
 from api.routes import job_plan, jobs, plans
 from api.threads import LONG_READS
@@ -56,12 +57,15 @@ AT_ONCE = 50  # more than there are threads for what is short
     ],
 )
 def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask):
-    begun, go_on = threading.Semaphore(0), threading.Event()
+    come, go_on, begin_request = threading.Semaphore(0), threading.Event(), CallerLimits.begin_request
 
     def stand_still(*_arguments, **_options):
-        begun.release()
         assert go_on.wait(SECONDS)
         raise ClusterUnavailable(TimeoutError())
+
+    def begin(limits, key_id):
+        begin_request(limits, key_id)
+        come.release()
 
     for owner, name in ((FakeControl, "delete"), (FakeControl, "delete_checkpoint"), (FakeControl, "check_cluster"),
                         *((FakeControl, name) for name in ("cluster", "drain", "waits", "stack")),
@@ -70,6 +74,7 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
                         (job_plan, "drawn"), (TraceReader, "document"), (TraceReader, "budget")):  # fmt: skip
         monkeypatch.setattr(owner, name, stand_still)
     job = service.submit()
+    monkeypatch.setattr(CallerLimits, "begin_request", begin)
     generation = service.store.write(lambda s: generations.begin(s, job["id"], "submitted", False))
     service.store.write(lambda s: store_plans.keep(s, job["id"], generation, {"planned": {}}))
     method, path, body = {
@@ -92,8 +97,8 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
         sent = {"json": body, "headers": bearer(ADMIN), "timeout": SECONDS}
         asked = [pool.submit(httpx.request, method, service.url + path, **sent) for _ in range(AT_ONCE)]
         try:
-            for _ in range(2):
-                assert begun.acquire(timeout=SECONDS)
+            for _ in range(AT_ONCE):
+                assert come.acquire(timeout=SECONDS)
             assert service.http.get("/v1/jobs/counts", timeout=SECONDS / 2).status_code == 200
         finally:
             go_on.set()
