@@ -93,9 +93,11 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
         "GET budget": ("GET", f"/v1/jobs/{job['id']}/budget", None),
         "GET trace": ("GET", f"/v1/jobs/{job['id']}/traces/trace_1", None),
     }[ask]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        sent = {"json": body, "headers": bearer(ADMIN), "timeout": SECONDS}
-        asked = [pool.submit(httpx.request, method, service.url + path, **sent) for _ in range(AT_ONCE)]
+    client = httpx.Client(
+        headers=bearer(ADMIN), timeout=SECONDS, limits=httpx.Limits(max_connections=AT_ONCE), verify=False
+    )
+    with client, ThreadPoolExecutor(AT_ONCE) as pool:
+        asked = [pool.submit(client.request, method, service.url + path, json=body) for _ in range(AT_ONCE)]
         try:
             for _ in range(AT_ONCE):
                 assert come.acquire(timeout=SECONDS)
