@@ -3,7 +3,7 @@
 Left out is what another layout of the same search is never worse than: gpipe (1f1b takes as long and holds less);
 `zero: 0`; layouts without sequence parallelism where it is possible. Of many GPUs or layers (above `COMPLETE`) also
 what is hardly ever best: more stages than the layers of the fullest one need, but for two, which make the ends of the
-model lighter; chunks whose rounding gives a rank more layers; fewer replicas than find room, but where the batch
+model lighter; chunks whose rounding gives a rank more layers, or of too many stages to be simulated soon; fewer replicas than find room, but where the batch
 divides.
 """
 
@@ -23,6 +23,9 @@ MOST_STAGES = 256
 """Pipeline stages; of more no simulation would be done in time."""
 COMPLETE = 2048
 """GPUs times layers up to which every size is looked at."""
+MOST_SIMULATED = 2**15
+"""Stages times stages times chunks of each: passes grow as these, and beyond it chunks are left out, as one simulation
+of them takes seconds. Zero-bubble schedules of so many stages wait as little."""
 MOST_MICRO_BATCH = 64
 """Sequences; beyond it products gain nothing any more."""
 
@@ -145,7 +148,7 @@ def schedules(layers: int, pipeline: int, whole: bool, every: bool) -> Iterator[
     if pipeline == 1:
         return
     yield "zb-h1", 1
-    if layers >= 2 * pipeline:
+    if layers >= 2 * pipeline and (every or 2 * pipeline**2 <= MOST_SIMULATED):
         yield "zb-v", 2
     if whole:
         for virtual_stages in range(2, layers // pipeline + 1) if every else _chunk_numbers(layers, pipeline):
@@ -154,10 +157,10 @@ def schedules(layers: int, pipeline: int, whole: bool, every: bool) -> Iterator[
 
 @lru_cache(maxsize=4096)
 def _chunk_numbers(layers: int, pipeline: int) -> tuple[int, ...]:
-    """Numbers of chunks a stage that give no stage more layers than it has without."""
+    """Numbers of chunks a stage that give no stage more layers than it has without, and can be simulated soon."""
     return tuple(
         virtual_stages
-        for virtual_stages in range(2, layers // pipeline + 1)
+        for virtual_stages in range(2, min(layers // pipeline, MOST_SIMULATED // pipeline**2) + 1)
         if max(rank_totals(even_counts(layers, pipeline * virtual_stages), pipeline, "interleaved"))
         == -(-layers // pipeline)
     )

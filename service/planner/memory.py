@@ -5,6 +5,7 @@ The arithmetic is that of `workers/accounting/device_bytes.py`, which torch's ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -60,10 +61,15 @@ def usable_bytes(cluster: Cluster) -> float:
     return cluster.machine.accelerator.memory_bytes * (1 - RESERVE)
 
 
-def worst_rank(spec: JobSpec, machine: Machine | None = None) -> RankMemory:
-    """The rank that needs most. `machine`: what ranks are on, which makes some tensors otherwise; by default a GPU."""
-    passes = _passes(spec, machine)
-    return max((_memory(passes, rank) for rank in _candidates(spec)), key=lambda each: each.total)
+def worst_rank(spec: JobSpec, machine: Machine | None = None, usable: float = math.inf) -> RankMemory:
+    """The rank that needs most; of those that need more than `usable` bytes the first that is looked at. `machine`:
+    what ranks are on, which makes some tensors otherwise; by default a GPU."""
+    passes, found = _passes(spec, machine), []
+    for rank in _candidates(spec):
+        found.append(_memory(passes, rank))
+        if found[-1].total > usable:
+            break
+    return max(found, key=lambda each: each.total)
 
 
 def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:

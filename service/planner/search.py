@@ -175,7 +175,7 @@ def fastest(left: list[tuple[float, Candidate]], bounds: Bounds, limit: int, mos
         spec = candidate.spec(job)
         if find_problems(spec):
             continue
-        memory = worst_rank(spec, cluster.machine)
+        memory = worst_rank(spec, cluster.machine, usable)
         if memory.total <= usable:
             best.add(candidate, plan_of(spec, cluster, bounds.software, bounds.model(candidate), memory))
         else:

@@ -114,6 +114,8 @@ def _heads(spec: JobSpec) -> int:
 def not_kept(spec: JobSpec, layer: int) -> set[str]:
     """Names of `layer_terms` that are not kept since only the gradients of frozen weights need them."""
     frozen = frozen_names(spec)
+    if not frozen:
+        return set()
 
     def all_frozen(*names: str) -> bool:
         known = [f"layers.{layer}.{name}.weight" for name in names]
@@ -146,12 +148,16 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     policy = layout.recompute if recompute else "none"
     modules = layout.recompute_modules if policy == "selective" else ()
     count, first = layout.pipeline * layout.virtual_stages, first_trained_layer(model, spec.train.frozen)
-    total = 0
+    total, alike = 0, not spec.train.frozen and not layout.offload_layers
+    known: dict[int, int] = {}
     for place, layer in enumerate(layers_of(model.layers, layout, index)):
         if layer < first:
             continue  # no backward comes there
-        terms = kept_terms(spec, layer, policy, modules)
-        total += sum(terms.values()) - sum(offloaded(spec, index, place, terms))
+        kind = layer % layout.recompute_every if alike else layer
+        if kind not in known:
+            terms = kept_terms(spec, layer, policy, modules)
+            known[kind] = sum(terms.values()) - sum(offloaded(spec, index, place, terms))
+        total += known[kind]
     if index == 0 and first < 0:
         total += _embedding_bytes(spec)
     if index == count - 1:

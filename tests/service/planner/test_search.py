@@ -12,7 +12,7 @@ import pytest
 
 from service.planner import candidates as candidates_module
 from service.planner.bounds import Bounds
-from service.planner.candidates import Candidate, candidates, is_complete
+from service.planner.candidates import Candidate, candidates, is_complete, schedules
 from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
 from service.planner.memory import usable_bytes, worst_rank
 from service.planner.search import evaluate, search, smallest_cluster
@@ -107,6 +107,23 @@ def test_nothing_is_more_than_two_percent_faster_than_what_is_found(seed):
     enough = plans[0].time.seconds / 1.02 if plans else float("inf")
     faster = (each for each in everything(spec, cluster) if StepModel(each, cluster).time().seconds < enough)
     assert [each.layout for each in faster if worst_rank(each).total <= usable_bytes(cluster)] == []
+
+
+def test_chunks_of_very_many_stages_are_left_out_of_large_searches():
+    """Each simulation of them takes seconds."""
+    kinds = dict.fromkeys(schedules(1000, 250, True, False))
+    assert list(kinds) == [("1f1b", 1), ("zb-h1", 1)]
+    assert ("interleaved", 4) in set(schedules(1000, 250, True, True))
+    assert {("zb-v", 2), ("interleaved", 2)} <= set(schedules(1000, 125, True, False))
+
+
+def test_memory_of_a_layout_without_room_is_counted_until_that_is_known():
+    spec = job(8, 1024, 16, pipeline=4, data=2)
+    whole = worst_rank(spec)
+    assert worst_rank(spec, usable=whole.total) == whole
+    first = worst_rank(spec, usable=1.0)
+    assert first.rank == 0
+    assert 1.0 < first.total <= whole.total
 
 
 def drawn_large(seed: int) -> tuple[JobSpec, Cluster]:
