@@ -38,14 +38,16 @@ def step_shares(model: StepModel, time: StepTime, peak_flops: float) -> tuple[Sh
     counted = flops.model_full if spec.attention_is_explicit else flops.model_causal
     ideal = counted / spec.layout.world_size / (_peak_of_rank(model) or peak_flops)
     passes = mean.seconds
+    # Of each rank its own; the others are waited for.
+    casts = model.cast_seconds() / spec.layout.pipeline
     seconds = {
         "arithmetic": ideal,
         "products": mean.products + mean.attention - ideal,
-        "elementwise": mean.elementwise + mean.accumulation,
+        "elementwise": mean.elementwise + mean.accumulation + casts,
         "recomputation": mean.recomputation,
         "tensor": mean.tensor,
         "host": mean.host + model.first_wait(),
-        "bubble": time.pipeline - passes - model.first_wait(),
+        "bubble": time.pipeline - passes - model.first_wait() - casts,
         "gradients": time.gradients + time.tied,
         "optimizer": time.optimizer,
         "replicas": time.waiting,

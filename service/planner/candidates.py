@@ -3,8 +3,8 @@
 Left out is what another layout of the same search is never worse than: gpipe (1f1b takes as long and holds less);
 `zero: 0`; layouts without sequence parallelism where it is possible. Of many GPUs or layers (above `COMPLETE`) also
 what is hardly ever best: more stages than the layers of the fullest one need, but for two, which make the ends of the
-model lighter; chunks whose rounding gives a rank more layers, or of too many stages to be simulated soon; fewer replicas than find room, but where the batch
-divides.
+model lighter; chunks whose rounding gives a rank more layers, or of too many stages to be simulated soon; fewer
+replicas than find room, but where the batch divides.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from service.planner.communication import (
 )
 from service.planner.engine_passes import layer_time
 from service.planner.hardware import HOST_COPY, Cluster, with_threads
-from service.planner.layer_time import Passes, host_wait
+from service.planner.layer_time import CAST_BOTH, Passes, host_wait
 from service.planner.operations import WIDE, Budget, memory_seconds
 from service.planner.pipeline import Pipeline, StageTimes
 from service.planner.shared_cores import SharedCores
 from service.planner.software import MANTA, Software
-from workers.accounting.flops import padded_vocabulary, rank_parameters
+from workers.accounting.flops import layer_matrices, padded_vocabulary, rank_parameters
 from workers.accounting.offloaded_state import SLICE_ELEMENTS
 from workers.accounting.snapshot_bytes import STATE_BYTES
 from workers.config import JobSpec
@@ -150,7 +150,7 @@ class StepModel:
         """The whole step."""
         layout, m = self.spec.layout, self.spec.micro_batches
         pipeline = self.pipeline()
-        seconds, work = pipeline.seconds(m) + self.first_wait(), pipeline.work(m)
+        seconds, work = pipeline.seconds(m) + self.first_wait() + self.cast_seconds(), pipeline.work(m)
         last = min(each.backward_input + each.backward_weight for each in pipeline.times)
         gradients, optimizer = self.gradient_seconds(last), self.optimizer_seconds()
         tied = self.tied_seconds()
@@ -171,6 +171,15 @@ class StepModel:
         if budgets is None:
             return 0.0
         return max(0.0, host_wait(self.cluster.machine, budgets[0]) - budgets[0].host)
+
+    def cast_seconds(self) -> float:
+        """With 8-bit products, what casting the weights of all stages takes: a step's first micro-batch finds none cast
+        on any of them, and is waited for by those behind it."""
+        model, layout = self.spec.model, self.spec.layout
+        if self.spec.train.fp8 == "off":
+            return 0.0
+        elements = model.layers * sum(layer_matrices(model, layout.tensor).values())
+        return memory_seconds(self.cluster.machine, CAST_BOTH * elements)
 
     def whole_model(self) -> tuple[Budget, Budget, Budget] | None:
         """One micro-batch's passes of a measured GPU that has the whole model."""

@@ -75,6 +75,26 @@ def test_parameters_that_come_beside_the_next_forward_are_waited_for_less():
     assert step(job(24, 2048, **wide, gather="beside_forward"), 2) == step(job(24, 2048, **wide), 2)
 
 
+@pytest.mark.parametrize("pipeline", [1, 4])
+def test_weights_are_cast_once_a_step(pipeline):
+    """Read twice, for the scale and to be cast, and written both ways: 6 bytes an element, on one stage after the
+    other."""
+    h100s = Cluster(machine_of("h100-80gb"), 1, 8)
+    shares, steps = {}, {}
+    for batch in (16, 32):
+        train = {"fp8": "tensorwise", "global_batch_size": batch, "micro_batch_size": 4}
+        model = StepModel(job(24, 2048, pipeline=pipeline, train=train), h100s)
+        steps[batch] = model.time()
+        shares[batch] = {each.name: each.seconds for each in step_shares(model, steps[batch], 989e12)}
+        assert sum(shares[batch].values()) == pytest.approx(steps[batch].seconds)
+    casts = 6 * 24 * 12 * 2048**2 / (0.8 * 3.35e12)
+    assert model.cast_seconds() == pytest.approx(casts)
+    if pipeline == 1:
+        assert 2 * steps[16].pipeline - steps[32].pipeline == pytest.approx(casts)
+    own = 2 * shares[16]["elementwise"] - shares[32]["elementwise"]
+    assert own == pytest.approx(casts / pipeline)
+
+
 def test_fused_attention_goes_by_its_arithmetic_whatever_scores_would_take_of_the_memory():
     """arXiv:2307.08691: about half the rate of large products, over half of the scores."""
     shape = {"sequence_length": 8192, "vocabulary_size": 32000}
