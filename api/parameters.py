@@ -29,8 +29,11 @@ async def control_of(request: Request) -> ControlPlane:
 
 async def json_body(request: Request) -> Any:
     """The body as JSON. Raises MalformedJson where it is not strict JSON in UTF-8."""
+    body = await request.body()
+    if not body:
+        raise MalformedJson("the request has no body; it takes one in JSON")
     try:
-        document = json.loads(await request.body(), parse_constant=_no_constant)
+        document = json.loads(body, parse_constant=_no_constant)
         digest_of(document)  # also finds text that is no Unicode, which could be stored but never be sent back
     except (ValueError, RecursionError) as error:
         raise MalformedJson(f"the body is not valid JSON: {str(error) or 'nested too deeply'}") from error
@@ -75,7 +78,7 @@ def body_as(model: type[Model]) -> Callable[..., Awaitable[Model]]:
             return model.model_validate(document)
         except ValidationError as error:
             raise RequestValidationError(
-                [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors(include_context=False)]
+                [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
             ) from error
 
     return read

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -25,6 +26,8 @@ from service.cluster.sizes import SizeOutOfBounds
 from service.deletion import FilesNotRemoved
 from service.exports import BadTarget, ExportNotPossible
 from service.faults import FaultNotPossible, FaultsNotAllowed
+from service.identity import PROJECT_PATTERN
+from service.ids import NODE_ID_PATTERN
 from service.logs import LogsUnavailable
 from service.planner.job_plan import NotPlanned
 from service.running_ranks import NoRanks, RankNotFound, RankSilent
@@ -51,7 +54,7 @@ from service.store import (
 )
 from service.stored_specs import SpecNotUnderstood
 from workers.errors import MantaError
-from workers.spec.problems import SpecError
+from workers.spec.problems import SpecError, rule_in_words
 
 log = logging.getLogger(__name__)
 
@@ -204,11 +207,23 @@ async def _not_ready(_request: Request, error: Exception) -> Response:
 async def _invalid_parameter(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = [
-        FieldProblem(path=".".join(str(part) for part in entry["loc"][1:]), rule=entry["msg"])
+        FieldProblem(path=".".join(str(part) for part in entry["loc"][1:] if part != "[key]"), rule=_rule(entry))
         for entry in error.errors()
     ]
     detail = "; ".join(f"{entry.path}: {entry.rule}" for entry in errors)
     return problem("invalid_parameter", detail, errors)
+
+
+_PATTERNS = {
+    NODE_ID_PATTERN: "must be a node's id, or at least the first 4 characters of it; `manta nodes` lists the nodes",
+    f"^{PROJECT_PATTERN}$": "must be lower-case letters, digits and '-', and neither begin nor end with '-'",
+}
+
+
+def _rule(entry: Any) -> str:
+    """What a parameter breaks, in words."""
+    pattern = entry.get("ctx", {}).get("pattern")
+    return _PATTERNS.get(pattern) or rule_in_words(entry)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

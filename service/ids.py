@@ -14,6 +14,8 @@ JOB_ID_PATTERN = rf"job_[{ALPHABET}]{{{_DIGITS}}}"
 """Regular expression of a job id."""
 KEY_ID_PATTERN = rf"key_[{ALPHABET}]{{{_DIGITS}}}"
 """Regular expression of the id of an API key."""
+NODE_ID_PATTERN = "^[0-9a-f]{4,64}$"
+"""Regular expression of a node's id, as Ray makes them, or of its beginning."""
 
 _PATTERN = re.compile(JOB_ID_PATTERN)
 _KEY_PATTERN = re.compile(KEY_ID_PATTERN)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -171,6 +172,8 @@ def _all(client: MantaClient, job: str) -> list[Checkpoint]:
 
 def _in_place(place: Place, step: int | None) -> Place:
     """The checkpoint at `place`, or the newest in it."""
+    if isinstance(place, Path) and not place.exists():
+        raise NoCheckpoint(f"{place} is neither a job's id nor a folder that is there; `manta ps` lists the jobs")
     if generation_of(place) is not None:
         return place
     listing = list_checkpoints(place)

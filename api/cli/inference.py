@@ -21,20 +21,40 @@ def register(app: typer.Typer) -> None:
     app.command(context_settings=PASSED_ON)(generate)
 
 
-Help = Annotated[bool, typer.Option("--options", help="Say what else can be given, which is passed on.")]
+def _say_options(context: typer.Context, wanted: bool) -> None:
+    """Print what is passed on, which the engine's command knows."""
+    if wanted:
+        raise typer.Exit(subprocess.run(_engine(str(context.info_name), "--help"), check=False).returncode)
 
 
-def evaluate(context: typer.Context, what: Source, step: Step = None, url: Url = None, options: Help = False) -> None:
-    """Perplexity of a text (--text FILE), accuracy on last words (--last-word) or multiple choice (--choices)."""
-    _run("workers.evaluate", what, step, url, ["--help"] if options else context.args)
+Options = Annotated[
+    bool,
+    typer.Option("--options", help="Explain these and all others.", callback=_say_options, is_eager=True),
+]
 
 
-def generate(context: typer.Context, what: Source, step: Step = None, url: Url = None, options: Help = False) -> None:
-    """Let a job's model continue --prompt TEXT."""
-    _run("workers.generate", what, step, url, ["--help"] if options else context.args)
+def evaluate(
+    context: typer.Context, what: Source, step: Step = None, url: Url = None, options: Options = False
+) -> None:
+    """Say how good a job's model is: --text FILE (perplexity), --last-word FILE or --choices FILE (accuracy), or
+    --chat FILE (answers in conversations). Beside it: --stride, --template, --batch-size, --device, --dtype, --threads,
+    --json."""
+    _run("evaluate", what, step, url, context.args)
 
 
-def _run(module: str, what: str, step: int | None, url: str | None, arguments: list[str]) -> None:
-    checkpoint = str(source_of(what, step, url)) if "--help" not in arguments else what
-    ended = subprocess.run([sys.executable, "-m", module, checkpoint, *arguments], check=False)
-    raise typer.Exit(ended.returncode)
+def generate(
+    context: typer.Context, what: Source, step: Step = None, url: Url = None, options: Options = False
+) -> None:
+    """Let a job's model continue --prompt TEXT or --prompts FILE; with --chat, answer it. Beside it: --tokens,
+    --temperature, --top-k, --top-p, --seed, --template, --batch-size, --device, --dtype, --threads, --json."""
+    _run("generate", what, step, url, context.args)
+
+
+def _run(command: str, what: str, step: int | None, url: str | None, arguments: list[str]) -> None:
+    checkpoint = str(source_of(what, step, url))
+    raise typer.Exit(subprocess.run(_engine(command, checkpoint, *arguments), check=False).returncode)
+
+
+def _engine(command: str, *arguments: str) -> list[str]:
+    """The engine's own command of that name."""
+    return [sys.executable, "-m", f"workers.{command}", *arguments]

@@ -53,7 +53,8 @@ def list_jobs(
             sort=sort,
             order=order,
         )
-    show_page(page, as_json, lambda console: render.job_list(console, page.items))
+    filtered = any((state, name, search, label, owner))
+    show_page(page, as_json, lambda console: render.job_list(console, page.items, filtered))
 
 
 def edit(

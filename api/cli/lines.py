@@ -45,7 +45,8 @@ def logs(
             lines = iter(client.logs(job, rank, **wanted).items)
         else:
             lines = _to_the_last_page(lambda cursor: client.logs(job, rank, cursor, **wanted))
-        show_lines(lines, as_json, render.log_line)
+        narrowed = rank is not None or any(value is not None for value in (stream, search, regex, level))
+        show_lines(lines, as_json, render.log_line, _none_of("line", narrowed))
 
 
 def events(
@@ -63,11 +64,16 @@ def events(
     with connect(url) as client:
         if job is None:
             everywhere = client.follow_all_events(type=type) if follow else _events_of_all(client, type)
-            show_lines(everywhere, as_json, render.job_event_line)
+            show_lines(everywhere, as_json, render.job_event_line, _none_of("event", type is not None))
             return
         wanted = WantedEvents(type=type, rank=rank, generation=generation)
         answer = client.follow_events(job, **wanted) if follow else _events_of(client, job, wanted)
-        show_lines(answer, as_json, render.event_line)
+        show_lines(answer, as_json, render.event_line, _none_of("event", any(wanted.values())))
+
+
+def _none_of(what: str, narrowed: bool) -> str:
+    """What is said where there is none; `narrowed`: of all there are only some were asked for."""
+    return f"no {what} matches" if narrowed else f"no {what}s yet"
 
 
 def _events_of(client: MantaClient, job: str, wanted: WantedEvents) -> Iterator[Event]:

@@ -122,10 +122,14 @@ def show_page(page: Items[Any], as_json: bool, draw: Callable[[Console], None]) 
         typer.echo(f"These are {len(page.items)}; there are more: say --limit.", err=True)
 
 
-def show_lines(entries: Iterable[BaseModel], as_json: bool, line: Callable[[Any], str]) -> None:
-    """Each entry as a line, as soon as it is there; with `as_json` one JSON object a line."""
+def show_lines(entries: Iterable[BaseModel], as_json: bool, line: Callable[[Any], str], none: str) -> None:
+    """Each entry as a line, as soon as it is there; with `as_json` one JSON object a line. `none`: what people are told
+    where there is no entry."""
+    entry = None
     for entry in entries:
         typer.echo(json.dumps(entry.model_dump(mode="json")) if as_json else line(entry))
+    if entry is None and not as_json:
+        typer.echo(none, err=True)
 
 
 @app.command()
@@ -193,7 +197,10 @@ def metrics(
     """Show a job's metrics over its steps."""
     with connect(url) as client:
         answer = client.metrics(job, names.split(",") if names else None, after_step, max_points)
-    show(answer, as_json, lambda console: render.metric_table(console, answer))
+    show(answer, as_json, lambda console: render.metric_table(console, answer, after_step))
+    without = [name for name, values in answer.series.items() if all(value is None for value in values)]
+    if names and without and answer.steps and not as_json:
+        typer.echo(f"no value of {', '.join(without)}: `manta metrics {job}` shows what there is", err=True)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from api import schemas
-from api.cli.progress import figure, percent, progress_line
+from api.cli.progress import duration, figure, percent, progress_line
 from api.schemas import access as access_schemas
 from service.byte_counts import byte_count
 from workers import metric_names
@@ -36,6 +36,11 @@ def size(count: float | None) -> str:
     return "-" if count is None else byte_count(count)
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """So many of something."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:
     """Print `rows` under `headings`, or the sentence `empty` when there are none."""
     if not rows:
@@ -54,8 +59,8 @@ def layout_name(parallel: dict[str, Any]) -> str:
     return f"{parallel.get('tensor')}x{parallel.get('pipeline')}x{parallel.get('data')}"
 
 
-def job_list(console: Console, jobs: Sequence[schemas.Job]) -> None:
-    """The table of `manta ps`."""
+def job_list(console: Console, jobs: Sequence[schemas.Job], filtered: bool = False) -> None:
+    """The table of `manta ps`; `filtered`: whether it may have left jobs out."""
     rows = [
         (
             job.id,
@@ -71,7 +76,8 @@ def job_list(console: Console, jobs: Sequence[schemas.Job]) -> None:
         for job in jobs
     ]
     headings = ("JOB", "NAME", "STATE", "STEP", "LOSS", "TOKENS/S", "TxPxD", "RESTARTS", "SUBMITTED")
-    table(console, headings, rows, "no jobs yet; submit one with `manta submit FILE`")
+    none = "no job matches" if filtered else "no jobs yet; submit one with `manta submit FILE`"
+    table(console, headings, rows, none)
 
 
 def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = None) -> None:
@@ -111,14 +117,14 @@ def planned_line(plan: schemas.JobPlan) -> str:
     """What was planned of a step, and what it takes."""
     if plan.planned is None:
         return plan.problem or "-"
+    if plan.drift is not None:
+        return plan.drift.message
     planned = plan.planned.step_seconds
     text = f"{planned:.3g} s"
     if plan.measured is not None:
         took = plan.measured.step_seconds
         text = f"{text}, and takes {took:.3g} s ({took / planned - 1:+.0%})"
-    if plan.drift is not None:
-        text = f"{text}: {plan.drift.message}"
-    return f"{text} (assumed: this machine was not calibrated)" if plan.planned.assumed and not plan.drift else text
+    return f"{text} (assumed: this machine was not calibrated)" if plan.planned.assumed else text
 
 
 def edited(console: Console, job: schemas.Job) -> None:
@@ -130,8 +136,8 @@ def edited(console: Console, job: schemas.Job) -> None:
 
 def deletion(console: Console, answer: schemas.DeletedJob) -> None:
     """What `manta delete` says."""
-    counted = (("checkpoint", answer.checkpoints), ("log file", answer.logs), ("row", sum(answer.rows.values())))
-    what = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counted)
+    gone = (("checkpoint", answer.checkpoints), ("log file", answer.logs), ("row", sum(answer.rows.values())))
+    what = ", ".join(counted(count, name) for name, count in gone)
     console.print(f"{answer.id} is deleted: {what}, {size(answer.bytes)}", highlight=False)
 
 
@@ -139,7 +145,8 @@ def layout_page(console: Console, answer: schemas.DryRun) -> None:
     """What `manta submit --dry-run` says."""
     layout = answer.layout
     shape = f"{layout_name(layout.parallel)} (tensor x pipeline x data)"
-    console.print(f"the spec is fine: {shape}, {layout.world_size} ranks, {layout.micro_batches} micro-batches a step")
+    counts = f"{counted(layout.world_size, 'rank')}, {counted(layout.micro_batches, 'micro-batch', 'micro-batches')}"
+    console.print(f"the spec is fine: {shape}, {counts} a step")
     if layout.ranks:
         rows = [(place.rank, place.tensor, place.pipeline, place.data) for place in layout.ranks]
         table(console, ("RANK", "TENSOR", "PIPELINE", "DATA"), rows, "")
@@ -147,7 +154,7 @@ def layout_page(console: Console, answer: schemas.DryRun) -> None:
         plan, memory = answer.plan, size(answer.plan.memory_bytes.total)
         console.print(
             f"planned: {plan.step_seconds:.4g} s a step, {plan.tokens_per_second:,.0f} tokens/s, {memory} on the "
-            f"fullest rank, {plan.hours:.3g} hours in all",
+            f"fullest rank, {duration(3600 * plan.hours)} in all",
             highlight=False,
         )
     if answer.plan_note is not None:
@@ -174,14 +181,15 @@ def log_line(line: schemas.LogLine) -> str:
     return f"[{line.rank}] {line.text}"
 
 
-def metric_table(console: Console, points: schemas.MetricSeries) -> None:
-    """The table of `manta metrics`: only metrics of which something is known."""
+def metric_table(console: Console, points: schemas.MetricSeries, after_step: int = 0) -> None:
+    """The table of `manta metrics`, of steps above `after_step`: only metrics of which something is known."""
     shown = {name: values for name, values in points.series.items() if any(value is not None for value in values)}
     rows = [
         (step, *(_metric(name, values[place]) for name, values in shown.items()))
         for place, step in enumerate(points.steps)
     ]
-    table(console, ("STEP", *(name.upper() for name in shown)), rows, "no step is committed yet")
+    none = f"no step above {after_step} is committed yet" if after_step else "no step is committed yet"
+    table(console, ("STEP", *(name.upper() for name in shown)), rows, none)
 
 
 _FORMATS: dict[str, Callable[[float | None], str]] = {

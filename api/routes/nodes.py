@@ -11,10 +11,11 @@ from api.openapi import json_request
 from api.parameters import Control, body_as
 from api.problem_codes import changes
 from api.threads import read_threads_of
+from service.ids import NODE_ID_PATTERN
 
 router = APIRouter(prefix="/v1/nodes/{node_id}", tags=["cluster"])
 
-NodeId = Annotated[str, Path(pattern="^[0-9a-f]{4,64}$", description="Id of a node, or enough of its start.")]
+NodeId = Annotated[str, Path(pattern=NODE_ID_PATTERN, description="Id of a node, or enough of its start.")]
 
 
 @router.post(

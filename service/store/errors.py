@@ -22,9 +22,9 @@ class IllegalTransition(MantaError):
     def __init__(self, job_id: str, state: JobState, *, target: JobState | None = None, action: str | None = None):
         self.job_id, self.state, self.target, self.action = job_id, state, target, action
         if action is not None:
-            legal = ", ".join(ACTIONS[action])
+            legal = " or ".join(ACTIONS[action])
             advice = f": {ADVICE[action, state]}" if (action, state) in ADVICE else ""
-            super().__init__(f"job {job_id} is {state}; {action} works only while it is one of {legal}{advice}")
+            super().__init__(f"job {job_id} is {state}; {action} works only while it is {legal}{advice}")
         else:
             exits = ", ".join(sorted(TRANSITIONS[state])) or "nothing, it is final"
             super().__init__(f"job {job_id} is {state} and cannot become {target}; what may follow: {exits}")

@@ -63,7 +63,7 @@ def test_merge_patch_is_json_too(service):
     [
         ({"priority": "5"}, "priority"), ({"priority": 1001}, "priority"), ({"priority": None}, "priority"),
         ({"name": ""}, "name"), ({"name": "a/b"}, "name"), ({"name": None}, "name"), ({"steps": 5}, "steps"),
-        ({"labels": {"a": 5}}, "labels.a"), ({"labels": {"-a": "b"}}, "labels.-a.[key]"),
+        ({"labels": {"a": 5}}, "labels.a"), ({"labels": {"-a": "b"}}, "labels.-a"),
         ({"labels": {"a": "b c"}}, "labels.a"), ({"labels": None}, "labels"), ([], ""),
     ],
 )  # fmt: skip

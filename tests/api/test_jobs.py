@@ -198,7 +198,7 @@ def test_only_a_failed_job_is_tried_again(service, states):
     asked = list(service.control.asked)
     response = service.http.post(f"/v1/jobs/{job['id']}/retry")
     assert (response.status_code, response.json()["code"]) == (409, "illegal_transition")
-    assert response.json()["detail"].endswith("retry works only while it is one of FAILED")
+    assert response.json()["detail"].endswith("retry works only while it is FAILED")
     assert service.control.asked == asked
 
 

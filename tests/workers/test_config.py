@@ -110,7 +110,8 @@ WRONG_VALUES = [
     ("model.layers", "4", "must be an integer, not a string ('4')", "4"),
     ("model.layers", 4.2, "must be an integer", "4"),
     ("model.layers", 4.7, "must be an integer", "5"),
-    ("model.layers", True, "must be an integer, not a boolean", None),
+    ("model.layers", True, "must be an integer, not a boolean", "4"),
+    ("model.layers", "four", "must be an integer, not a string ('four')", "4"),
     ("model.layers", 0, "must be above 0, not 0", "1"),
     ("model.layers", -3.7, "must be an integer", None),
     ("model.layers", 10**12, "must be at most 10000", "10000"),
@@ -119,22 +120,30 @@ WRONG_VALUES = [
     ("model.dropout", 1.0, "must be below 1", "0.0"),
     ("model.family", "gtp", "must be one of gpt, llama, qwen, moe, bert, custom, not 'gtp'", "gpt"),
     ("train.optimizer.learning_rate", -1.0, "must be above 0", "0.001"),
+    ("train.optimizer.learning_rate", 0, "must be above 0", "0.001"),
+    ("train.batch_ramp", 3, "must be a mapping", "{start: 4, increment: 4, samples: 1000}"),
     ("train.optimizer.learning_rate", "0.1", "must be a number", "0.1"),
     ("train.optimizer.learning_rate", math.nan, "must be a finite number", "0.001"),
     ("train.optimizer.beta1", 1.5, "must be below 1", "0.9"),
     ("train.steps", 10**400, "must be at most 1000000000", "1000000000"),
     ("train.global_batch_size", 10**30, "must be at most 100000000", "100000000"),
     ("parallel.tensor", 10**9, "must be at most 100000", "100000"),
-    ("parallel.zero", 2, "must be one of 0, 1, 3, not 2", None),
+    ("parallel.zero", 2, "must be one of 0, 1, 3, not 2", "1"),
     ("parallel.recompute", {"a": "b"}, "must be one of none, selective, full, not a mapping", None),
     ("data.paths", "corpus.txt", "must be a list", "[corpus.txt]"),
-    ("name", "../up", "must be letters, digits", "-up"),
-    ("name", 7, "must be a string", "7"),
+    ("name", "../up", "must be letters, digits", "up"),
+    ("name", 7, "must be a string", "'7'"),
+    ("name", "", "must have at least 1 character", "my-model"),
+    ("name", "n" * 101, "must have at most 100 characters", "my-model"),
+    ("max_duration", "1h", "must be a number, not a string ('1h')", "3600"),
+    ("elastic", True, "must be a mapping, not a boolean", "{min_data: 1, max_data: 2}"),
+    ("labels", ["a"], "must be a mapping, not a list", "{team: research}"),
+    ("labels.team", 1, "must be a string, not an integer (1)", "'1'"),
     ("priority", 5000, "must be at most 1000", "1000"),
     ("train", 5, "must be a mapping, not an integer (5)", None),
     ("labels.team", "a & b", "must be letters, digits, '.', '_' or '-', the first and the last", "a---b"),
     ("parallel.bucket_megabytes", "x", "must be a number, not a string ('x')", "auto"),
-    ("parallel.bucket_megabytes", -1, "must be above 0", "1"),
+    ("parallel.bucket_megabytes", -1, "must be above 0", "auto"),
     ("model.options", {"a": [1]}, "must be a number, a string, true or false, not a list", None),
 ]
 
@@ -146,9 +155,8 @@ def test_wrong_values_name_the_field_the_rule_and_what_works(path, value, rule, 
     (problem,) = problems_of(with_value(path, value))
     assert problem.path == (f"{path}.a" if path == "model.options" else path)
     assert rule in problem.rule
-    if path != "name":
-        assert suggestion is None or problem.suggestion == suggestion
-    if problem.suggestion is not None and path not in ("name", "parallel.tensor"):
+    assert suggestion is None or problem.suggestion == suggestion
+    if problem.suggestion is not None and path not in ("name", "elastic", "parallel.tensor"):
         parsed = advised(with_value(path, value), problem)
         assert not [other for other in problems_if_any(parsed) if other.path == path and not other.unsupported]
 
@@ -226,6 +234,25 @@ def test_an_error_says_all_of_it_in_one_line():
     error = SpecError([Problem("a.b", "is wrong", "4"), Problem("c", "is bad"), Problem("", "is no spec")])
     assert str(error) == "a.b: is wrong (try: 4); c: is bad; is no spec"
     assert not error.problems[0].unsupported
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "is empty: it should hold a mapping of sections"),
+        (b"# nothing but a comment\n", "is empty: it should hold a mapping of sections"),
+        (b"name: \xe9\n", "is not text in UTF-8: see byte 7"),
+        (b"a: 1\na: 2\n", "is not valid YAML: the key a is there twice at line 2, column 1: a: 2 ^"),
+        (b"[" * 20_000, "is not valid YAML: it is nested too deeply"),
+    ],
+    ids=["empty", "comment", "latin", "twice", "deep"],
+)
+def test_a_file_that_holds_no_spec_is_told_apart(tmp_path, content, sentence):
+    file = tmp_path / "job.yaml"
+    file.write_bytes(content)
+    with pytest.raises(SpecError) as caught:
+        read_document(file)
+    assert caught.value.problems[0].rule == f"{file} {sentence}"
 
 
 @pytest.mark.parametrize("value", [None, [], "text", 5, 1.5, True])

@@ -65,8 +65,8 @@ def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespa
     try:
         command(options)
     except (MantaError, SpecError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 

@@ -100,23 +100,43 @@ def _problem_of(path: str, item: Any) -> Problem:
     if kind == "missing":
         return Problem(path, "required, but missing", _example_of(path))
     if kind in _TYPE_NAMES:
-        meant = _working(path, _converted(kind, value))
+        meant = _working(path, _converted(kind, value)) or _example_of(path)
         return Problem(path, f"must be {_TYPE_NAMES[kind]}, not {kind_of(value)}", meant)
     if kind == "literal_error":
-        known = [str(entry) for entry in _literals_at(path)]
-        closest = difflib.get_close_matches(_shown(value), known, n=1, cutoff=0.0)
-        return Problem(path, f"must be one of {', '.join(known)}, not {_shown(value)}", closest[0] if closest else None)
+        known = _literals_at(path)
+        rule = f"must be one of {', '.join(map(str, known))}, not {_shown(value)}"
+        return Problem(path, rule, _closest_literal(value, known))
     for name, text in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
         if name in context:
             bound = context[name]
-            nearest = str(bound) if name in ("ge", "le") else "1" if name == "gt" and isinstance(value, int) else None
+            nearest = str(bound) if name in ("ge", "le") else "1" if name == "gt" and isinstance(bound, int) else None
             return Problem(path, f"must be {text} {bound}, not {_shown(value)}", _working(path, nearest))
     if kind == "finite_number":
         return Problem(path, "must be a finite number", _working(path, None))
     if kind == "string_pattern_mismatch" and context["pattern"] in _TEXTS:
         rule, other, instead, most, otherwise = _TEXTS[context["pattern"]]
         return Problem(path, rule, re.sub(other, instead, value).strip("._ -")[:most] or otherwise)
-    return Problem(path, item["msg"])
+    return Problem(path, rule_in_words(item), _example_of(path))
+
+
+def rule_in_words(item: Any) -> str:
+    """The rule that one of pydantic's findings is about, as a sentence about the value."""
+    context = item.get("ctx", {})
+    for name, text in (("min_length", "at least"), ("max_length", "at most")):
+        if item["type"].startswith("string_") and name in context:
+            return f"must have {text} {context[name]} character{'' if context[name] == 1 else 's'}"
+    if item["type"] == "string_pattern_mismatch" and context["pattern"] in _TEXTS:
+        return _TEXTS[context["pattern"]][0]
+    return str(item["msg"])
+
+
+def _closest_literal(value: Any, known: tuple[Any, ...]) -> str | None:
+    """The one of the `known` words that is most like `value`; of numbers the nearest, of two the smaller one."""
+    numbers = [entry for entry in known if isinstance(entry, int)]
+    if numbers and isinstance(value, int | float):
+        return str(min(numbers, key=lambda entry: abs(entry - value)))
+    closest = difflib.get_close_matches(_shown(value), [str(entry) for entry in known], n=1, cutoff=0.0)
+    return closest[0] if closest else None
 
 
 def kind_of(value: Any) -> str:
@@ -187,7 +207,7 @@ def _converted(kind: str, value: Any) -> str | None:
         return {"yes": "true", "on": "true", "1": "true", "true": "true"}.get(text, "false")
     if kind == "tuple_type" and isinstance(value, str):
         return f"[{value}]"
-    return str(value) if kind == "string_type" and isinstance(value, int | float) else None
+    return f"'{value}'" if kind == "string_type" and isinstance(value, int | float) else None
 
 
 def _section_at(path: str) -> type[Section] | None:
@@ -271,6 +291,11 @@ _EXAMPLES = {
     "data.source": "python-stdlib",
     "train": "{steps: 200}",
     "train.steps": "200",
+    "train.batch_ramp": "{start: 4, increment: 4, samples: 1000}",
+    "elastic": "{min_data: 1, max_data: 2}",
+    "labels": "{team: research}",
+    "max_duration": "3600",
+    "name": "my-model",
 }
 
 

@@ -59,6 +59,8 @@ def document_in(text: str, name: str, folder: Path) -> Any:
         document = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
         raise _not_yaml(name, error) from error
+    if document is None:
+        raise SpecError([Problem("", f"{name} is empty: it should hold a mapping of sections", "model: {...}")])
     return with_absolute_paths(document, folder)
 
 
@@ -98,4 +100,11 @@ def _absolute(named: Any, folder: Path, words: tuple[str, ...] = ()) -> Any:
 
 
 def _not_yaml(name: str, error: Exception) -> SpecError:
-    return SpecError([Problem("", f"{name} is not valid YAML: {' '.join(str(error).split())}")])
+    if isinstance(error, UnicodeDecodeError):
+        return SpecError([Problem("", f"{name} is not text in UTF-8: see byte {error.start + 1}")])
+    why = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+    return SpecError([Problem("", f"{name} is not valid YAML: {why.replace(_OF_A_TEXT, ' at')}")])
+
+
+_OF_A_TEXT = ' in "<unicode string>",'
+"""What PyYAML calls a text that it was not given as a file."""

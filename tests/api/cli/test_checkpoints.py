@@ -129,6 +129,9 @@ def test_size_of_a_shard_is_in_units_of_ten_or_of_two(text, size):
 
 
 def test_what_cannot_be_read_or_written_is_one_sentence(manta, folder, tmp_path):
+    nothing = manta("checkpoints", "verify", folder, code=2)
+    assert f"{folder} is neither a job's id nor a folder that is there" in nothing
+    folder.mkdir()
     assert f"there is no whole checkpoint in {folder}; it has none" in manta("checkpoints", "verify", folder, code=2)
     saved(folder, 10)
     assert "of step 7" in manta("checkpoints", "verify", folder, "--step", 7, code=2)

@@ -1,5 +1,9 @@
 """`manta evaluate` and `generate` find the checkpoint and leave the rest to the engine's own commands."""
 
+import contextlib
+import importlib
+import io
+import re
 import subprocess
 import sys
 
@@ -50,3 +54,18 @@ def test_what_is_not_known_is_passed_on_and_its_exit_status_comes_back(called, f
 def test_where_there_is_no_checkpoint_nothing_is_run(called, tmp_path):
     result = CliRunner().invoke(app, ["generate", str(tmp_path / "none"), "--prompt", "a"])
     assert result.exit_code != 0 and not called
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_all_options_are_explained_without_a_model(called, command):
+    assert CliRunner().invoke(app, [command, "--options"]).exit_code == 3
+    assert called == [[sys.executable, "-m", f"workers.{command}", "--help"]]
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_the_help_names_every_option_of_the_engines_command(command):
+    engine = importlib.import_module(f"workers.{command}")
+    shown = CliRunner().invoke(app, [command, "--help"]).output
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as told:
+        engine.main(["--help"])
+    assert {option for option in re.findall(r"--[a-z-]+", told.getvalue()) if option not in shown} == set()

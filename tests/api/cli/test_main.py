@@ -115,6 +115,7 @@ def test_a_spec_may_come_from_standard_input(manta, spec_file, tmp_path, monkeyp
     stored = json.loads(manta("status", sent["id"], "--json").stdout)["spec"]
     assert stored["data"]["paths"] == [str(tmp_path / "words.txt")], "relative paths start where the command runs"
     assert "what standard input has is not valid YAML" in manta("submit", "-", input="a: [", code=2).stderr
+    assert "what standard input has is empty" in manta("submit", "-", input="", code=2).stderr
 
 
 @pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("CANCELLED", 1)])
@@ -193,6 +194,24 @@ def test_events_of_all_jobs(manta, service, job):
     assert manta("events", job, "--type", "told").stdout.count("\n") == 1
 
 
+def test_where_nothing_is_found_people_are_told_why_and_programs_nothing(manta, job):
+    assert manta("ps", "--state", "paused").stdout == "no job matches\n"
+    assert manta("ps", "--state", "paused", "--json").stderr == ""
+    assert manta("metrics", job, "--after-step", 10).stdout == "no step above 10 is committed yet\n"
+    assert "no value of lose: `manta metrics" in manta("metrics", job, "--names", "loss,lose").stderr
+    assert manta("logs", job, "--rank", 9).stderr == "no line matches\n"
+    assert manta("events", job, "--type", "recoverd").stderr == "no event matches\n"
+    assert manta("events", job, "--type", "recoverd", "--json").stderr == ""
+
+
+def test_names_that_cannot_be_are_refused_in_words(manta, service, job):
+    assert "name: must be letters, digits, '.', '_'" in manta("edit", job, "--name", "a/b", code=2).stderr
+    assert "name: must have at least 1 character" in manta("edit", job, "--name", "", code=2).stderr
+    assert "labels.a b: must be letters, digits" in manta("edit", job, "--label", "a b=c", code=2).stderr
+    assert "`manta nodes` lists the nodes" in manta("drain", "the-first", code=2).stderr
+    assert "must be lower-case letters" in service.http.post("/v1/projects", json={"name": "A B"}).json()["detail"]
+
+
 @pytest.mark.parametrize("command", ["logs", "events"])
 def test_following_ends_with_the_job(manta, service, job, command):
     service.move(job, "SUCCEEDED")
@@ -264,7 +283,7 @@ def test_pause_and_resume(manta, service, job):
 
 
 def test_retry(manta, service, job):
-    assert "retry works only while it is one of FAILED" in manta("retry", job, code=2).stderr
+    assert "retry works only while it is FAILED" in manta("retry", job, code=2).stderr
     service.move(job, "FAILED")
     assert manta("retry", job).stdout == f"{job} is QUEUED\n"
     service.move(job, "STARTING", "FAILED")

@@ -38,7 +38,7 @@ def test_retry_puts_it_back_into_the_queue_and_forgets_how_it_ended(store, faile
 
 def test_only_what_failed_is_tried_again(store, submit):
     waiting = submit()
-    with pytest.raises(IllegalTransition, match="retry works only while it is one of FAILED"):
+    with pytest.raises(IllegalTransition, match="retry works only while it is FAILED"):
         store.write(lambda s: failed_jobs.request_retry(s, waiting.id))
 
 

@@ -39,11 +39,11 @@ def test_a_second_pause_changes_nothing(store, submit):
 @pytest.mark.parametrize(
     ("states", "request_", "advice"),
     [
-        (["CANCELLING"], pauses.request_pause, "pause works only while it is one of QUEUED, STARTING"),
+        (["CANCELLING"], pauses.request_pause, "pause works only while it is QUEUED or STARTING"),
         (["FAILED"], pauses.request_pause, "`manta retry` has it go on"),
         (["PAUSING"], pauses.request_resume, "wait until it is PAUSED, then resume it"),
         (["RUNNING"], pauses.request_resume, "it is not paused, so it goes on by itself"),
-        (["CANCELLING"], pauses.request_resume, "resume works only while it is one of PAUSED"),
+        (["CANCELLING"], pauses.request_resume, "resume works only while it is PAUSED"),
     ],
 )
 def test_what_a_state_does_not_allow_is_refused_with_what_to_do(store, started, states, request_, advice):

@@ -63,12 +63,12 @@ def test_of_several_checkpoints_the_newest_whole_one_counts(checkpoints, tmp_pat
 
 
 def test_what_cannot_be_done_is_one_sentence(checkpoints, tmp_path, capsys):
-    sentence = said(generate, capsys, tmp_path / "none", "--prompt", "to", code=1)
-    assert sentence == f"CheckpointError: there is no whole checkpoint at {tmp_path / 'none'}\n"
-    sentence = said(generate, capsys, checkpoints, "--prompt", "to", "--tokens", 100, code=1)
+    sentence = said(generate, capsys, tmp_path / "none", "--prompt", "to", code=2)
+    assert sentence == f"there is no whole checkpoint at {tmp_path / 'none'}\n"
+    sentence = said(generate, capsys, checkpoints, "--prompt", "to", "--tokens", 100, code=2)
     assert "with 100 more is longer than the model's 8" in sentence
-    sentence = said(evaluate, capsys, checkpoints, "--choices", tmp_path / "none.jsonl", code=1)
-    assert sentence.startswith("BadTask: cannot be read: ")
+    sentence = said(evaluate, capsys, checkpoints, "--choices", tmp_path / "none.jsonl", code=2)
+    assert sentence.startswith("cannot be read: ")
     with pytest.raises(SystemExit):
         evaluate.main([str(checkpoints), "--text", "a", "--stride", "0"])
     assert "must be a number above 0, not '0'" in capsys.readouterr().err
