@@ -124,7 +124,9 @@ def test_multiples_of_a_step_are_drawn_at_equal_distances(report, rendered, stor
     assert all(time > 1e9 for time in body["series"]["time"])
 
 
-@pytest.mark.parametrize(("after", "until", "steps"), [(24, 100, [25, 50, 75, 100]), (24, 25, [25]), (25, 99, [50, 75])])
+@pytest.mark.parametrize(
+    ("after", "until", "steps"), [(24, 100, [25, 50, 75, 100]), (24, 25, [25]), (25, 99, [50, 75])]
+)
 def test_multiples_in_a_part_begin_and_end_with_those_on_its_edges(report, rendered, store, job, after, until, steps):
     report([{"step": step, "loss": 1.0} for step in range(1, 112)])
     body = json.loads(rendered.one(store, job, ["loss"], after, 10, until_step=until, every=25).body)
