@@ -50,16 +50,20 @@ class GlooWaits:
     def by_thread(self, work: dist.Work) -> None:
         """Wait for what takes no short time-out, in another thread: a send or a receive, where it would end all of the
         group, and a reduce-scatter, which pays no heed to it. Raises PeerLost, RuntimeError."""
+        wait = self._begin_wait(work)
+        while not wait.ended.wait(TURN.total_seconds()):
+            self._raise_if_interrupted()
+        self._others.discard(work)
+        if wait.error is not None:
+            raise wait.error
+
+    def _begin_wait(self, work: dist.Work) -> _Wait:
         if self._waits is None:
             self._waits = queue.SimpleQueue()
             threading.Thread(target=_wait_for_each, args=(self._waits,), name="gloo waits", daemon=True).start()
         wait = _Wait(work)
         self._waits.put(wait)
-        while not wait.ended.wait(TURN.total_seconds()):
-            self._raise_if_interrupted()
-        if wait.error is not None:
-            raise wait.error
-        self._others.discard(work)
+        return wait
 
     def _raise_if_interrupted(self) -> None:
         if self._interrupted():
@@ -68,12 +72,14 @@ class GlooWaits:
     def end(self) -> bool:
         """After it was broken off: whether all collectives have ended, as far as is known. One that has not keeps a
         thread of gloo's, and the memory that it uses, until its time-out."""
-        if self._waits is not None:
-            self._waits.put(None)
         deadline = time.monotonic() + END_SECONDS
+        waits = [self._begin_wait(work) for work in self._others]
         for work in self._collectives:
             _ended_by(work, deadline)
-        return not self._others and all(work.is_completed() for work in self._collectives)
+        others_ended = all(wait.ended.wait(max(0.0, deadline - time.monotonic())) for wait in waits)
+        if self._waits is not None:
+            self._waits.put(None)
+        return others_ended and all(work.is_completed() for work in self._collectives)
 
 
 class _Wait:

@@ -80,7 +80,7 @@ def test_a_message_that_does_not_end_is_left_to_the_thread_that_waits_for_it(wai
     endless.released.set()
 
 
-def test_what_pays_no_heed_to_time_outs_is_not_waited_for_at_the_end(waits):
+def test_what_pays_no_heed_to_time_outs_and_does_not_end_is_left_and_known_to_go_on(waits):
     scatter = Endless()
     waits.begun(scatter, heeds_time_outs=False)
     with pytest.raises(PeerLost, match="broken off"):
@@ -111,8 +111,21 @@ def test_a_collective_that_ends_right_after_its_turn_is_whole(waits):
     assert work.turns == 2
 
 
-def test_what_was_begun_and_not_waited_for_is_given_a_moment_to_end(waits):
+@pytest.mark.parametrize("heeds_time_outs", [True, False])
+def test_what_was_begun_and_not_waited_for_is_given_a_moment_to_end(waits, monkeypatch, heeds_time_outs):
+    monkeypatch.setattr(gloo_waits, "END_SECONDS", SECONDS)
     work = Ending("Connection closed by peer")
-    waits.begun(work, heeds_time_outs=True)
+    waits.begun(work, heeds_time_outs)
     work.turns = 1
+    assert waits.end()
+
+
+def test_what_pays_no_heed_to_time_outs_and_ends_with_an_error_has_ended(waits, monkeypatch):
+    """The groups that it was in may take new members."""
+    monkeypatch.setattr(gloo_waits, "END_SECONDS", SECONDS)
+    first, second = Ending("Connection closed by peer"), Ending("Connection closed by peer")
+    for work in (first, second):
+        waits.begun(work, heeds_time_outs=False)
+    with pytest.raises(RuntimeError, match="closed"):
+        waits.by_thread(first)
     assert waits.end()
