@@ -149,7 +149,7 @@ class RankState:
         if unpinned:
             message = (
                 f"the GPU's driver does not pin the memory of the snapshots of {unpinned} of {everybody} ranks: each "
-                "takes about ten times as long and holds the GPU up. Allow them more locked memory (ulimit -l)"
+                "takes much longer and holds the GPU up. Allow them more locked memory (ulimit -l)"
             )
             data = {"ranks": unpinned}
             announce(self.comm, self.reporter, "snapshots_not_pinned", self.step, message, data)
