@@ -67,7 +67,8 @@ async def _in_memory(job: JobContext, generation: int) -> tuple[rank_backups.Bro
     gang, agents = job.gang, list(job.gang.by_rank.values())
     departing = [agent for people in job.departing for agent in people.agents if agent is not None]
     own = await asyncio.gather(*(agent.snapshot_steps(gang.tag) for agent in agents))
-    brought, others = rank_backups.Brought([list(steps) for steps in own], {}), _other_layouts(job.submitted, gang.tag)
+    brought = rank_backups.Brought([list(steps) for steps in own], {})
+    others = _other_layouts(job.submitted, gang.tag) if generation else {}
     foreign: list[tuple[int, list[str]]] = []
     needy = list(range(len(agents))) if departing else rank_backups.without_state(own)
     if generation and (needy or others):
@@ -103,8 +104,8 @@ def _source(resume: Resume, taken: set[str], from_memory: bool) -> str:
 
 
 def _other_layouts(submitted: JobSpec, tag: str) -> dict[str, ParallelConfig]:
-    """By tag all layouts that the job may run in, but for the one with `tag`."""
-    layouts = [resized(shape, size).layout for shape in shapes_of(submitted) for size in sizes_of(submitted)]
+    """By tag all layouts that the job may run in, but for the one with `tag`. They may be thousands."""
+    layouts = (resized(shape, size).layout for shape in shapes_of(submitted) for size in sizes_of(submitted))
     by_tag = {layout_tag({"parallel": layout.model_dump(mode="json")}): layout for layout in layouts}
     by_tag.pop(tag, None)
     return by_tag

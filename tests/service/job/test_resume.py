@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.cluster.agent_client import AgentError
-from service.cluster.sizes import shapes_of
+from service.cluster.sizes import resized, shapes_of
 from service.job import resume
 from service.job.context import JobContext
 from service.job.gang import AgentSet
@@ -299,6 +299,31 @@ def test_state_that_ranks_of_another_shape_left_is_as_good(store, cluster, submi
     job.departing.append(AgentSet(asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["two"]))))
     start, source = resume_of(job)
     assert (start.source, start.step, source) == ("memory", 6, "memory")
+
+
+def test_of_thousands_of_layouts_only_those_that_have_left_something_are_looked_at(
+    store, cluster, make_spec, submit, monkeypatch
+):
+    sizes = {"parallel": {"tensor": 2, "data": 64}, "elastic": {"min_data": 1, "reshape": True}}
+    sizes["train"] = {"steps": 10, "global_batch_size": 64, "micro_batch_size": 1}
+    every = {
+        layout_tag(resized(shape, size).model_dump(mode="json")): resized(shape, size).layout
+        for shape in shapes_of(make_spec(**sizes))
+        for size in range(1, 65)
+    }
+    looked, groups = [], resume.state_groups
+    monkeypatch.setattr(resume, "state_groups", lambda layout: looked.append(layout) or groups(layout))
+    cluster.nodes.slots["one"] = 128
+    job = JobContext.of(store, cluster, submit(**sizes))
+    asyncio.run(job.gang.place(1, job.submitted, ()))
+    assert resume_of(job) == (Resume(), "start")
+    store.write(lambda s: generations.begin(s, job.id, "test", False))
+    tag, layout = next((tag, layout) for tag, layout in every.items() if (layout.tensor, layout.data) == (1, 2))
+    for rank in range(2):
+        cluster.agents.memory["one"][job.id, tag, rank] = [6]
+    (start, source) = resume_of(job)
+    assert (start.source, start.step, source) == ("memory", 6, "memory")
+    assert looked == [layout]
 
 
 def test_job_that_has_not_begun_looks_for_nothing_of_other_layouts(store, cluster, submit):
