@@ -14,7 +14,7 @@ from service.cluster.cluster import Cluster
 from service.cluster.placement import Capacity, Unit, agent_name, placement_group_name, replica_of, seats_of, unit_of
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import given_back, resized
-from workers.comm.grid import state_peers
+from workers.comm.grid import state_groups
 from workers.config import JobSpec, ParallelConfig
 from workers.protocol.messages import AgentDescription
 from workers.snapshot.files import layout_tag
@@ -71,7 +71,7 @@ class Gang:
     @property
     def peers(self) -> dict[int, list[int]]:
         """For each rank those that have the same state."""
-        return {rank: state_peers(self.layout, rank) for rank in range(self.layout.world_size)}
+        return {rank: group for group in state_groups(self.layout) for rank in group}
 
     @property
     def by_rank(self) -> dict[int, AgentClient]:

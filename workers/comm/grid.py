@@ -75,5 +75,6 @@ def state_peers(layout: ParallelConfig, rank: int) -> list[int]:
 
 def state_groups(layout: ParallelConfig) -> list[list[int]]:
     """All ranks, in groups with the same state, ordered by their first rank."""
-    groups = [state_peers(layout, rank) for rank in range(layout.world_size)]
-    return [group for rank, group in enumerate(groups) if group[0] == rank]
+    ranks = layout.world_size
+    apart = ranks if layout.zero else ranks // layout.data  # ranks of a data group lie so far from each other
+    return [list(range(first, ranks, apart)) for first in range(apart)]

@@ -79,3 +79,11 @@ def test_replicas_have_the_same_state_unless_zero_splits_it():
 def test_under_zb_v_both_ends_of_the_model_are_on_the_first_stage():
     grid = RankGrid(ParallelConfig(tensor=2, pipeline=3, schedule="zb-v", virtual_stages=2))
     assert [grid.group("embedding", rank) for rank in range(6)] == [[rank] for rank in range(6)]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 1, 1), (2, 3, 1), (2, 3, 4), (1, 1, 5)])
+def test_groups_of_all_ranks_are_those_of_each(tensor, pipeline, data, zero):
+    layout = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, zero=zero)
+    group_of = {rank: group for group in state_groups(layout) for rank in group}
+    assert group_of == {rank: state_peers(layout, rank) for rank in range(layout.world_size)}
