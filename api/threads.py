@@ -1,5 +1,6 @@
 """Threads for what may take long, or is asked for often: jobs, lists, series, what streams read, the planner's
-work, deletions. All else is short and has others, so it never waits behind them."""
+work, what file systems, Ray and agents are asked, deletions. All else is short and has others, so it never waits behind
+them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from service.lag import Lag
 from service.leases.errors import LeaseLost
 from service.leases.held import Leases
 from service.states import JobState
-from service.store import IllegalTransition, Store, jobs
+from service.store import IllegalTransition, JobNotFound, Store, jobs
 from service.store.jobs import QueuedJob
 from service.store.retries import may_pass
 from service.store.tables import Job
@@ -189,7 +189,10 @@ class Scheduler:
     def _if_queued(self, job_id: str) -> Job | None:
         """The job; None where it is not in the queue any more."""
         with self._store.read() as session:
-            job = jobs.get(session, job_id)
+            try:
+                job = jobs.get(session, job_id)
+            except JobNotFound:
+                return None
         return job if job.state == JobState.QUEUED else None
 
     def _keep_only(self, job_ids: set[str]) -> None:

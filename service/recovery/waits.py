@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,12 +63,13 @@ def _sentence(ranks: Sequence[WaitingRank], edges: dict[int, int], why: str) -> 
     if not edges:
         return "no rank waits for another one at this moment"
     ends = [path_from(rank, edges)[-1] for rank in edges]
-    last = max(sorted(set(ends)), key=ends.count)
+    counts = Counter(ends)
+    last = max(sorted(counts), key=counts.__getitem__)
     count = f"{len(edges)} of {len(ranks)} ranks {'waits' if len(edges) == 1 else 'wait'}"
     tail = f"; {why}" if why else ""
     if last in edges:  # they wait for each other, as in a collective that is under way
         return f"{count} for each other, as ranks do in a communication that is under way{tail}"
-    all_of_them = "" if ends.count(last) == len(ends) else "most of them "
+    all_of_them = "" if counts[last] == len(ends) else "most of them "
     return f"{count}, {all_of_them}in the end for rank {last}, which is in {ranks[last].doing}{tail}"
 
 
