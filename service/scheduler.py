@@ -70,7 +70,8 @@ class Scheduler:
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
         self._data_looks = DataLooks(data_roots)
         self._good_data: set[str] = set()
-        """Jobs in the queue whose data could be trained on when it was looked at."""
+        """Jobs in the queue whose data could be trained on when they came: it is looked at again before they are
+        placed, and not every second until then."""
         self._wake = asyncio.Event()
         self.lag = Lag()
         """How long something in the queue has waited to be looked at."""
@@ -146,12 +147,16 @@ class Scheduler:
         spec = await self._read_spec(job)
         if spec is None:
             return Look.STEPS_ASIDE
-        has_room = await self._shortage(await self._sized(job, spec)) is None
-        if has_room and self._cluster.nodes.at_rest:
-            await self._cluster.daemons.wake()
+        is_known = job.id in self._good_data
+        if is_known or self._cluster.nodes.at_rest:
+            shortage = await self._shortage(await self._sized(job, spec))
+            if shortage is None:
+                await self._cluster.daemons.wake()
+            elif is_known:
+                await self._let_wait(job, spec, shortage)
+                return await self._waits(spec)
         try:
-            # Once when it comes, and again before it is placed: to look every second would keep file systems busy.
-            if (has_room or job.id not in self._good_data) and not await self._data_is_good(job, spec):
+            if not await self._data_is_good(job, spec):
                 return Look.DONE
         except DataSilent as error:
             return await self._let_data_answer(job, error)
@@ -161,6 +166,9 @@ class Scheduler:
                 return Look.DONE
         finally:
             self.placing.discard(job.id)
+        return await self._waits(spec)
+
+    async def _waits(self, spec: JobSpec) -> Look:
         return Look.STEPS_ASIDE if await self._never_fits(spec) else Look.WAITS
 
     async def _ask_ahead(self, job: Job) -> Look:
