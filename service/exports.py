@@ -68,7 +68,12 @@ class Exports:
             row, source = self._store.write(
                 lambda session: self._begun(session, job_id, checkpoint_id, target, format, dtype)
             )
-            run = _Run(row.id, _started(source, target, format, dtype))
+            try:
+                run = _Run(row.id, _started(source, target, format, dtype))
+            except OSError as error:
+                problem = f"the process that writes it cannot be started ({error}): try again"
+                self._store.write(lambda session: exports.end(session, row.id, problem))
+                raise ExportNotPossible(problem) from error
             self._runs[row.id] = run
         in_daemon_thread(f"export {row.id}", lambda: self._follow(run, job_id, target))
         return row

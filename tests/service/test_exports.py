@@ -116,6 +116,18 @@ def test_real_exporter_says_what_is_wrong_with_the_checkpoint(store, job, root, 
     assert not (root / "a" / "b").exists()
 
 
+def test_export_that_cannot_begin_is_over(store, job, root, monkeypatch):
+    def refuse(*_arguments):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(module, "_started", refuse)
+    with pytest.raises(ExportNotPossible, match=r"cannot be started .*temporarily unavailable.*: try again"):
+        Exports(store, (root,)).begin(job, id_of(job, 5), "mine", "hf", None)
+    with store.read() as session:
+        (row,) = exports.of_job(session, job)
+        assert (row.state, exports.any_runs(session, job, row.updated_at)) == ("failed", False)
+
+
 def test_only_so_many_at_once_and_none_after_the_service(store, job, root, written_by, ended):
     started = written_by(WAITS)
     writer = Exports(store, (root,))
