@@ -175,9 +175,7 @@ class _Live:
             job = jobs.get(session, self.job_id)
         try:
             source = self.logs.source(self.job_id, fresh=False)
-            whole = is_final(job.state) and self._is_whole(
-                job
-            )  # so that the source, which was there before, has it all
+            whole = is_final(job.state) and self._is_whole(job)  # so that the source, there before, has it all
             position, page = self._read(source, position)
         except LogsUnavailable:  # it goes on once they can be read
             return Batch([], position, False, False, job.state)

@@ -1,10 +1,12 @@
 """GET /v1/jobs/{id}/logs: from the end, filtered, and live in the same way."""
 
+import itertools
 import json
+import time
 
 import pytest
 
-from service.logs import log_file, log_folder
+from service.logs import LogsInHome, LogsUnavailable, log_file, log_folder
 from tests.api.test_sse_server import read_stream
 
 LINES = ("step 1 loss 2.5", "WARNING: slow", "step 2 loss 2.25", "ValueError: bad", "step 3 loss 2.0")
@@ -99,6 +101,47 @@ def test_earlier_lines_come_part_by_part(service, job):
     assert foreign.status_code == 422
 
 
+def test_stream_has_no_earlier_part(service, job):
+    earlier = asked(service, job, tail=2)["earlier_cursor"]
+    for more in ({"follow": "true"}, {"cursor": asked(service, job, limit=1)["resume_cursor"]}):
+        answer = service.http.get(f"/v1/jobs/{job}/logs", params={"tail": 1, "before": earlier, **more})
+        assert (answer.status_code, answer.json()["errors"][0]["path"]) == (422, "before")
+
+
+def test_stream_waits_for_the_last_lines_of_a_job_that_is_over_but_not_for_long(service, job, monkeypatch):
+    """A node that was lost may bring what was printed on it later, or never."""
+    monkeypatch.setattr("api.routes.logs._LATE_SECONDS", 1.0)
+    monkeypatch.setattr(LogsInHome, "is_whole", lambda self, job_id: False)
+    monkeypatch.setattr(LogsInHome, "version", lambda self, job_id: time.monotonic())
+    service.report(job, [{"step": 1, "loss": 2.5}])
+    service.move(job, "CANCELLED")
+    over = time.monotonic()
+
+    def late(line):
+        if line["text"] == LINES[-1]:
+            add(service, job, 1, "came late", begin=99.0)
+        return False
+
+    entries, state = read_stream(service, f"/v1/jobs/{job}/logs", until=late)
+    assert (entries[-1][1]["text"], state) == ("came late", "CANCELLED")
+    assert time.monotonic() - over > 0.9
+
+
+def test_stream_goes_on_once_logs_that_could_not_be_read_can_be(service, job, monkeypatch):
+    source, looks = LogsInHome.source, itertools.count()
+
+    def away_at_first(self, job_id, fresh=True):
+        if next(looks) < 2:
+            raise LogsUnavailable("the bucket is away")
+        return source(self, job_id, fresh)
+
+    monkeypatch.setattr(LogsInHome, "source", away_at_first)
+    monkeypatch.setattr(LogsInHome, "version", lambda self, job_id: time.monotonic())
+    service.move(job, "CANCELLED")
+    entries, _ = read_stream(service, f"/v1/jobs/{job}/logs?rank=0")
+    assert [line["text"] for _, line in entries] == [*LINES]
+
+
 def test_cursor_of_other_lines_is_refused(service, job):
     cursor = asked(service, job, search="step", limit=1)["resume_cursor"]
     for other in ({}, {"search": "loss"}, {"search": "step", "rank": 0}):
@@ -127,6 +170,17 @@ def test_what_is_searched_for_is_found_behind_much_else(service, job, monkeypatc
     monkeypatch.setattr("api.routes.logs.read_page", _in_small_parts)
     add(service, job, 0, *["nothing"] * 500, "the needle", begin=100.0)
     assert texts(asked(service, job, search="needle")) == ["the needle"]
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+def test_no_more_is_found_than_is_asked_for(service, job, monkeypatch, limit):
+    monkeypatch.setattr("service.logs.MIN_CHUNK_BYTES", 400)
+    monkeypatch.setattr("api.routes.logs.read_page", _in_small_parts)
+    needles = [f"needle {number}" for number in range(9)]
+    add(service, job, 0, needles[0], *["nothing"] * 50, *needles[1:], begin=100.0)
+    page = asked(service, job, search="needle", limit=limit)
+    assert texts(page) == needles[:limit]
+    assert texts(asked(service, job, search="needle", cursor=page["next_cursor"])) == needles[limit:]
 
 
 def _in_small_parts(source, position, rank, limit, **more):

@@ -2,6 +2,8 @@
 database and a cluster that exists on paper."""
 
 import asyncio
+import re
+import time
 
 import pytest
 
@@ -245,6 +247,20 @@ def test_each_node_that_is_to_be_left_in_vain_is_said_once(planned):
         assert told(context, "drain_waiting") == 2
         context.cluster.nodes.slots["three"] = 2
         assert await planner.may_change(), "there is room now"
+
+    planned(body, {"one": 2, "two": 2, "three": 0})
+
+
+def test_the_first_of_the_jobs_nodes_to_go_says_how_long_it_can_stay(planned):
+    async def body(planner, running, context):
+        now = time.monotonic()
+        context.cluster.nodes.draining |= {"one", "two", "three"}
+        context.cluster.nodes.leave_by |= {"one": now + 9000.0, "two": now + 5000.0, "three": now + 600.0}
+        assert await planner.plan(running) is None
+        with context.record.store.read() as session:
+            (said,) = [each.message for each in events.page(session, context.id).items if each.type == "drain_waiting"]
+        seconds = int(re.search(r"for (\d+) s;", said)[1])
+        assert 4000 < seconds < 5000
 
     planned(body, {"one": 2, "two": 2, "three": 0})
 

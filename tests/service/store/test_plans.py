@@ -90,6 +90,13 @@ def test_a_plan_that_comes_late_is_waited_for(training):
     assert len(training.drifts()) == 1
 
 
+def test_rows_that_were_thinned_out_on_their_way_are_not_taken_for_enough(training):
+    training.begin(of_plan=plan())
+    assert not training.steps(ENOUGH, ENOUGH - 1)
+    assert training.steps(2 * ENOUGH, 1)
+    assert training.newest().measured.first_step == ENOUGH + SETTLING_STEPS
+
+
 def test_what_could_not_be_planned_is_measured_all_the_same(training):
     nothing = {"parallel": PARALLEL, "planned": None, "problem": "nobody knows"}
     training.begin(of_plan=nothing)

@@ -32,7 +32,7 @@ def test_recovery_says_what_failed_what_was_replaced_and_what_it_cost():
 def test_recovery_that_another_failure_breaks_off_is_sent_with_the_one_after_it():
     first = broken_off(noticed_at=31.0, failed_at=30.0, rested_at=32.0)
     second = RecoveryTimeline(41, 40, 42, 44, 46, 50, 55)
-    generations = [FIRST, (33.0, None, None, 43.0), (43.0, 50.0, 55.0, None)]
+    generations = [FIRST, (33.0, None, None, 43.0), (44.0, 50.0, 55.0, None)]
     job = history("0 QUEUED, 5 STARTING, 20 RUNNING, 31 RECOVERING", generations, {2: first, 3: second})
     assert spans_of(job, 2) == []
     wholes = [span for span in spans_of(job, 3) if span.parent_id is None]

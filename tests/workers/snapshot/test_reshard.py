@@ -22,6 +22,7 @@ from workers.checkpoint.rectangles import Rectangle
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError
 from workers.snapshot.files import snapshot_files
+from workers.snapshot.note import read_note
 from workers.snapshot.reshard import intersection, load_from_snapshots, rest
 from workers.snapshot.snapshot_file import SnapshotFile
 from workers.snapshot.snapshots import Snapshots
@@ -263,3 +264,11 @@ def test_a_file_is_named_by_the_first_rank_that_holds_the_same(written, layout, 
         with contextlib.closing(SnapshotFile.open(Path(path), mmap.ACCESS_COPY)) as file:
             tables.append(file.table()["rank"])
     assert tables == named
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_note_is_that_of_rank_0_in_whichever_order_the_files_are_given(written, first):
+    paths = written["t4"].paths
+    found = load_from_snapshots([*paths[first:], *paths[:first]], STEPS, [], 0)
+    rows, _ = read_note(found.note)
+    assert [row["step"] for row in rows] == [1, 2]
