@@ -102,6 +102,7 @@ def test_earlier_lines_come_part_by_part(service, job):
 
 
 def test_stream_has_no_earlier_part(service, job):
+    service.move(job, "CANCELLED")
     earlier = asked(service, job, tail=2)["earlier_cursor"]
     for more in ({"follow": "true"}, {"cursor": asked(service, job, limit=1)["resume_cursor"]}):
         answer = service.http.get(f"/v1/jobs/{job}/logs", params={"tail": 1, "before": earlier, **more})
