@@ -253,6 +253,7 @@ def test_edit(manta, service, job):
     labelled = manta("edit", job, "--label", "team=vision", "--label", "a=b").stdout
     assert labelled.endswith("; labels: a=b, team=vision\n")
     assert json.loads(manta("edit", job, "--label", "a-", "--json").stdout)["labels"] == {"team": "vision"}
+    assert json.loads(manta("edit", job, "--label", "team=", "--json").stdout)["labels"] == {"team": ""}
     assert "--label team=VALUE" in manta("edit", job, "--label", "team", code=2).stderr
     assert "priority" in manta("edit", job, "--priority", 5000, code=2).stderr
     assert "--name, --priority" in manta("edit", job, code=2).stderr

@@ -1,5 +1,7 @@
 """The dashboard's pure functions, called in the browser that they are for."""
 
+import csv
+import io
 import itertools
 import json
 import math
@@ -26,7 +28,7 @@ def call(chromium, viewed):
     def called(module, name, *arguments):
         script = """async ([address, name, given]) => {
             const module = await import(address);
-            const answer = module[name](...given);
+            const answer = await module[name](...given);
             return JSON.stringify(answer, (key, value) => (ArrayBuffer.isView(value) ? [...value] : value) ?? null);
         }"""
         return json.loads(page.evaluate(script, [f"/ui/static/{DIGEST}/{module}", name, list(arguments)]))
@@ -77,6 +79,20 @@ def test_smoothing_stays_between_the_values_and_begins_with_the_first(call, valu
         assert found[0] == pytest.approx(values[0], abs=1e-9)
 
 
+def test_rows_are_read_from_csv_as_they_were_written(call):
+    rows = [["plain", 1.5, None], ['says "no"', "a, b", "two\nlines"], ["", 0, -1]]
+    text = call("core/download.js", "csv", ["a", "b", "c"], rows)
+    written = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    assert list(csv.reader(io.StringIO(text, newline=""))) == [["a", "b", "c"], *written]
+
+
+def test_all_of_a_list_are_read_page_by_page_up_to_as_many_as_are_wanted(call):
+    whole = call("core/api.js", "all", "/v1/jobs")
+    assert len(whole) > 3
+    assert [job["id"] for job in call("core/api.js", "all", "/v1/jobs", {"limit": 1})] == [job["id"] for job in whole]
+    assert len(call("core/api.js", "all", "/v1/jobs", {"limit": 1}, 2)) == 2
+
+
 @drawn()
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60, unique=True).map(sorted), st.floats(-10, 1e6 + 10))
 def test_nearest_is_the_nearest(call, xs, wanted):
@@ -87,7 +103,8 @@ def test_nearest_is_the_nearest(call, xs, wanted):
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "–"), ("nan", "–"), (0, "0 s"), (0.00042, "420 us"), (0.0123, "12.3 ms"), (1.254, "1.25 s"),
-     (75, "1 min 15 s"), (3 * 3600 + 240, "3 h 4 min"), (2 * 86400 + 7200, "2 d 2 h")],
+     (75, "1 min 15 s"), (3 * 3600 + 240, "3 h 4 min"), (15 * 3600, "15 h 0 min"),
+     (2 * 86400 + 7200, "2 d 2 h")],
 )  # fmt: skip
 def test_durations_are_for_people(call, value, text):
     assert call("core/format.js", "duration", value) == text
