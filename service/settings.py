@@ -141,7 +141,7 @@ class Settings:
             _hours(source.get("MANTA_FAILED_MEMORY_HOURS") or "24"),
             _folders(source, "MANTA_DATA_ROOTS"),
             source.get("MANTA_DATABASE_URL") or None,
-            source.get(_KEY) or None,
+            _key(source),
             Tls(
                 _file(source, "MANTA_TLS_CERT"), _file(source, "MANTA_TLS_KEY"), _switch(source, "MANTA_TLS_TERMINATED")
             ),
@@ -180,6 +180,14 @@ class Settings:
     def service_file(self) -> Path:
         """JSON file `{"url", "pid"}` in which a running embedded service says where it answers."""
         return self.home / "service.json"
+
+
+def _key(source: Mapping[str, str]) -> str | None:
+    """Whatever is copied along with a key, such as the end of its line, could not be sent; no error shows any of it."""
+    key = source.get(_KEY, "").strip()
+    if key and not (key.isascii() and key.isprintable() and " " not in key):
+        raise BadSetting(f"{_KEY} is no key: it has characters that no key has; `manta keys create` prints one")
+    return key or None
 
 
 def _switch(source: Mapping[str, str], name: str) -> bool:

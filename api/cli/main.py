@@ -263,7 +263,11 @@ def resize(
     with connect(url) as client:
         answer = client.resize(job, data)
     show(
-        answer, as_json, lambda console: console.print(f"{answer.id} will go on with {data} replicas", highlight=False)
+        answer,
+        as_json,
+        lambda console: console.print(
+            f"{answer.id} will go on with {render.counted(data, 'replica')}", highlight=False
+        ),
     )
 
 

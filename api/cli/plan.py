@@ -13,7 +13,7 @@ from api.cli import render
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, read_file, show
 from service.machines import measured_gpus, this_node
 from service.planner.answer import to_json
-from service.planner.hardware import GIB, Cluster
+from service.planner.hardware import Cluster
 from service.planner.pictures import picture
 from service.planner.request import read_request
 from service.planner.stage_shares import in_words
@@ -103,7 +103,7 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
             f"{each.tokens_per_second:,.0f}",
             f"{each.mfu_full:.1%}",
             f"{each.bubble_ratio:.1%}",
-            f"{each.memory_bytes.total / GIB:.1f} GiB",
+            render.size(each.memory_bytes.total),
         )
         for each in answer.plans
     ]
@@ -116,7 +116,7 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
         if types := plan.parallel.get("stage_accelerators"):
             console.print(f"Its stages are on {in_words(types)}.", highlight=False)
     if answer.plans and answer.plans[0].host_memory_bytes:
-        taken = f"{answer.plans[0].host_memory_bytes / GIB:.1f} GiB of a node's memory"
+        taken = f"{render.size(answer.plans[0].host_memory_bytes)} of a node's memory"
         what = "snapshots (checkpoint.snapshots) and what is offloaded"
         console.print(f"The best plan takes {taken} for {what}.", highlight=False)
     for each in answer.rejected:
@@ -145,7 +145,7 @@ def _sizes(console: Console, sizes: list[schemas.PlanSize]) -> None:
             each.parallel["recompute"],
             f"{each.step_seconds:.4g} s",
             f"{each.tokens_per_second:,.0f}",
-            f"{each.memory_bytes / GIB:.1f} GiB" + ("" if each.fits else ", does not fit"),
+            render.size(each.memory_bytes) + ("" if each.fits else ", does not fit"),
         )
         for each in sizes
     ]
@@ -176,7 +176,7 @@ def _explanation(console: Console, explanation: schemas.PlanExplanation, step: f
             each.change,
             f"{each.step_seconds:.4g} s",
             f"{each.step_seconds / step - 1:+.1%}",
-            f"{each.memory_bytes / GIB:.1f} GiB" if each.fits else f"{each.memory_bytes / GIB:.1f} GiB, does not fit",
+            render.size(each.memory_bytes) + ("" if each.fits else ", does not fit"),
         )
         for each in explanation.changes
     ]

@@ -263,7 +263,7 @@ def recovery_table(console: Console, recoveries: Sequence[schemas.Recovery]) -> 
     ]  # fmt: skip
     headings = ("GEN", "TIME", "CAUSE", "REPLACED", "FROM", "REDONE", "DETECT", "REST", "RE-FORM", "RESTORE", "REDO",
                 "TOTAL")  # fmt: skip
-    table(console, headings, rows, "nothing has failed yet")
+    table(console, headings, rows, "no recoveries")
 
 
 def replaced(entry: schemas.Recovery) -> str:

@@ -50,6 +50,8 @@ def trace(
     """Record a job's next steps on all of its ranks, wait for them, and say where they went."""
     if output is not None and output.suffix not in ENDINGS:
         raise fail(f"{output}: a trace is written as {' or as '.join(ENDINGS)}", EXIT_BAD_INPUT)
+    if output is not None and not output.parent.is_dir():
+        raise fail(f"cannot write {output}: there is no folder {output.parent}", EXIT_BAD_INPUT)
     if profiled and output is None:
         raise fail("--profile-rank needs --output: the profile is written beside it", EXIT_BAD_INPUT)
     with connect(url) as client:

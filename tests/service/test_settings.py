@@ -122,6 +122,14 @@ def test_limits_of_a_caller():
             Settings.from_environment({"MANTA_STREAMS_AT_ONCE": wrong})
 
 
+def test_key_that_could_not_be_sent_is_refused_and_not_shown():
+    assert Settings.from_environment({"MANTA_API_KEY": " manta_abc\n"}).api_key == "manta_abc"
+    for key in ("clé", "a\nb", "a b", "a\x00b"):
+        with pytest.raises(BadSetting, match=r"^MANTA_API_KEY is no key: ") as caught:
+            Settings.from_environment({"MANTA_API_KEY": key})
+        assert key not in str(caught.value)
+
+
 def test_key_of_the_client_is_not_printed_with_the_settings():
     settings = Settings.from_environment({"MANTA_API_KEY": "manta_secret"})
     assert settings.api_key == "manta_secret" and "manta_secret" not in repr(settings)

@@ -59,6 +59,9 @@ def place_of(text: str | Place) -> Place:
         return text
     match = _URL.fullmatch(text)
     if match is None:
+        scheme = text.partition(":")[0].lower()
+        if scheme in SCHEMES and ":" in text:
+            raise BadPlace(f"{text} is no URL: it begins with {scheme}://, such as {scheme}://bucket/prefix")
         return Path(text)
     scheme, key = match[1].lower(), match[2].rstrip("/")
     if scheme == "file":

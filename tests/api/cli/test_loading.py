@@ -8,6 +8,7 @@ import sys
 import pytest
 import typer
 
+from api.cli import __main__ as command_module
 from api.cli import main
 
 LOADED = (
@@ -49,3 +50,21 @@ def test_who_may_want_any_command_gets_all(wanted: str | None, monkeypatch: pyte
     everything = commands_for(wanted, monkeypatch)
     assert everything >= {command for commands in main._FILES.values() for command in commands} | {"submit", "status"}
     assert commands_for("submit", monkeypatch) < everything
+
+
+class _Interrupted:
+    """Finds modules as somebody does who is interrupted at one of them."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "api.cli.main":
+            raise KeyboardInterrupt
+
+
+def test_a_command_that_is_interrupted_while_it_loads_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "api.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [_Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        command_module.main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "")

@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from api.cli.main import command_line
+from service.byte_counts import byte_count
 from tests.api.conftest import DOCUMENT
 from tests.api.support.keys import ADMIN
 
@@ -40,8 +41,8 @@ def test_the_best_layouts_are_printed(plan):
     assert answer["plans"][0]["step_seconds"] <= answer["plans"][-1]["step_seconds"]
     table = plan(PLAN)
     assert table.splitlines()[0].split()[:3] == ["LAYOUT", "SCHEDULE", "MICRO-BATCH"]
-    gib = answer["plans"][0]["host_memory_bytes"] / 2**30
-    assert f"The best plan takes {gib:.1f} GiB of a node's memory for snapshots" in " ".join(table.split())
+    taken = byte_count(answer["plans"][0]["host_memory_bytes"])
+    assert f"The best plan takes {taken} of a node's memory for snapshots" in " ".join(table.split())
 
 
 def test_layers_of_uneven_stages_are_printed_and_drawn(plan, tmp_path):

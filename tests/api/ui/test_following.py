@@ -146,6 +146,7 @@ def test_checkpoints_are_deleted_with_a_warning_for_the_newest(followed, browser
     expect(lines).to_have_count(1)
     lines.nth(0).get_by_role("button", name="export").click()
     expect(page.get_by_role("dialog")).to_contain_text("Export the weights of step 50")
+    expect(page.get_by_role("dialog").get_by_label("Folder")).to_have_value("quickstart-step-50")
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     expect(page.get_by_role("dialog")).to_have_count(0)
 

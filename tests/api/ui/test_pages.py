@@ -61,6 +61,24 @@ def test_no_page_is_wider_than_a_telephone(viewer):
     assert wide == []
 
 
+def test_lists_fit_the_window_and_their_rows_are_even(viewer):
+    page = viewer.open()
+    cut = "grid => grid.scrollWidth - grid.clientWidth"
+    expect(page.locator(".jobs tbody tr")).to_have_count(4)
+    assert page.locator(".scroll", has=page.locator(".jobs")).evaluate(cut) == 0
+    page.goto(viewer.sample.page(f"jobs/{viewer.sample.job}/checkpoints"))
+    expect(page.locator(".checkpoints tbody tr")).to_have_count(3)
+    heights = "row => new Set([...row.cells].map(cell => cell.getBoundingClientRect().height)).size"
+    assert page.locator(".checkpoints tbody tr").first.evaluate(heights) == 1
+
+
+def test_who_compares_more_jobs_than_can_be_is_told(browser, viewed):
+    page = sign_in(browser, viewed, viewed.new_link()).open(
+        "compare?jobs=" + ",".join(f"job_{number:012}" for number in range(11))
+    )
+    expect(page.get_by_text("The first 10 of 11 jobs are compared.")).to_be_visible()
+
+
 def test_charts_zoom_together_and_are_saved(viewer):
     page = viewer.open(f"jobs/{viewer.sample.job}/charts")
     loss = page.get_by_role("img", name="Loss. train")

@@ -32,3 +32,9 @@ def test_url_without_a_bucket_or_with_steps_upwards_names_nothing(text):
 def test_store_that_nobody_has_tried_is_refused_by_name():
     with pytest.raises(BadPlace, match=r"^gs://b/p is in no store that Manta knows: use a folder, or .* with s3://$"):
         place_of("gs://b/p")
+
+
+@pytest.mark.parametrize("text", ["s3:bucket/p", "s3:/bucket/p", "S3:/"])
+def test_half_a_url_is_no_folder(text):
+    with pytest.raises(BadPlace, match=r"is no URL: it begins with s3://, such as s3://bucket/prefix$"):
+        place_of(text)

@@ -7,6 +7,7 @@ import { get, optional } from "../core/api.js";
 import { fill, h, panel, table } from "../core/dom.js";
 import { duration, layout, number, percent } from "../core/format.js";
 import { Live } from "../core/live.js";
+import { notify } from "../core/notices.js";
 import { Router, link } from "../core/router.js";
 import { differences } from "../parts/differences.js";
 import { CHARTS, chartControls } from "../parts/job_charts.js";
@@ -19,8 +20,9 @@ const SHARED = ["tokens", "time"];
 /** Build it. */
 export async function open(root, context) {
   context.shell.title("Compare", "/compare");
-  const ids = (context.query.get("jobs") ?? "").split(",").filter(Boolean).slice(0, MOST);
-  const page = new ComparePage(root, context, ids);
+  const asked = [...new Set((context.query.get("jobs") ?? "").split(",").filter(Boolean))];
+  const page = new ComparePage(root, context, asked.slice(0, MOST));
+  if (asked.length > MOST) notify(`The first ${MOST} of ${asked.length} jobs are compared.`);
   await page.live.start();
   return page;
 }

@@ -10,7 +10,7 @@ function lostHours(recovery) {
 
 /** All recoveries in a sentence. */
 export function costSentence(recoveries) {
-  if (recoveries.length === 0) return "Nothing has failed.";
+  if (recoveries.length === 0) return "";
   const seconds = recoveries.reduce((sum, each) => sum + (each.total_seconds ?? 0), 0);
   const redone = recoveries.reduce((sum, each) => sum + (each.steps_redone ?? 0), 0);
   const hours = recoveries.reduce((sum, each) => sum + lostHours(each), 0);
@@ -22,7 +22,7 @@ export function costSentence(recoveries) {
 export function recoveryTable() {
   const headings = ["Time", "Gen.", "What failed", "Replaced", "State from", "Phases", "Redone", "Total", "Rank time"];
   const { element, body } = table(headings, { classes: "recoveries", label: "Recoveries" });
-  const none = emptyNote("Nothing has failed.");
+  const none = emptyNote("No recoveries.");
   const rows = new KeyedRows(body, (each) => each.generation, row);
   return {
     element: h("div", {}, none, element),

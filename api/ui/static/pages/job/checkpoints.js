@@ -44,14 +44,14 @@ export function create({ id, viewer, refreshNow }) {
     cells[5].append(path, reason);
     cells[5].className = "";
     const buttons = h(
-      "td",
+      "div",
       { class: "actions" },
       h("button", { class: "plain", onclick: () => copy(checkpoint) }, "copy path"),
       h("button", { class: "plain", hidden: true, onclick: () => exportOf(checkpoint) }, "export"),
       h("button", { class: "plain", hidden: true, onclick: () => remove(checkpoint) }, "delete"),
     );
     return {
-      element: h("tr", {}, cells, buttons),
+      element: h("tr", {}, cells, h("td", {}, buttons)),
       show(now) {
         setText(cells[0], number(now.step));
         state.show(now.state, TONES[now.state] ?? "idle");
@@ -73,14 +73,15 @@ export function create({ id, viewer, refreshNow }) {
   async function copy(checkpoint) {
     try {
       await navigator.clipboard.writeText(checkpoint.path); // which browsers have over TLS and on loopback alone
-      notify("The path is copied. `manta export` makes Hugging Face weights of it.", "good");
+      notify("The path is copied. `manta export PATH --to FOLDER --format hf` makes weights for others of it.", "good");
     } catch {
       notify("This browser does not let pages copy: mark the path and copy it yourself.");
     }
   }
 
   async function exportOf(checkpoint) {
-    const to = h("input", { placeholder: "/folder/that/is/not/there/yet", "aria-label": "Folder", autofocus: true });
+    const name = `${job.name.replaceAll(" ", "-")}-step-${checkpoint.step}`;
+    const to = h("input", { value: name, "aria-label": "Folder", autofocus: true });
     const format = h(
       "select",
       { "aria-label": "Format" },
@@ -95,7 +96,7 @@ export function create({ id, viewer, refreshNow }) {
         h(
           "p",
           {},
-          "A process of the service writes them to a folder of its machine; the folder is there as a whole, or not at all.",
+          "A process of the service writes them to a folder of its machine that is not there yet; the folder is there as a whole, or not at all. A name alone is one below the service's folder for exports.",
         ),
         h("label", { class: "field" }, "Folder", to),
         h("label", { class: "field" }, "Format", format),

@@ -60,7 +60,7 @@ export function create({ id, job }) {
     grid.show(places.items, replaced.causes());
     setText(cpu, places.items.some((rank) => rank.device === "cpu") ? CPU_NOTE : "");
     ledger.show(spent);
-    setText(failures.note, failed.length ? costSentence(failed) : "");
+    setText(failures.note, costSentence(failed));
     recoveries.show(failed.slice(-RECOVERIES));
     fill(
       notes,
