@@ -197,7 +197,10 @@ def test_checkpoints_that_are_gone_are_folded_away(viewer):
 def test_queue_says_who_waits_and_why(viewer):
     page = viewer.open("queue")
     expect(page.get_by_role("table", name="Waiting")).to_contain_text("wide")
-    expect(page.get_by_role("table", name="Waiting")).to_contain_text("needs 64")
+    line = page.get_by_role("table", name="Waiting").locator("tbody tr")
+    expect(line.locator("td")).to_have_text(
+        ["1", re.compile("wide"), "2 × 2 × 2", "0", re.compile("needs 64"), re.compile("just now|min")]
+    )
     expect(page.get_by_role("table", name="Holding places")).to_contain_text("quickstart")
     row = page.get_by_role("table", name="Waiting").get_by_role("row").filter(has_text="wide")
     row.evaluate("(element) => { element.dataset.mark = 'the same'; }")

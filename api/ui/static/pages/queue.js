@@ -2,7 +2,7 @@
 
 import { all, get, optional } from "../core/api.js";
 import { KeyedRows, emptyNote, fill, h, panel, setText, setVisible, table } from "../core/dom.js";
-import { UNKNOWN, age, counted, duration, layout, number } from "../core/format.js";
+import { age, counted, duration, layout, number } from "../core/format.js";
 import { Live } from "../core/live.js";
 import { link } from "../core/router.js";
 import { clusterText } from "../parts/cluster_text.js";
@@ -22,7 +22,7 @@ export async function open(root, { shell }) {
     ["Ranks", "number", (job) => layout(job.parallel)],
     ["Priority", "number", (job) => number(job.spec.priority)],
     ["Why it waits", "message", (job) => job.message ?? "its turn has not come"],
-    ["Waiting for", "", waitingFor],
+    ["Age", "number", (job) => age(job.created_at)],
   ]);
   const holders = jobTable("Holding places", "Nobody holds a place.", [
     ["Job", "", null],
@@ -92,12 +92,4 @@ function nameOf(job) {
     h("a", { class: "job-link", href: link(`/jobs/${job.id}`) }, job.name),
     h("div", { class: "job-id" }, job.id),
   );
-}
-
-function waitingFor(job) {
-  const lacks = job.queue.waiting_for;
-  const text = lacks
-    ? `needs ${number(lacks.needed)} ${lacks.unit === "GPU" ? "GPUs" : "places"}, ${number(lacks.available)} free`
-    : UNKNOWN;
-  return `${text}, for ${age(job.created_at)}`;
 }
