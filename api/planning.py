@@ -21,6 +21,8 @@ def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan
     why that is not known."""
     try:
         cluster = current(accelerator_of(spec))
+        if spec.resources.accelerator == "gpu" and not cluster.machine.has_gpus:
+            raise NotPlanned("the job would wait for GPUs, of which this cluster has none; `cpu` or `auto` takes slots")
         refuse_unplannable(spec)
     except (NotPlanned, SpecError, ClusterUnavailable) as error:
         return None, f"nothing is planned: {error}"

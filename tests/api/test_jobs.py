@@ -56,6 +56,13 @@ def test_a_dry_run_whose_layout_has_no_plan_says_why(service, document):
     assert answer["plan"] is None and "needs 32 GPUs" in answer["plan_note"]
 
 
+def test_a_dry_run_of_a_job_for_gpus_says_where_there_are_none(service, document):
+    document["resources"] = {"accelerator": "gpu"}
+    answer = service.http.post("/v1/jobs?dry_run=true", json=document).json()
+    assert answer["plan"] is None
+    assert "wait for GPUs, of which this cluster has none" in answer["plan_note"]
+
+
 def test_a_dry_run_of_a_huge_layout_does_not_list_its_ranks(service, document):
     document["parallel"] = {"data": 10**5}
     document["train"]["global_batch_size"] = 10**5
