@@ -28,6 +28,12 @@ TELLING = 0.2
 """Part of a group's seconds from which on it tells something of a constant."""
 LEAST_SHARE = 0.05
 """Part of a step below which a group says nothing: what is not modelled is as large."""
+MOSTLY = 0.75
+"""Part of a step that must go by constants that jobs may move for the step as a whole to say something of them: else
+they would make up for what was measured."""
+PART_WEIGHT = 0.25
+"""Of a group beside the step as a whole. Groups tell constants apart, but they do not add up where ranks share cores:
+while one waits for another, that one has its core, and is faster than it is told to be."""
 MOST_FACTOR = 4.0
 """How far a constant moves at most, either way."""
 MOST_SPREAD = 0.25
@@ -139,6 +145,8 @@ class Observation:
     before: Mapping[str, float]
     """The constants that jobs may move, as they were without any job."""
     rows: tuple[Row, ...]
+    whole: Row | None = None
+    """The step, where most of it goes by these constants."""
 
     def tells_of(self, name: str) -> bool:
         """Whether a good part of one of its groups goes by a constant."""
@@ -155,16 +163,25 @@ def observation(job: str, at: float, planned: Mapping[str, Any], measured: Measu
         return None
     slower = {name: _slower(name, dependence["before"][name], value) for name, value in dependence["used"].items()}
     parts = {part["name"]: float(part["seconds"]) for part in planned["parts"]}
-    rows = []
+    rows, total = [], dict.fromkeys(slower, 0.0)
     for group, (ours, theirs) in GROUPS.items():
         whole, took = sum(parts.get(name, 0.0) for name in ours), sum(measured.parts[name] for name in theirs)
         share = min(whole / planned["step_seconds"], took / measured.step_seconds)
-        if share < LEAST_SHARE or not dependence["seconds"][group]:
-            continue
         used = {name: float(each) for name, each in dependence["seconds"][group].items()}
-        by_constant = {name: each * math.exp(-slower[name]) for name, each in used.items()}
-        rows.append(Row(took, max(0.0, whole - sum(used.values())), by_constant, share))
-    return Observation(job, at, dependence["before"], tuple(rows)) if rows else None
+        for name, each in used.items():
+            total[name] += each
+        if share >= LEAST_SHARE and used:
+            rows.append(_row(took, whole, used, slower, share))
+    step = planned["step_seconds"]
+    mostly = sum(total.values()) >= MOSTLY * step
+    of_step = _row(measured.step_seconds, step, total, slower, 1.0) if mostly else None
+    return Observation(job, at, dependence["before"], tuple(rows), of_step) if rows else None
+
+
+def _row(took: float, whole: float, used: Mapping[str, float], slower: Mapping[str, float], share: float) -> Row:
+    """Of what took so long and was planned to take `whole`, of which `used` goes by the constants as they were used."""
+    by_constant = {name: each * math.exp(-slower[name]) for name, each in used.items()}
+    return Row(took, max(0.0, whole - sum(used.values())), by_constant, share)
 
 
 def _slower(name: str, before: float, after: float) -> float:
@@ -181,10 +198,17 @@ def refined(machine: Machine, seen: Sequence[Observation]) -> Machine:
     names = [name for name in before if _is_told(name, usable)]
     if machine.refined is not None or not names:
         return machine
-    slower = _fitted([row for each in usable for row in each.rows], names)
+    slower = _fitted([row for each in usable for row in _rows(each)], names)
     values = {name: _moved(name, before[name], slower[name]) for name in names}
     told = [each for each in usable if any(each.tells_of(name) for name in names)]
     return replace(with_constants(machine, values), refined=Refined(len(told), tuple(before.items())))
+
+
+def _rows(seen: Observation) -> tuple[Row, ...]:
+    """What one job says, each by its weight."""
+    if seen.whole is None:
+        return seen.rows
+    return (seen.whole, *(replace(row, share=PART_WEIGHT * row.share) for row in seen.rows))
 
 
 def _is_told(name: str, seen: Sequence[Observation]) -> bool:

@@ -231,3 +231,30 @@ def test_large_messages_tell_of_the_bandwidth_and_small_ones_of_the_wait():
 
     large, small = tells(8192, 4096), tells(512, 512)
     assert large["inside"] > 2 * large["skew_seconds"] and small["skew_seconds"] > 2 * small["inside"]
+
+
+def waiting_instead(measured, part):
+    """The same step, of whose computing a part was waited for."""
+    moved = part * measured.parts["forward"]
+    parts = measured.parts | {"forward": measured.parts["forward"] - moved, "bubble": measured.parts["bubble"] + moved}
+    return replace(measured, parts=parts)
+
+
+def test_steps_are_told_as_long_as_they_took_where_their_parts_do_not_add_up():
+    """While a rank waits for another on the same cores, that one has them to itself."""
+    draw, true = random.Random(3), slower(OF_CORES, product_fp32=0.5)
+    specs = [on_cores(draw) for _ in range(16)]
+    kept = [json.loads(json.dumps(planned(spec, OF_CORES))) for spec in specs[:8]]
+    seen = [
+        observation(f"job_{i}", 0.0, plan, waiting_instead(took(spec, true), 0.2))
+        for i, (spec, plan) in enumerate(zip(specs[:8], kept, strict=True))
+    ]
+    told = replace(OF_CORES, machine=refined(OF_CORES.machine, seen))
+    assert statistics.median(errors(specs[8:], told, true)) < 0.05
+
+
+def test_a_step_as_a_whole_says_nothing_of_links_where_the_rest_was_measured():
+    draw = random.Random(4)
+    for assumed, drawn, whole in ((OF_CORES, on_cores, True), (OF_H100, on_gpus, True), (OF_MEASURED, on_gpus, False)):
+        seen = [observed(drawn(draw), assumed, assumed) for _ in range(6)]
+        assert {each.whole is not None for each in seen if each} == {whole}
