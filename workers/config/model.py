@@ -8,6 +8,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from workers.config.fields import (
     ENTRYPOINT,
+    Experts,
     FixedMapping,
     Fraction,
     Heads,
@@ -106,6 +107,8 @@ class ModelConfig(Section):
     """Tokens that a token attends to, itself included (arXiv:2310.06825); default: all before it."""
     full_attention_every: Layers | None = None
     """With sliding_window: of each so many layers the last one attends to all tokens before; default: none does."""
+    experts: Experts | None = None
+    """Not built: MLPs of a layer between which tokens are shared out (moe)."""
 
     @model_validator(mode="after")
     def _with_defaults_of_family(self) -> ModelConfig:

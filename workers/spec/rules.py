@@ -40,6 +40,8 @@ def _not_built(path: str, value: object, *works: str) -> Problem:
 def _unsupported_model(spec: JobSpec) -> Iterator[Problem]:
     if spec.model.family not in FAMILIES:
         yield _not_built("model.family", spec.model.family, *FAMILIES)
+    if spec.model.experts is not None:
+        yield _not_built("model.experts", spec.model.experts, "null")
 
 
 def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:

@@ -595,6 +595,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
 
 NOT_BUILT: list[tuple[str, str, Any]] = [
     ("model", "family", "moe"),
+    ("model", "experts", 8),
     ("parallel", "context", 2),
     ("parallel", "zero", 3),
 ]
