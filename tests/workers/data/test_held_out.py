@@ -6,7 +6,7 @@ import pytest
 from engine_specs import spec
 
 from workers.data.corpus import ByteCorpus
-from workers.data.held_out import HeldOut, validation_sets
+from workers.data.held_out import BlendedHeldOut, HeldOut, validation_sets
 from workers.errors import DataError
 
 
@@ -26,6 +26,17 @@ def test_there_is_at_least_one_batch_and_at_most_the_whole_text():
 
 def test_windows_lie_end_to_end_and_begin_anew_past_the_end():
     assert [held_out(33, 1).start(sample, 8) for sample in range(6)] == [900, 908, 916, 924, 900, 908]
+
+
+def test_each_part_of_a_blend_begins_anew_past_its_own_end():
+    class InTurn:
+        def place(self, sample: int) -> tuple[int, int]:
+            return sample % 2, sample // 2
+
+    blended = BlendedHeldOut(None, ByteCorpus([]), 900, 50, 1, ((900, 33), (2000, 17)), InTurn())
+    starts = [blended.start(sample, 8) for sample in range(12)]
+    assert starts[::2] == [900, 908, 916, 924, 900, 908]
+    assert starts[1::2] == [2000, 2008] * 3
 
 
 def test_a_set_that_is_too_short_is_named(tmp_path):
