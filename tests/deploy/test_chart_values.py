@@ -78,13 +78,31 @@ def test_a_ray_that_is_there_is_used_as_it_is():
     assert {each["metadata"]["name"] for each in of_kind(manifests, "NetworkPolicy")} == {"manta", "manta-postgresql"}
 
 
-def test_several_control_planes_go_one_at_a_time():
-    one, several = render(ONE_NODE), render(ONE_NODE, "controlPlane.replicas=3", "jobs.accessModes={ReadWriteMany}")
-    for manifests, strategy, budgets in ((one, "Recreate", 0), (several, "RollingUpdate", 1)):
-        (deployment,) = of_kind(manifests, "Deployment")
-        assert deployment["spec"]["strategy"]["type"] == strategy
-        found = of_kind(manifests, "PodDisruptionBudget")
-        assert [each["spec"]["maxUnavailable"] for each in found] == [1] * budgets
+@pytest.mark.parametrize(
+    ("settings", "strategy", "budgets"),
+    [((), "Recreate", 0), (("controlPlane.replicas=2", "jobs.accessModes={ReadWriteMany}"), "RollingUpdate", 1)],
+)
+def test_several_control_planes_go_one_at_a_time(settings, strategy, budgets):
+    manifests = render(ONE_NODE, *settings)
+    (deployment,) = of_kind(manifests, "Deployment")
+    assert deployment["spec"]["strategy"]["type"] == strategy
+    found = of_kind(manifests, "PodDisruptionBudget")
+    assert [each["spec"]["maxUnavailable"] for each in found] == [1] * budgets
+    assert all(each["spec"]["selector"] == deployment["spec"]["selector"] for each in found)
+
+
+def test_control_planes_are_on_nodes_of_their_own_unless_it_is_said_where_they_go():
+    def affinity(*settings):
+        (deployment,) = of_kind(render(ONE_NODE, *settings), "Deployment")
+        pod = deployment["spec"]["template"]
+        return pod["spec"]["affinity"], pod["metadata"]["labels"]
+
+    away, labels = affinity()
+    (rule,) = away["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert rule["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+    assert rule["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= labels.items()
+    own, _ = affinity("controlPlane.affinity.nodeAffinity.mine=yes")
+    assert own == {"nodeAffinity": {"mine": "yes"}}
 
 
 def test_secrets_of_ones_own_are_used_and_none_is_made():
