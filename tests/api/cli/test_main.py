@@ -440,7 +440,7 @@ def test_what_was_done_is_told_to_people_and_to_programs(manta, service, documen
     def said_by(*command):
         return manta(*command).stdout.strip(), json.loads(manta(*command, "--json").stdout)
 
-    assert (said := said_by("resize", job, "--data", 1))[0] == f"{job} will go on with 1 replicas"
+    assert (said := said_by("resize", job, "--data", 1))[0] == f"{job} will go on with 1 replica"
     assert said[1]["id"] == job
     assert (said := said_by("drain", "abcd"))[0] == "abcd1234 is being left"
     assert said[1]["draining"] is True
