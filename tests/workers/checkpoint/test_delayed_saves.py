@@ -55,7 +55,7 @@ def test_a_save_that_is_due_meanwhile_is_made_at_the_first_step_that_finds_the_s
     train(trainer, 6)
     delayed = [(step, message) for kind, step, message in noted if kind == "checkpoint_delayed"]
     assert [step for step, _ in delayed] == [4], "step 6 is due too, and nothing new happens"
-    assert delayed[0][1].startswith("the checkpoint due at step 4 waits: that of step 2 has been under way for 0.")
+    assert delayed[0][1].startswith("the checkpoint due at step 4 waits: that of step 2 has been under way for ")
     store.set()
     assert saved(trainer) == [2]
     train(trainer, 1)
