@@ -341,7 +341,7 @@ class RankState:
         """After PeerLost: end what goes on beside the training."""
         self._keep_in_memory()
         if self.checkpoints is not None:
-            self.checkpoints.finish()
+            self.checkpoints.leave()
 
     def _keep_in_memory(self) -> None:
         """Have the newest state in this rank's snapshot, as others may read it."""

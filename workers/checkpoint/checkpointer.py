@@ -240,6 +240,16 @@ class Checkpointer:
             self._under_way.result()
             self._under_way = None
 
+    def leave(self) -> None:
+        """`finish` for who comes to rest, and has little time: what a store has not taken by now is given up."""
+        if self._uploads is not None and self.writing and self._has_left():
+            self._uploads.give_up()
+        self.finish()
+
+    def _has_left(self) -> bool:
+        """Whether the ranks have left each other, so that none can bring a save to its end."""
+        return self.comm.size("world") > 1 and self.comm.is_over()
+
     def _wrote(self) -> None:
         """Some of a save is written. Raises PeerLost where the rest is of no use: its ranks have left each other, and
         who comes to rest has little time."""
@@ -349,9 +359,11 @@ class Checkpointer:
             self._report(
                 "checkpoint_failed", step, f"checkpoint of step {step} failed: {reason}; {then}", {"path": path}
             )
-            if self.comm.rank == 0:
-                place = place_of(path)
-                files_of(place).remove_folder(place)  # what is left of it would keep a full disk full
+            place = place_of(path)
+            # What is left of it would keep a full disk full. In a store, which may be long in answering, a later one
+            # removes it.
+            if self.comm.rank == 0 and not (isinstance(place, ObjectPath) and self._has_left()):
+                files_of(place).remove_folder(place)
         else:
             if self.comm.rank == 0 and self.deletes_old:
                 self._prune(step)

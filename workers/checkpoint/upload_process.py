@@ -16,7 +16,7 @@ import signal
 import struct
 import sys
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from workers.checkpoint.checksums import BLOCK_BYTES, FileSums, SummedFiles
 from workers.errors import MantaError
@@ -38,9 +38,17 @@ class _Over(Exception):
 def main(descriptor: int, size: int, options: dict[str, Any]) -> None:
     """Upload what is asked for until nothing more can be."""
     os.nice(NICER_BY)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, lambda *_: _leave())
     object_files.OPTIONS.update(options)
     serve(sys.stdin.buffer, sys.stdout.buffer, memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ)))
+
+
+def _leave() -> NoReturn:
+    """Exit, by which an upload under way is aborted. Whoever asked does not wait until the store has answered that."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for ours in (sys.stdin.fileno(), sys.stdout.fileno()):
+        os.dup2(null, ours)
+    sys.exit()
 
 
 def serve(requests: IO[bytes], answers: IO[bytes], memory: memoryview) -> None:

@@ -26,13 +26,18 @@ ABORT_SECONDS = 10.0
 """That the process gets to have a store forget the parts of what it was uploading, which would be paid for."""
 
 
+ENDING_SECONDS = 1.0
+"""That the exit code of a process may take to be known behind its last word."""
+
+
 class Uploads:
-    """Uploads one file after the other. Of one thread."""
+    """Uploads one file after the other. Of one thread, but for `give_up`."""
 
     def __init__(self, room: Room):
         """`room`: the memory in which most of what is written lies."""
         self.room = room
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
         self._ending: list[threading.Thread] = []
         """Each sees a process out that still aborts an upload."""
 
@@ -60,6 +65,10 @@ class Uploads:
             self._end()  # the file is not whole, and the process must not take it for that
             raise
         sums[file.name] = self._answer(process, wrote)
+
+    def give_up(self) -> None:
+        """From any thread: whoever uploads a file gets an OSError, whatever the store does."""
+        self._end()
 
     def close(self) -> None:
         """End the process, and wait for uploads that are being aborted."""
@@ -98,18 +107,21 @@ class Uploads:
 
     def _ended(self, process: subprocess.Popen[bytes]) -> OSError:
         self._end()
-        self._ending[-1].join()
-        return OSError(f"the process that uploads has ended with exit code {process.returncode}")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECONDS)
+        code = "" if process.returncode is None else f" with exit code {process.returncode}"
+        return OSError(f"the process that uploads has ended{code}")
 
     def _end(self) -> None:
         """An upload under way is aborted, beside this thread: who leaves a generation has less time than a store may
         take for that."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.terminate()
-            self._ending = [each for each in self._ending if each.is_alive()]
-            self._ending.append(threading.Thread(target=_see_out, args=(process,), daemon=True))
-            self._ending[-1].start()
+        with self._lock:
+            process, self._process = self._process, None
+            if process is not None:
+                process.terminate()
+                self._ending = [each for each in self._ending if each.is_alive()]
+                self._ending.append(threading.Thread(target=_see_out, args=(process,), daemon=True))
+                self._ending[-1].start()
 
 
 def _see_out(process: subprocess.Popen[bytes]) -> None:

@@ -90,11 +90,11 @@ class Comm:
         self.raise_if_over()
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
         host = address_towards(store_host)
-        with naming_lost_peers(self._is_over):
+        with naming_lost_peers(self.is_over):
             self._connect_backend(prefixed, host, Secret(secret, generation, "training"))
             peers, beside = linked_through_first(self.grid, self.rank), dist.PrefixStore("shared-work", prefixed)
             shared = Secret(secret, generation, "shared work")
-            self._work_links = Links(self.rank, peers, beside, shared, host, self._is_over, ports=self._ports)
+            self._work_links = Links(self.rank, peers, beside, shared, host, self.is_over, ports=self._ports)
         self.shared_work = SharedWork(self._work_links, self.size("world"))
         self.raise_if_over()
 
@@ -124,7 +124,7 @@ class Comm:
         if self._kind == "process_groups":
             self._new_groups().connect(store)
             return
-        links = LinksBackend(self.grid, self.rank, store, secret, host, self._is_over, self.progress, self._ports)
+        links = LinksBackend(self.grid, self.rank, store, secret, host, self.is_over, self.progress, self._ports)
         self._backend = links if self.device.type == "cpu" else HostStaged(links)
 
     def end(self, generation: int) -> None:
@@ -132,7 +132,7 @@ class Comm:
         PeerLost, at the latest with the next micro-batch, and cannot connect to one."""
         with self._lock:
             self._over = max(self._over, generation)
-            if self._is_over():
+            if self.is_over():
                 self._interrupt()
 
     def ask_to_rest(self, generation: int) -> None:
@@ -177,12 +177,13 @@ class Comm:
             if connections is not None:
                 connections.interrupt()
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether the generation is over."""
         return self.generation <= self._over
 
     def raise_if_over(self) -> None:
         """Raise PeerLost when the generation is over."""
-        if self._is_over():
+        if self.is_over():
             raise PeerLost(f"generation {self.generation} is over")
 
     def settle(self) -> None:

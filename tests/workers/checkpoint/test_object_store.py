@@ -1,6 +1,8 @@
 """Durable checkpoints in an object store: saved, found, loaded, damaged and deleted as in a folder, and readable by
 torch's own."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -32,16 +34,20 @@ def corpus(tmp_path, monkeypatch):
 def _trained(places, steps=STEPS, path=None):
     """The parameters after the last step, and all that was reported, of a job that goes on from the checkpoint at
     `path`."""
-    job = spec(train={"steps": steps}, checkpoint={"every_steps": 2, "keep": 2})
     reported = []
-    reporter = Reporter(reported.extend)
-    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e12, places)
+    trainer = _trainer(places, reported, steps)
     trainer.restore(Resume() if path is None else Resume("checkpoint", 2, str(path)))
     trainer.train()
     parameters = trainer.engine.flat.parameters.clone()
     trainer.close()
-    reporter.close()
+    trainer.reporter.close()
     return parameters, [message.payload for message in reported]
+
+
+def _trainer(places, reported, steps=STEPS):
+    job = spec(train={"steps": steps}, checkpoint={"every_steps": 2, "keep": 2})
+    comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"))
+    return Trainer(job, comm, Reporter(reported.extend), 1e12, places)
 
 
 def _folder(bucket):
@@ -102,6 +108,25 @@ def test_a_save_that_the_store_breaks_off_is_an_event_and_leaves_nothing(wired_b
     types = [(each.type, each.step) for each in told if getattr(each, "type", "").startswith("checkpoint_")]
     assert ("checkpoint_failed", 2) in types and ("checkpoint_saved", 4) in types
     assert [each.step for each in list_checkpoints(_folder(wired_bucket)).checkpoints] == [4]
+
+
+def test_who_leaves_a_generation_does_not_wait_for_a_store_that_does_not_answer(wired_bucket, wire, monkeypatch):
+    """Each rank that saves would take longer to come to rest than it may."""
+    asked, may_answer = threading.Event(), threading.Event()
+    wire.meddle = lambda head: asked.set() or (may_answer.wait(120) and None)
+    trainer = _trainer(Places(checkpoints=str(_folder(wired_bucket))), [])
+    trainer.restore(Resume())
+    trainer.train_step()
+    monkeypatch.setattr(trainer.comm, "size", lambda axis: 2)  # a rank that is alone saves on
+    trainer.state.checkpoints.start(1)
+    assert asked.wait(60)
+    trainer.comm.close()
+    rests = threading.Thread(target=trainer.rest, daemon=True)
+    rests.start()
+    rests.join(60)
+    assert not rests.is_alive() and "has ended" in trainer.state.checkpoints.failure
+    may_answer.set()
+    trainer.close()
 
 
 def test_a_store_that_is_away_leaves_all_unknown(bucket, wire):

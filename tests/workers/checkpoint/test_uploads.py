@@ -126,10 +126,10 @@ def test_who_gives_up_a_file_does_not_wait_until_the_store_has_forgotten_it(uplo
     told, may_end = threading.Event(), threading.Event()
 
     class Slow(subprocess.Popen):
-        def wait(self, *seconds):
+        def wait(self, timeout=None):
             told.set()
             assert may_end.wait(60)
-            return super().wait(*seconds)
+            return super().wait(timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Slow)
     with pytest.raises(KeyError), uploads.create(bucket / "file", lambda: None, {}):
