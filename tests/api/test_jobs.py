@@ -165,7 +165,7 @@ def test_a_job_is_paused_and_resumed(service):
         assert service.control.asked[-1] == ("pause", job["id"])
     refused = service.http.post(f"/v1/jobs/{job['id']}/resume")
     assert (refused.status_code, refused.json()["code"]) == (409, "illegal_transition")
-    assert refused.json()["detail"].endswith("one of PAUSED: wait until it is PAUSED, then resume it")
+    assert refused.json()["detail"].endswith("only while it is PAUSED: wait until it is PAUSED, then resume it")
     service.move(job["id"], "PAUSED")
     assert service.http.get("/v1/jobs", params={"state": "PAUSED"}).json()["items"][0]["id"] == job["id"]
     assert service.http.post(f"/v1/jobs/{job['id']}/pause").json()["state"] == "PAUSED"

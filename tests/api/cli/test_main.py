@@ -470,8 +470,3 @@ def test_all_checkpoints_are_listed(manta, service, job, monkeypatch):
     monkeypatch.setattr(checkpoint_commands, "PAGE", 2)
     listed = json.loads(manta("checkpoints", job, "--json").stdout)
     assert [each["step"] for each in listed["items"]] == [14, 13, 12, 11, 10, 5]
-
-
-def test_a_trace_that_could_not_be_written_is_not_asked_for(manta, job, tmp_path):
-    said = manta("trace", job, "--output", tmp_path / "away" / "step.json", code=2).stderr
-    assert f"there is no folder {tmp_path / 'away'}" in said
