@@ -34,7 +34,7 @@ from workers.protocol.messages import Resume
 from workers.protocol.reports import Event, Message, Metrics
 from workers.reporter import Reporter
 from workers.settings import Launcher, read_launcher, read_token_cache
-from workers.spec.problems import SpecError
+from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import load_job_spec
 from workers.storage.places import BadPlace, Place, place_of
 from workers.system import gpu
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        spec = with_vocabulary(load_job_spec(options.config))
+        spec = with_vocabulary(_spec_in(options.config))
         launcher = read_launcher()
         _check_world(spec, launcher)
         trace = TraceFile(options.trace, options.trace_steps, options.trace_first_step) if options.trace else None
@@ -78,12 +78,20 @@ def main(arguments: list[str] | None = None) -> int:
         for problem in error.problems:
             tail = f" (try: {problem.suggestion})" if problem.suggestion else ""
             where = f"{options.config}: {problem.path}" if problem.path else str(options.config)
-            print(f"{where}: {problem.rule}{tail}", file=sys.stderr)
+            print(f"{where}: {problem.rule.removeprefix(f'{options.config} ')}{tail}", file=sys.stderr)
         return 2
     except (MantaError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _spec_in(file: Path) -> JobSpec:
+    """The checked spec in `file`. Raises SpecError."""
+    try:
+        return load_job_spec(file)
+    except OSError as error:
+        raise SpecError([Problem("", f"cannot be read ({error.strerror or error})")]) from error
 
 
 def _place(text: str) -> Place:

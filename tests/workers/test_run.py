@@ -77,6 +77,15 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_a_file_that_holds_no_spec_is_named_once_and_no_class_is(tmp_path, capsys):
+    file = tmp_path / "job.yaml"
+    assert run.main([str(file)]) == 2
+    assert capsys.readouterr().err == f"{file}: cannot be read (No such file or directory)\n"
+    file.write_bytes(b"name: \xe9\n")
+    assert run.main([str(file)]) == 2
+    assert capsys.readouterr().err == f"{file}: is not text in UTF-8: see byte 7\n"
+
+
 def test_metrics_have_the_names_of_the_contract(config, tmp_path, capsys):
     assert run.main([str(config), "--metrics", str(tmp_path / "metrics.jsonl")]) == 0
     rows = rows_of(tmp_path / "metrics.jsonl")
@@ -181,11 +190,6 @@ def test_missing_data_is_named(config, capsys):
     (config.parent / "corpus.txt").unlink()
     assert run.main([str(config)]) == 1
     assert capsys.readouterr().err == f"DataError: no such file or directory: {config.parent}/corpus.txt\n"
-
-
-def test_a_missing_spec_is_named(tmp_path, capsys):
-    assert run.main([str(tmp_path / "none.yaml")]) == 1
-    assert f"{tmp_path}/none.yaml" in capsys.readouterr().err
 
 
 def test_two_ranks_under_torchrun_follow_the_curve_of_one(tmp_path):
