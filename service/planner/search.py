@@ -25,9 +25,11 @@ from workers.config import JobSpec
 from workers.spec.rules import find_problems
 
 MOST_REJECTED = 20
-LEAST_REFINED, MORE = 5, 2
+LEAST_REFINED = 5
 """Layouts of which single layers are moved: as many as are asked for, but at least so many, so that the best one is the
 same for up to so many; and some more, of which one may become faster by that."""
+MORE, MORE_BY_LAYERS = 2, 100
+"""How many more: at least 2, and 100 over the model's layers, since of fewer layers one is a larger part of a stage."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def fastest(left: list[tuple[float, Candidate]], bounds: Bounds, limit: int, mos
     """The `limit` fastest of these layouts that the rules allow and that fit, if they take less than `most` seconds.
     `left`: each with the least that it takes, in any order."""
     job, cluster, usable = bounds.job, bounds.cluster, usable_bytes(bounds.cluster)
-    best = Best(limit, most)
+    best = Best(limit, most, max(MORE, MORE_BY_LAYERS // job.model.layers))
     no_room = []
     for seconds, candidate in sorted(left):
         if candidate.recomputing_nothing in best.enough:
@@ -195,8 +197,9 @@ def fastest(left: list[tuple[float, Candidate]], bounds: Bounds, limit: int, mos
 class Best:
     """The fastest layouts that were found, each with the stages with which it is fastest, and who lost."""
 
-    def __init__(self, limit: int, most: float):
-        self.limit, self._kept = limit, max(limit, LEAST_REFINED) + MORE
+    def __init__(self, limit: int, most: float, more: int):
+        """`most`: seconds that none of them may reach; `more`: how many are kept beyond those that are asked for."""
+        self.limit, self._kept = limit, max(limit, LEAST_REFINED) + more
         self._found: dict[Candidate, tuple[float, Candidate, Plan]] = {}
         self.most = most
         """Seconds above which a layout is not among them."""
