@@ -10,7 +10,7 @@ import pytest
 
 from api.cli.service import stop_service
 from api.local_service import HomeUnusable
-from tests.e2e.conftest import EVERY_STEP, HOLD_SECONDS, LASTING, MIDDLE, PAIR, Manta
+from tests.e2e.conftest import EVERY_STEP, HOLD_SECONDS, MIDDLE, PAIR, Manta
 from tests.e2e.small_file_system import read_only, skip_unless_mounted
 from workers.snapshot.files import steps_kept
 
@@ -104,7 +104,8 @@ def test_clock_that_is_set_costs_nothing(service, clock, pair_undisturbed, kill)
     assert service.leftovers(job) == []
 
 
-@LASTING
+@pytest.mark.soak  # its parts: tests/e2e/test_database_away.py, test_full.py
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_full_disk_under_the_database_while_a_rank_dies(manta, disk, pair_undisturbed, kill, seconds):
     skip_unless_mounted(disk)
 
