@@ -85,7 +85,7 @@ export class Router {
     else page?.close();
   }
 
-  /** A page's file is not there: the service has another release, or does not answer. */
+  /** A page's file is not there: the service has another release, or does not answer, or the network has changed. */
   async loadAnew() {
     connection.fails(new Unreachable());
     const answers = await fetch(location.href).catch(() => null);

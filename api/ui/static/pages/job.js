@@ -59,8 +59,12 @@ class JobPage {
   }
 
   async refresh(signal) {
-    const [job, module] = await Promise.all([this.readJob(signal), this.load()]);
+    const [job, module] = await Promise.all([this.readJob(signal), this.load().catch(() => null)]);
     if (job === null) return true;
+    if (module === null) {
+      this.context.router.loadAnew();
+      return true;
+    }
     const moved =
       this.known?.state !== job.state || this.known?.generation !== job.generation || this.turn % SLOW_TURN === 0;
     this.known = job;
