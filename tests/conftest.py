@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.own_network import enter_own_network
+
 # How long an example takes is the machine's load, and no property of ours.
 settings.register_profile("manta", deadline=None)
 settings.load_profile("manta")
@@ -42,9 +44,14 @@ their own."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Remember what is skipped. Of several processes the one that takes longest goes before the others."""
+    """Remember what is skipped. Several processes have a network each, and the one that takes longest goes before the
+    others."""
     config.pluginmanager.register(_Skips(config), "manta-skips")
-    if getattr(config, "workerinput", {}).get("workerid", _FOR_SERVICES) != _FOR_SERVICES:
+    process = getattr(config, "workerinput", {}).get("workerid")
+    if process is None:
+        return
+    enter_own_network()
+    if process != _FOR_SERVICES:
         os.nice(5)
 
 
