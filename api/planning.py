@@ -58,8 +58,8 @@ def current_cluster(control: ControlPlane) -> CurrentCluster:
     """What gives it. Raises ClusterUnavailable, SpecError."""
 
     def cluster(accelerator: str | None) -> Cluster:
-        found = cluster_of_nodes(control.cluster()["nodes"], accelerator, cpu_node(control), gpus(control))
-        return refined_cluster(control, found)
+        as_measured = cluster_of_nodes(control.cluster()["nodes"], accelerator, cpu_node(control), gpus(control))
+        return refined_cluster(control, as_measured)
 
     return cluster
 

@@ -173,16 +173,16 @@ def _job_plan_view(kept: KeptPlan) -> schemas.JobPlan:
 
 def machine_view(kept: KeptCalibration, own: str, refined: Machine | None) -> schemas.Machine:
     """A type of node that was calibrated. `own`: that of this control plane; `refined`: where jobs have refined it."""
-    found = kept.calibrated
+    calibration = kept.calibrated
     return schemas.Machine(
         name=kept.name,
         measured_at=moment(kept.measured_at),
-        device=found and found.device,
-        cores=found and found.cores,
-        constants=found and found.constants,
+        device=calibration and calibration.device,
+        cores=calibration and calibration.cores,
+        constants=calibration and calibration.constants,
         this_node=kept.name == own,
         problem=kept.problem,
-        warning=found and found.warning,
+        warning=calibration and calibration.warning,
         **_refinement(refined),
     )
 

@@ -377,14 +377,14 @@ class ControlPlane:
     def waits(self, job_id: str) -> SeenWaits:
         """Who waits for whom in a job that runs. Raises JobNotFound, NoRanks, SpecNotUnderstood,
         ClusterUnavailable."""
-        found: SeenWaits = self._call(self._running_ranks().waits(job_id))
-        return found
+        waits: SeenWaits = self._call(self._running_ranks().waits(job_id))
+        return waits
 
     def stack(self, job_id: str, rank: int) -> RankStack:
         """Where a rank's trainer is now. Raises JobNotFound, NoRanks, RankNotFound, RankSilent,
         ClusterUnavailable."""
-        found: RankStack = self._call(self._running_ranks().stack(job_id, rank))
-        return found
+        stack: RankStack = self._call(self._running_ranks().stack(job_id, rank))
+        return stack
 
     def _running_ranks(self) -> RunningRanks:
         if self._ranks is None:

@@ -103,17 +103,17 @@ class LinearPattern:
 
     def _closed(self, some: Iterable[int], at_start: bool = False, at_end: bool = False) -> frozenset[int]:
         """These states and those that are reached from them without a character."""
-        found, waiting = set[int](), [*some]
+        reached, waiting = set[int](), [*some]
         while waiting:
             number = waiting.pop()
-            if number in found:
+            if number in reached:
                 continue
-            found.add(number)
+            reached.add(number)
             state = self._states[number]
             passes = {None: True, "^": at_start, "$": at_end}[state.at]
             if state.test is None and passes:
                 waiting += state.following
-        return frozenset(found)
+        return frozenset(reached)
 
 
 Piece = tuple[int, int]
@@ -198,16 +198,16 @@ class _Parser:
         """How often what was read before may come."""
         times: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
         if self._next in times and self._next:
-            found = times[self._take()]
+            bounds = times[self._take()]
         elif self._next == "{":
-            found = self._counted()
+            bounds = self._counted()
         else:
             return 1, 1
         if self._next == "?":  # as few as possible: whether there is a match does not depend on it
             self._at += 1
         if self._next and self._next in "*+?{":
             raise self._bad("repeats what is repeated already: put it into parentheses")
-        return found
+        return bounds
 
     def _counted(self) -> tuple[int, int | None]:
         end = self._text.find("}", self._at)

@@ -26,12 +26,12 @@ def level_of(text: str) -> Level | None:
     """What a line says of itself: the word that loggers of Python write (`WARNING:root:...`), the letter of those of
     PyTorch's C++ (`[W1126 10:00:00 ...]`), or the name of an exception at the beginning. None where it says
     nothing."""
-    found = _WORD.search(text, 0, _BEGINNING)
-    if found is None:
+    match = _WORD.search(text, 0, _BEGINNING)
+    if match is None:
         return None
-    if found[3]:
-        return "warning" if found[3].endswith("Warning") else "error"
-    return _WORDS[found[1] or found[2]]
+    if match[3]:
+        return "warning" if match[3].endswith("Warning") else "error"
+    return _WORDS[match[1] or match[2]]
 
 
 @dataclass(frozen=True)

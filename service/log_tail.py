@@ -138,11 +138,11 @@ def _bytes(source: LogSource, rank: int, start: int, end: int) -> tuple[int, byt
     """The bytes of a rank's log from `start` to `end`, and where they begin: later where some are lost."""
     contents, at = list[bytes](), start
     while at < end:
-        found = source.read(rank, at, end - at)
-        if found.start > at:
-            contents, start = [], found.start
-        if not found.content:
+        piece = source.read(rank, at, end - at)
+        if piece.start > at:
+            contents, start = [], piece.start
+        if not piece.content:
             break
-        contents.append(found.content)
-        at = found.start + len(found.content)
+        contents.append(piece.content)
+        at = piece.start + len(piece.content)
     return start, b"".join(contents)

@@ -265,8 +265,8 @@ def _position(text: str) -> Position:
 
 def _read_chunk(source: LogSource, rank: int, start: int, size: int, test: LineTest | None) -> Chunk:
     """The whole lines within `size` bytes of a rank's log from byte `start` on."""
-    found = source.read(rank, start, size)
-    start, content, full = found.start, found.content, found.more
+    piece = source.read(rank, start, size)
+    start, content, full = piece.start, piece.content, piece.more
     whole = content.rfind(b"\n") + 1
     if not whole and full:
         return Chunk(rank, [], start + len(content), full)  # part of a line beyond all measure: skip it

@@ -58,18 +58,18 @@ class Calibrated:
     @property
     def warning(self) -> str | None:
         """Why these constants may be wrong."""
-        found = []
+        disturbances = []
         if self.other_cores is not None and self.other_cores > OTHER_CORES:
-            found.append(f"others kept {self.other_cores:.1f} of its cores busy meanwhile")
+            disturbances.append(f"others kept {self.other_cores:.1f} of its cores busy meanwhile")
         if self.spread is not None and self.spread > SPREAD:
-            found.append(f"half of the repetitions were {self.spread:.0%} apart or more")
-        return f"{' and '.join(found)}: calibrate again while nothing else runs" if found else None
+            disturbances.append(f"half of the repetitions were {self.spread:.0%} apart or more")
+        return f"{' and '.join(disturbances)}: calibrate again while nothing else runs" if disturbances else None
 
     @property
     def constants(self) -> dict[str, float]:
         """The eight."""
-        found = dataclasses.asdict(self.core or self.gpu)  # type: ignore[arg-type]
-        return {name: value for name, value in found.items() if not isinstance(value, bool)}
+        fields = dataclasses.asdict(self.core or self.gpu)  # type: ignore[arg-type]
+        return {name: value for name, value in fields.items() if not isinstance(value, bool)}
 
     def to_json(self) -> dict[str, Any]:
         """As it is kept."""
@@ -81,7 +81,7 @@ class Calibrated:
         core, gpu = document.get("core"), document.get("gpu")
         if (core is None) == (gpu is None):
             raise ValueError("a core's constants, or a GPU's")
-        found = cls(
+        calibration = cls(
             str(document["name"]),
             str(document["device"]),
             int(document["cores"]),
@@ -89,9 +89,9 @@ class Calibrated:
             None if gpu is None else Gpu(**{name: _number(value) for name, value in gpu.items()}),
             *(_number_or_none(document.get(name)) for name in ("other_cores", "spread")),
         )
-        if any(not 0 < value < math.inf for name, value in found.constants.items() if name != "attention_width"):
+        if any(not 0 < value < math.inf for name, value in calibration.constants.items() if name != "attention_width"):
             raise ValueError("constants are positive")
-        return found
+        return calibration
 
 
 def _number(value: Any) -> Any:
@@ -132,7 +132,7 @@ class KeptCalibration:
 
 def kept(folder: Path) -> list[KeptCalibration]:
     """All that is kept there, by name."""
-    found = []
+    calibrations = []
     for path in sorted(folder.glob("*.json")):
         try:
             calibrated, problem = load(folder, path.stem), None
@@ -140,8 +140,8 @@ def kept(folder: Path) -> list[KeptCalibration]:
             calibrated, problem = None, str(error)
         with contextlib.suppress(FileNotFoundError):
             name = path.stem if calibrated is None else calibrated.name
-            found.append(KeptCalibration(name, path.stat().st_mtime, calibrated, problem))
-    return found
+            calibrations.append(KeptCalibration(name, path.stat().st_mtime, calibrated, problem))
+    return calibrations
 
 
 def save(folder: Path, calibrated: Calibrated) -> Path:
@@ -164,8 +164,8 @@ def this_node(folder: Path) -> CpuNode:
 
 def measured_gpus(folder: Path) -> dict[str, Gpu]:
     """The GPUs that were calibrated, by their name in the planner's MACHINES. Raises BadCalibration."""
-    found = {name: load(folder, name) for name in MACHINES}
-    return {name: each.gpu for name, each in found.items() if each is not None and each.gpu is not None}
+    by_name = {name: load(folder, name) for name in MACHINES}
+    return {name: each.gpu for name, each in by_name.items() if each is not None and each.gpu is not None}
 
 
 def machine_of_type(folder: Path, name: str) -> Machine | None:
@@ -206,14 +206,14 @@ def measure(device: str, say: Callable[[str], None]) -> Calibrated:
     return calibrated(Measurements.from_json(_measurements(device, say)))
 
 
-def calibrated(found: Measurements) -> Calibrated:
+def calibrated(measurements: Measurements) -> Calibrated:
     """What plans go by after such measurements. Raises UnknownMachine."""
-    if found.gpu_memory_bytes is None:
-        made = Calibrated(node_type(), found.device, found.cores, core=fit_core(found))
+    if measurements.gpu_memory_bytes is None:
+        made = Calibrated(node_type(), measurements.device, measurements.cores, core=fit_core(measurements))
     else:
-        name = machine_measured(found)
-        made = Calibrated(name, found.device, found.cores, gpu=fit_gpu(found, MACHINES[name]))
-    return dataclasses.replace(made, other_cores=found.other_cores, spread=found.spread)
+        name = machine_measured(measurements)
+        made = Calibrated(name, measurements.device, measurements.cores, gpu=fit_gpu(measurements, MACHINES[name]))
+    return dataclasses.replace(made, other_cores=measurements.other_cores, spread=measurements.spread)
 
 
 def _measurements(device: str, say: Callable[[str], None]) -> Any:

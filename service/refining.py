@@ -39,8 +39,8 @@ class SeenJobs:
             machine = machine_of_type(folder, name)
         except BadCalibration:
             return None
-        found = machine and self.machine(machine)
-        return found if found and found.refined else None
+        refined = machine and self.machine(machine)
+        return refined if refined and refined.refined else None
 
     def newest(self, name: str) -> float:
         """When the newest job on such a machine began, Unix seconds."""

@@ -99,12 +99,12 @@ def has_newer_files(paths: Paths, job_id: str, moment: float) -> bool:
     folder, checkpoints, logs = paths.job_folder(job_id), paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
     elsewhere = [place for place in (checkpoints, logs) if place is not None and place.parent != folder]
     try:
-        found = [newest for place in elsewhere if (newest := files_of(place).newest(place)) is not None]
+        times = [newest for place in elsewhere if (newest := files_of(place).newest(place)) is not None]
     except OSError:
         return True
-    if any(newest > moment for newest in found):
+    if any(newest > moment for newest in times):
         return True
-    return written_since(folder, moment) if os.path.lexists(folder) or not found else False
+    return written_since(folder, moment) if os.path.lexists(folder) or not times else False
 
 
 def written_since(folder: Path, moment: float) -> bool:

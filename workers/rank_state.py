@@ -134,9 +134,9 @@ class RankState:
         they found. All ranks come to it together."""
         assert self.snapshots is not None
         outside, refused = self.snapshots.bytes_outside, self.snapshots.pin_error != 0
-        found = torch.tensor([outside, outside > 0, refused], dtype=torch.float64, device=self.comm.device)
-        self.comm.all_reduce("world", found)
-        total, ranks, unpinned = (round(each) for each in found.tolist())
+        counts = torch.tensor([outside, outside > 0, refused], dtype=torch.float64, device=self.comm.device)
+        self.comm.all_reduce("world", counts)
+        total, ranks, unpinned = (round(each) for each in counts.tolist())
         self.comm.confirm()
         everybody = self.comm.size("world")
         if ranks and self.spec.checkpoint.snapshots == "auto":

@@ -81,16 +81,16 @@ def calibrate(
             answer = client.machines()
         show(answer, as_json, lambda console: _table(console, answer.items))
         return
-    found = measure(device.value, lambda line: typer.echo(line, err=True))
-    path = save(folder, found)
+    calibration = measure(device.value, lambda line: typer.echo(line, err=True))
+    path = save(folder, calibration)
     if as_json:
-        typer.echo(json.dumps(found.to_json()))
+        typer.echo(json.dumps(calibration.to_json()))
         return
-    typer.echo(f"{found.name}: {found.device}, {found.cores} cores; kept in {path}")
-    for line in _lines(found):
+    typer.echo(f"{calibration.name}: {calibration.device}, {calibration.cores} cores; kept in {path}")
+    for line in _lines(calibration):
         typer.echo(line)
-    if found.warning is not None:
-        typer.echo(f"Warning: {found.warning}", err=True)
+    if calibration.warning is not None:
+        typer.echo(f"Warning: {calibration.warning}", err=True)
 
 
 def _table(console: Console, machines: Sequence[schemas.Machine]) -> None:
@@ -108,6 +108,6 @@ def _table(console: Console, machines: Sequence[schemas.Machine]) -> None:
     render.table(console, heads, rows, "nothing was calibrated, and no jobs have refined anything")
 
 
-def _lines(found: Calibrated) -> list[str]:
-    units = _UNITS if found.gpu is None else _UNITS_OF_GPU
-    return [f"  {found.constants[name] / unit:10.3f} {what}" for name, (unit, what) in units.items()]
+def _lines(calibration: Calibrated) -> list[str]:
+    units = _UNITS if calibration.gpu is None else _UNITS_OF_GPU
+    return [f"  {calibration.constants[name] / unit:10.3f} {what}" for name, (unit, what) in units.items()]

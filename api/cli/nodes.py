@@ -63,12 +63,12 @@ def _drain_this_one(deadline: float, wait: bool, as_json: bool) -> None:
 def agents_here() -> list[int]:
     """Processes of agents that this user has on this machine: those of ranks, and those that still hand out the state
     of ranks which have left."""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.uids().real == os.getuid() and process.name().startswith(AGENT):
-                found.append(int(process.pid))
-    return found
+                pids.append(int(process.pid))
+    return pids
 
 
 def _is_empty(client: MantaClient, node: str) -> bool:

@@ -111,8 +111,8 @@ async def list_logs(
         return stream(request, lambda place: live.look(cast(Position, place)), position, Watched(job_id, logs=True))
     if begins_at_end is not None:
         count, until = begins_at_end, None if before is None else cursors.decode(before)
-        found = await threads.run(lambda: read_tail(control.logs.source(job_id), count, rank, test, until))
-        return _tail_view(found, cursors)
+        last_lines = await threads.run(lambda: read_tail(control.logs.source(job_id), count, rank, test, until))
+        return _tail_view(last_lines, cursors)
     page = await threads.run(lambda: _page(control.logs.source(job_id), position, rank, limit, test))
     after = cursors.encode(page.position)
     return schemas.LogLines(
@@ -134,11 +134,11 @@ def _refused(parameter: str, rule: str) -> RequestValidationError:
     return RequestValidationError([{"loc": ("query", parameter), "msg": rule, "type": "value_error"}])
 
 
-def _tail_view(found: LogTail, cursors: LogCursors) -> schemas.LogLines:
-    items = [views.log_view(line) for line in found.lines]
-    earlier = cursors.encode(found.earlier) if found.more else None
+def _tail_view(last_lines: LogTail, cursors: LogCursors) -> schemas.LogLines:
+    items = [views.log_view(line) for line in last_lines.lines]
+    earlier = cursors.encode(last_lines.earlier) if last_lines.more else None
     return schemas.LogLines(
-        items=items, resume_cursor=cursors.encode(found.end), earlier=found.more, earlier_cursor=earlier
+        items=items, resume_cursor=cursors.encode(last_lines.end), earlier=last_lines.more, earlier_cursor=earlier
     )
 
 
@@ -185,9 +185,9 @@ class _Live:
         """What comes next, and where that begins."""
         if self.tail is None:
             return position, read_page(source, position, self.rank, _STREAM_PAGE, test=self.test)
-        found = read_tail(source, self.tail, self.rank, self.test)
+        last_lines = read_tail(source, self.tail, self.rank, self.test)
         self.tail = None
-        return found.begin, LogPage(found.lines, found.end, True)
+        return last_lines.begin, LogPage(last_lines.lines, last_lines.end, True)
 
     def _is_whole(self, job: Job) -> bool:
         over_for_long = time.time() - (job.finished_at or 0.0) > _LATE_SECONDS

@@ -42,9 +42,9 @@ def get_rank_history(
     before the number of ranks changed, or of steps that were done again, are left out."""
     with control.store.read() as session:
         jobs.get(session, job_id)
-        found = rank_numbers.history(session, job_id, after_step, max_points)
+        history = rank_numbers.history(session, job_id, after_step, max_points)
     return schemas.RankHistory(
-        steps=found.steps, times=[views.moment(at) for at in found.times], own_seconds=found.own_seconds
+        steps=history.steps, times=[views.moment(at) for at in history.times], own_seconds=history.own_seconds
     )
 
 
@@ -74,5 +74,5 @@ def _waits(seen: SeenWaits) -> schemas.Waits:
 )
 async def get_rank_stack(request: Request, control: Control, job_id: JobId, rank: RankPath) -> schemas.RankStack:
     """The stacks of all threads of a rank's trainer, now; it goes on meanwhile. They are in its log too."""
-    found = await read_threads_of(request).nodes.run(lambda: control.stack(job_id, rank))
-    return schemas.RankStack(rank=found.rank, pid=found.pid, at=views.moment(found.at), text=found.text)
+    stack = await read_threads_of(request).nodes.run(lambda: control.stack(job_id, rank))
+    return schemas.RankStack(rank=stack.rank, pid=stack.pid, at=views.moment(stack.at), text=stack.text)

@@ -67,8 +67,8 @@ class MlflowRun:
         mlflow = _package("mlflow", "mlflow-skinny")
         with _words_of("MLflow"):
             self._client = mlflow.MlflowClient()
-            found = self._client.get_experiment_by_name(experiment)
-            place = found.experiment_id if found else self._client.create_experiment(experiment)
+            existing = self._client.get_experiment_by_name(experiment)
+            place = existing.experiment_id if existing else self._client.create_experiment(experiment)
             self._run = self._client.create_run(place, run_name=job.name, tags={"manta.job": job.id}).info.run_id
             for name, value in flattened(job.spec).items():
                 self._client.log_param(self._run, name, value)

@@ -50,10 +50,10 @@ def _document(request: Request, rest: str) -> Response:
 
 def _file(digest: str, name: str) -> Response:
     """A file of this release. Its address changes whenever any of them does, so that browsers may keep it for good."""
-    found = FILES.get(name) if digest == DIGEST else None
-    if found is None:
+    file = FILES.get(name) if digest == DIGEST else None
+    if file is None:
         return problem("not_found", "there is no such file in this release: load the page again")
-    return Response(found.content, HTTPStatus.OK, media_type=found.media_type, headers={**_HEADERS, **_FOR_GOOD})
+    return Response(file.content, HTTPStatus.OK, media_type=file.media_type, headers={**_HEADERS, **_FOR_GOOD})
 
 
 def _base(request: Request) -> str:

@@ -53,10 +53,10 @@ def placement_group_states(ray: Any, names: Collection[str] | None = None) -> di
     namespace = ray.get_runtime_context().namespace
     accessor = ray._private.state.state._connect_and_get_accessor()
     if names is None:
-        found = accessor.get_placement_group_table()
+        encoded = accessor.get_placement_group_table()
     else:
-        found = filter(None, (accessor.get_placement_group_by_name(name, namespace) for name in names))
-    groups = [Group.FromString(each) for each in found]
+        encoded = filter(None, (accessor.get_placement_group_by_name(name, namespace) for name in names))
+    groups = [Group.FromString(each) for each in encoded]
     state_name, removed = Group.PlacementGroupState.Name, Group.PlacementGroupState.REMOVED
     ours = [group for group in groups if group.ray_namespace == namespace and group.state != removed]
     return {group.name: state_name(group.state) for group in ours}

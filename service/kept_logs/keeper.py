@@ -188,7 +188,7 @@ class LogKeeper:
 
     async def run(self) -> None:
         """Until cancelled."""
-        self._left |= await asyncio.to_thread(self._found) - self._jobs.keys()
+        self._left |= await asyncio.to_thread(self._marked_jobs) - self._jobs.keys()
         while True:
             try:
                 now = time.monotonic()
@@ -201,7 +201,7 @@ class LogKeeper:
                 async with asyncio.timeout(SHIP_SECONDS):
                     await self._wake.wait()
 
-    def _found(self) -> set[str]:
+    def _marked_jobs(self) -> set[str]:
         return {mark.parent.parent.name for mark in (self._home / "jobs").glob(f"*/logs/{MARK}")}
 
     async def _keep(self, job: _Job) -> None:

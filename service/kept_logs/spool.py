@@ -112,9 +112,9 @@ class Spool:
         start, end = self._place(rank).kept, self._size(rank)
         while start < end:
             with self.lines.file(rank).open("rb") as file:
-                found = end_of_reports(file, min(end, start + size))
-            if found > start:
-                return found
+                boundary = end_of_reports(file, min(end, start + size))
+            if boundary > start:
+                return boundary
             if start + size >= end:
                 break
             size *= 2  # one report is larger than that

@@ -32,12 +32,12 @@ def refined(verdict: Verdict, records: Mapping[int, FlightRecord], group: Group)
     share an axis with a rank."""
     if verdict.kind != "gang":
         return verdict
-    found = find_disagreement(records, group)
-    if found is None:
+    disagreement = find_disagreement(records, group)
+    if disagreement is None:
         return verdict
-    if not found.ranks:
-        return Verdict("gang", verdict.ranks, found.why)
-    return Verdict("ranks", found.ranks, found.why)
+    if not disagreement.ranks:
+        return Verdict("gang", verdict.ranks, disagreement.why)
+    return Verdict("ranks", disagreement.ranks, disagreement.why)
 
 
 def find_disagreement(records: Mapping[int, FlightRecord], group: Group) -> Finding | None:
@@ -47,9 +47,9 @@ def find_disagreement(records: Mapping[int, FlightRecord], group: Group) -> Find
     records = {rank: record for rank, record in records.items() if record.sequences}
     instances = list(_instances(records, group))
     for instance in instances:
-        found = instance.difference()
-        if found is not None:
-            return found
+        difference = instance.difference()
+        if difference is not None:
+            return difference
     waits: dict[int, set[int]] = defaultdict(set)
     why: dict[int, str] = {}
     for instance in instances:
@@ -105,9 +105,9 @@ class _Instance:
             if operation.number == number
         }
         for what in ("kind", "sizes"):
-            found = _minority({rank: getattr(operation, what) for rank, operation in calls.items()})
-            if found is not None:
-                ranks, theirs, others = found
+            minority = _minority({rank: getattr(operation, what) for rank, operation in calls.items()})
+            if minority is not None:
+                ranks, theirs, others = minority
                 return Finding(ranks, f"at number {number} of {self.name} {theirs} meets {others}")
         return None
 

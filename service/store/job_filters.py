@@ -58,22 +58,22 @@ class JobFilter:
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """That hold for those jobs, with parameters in the place of values: the same for filters of one `shape`."""
-        found: list[ColumnElement[bool]] = []
+        clauses: list[ColumnElement[bool]] = []
         if self.states:
-            found.append(_COLUMNS.state.in_(bindparam("states", expanding=True)))
+            clauses.append(_COLUMNS.state.in_(bindparam("states", expanding=True)))
         if self.search is not None:
             pattern = func.lower(bindparam("search"))
-            found.append(
+            clauses.append(
                 or_(*(func.lower(column).like(pattern, escape="/") for column in (_COLUMNS.name, _COLUMNS.id)))
             )
         for key, column in (("name", _COLUMNS.name), ("owner", _COLUMNS.owner), ("project", _COLUMNS.project)):
             if getattr(self, "bound" if key == "project" else key) is not None:
-                found.append(column == bindparam(key))
+                clauses.append(column == bindparam(key))
         for place, (_, value) in enumerate(self.labels):
             of_label = [_LABELS.key == bindparam(f"key{place}")]
             of_label += [] if value is None else [_LABELS.value == bindparam(f"value{place}")]
-            found.append(_COLUMNS.id.in_(select(_LABELS.job_id).where(*of_label)))
-        return found
+            clauses.append(_COLUMNS.id.in_(select(_LABELS.job_id).where(*of_label)))
+        return clauses
 
     @property
     def values(self) -> dict[str, Any]:
@@ -137,8 +137,8 @@ class JobOrder:
         key = _key(self.sort)
         if key is None:
             return job_id
-        found = connection.execute(select(key).where(_COLUMNS.id == job_id)).scalar_one_or_none()
-        return json.dumps([found, job_id])
+        value = connection.execute(select(key).where(_COLUMNS.id == job_id)).scalar_one_or_none()
+        return json.dumps([value, job_id])
 
     def values_at(self, place: str) -> dict[str, Any]:
         """The parameters of `after` for a place. Raises InvalidCursor."""

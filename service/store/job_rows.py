@@ -141,9 +141,9 @@ def _listed(shape: JobFilter, order: JobOrder, after: bool | None) -> Select[Any
     if order.sort == "created" and shape.search is None:
         return chosen.with_only_columns(*_SHOWN)  # they are read in that order anyway
     # Rows are long: only those that are shown are read as a whole.
-    found = chosen.add_columns(*(key.label(f"key{place}") for place, key in enumerate(keys))).subquery()
-    ordered = (order.directed(found.c[f"key{place}"]) for place in range(len(keys)))
-    return select(*_SHOWN).join(found, columns.id == found.c.id).order_by(*ordered)
+    page = chosen.add_columns(*(key.label(f"key{place}") for place, key in enumerate(keys))).subquery()
+    ordered = (order.directed(page.c[f"key{place}"]) for place in range(len(keys)))
+    return select(*_SHOWN).join(page, columns.id == page.c.id).order_by(*ordered)
 
 
 @lru_cache(_MOST_STATEMENTS)

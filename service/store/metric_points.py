@@ -93,18 +93,18 @@ def points(
     """Of the rows above `after_step` and up to `until_step` at most `max_points`, chosen as `metrics.series` says.
     Raises JobNotFound."""
     about = {"job": job_id, "after": after_step, "until": until_step}
-    found = extent(reader, job_id, after_step, max_points, until_step)
-    first, last = found.first or 0, found.last or 0
-    behind = metric_bins.is_behind(found.newest or 0, found)
+    known = extent(reader, job_id, after_step, max_points, until_step)
+    first, last = known.first or 0, known.last or 0
+    behind = metric_bins.is_behind(known.newest or 0, known)
     if every > 1:
         steps = _multiples(every, first, last, max_points)
         return Points(reader.execute(_some(columns), {"job": job_id, "steps": steps}).all(), behind)
-    if found.counted <= max_points:
+    if known.counted <= max_points:
         return Points(reader.execute(_all(columns), about).all(), behind)
     ends = {"job": job_id, "first": last if max_points == 1 else first, "last": last}
     if max_points <= 2:
         return Points(reader.execute(_thinned(columns, ()), ends).all(), behind)
-    ranges = _Ranges.between(first, last, max_points - 2, found.binned_until)
+    ranges = _Ranges.between(first, last, max_points - 2, known.binned_until)
     query = _thinned(columns, tuple(segment.level == 0 for segment in ranges.segments))
     return Points(reader.execute(query, {**ends, **ranges.values()}).all(), behind)
 

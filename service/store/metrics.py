@@ -119,8 +119,8 @@ def recent_step_seconds(reader: Reader, some: Collection[Job | Row[Any]]) -> dic
 def rows_at(reader: Reader, job_id: str, generation: int, steps: Collection[int]) -> list[dict[str, Any]]:
     """All metrics of these steps, as far as `generation` has committed them, by name; ascending."""
     query = select(Metric.__table__).where(Metric.job_id == job_id, Metric.step.in_(steps))
-    found = reader.execute(query.where(Metric.generation == generation).order_by(Metric.step))
-    return [{name: number(row[name]) for name in METRIC_NAMES} | row["extra"] for row in found.mappings()]
+    rows = reader.execute(query.where(Metric.generation == generation).order_by(Metric.step))
+    return [{name: number(row[name]) for name in METRIC_NAMES} | row["extra"] for row in rows.mappings()]
 
 
 def _store(session: Session, job: Job, reporting: int, row: dict[str, Any], known: dict[int, Metric]) -> None:

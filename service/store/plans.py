@@ -79,18 +79,18 @@ def settle(session: Session, job_id: str, generation: int, step: int) -> bool:
     if PLAN not in row.data or step < row.resume_step + SETTLING_STEPS + MEASURED_STEPS:
         return False
     rows = _rows(session, row)
-    found = measured_of(rows, full_tokens(jobs.get(session, job_id).spec))
-    if len(rows) < SETTLING_STEPS + MEASURED_STEPS or found is None:
+    measured = measured_of(rows, full_tokens(jobs.get(session, job_id).spec))
+    if len(rows) < SETTLING_STEPS + MEASURED_STEPS or measured is None:
         return False
     plan = row.data[PLAN]
-    drift, disturbed = _drift(plan, found), _disturbed(session, row)
-    told = drift is not None and _told(session, job_id, plan["parallel"])
-    kept = {"steps": found.to_json(), "drift": drift and vars(drift), "disturbed": disturbed}
+    drift, disturbed = _drift(plan, measured), _disturbed(session, row)
+    is_repeated = drift is not None and _is_reported(session, job_id, plan["parallel"])
+    kept = {"steps": measured.to_json(), "drift": drift and vars(drift), "disturbed": disturbed}
     row.data = {**row.data, MEASURED: kept}
-    if drift is not None and not told:
-        parts = [vars(each) for each in compared(plan["planned"], found)]
+    if drift is not None and not is_repeated:
+        parts = [vars(each) for each in compared(plan["planned"], measured)]
         data = {"ratio": drift.ratio, "part": drift.part, "parts": parts}
-        events.append(session, job_id, DRIFT, drift.message, generation=generation, step=found.last_step, data=data)
+        events.append(session, job_id, DRIFT, drift.message, generation=generation, step=measured.last_step, data=data)
     return True
 
 
@@ -133,7 +133,7 @@ def observed(session: Session, since: float = 0.0) -> dict[str, list[Observation
         .join(recent, and_(Generation.job_id == recent.c.job_id, Generation.generation > recent.c.last - EACH))
         .order_by(Generation.job_id.desc(), Generation.generation.desc())
     )
-    found: dict[str, list[Observation]] = {}
+    by_machine: dict[str, list[Observation]] = {}
     known: set[str] = set()
     for row in session.scalars(newest):
         kept, planned = row.data.get(MEASURED), (row.data.get(PLAN) or {}).get("planned")
@@ -141,8 +141,8 @@ def observed(session: Session, since: float = 0.0) -> dict[str, list[Observation
             continue
         if kept.get("disturbed") is None and (said := _observation(row, planned, kept)) is not None:
             known.add(row.job_id)
-            found.setdefault(planned["machine"], []).append(said)
-    return found
+            by_machine.setdefault(planned["machine"], []).append(said)
+    return by_machine
 
 
 def _observation(row: Generation, planned: dict[str, Any], kept: dict[str, Any]) -> Observation | None:
@@ -157,7 +157,7 @@ def full_tokens(spec: dict[str, Any]) -> int:
     return int(spec["train"]["global_batch_size"]) * int(spec["model"]["sequence_length"])
 
 
-def _told(session: Session, job_id: str, parallel: dict[str, Any]) -> bool:
+def _is_reported(session: Session, job_id: str, parallel: dict[str, Any]) -> bool:
     """Whether a generation in this layout was far from its plan before."""
     return any(
         (row.data.get(MEASURED) or {}).get("drift") and row.data[PLAN]["parallel"] == parallel

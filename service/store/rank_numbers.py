@@ -51,14 +51,14 @@ def history(session: Session, job_id: str, after_step: int = 0, max_points: int 
     """The newest samples above `after_step`, at most `max_points`, and MOST_NUMBERS numbers."""
     query = select(RankNumbers).where(RankNumbers.job_id == job_id, RankNumbers.step > after_step)
     query = query.options(defer(RankNumbers.memory_bytes)).order_by(RankNumbers.time.desc()).limit(max_points)
-    found = History([], [], [])
+    newest_first = History([], [], [])
     for row in session.scalars(query):
         own = [] if row.own_seconds is None else unpacked(row.own_seconds)
-        ranks = len(found.own_seconds[0]) if found.own_seconds else len(own)
-        if not own or len(own) != ranks or (len(found.steps) + 1) * ranks > MOST_NUMBERS:
+        ranks = len(newest_first.own_seconds[0]) if newest_first.own_seconds else len(own)
+        if not own or len(own) != ranks or (len(newest_first.steps) + 1) * ranks > MOST_NUMBERS:
             break
-        if not found.steps or row.step < found.steps[-1]:
-            found.steps.append(row.step)
-            found.times.append(row.time)
-            found.own_seconds.append(own)
-    return History(found.steps[::-1], found.times[::-1], found.own_seconds[::-1])
+        if not newest_first.steps or row.step < newest_first.steps[-1]:
+            newest_first.steps.append(row.step)
+            newest_first.times.append(row.time)
+            newest_first.own_seconds.append(own)
+    return History(newest_first.steps[::-1], newest_first.times[::-1], newest_first.own_seconds[::-1])

@@ -36,8 +36,8 @@ def id_of(number: int) -> str:
 
 def number_of(trace_id: str) -> int | None:
     """The number in a trace's id; None where that is none."""
-    found = _ID.fullmatch(trace_id)
-    return int(found[1]) if found else None
+    match = _ID.fullmatch(trace_id)
+    return int(match[1]) if match else None
 
 
 def get(session: Session, job_id: str, number: int | None, lock: bool = False) -> StepTrace:

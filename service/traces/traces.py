@@ -78,8 +78,8 @@ class Traces:
         from service.traces.exporter import SpanSender
 
         self._sender = SpanSender(self._endpoint, self._lose)
-        while (told := self._to_read.get()) is not None:
-            self._read_and_send(self._sender, *told)
+        while (request := self._to_read.get()) is not None:
+            self._read_and_send(self._sender, *request)
         self._sender.close()
 
     def _read_and_send(self, sender: SpanSender, job_id: str, generation: int) -> None:

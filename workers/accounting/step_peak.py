@@ -33,14 +33,14 @@ LOSS_NUMBERS = 28
 @lru_cache(maxsize=256)
 def _comes_to(kind: str, stages: int, chunks: int, rank: int) -> frozenset[tuple[int, str]]:
     """(chunk, kind of pass) of this rank that need what another rank sends."""
-    found: set[tuple[int, str]] = set()
+    passes: set[tuple[int, str]] = set()
     for chunk in range(chunks):
         before, behind = neighbours(kind, stages, chunks, rank, chunk)
         if before is not None and before[0] != rank:
-            found.add((chunk, "forward"))
+            passes.add((chunk, "forward"))
         if behind is not None and behind[0] != rank:
-            found |= {(chunk, "backward"), (chunk, "backward_input")}
-    return frozenset(found)
+            passes |= {(chunk, "backward"), (chunk, "backward_input")}
+    return frozenset(passes)
 
 
 @lru_cache(maxsize=256)
@@ -100,8 +100,8 @@ class StepPeak:
             key = action.kind, chunk, (action.micro_batch, chunk) in again
             if key not in known:
                 known[key] = self._pass(indices[chunk], action.kind, key[2], (chunk, action.kind) in comes)
-            begun, found = held + posted * self.message, known[key]
-            most, held = max(most, begun + found.most), begun + found.left
+            begun, taken = held + posted * self.message, known[key]
+            most, held = max(most, begun + taken.most), begun + taken.left
         return most, held
 
     @property

@@ -36,8 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--device", choices=("auto", *DEVICES), default="auto", help="auto (the default): a GPU where there is one"
     )
     chosen = options.parse_args(arguments)
-    found = measure(chosen.device, lambda part: print(f"measuring: {part}", file=sys.stderr, flush=True))
-    print(json.dumps(dataclasses.asdict(found)))
+    measurements = measure(chosen.device, lambda part: print(f"measuring: {part}", file=sys.stderr, flush=True))
+    print(json.dumps(dataclasses.asdict(measurements)))
     return 0
 
 
@@ -56,22 +56,23 @@ def measure(kind: str, say: Callable[[str], None]) -> Measurements:
     wide = product_times(device, torch.float32)
     attention = attention_times(device, torch.float32)
     say("steps of one rank")
-    found = Measurements(processor_name(), cores, wide + narrow, attention, step_times(device))
-    found = _with_disturbances(found, others)  # ranks are no children of this process, and would count as others
+    measurements = Measurements(processor_name(), cores, wide + narrow, attention, step_times(device))
+    # Ranks are no children of this process, and would count as others.
+    measurements = _with_disturbances(measurements, others)
     say("several ranks")
     gangs = LocalRanks()
     document = document_of(BUSY_SHAPE, "fp32")
     for ranks in sorted({1, cores, min(MOST_RANKS, 4 * cores)}):
         together = document | {"parallel": {"data": ranks}}
-        found.busy.append(as_busy(gangs.run(busy_seconds, together)))
+        measurements.busy.append(as_busy(gangs.run(busy_seconds, together)))
     for ranks in (2, 4, MOST_RANKS):
-        found.collectives.extend(gangs.run(collective_times, document | {"parallel": {"tensor": ranks}})[0])
-    return found
+        measurements.collectives.extend(gangs.run(collective_times, document | {"parallel": {"tensor": ranks}})[0])
+    return measurements
 
 
-def _with_disturbances(found: Measurements, others: OtherWork) -> Measurements:
+def _with_disturbances(measurements: Measurements, others: OtherWork) -> Measurements:
     """With what says whether something else ran on this machine while this was measured."""
-    return dataclasses.replace(found, other_cores=others.cores(), spread=statistics.median(clock.spreads))
+    return dataclasses.replace(measurements, other_cores=others.cores(), spread=statistics.median(clock.spreads))
 
 
 if __name__ == "__main__":

@@ -110,22 +110,22 @@ def measure_gpu(device: torch.device, shapes: Shapes, say: Callable[[str], None]
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else processor_name()
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
-    found = Measurements(name, usable_cores(), gpu_memory_bytes=memory, adds_wider=ADDS_WIDER)
+    measurements = Measurements(name, usable_cores(), gpu_memory_bytes=memory, adds_wider=ADDS_WIDER)
     say("matrix products and attention")
     warm_up(device)
-    found.products.extend(product_times(device, torch.bfloat16, shapes.products))
-    found.products.extend(product_times(device, torch.float32, shapes.wide_products))
+    measurements.products.extend(product_times(device, torch.bfloat16, shapes.products))
+    measurements.products.extend(product_times(device, torch.float32, shapes.wide_products))
     with _rounded_products():
-        found.products.extend(product_times(device, torch.float32, shapes.wide_products, "tf32"))
-    found.attention.extend(attention_times(device, torch.bfloat16, shapes.attention))
+        measurements.products.extend(product_times(device, torch.float32, shapes.wide_products, "tf32"))
+    measurements.attention.extend(attention_times(device, torch.bfloat16, shapes.attention))
     say("memory and copies")
     for size in shapes.elements:
-        found.elements.extend(element_times(device, size))
-    found.copies.extend(copy_times(device, shapes.copied))
+        measurements.elements.extend(element_times(device, size))
+    measurements.copies.extend(copy_times(device, shapes.copied))
     release()
     say("steps of one rank")
-    found.steps.extend(step_times(device, shapes.steps))
-    return found
+    measurements.steps.extend(step_times(device, shapes.steps))
+    return measurements
 
 
 @contextmanager

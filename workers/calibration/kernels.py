@@ -27,7 +27,7 @@ def product_times(
 ) -> list[ProductTime]:
     """Of each shape: forward, the gradient of the input, and that of the weights, which is added to a sum in fp32.
     `called`: name of the precision, where it is not that of `dtype`."""
-    products, found = TorchProducts(), []
+    products, times = TorchProducts(), []
     precision = called or str(dtype).removeprefix("torch.")
     for n, i, o in shapes or ON_CPU:
         x, grad = (torch.randn(n, width, device=device).to(dtype) for width in (i, o))
@@ -39,8 +39,8 @@ def product_times(
             "weight": partial(products.add_weight_gradient, total, grad, x, True),
         }
         for name, run in runs.items():
-            found.append(ProductTime(name, precision, n, i, o, _seconds(run, device)))
-    return found
+            times.append(ProductTime(name, precision, n, i, o, _seconds(run, device)))
+    return times
 
 
 def _seconds(run: Run, device: torch.device) -> float:
@@ -49,7 +49,7 @@ def _seconds(run: Run, device: torch.device) -> float:
 
 def attention_times(device: torch.device, dtype: torch.dtype, shapes: Shapes | None = None) -> list[AttentionTime]:
     """Forward and backward of causal attention, together; of a GPU's `shapes` forward alone, too."""
-    found = []
+    times = []
     for b, a, s, d in shapes or HEADS_ON_CPU:
         # Where a rank has the whole model a sample's tokens lie side by side.
         shape, order = ((b, s, a, d), (0, 2, 1, 3)) if shapes else ((s, b, a, d), (1, 2, 0, 3))
@@ -57,8 +57,8 @@ def attention_times(device: torch.device, dtype: torch.dtype, shapes: Shapes | N
         grad = torch.randn(shape, device=device).to(dtype).permute(order)
         forward = _seconds(partial(_attend, leaves, order), device) if shapes else None
         both = _seconds(partial(_attend_and_back, leaves, order, grad), device)
-        found.append(AttentionTime(b, a, s, d, both, forward))
-    return found
+        times.append(AttentionTime(b, a, s, d, both, forward))
+    return times
 
 
 def _attend(leaves: tuple[torch.Tensor, ...], order: tuple[int, ...]) -> torch.Tensor:

@@ -19,15 +19,15 @@ TIMES = 60
 
 def collective_times(comm: Comm, _: JobSpec) -> list[CollectiveTime]:
     """Program for ranks: what each collective of the tensor group takes."""
-    ranks, found = comm.size("tensor"), []
+    ranks, times = comm.size("tensor"), []
     for size in SIZES:
         whole = torch.ones(size // 4, device=comm.device)
         part = torch.ones(size // 4 // ranks, device=comm.device)
         gather = partial(comm.all_gather, "tensor", part, whole)
-        found.append(CollectiveTime("all_gather", ranks, size, _seconds(comm, gather)))
+        times.append(CollectiveTime("all_gather", ranks, size, _seconds(comm, gather)))
         scatter = partial(comm.reduce_scatter, "tensor", whole)
-        found.append(CollectiveTime("reduce_scatter", ranks, size, _seconds(comm, scatter)))
-    return found
+        times.append(CollectiveTime("reduce_scatter", ranks, size, _seconds(comm, scatter)))
+    return times
 
 
 def _seconds(comm: Comm, run: Run) -> float:

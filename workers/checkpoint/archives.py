@@ -54,8 +54,8 @@ def elements_of(read: Read, size: int) -> Elements:
     """Where the tensor lies in the archive of `size` bytes that `read` reads. Raises ValueError, KeyError,
     zipfile.BadZipFile and pickle.UnpicklingError where it is no archive of a tensor that lies in one piece."""
     records = _Beginning(read(0, min(size, BEGINNING_BYTES)).tobytes())
-    found = records.elements()
-    return _by_directory(read, size) if found is None else found
+    elements = records.elements()
+    return _by_directory(read, size) if elements is None else elements
 
 
 class _Beginning:

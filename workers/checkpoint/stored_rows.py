@@ -75,7 +75,7 @@ class StoredRows:
         self._place, self._manifest, self._contents = place, manifest, contents
         self._open: dict[str, tuple[ExitStack, CheckedFile, CheckedSpan]] = {}
         """By name; the files that the last rows were in, that which was used last at the end."""
-        self._found: dict[StoredRectangle, Elements] = {}
+        self._known: dict[StoredRectangle, Elements] = {}
         """Of the last tensor."""
         self._name = ""
         self._expected: set[str] = set()
@@ -105,7 +105,7 @@ class StoredRows:
     def _prepare(self, name: str, tensor: StoredTensor, files: set[str]) -> None:
         """Have these `files` open, which know what they will be asked for; of others those that were used last."""
         if name != self._name:
-            self._name, self._found, self._expected = name, {}, set()
+            self._name, self._known, self._expected = name, {}, set()
         others = [file for file in self._open if file not in files]
         self._close(others[: max(0, len(others) + len(files) - MOST_OPEN)])
         for file in sorted(files):
@@ -137,9 +137,9 @@ class StoredRows:
 
     def _elements(self, span: CheckedSpan, tensor: StoredTensor, each: StoredRectangle) -> Elements:
         """Where in its archive the rectangle's elements lie."""
-        if each not in self._found:
-            found = elements_of(lambda at, count: span.piece(each.at + at, count), each.bytes)
-            if found.sizes != each.sizes or found.dtype != tensor.dtype:
+        if each not in self._known:
+            elements = elements_of(lambda at, count: span.piece(each.at + at, count), each.bytes)
+            if elements.sizes != each.sizes or elements.dtype != tensor.dtype:
                 raise ValueError(f"no {tensor.dtype}{each.sizes} begins at byte {each.at}")
-            self._found[each] = found
-        return self._found[each]
+            self._known[each] = elements
+        return self._known[each]

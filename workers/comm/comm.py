@@ -319,9 +319,9 @@ class Comm:
             peer, number = self._ranks["pipeline"][stage], self.progress.count("received")
             work = Marked(work, self._trail, "pipeline", number, peer)
         if self.step.parts.measuring:
-            # Else than over links its wait and its transfer cannot be told apart: both count as bubble.
-            is_told = self._kind == "links"
-            work = _TimedMessage(work, self.step) if is_told else _Timed(work, self.step, "bubble")
+            # Only over links can its wait be distinguished from its transfer: elsewhere both count as bubble.
+            has_own_times = self._kind == "links"
+            work = _TimedMessage(work, self.step) if has_own_times else _Timed(work, self.step, "bubble")
         if self.step.recorder is not None:
             work = self.step.recorder.received(work, self._ranks["pipeline"][stage], tensor.nbytes)
         return work

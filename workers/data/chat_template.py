@@ -136,15 +136,15 @@ def open_template(data: DataConfig) -> ChatTemplate:
     folder = None if data.tokenizer_file is None else tokenizer_path(data.tokenizer_file).parent
     tokens = () if folder is None else _special_tokens(folder)
     if data.template == CHATML:
-        found = ChatTemplate(_CHATML, tokens)
+        template = ChatTemplate(_CHATML, tokens)
     elif data.template is not None:
-        found = ChatTemplate(_text(Path(data.template)), tokens, data.template)
+        template = ChatTemplate(_text(Path(data.template)), tokens, data.template)
     elif folder is None:
         raise DataError(f"the {data.tokenizer} tokenizer has no chat template: set data.template to a file or {CHATML}")
     else:
-        found = _beside_tokenizer(folder, tokens)
-    found.check()
-    return found
+        template = _beside_tokenizer(folder, tokens)
+    template.check()
+    return template
 
 
 def _beside_tokenizer(folder: Path, tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
@@ -168,14 +168,14 @@ def _beside_tokenizer(folder: Path, tokens: tuple[tuple[str, str], ...]) -> Chat
 
 
 def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
-    found: dict[str, str] = {}
+    special: dict[str, str] = {}
     for content in (_json(folder / SPECIAL_TOKENS), _json(folder / SETTINGS)):  # the latter counts more
         for name in _TOKENS:
             said = content.get(name)
             text = said.get("content") if isinstance(said, dict) else said
             if isinstance(text, str):
-                found[name] = text
-    return tuple(sorted(found.items()))
+                special[name] = text
+    return tuple(sorted(special.items()))
 
 
 def _json(path: Path) -> dict[str, Any]:

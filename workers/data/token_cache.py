@@ -130,15 +130,15 @@ def locked(folder: Path, watcher: Watcher) -> Iterator[None]:
 
 def _wait_for(descriptor: int, folder: Path, watcher: Watcher) -> None:
     """Get the lock of `folder`. Raises DataError where its file system has none."""
-    told = False
+    is_reported = False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not told:
+            if not is_reported:
                 who = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
                 watcher.tell("data_awaited", f"waits for the tokens in {folder}, which {who} makes", {})
-                told = True
+                is_reported = True
             watcher.alive()
             time.sleep(WAIT_SECONDS)
         except OSError as error:
@@ -301,7 +301,7 @@ class _Progress:
         self._watcher, self._clock, self._where = watcher, clock, in_words(data)
         self._all = max(1, sum(section.bytes for shard in shards for section in shard))
         self._before = sum(result.bytes for result in done.values())
-        self._began = self._told = clock()
+        self._began = self._reported_at = clock()
         again = f", of which {len(done)} shards are done already" if done else ""
         message = f"tokenizes {len(files)} files ({self._all / 1e6:.1f} MB) of {self._where}{again}"
         watcher.tell("data_preparing", message, {"files": len(files), "bytes": self._all})
@@ -310,9 +310,9 @@ class _Progress:
         """What was done by now, beside what an earlier try has done."""
         now = self._clock()
         pause = max(self._watcher.tell_seconds, self._watcher.tell_growth * (now - self._began))
-        if now - self._told < pause:
+        if now - self._reported_at < pause:
             return
-        self._told = now
+        self._reported_at = now
         share = (self._before + counts.bytes) / self._all
         rate = counts.tokens / (now - self._began)
         self._watcher.tell(

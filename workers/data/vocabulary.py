@@ -22,11 +22,11 @@ def with_vocabulary(spec: JobSpec) -> JobSpec:
         if spec.data.tokenizer_vocabulary is not None and not tokenizer_path(file).exists():
             return spec  # it may be there where the job runs, which looks again
         raise SpecError([Problem("data.tokenizer", str(error))]) from error
-    said, found = spec.data.tokenizer_vocabulary, tokenizer.vocabulary
-    if said not in (None, found):
-        problem = f"tokenizer_vocabulary is {said}, but {file} has {found} token ids"
-        raise SpecError([Problem("data.tokenizer_vocabulary", problem, str(found))])
-    resolved = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer_vocabulary": found})})
+    said, size = spec.data.tokenizer_vocabulary, tokenizer.vocabulary
+    if said not in (None, size):
+        problem = f"tokenizer_vocabulary is {said}, but {file} has {size} token ids"
+        raise SpecError([Problem("data.tokenizer_vocabulary", problem, str(size))])
+    resolved = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer_vocabulary": size})})
     problems = find_problems(resolved)
     if problems:
         raise SpecError(problems)

@@ -77,17 +77,17 @@ def read_conversations(path: Path, spec: JobSpec, template: ChatTemplate) -> lis
 def chat(model: LoadedModel, tokens: TextTokens, conversations: Sequence[Text], batch_size: int = 8) -> ChatResult:
     """How well the answers in `conversations` are predicted; as in training, a conversation is cut where the model
     reads no further, and its first token is not predicted. Raises BadTask."""
-    found: list[tuple[list[int], Marks]] = []
+    marked: list[tuple[list[int], Marks]] = []
     for each in conversations:
         ids, marks = tokens.encode_marked(each.text, each.learned or ())
         ids, marks = ids[: model.longest], marks[: model.longest]
         if marks[1:].any():
-            found.append((ids, marks))
-    if not found:
+            marked.append((ids, marks))
+    if not marked:
         raise BadTask(f"there is nothing to predict: no answer is within the first {model.longest} tokens")
-    total, counted = marked_log_likelihood(model, found, batch_size)
+    total, counted = marked_log_likelihood(model, marked, batch_size)
     loss = -total / counted
-    return ChatResult(loss, exponential(loss), counted, len(found), len(conversations) - len(found))
+    return ChatResult(loss, exponential(loss), counted, len(marked), len(conversations) - len(marked))
 
 
 def question(template: ChatTemplate, text: str) -> str:

@@ -98,9 +98,9 @@ def choices(model: LoadedModel, tokens: TextTokens, questions: Sequence[Question
     scores = iter(score(model, pairs, batch_size))
     right = right_by_length = 0
     for question in questions:
-        found = [next(scores).log_likelihood for _ in question.choices]
-        shares = [value / len(choice.encode()) for value, choice in zip(found, question.choices, strict=True)]
-        right += found.index(max(found)) == question.answer
+        likelihoods = [next(scores).log_likelihood for _ in question.choices]
+        shares = [value / len(choice.encode()) for value, choice in zip(likelihoods, question.choices, strict=True)]
+        right += likelihoods.index(max(likelihoods)) == question.answer
         right_by_length += shares.index(max(shares)) == question.answer
     return Accuracy(right / len(questions), len(questions), by_length=right_by_length / len(questions))
 

@@ -196,15 +196,15 @@ def _connected(
     """This rank's communication with all others, and with how many threads all of them compute: with one where the job
     does not say, as Ray Train gives a worker one CPU. Each start of the workers is a generation of its own."""
     ask_for_none()
-    told, store = None, None
+    details, store = None, None
     if rank == 0:
         if reported is not None:
             pruning.remove_newer(folder, place_of(reported.path).name)  # of which Ray Train does not know
         store = dist.TCPStore(ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False)
         secret, generation = secrets.token_hex(SECRET_LENGTH // 2), next_generation(folder)
         begun_with = threads_begun_with(folder) if spec.resources.threads == "auto" else None
-        told = asdict(_Meeting(store.host, store.port, secret, generation, begun_with or threads_of(spec)))
-    meeting = _Meeting(**broadcast_from_rank_zero(told))
+        details = asdict(_Meeting(store.host, store.port, secret, generation, begun_with or threads_of(spec)))
+    meeting = _Meeting(**broadcast_from_rank_zero(details))
     comm = Comm(RankGrid(spec.layout), rank, _device(spec))
     comm.generation = meeting.generation
     if spec.layout.world_size > 1:

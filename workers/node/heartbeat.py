@@ -55,7 +55,7 @@ class HeartbeatServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._connections: set[socket.socket] = set()
-        self._told: dict[socket.socket, tuple[GpuReading, ...]] = {}
+        self._sent: dict[socket.socket, tuple[GpuReading, ...]] = {}
         """By connection what was said of the GPUs last."""
         self._unauthenticated: dict[socket.socket, bytes] = {}  # what they have said so far; the longest here first
         self._thread = threading.Thread(target=self._serve, name="heartbeat", daemon=True)
@@ -175,8 +175,8 @@ class HeartbeatServer:
 
     def _answer(self, connection: socket.socket) -> None:
         state, gpus = self.state, self._gpus
-        if gpus is not None and self._told.get(connection) is not gpus:
-            self._told[connection] = gpus
+        if gpus is not None and self._sent.get(connection) is not gpus:
+            self._sent[connection] = gpus
             state = replace(state, gpus=gpus)
         line = json.dumps(to_json(state)) + "\n"
         try:
@@ -188,5 +188,5 @@ class HeartbeatServer:
         self._selector.unregister(connection)
         self._connections.discard(connection)
         self._unauthenticated.pop(connection, None)
-        self._told.pop(connection, None)
+        self._sent.pop(connection, None)
         connection.close()

@@ -100,12 +100,12 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _matches(expression: re.Pattern[str], name: str) -> bool:
-    found = expression.fullmatch(name)
-    if found is None:
+    match = expression.fullmatch(name)
+    if match is None:
         return False
     for group in expression.groupindex:
         _, first, last = group.split("_")
-        if not int(first) <= int(found[group]) <= int(last):
+        if not int(first) <= int(match[group]) <= int(last):
             return False
     return True
 

@@ -54,15 +54,15 @@ def clock_offsets(recordings: Mapping[int, Recording]) -> dict[str, ClockOffset]
 
 
 def _meetings(recordings: Iterable[Recording]) -> dict[int, _Meeting]:
-    found: dict[int, _Meeting] = {}
+    meetings: dict[int, _Meeting] = {}
     for recording in recordings:
         for each in recording.slices:
             if each.axis == WORLD and each.number is not None:
-                meeting = found.setdefault(each.number, _Meeting())
+                meeting = meetings.setdefault(each.number, _Meeting())
                 begun = each.start if each.issued is None else each.issued
                 meeting.last_begun = max(meeting.last_begun, begun)
                 meeting.first_over = min(meeting.first_over, each.end)
-    return found
+    return meetings
 
 
 def _between(reference: Mapping[int, _Meeting], other: Mapping[int, _Meeting]) -> ClockOffset | None:

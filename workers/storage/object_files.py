@@ -86,8 +86,8 @@ class ObjectFiles:
     def names(self, folder: Place) -> list[str]:
         """Of all under the prefix, up to the next slash."""
         key = _key(folder)
-        found = self._asked(folder, self._store.ls, key, detail=False)
-        return sorted({each.rstrip("/").rpartition("/")[2] for each in found if each.rstrip("/") != key})
+        paths = self._asked(folder, self._store.ls, key, detail=False)
+        return sorted({each.rstrip("/").rpartition("/")[2] for each in paths if each.rstrip("/") != key})
 
     def check_folder(self, folder: Place) -> None:
         """Whether anything is under the prefix, or is called so."""
@@ -112,12 +112,12 @@ class ObjectFiles:
     def newest(self, folder: Place) -> float | None:
         """By the store's clock."""
         try:
-            found = self._asked(folder, self._store.find, _key(folder), detail=True)
+            details = self._asked(folder, self._store.find, _key(folder), detail=True)
         except FileNotFoundError:
             return None
-        if not found:
+        if not details:
             self._refuse_bucket(folder)
-        return max((each["LastModified"].timestamp() for each in found.values()), default=None)
+        return max((each["LastModified"].timestamp() for each in details.values()), default=None)
 
     def make_folder(self, folder: Place) -> None:
         """A prefix need not be made."""

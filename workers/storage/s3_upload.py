@@ -105,11 +105,11 @@ class S3Upload:
         """Whether the object consists of these parts, as far as its ETag tells."""
         try:
             sums = b"".join(bytes.fromhex(part["ETag"].strip('"')) for part in self._stored)
-            found = self._call("head_object", **self._object)["ETag"]
+            tag = self._call("head_object", **self._object)["ETag"]
         except (OSError, ValueError):
             return False
         whole = f"{hashlib.md5(sums, usedforsecurity=False).hexdigest()}-{len(self._stored)}"
-        return bool(found.strip('"') == whole)
+        return bool(tag.strip('"') == whole)
 
     def _send(self) -> None:
         if self._upload is None:

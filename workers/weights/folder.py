@@ -73,20 +73,20 @@ def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
     """Where each of `their_tensors(spec)` lies in the folder `spec.model.from_`, by its name there. Raises WeightsError
     where one is missing, has another shape or a dtype that cannot be read, or nobody knows what it is for."""
     folder = Path(spec.model.from_ or "")
-    found = read_headers(folder)
+    headers = read_headers(folder)
     wanted = their_tensors(spec)
     at, used = {}, set()
     for tensor in wanted:
-        here = next((found[name] for name in _spellings(tensor.name) if name in found), None)
+        here = next((headers[name] for name in _spellings(tensor.name) if name in headers), None)
         if here is None:
             raise WeightsError(f"{folder} has no tensor {tensor.name}, which the model of its config.json has")
         _check(tensor, here)
         at[tensor.name] = here
         used.add(here.name)
     tied = {"lm_head.weight"} if spec.model.tie_embeddings else set()
-    for name in found.keys() - used - tied:
+    for name in headers.keys() - used - tied:
         if not name.endswith(_BUFFERS):
-            file = found[name].file
+            file = headers[name].file
             raise WeightsError(f"{file}: nothing in the model of config.json is called {name}")
     return at
 

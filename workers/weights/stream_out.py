@@ -85,13 +85,13 @@ def write_tensors(source: Source, tensors: Sequence[TheirTensor], dtype: str, fi
 
 def _check(source: Source, name: str, parts: list[tuple[TheirTensor, Piece]]) -> None:
     """Raise CheckpointError unless just the rows and columns that the parameter has are made into theirs."""
-    found = source.stored(name).shape
-    rows, columns = rows_and_columns(found)
+    shape = source.stored(name).shape
+    rows, columns = rows_and_columns(shape)
     for tensor, _ in parts:
         wide = tensor.rows_first[1] if len(tensor.shape) == 2 else 1
         if wide != columns or sum(piece.count * piece.length for _, piece in parts) != rows:
             raise CheckpointError(
-                f"{source.place}: {tensor.name} should be {tensor.rows_first}, found {found} as {name}"
+                f"{source.place}: {tensor.name} should be {tensor.rows_first}, found {shape} as {name}"
             )
 
 

@@ -65,8 +65,8 @@ def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Pr
         expected = said.get(key)
         if _read({**shape.section, key: given}, shape.positions).get(key) != expected:
             name = shape.their_names.get(key, "nothing")
-            found = f"{name} {_shown(expected)}" if key in shape.section else f"a {shape.section['family']} without it"
-            yield Problem(f"model.{key}", f"{_shown(given)} is not what {where} says: {found}", _shown(expected))
+            theirs = f"{name} {_shown(expected)}" if key in shape.section else f"a {shape.section['family']} without it"
+            yield Problem(f"model.{key}", f"{_shown(given)} is not what {where} says: {theirs}", _shown(expected))
 
 
 def _read(section: dict[str, Any], positions: int) -> dict[str, Any]:

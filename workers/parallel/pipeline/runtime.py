@@ -301,9 +301,9 @@ class Pipeline:
         rows, targets_n = self._with_targets(x, micro_batch, held)
         assert self.head_loss is not None
         weight = self.spec.train.z_loss if gradients is not None else 0.0
-        found = self.head_loss(rows, targets_n, weight, gradients)
-        self._count(micro_batch, targets_n, found.losses_n, found.squares_n, held)
-        return found.grad_x if found.grad_x is None or rows is x else found.grad_x.transpose(0, 1)
+        losses = self.head_loss(rows, targets_n, weight, gradients)
+        self._count(micro_batch, targets_n, losses.losses_n, losses.squares_n, held)
+        return losses.grad_x if losses.grad_x is None or rows is x else losses.grad_x.transpose(0, 1)
 
     def _backward(self, action: Action, held: _Step) -> None:
         if not self.takes_gradient[action.chunk]:

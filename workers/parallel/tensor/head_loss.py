@@ -68,11 +68,11 @@ class HeadLoss:
         whole = gather(x, region)
         x_nh = whole.reshape(-1, whole.shape[-1])
         wide = torch.float32 if x.element_size() < 4 else x.dtype
-        found_2n = torch.empty(2 if z_weight else 1, len(x_nh), dtype=wide, device=x.device)
+        results_2n = torch.empty(2 if z_weight else 1, len(x_nh), dtype=wide, device=x.device)
         grad = torch.empty_like(whole) if gradients is not None and gradients.of_input else None
         reducing = None
         for tokens, is_last in self._parts(len(x_nh)):
-            grad_mv = self._losses(x_nh[tokens], targets_n[tokens], z_weight, found_2n[:, tokens], gradients)
+            grad_mv = self._losses(x_nh[tokens], targets_n[tokens], z_weight, results_2n[:, tokens], gradients)
             if grad_mv is None:
                 continue
             if grad is not None:
@@ -84,7 +84,7 @@ class HeadLoss:
             del grad_mv  # before the next logits are made
         if reducing is not None:
             reducing.wait()
-        return Losses(found_2n[0], found_2n[1].square() if z_weight else None, grad)
+        return Losses(results_2n[0], results_2n[1].square() if z_weight else None, grad)
 
     def _parts(self, count: int) -> Iterator[tuple[slice, bool]]:
         """Tokens that are taken at once, and whether they are the last ones."""
@@ -96,10 +96,10 @@ class HeadLoss:
         x_mh: torch.Tensor,
         targets_m: torch.Tensor,
         z_weight: float,
-        found_2m: torch.Tensor,
+        results_2m: torch.Tensor,
         gradients: Gradients | None,
     ) -> torch.Tensor | None:
-        """Losses, and log Z where it is wanted, into `found_2m`; the gradient of logits where one is."""
+        """Losses, and log Z where it is wanted, into `results_2m`; the gradient of logits where one is."""
         logits_mv = self.region.products.output(x_mh, self.weight)
         losses_m, log_z_m, kept = token_losses(
             logits_mv,
@@ -110,9 +110,9 @@ class HeadLoss:
             self.kernels,
             gradients is not None,
         )
-        found_2m[0] = losses_m
+        results_2m[0] = losses_m
         if log_z_m is not None:
-            found_2m[1] = log_z_m
+            results_2m[1] = log_z_m
         if gradients is None:
             return None
         grad_m = gradients.scale.expand(len(x_mh))
