@@ -31,8 +31,11 @@ async def ask(
 ) -> tuple[dict[int, T], dict[int, str]]:
     """Put `question` to each of `agents`, by rank; by rank the answers, and why the others gave none within `seconds`,
     in a line."""
-    asked = (within(seconds, question(rank, agent)) for rank, agent in agents.items())
-    results = await asyncio.gather(*asked, return_exceptions=True)
+
+    async def put(rank: int, agent: AgentClient) -> T:  # what is cancelled before its turn asks nothing
+        return await within(seconds, question(rank, agent))
+
+    results = await asyncio.gather(*(put(*each) for each in agents.items()), return_exceptions=True)
     answers: dict[int, T] = {}
     silent: dict[int, str] = {}
     for rank, result in zip(agents, results, strict=True):

@@ -148,6 +148,27 @@ def test_answers_and_silences_are_told_by_rank_and_what_is_no_silence_is_raised(
         asyncio.run(agents_module.ask({0: None, 1: "broken"}, question, 10))
 
 
+def test_nobody_is_asked_by_whoever_is_cancelled_before_its_turn():
+    asked = []
+
+    async def answer():
+        return True
+
+    def question(rank, agent):
+        asked.append(rank)
+        return answer()
+
+    async def body():
+        asking = asyncio.create_task(agents_module.ask({0: "a", 1: "b"}, question, 10))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(body())
+    assert asked == [], "their coroutines would never be awaited"
+
+
+
 def test_agents_are_found_in_the_order_of_their_names_with_none_for_one_that_is_gone(agents):
     ray = agents._ray.module
     ray.util.list_named_actors = lambda: ["agent/job_2/1/0", "agent/job_1/1/0", "node-a"]
