@@ -217,7 +217,10 @@ def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"data.tokenizer cannot be read: {path} ({error.strerror})") from error
+        raise DataError(
+            f"no tokenizer can be read from {path} ({error.strerror}): name bytes, bpe, a tokenizer.json or a folder "
+            "with one; what a hub has is not looked up there, so download it first"
+        ) from error
 
 
 def _parsed(content: bytes, path: str | Path) -> tokenizers.Tokenizer:

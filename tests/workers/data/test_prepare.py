@@ -153,7 +153,7 @@ def test_data_is_checked_before_anything_is_tokenized(tmp_path, texts, file):
         check_data(job([texts], file, {"vocabulary_size": 300}))
     with pytest.raises(DataError, match=r"no such file or directory"):
         check_data(job([tmp_path / "gone"], file))
-    with pytest.raises(DataError, match=r"data.tokenizer cannot be read"):
+    with pytest.raises(DataError, match=r"no tokenizer can be read from"):
         check_data(job([texts], tmp_path / "gone.json"))
     check_data(job([megatron_dataset(tmp_path / "a", DOCUMENTS)], "bytes", source="megatron"))
     with pytest.raises(DataError, match=r"has 10 tokens for training, but one sequence with its targets needs 17"):

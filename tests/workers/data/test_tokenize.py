@@ -77,7 +77,7 @@ def test_a_dataset_that_is_there_is_not_overwritten(config, tmp_path, capsys):
     ("data", "status", "said"),
     [
         ({"tokenizer": "bytes", "source": "text"}, 1, "with data.tokenizer bytes this corpus is read as it is"),
-        ({"tokenizer": "gone.json"}, 2, "data.tokenizer: data.tokenizer cannot be read: "),
+        ({"tokenizer": "gone.json"}, 2, "data.tokenizer: no tokenizer can be read from "),
         ({"paths": ["gone.jsonl"]}, 1, "DataError: no such file or directory: "),
         ({"text_key": "body"}, 1, "line 1 (byte 0): no key 'body', only 'text': set data.text_key"),
     ],
