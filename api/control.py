@@ -12,6 +12,7 @@ from service.measurements import Measurements
 from service.model_packages import ModelPackages
 from service.running_ranks import RankStack, SeenWaits
 from service.store import Checkpoint, Store
+from workers.config import JobSpec
 from workers.data.roots import DataRoots
 from workers.protocol.messages import Fault
 
@@ -86,6 +87,9 @@ class ControlPlane(Protocol):
 
     def check_cluster(self) -> dict[str, Any]:
         """What is wrong between the nodes, in the form of `api.schemas.ClusterCheck`. May take half a minute."""
+
+    def problem_of_data(self, spec: JobSpec) -> str | None:
+        """Why a job's data cannot be trained on; None where it can, or no node says. Raises ClusterUnavailable."""
 
     def measurements(self) -> Measurements:
         """What is known of this control plane and of the nodes. Raises ClusterUnavailable."""

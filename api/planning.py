@@ -9,7 +9,7 @@ from service.machines import BadCalibration, measured_gpus, this_node
 from service.planner.answer import to_json
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.job_plan import NotPlanned, refuse_unplannable
-from service.planner.request import CPU, CurrentCluster, Gpus, PlanRequest, cluster_of_nodes
+from service.planner.request import CurrentCluster, Gpus, PlanRequest, cluster_of_nodes, for_job
 from service.refining import SeenJobs
 from workers.config import JobSpec
 from workers.paths import Paths
@@ -20,9 +20,7 @@ def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan
     """What the layout of `spec` takes on the cluster that `current` gives, and what is to be known of that; or None and
     why that is not known."""
     try:
-        cluster = current(accelerator_of(spec))
-        if spec.resources.accelerator == "gpu" and not cluster.machine.has_gpus:
-            raise NotPlanned("the job would wait for GPUs, of which this cluster has none; `cpu` or `auto` takes slots")
+        cluster = for_job(spec, current)(None)
         refuse_unplannable(spec)
     except (NotPlanned, SpecError, ClusterUnavailable) as error:
         return None, f"nothing is planned: {error}"
@@ -31,11 +29,6 @@ def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan
     if document["plans"]:
         return schemas.Plan.model_validate(document["plans"][0]), document["note"]
     return None, document["rejected"][0]["reason"]
-
-
-def accelerator_of(spec: JobSpec) -> str | None:
-    """What a job takes of a cluster, as `CurrentCluster` is told it: slots, or what there is."""
-    return CPU if spec.resources.accelerator == "cpu" else None
 
 
 def cpu_node(control: ControlPlane) -> CpuNode:

@@ -108,9 +108,11 @@ def layout_of(layout: ParallelConfig) -> dict[str, Any]:
     return {**document, "sequence_parallel": layout.sequence_parallel_on, "world_size": layout.world_size}
 
 
-def dry_run_view(spec: JobSpec, plan: schemas.Plan | None, note: str | None) -> schemas.DryRun:
+def dry_run_view(
+    spec: JobSpec, plan: schemas.Plan | None, note: str | None, data_problem: str | None
+) -> schemas.DryRun:
     """What submitting `spec` would do. `plan`: what its layout takes, and a `note` on that, or on why it is
-    not known."""
+    not known; `data_problem`: why its data could not be trained on."""
     layout = spec.layout
     listed = layout.world_size <= MOST_RANKS_LISTED
     return schemas.DryRun(
@@ -123,6 +125,7 @@ def dry_run_view(spec: JobSpec, plan: schemas.Plan | None, note: str | None) -> 
         ),
         plan=plan,
         plan_note=note,
+        data_problem=data_problem,
     )
 
 

@@ -51,6 +51,7 @@ from service.store.tables import Checkpoint, Job
 from service.takeover import refuse_what_cannot_be_taken_over
 from service.tasks import log_failure
 from service.traces.traces import Traces
+from workers.config import JobSpec
 from workers.data.roots import ANYWHERE, DataRoots
 from workers.errors import MantaError
 from workers.node.folders import mark
@@ -449,6 +450,15 @@ class ControlPlane:
         head = self._head.problem_of_head() if isinstance(self._head, ExistingRay) else None
         warnings = [*ports.left_out, *([head] if head is not None else [])]
         return {"problems": list(ports.problems), "warnings": warnings, "nodes": ports.nodes, "tries": ports.tries}
+
+    def problem_of_data(self, spec: JobSpec) -> str | None:
+        """Why a job's data cannot be trained on; None where it can, or no node says. Raises ClusterUnavailable."""
+        assert self._cluster is not None
+        if not self._cluster.is_elsewhere:
+            return self.data_roots.problem_of_data(spec)
+        asked = self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self.data_roots.names)
+        problem: str | None = self._call(asked)
+        return problem
 
     def measurements(self) -> Measurements:
         """What is known here of this control plane and of the nodes. Raises ClusterUnavailable where the control

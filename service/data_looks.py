@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from service.daemon_threads import in_daemon_thread
 from workers.config import JobSpec
 from workers.data.roots import DataRoots
-from workers.errors import DataError, MantaError
+from workers.errors import MantaError
 
 LOOK_SECONDS = 1.0
 """How long the queue is held up at a time."""
@@ -32,7 +32,7 @@ class DataSilent(MantaError):
 
 @dataclass
 class _Look:
-    answer: asyncio.Future[None]
+    answer: asyncio.Future[str | None]
     began: float = field(default_factory=time.monotonic)
 
 
@@ -54,15 +54,12 @@ class DataLooks:
         again."""
         look = self._under_way.get(job_id)
         if look is None:
-            answer = asyncio.wrap_future(in_daemon_thread("data of a job", lambda: self._roots.check(spec)))
+            check = in_daemon_thread("data of a job", lambda: self._roots.problem_of_data(spec))
+            answer = asyncio.wrap_future(check)
             look = self._under_way[job_id] = _Look(answer)
         seconds = LOOK_SECONDS if time.monotonic() - look.began < TURN_SECONDS else 0.0
         await asyncio.wait({look.answer}, timeout=seconds)
         if not look.answer.done():
             raise DataSilent(time.monotonic() - look.began)
         del self._under_way[job_id]
-        try:
-            look.answer.result()
-        except DataError as error:
-            return str(error)
-        return None
+        return look.answer.result()

@@ -233,9 +233,7 @@ class Scheduler:
     async def _problem_of_data(self, job: Job, spec: JobSpec) -> str | None:
         """None too where no node says whether it can read the data: the ranks will. Raises DataSilent."""
         if self._cluster.is_elsewhere:
-            folders = self._data_roots.folders
-            roots = None if folders is None else [str(folder) for folder in folders]
-            return await self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), roots)
+            return await self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self._data_roots.names)
         return await self._data_looks.problem(job.id, spec)
 
     async def _unit(self, spec: JobSpec) -> Unit:

@@ -149,6 +149,8 @@ def submit(
         if dry_run:
             checked = client.dry_run(document)
             show(checked, as_json, lambda console: render.layout_page(console, checked))
+            if checked.data_problem is not None:
+                raise fail(f"but the job would fail (bad_data): {checked.data_problem}", EXIT_FAILED)
             return
         job = client.submit(document)
         if not follow:

@@ -25,11 +25,13 @@ from api.parameters import (
     digest_of,
     versions_in,
 )
-from api.planning import accelerator_of, current_cluster, plan_of_layout
+from api.planning import current_cluster, plan_of_layout
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.rendered_jobs import rendered_jobs_of
 from api.threads import LongReads, ReadThreads, read_threads_of
+from service.cluster.errors import ClusterUnavailable
 from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout
+from service.planner.request import for_job
 from service.states import STATE_NAMES
 from service.store import edits, failed_jobs, jobs, pauses
 from service.store.tables import Job
@@ -90,7 +92,7 @@ async def submit_job(
     if dry_run:
         about.changes_nothing = True
         plan = await threads.plans.run(lambda: plan_of_layout(spec, current_cluster(control)))
-        return _json(views.dry_run_view(spec, *plan), 200)
+        return _json(views.dry_run_view(spec, *plan, await _problem_of_data(spec, control, threads)), 200)
 
     def operation(session: Any) -> tuple[schemas.Job, bool]:
         job, created = jobs.create(session, spec, idempotency_key, digest, caller.project, caller.owner)
@@ -236,7 +238,7 @@ async def _checked_and_laid_out(document: Any, control: ControlPlane, threads: R
     if not asks_for_layout(document):
         return await _checked(document, control, threads.files)
     spec = await _checked(without_layout(document), control, threads.files)
-    cluster = await threads.nodes.run(lambda: current_cluster(control)(accelerator_of(spec)))
+    cluster = await threads.nodes.run(lambda: for_job(spec, current_cluster(control))(None))
     bounds = bounds_in(document)
     return await threads.searches.run(lambda: with_layout(spec, bounds, cluster))
 
@@ -253,6 +255,14 @@ async def _checked(document: Any, control: ControlPlane, files: LongReads) -> Jo
     if outside:
         raise SpecError(outside)
     return await files.run(partial(with_vocabulary, spec)) if spec.data.tokenizer_file is not None else spec
+
+
+async def _problem_of_data(spec: JobSpec, control: ControlPlane, threads: ReadThreads) -> str | None:
+    """Why it could not be trained on; None too where no node says."""
+    try:
+        return await threads.files.run(lambda: control.problem_of_data(spec))
+    except ClusterUnavailable:
+        return None
 
 
 def _names_files(spec: JobSpec) -> bool:

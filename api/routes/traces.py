@@ -13,13 +13,14 @@ from api.access import JobId
 from api.control import ControlPlane
 from api.openapi import json_request
 from api.parameters import Control, body_as
-from api.planning import accelerator_of, current_cluster
+from api.planning import current_cluster
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.schemas import traces as trace_schemas
 from api.threads import read_threads_of
 from api.views import moment, moment_or_none
 from service.cluster.errors import ClusterUnavailable
 from service.planner.hardware import Cluster
+from service.planner.request import for_job
 from service.step_traces.reading import PlannerCluster, TraceReader
 from service.store import step_traces, trace_requests
 from workers.config import JobSpec
@@ -134,7 +135,7 @@ def planner_cluster(control: ControlPlane) -> PlannerCluster:
 
     def cluster(spec: JobSpec) -> Cluster | None:
         try:
-            return current_cluster(control)(accelerator_of(spec))
+            return for_job(spec, current_cluster(control))(None)
         except (SpecError, ClusterUnavailable):
             return None
 

@@ -140,3 +140,6 @@ class DryRun(Answer):
     """What a step of it takes on this cluster."""
     plan_note: str | None = None
     """What to know of its times, or why there is no plan."""
+    data_problem: str | None = None
+    """Why the job would fail: its data, tokenizer or weights are not where it looks for them; null where they are, or
+    that cannot be told."""

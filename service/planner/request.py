@@ -85,11 +85,26 @@ def read_request(document: Any, current: CurrentCluster, node: CpuNode, gpus: Gp
     ]:
         raise SpecError(problems)
     job = _job_in({key: value for key, value in document.items() if key not in WISHES})
-    cluster = read_cluster(document.get("cluster"), current, node, gpus)
+    cluster = read_cluster(document.get("cluster"), for_job(job, current), node, gpus)
     problems = too_large(job)
     if problems:
         raise SpecError(problems)
     return PlanRequest(job, cluster, **wishes)
+
+
+def for_job(job: JobSpec, current: CurrentCluster) -> CurrentCluster:
+    """What of the cluster that `current` gives `job` may take, which `resources.accelerator` says where nobody says
+    which GPUs those are."""
+    wanted = job.resources.accelerator
+
+    def cluster(accelerator: str | None) -> Cluster:
+        found = current(CPU if accelerator is None and wanted == "cpu" else accelerator)
+        if wanted == "gpu" and not found.machine.has_gpus:
+            problem = "the job would wait for GPUs, of which this cluster has none; `cpu` or `auto` takes slots"
+            raise SpecError([Problem("resources.accelerator", problem, "auto")])
+        return found
+
+    return cluster
 
 
 def _job_in(document: Mapping[str, Any]) -> JobSpec:

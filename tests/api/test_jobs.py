@@ -3,10 +3,12 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 from tokenizer_files import byte_level
 
+from service.cluster.errors import ClusterUnavailable
 from service.model_packages import ModelPackages
 from service.store import jobs
 from workers.config import ParallelConfig
@@ -61,6 +63,21 @@ def test_a_dry_run_of_a_job_for_gpus_says_where_there_are_none(service, document
     answer = service.http.post("/v1/jobs?dry_run=true", json=document).json()
     assert answer["plan"] is None
     assert "wait for GPUs, of which this cluster has none" in answer["plan_note"]
+
+
+def test_a_dry_run_says_that_data_is_not_there(service, document, tmp_path, monkeypatch):
+    def said():
+        return service.http.post("/v1/jobs?dry_run=true", json=document).json()["data_problem"]
+
+    assert said() is None
+    file = tmp_path / "words.txt"
+    document["data"] = {"source": "text", "paths": [str(file)]}
+    assert said() == f"no such file or directory: {file}"
+    file.write_text("words " * 100)
+    assert said() is None
+    silent = ClusterUnavailable(TimeoutError("no answer"))
+    monkeypatch.setattr(service.control, "problem_of_data", Mock(side_effect=silent))
+    assert said() is None, "what nobody says is not known"
 
 
 def test_a_dry_run_of_a_huge_layout_does_not_list_its_ranks(service, document):

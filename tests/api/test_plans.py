@@ -153,6 +153,25 @@ def test_a_job_that_asks_for_slots_is_laid_out_for_slots_where_there_are_gpus(se
     assert on_slots["plan"]["mfu_causal"] > 10 * on_gpus["plan"]["mfu_causal"], "of a core's peak, not of an H100's"
 
 
+def test_what_a_job_takes_is_planned_for_and_gpus_that_are_not_there_are_not(service, monkeypatch):
+    job = PLAN | {"cluster": {"current": True}, "resources": {"accelerator": "gpu"}}
+    on_current = [("/v1/plans", job), ("/v1/jobs", DOCUMENT | {"parallel": "auto", "resources": job["resources"]})]
+    for path, document in on_current:
+        answer = service.http.post(path, json=document)
+        assert answer.status_code == 422
+        (error,) = answer.json()["errors"]
+        assert error["path"] == "resources.accelerator"
+        assert "GPUs, of which this cluster has none" in error["rule"]
+    assert service.http.post("/v1/plans", json=job | {"cluster": PLAN["cluster"]}).status_code == 200
+    nodes = [{"alive": True, "accelerator": "gpu", "total": 8, "gpu_type": "H100", "slots_total": 2}]
+    monkeypatch.setattr(service.control, "cluster", lambda: {"nodes": nodes})
+    most = {
+        wanted: max(plan["gpus"] for plan in service.http.post("/v1/plans", json=asked).json()["plans"])
+        for wanted, asked in (("cpu", job | {"resources": {"accelerator": "cpu"}}), ("gpu", job))
+    }
+    assert most["cpu"] <= 2 < most["gpu"]
+
+
 def test_a_job_that_fits_nowhere_is_refused_with_the_reason(service):
     large = {"layers": 96, "hidden_size": 12288, "heads": 96, "sequence_length": 2048}
     answer = service.http.post("/v1/jobs", json=DOCUMENT | {"model": large, "parallel": "auto"})

@@ -186,6 +186,18 @@ def test_cluster_shows_nodes_slots_and_ranks(start, cluster, submit):
     ]  # fmt: skip
 
 
+def test_data_is_looked_for_where_jobs_would_read_it(start, cluster, make_spec):
+    spec = make_spec(data={"source": "text", "paths": ["/on/the/nodes/only"]})
+    control = start()
+    assert control.problem_of_data(spec) == "no such file or directory: /on/the/nodes/only"
+
+    async def problem(spec, folders):
+        return f"{spec['data']['paths'][0]} is empty"
+
+    cluster.is_elsewhere, cluster.daemons.problem_of_data = True, problem
+    assert control.problem_of_data(spec) == "/on/the/nodes/only is empty"
+
+
 def test_node_that_is_drained_is_told_once_and_left(start, cluster):
     plane = start()
     assert plane.drain("node_a", 60.0)["draining"]

@@ -24,6 +24,11 @@ class DataRoots:
     folders: tuple[Path, ...] | None = None
     """None: wherever the service's user may read."""
 
+    @property
+    def names(self) -> list[str] | None:
+        """The folders, as nodes are told them."""
+        return None if self.folders is None else [str(folder) for folder in self.folders]
+
     def problems(self, spec: JobSpec) -> list[Problem]:
         """Which of the spec's paths are outside. Says nothing about what is there."""
         named = {f"data.paths.{at}": path for at, path in enumerate(spec.data.paths)}
@@ -62,6 +67,14 @@ class DataRoots:
             self._check_links([str(folder / INDEX)])
             self._check_links(map(str, weight_files(folder)))
             check_weights(spec)
+
+    def problem_of_data(self, spec: JobSpec) -> str | None:
+        """What `check` finds wrong, in a sentence."""
+        try:
+            self.check(spec)
+        except DataError as error:
+            return str(error)
+        return None
 
     def _check_links(self, paths: Iterable[str]) -> None:
         for path in paths:

@@ -108,6 +108,16 @@ def test_a_dry_run_shows_the_layout_and_submits_nothing(manta, spec_file):
     assert json.loads(manta("ps", "--json").stdout)["items"] == []
 
 
+def test_a_dry_run_of_a_job_whose_data_is_not_there_is_no_success(manta, spec_file, document):
+    document["data"] = {"source": "text", "paths": ["corpus.txt"]}
+    spec_file.write_text(yaml.safe_dump(document))
+    told = manta("submit", spec_file, "--dry-run", code=main.EXIT_FAILED)
+    assert "4 ranks" in told.stdout and str(spec_file.parent / "corpus.txt") in told.stderr
+    for_programs = manta("submit", spec_file, "--dry-run", "--json", code=main.EXIT_FAILED)
+    assert "corpus.txt" in json.loads(for_programs.stdout)["data_problem"]
+    assert manta("submit", spec_file).stdout.startswith("job_"), "it may be there by then"
+
+
 def test_a_spec_may_come_from_standard_input(manta, spec_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     document = yaml.safe_load(Path(spec_file).read_text()) | {"data": {"source": "text", "paths": ["words.txt"]}}

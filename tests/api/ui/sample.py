@@ -116,6 +116,10 @@ class SampleControl:
         """Somewhere in a forward."""
         return RankStack(rank, 4100 + 17 * rank, time.time(), 'File "layer.py", line 7 in forward')
 
+    def problem_of_data(self, spec: JobSpec) -> str | None:
+        """As the service does where it sees the data."""
+        return self.data_roots.problem_of_data(spec)
+
     def ready(self) -> list[str]:
         """Ready."""
         return []

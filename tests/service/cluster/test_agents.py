@@ -168,7 +168,6 @@ def test_nobody_is_asked_by_whoever_is_cancelled_before_its_turn():
     assert asked == [], "their coroutines would never be awaited"
 
 
-
 def test_agents_are_found_in_the_order_of_their_names_with_none_for_one_that_is_gone(agents):
     ray = agents._ray.module
     ray.util.list_named_actors = lambda: ["agent/job_2/1/0", "agent/job_1/1/0", "node-a"]

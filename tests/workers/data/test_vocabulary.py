@@ -49,7 +49,9 @@ def test_a_number_that_is_not_the_files_is_refused(tmp_path):
 
 
 def test_a_file_that_cannot_be_read_is_a_problem_of_the_spec(tmp_path):
-    with pytest.raises(SpecError, match=r"data.tokenizer: no tokenizer can be read from .*: name bytes, bpe, a tokenizer.json or"):
+    with pytest.raises(
+        SpecError, match=r"data.tokenizer: no tokenizer can be read from .*: name bytes, bpe, a tokenizer.json or"
+    ):
         with_vocabulary(job(tmp_path / "gone.json"))
     byte_level(tmp_path / "t.json", special=["<pad>"])
     with pytest.raises(SpecError, match=r"no special token that is known to end a document"):

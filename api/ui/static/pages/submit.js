@@ -105,29 +105,16 @@ class SubmitPage {
     fill(
       this.says,
       lines.filter(Boolean).map((line) => h("p", {}, line)),
+      dry.data_problem ? h("p", { class: "tone-bad" }, `The job would fail: ${dry.data_problem}.`) : "",
       h("p", { class: "note" }, "The planner is asked ..."),
     );
-    const { world_size: _world, ...parallel } = found.parallel;
-    const plan = await optional(
-      send("POST", "/v1/plans", {
-        model: spec.model,
-        train: spec.train,
-        parallel,
-        cluster: { current: true },
-        explain: true,
-      }),
-    ).catch(() => null);
+    const plan = dry.plan && (await this.explained(spec, found.parallel));
     if (text !== this.text.value) return;
     const best = plan?.plans?.[0];
     this.says.lastElementChild.remove();
     if (!best) {
-      this.says.append(
-        h(
-          "p",
-          { class: "note" },
-          plan?.rejected?.[0]?.reason ?? "The planner cannot say how long it takes on this cluster.",
-        ),
-      );
+      const why = dry.plan ? "The planner cannot say how long it takes on this cluster." : dry.plan_note;
+      this.says.append(h("p", { class: "note" }, why));
       fill(this.bars.element);
       return;
     }
@@ -153,6 +140,12 @@ class SubmitPage {
       ]),
       plan.explanation?.usable_bytes,
     );
+  }
+
+  /** What its layout takes on this cluster, and why; null where nobody can say. */
+  async explained({ model, train, resources }, { world_size: _world, ...parallel }) {
+    const asked = { model, train, resources, parallel, cluster: { current: true }, explain: true };
+    return optional(send("POST", "/v1/plans", asked)).catch(() => null);
   }
 
   async send() {
