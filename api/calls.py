@@ -9,9 +9,10 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
 from api import requests, schemas
-from api.rest_call import ApiError, Call
+from api.rest_call import ApiError, Call, JobPath
 from api.schemas import access as access_schemas
 from api.schemas import traces as trace_schemas
+from workers.config.fields import JOB_NAME, MOST_CHARACTERS_OF_A_NAME
 
 T = TypeVar("T")
 _DELETION_SECONDS = 600.0  # checkpoints may be large, and file systems slow
@@ -19,12 +20,22 @@ _TRACE_SECONDS = 60.0  # a trace may have half a million slices
 _SEARCH_SECONDS = 60.0  # of the planner, for `parallel: auto`
 
 
-def _job(job_id: str, resource: str = "") -> str:
-    """Path of a job's resource. Raises ApiError for text that would lead somewhere else than to a job."""
-    if not re.fullmatch(r"\w+", job_id, re.ASCII):
-        detail = f"{job_id!r} is no job id; `manta ps` lists the jobs"
-        raise ApiError(schemas.Problem(code="job_not_found", title="Not Found", status=404, detail=detail))
-    return f"/v1/jobs/{job_id}{resource}"
+def _job(job: str, resource: str = "") -> JobPath:
+    """Path of something of a job, given by its id or name. Raises ApiError for text that can be neither."""
+    return JobPath(checked_job(job), resource)
+
+
+def checked_job(job: str) -> str:
+    """`job`, if it can be a job's id or name. Raises ApiError."""
+    if not re.fullmatch(JOB_NAME, job) or len(job) > MOST_CHARACTERS_OF_A_NAME:
+        raise no_such_job(f"no job can have the id or the name {job!r}")
+    return job
+
+
+def no_such_job(why: str) -> ApiError:
+    """That there is no such job."""
+    detail = f"{why}; `manta ps` lists the jobs"
+    return ApiError(schemas.Problem(code="job_not_found", title="Not Found", status=404, detail=detail))
 
 
 def submit(document: Any, idempotency_key: str | None = None) -> Call[schemas.Job]:

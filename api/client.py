@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
-from api import calls
+from api import calls, job_names
 from api.calls import MoreFilters, MoreOfJobs, WantedEvents, WantedLines
 from api.local_service import find_key, find_url, trust_in
 from api.patience import FollowedStream, Patience
@@ -55,6 +55,7 @@ from api.schemas.access import ApiKey, AuditEntry, Me, NewApiKey, OneTimeLink, P
 from api.schemas.traces import StepBudget, Trace, TraceDocument
 from api.sse_client import EventParser, ServerEvent
 from service.identity import Scope
+from service.ids import is_job_id
 from service.settings import Settings
 from service.states import is_final
 from workers.protocol.messages import FaultKind
@@ -85,7 +86,8 @@ def _headers(key: str | None) -> dict[str, str]:
 
 
 class MantaClient:
-    """Talks to a Manta service; blocks until it answers. Safe to share between threads; a context manager."""
+    """Talks to a Manta service; blocks until it answers. Safe to share between threads; a context manager. Wherever a
+    job's id is taken, a name that no other job has will do."""
 
     def __init__(self, url: str, transport: httpx.BaseTransport | None = None, key: str | None = None):
         """Talks to the service at `url`, such as `http://127.0.0.1:8400`; tests may give a `transport`. `key`: default
@@ -119,8 +121,17 @@ class MantaClient:
         """Close all connections."""
         self._http.close()
 
+    def id_of(self, job: str) -> str:
+        """The id of a job, given by its id or by a name that no other job has. Raises ApiError, ServiceUnreachable."""
+        return job if is_job_id(job) else job_names.only_one(job, self.send(job_names.lookup(job)))
+
+    def _by_id(self, call: Call[T]) -> Call[T]:
+        name = job_names.name_in(call)
+        return call if name is None else call.about(self.id_of(name))
+
     def send(self, call: Call[T]) -> T:
         """Send a call and read its answer. Raises ApiError, ServiceUnreachable."""
+        call = self._by_id(call)
         try:
             return call.read(self._http.send(call.request(self._http)))
         except httpx.TransportError as error:
@@ -128,6 +139,7 @@ class MantaClient:
 
     def download(self, call: Call[bytes]) -> bytes:
         """Send a call whose answer is a file. Raises ApiError, ServiceUnreachable."""
+        call = self._by_id(call)
         try:
             response = self._http.send(call.request(self._http))
         except httpx.TransportError as error:
@@ -138,7 +150,7 @@ class MantaClient:
     def stream(self, call: Call[T]) -> Iterator[T]:
         """Send a call that answers with a stream, and yield its items until the job is final. Where it breaks off it is
         asked for again, from there on. Raises ApiError, ServiceUnreachable."""
-        followed = FollowedStream(call)
+        followed = FollowedStream(self._by_id(call))
         while not followed.ended:
             try:
                 with contextlib.closing(self._events(followed)) as events:
@@ -210,7 +222,7 @@ class MantaClient:
         job, patience = self.job(job_id), Patience()
         while not is_final(job.state):
             known = job.state
-            job = patience.ask(lambda: self.job(job_id, LONGEST_WAIT_SECONDS, known))  # noqa: B023 - asked at once
+            job = patience.ask(lambda: self.job(job.id, LONGEST_WAIT_SECONDS, known))  # noqa: B023 - asked at once
         return job
 
     def resize(self, job_id: str, replicas: int) -> Job:
@@ -270,7 +282,7 @@ class MantaClient:
         self, job_id: str | None = None, type: str | None = None, cursor: str | None = None, limit: int = 100
     ) -> Stream[JobEvent]:
         """A page of the events of all jobs, oldest first, optionally only those of one job, or of one type."""
-        return self.send(calls.all_events(job_id, type, cursor, limit))
+        return self.send(calls.all_events(job_id and self.id_of(job_id), type, cursor, limit))
 
     def logs(
         self,
@@ -291,7 +303,7 @@ class MantaClient:
         self, job_id: str | None = None, type: str | None = None, after: str | None = None
     ) -> Iterator[JobEvent]:
         """Events of all jobs as they come, without end."""
-        return self.stream(calls.follow_all_events(job_id, type, after))
+        return self.stream(calls.follow_all_events(job_id and self.id_of(job_id), type, after))
 
     def follow_logs(self, job_id: str, rank: int | None = None, **wanted: Unpack[WantedLines]) -> Iterator[LogLine]:
         """Log lines as they come, until the job is final."""
@@ -400,7 +412,8 @@ class MantaClient:
 
 
 class AsyncMantaClient:
-    """Talks to a Manta service from an event loop: `await client.send(calls.job(job_id))`."""
+    """Talks to a Manta service from an event loop: `await client.send(calls.job(job_id))`. Wherever a job's id is
+    taken, a name that no other job has will do."""
 
     def __init__(
         self,
@@ -433,8 +446,17 @@ class AsyncMantaClient:
         """Close all connections."""
         await self._http.aclose()
 
+    async def id_of(self, job: str) -> str:
+        """The id of a job, given by its id or by a name that no other job has. Raises ApiError, ServiceUnreachable."""
+        return job if is_job_id(job) else job_names.only_one(job, await self.send(job_names.lookup(job)))
+
+    async def _by_id(self, call: Call[T]) -> Call[T]:
+        name = job_names.name_in(call)
+        return call if name is None else call.about(await self.id_of(name))
+
     async def send(self, call: Call[T]) -> T:
         """Send a call and read its answer. Raises ApiError, ServiceUnreachable."""
+        call = await self._by_id(call)
         try:
             return call.read(await self._http.send(call.request(self._http)))
         except httpx.TransportError as error:
@@ -442,7 +464,7 @@ class AsyncMantaClient:
 
     async def stream(self, call: Call[T]) -> AsyncIterator[T]:
         """Send a call that answers with a stream, and yield its items until the job is final; see MantaClient."""
-        followed = FollowedStream(call)
+        followed = FollowedStream(await self._by_id(call))
         while not followed.ended:
             try:
                 async with contextlib.aclosing(self._events(followed)) as events:

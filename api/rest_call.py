@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -39,6 +40,19 @@ class ServiceUnreachable(MantaError):
 
 
 @dataclass(frozen=True)
+class JobPath:
+    """Path of something of a job."""
+
+    job: str
+    """The job's id, or its name, which the client looks up before it sends anything (`api/job_names.py`)."""
+    resource: str = ""
+    """What of it: the rest of the path."""
+
+    def __str__(self) -> str:
+        return f"/v1/jobs/{quote(self.job, safe='')}{self.resource}"
+
+
+@dataclass(frozen=True)
 class Call(Generic[T]):
     """One request, and the type of its answer."""
 
@@ -46,7 +60,7 @@ class Call(Generic[T]):
     """Type that the answer is read as."""
     method: str
     """HTTP method."""
-    path: str
+    path: str | JobPath
     """Path below the service's address."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Query parameters; None ones are left out."""
@@ -57,12 +71,22 @@ class Call(Generic[T]):
     patience: float = 0.0
     """Seconds by which the answer may take longer than others."""
 
+    @property
+    def job(self) -> str | None:
+        """The job that it is about, by its id or its name; None where it is about none."""
+        return self.path.job if isinstance(self.path, JobPath) else None
+
+    def about(self, job_id: str) -> Call[T]:
+        """The same about the job with that id."""
+        assert isinstance(self.path, JobPath)
+        return replace(self, path=replace(self.path, job=job_id))
+
     def request(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         """The request, as `client` sends it."""
         given = {name: value for name, value in self.parameters.items() if value is not None}
         headers = {**self.headers, **({} if self.body is None else {"Content-Type": "application/json"})}
         content = None if self.body is None else _encoded(self.body)
-        request = client.build_request(self.method, self.path, params=given, headers=headers, content=content)
+        request = client.build_request(self.method, str(self.path), params=given, headers=headers, content=content)
         usual = client.timeout.read
         if self.patience and usual is not None:
             request.extensions["timeout"] = {**client.timeout.as_dict(), "read": usual + self.patience}

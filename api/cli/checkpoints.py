@@ -18,9 +18,20 @@ from rich.progress import Progress
 from api import calls
 from api.cli import render
 from api.cli.exported_weights import FORMATS, SHARD_SIZE, Dtype, Format, export_weights
-from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, JobId, Json, MantaGroup, Url, connect, fail, show
+from api.cli.main import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_UNREACHABLE,
+    JobId,
+    Json,
+    MantaGroup,
+    Url,
+    connect,
+    fail,
+    show,
+)
 from api.cli.render import size
-from api.client import MantaClient
+from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.schemas import Checkpoint, Items
 from service.ids import is_job_id
 from workers.checkpoint.catalog import Manifest, generation_of, list_checkpoints, verify
@@ -49,7 +60,7 @@ class JobOrCommand(MantaGroup):
 checkpoints_app = typer.Typer(cls=JobOrCommand, help="A job's durable checkpoints: list, verify, pull, push.")
 
 Source = Annotated[
-    str, typer.Argument(metavar="WHAT", help="A job's id, or the folder or URL of a checkpoint or of several.")
+    str, typer.Argument(metavar="WHAT", help="A job's id or name, or the folder or URL of a checkpoint or of several.")
 ]
 To = Annotated[str, typer.Option("--to", help="Folder or URL in which the checkpoint's own folder is made.")]
 Step = Annotated[int | None, typer.Option("--step", min=1, help="The checkpoint of this step; default: the newest.")]
@@ -80,6 +91,7 @@ def delete_one(
 ) -> None:
     """Delete a checkpoint and its files for good."""
     with connect(url) as client:
+        job = client.id_of(job)
         rows = [row for row in _complete(client, job) if row.step == step]
         if not rows:
             raise NoCheckpoint(f"{job} has no complete checkpoint of step {step}")
@@ -144,16 +156,28 @@ def export(
 
 
 def source_of(what: str, step: int | None, url: str | None) -> Place:
-    """The whole checkpoint that is meant. Raises NoCheckpoint, ApiError, UnreadableCheckpoint."""
-    if not is_job_id(what):
+    """The whole checkpoint that is meant; a name is that of a job where nothing here is called so. Raises NoCheckpoint,
+    ApiError, ServiceUnreachable, UnreadableCheckpoint."""
+    if not is_job_id(what) and ("/" in what or Path(what).exists()):
         return _in_place(place_of(what), step)
     with connect(url) as client:
-        rows = _complete(client, what)
+        rows = _complete(client, _job_called(client, what))
     wanted = [row for row in rows if step is None or row.step == step]
     if not wanted:
         raise NoCheckpoint(f"{what} has no complete checkpoint{_of(step)}; it has {_steps(row.step for row in rows)}")
     newest = max(wanted, key=lambda row: (generation_of(row.path) or 0, row.step))
     return place_of(newest.path)
+
+
+def _job_called(client: MantaClient, what: str) -> str:
+    try:
+        return client.id_of(what)
+    except ServiceUnreachable as error:
+        raise fail(f"there is no folder {what} here, and for a job of that name: {error}", EXIT_UNREACHABLE) from error
+    except ApiError as error:
+        if error.problem.code != "job_not_found":
+            raise
+        raise NoCheckpoint(f"there is no folder {what} here, and {error}") from error
 
 
 def _complete(client: MantaClient, job: str) -> list[Checkpoint]:
@@ -162,7 +186,7 @@ def _complete(client: MantaClient, job: str) -> list[Checkpoint]:
 
 def _all(client: MantaClient, job: str) -> list[Checkpoint]:
     rows: list[Checkpoint] = []
-    cursor = None
+    job, cursor = client.id_of(job), None
     while True:
         page = client.checkpoints(job, limit=PAGE, cursor=cursor)
         rows += page.items

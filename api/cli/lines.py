@@ -44,13 +44,14 @@ def logs(
         elif tail is not None:
             lines = iter(client.logs(job, rank, **wanted).items)
         else:
-            lines = _to_the_last_page(lambda cursor: client.logs(job, rank, cursor, **wanted))
+            job_id = client.id_of(job)
+            lines = _to_the_last_page(lambda cursor: client.logs(job_id, rank, cursor, **wanted))
         narrowed = rank is not None or any(value is not None for value in (stream, search, regex, level))
         show_lines(lines, as_json, render.log_line, _none_of("line", narrowed))
 
 
 def events(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id; default: all jobs.")] = None,
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id or name; default: all jobs.")] = None,
     type: Annotated[str | None, typer.Option("--type", help="Only events of this type, such as recovered.")] = None,
     rank: RankNumber = None,
     generation: Annotated[int | None, typer.Option(min=0, help="Only of this generation.")] = None,
@@ -77,7 +78,8 @@ def _none_of(what: str, narrowed: bool) -> str:
 
 
 def _events_of(client: MantaClient, job: str, wanted: WantedEvents) -> Iterator[Event]:
-    return _to_the_last_page(lambda cursor: client.events(job, cursor, **wanted))
+    job_id = client.id_of(job)
+    return _to_the_last_page(lambda cursor: client.events(job_id, cursor, **wanted))
 
 
 def _events_of_all(client: MantaClient, type: str | None) -> Iterator[JobEvent]:

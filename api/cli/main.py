@@ -81,7 +81,7 @@ Url = Annotated[
     str | None, typer.Option("--url", help="The service's address; default: MANTA_URL, else the one in MANTA_HOME.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as `manta ps` shows it.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, or a name that no other job has.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is final.")]
 RankNumber = Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")]
 
@@ -175,7 +175,7 @@ def status(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Show one job."""
     with connect(url) as client:
         answer = client.job(job)
-        plan = None if as_json else _plan_of(client, job)
+        plan = None if as_json else _plan_of(client, answer.id)
     show(answer, as_json, lambda console: render.job_page(console, answer, plan))
 
 
@@ -240,6 +240,7 @@ def delete(
     with connect(url) as client:
         if not yes:
             known = client.job(job)
+            job = known.id
             about = f"{known.id} ({known.name}, {known.state}, step {known.step} of {known.steps})"
             typer.confirm(f"Delete {about} with its checkpoints and logs for good?", abort=True, err=True)
         answer = client.delete(job)

@@ -63,12 +63,12 @@ def trace(
         except KeyboardInterrupt as error:
             hint = f"{asked.id} of {job} is made without you; `manta traces {job}` shows it"
             raise fail(hint, EXIT_INTERRUPTED) from error
-        made = client.send(calls.trace(job, asked.id))
+        made = client.send(calls.trace(asked.job_id, asked.id))
         if output is not None and made.ranks:
             _write(output, client, made)
             for rank in made.profiles:
                 beside = output.with_suffix(f".rank-{rank}.json.gz")
-                _write_bytes(beside, client.download(calls.profile(job, made.id, rank)))
+                _write_bytes(beside, client.download(calls.profile(made.job_id, made.id, rank)))
     if made.state == "failed":
         raise fail(f"{made.id} has failed: {made.message}", EXIT_FAILED)
     show(made, as_json, lambda console: _page(console, made, output))

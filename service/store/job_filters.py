@@ -66,7 +66,9 @@ class JobFilter:
             clauses.append(
                 or_(*(func.lower(column).like(pattern, escape="/") for column in (_COLUMNS.name, _COLUMNS.id)))
             )
-        for key, column in (("name", _COLUMNS.name), ("owner", _COLUMNS.owner), ("project", _COLUMNS.project)):
+        # Fewer jobs have a name than are in a project, which SQLite does not know: it is kept off the project's index.
+        project = _COLUMNS.project if self.name is None else func.coalesce(_COLUMNS.project, "")
+        for key, column in (("name", _COLUMNS.name), ("owner", _COLUMNS.owner), ("project", project)):
             if getattr(self, "bound" if key == "project" else key) is not None:
                 clauses.append(column == bindparam(key))
         for place, (_, value) in enumerate(self.labels):

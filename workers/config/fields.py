@@ -35,7 +35,8 @@ LabelValue = Annotated[str, Field(max_length=63, pattern=LABEL_VALUE)]
 """At most 63 letters, digits, `-`, `_` and `.`, of which the first and the last are letters or digits; may be empty."""
 MOST_LABELS = 64
 JOB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._ -]*$"
-JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=JOB_NAME)]
+MOST_CHARACTERS_OF_A_NAME = 100
+JobName = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS_OF_A_NAME, pattern=JOB_NAME)]
 ENTRYPOINT = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
 Threads = Annotated[int, Field(gt=0, le=1024, strict=True)]

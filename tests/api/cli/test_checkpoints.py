@@ -161,3 +161,17 @@ def test_checkpoint_of_a_job_in_an_object_store_is_exported_there_and_here(manta
     for target in (tmp_path / "mine", bucket / "mine"):
         assert f"{target} is a copy of {there}" in manta("export", job, "--to", target)
         assert verify(target).step == 10
+
+
+def test_a_name_is_that_of_a_folder_here_or_of_a_job(manta, service, job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "step 20" in manta("checkpoints", "verify", "small")
+    nothing = manta("checkpoints", "verify", "tall", code=2)
+    assert "there is no folder tall here, and no job has the id or the name 'tall'; `manta ps` lists" in nothing
+    unreachable = manta("checkpoints", "verify", "small", "--url", "http://127.0.0.1:9", code=3)
+    assert "there is no folder small here, and for a job of that name: cannot reach Manta" in unreachable
+    saved(tmp_path / "small", 7)
+    assert "step 7" in manta("checkpoints", "verify", "small")
+    service.submit(name="tall")
+    service.submit(name="tall")
+    assert "several jobs are called 'tall'" in manta("checkpoints", "verify", "tall", code=2)

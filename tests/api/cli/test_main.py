@@ -4,6 +4,7 @@ import json
 import threading
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -440,6 +441,40 @@ def test_all_that_is_said_to_a_command_is_in_its_request(command, line, body, mo
     assert (result.exit_code, result.stderr) == (1, "ask again later\n")
     assert [(asked.line, asked.body) for asked in service.asked] == [(line.replace("JOB", JOB), body)]
     assert service.asked[0].host == "there"
+
+
+BY_NAME = (
+    *("status", "logs", "logs -f", "logs --tail 1", "events", "events -f", "metrics", "ledger", "recoveries", "ranks"),
+    *("waits", "stack 0", "checkpoints", "checkpoints delete --step 5", "export --to x", "pause", "resume", "retry"),
+    *("cancel", "delete", "delete -y", "edit --priority 1", "resize --data 1", "inject --fault kill --rank 0"),
+)
+
+
+@pytest.mark.parametrize("command", BY_NAME)
+def test_a_job_may_be_called_by_its_name(service, command, monkeypatch, tmp_path):
+    job, asked = service.submit(name="small"), []
+    monkeypatch.chdir(tmp_path)
+
+    def answer(request):
+        asked.append(request.url)
+        if request.url.path == "/v1/jobs":
+            return httpx.Response(200, json={"items": [job], "next_cursor": None})
+        return httpx.Response(503, json={"code": "not_ready", "title": "", "status": 503, "detail": "ask again later"})
+
+    monkeypatch.setattr(main, "MantaClient", lambda url: MantaClient(url, httpx.MockTransport(answer)))
+    first, *then = command.split()
+    words = [first, then.pop(0), "small", *then] if then[:1] == ["delete"] else [first, "small", *then]
+    result = CliRunner().invoke(app, [*words, "--url", "http://there:1"])
+    assert (result.exit_code, result.stderr) == (1, "ask again later\n")
+    assert [url.path == "/v1/jobs" for url in asked] == [True, False], "it is looked up once"
+    assert asked[0].params["name"] == "small" and job["id"] in asked[1].path
+
+
+def test_which_of_several_jobs_of_a_name_is_meant_has_to_be_said(manta, service):
+    job, newer = (service.submit(name="same name")["id"] for _ in range(2))
+    refused = manta("pause", "same name", code=2).stderr
+    assert refused.index(newer) < refused.index(job) and refused.startswith("several jobs are called 'same name'")
+    assert {manta("status", each, "--json").stdout.count("QUEUED") for each in (job, newer)} == {1}
 
 
 def test_what_was_done_is_told_to_people_and_to_programs(manta, service, document):

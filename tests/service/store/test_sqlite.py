@@ -7,7 +7,8 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import IntegrityError
 
-from service.store import JobNotFound, Store, StoreUnusable, events, failed_jobs, job_numbers, jobs, leases
+from service.store import JobNotFound, Store, StoreUnusable, events, failed_jobs, job_numbers, job_rows, jobs, leases
+from service.store.job_filters import JobFilter
 from tests.service.support.older_databases import UNDO_0010
 
 
@@ -48,23 +49,34 @@ OFTEN = {
 }
 
 
-@pytest.mark.parametrize("query", OFTEN.values(), ids=OFTEN)
-def test_what_is_asked_all_the_time_does_not_go_through_the_jobs_that_are_over(store, query):
-    """Whose rows hold their specs, and of which there are more and more."""
+def plans_of(store, reading, query):
+    """How SQLite looks for what a query wants of jobs; `reading`: what gives what the query asks."""
     asked = []
 
     def note(_connection, _cursor, statement, parameters, *_):
         asked.append((statement, parameters))
 
     event.listen(store.database.readers, "before_cursor_execute", note)
-    with store.read() as session:
-        query(session)
+    with reading() as reader:
+        query(reader)
     event.remove(store.database.readers, "before_cursor_execute", note)
     with store.read_rows() as connection:
         about_jobs = [(each, values) for each, values in asked if "FROM jobs" in each]
         plans = [connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {each}", values).all() for each, values in about_jobs]
-    steps = [row[-1] for plan in plans for row in plan]
+    return [row[-1] for plan in plans for row in plan]
+
+
+@pytest.mark.parametrize("query", OFTEN.values(), ids=OFTEN)
+def test_what_is_asked_all_the_time_does_not_go_through_the_jobs_that_are_over(store, query):
+    """Whose rows hold their specs, and of which there are more and more."""
+    steps = plans_of(store, store.read, query)
     assert steps and not [step for step in steps if step.startswith("SCAN jobs")]
+
+
+@pytest.mark.parametrize("bound", [None, "a-project"])
+def test_jobs_of_a_name_are_found_by_it_and_not_among_all_of_their_project(store, bound):
+    steps = plans_of(store, store.read_rows, lambda rows: job_rows.page(rows, JobFilter(name="x", bound=bound)))
+    assert steps == ["SEARCH jobs USING INDEX ix_jobs_name_id (name=?)"]
 
 
 @pytest.mark.parametrize("content", [b"this is no database, but long enough to be looked at" * 100, None])
