@@ -59,6 +59,7 @@ from service.ids import is_job_id
 from service.settings import Settings
 from service.states import is_final
 from workers.protocol.messages import FaultKind
+from workers.spec.changes import with_changes
 
 __all__ = ["ApiError", "AsyncMantaClient", "MantaClient", "Problem", "ServiceUnreachable", "find_url"]
 
@@ -180,10 +181,13 @@ class MantaClient:
         except httpx.TransportError as error:
             raise ServiceUnreachable(self.url, error) from error
 
-    def submit(self, document: Any, idempotency_key: str | None = None) -> Job:
-        """Submit a JobSpec document; the same key and document again give the same job. Where the answer is lost it is
-        asked for again, which makes no other job."""
-        call = calls.submit(document, idempotency_key or uuid.uuid4().hex)
+    def submit(
+        self, document: Any, idempotency_key: str | None = None, changes: Mapping[str, Any] | None = None
+    ) -> Job:
+        """Submit a JobSpec document, with `changes` such as `{"train.steps": 100}`; the same key and document again
+        give the same job. Where the answer is lost it is asked for again, which makes no other job. Raises SpecError
+        for changes that lead beyond a list of the document, ApiError, ServiceUnreachable."""
+        call = calls.submit(with_changes(document, changes or {}), idempotency_key or uuid.uuid4().hex)
         try:
             return self.send(call)
         except ServiceUnreachable as error:
@@ -191,9 +195,9 @@ class MantaClient:
                 raise
         return Patience().ask(lambda: self.send(call))
 
-    def dry_run(self, document: Any) -> DryRun:
-        """Check a JobSpec document and show its layout."""
-        return self.send(calls.dry_run(document))
+    def dry_run(self, document: Any, changes: Mapping[str, Any] | None = None) -> DryRun:
+        """Check a JobSpec document, with `changes` as in `submit`, and show its layout."""
+        return self.send(calls.dry_run(with_changes(document, changes or {})))
 
     def jobs(
         self,

@@ -6,7 +6,6 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -16,17 +15,14 @@ from typer.core import TyperGroup
 
 from api import calls
 from api.cli import render
-from api.cli.progress import follow as follow_progress
 from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
 from api.requests import FaultRequest
 from api.schemas import FieldProblem, Items, JobPlan
 from api.schemas import Job as JobView
 from service.settings import Settings
-from service.states import JobState
 from workers.errors import MantaError
 from workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
 from workers.spec.problems import SpecError
-from workers.spec.reading import document_in, read_document
 
 T = TypeVar("T")
 MOST_RECOVERIES = 1000
@@ -86,21 +82,16 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the jo
 RankNumber = Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")]
 
 
-Labels = Annotated[
-    list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="A label of the job; may be repeated.")
-]
-
-
 def connect(url: str | None) -> MantaClient:
     """A client for the service at `url`, or for the one that the environment points to."""
     return MantaClient(url or find_url(Settings.from_environment()))
 
 
-def _console() -> Console:
+def console() -> Console:
     """A console for standard output as it is now; wide where it is no terminal, so that no table is cut. Names and
     messages are anybody's: brackets in them are no markup."""
-    console = Console(markup=False)
-    return console if console.is_terminal else Console(width=200, markup=False)
+    made = Console(markup=False)
+    return made if made.is_terminal else Console(width=200, markup=False)
 
 
 def _show_state(job: JobView, as_json: bool) -> None:
@@ -112,7 +103,7 @@ def show(answer: BaseModel, as_json: bool, draw: Callable[[Console], None]) -> N
     if as_json:
         typer.echo(render.as_json(answer))
     else:
-        draw(_console())
+        draw(console())
 
 
 def show_page(page: Items[Any], as_json: bool, draw: Callable[[Console], None]) -> None:
@@ -130,44 +121,6 @@ def show_lines(entries: Iterable[BaseModel], as_json: bool, line: Callable[[Any]
         typer.echo(json.dumps(entry.model_dump(mode="json")) if as_json else line(entry))
     if entry is None and not as_json:
         typer.echo(none, err=True)
-
-
-@app.command()
-def submit(
-    file: Annotated[
-        Path, typer.Argument(help="YAML file with a JobSpec; -: standard input.", dir_okay=False, allow_dash=True)
-    ],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show progress until the job is final.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check the spec and show its layout.")] = False,
-    label: Labels = None,
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """Submit a training job."""
-    document = labelled(read_file(file), label or [])
-    with connect(url) as client:
-        if dry_run:
-            checked = client.dry_run(document)
-            show(checked, as_json, lambda console: render.layout_page(console, checked))
-            if checked.data_problem is not None:
-                raise fail(f"but the job would fail (bad_data): {checked.data_problem}", EXIT_FAILED)
-            return
-        job = client.submit(document)
-        if not follow:
-            show(job, as_json, lambda console: console.print(job.id, highlight=False))
-            return
-        # With --json the only thing on standard output is the final job.
-        console = Console(stderr=True, markup=False) if as_json else _console()
-        console.print(f"submitted {job.id}", highlight=False)
-        try:
-            job = follow_progress(client, job.id, console)
-        except KeyboardInterrupt as error:
-            hint = f"{job.id} goes on without you; `manta status {job.id}` shows it, `manta cancel {job.id}` stops it"
-            raise fail(hint, EXIT_INTERRUPTED) from error
-        if as_json:
-            typer.echo(render.as_json(job))
-        if job.state != JobState.SUCCEEDED:
-            raise fail(f"{job.id} is {job.state}: {job.message or job.reason or 'no reason given'}", EXIT_FAILED)
 
 
 @app.command()
@@ -314,26 +267,6 @@ def inject(
     show(made, as_json, lambda console: console.print(f"{made.id}: {made.message}", highlight=False))
 
 
-def labelled(document: Any, given: list[str]) -> Any:
-    """A JobSpec's document with more labels, each KEY=VALUE."""
-    if not given or not isinstance(document, dict):
-        return document
-    pairs = [text.partition("=") for text in given]
-    if not all(equals for _, equals, _ in pairs):
-        raise fail("say what a label is: --label KEY=VALUE", EXIT_BAD_INPUT)
-    return {**document, "labels": {**(document.get("labels") or {}), **{key: value for key, _, value in pairs}}}
-
-
-def read_file(file: Path) -> Any:
-    """The spec in `file`, or in standard input for -, with its relative data paths made absolute."""
-    try:
-        if file == Path("-"):
-            return document_in(typer.get_text_stream("stdin").read(), "what standard input has", Path.cwd())
-        return read_document(file)
-    except OSError as error:
-        raise fail(f"cannot read {file}: {error.strerror or error}", EXIT_BAD_INPUT) from error
-
-
 _FILES: dict[str, tuple[str, ...]] = {
     "access": ("audit", "link", "keys", "projects"),
     "calibrate": ("calibrate",),
@@ -347,6 +280,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "plan": ("plan",),
     "ranks": ("ranks", "waits", "stack"),
     "service": ("up", "down", "serve"),
+    "submit": ("submit",),
     "tokenize": ("tokenize",),
     "trace": ("trace", "traces", "budget"),
     "track": ("track",),

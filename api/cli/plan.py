@@ -10,7 +10,8 @@ from rich.console import Console
 
 from api import schemas
 from api.cli import render
-from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, read_file, show
+from api.cli.job_files import Changes, read_file
+from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
 from service.machines import measured_gpus, this_node
 from service.planner.answer import to_json
 from service.planner.hardware import Cluster
@@ -50,12 +51,13 @@ def plan(
     sizes: Annotated[
         bool, typer.Option("--sizes", help="Also find the best layout for every smaller number of GPUs.")
     ] = False,
+    changes: Changes = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
     """Find the best layouts of a job, or say what its own takes in time and memory, before it runs. For a cluster that
     the file describes no service is needed; without one the service is asked about its own."""
-    document = read_file(file)
+    document = read_file(file, changes or ())
     if isinstance(document, dict) and (explain or picture_file is not None):
         document = {**document, "explain": True}
     if isinstance(document, dict) and sizes:

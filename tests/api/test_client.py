@@ -45,6 +45,15 @@ def test_a_job_from_submission_to_its_end(service, client, document):
     assert client.ready().status == "ready"
 
 
+def test_values_may_be_others_than_those_of_the_document(client, document):
+    changes = {"train.steps": 7, "train.optimizer.beta1": 0.8}
+    spec = client.submit(document, changes=changes).spec
+    assert (spec["train"]["steps"], spec["train"]["optimizer"]["beta1"], document["train"]["steps"]) == (7, 0.8, 10)
+    assert client.dry_run(document, {"parallel.tensor": 1}).layout.world_size == 2
+    with pytest.raises(ApiError, match=r"train\.stepps: unknown key"):
+        client.dry_run(document, {"train.stepps": 7})
+
+
 def test_a_pause_and_its_end(client, document):
     job = client.submit(document)
     assert [client.pause(job.id).state for _ in range(2)] == ["PAUSED", "PAUSED"]

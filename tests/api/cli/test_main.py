@@ -14,7 +14,9 @@ from api.cli import jobs as job_commands
 from api.cli import lines as line_commands
 from api.cli import main
 from api.cli import nodes as node_commands
+from api.cli import plan as plan_command
 from api.cli import ranks as rank_commands
+from api.cli import submit as submit_commands
 from api.cli.main import app
 from api.client import MantaClient
 from service.logs import log_file, log_folder
@@ -27,7 +29,9 @@ checkpoint_commands.register(app)
 job_commands.register(app)
 line_commands.register(app)
 node_commands.register(app)
+plan_command.register(app)
 rank_commands.register(app)
+submit_commands.register(app)
 
 
 @pytest.fixture
@@ -101,6 +105,33 @@ def test_submit_resolves_relative_paths_against_the_specs_folder(manta, service,
     assert job["spec"]["data"]["paths"] == [str(spec_file.parent / "corpus.txt")]
 
 
+def test_submit_with_other_values_than_those_of_the_file(manta, spec_file, tmp_path, document, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    document["data"] = {"source": "text", "paths": ["words.txt"]}
+    (folder / "job.yaml").write_text(yaml.safe_dump(document))
+
+    def submitted(*changes, **options):
+        words = [word for change in changes for word in ("--set", change)]
+        return manta("submit", folder / "job.yaml", "--json", *words, **options)
+
+    spec = json.loads(submitted("train.steps=7", "train.optimizer.learning_rate=1e-3").stdout)["spec"]
+    assert (spec["train"]["steps"], spec["train"]["optimizer"]["learning_rate"]) == (7, 0.001)
+    assert spec["data"]["paths"] == [str(folder / "words.txt")]
+    spec = json.loads(submitted("data.paths=[elsewhere/words.txt]").stdout)["spec"]
+    assert spec["data"]["paths"] == [str(folder / "words.txt")], "as whoever types it sees it"
+    assert submitted("train.stepps=3", code=2).stderr == "train.stepps: unknown key (try: steps)\n"
+    assert submitted("train.steps", code=2).stderr.endswith("which key gets which value (try: train.steps=100)\n")
+    assert "train.steps: must be an integer" in submitted("train.steps=many", code=2).stderr
+    assert "cluster.nodes" in manta("plan", spec_file, "--set", "cluster.nodes=0", code=2).stderr
+
+
+def test_labels_of_a_file_that_are_none_are_said_to_be(manta, spec_file, document):
+    spec_file.write_text(yaml.safe_dump({**document, "labels": ["a"]}))
+    assert "labels: must be a mapping, not a list" in manta("submit", spec_file, "--label", "a=b", code=2).stderr
+
+
 def test_a_dry_run_shows_the_layout_and_submits_nothing(manta, spec_file):
     shown = manta("submit", spec_file, "--dry-run").stdout
     assert "2x2x1" in shown and "4 ranks" in shown
@@ -148,7 +179,7 @@ def test_whoever_stops_following_is_told_that_the_job_goes_on(manta, service, sp
     def stopped_by_hand(client, job_id, console):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main, "follow_progress", stopped_by_hand)
+    monkeypatch.setattr(submit_commands, "follow_progress", stopped_by_hand)
     shown = manta("submit", spec_file, "--follow", code=main.EXIT_INTERRUPTED).output
     [(_, job_id)] = service.control.asked
     assert f"{job_id} goes on without you; `manta status {job_id}` shows it, `manta cancel {job_id}` stops it" in shown

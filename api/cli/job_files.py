@@ -1,0 +1,42 @@
+"""Files of jobs as commands take them: with other values in place of some that are in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from api.cli.main import EXIT_BAD_INPUT, fail
+from workers.spec.changes import changes_in, with_changes
+from workers.spec.reading import document_in, read_document, with_absolute_paths
+
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Another value, such as train.steps=100; may be repeated."),
+]
+
+
+def read_file(file: Path, changes: Sequence[str] = ()) -> Any:
+    """The document in `file`, or in standard input for -, with `changes` (each KEY=VALUE). Relative paths are made
+    absolute: those in a file lie in its folder, others where the command runs. Raises SpecError."""
+    try:
+        if file == Path("-"):
+            document = document_in(typer.get_text_stream("stdin").read(), "what standard input has", Path.cwd())
+        else:
+            document = read_document(file)
+    except OSError as error:
+        raise fail(f"cannot read {file}: {error.strerror or error}", EXIT_BAD_INPUT) from error
+    return with_absolute_paths(with_changes(document, changes_in(changes)), Path.cwd())
+
+
+def labelled(document: Any, given: Sequence[str]) -> Any:
+    """A JobSpec's document with more labels, each KEY=VALUE."""
+    pairs = [text.partition("=") for text in given]
+    if not all(equals for _, equals, _ in pairs):
+        raise fail("say what a label is: --label KEY=VALUE", EXIT_BAD_INPUT)
+    labels = (document.get("labels") or {}) if isinstance(document, dict) else None
+    if not pairs or not isinstance(labels, dict):  # what is wrong with it is for the service to say
+        return document
+    return {**document, "labels": {**labels, **{key: value for key, _, value in pairs}}}

@@ -1,0 +1,68 @@
+"""`manta submit`: a job of a file, as it is or with other values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from api.cli import render
+from api.cli.job_files import Changes, labelled, read_file
+from api.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, Json, Url, connect, console, fail, show
+from api.cli.progress import follow as follow_progress
+from api.client import MantaClient
+from api.schemas import Job
+from service.states import JobState
+
+Labels = Annotated[
+    list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="A label of the job; may be repeated.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(submit)
+
+
+def submit(
+    file: Annotated[
+        Path, typer.Argument(help="YAML file with a JobSpec; -: standard input.", dir_okay=False, allow_dash=True)
+    ],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show progress until the job is final.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check the spec and show its layout.")] = False,
+    changes: Changes = None,
+    label: Labels = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Submit a training job."""
+    document = labelled(read_file(file, changes or ()), label or ())
+    with connect(url) as client:
+        if dry_run:
+            checked = client.dry_run(document)
+            show(checked, as_json, lambda console: render.layout_page(console, checked))
+            if checked.data_problem is not None:
+                raise fail(f"but the job would fail (bad_data): {checked.data_problem}", EXIT_FAILED)
+            return
+        job = client.submit(document)
+        if follow:
+            _follow(client, job, as_json)
+        else:
+            show(job, as_json, lambda console: console.print(job.id, highlight=False))
+
+
+def _follow(client: MantaClient, job: Job, as_json: bool) -> None:
+    # With --json the only thing on standard output is the final job.
+    out = Console(stderr=True, markup=False) if as_json else console()
+    out.print(f"submitted {job.id}", highlight=False)
+    try:
+        job = follow_progress(client, job.id, out)
+    except KeyboardInterrupt as error:
+        hint = f"{job.id} goes on without you; `manta status {job.id}` shows it, `manta cancel {job.id}` stops it"
+        raise fail(hint, EXIT_INTERRUPTED) from error
+    if as_json:
+        typer.echo(render.as_json(job))
+    if job.state != JobState.SUCCEEDED:
+        raise fail(f"{job.id} is {job.state}: {job.message or job.reason or 'no reason given'}", EXIT_FAILED)

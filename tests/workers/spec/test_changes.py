@@ -1,0 +1,58 @@
+"""Values that take the place of those in a document."""
+
+import copy
+
+import pytest
+
+from workers.spec.changes import changes_in, with_changes
+from workers.spec.problems import SpecError
+from workers.spec.reading import parse_job_spec
+
+DOCUMENT = {
+    "name": "a",
+    "model": {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 8},
+    "data": {"source": "python-stdlib", "validation": [{"name": "one"}, {"name": "two"}]},
+    "train": {"steps": 10, "optimizer": {"beta1": 0.8}},
+    "parallel": "auto",
+}
+
+
+def test_values_are_those_that_a_file_would_have():
+    before = copy.deepcopy(DOCUMENT)
+    texts = "train.steps=7 train.optimizer.learning_rate=1e-3 elastic.min_data=1 parallel.data=2 data.validation=[]"
+    changed = with_changes(DOCUMENT, changes_in([*texts.split(), "name=b=c", "labels={a: b}", "name=b"]))
+    assert before == DOCUMENT
+    assert changed["train"] == {"steps": 7, "optimizer": {"beta1": 0.8, "learning_rate": 0.001}}
+    assert (changed["elastic"], changed["parallel"]) == ({"min_data": 1}, {"data": 2})
+    assert (changed["name"], changed["labels"]) == ("b", {"a": "b"})
+    assert parse_job_spec(changed).train.steps == 7
+
+
+def test_a_number_is_a_place_in_a_list():
+    changed = with_changes(DOCUMENT, {"data.validation.1.name": "three"})
+    assert changed["data"]["validation"] == [{"name": "one"}, {"name": "three"}]
+    for key in ("2", "x", "-1"):
+        with pytest.raises(SpecError, match=rf"^data.validation.{key}.name: leads into a list of 2, .* {key} is none"):
+            with_changes(DOCUMENT, {f"data.validation.{key}.name": "three"})
+
+
+def test_unknown_keys_are_refused_as_those_of_a_file_are():
+    with pytest.raises(SpecError, match=r"^train.stepps: unknown key \(try: steps\)$"):
+        parse_job_spec(with_changes(DOCUMENT, changes_in(["parallel={}", "data.validation=[]", "train.stepps=3"])))
+
+
+@pytest.mark.parametrize("text", ["train.steps", "=3", "train..steps=3", ".=3", ""])
+def test_what_is_no_change_is_said(text):
+    with pytest.raises(SpecError, match=r"does not say which key gets which value \(try: train.steps=100\)"):
+        changes_in([text])
+
+
+@pytest.mark.parametrize("value", ["[", "2020-13-45", "a: b: c", "'"])
+def test_a_value_that_is_none_is_named_with_its_key(value):
+    with pytest.raises(SpecError, match=r"^train.steps: .* is no value in YAML"):
+        changes_in([f"train.steps={value}"])
+
+
+@pytest.mark.parametrize("document", [None, [], "text"])
+def test_what_is_no_job_stays_what_it_is(document):
+    assert with_changes(document, {"train.steps": 3}) == document
