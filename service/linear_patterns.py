@@ -132,8 +132,9 @@ class _Parser:
             raise self._bad("has a ) without (")
         return piece
 
-    def _bad(self, why: str) -> BadPattern:
-        return BadPattern(f"{why} (at character {self._at + 1})")
+    def _bad(self, why: str, at: int | None = None) -> BadPattern:
+        """`at`: where; default: at what comes next."""
+        return BadPattern(f"{why} (at character {(self._at if at is None else at) + 1})")
 
     @property
     def _next(self) -> str:
@@ -242,13 +243,14 @@ class _Parser:
         return first, last
 
     def _group(self) -> Piece:
+        begin = self._at - 1
         if self._next == "?":
             if self._text[self._at : self._at + 2] != "?:":
-                raise self._bad("has a (? that is not known here: only (?:...) is, and (?i) at the beginning")
+                raise self._bad("has a (? that is not known here: only (?:...) is, and (?i) at the beginning", begin)
             self._at += 2
         piece = self._alternatives()
         if self._take() != ")":
-            raise self._bad("has a ( without )")
+            raise self._bad("has a ( without )", begin)
         return piece
 
     def _escaped(self) -> Test:
@@ -262,16 +264,16 @@ class _Parser:
         if letter in _CONTROLS:
             return _CONTROLS[letter]
         if not letter or letter.isalnum():
-            raise self._bad(f"has a \\{letter} that is not known here")
+            raise self._bad(f"has a \\{letter} that is not known here", self._at - 2)
         return letter
 
     def _class(self) -> Test:
-        negated = self._next == "^"
+        begin, negated = self._at - 1, self._next == "^"
         self._at += negated
         tests: list[Test] = []
         while self._next != "]" or not tests:
             if not self._next:
-                raise self._bad("has a [ without ]")
+                raise self._bad("has a [ without ]", begin)
             tests.append(self._part_of_class())
         self._at += 1
         return lambda given: any(test(given) for test in tests) is not negated

@@ -19,9 +19,9 @@ from workers.inference.chats import ChatResult, chat, read_conversations, templa
 from workers.inference.command import add_template_to, checkpoint_at, loaded, options_for, positive, run
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    parser = options_for("evaluate", "Evaluate a trained model.")
+def main(arguments: list[str] | None = None, called: str = "python -m workers.evaluate") -> int:
+    """Entry point; returns the exit status. `called`: the command, as it was typed."""
+    parser = options_for(called, "Evaluate a trained model.")
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--text", type=Path, metavar="FILE", help="perplexity of a text, or of a JSONL's texts")
     kind.add_argument("--last-word", type=Path, metavar="FILE", help="accuracy on the last words of a JSONL's texts")

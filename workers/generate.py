@@ -17,9 +17,9 @@ from workers.inference.sampling import Sampling
 from workers.inference.tasks import read_texts
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    parser = options_for("generate", "Let a trained model write.")
+def main(arguments: list[str] | None = None, called: str = "python -m workers.generate") -> int:
+    """Entry point; returns the exit status. `called`: the command, as it was typed."""
+    parser = options_for(called, "Let a trained model write.")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", help="what is to be continued; may be given several times")
     prompts.add_argument("--prompts", type=Path, metavar="FILE", help="the texts of a JSONL, or a whole file")

@@ -91,7 +91,7 @@ def backup(
         try:
             back_up(store, file.absolute())
         except OSError as error:
-            raise NotWritten(str(error)) from error
+            raise NotWritten(f"cannot write {file}: {error.strerror}" if error.strerror else str(error)) from error
         typer.echo(f"{store.location} is backed up to {file} ({file.stat().st_size} bytes).")
 
 

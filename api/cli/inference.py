@@ -56,5 +56,6 @@ def _run(command: str, what: str, step: int | None, url: str | None, arguments: 
 
 
 def _engine(command: str, *arguments: str) -> list[str]:
-    """The engine's own command of that name."""
-    return [sys.executable, "-m", f"workers.{command}", *arguments]
+    """The engine's own command of that name, which says what is wrong as ours would."""
+    code = f"import sys; from workers.{command} import main; sys.exit(main(called='manta {command}'))"
+    return [sys.executable, "-c", code, *arguments]

@@ -87,6 +87,16 @@ def test_expression_that_is_none_is_refused_with_a_sentence(pattern, why):
         LinearPattern(pattern)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "at"),
+    [("(", 1), ("a(b(c)", 2), ("(?:a", 1), ("x(?=a)", 2), ("ab[c", 3), ("[^", 1), (r"a\1", 2), ("a\\", 2), ("ab)", 3),
+     ("a**", 3), ("a{x}", 2), ("+", 1)],
+)  # fmt: skip
+def test_where_it_is_wrong_is_a_place_that_it_has(pattern, at):
+    with pytest.raises(BadPattern, match=rf"\(at character {at}\)$"):
+        LinearPattern(pattern)
+
+
 def test_expression_that_takes_pythons_own_for_ever_takes_a_step_a_character(monkeypatch):
     steps = []
     step = LinearPattern._step

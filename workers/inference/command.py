@@ -21,9 +21,9 @@ from workers.system import gpu
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def options_for(name: str, description: str) -> argparse.ArgumentParser:
-    """A parser that knows where the model is, and on what it is to run."""
-    parser = argparse.ArgumentParser(prog=f"python -m workers.{name}", description=description)
+def options_for(called: str, description: str) -> argparse.ArgumentParser:
+    """A parser that knows where the model is, and on what it is to run. `called`: the command, as it was typed."""
+    parser = argparse.ArgumentParser(prog=called, description=description)
     parser.add_argument(
         "checkpoint",
         type=_place,

@@ -91,3 +91,7 @@ def test_url_that_is_none_is_a_sentence_without_it(manta):
     assert manta("check", code=2, MANTA_DATABASE_URL="mysql://me:secret@there/x").startswith(
         "the database's URL begins with 'mysql', a kind of database that Manta does not work with; it has the form "
     )
+
+
+def test_backup_that_cannot_be_written_is_said_without_numbers(manta, store):
+    assert manta("backup", "/proc/x", code=2) == "cannot write /proc/x: No such file or directory\n"

@@ -48,7 +48,7 @@ def test_what_is_not_known_is_passed_on_and_its_exit_status_comes_back(called, f
     words = [command, str(folder), "--prompt", "a b", "--top-k", "5", "--step", "10"]
     assert CliRunner().invoke(app, words).exit_code == 3
     checkpoint = str(checkpoint_path(folder, 10, 1))
-    assert called == [[sys.executable, "-m", f"workers.{command}", checkpoint, "--prompt", "a b", "--top-k", "5"]]
+    assert called == [inference._engine(command, checkpoint, "--prompt", "a b", "--top-k", "5")]
 
 
 def test_where_there_is_no_checkpoint_nothing_is_run(called, tmp_path):
@@ -59,7 +59,7 @@ def test_where_there_is_no_checkpoint_nothing_is_run(called, tmp_path):
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
 def test_all_options_are_explained_without_a_model(called, command):
     assert CliRunner().invoke(app, [command, "--options"]).exit_code == 3
-    assert called == [[sys.executable, "-m", f"workers.{command}", "--help"]]
+    assert called == [inference._engine(command, "--help")]
 
 
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
@@ -69,3 +69,14 @@ def test_the_help_names_every_option_of_the_engines_command(command):
     with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as told:
         engine.main(["--help"])
     assert {option for option in re.findall(r"--[a-z-]+", told.getvalue()) if option not in shown} == set()
+
+
+def test_what_is_refused_is_refused_in_the_words_of_the_command_that_was_typed(tmp_path, monkeypatch, capsys):
+    program, flag, code, *arguments = inference._engine("generate", str(tmp_path), "--prompt", "a", "--top-p", "7")
+    assert (program, flag) == (sys.executable, "-c")
+    monkeypatch.setattr(sys, "argv", [flag, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        exec(code, {})
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("usage: manta generate ")
+    assert "manta generate: error: --temperature and --top-k are at least 0" in said
