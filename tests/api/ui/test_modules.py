@@ -179,7 +179,22 @@ def test_columns_hold_each_step_once_and_the_newest_value(call, points, parts):
     wanted = {}
     for batch in batches:
         wanted.update(batch)
-    assert merged == {"step": sorted(wanted), "loss": [wanted[step] for step in sorted(wanted)]}
+    assert merged["columns"] == {"step": sorted(wanted), "loss": [wanted[step] for step in sorted(wanted)]}
+
+
+def test_curves_that_are_numbers_no_more_say_since_when(call):
+    def lost(*answers):
+        parts = [{"steps": list(steps), "series": {"loss": list(values)}} for steps, values in answers]
+        return call("parts/curves.js", "merged", ["loss"], parts)["lost"]
+
+    nan = {"loss": {"step": 3, "word": "nan"}}
+    assert lost(((1, 2, 3, 4), (2.0, 1.0, "nan", "inf"))) == nan
+    assert lost(((1, 2, 3, 4), (2.0, 1.0, "nan", None))) == nan, "what is not known yet is no number either"
+    assert lost(((1, 2, 3), (2.0, 1.0, "nan")), ((2, 3, 4), (1.0, "nan", "nan"))) == nan
+    assert lost(((1, 2, 3), (2.0, "nan", 1.0)), ((4,), (None,))) == {}
+    assert lost(((1, 2), ("nan", None)), ((2, 3), (0.5, 0.4))) == {}
+    words = [["train", {"step": 3, "word": "nan"}], ["validation", None], ["norm", {"step": 4, "word": "inf"}]]
+    assert call("parts/curves.js", "lostInWords", words) == "train is nan from step 3 on; norm is inf from step 4 on"
 
 
 RANKS = [

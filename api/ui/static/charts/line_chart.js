@@ -7,7 +7,7 @@
  */
 
 import { download, csv } from "../core/download.js";
-import { fill, h, setVisible } from "../core/dom.js";
+import { fill, h, setText, setVisible } from "../core/dom.js";
 import { clock, compact } from "../core/format.js";
 import { paintMarks, paintX, paintY } from "./axes.js";
 import { color, onColorsChanged, seriesColor } from "./colors.js";
@@ -42,7 +42,8 @@ export class LineChart {
     this.cursor = h("div", { class: "chart-cursor", hidden: true });
     this.brush = h("div", { class: "chart-brush", hidden: true });
     this.tip = h("div", { class: "chart-tip", hidden: true });
-    this.note = h("p", { class: "chart-empty", hidden: true }, "Nothing to draw yet.");
+    this.note = h("p", { class: "chart-empty", hidden: true });
+    this.foot = h("p", { class: "chart-foot kind tone-bad", hidden: true });
     this.plot = h(
       "div",
       {
@@ -89,14 +90,18 @@ export class LineChart {
       { class: "panel chart", "aria-label": this.title },
       h("div", { class: "panel-head" }, h("h2", {}, this.title), this.legend, h("span", { class: "gap" }), this.tools),
       this.plot,
+      this.foot,
     );
     this.element.addEventListener("fullscreenchange", () => this.fullScreen());
   }
 
-  /** Show other lines and marks. */
-  show(lines, marks = []) {
+  /** Show other lines and marks; `says` is what has to be known of lines that end. */
+  show(lines, marks = [], says = "") {
     this.lines = lines;
     this.marks = marks;
+    setText(this.foot, says);
+    setVisible(this.foot, Boolean(says));
+    setText(this.note, says ? "There is no number to draw." : "Nothing to draw yet.");
     const names = lines.map((line) => line.name).join("\n");
     if (names !== this.named) {
       this.named = names;

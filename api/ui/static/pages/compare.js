@@ -11,7 +11,7 @@ import { notify } from "../core/notices.js";
 import { Router, link } from "../core/router.js";
 import { differences } from "../parts/differences.js";
 import { CHARTS, chartControls } from "../parts/job_charts.js";
-import { JobCurves } from "../parts/curves.js";
+import { JobCurves, lostInWords } from "../parts/curves.js";
 
 const MOST = 10;
 const SECONDS = 3;
@@ -153,6 +153,8 @@ class ComparePage {
             };
           })
           .filter((line) => line.y.some(Number.isFinite)),
+        [],
+        lostInWords(jobs.map((job, place) => [names[place], this.curves.get(job.id).all.lost[metric]])),
       );
     }
     this.showFigures(jobs, names);

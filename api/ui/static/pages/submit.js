@@ -105,7 +105,7 @@ class SubmitPage {
     fill(
       this.says,
       lines.filter(Boolean).map((line) => h("p", {}, line)),
-      dry.data_problem ? h("p", { class: "tone-bad" }, `The job would fail: ${dry.data_problem}.`) : "",
+      dry.data_problem ? h("p", { class: "tone-bad kind" }, `The job would fail: ${dry.data_problem}.`) : "",
       h("p", { class: "note" }, "The planner is asked ..."),
     );
     const plan = dry.plan && (await this.explained(spec, found.parallel));

@@ -21,6 +21,7 @@ export class Columns {
   constructor(names) {
     this.names = names;
     this.columns = Object.fromEntries(["step", ...names].map((name) => [name, []]));
+    this.lost = {};
   }
 
   get length() {
@@ -38,6 +39,7 @@ export class Columns {
       const before = old.step[kept] === step ? kept++ : -1;
       for (const name of this.names) {
         const value = numberOf(series[name]?.[place]);
+        this.note(name, step, series[name]?.[place]);
         const earlier = before < 0 ? NaN : old[name][before];
         const merged = Number.isNaN(value) && series[name]?.[place] !== "nan" ? earlier : value;
         different ||= before < 0 || !Object.is(merged, earlier);
@@ -47,6 +49,12 @@ export class Columns {
     });
     while (kept < old.step.length) this.push(old, kept++);
     return different;
+  }
+
+  /** Keep since when a metric is no number, `lost[name]`: `{step, word}`; undefined where its newest value is one. */
+  note(name, step, given) {
+    if (typeof given === "string") this.lost[name] ??= { step, word: given };
+    else if (given !== null && given !== undefined) delete this.lost[name];
   }
 
   push(from, place) {
@@ -151,9 +159,17 @@ function lowerBound(values, wanted) {
   return low;
 }
 
-/** The columns `names`, and `step`, of answers that came one after the other. */
+/** What is said of lines that end because their values are no numbers any more: `named` is `[[name, lost], ...]`. */
+export function lostInWords(named) {
+  return named
+    .filter(([, lost]) => lost)
+    .map(([name, { step, word }]) => `${name} is ${word} from step ${step} on`)
+    .join("; ");
+}
+
+/** The columns `names`, and `step`, of answers that came one after the other, and which of them are `lost`. */
 export function merged(names, answers) {
   const columns = new Columns(names);
   for (const answer of answers) columns.merge(answer);
-  return columns.columns;
+  return { columns: columns.columns, lost: columns.lost };
 }

@@ -4,7 +4,7 @@ import { ChartGroup, X_AXES } from "../charts/group.js";
 import { LineChart } from "../charts/line_chart.js";
 import { h } from "../core/dom.js";
 import { bytes, duration, percent } from "../core/format.js";
-import { JobCurves, validationsOf } from "./curves.js";
+import { JobCurves, lostInWords, validationsOf } from "./curves.js";
 
 const asPercent = (value) => percent(value, 1);
 
@@ -107,9 +107,20 @@ export class JobCharts {
           if (y.some(Number.isFinite)) drawn.push({ name, x: validations.x(column), y, sparse: true });
         }
       }
+      const lost = lines.map(([name, metric]) => [name, this.curves.all.lost[metric]]);
+      if (withValidations && validations)
+        lost.push(...this.validations.map(([name, metric]) => [name, validations.lost[metric]]));
+      const ends = lost
+        .filter(([, since]) => since)
+        .map(([name, { step, word }]) => ({
+          x: this.curves.all.at(column, step),
+          label: `${name} ${word}`,
+          tone: "bad",
+        }));
       chart.show(
         drawn.filter((line) => line.y.some(Number.isFinite)),
-        marks,
+        [...marks, ...ends],
+        lostInWords(lost),
       );
     }
   }
