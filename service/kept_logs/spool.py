@@ -87,10 +87,6 @@ class Spool:
         assert self._places is not None
         return self._places.setdefault(rank, _Place())
 
-    def waiting_bytes(self) -> int:
-        """How many are not kept yet."""
-        return sum(self._size(rank) - self._place(rank).kept for rank in ranks_in(self.folder))
-
     def _size(self, rank: int) -> int:
         try:
             return self.lines.file(rank).stat().st_size

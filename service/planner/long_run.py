@@ -237,14 +237,9 @@ def _simulated(run: Run, recovery: Recovery, reliability: Reliability, draw: ran
     )  # fmt: skip
 
 
-def young(checkpoint: float, between: float) -> float:
-    """Seconds of training between two checkpoints that cost `checkpoint` seconds each, where failures that need one
-    come every `between` seconds: sqrt(2 C M) (Young, CACM 17, 1974)."""
-    return math.sqrt(2 * checkpoint * between)
-
-
 def daly(checkpoint: float, between: float) -> float:
-    """The same to a higher order (Daly, FGCS 22, 2006, equation 37)."""
+    """Seconds of training between two checkpoints that cost `checkpoint` seconds each, where failures that need one
+    come every `between` seconds (Daly, FGCS 22, 2006, equation 37)."""
     if checkpoint >= 2 * between:
         return between
     ratio = checkpoint / (2 * between)

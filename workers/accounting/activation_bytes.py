@@ -259,12 +259,6 @@ def output_weight(model: ModelConfig) -> str:
     return TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
 
 
-def rank_bytes(spec: JobSpec) -> tuple[int, ...]:
-    """Most bytes of activations that a rank of each pipeline stage holds at once in a step, with what the weights' half
-    of a backward pass needs where that is put off."""
-    return tuple(bytes_of_rank(spec, rank, spec.micro_batches) for rank in range(spec.layout.pipeline))
-
-
 @lru_cache(maxsize=256)
 def passes_of_rank(kind: str, rank: int, stages: int, virtual_stages: int, micro_batches: int) -> list[Action]:
     """`compute_of_rank`, which a search asks for again and again. Not to be changed."""

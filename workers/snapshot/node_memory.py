@@ -138,12 +138,6 @@ class MemoryKeeper:
         self._thread = threading.Thread(target=self._accept, name="snapshot memory", daemon=True)
         self._thread.start()
 
-    @property
-    def held_bytes(self) -> int:
-        """Of all that is held."""
-        with self._lock:
-            return sum(os.fstat(descriptor).st_size for descriptor in self._held)
-
     def give_back(self) -> None:
         """Let go of what no link leads to any more."""
         with self._lock:

@@ -53,11 +53,6 @@ def _object_files(scheme: str, pid: int) -> ObjectFiles:
     return ObjectFiles(store, OPTIONS[scheme]["config_kwargs"])
 
 
-def forget_connections() -> None:
-    """Have what the environment says read anew."""
-    _object_files.cache_clear()
-
-
 class ObjectFiles:
     """Objects in the buckets of one store. See `Files` for what each method raises."""
 

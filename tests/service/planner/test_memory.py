@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from service.planner.hardware import MACHINES, Gpu, cpu_machine, measured
 from service.planner.memory import RESERVE, fits, host_bytes, memory_of, usable_bytes, worst_rank
 from tests.service.support.planned import a100s, job
-from workers.accounting.activation_bytes import host_bytes_of_rank, rank_bytes
+from workers.accounting.activation_bytes import bytes_of_rank, host_bytes_of_rank
 from workers.accounting.flops import rank_parameters
 from workers.config import JobSpec
 
@@ -50,7 +50,8 @@ def test_the_rank_that_needs_most_is_found_without_looking_at_all(kind, stages, 
     spec = job(layers, train={"global_batch_size": stages * rounds}, **layout)
     ranks = [memory_of(spec, rank) for rank in range(stages)]
     assert worst_rank(spec).total == pytest.approx(max(each.total for each in ranks))
-    assert [each.activations for each in ranks] == list(rank_bytes(spec))
+    held = [bytes_of_rank(spec, rank, spec.micro_batches) for rank in range(stages)]
+    assert [each.activations for each in ranks] == held
 
 
 def test_a_job_that_fits_says_so_in_milliseconds():

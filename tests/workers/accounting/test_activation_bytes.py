@@ -10,12 +10,12 @@ from engine_specs import spec
 from schedule_sizes import most_in_flight
 
 from workers.accounting.activation_bytes import (
+    bytes_of_rank,
     chunk_bytes,
     layer_bytes,
     layer_input_bytes,
     layer_terms,
     put_off_bytes,
-    rank_bytes,
     table2_bytes,
 )
 from workers.config import JobSpec, ModelConfig
@@ -142,7 +142,7 @@ def test_the_first_stage_holds_the_papers_total(recompute, name):
     expected = sbh * L / t * (34 + attention) * _interleaving(p, m) + sbh * masks / t
     if p == 1:
         expected += sbh / t * 4 * (1 + v / h) - 2 * s * size * v / t
-    held = rank_bytes(job_spec)
+    held = [bytes_of_rank(job_spec, stage, job_spec.micro_batches) for stage in range(p)]
     assert held[0] == max(held) == pytest.approx(expected, rel=1e-3)
 
 
@@ -193,13 +193,13 @@ def test_a_rank_keeps_everything_of_as_many_micro_batches_as_it_is_told(kind, ke
     for rank, actions in enumerate(schedule(kind, 2, 1, 6)):
         most = most_in_flight(actions)
         whole, part = (chunk_bytes(job_spec, rank, recompute) for recompute in (False, True))
-        assert rank_bytes(job_spec)[rank] == min(most, keep) * whole + max(0, most - keep) * part
+        assert bytes_of_rank(job_spec, rank, 6) == min(most, keep) * whole + max(0, most - keep) * part
 
 
 def test_what_the_weights_half_needs_is_held_until_it_is_done():
     """The last stage under ZB-H1: the passes of two micro-batches, the first of which waits for its weights' half."""
     job_spec = spec(train={"global_batch_size": 6}, parallel={"pipeline": 2, "schedule": "zb-h1"})
-    assert rank_bytes(job_spec)[1] == chunk_bytes(job_spec, 1, False) + put_off_bytes(job_spec, 1)
+    assert bytes_of_rank(job_spec, 1, 6) == chunk_bytes(job_spec, 1, False) + put_off_bytes(job_spec, 1)
 
 
 def test_a_chunk_holds_of_each_layer_what_the_policy_leaves_of_it_and_where_it_does_not_apply_everything():

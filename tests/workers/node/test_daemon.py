@@ -11,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from held_memory import held_bytes
 from metadata_service import MetadataService
 
 from workers import paths
@@ -274,11 +275,11 @@ def test_snapshots_outside_of_shared_memory_are_the_daemons_until_their_job_has_
         memory = SnapshotMemory("node_memory", paths.memory_socket(home.runtime_folder, module.this_host().node))
         path = home.snapshot_folder("job") / "rank-00000.snapshot"
         (await asyncio.to_thread(memory.create, path, Form(bytes(16), 100))).close()
-        assert daemon._memory.held_bytes > 0 and in_node_memory(path)
+        assert held_bytes(daemon._memory) > 0 and in_node_memory(path)
         await daemon.end_job("job", keep_snapshots=True)
-        assert daemon._memory.held_bytes > 0
+        assert held_bytes(daemon._memory) > 0
         await daemon.end_job("job")
-        assert daemon._memory.held_bytes == 0
+        assert held_bytes(daemon._memory) == 0
         await daemon.shutdown()
         assert not memory.keeper.exists()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from held_memory import held_bytes
 
 from workers.errors import SharedMemoryError
 from workers.snapshot import node_memory, snapshot_file
@@ -75,22 +76,22 @@ def test_a_process_that_is_killed_leaves_its_snapshot(tmp_path, folder, keeper):
 def test_memory_is_given_back_once_no_link_leads_to_it(folder, memory, keeper):
     for rank in (0, 1):
         memory.create(snapshot_path(folder, rank), FORM).close()
-    assert keeper.held_bytes == 2 * FORM.size
+    assert held_bytes(keeper) == 2 * FORM.size
     snapshot_path(folder, 0).rename(snapshot_path(folder, 5))  # as what was fetched gets its name
     keeper.give_back()
-    assert keeper.held_bytes == 2 * FORM.size and [file.rank for file in snapshot_files(folder)] == [1, 5]
+    assert held_bytes(keeper) == 2 * FORM.size and [file.rank for file in snapshot_files(folder)] == [1, 5]
     snapshot_path(folder, 1).unlink()
     keeper.give_back()
-    assert keeper.held_bytes == FORM.size
+    assert held_bytes(keeper) == FORM.size
 
 
 def test_memory_of_a_layout_that_nobody_needs_is_given_back_at_once(folder, memory, keeper):
     for tag in ("0a0a0a0a", "0b0b0b0b"):
         memory.create(snapshot_path(folder, 0, tag), FORM).close()
     assert remove_other_layouts(folder, "0b0b0b0b")
-    assert keeper.held_bytes == 2 * FORM.size
+    assert held_bytes(keeper) == 2 * FORM.size
     memory.give_back()
-    assert keeper.held_bytes == FORM.size and not remove_other_layouts(folder, "0b0b0b0b")
+    assert held_bytes(keeper) == FORM.size and not remove_other_layouts(folder, "0b0b0b0b")
     keeper.close()
     memory.give_back()  # there is nobody to ask, and nothing to be given
 
@@ -100,7 +101,7 @@ def test_a_new_file_takes_the_place_of_the_old_one_which_whoever_has_it_keeps(fo
     before = memory.create(path, FORM)
     before.commit(0, 4)
     memory.create(path, FORM).close()
-    assert keeper.held_bytes == FORM.size
+    assert held_bytes(keeper) == FORM.size
     assert before.step(0) == 4 and committed_steps(path) == []
     file = SnapshotFile.open(path, mmap.ACCESS_WRITE)
     assert file.form == FORM
@@ -121,7 +122,7 @@ def test_without_room_in_shared_memory_the_daemon_has_them(tmp_path, folder, kee
 def test_with_room_in_shared_memory_they_are_there(tmp_path, folder, keeper):
     path = snapshot_path(folder, 0)
     SnapshotMemory("auto", tmp_path / "memory.sock").create(path, FORM).close()
-    assert path.is_file() and not path.is_symlink() and keeper.held_bytes == 0
+    assert path.is_file() and not path.is_symlink() and held_bytes(keeper) == 0
 
 
 def test_memory_that_the_machine_does_not_have_is_one_clear_sentence(folder, memory, keeper, monkeypatch):
@@ -129,7 +130,7 @@ def test_memory_that_the_machine_does_not_have_is_one_clear_sentence(folder, mem
         monkeypatch.setattr(module, "memory_available", lambda: 1000)
     with pytest.raises(SharedMemoryError, match=f"1000 bytes can be had, this rank needs {FORM.size}; use a node"):
         memory.create(snapshot_path(folder, 0), FORM)
-    assert keeper.held_bytes == 0 and snapshot_files(folder) == []
+    assert held_bytes(keeper) == 0 and snapshot_files(folder) == []
 
 
 def test_no_daemon_is_one_clear_sentence_with_what_shared_memory_lacks(tmp_path, folder, full):

@@ -145,7 +145,7 @@ def test_a_store_whose_package_is_missing_says_what_to_install(monkeypatch):
     def missing(scheme, **options):
         raise ImportError
 
-    object_files.forget_connections()
+    object_files._object_files.cache_clear()
     monkeypatch.setattr(fsspec, "filesystem", missing)
     with pytest.raises(object_files.StoreNotInstalled, match=r"^s3:// needs the package s3fs, .*'manta-train\[s3\]'$"):
         files_of(ObjectPath("s3", "bucket"))

@@ -158,6 +158,6 @@ def reached_at(url: str) -> Iterator[None]:
         )
         for name, value in environment_of(url).items():
             patch.setenv(name, value)
-        object_files.forget_connections()
+        object_files._object_files.cache_clear()
         yield
-    object_files.forget_connections()
+    object_files._object_files.cache_clear()
