@@ -54,7 +54,7 @@ def test_the_jobs_have_every_schedule_in_every_layout_with_a_pipeline(corpus):
 
 
 def test_what_is_recorded_is_what_the_job_does(corpus):
-    """Four micro-batches a replica, of which each goes up the pipeline once and its gradient comes down once."""
+    """Three micro-batches a replica, of which each goes up the pipeline once and its gradient comes down once."""
     programs = recorded_job(job_of(row("1f1b", (1, 2, 2)), corpus, train={"validate_every": 0}), 1)
     operations = [each.what for each in programs[0] if isinstance(each, Start)]
     messages = Counter((what[0].sends, what[0].label) for what in operations if not isinstance(what, Sum))
@@ -62,7 +62,7 @@ def test_what_is_recorded_is_what_the_job_does(corpus):
     assert messages == probes | {
         (sends, f"{direction} of micro-batch {number}"): 1
         for sends, direction in ((True, "forward"), (False, "backward"))
-        for number in range(4)
+        for number in range(3)
     }
     scattered = [what for what in operations if isinstance(what, Sum) and what.kind == "reduce_scatter"]
     assert len(scattered) == 2  # the head's one bucket, and the tail
@@ -76,7 +76,8 @@ def test_without_a_pipeline_a_rank_sends_itself_nothing(corpus):
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_steps_with_bad_numbers_keep_to_the_rules(corpus, tmp_path, precision):
     """In fp16 a step is tried again with a smaller scale; else the job rolls back."""
-    job = job_of(row("1f1b", (2, 2, 2), precision=precision, rolls_back=True), corpus, train={"steps": STEPS})
+    kind = row("1f1b", (2, 2, 2), precision=precision, rolls_back=True)
+    job = job_of(kind, corpus, model={"layers": 2}, train={"steps": STEPS})
     assert_sound(recorded_job(job, STEPS, tmp_path, bad_agreements=(1,)))
 
 
@@ -114,7 +115,8 @@ def test_forward_in_chunks_keeps_to_the_rules(corpus, tmp_path, schedule, layout
 
 def test_the_interval_of_snapshots_is_agreed_upon_in_one_order(corpus, tmp_path):
     """After sixteen steps."""
-    job = job_of(row("1f1b", (1, 1, 4)), corpus, train={"steps": 17, "validate_every": 0, "time_parts_every": 0})
+    train = {"steps": 17, "validate_every": 0, "time_parts_every": 0, "global_batch_size": 2}
+    job = job_of(row("1f1b", (1, 1, 2)), corpus, model={"layers": 1}, train=train)
     programs = recorded_job(job, 17, tmp_path)
     assert_sound(programs)
     lines = {each.line.partition(":")[0] for each in programs[0] if isinstance(each, Start)}
@@ -124,7 +126,8 @@ def test_the_interval_of_snapshots_is_agreed_upon_in_one_order(corpus, tmp_path)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_mistake_is_found_and_its_lines_are_named(corpus, schedule):
     """Of about ninety in all."""
-    programs = recorded_job(job_of(row(schedule, (2, 2, 2), zero=0), corpus), 1)
+    a_layer_each = {"layers": 2 * SCHEDULES[schedule]}
+    programs = recorded_job(job_of(row(schedule, (2, 2, 2), zero=0), corpus, model=a_layer_each), 1)
     assert findings(programs) == []
     names = set()
     for name, with_mistake in spoiled(programs, seed=1):

@@ -55,7 +55,7 @@ def job_of(row: Row, corpus: str, **more: dict[str, Any]) -> JobSpec:
         layers = stages + row["more_on_the_last"]
         layout["stage_layers"] = [1] * (stages - 1) + [1 + row["more_on_the_last"]]
     train = {key: row[key] for key in ("deterministic", "precision", "z_loss")} | {"frozen": list(row["frozen"])}
-    per_step = pipeline * data * (1 if data > 2 else 2)
+    per_step = data * _micro_batches(row)
     numbers = {"steps": 1, "global_batch_size": per_step, "micro_batch_size": 1, "time_parts_every": 1}
     sections: dict[str, dict[str, Any]] = {
         "model": {
@@ -73,6 +73,14 @@ def job_of(row: Row, corpus: str, **more: dict[str, Any]) -> JobSpec:
     for section, values in more.items():
         sections[section] = sections.get(section, {}) | values
     return parse_job_spec(document(**sections))
+
+
+def _micro_batches(row: Row) -> int:
+    """Of a replica: as many as it takes for all stages to have both directions at once."""
+    _, pipeline, data = row["layout"]
+    if data > 2:
+        return pipeline
+    return 2 * pipeline if SCHEDULES[row["schedule"]] > 1 or pipeline == 1 else pipeline + 1
 
 
 def covering(corpus: str, factors: Factors = FACTORS) -> list[tuple[Row, JobSpec]]:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -204,16 +205,17 @@ class Recorder:
 
     def note_use(self, tensor: torch.Tensor, writes: bool) -> None:
         """The compute stream touches `tensor`."""
-        watched = self._watched.get(tensor.untyped_storage().data_ptr())
-        if not watched:
+        key = tensor.untyped_storage().data_ptr()
+        if key not in self._watched:
             return
         left = []
-        for each in watched:
+        for each in self._watched.pop(key):
             if (writes or each.written) and _overlap(each.tensor, tensor):
                 self.program.append(Use(each.number, code_line()))
             else:
                 left.append(each)
-        self._watched[tensor.untyped_storage().data_ptr()] = left
+        if left:
+            self._watched[key] = left
 
 
 def _communicator_of(group: Group) -> Communicator:
@@ -256,15 +258,27 @@ class _Uses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not func.is_view and self._recorder._watched:
-            schema = func._schema.arguments
-            named = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
-            for argument, value in named:
-                writes = argument.alias_info is not None and argument.alias_info.is_write
-                for each in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(each, torch.Tensor):
-                        self._recorder.note_use(each, writes)
+        if self._recorder._watched and not func.is_view:
+            writes = _what_it_writes(func)
+            for writing, value in zip(writes.values(), args, strict=False):
+                self._note(value, writing)
+            for name, value in kwargs.items():
+                self._note(value, writes[name])
         return func(*args, **kwargs)
+
+    def _note(self, value: Any, writes: bool) -> None:
+        if isinstance(value, torch.Tensor):
+            self._recorder.note_use(value, writes)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                self._note(each, writes)
+
+
+@cache
+def _what_it_writes(func: Any) -> dict[str, bool]:
+    """Which of its arguments a kernel writes to, in their order."""
+    aliases = {each.name: each.alias_info for each in func._schema.arguments}
+    return {name: alias is not None and alias.is_write for name, alias in aliases.items()}
 
 
 _NAMES = ("all_reduce", "isend", "irecv", "batch_isend_irecv")
