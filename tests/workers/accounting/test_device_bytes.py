@@ -76,7 +76,7 @@ JOBS = {
     "offload of all": job("gpt", parallel={"offload_layers": 9, "schedule": "zb-v", "virtual_stages": 2}),
     "offload, full": job(parallel={"offload_layers": 3, "recompute": "full", "schedule": "gpipe"}),
     "offload, frozen": job(
-        "gpt", 32, {"offload_layers": 9, "recompute": "full", "schedule": "gpipe"}, frozen=["embedding"]
+        "gpt", 12, {"offload_layers": 9, "recompute": "full", "schedule": "gpipe"}, frozen=["embedding"]
     ),
     "offload, one stage": job("qwen", parallel={"offload_layers": 6, "pipeline": 1, "tensor": 1}),
     "state on the host": job(optimizer={"offload": True}),

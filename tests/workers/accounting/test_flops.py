@@ -8,7 +8,7 @@ import papers
 import pytest
 import torch
 from engine_specs import spec
-from one_layer import flop_counter, lone_rank
+from one_layer import FlopCounter, lone_rank
 from plain_gpt import PlainGPT
 from rank_programs import micro_batches
 from torch.utils.flop_counter import FlopCounterMode
@@ -59,9 +59,19 @@ def test_flops_are_those_that_torch_counts_with_attention_in_full(tied, bias, ff
     """The plain model's attention is written out, so torch counts all s^2 pairs of it."""
     job_spec = job(tied, bias, ffn, vocabulary, groups)
     windows = torch.zeros(6, 9, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounter() as counter:
         PlainGPT(job_spec).loss(windows).backward()
-    assert step_flops(job_spec).model_full == counter.get_total_flops()
+    assert step_flops(job_spec).model_full == counter.flops
+
+
+def test_the_counter_of_these_tests_counts_what_torchs_own_does():
+    job_spec = job()
+    model, windows = PlainGPT(job_spec), torch.zeros(6, 9, dtype=torch.int64)
+    with FlopCounter() as counter:
+        model.loss(windows).backward()
+    with FlopCounterMode(display=False) as theirs:
+        model.loss(windows).backward()
+    assert counter.flops == theirs.get_total_flops() > 0
 
 
 def layouts() -> list[dict]:
@@ -145,9 +155,9 @@ def counted(job_spec: JobSpec, sequences: int) -> int:
         engine = Engine(job_spec, lone_rank(job_spec, (replica * layout.pipeline + stage) * layout.tensor))
         engine.flat.parameters.normal_(0.0, 0.02)
         batch = micro_batches(job_spec, replica, windows)
-        with flop_counter() as counter:
+        with FlopCounter() as counter:
             engine.pipeline.train(batch, 1.0)
-        total += counter.get_total_flops() * layout.tensor
+        total += counter.flops * layout.tensor
     return total
 
 

@@ -8,7 +8,7 @@ import papers
 import pytest
 import torch
 from engine_specs import spec
-from one_layer import OneLayer, flop_counter
+from one_layer import FlopCounter, OneLayer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workers.accounting.flops import StepFlops, core_attention_forward, forward_flops, step_flops
@@ -35,11 +35,11 @@ def counted(job: JobSpec) -> tuple[int, int]:
     with FakeTensorMode():
         layer = OneLayer(job)
         x = layer.input().requires_grad_()
-        with flop_counter() as forward:
+        with FlopCounter() as forward:
             y = layer.forward(x)
-        with flop_counter() as backward:
+        with FlopCounter() as backward:
             y.backward(torch.empty_like(y))
-    return forward.get_total_flops(), backward.get_total_flops()
+    return forward.flops, backward.flops
 
 
 def arithmetic(job: JobSpec) -> StepFlops:

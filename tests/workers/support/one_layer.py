@@ -127,24 +127,42 @@ def held_by_layer(spec: JobSpec, documents: Documents | None = None) -> int:
     return held_bytes(lambda: layer.forward(source * 1.0, documents))[0]
 
 
-def flop_counter() -> FlopCounterMode:
-    """torch's counter, and what it does not know: the product that is added in place, and CPUs' attention kernel."""
-    aten = torch.ops.aten
+class FlopCounter(TorchDispatchMode):
+    """FLOPs by torch's formulas, and of what those do not know: the product that is added in place, and CPUs' attention
+    kernel. torch's own mode keeps them by module, which takes longer than what is counted."""
 
-    def addmm(_: Any, left: list[int], right: list[int], out_shape: Any = None, **scales: Any) -> int:
-        return 2 * left[0] * left[1] * right[1]
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self._formulas = FlopCounterMode(display=False, custom_mapping=_FURTHER_FORMULAS).flop_registry
 
-    def attention(q: Any, k: Any, v: Any, *options: Any, out_shape: Any = None, **more: Any) -> int:
-        return sdpa_flop_count(q, k, v)
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: torch need not see to it at each call."""
+        return False
 
-    def attention_backward(grad: Any, q: Any, k: Any, v: Any, *options: Any, out_shape: Any = None, **more: Any) -> int:
-        return sdpa_backward_flop_count(grad, q, k, v)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        return out
 
-    return FlopCounterMode(
-        display=False,
-        custom_mapping={
-            aten.addmm_: addmm,
-            aten._scaled_dot_product_flash_attention_for_cpu: attention,
-            aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
-        },
-    )
+
+def _added_product(_: Any, left: list[int], right: list[int], out_shape: Any = None, **scales: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+def _attention(q: Any, k: Any, v: Any, *options: Any, out_shape: Any = None, **more: Any) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *options: Any, out_shape: Any = None, **more: Any) -> int:
+    return sdpa_backward_flop_count(grad, q, k, v)
+
+
+_FURTHER_FORMULAS = {
+    torch.ops.aten.addmm_: _added_product,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
