@@ -1,65 +1,86 @@
-"""Looks at the data of queued jobs, each on a thread of its own: a file system that does not answer keeps its own job
-waiting, and those behind it for a while, but not the queue."""
+"""Looks at the data of queued jobs, each beside the queue: a file system that does not answer keeps its own job
+waiting, and those behind it for a while, but not the queue. However many jobs name files there, that while passes
+once."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
-from service.daemon_threads import in_daemon_thread
 from workers.config import JobSpec
-from workers.data.roots import DataRoots
+from workers.data.roots import DataRoots, named_paths
 from workers.errors import MantaError
+from workers.system.daemon_threads import in_daemon_thread
 
 LOOK_SECONDS = 1.0
 """How long the queue is held up at a time."""
 TURN_SECONDS = 60.0
-"""How long a job whose data does not answer keeps its turn."""
+"""How long a job whose data does not answer keeps its turn, where that of no other job has been silent for as long."""
+
+Check = Callable[[JobSpec], Awaitable[str | None]]
+"""Why a job's data cannot be trained on; None when it can. May never answer."""
 
 
 class DataSilent(MantaError):
     """The file systems of a job's data have not answered yet."""
 
-    def __init__(self, seconds: float):
-        """`seconds`: for how long."""
-        self.keeps_turn = seconds < TURN_SECONDS
-        super().__init__(
-            f"the file system of its data has given no answer in {TURN_SECONDS:g} s; the job starts once it does"
-        )
+    def __init__(self, keeps_turn: bool):
+        """`keeps_turn`: whether those behind the job wait for it."""
+        self.keeps_turn = keeps_turn
+        super().__init__("the file system of its data gives no answer; the job starts once it does")
 
 
 @dataclass
 class _Look:
+    paths: frozenset[str]
+    """What the job names."""
     answer: asyncio.Future[str | None]
+    is_brief: bool
+    """Whether other file systems, or the same, were silent when it began."""
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the job has had its turn."""
+        turn = LOOK_SECONDS if self.is_brief else TURN_SECONDS
+        return not self.answer.done() and time.monotonic() - self.began >= turn
 
 
 class DataLooks:
-    """One look at a time for each job."""
+    """One look at a time for each job, and none at files that are silent already."""
 
-    def __init__(self, roots: DataRoots):
-        """`roots`: below which folders jobs may read."""
-        self._roots = roots
+    def __init__(self, check: Check):
+        self._check = check
         self._under_way: dict[str, _Look] = {}
 
     def keep_only(self, job_ids: Collection[str]) -> None:
         """Nobody waits for what is found out about other jobs any more."""
         for job_id in self._under_way.keys() - set(job_ids):
-            del self._under_way[job_id]
+            self._under_way.pop(job_id).answer.cancel()
 
     async def problem(self, job_id: str, spec: JobSpec) -> str | None:
         """Why the job's data cannot be trained on; None when it can. Raises DataSilent where that is not known yet: ask
         again."""
-        look = self._under_way.get(job_id)
-        if look is None:
-            check = in_daemon_thread("data of a job", lambda: self._roots.problem_of_data(spec))
-            answer = asyncio.wrap_future(check)
-            look = self._under_way[job_id] = _Look(answer)
-        seconds = LOOK_SECONDS if time.monotonic() - look.began < TURN_SECONDS else 0.0
-        await asyncio.wait({look.answer}, timeout=seconds)
+        look = self._under_way.get(job_id) or self._begun(job_id, spec)
+        await asyncio.wait({look.answer}, timeout=0.0 if look.is_silent else LOOK_SECONDS)
         if not look.answer.done():
-            raise DataSilent(time.monotonic() - look.began)
+            raise DataSilent(keeps_turn=not look.is_silent)
         del self._under_way[job_id]
         return look.answer.result()
+
+    def _begun(self, job_id: str, spec: JobSpec) -> _Look:
+        """Raises DataSilent where another job's look at the same files has no answer yet."""
+        paths = frozenset(named_paths(spec).values())
+        silent = [each for each in self._under_way.values() if each.is_silent]
+        if any(each.paths == paths for each in silent):
+            raise DataSilent(keeps_turn=False)
+        look = self._under_way[job_id] = _Look(paths, asyncio.ensure_future(self._check(spec)), bool(silent))
+        return look
+
+
+async def problem_here(roots: DataRoots, spec: JobSpec) -> str | None:
+    """Why a job's data cannot be trained on, as this process sees it; None when it can. `roots`: below which folders
+    jobs may read."""
+    return await asyncio.wrap_future(in_daemon_thread("data of a job", lambda: roots.problem_of_data(spec)))

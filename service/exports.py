@@ -15,13 +15,13 @@ from typing import IO
 
 from sqlalchemy.orm import Session
 
-from service.daemon_threads import in_daemon_thread
 from service.pauses import growing_pauses
 from service.settings import without_secrets
 from service.store import Store, checkpoints, events, exports
 from service.store.retries import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, may_pass
 from service.store.tables import Checkpoint, Export
 from workers.errors import MantaError
+from workers.system.daemon_threads import in_daemon_thread
 from workers.weights.formats import Dtype, Format
 
 AT_ONCE = 2

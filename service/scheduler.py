@@ -20,7 +20,7 @@ from service.cluster.node_shapes import Demand, in_words
 from service.cluster.placement import UNITS, Shortage, Unit, insufficient, missing, plural_of, unit_of
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
-from service.data_looks import DataLooks, DataSilent
+from service.data_looks import DataLooks, DataSilent, problem_here
 from service.job.record import JobRecord
 from service.lag import Lag
 from service.leases.errors import LeaseLost
@@ -68,7 +68,7 @@ class Scheduler:
         held from then on. None: this is the only control plane."""
         self._leases = leases
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
-        self._data_looks = DataLooks(data_roots)
+        self._data_looks = DataLooks(self._look_at_data)
         self._good_data: set[str] = set()
         """Jobs in the queue whose data could be trained on when they came: it is looked at again before they are
         placed, and not every second until then."""
@@ -217,7 +217,7 @@ class Scheduler:
             return None
 
     async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:
-        problem = await self._problem_of_data(job, spec)
+        problem = await self._data_looks.problem(job.id, spec)
         if problem is not None:
             await self._transition(job, JobState.FAILED, "bad_data", problem)
             return False
@@ -230,11 +230,11 @@ class Scheduler:
         await self._say_why(job, None, "data_silent", str(error))
         return Look.STEPS_ASIDE
 
-    async def _problem_of_data(self, job: Job, spec: JobSpec) -> str | None:
-        """None too where no node says whether it can read the data: the ranks will. Raises DataSilent."""
-        if self._cluster.is_elsewhere:
-            return await self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self._data_roots.names)
-        return await self._data_looks.problem(job.id, spec)
+    async def _look_at_data(self, spec: JobSpec) -> str | None:
+        """Why a job's data cannot be trained on. None too where no node says whether it can read it: the ranks will."""
+        if not self._cluster.is_elsewhere:
+            return await problem_here(self._data_roots, spec)
+        return await self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self._data_roots.names)
 
     async def _unit(self, spec: JobSpec) -> Unit:
         return unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())

@@ -31,8 +31,9 @@ START_SECONDS = 30.0
 # One that stands, or that has not answered before, and takes longer has its node closed until it answers.
 ANSWER_SECONDS = 10.0
 CLOSE_SECONDS = 10.0
-# How long a node may take to look at a corpus.
-DATA_SECONDS = 60.0
+# How long a node may take to look at a corpus, and how many are asked one after the other: a file system that does not
+# answer there will not answer on a thousand others.
+DATA_SECONDS, DATA_NODES = 60.0, 3
 # How often it is looked whether the daemon of another release can be replaced: it takes a look at all agents.
 LOOK_SECONDS = 5.0
 
@@ -224,8 +225,9 @@ class NodeDaemons:
 
     async def problem_of_data(self, spec: Mapping[str, Any], roots: list[str] | None) -> str | None:
         """What the first node that answers says about a job's corpus (`NodeDaemon.check_data`); None when it can be
-        trained on, or no node answers."""
-        for node in sorted(set(await self._nodes.living()) - self._nodes.closed - self._nodes.at_rest):
+        trained on, or none of DATA_NODES answers."""
+        open_ones = sorted(set(await self._nodes.living()) - self._nodes.closed - self._nodes.at_rest)
+        for node in open_ones[:DATA_NODES]:
             try:
                 daemon = await self.of(node)
                 if daemon is not None:

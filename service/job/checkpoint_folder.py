@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 
-from service.daemon_threads import in_daemon_thread
 from workers.checkpoint.catalog import Listing, list_checkpoints
 from workers.storage.places import Place
+from workers.system.daemon_threads import in_daemon_thread
 
 LOOK_SECONDS = 20.0
 """A file system that takes longer to list a job's checkpoints does not answer."""

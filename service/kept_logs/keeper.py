@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from service.daemon_threads import in_daemon_thread
 from service.kept_logs.kept_log import Blocks, KeptLog
 from service.kept_logs.part_writer import PART_BYTES, SMALL_PARTS, PartWriter
 from service.kept_logs.spool import Spool, SpooledLog
@@ -30,6 +29,7 @@ from service.store import Store, deletion, jobs
 from workers.paths import Paths
 from workers.storage.files import files_of
 from workers.storage.places import Place
+from workers.system.daemon_threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
 

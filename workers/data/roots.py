@@ -31,16 +31,8 @@ class DataRoots:
 
     def problems(self, spec: JobSpec) -> list[Problem]:
         """Which of the spec's paths are outside. Says nothing about what is there."""
-        named = {f"data.paths.{at}": path for at, path in enumerate(spec.data.paths)}
-        for number, each in enumerate(spec.data.validation):
-            named |= {f"data.validation.{number}.paths.{at}": path for at, path in enumerate(each.paths)}
-        if spec.model.from_ is not None:
-            named["model.from"] = spec.model.from_
-        if spec.data.tokenizer_file is not None:
-            named["data.tokenizer"] = spec.data.tokenizer_file
-        if spec.data.template_file is not None:
-            named["data.template"] = spec.data.template_file
-        outside = [Problem(where, self._rule(path)) for where, path in named.items() if not self._holds(path)]
+        named = named_paths(spec).items()
+        outside = [Problem(where, self._rule(path)) for where, path in named if not self._holds(path)]
         within = f"{spec.data.tokenizer_file}/{TOKENIZER}"  # where that is a folder
         if not outside and spec.data.tokenizer_file is not None and not self._holds(within):
             outside.append(Problem("data.tokenizer", self._rule(within)))
@@ -97,3 +89,17 @@ class DataRoots:
 
 
 ANYWHERE = DataRoots()
+
+
+def named_paths(spec: JobSpec) -> dict[str, str]:
+    """The files and folders that a spec names, by the key that does."""
+    named = {f"data.paths.{at}": path for at, path in enumerate(spec.data.paths)}
+    for number, each in enumerate(spec.data.validation):
+        named |= {f"data.validation.{number}.paths.{at}": path for at, path in enumerate(each.paths)}
+    if spec.model.from_ is not None:
+        named["model.from"] = spec.model.from_
+    if spec.data.tokenizer_file is not None:
+        named["data.tokenizer"] = spec.data.tokenizer_file
+    if spec.data.template_file is not None:
+        named["data.template"] = spec.data.template_file
+    return named

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from workers.protocol.messages import (
 )
 from workers.protocol.remote_call import serve
 from workers.snapshot.node_memory import MemoryKeeper
+from workers.system.daemon_threads import in_daemon_thread
 from workers.system.own_address import LOOPBACK
 from workers.system.own_code import own_code
 from workers.system.ports import PortRange
@@ -203,7 +205,8 @@ class NodeDaemon:
         which folders jobs may read; None: anywhere."""
         allowed = DataRoots(None if roots is None else tuple(map(Path, roots)))
         try:
-            await asyncio.to_thread(allowed.check, JobSpec.model_validate(spec))
+            look = in_daemon_thread("data of a job", partial(allowed.check, JobSpec.model_validate(spec)))
+            await asyncio.wrap_future(look)
         except MantaError as error:
             return str(error)
         return None

@@ -401,6 +401,16 @@ def test_data_is_looked_at_by_a_node_on_which_something_may_be_placed(made):
     assert asyncio.run(daemons.problem_of_data({"name": "x"}, None)) is None, "it is not known, which is no problem"
 
 
+def test_data_that_a_few_nodes_are_silent_about_is_asked_of_no_more(made, monkeypatch):
+    daemons, _, actors = made
+    monkeypatch.setattr(node_daemons, "DATA_SECONDS", 0.01)
+    monkeypatch.setattr(node_daemons, "DATA_NODES", 1)
+    for actor in actors.values():
+        actor.answers = {"check_data": None}
+    assert asyncio.run(daemons.problem_of_data({"name": "x"}, None)) is None
+    assert [actor.calls.count("check_data") for actor in actors.values()] == [1, 0]
+
+
 @pytest.fixture
 def comes_and_goes(made, monkeypatch):
     """As `made`, where an autoscaler has added the node `well`."""

@@ -59,11 +59,22 @@ def test_job_that_cannot_be_looked_at_holds_up_no_other(store, submit, look, mon
     assert job_now(store, odd).state == "QUEUED"
 
 
+AWAY = {"source": "text", "paths": ["/away"]}
+
+
+async def until_placed(scheduler, placed, job):
+    """Look at the queue until `job`, and no other, is placed."""
+    async with asyncio.timeout(20):
+        while not placed:
+            assert await scheduler._round()
+    assert placed == [job.id]
+
+
 def test_data_that_does_not_answer_keeps_its_job_waiting_and_those_behind_it_for_a_while(
     store, submit, cluster, monkeypatch
 ):
     monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.01)
-    slow, fine = submit(name="slow"), submit(name="fine")
+    slow, fine = submit(name="slow", data=AWAY), submit(name="fine")
     answers, placed = threading.Event(), []
 
     def check(spec):
@@ -76,7 +87,7 @@ def test_data_that_does_not_answer_keeps_its_job_waiting_and_those_behind_it_for
     async def body():
         assert await scheduler._round() and placed == []
         monkeypatch.setattr(data_looks, "TURN_SECONDS", 0.0)
-        assert await scheduler._round() and placed == [fine.id]
+        await until_placed(scheduler, placed, fine)
         assert job_now(store, slow).reason == "data_silent"
         answers.set()
         async with asyncio.timeout(20):
@@ -87,6 +98,70 @@ def test_data_that_does_not_answer_keeps_its_job_waiting_and_those_behind_it_for
         asyncio.run(body())
     finally:
         answers.set()
+    assert placed == [fine.id, slow.id]
+
+
+def test_data_that_does_not_answer_costs_those_behind_it_one_turn_however_many_jobs_want_it(
+    store, submit, cluster, monkeypatch
+):
+    """A sweep on a file system that hangs: one look at the same files is enough, and other files there get a moment."""
+    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.01)
+    sweep = [submit(data={"source": "text", "paths": ["/away/a"]}) for _ in range(3)]
+    beside, fine = submit(data={"source": "text", "paths": ["/away/b"]}), submit()
+    answers, looked, placed = threading.Event(), [], []
+
+    def check(spec):
+        if spec.data.paths:
+            looked.append(spec.data.paths)
+            answers.wait(20)
+
+    monkeypatch.setattr(roots, "check_data", check)
+    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
+
+    async def body():
+        await scheduler._round()
+        assert placed == [], "the first one has its turn"
+        look = scheduler._data_looks._under_way[sweep[0].id]
+        look.began -= data_looks.TURN_SECONDS
+        await until_placed(scheduler, placed, fine)
+        assert looked == [("/away/a",), ("/away/b",)]
+        assert {job_now(store, each).reason for each in (*sweep, beside)} == {"data_silent"}
+        answers.set()
+        async with asyncio.timeout(20):
+            while await scheduler._round():
+                await asyncio.sleep(0.001)
+
+    try:
+        asyncio.run(body())
+    finally:
+        answers.set()
+    assert placed[1:] == [*(each.id for each in sweep), beside.id]
+
+
+def test_data_that_does_not_answer_on_the_nodes_keeps_its_own_job_waiting(store, submit, cluster, monkeypatch):
+    """What a node is asked may take a minute, and the next node is asked then."""
+    cluster.is_elsewhere = True
+    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.01)
+    slow, fine = submit(name="slow", data=AWAY), submit(name="fine")
+    answers, placed = asyncio.Event(), []
+
+    async def problem(spec, folders):
+        if spec["name"] == "slow":
+            await answers.wait()
+
+    cluster.daemons.problem_of_data = problem
+    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
+
+    async def body():
+        async with asyncio.timeout(20):
+            assert await scheduler._round() and placed == []
+            monkeypatch.setattr(data_looks, "TURN_SECONDS", 0.0)
+            await until_placed(scheduler, placed, fine)
+            answers.set()
+            while await scheduler._round():
+                await asyncio.sleep(0.001)
+
+    asyncio.run(body())
     assert placed == [fine.id, slow.id]
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -327,14 +329,17 @@ def test_a_daemon_that_is_shut_down_ends_its_zygote_and_answers_no_more(go, daem
     assert stores[0].ended and stores[0].closed
 
 
+DOCUMENT = {
+    "model": {"layers": 1, "hidden_size": 16, "heads": 2, "sequence_length": 8},
+    "data": {"source": "python-stdlib"},
+    "train": {"steps": 1, "global_batch_size": 2},
+}
+
+
 def test_corpus_is_looked_at_as_the_ranks_will_see_it(go, home, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("words and more words. " * 200)
-    document = {
-        "model": {"layers": 1, "hidden_size": 16, "heads": 2, "sequence_length": 8},
-        "data": {"source": "text", "paths": [str(corpus)]},
-        "train": {"steps": 1, "global_batch_size": 2},
-    }
+    document = {**DOCUMENT, "data": {"source": "text", "paths": [str(corpus)]}}
 
     async def body():
         daemon = NodeDaemon("n1", str(home.home))
@@ -344,6 +349,25 @@ def test_corpus_is_looked_at_as_the_ranks_will_see_it(go, home, tmp_path):
         corpus.unlink()
         assert str(corpus) in await daemon.check_data(document, None)
         daemon._heartbeat.close()
+
+    go(body)
+
+
+def test_file_systems_that_do_not_answer_take_no_thread_that_the_end_of_a_job_needs(go, daemon, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(module.DataRoots, "check", lambda self, spec: answers.wait(20))
+
+    async def body():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        look = asyncio.create_task(daemon.check_data(DOCUMENT, None))
+        try:
+            async with asyncio.timeout(10):
+                await asyncio.sleep(0)
+                assert await asyncio.to_thread(lambda: "what the end of a job has to do")
+            assert not look.done()
+        finally:
+            answers.set()
+        assert await look is None
 
     go(body)
 
