@@ -82,13 +82,12 @@ class ElasticityPlanner:
             return await self._elsewhere() is not None or await self._spare_seconds() <= 0
         if len(self._sizes) == len(self._shapes) == 1:
             return False
-        wanted, others_wait = await self._job.wanted_replicas(), await self._others_wait()
-        if wanted < self._gang.layout.data:
+        wanted, held = await self._job.wanted_replicas(), self._gang.layout.data
+        if wanted < held:
             return True
-        if others_wait:
-            return False
-        grows = wanted > self._gang.layout.data and await self._room(self._gang.spec) > 0
-        return grows or await self._larger_shape() is not None
+        could_grow = wanted > held and await self._room(self._gang.spec) > 0
+        # The queue, which may be long, is looked at last.
+        return (could_grow or await self._larger_shape() is not None) and not await self._others_wait()
 
     async def _larger_shape(self) -> JobSpec | None:
         """The layout that a job with smaller tensor and pipeline sizes than submitted could go back to."""

@@ -59,6 +59,13 @@ def test_who_waits_for_another_cluster_holds_nobody_back(may_grow, submit):
     assert may_grow()
 
 
+def test_queue_is_not_read_for_a_job_that_has_all_it_wants(may_grow, submit, monkeypatch):
+    """Every job looks every two seconds, and the queue may be long."""
+    submit(parallel={"tensor": 2})
+    monkeypatch.setattr(jobs, "queued", lambda session: pytest.fail("the queue is read"))
+    assert not may_grow(parallel={"tensor": 2, "data": 1})
+
+
 def test_who_waits_for_gpus_leaves_slots_to_those_on_slots(may_grow, submit):
     submit(parallel={"tensor": 2}, resources={"accelerator": "gpu"})
     assert may_grow(resources={"accelerator": "cpu"})
