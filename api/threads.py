@@ -54,7 +54,7 @@ class ReadThreads:
         self.jobs, self.lists, self.series = DatabaseReads(), DatabaseReads(), DatabaseReads()
         self.long = LongReads()
         self.slow = LongReads(SLOW_CHANGES)
-        """For what waits for files or nodes, some of it for minutes: deletions, checks of ports."""
+        """For what waits for files or nodes, some of it for minutes: deletions, exports that begin, checks of ports."""
         self.nodes = LongReads(NODES)
         """For what Ray or agents are asked, which may give no answer for half a minute."""
         self.files = LongReads(FILES)

@@ -92,7 +92,11 @@ class Exports:
         if not any(real.is_relative_to(os.path.realpath(root)) and real != root for root in self._roots):
             allowed = ", ".join(map(str, self._roots))
             raise BadTarget(f"{to} is not below any of the folders that exports may be written to ({allowed})")
-        if real.exists():
+        try:
+            is_there = real.exists()
+        except OSError as error:  # a name that is too long, a folder that the service may not look into
+            raise BadTarget(f"nothing can be written to {to}: {error.strerror}; name another folder") from error
+        if is_there:
             raise BadTarget(f"there is something at {real} already: name another folder, or remove it")
         return real
 

@@ -63,7 +63,8 @@ async def delete_checkpoint(
         "invalid_parameter",
     ),
 )
-def export_checkpoint(
+async def export_checkpoint(
+    request: Request,
     control: Control,
     job_id: JobId,
     checkpoint_id: CheckpointId,
@@ -71,7 +72,8 @@ def export_checkpoint(
 ) -> schemas.Export:
     """Write the weights of a complete checkpoint to a folder of the service's machine, for others. Answers at once;
     `get_export` says how far it is."""
-    row = control.exports.begin(job_id, checkpoint_id, wanted.to, wanted.format, wanted.dtype)
+    slow, about = read_threads_of(request).slow, (job_id, checkpoint_id, wanted.to, wanted.format, wanted.dtype)
+    row = await slow.run(lambda: control.exports.begin(*about))
     return views.export_view(row, row.updated_at)
 
 

@@ -220,7 +220,9 @@ def test_weights_are_exported_below_the_folder_for_that(service):
     service.store.write(lambda session: setattr(exports.get(session, job, begun["id"]), "updated_at", 5.0))
     lost = service.http.get(f"/v1/jobs/{job}/exports/{begun['id']}").json()
     assert lost["state"] == "failed" and "has ended" in lost["message"]
-    for body, field in (({"to": "/etc/x"}, "to"), ({"to": ""}, "to"), ({"to": "a", "format": "gguf"}, "format")):
+    (service.control.home / "exports").mkdir()
+    wrong = [({"to": to}, "to") for to in ("/etc/x", "", "a" * 300)]
+    for body, field in (*wrong, ({"to": "a", "format": "gguf"}, "format")):
         refused = service.http.post(path, json=body)
         assert (refused.status_code, refused.json()["errors"][0]["path"]) == (422, field)
     missing = service.http.get(f"/v1/jobs/{job}/exports/export_x")

@@ -14,7 +14,7 @@ from service.cluster.errors import ClusterUnavailable
 from service.step_traces.reading import TraceReader
 from service.store import generations
 from service.store import plans as store_plans
-from tests.api.conftest import DOCUMENT, FakeControl
+from tests.api.conftest import DOCUMENT, FakeControl, NotedExports
 from tests.api.support.keys import ADMIN, bearer
 
 SECONDS = 20.0
@@ -51,7 +51,7 @@ AT_ONCE = 50  # more than there are threads for what is short
 @pytest.mark.parametrize(
     "ask",
     [
-        *("DELETE job", "DELETE checkpoint", "POST check", "POST plans", "POST auto"),
+        *("DELETE job", "DELETE checkpoint", "POST export", "POST check", "POST plans", "POST auto"),
         *("POST dry run", "GET picture", "GET budget", "GET trace", "POST weights"),
         *("GET cluster", "POST drain", "GET waits", "GET stack"),
     ],
@@ -69,7 +69,7 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
 
     for owner, name in ((FakeControl, "delete"), (FakeControl, "delete_checkpoint"), (FakeControl, "check_cluster"),
                         *((FakeControl, name) for name in ("cluster", "drain", "waits", "stack")),
-                        (plans, "read_request"), (jobs, "with_layout"), (jobs, "plan_of_layout"),
+                        (NotedExports, "begin"), (plans, "read_request"), (jobs, "with_layout"), (jobs, "plan_of_layout"),
                         (jobs, "with_shape_of_weights"),
                         (job_plan, "drawn"), (TraceReader, "document"), (TraceReader, "budget")):  # fmt: skip
         monkeypatch.setattr(owner, name, stand_still)
@@ -80,6 +80,7 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
     method, path, body = {
         "DELETE job": ("DELETE", f"/v1/jobs/{job['id']}", None),
         "DELETE checkpoint": ("DELETE", f"/v1/jobs/{job['id']}/checkpoints/c", None),
+        "POST export": ("POST", f"/v1/jobs/{job['id']}/checkpoints/c/export", {"to": "away"}),
         "POST check": ("POST", "/v1/cluster/check", None),
         "POST plans": ("POST", "/v1/plans", {"model": {}, "cluster": {"current": True}}),
         "POST auto": ("POST", "/v1/jobs", {**DOCUMENT, "parallel": "auto"}),
