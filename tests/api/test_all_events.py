@@ -114,9 +114,9 @@ def test_stream_does_not_look_again_at_what_is_not_wanted(service, two):
     assert tail.look(0).position == newest
     tell(service, two[0], "told", "a")
     tell(service, two[1], "kind_0", "b")
-    found = tail.look(newest)
-    assert [json.loads(entry.data)["message"] for entry in found.entries] == ["a"]
-    assert found.position == newest + 2 == tail.look(newest + 2).position
+    batch = tail.look(newest)
+    assert [json.loads(entry.data)["message"] for entry in batch.entries] == ["a"]
+    assert batch.position == newest + 2 == tail.look(newest + 2).position
     assert tail.look(10**9).position == 10**9, "of a database that is older than the reader"
 
 

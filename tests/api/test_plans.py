@@ -93,8 +93,8 @@ def test_jobs_that_ran_refine_the_plans_for_their_machines(service):
 
 def test_a_calibration_that_was_disturbed_says_so(service):
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
-    found = Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=gpu, other_cores=3.2, spread=0.01)
-    path = save(Paths.of(service.control.home).machines, found)
+    calibration = Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=gpu, other_cores=3.2, spread=0.01)
+    path = save(Paths.of(service.control.home).machines, calibration)
     try:
         (machine,) = service.http.get("/v1/machines").json()["items"]
         assert machine["warning"].startswith("others kept 3.2 of its cores busy") and machine["refined"] == {}
@@ -102,7 +102,7 @@ def test_a_calibration_that_was_disturbed_says_so(service):
         path.unlink()
 
 
-def test_the_best_of_fewer_gpus_is_told_where_it_is_asked_for(service):
+def test_the_best_of_fewer_gpus_is_in_the_answer_where_it_is_asked_for(service):
     answer = service.http.post("/v1/plans", json=PLAN | {"sizes": True}).json()
     sizes = answer["sizes"]
     assert (sizes[0]["up_to"], sizes[-1]["gpus"]) == (4, 1)

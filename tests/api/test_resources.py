@@ -62,10 +62,10 @@ def test_events_come_in_pages_that_can_be_resumed(service):
 
 def test_events_by_type_generation_and_rank_from_either_end(service):
     job = service.submit()["id"]
-    told = [("a", 1, 0), ("b", 1, None), ("a", 2, 1), ("a", 2, 0), ("c", None, None)]
+    appended = [("a", 1, 0), ("b", 1, None), ("a", 2, 1), ("a", 2, 0), ("c", None, None)]
 
     def tell(session):
-        for number, (kind, generation, rank) in enumerate(told):
+        for number, (kind, generation, rank) in enumerate(appended):
             events.append(session, job, kind, str(number), generation=generation, rank=rank)
 
     service.store.write(tell)

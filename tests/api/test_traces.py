@@ -144,8 +144,8 @@ def test_a_job_on_slots_is_planned_on_slots_where_there_are_gpus_too(service, jo
     monkeypatch.setattr(service.control, "cluster", lambda: {"nodes": [node]})
     clusters = planner_cluster(service.control)
     for accelerator, count, has_gpus in (("cpu", 4, False), ("gpu", 8, True)):
-        found = clusters(parse_job_spec({**DOCUMENT, "resources": {"accelerator": accelerator}}))
-        assert (found.gpus_per_node, found.machine.has_gpus) == (count, has_gpus)
+        cluster = clusters(parse_job_spec({**DOCUMENT, "resources": {"accelerator": accelerator}}))
+        assert (cluster.gpus_per_node, cluster.machine.has_gpus) == (count, has_gpus)
 
 
 def test_a_budget_is_of_the_newest_whole_trace_in_the_layout_that_the_job_runs_in(service, job):

@@ -25,7 +25,7 @@ def shown(answer: Any) -> dict[str, Any]:
     return {name: getattr(answer, name) for name in type(answer).model_fields}
 
 
-def test_event_is_told_with_all_that_is_known_of_it():
+def test_event_is_shown_with_all_that_is_known_of_it():
     fields = {"type": "t", "generation": 2, "rank": 3, "step": 4, "message": "m", "data": {"a": 5}}
     row = tables.Event(id=1, job_id="job_1", time=6.0, **fields)
     assert shown(views.event_view(row)) == {"id": "1", "time": moment(6.0), **fields}
@@ -56,7 +56,7 @@ def test_numbers_of_ranks_are_those_of_each():
     assert (unknown.own_seconds, unknown.wait_seconds, unknown.memory_bytes) == (None, None, 7)
 
 
-def test_checkpoint_is_told_with_its_place_and_size():
+def test_checkpoint_is_shown_with_its_place_and_size():
     fields = {"id": "c", "step": 1, "state": "complete", "path": "/p", "bytes": 2}
     row = tables.Checkpoint(job_id="job_1", generation=3, created_at=4.0, completed_at=5.0, **fields)
     more = {"generation": 3, "exists": True, "age_seconds": 2.0, "kept_because": "k"}
@@ -67,7 +67,7 @@ def test_checkpoint_is_told_with_its_place_and_size():
         assert (other.exists, other.age_seconds, other.kept_because) == (exists, None, None)
 
 
-def test_recovery_is_told_with_its_causes_and_its_phases():
+def test_recovery_is_shown_with_its_causes_and_its_phases():
     fields = {
         "generation": 2,
         "kind": "crash",
@@ -89,7 +89,7 @@ def test_recovery_is_told_with_its_causes_and_its_phases():
     assert list(answer["seconds"].values()) == [1.0, 2.0, 7.0, 5.0, 6.0]
 
 
-def test_ledger_log_line_and_deletion_are_told_as_they_are():
+def test_ledger_log_line_and_deletion_are_shown_as_they_are():
     seconds = {"queue": 10.0, "pause": 20.0, "compute": 35.0}
     ledger = shown(views.ledger_view(Ledger(1000.0, 1100.0, True, seconds)))
     assert (ledger["seconds"], ledger["wall_seconds"], ledger["goodput"]) == (seconds, 100.0, 0.5)
@@ -100,7 +100,7 @@ def test_ledger_log_line_and_deletion_are_told_as_they_are():
     assert gone == {"id": "job_1", "rows": {"events": 1}, "checkpoints": 2, "logs": 3, "bytes": 4}
 
 
-def test_key_its_holder_and_what_was_done_with_it_are_told_as_they_are():
+def test_key_its_holder_and_what_was_done_with_it_are_shown_as_they_are():
     held = {"id": "k", "name": "laptop", "user": "ada", "project": "theirs", "scope": "read", "installation": True}
     key = access_tables.ApiKey(digest="secret", created_at=1.0, expires_at=2.0, revoked_at=3.0, **held)
     times = {"created_at": moment(1.0), "expires_at": moment(2.0), "revoked_at": moment(3.0)}
@@ -127,7 +127,7 @@ def job(store, document) -> Any:
     return store.write(lambda session: jobs.create(session, spec)[0])
 
 
-def test_job_is_told_with_all_its_numbers_and_times(store, job):
+def test_job_is_shown_with_all_its_numbers_and_times(store, job):
     fields = {"reason": "r", "message": "m", "step": 3, "steps": 10, "generation": 4, "restarts": 5}
     times = {"created_at": 1e9, "started_at": 2e9, "finished_at": 3e9, "memory_kept_until": 4e9}
     times["deletion_began_at"] = 5e9

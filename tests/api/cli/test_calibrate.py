@@ -33,8 +33,11 @@ PLAN = {
 def manta(tmp_path, monkeypatch):
     """Runs a command whose machine is measured in no time; checks the exit code, returns what it printed."""
     monkeypatch.setenv("MANTA_HOME", str(tmp_path / "home"))
-    found = {"auto": Calibrated(node_type(), "Abacus", 4, CORE), "cuda": Calibrated("h100-80gb", "H100", 4, gpu=GPU)}
-    monkeypatch.setattr(calibrate, "measure", lambda device, say: found[device])
+    calibrations = {
+        "auto": Calibrated(node_type(), "Abacus", 4, CORE),
+        "cuda": Calibrated("h100-80gb", "H100", 4, gpu=GPU),
+    }
+    monkeypatch.setattr(calibrate, "measure", lambda device, say: calibrations[device])
 
     def run(*arguments, code=0):
         result = CliRunner().invoke(command_line(), [str(each) for each in arguments])

@@ -66,9 +66,9 @@ def test_all_options_are_explained_without_a_model(called, command):
 def test_the_help_names_every_option_of_the_engines_command(command):
     engine = importlib.import_module(f"workers.{command}")
     shown = CliRunner().invoke(app, [command, "--help"]).output
-    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as told:
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as output:
         engine.main(["--help"])
-    assert {option for option in re.findall(r"--[a-z-]+", told.getvalue()) if option not in shown} == set()
+    assert {option for option in re.findall(r"--[a-z-]+", output.getvalue()) if option not in shown} == set()
 
 
 def test_what_is_refused_is_refused_in_the_words_of_the_command_that_was_typed(tmp_path, monkeypatch, capsys):

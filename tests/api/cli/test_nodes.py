@@ -77,9 +77,9 @@ def test_who_waits_is_told_when_it_is_empty_or_that_it_was_not_in_time(drain):
 
 @pytest.fixture
 def agents(monkeypatch):
-    """The processes of this machine, by name and user, of which the last goes with each look; and whose daemons are
-    told what."""
-    running, told = [], []
+    """The processes of this machine, by name and user, of which the last goes with each look; and the deadlines that
+    its daemons are given."""
+    running, deadlines = [], []
 
     def processes():
         for name, user in running:
@@ -88,12 +88,12 @@ def agents(monkeypatch):
             running.pop()
 
     def drain_nodes_here(seconds):
-        told.append(seconds)
+        deadlines.append(seconds)
         return ["abcd"]
 
     monkeypatch.setattr(commands.psutil, "process_iter", processes)
     monkeypatch.setattr(commands, "drain_nodes_here", drain_nodes_here)
-    return running, told
+    return running, deadlines
 
 
 def nobody(url):
@@ -101,10 +101,10 @@ def nobody(url):
 
 
 def test_this_node_is_left_without_service_or_key_once_no_agent_runs_here(agents, drain):
-    (running, told), ours, me = agents, f"ray::{AgentOnNode.__name__}"[:15], os.getuid()
+    (running, deadlines), ours, me = agents, f"ray::{AgentOnNode.__name__}"[:15], os.getuid()
     running += [(ours, me + 1), (ours, me), (ours, me), ("python", me)]
     assert drain(nobody, "--this-node", "--wait", "--deadline", "25") == "abcd is being left\n"
-    assert told == [25.0] and running == [], "it looks until no agent of this user is left"
+    assert deadlines == [25.0] and running == [], "it looks until no agent of this user is left"
 
 
 def test_who_waits_for_this_node_is_told_that_it_was_not_in_time(agents, drain):

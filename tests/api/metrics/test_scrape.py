@@ -46,7 +46,7 @@ def running(service):
     return job
 
 
-def test_names_are_told_before_any_scrape(service, running):
+def test_names_are_known_before_any_scrape(service, running):
     service.control.measured = MEASURED
     names = {name for name, *_ in scraped(service)}
     ours = {name for name in names if name.startswith("manta_") and not name.endswith("_created")}
@@ -68,36 +68,36 @@ def test_names_say_what_they_count_in(family):
     assert "rank" not in family.labels
 
 
-def test_unfinished_job_is_told_in_detail(service, running):
-    told = scraped(service)
-    assert told["manta_job_info", running, "small", "default"] == 1
-    assert told["manta_job_state", running, "RUNNING"] == 1
-    assert told["manta_job_step", running] == 3
-    assert told["manta_job_steps", running] == 10
-    assert told["manta_job_step_seconds", running] == 0.5
-    assert told["manta_job_mfu_causal_ratio", running] == 0.2
-    assert told["manta_job_loss_not_finite", running] == 0
-    assert told["manta_job_checkpoint_every_steps", running] == 5
-    assert 0 <= told["manta_job_checkpoint_age_seconds", running] < 3600  # none yet: since it started
-    assert told["manta_job_recent_events", running, "straggler"] == 0
-    assert ("manta_job_checkpoint_duration_seconds", running) not in told
+def test_unfinished_job_is_reported_in_detail(service, running):
+    samples = scraped(service)
+    assert samples["manta_job_info", running, "small", "default"] == 1
+    assert samples["manta_job_state", running, "RUNNING"] == 1
+    assert samples["manta_job_step", running] == 3
+    assert samples["manta_job_steps", running] == 10
+    assert samples["manta_job_step_seconds", running] == 0.5
+    assert samples["manta_job_mfu_causal_ratio", running] == 0.2
+    assert samples["manta_job_loss_not_finite", running] == 0
+    assert samples["manta_job_checkpoint_every_steps", running] == 5
+    assert 0 <= samples["manta_job_checkpoint_age_seconds", running] < 3600  # none yet: since it started
+    assert samples["manta_job_recent_events", running, "straggler"] == 0
+    assert ("manta_job_checkpoint_duration_seconds", running) not in samples
 
 
 def test_jobs_without_series_of_their_own_are_counted(service, running, monkeypatch):
     assert scraped(service)["manta_jobs_unlisted",] == 0
     monkeypatch.setattr(job_numbers, "MOST_JOBS", 1)
     waiting = [service.submit()["id"] for _ in range(2)]
-    told = scraped(service)
-    assert (told["manta_jobs_unlisted",], told["manta_job_step", running]) == (2, 3)
-    assert not any(("manta_job_step", job) in told for job in waiting)
+    samples = scraped(service)
+    assert (samples["manta_jobs_unlisted",], samples["manta_job_step", running]) == (2, 3)
+    assert not any(("manta_job_step", job) in samples for job in waiting)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_loss_that_is_not_finite_is_said_to_be(service, running, loss):
     service.report(running, [{"step": 4, "loss": loss}])
-    told = scraped(service)
-    assert told["manta_job_loss_not_finite", running] == 1
-    assert not math.isfinite(told["manta_job_loss", running])
+    samples = scraped(service)
+    assert samples["manta_job_loss_not_finite", running] == 1
+    assert not math.isfinite(samples["manta_job_loss", running])
 
 
 def test_job_that_saves_no_checkpoints_has_none_that_could_be_too_old(service):
@@ -120,54 +120,54 @@ def test_checkpoint_is_no_older_than_the_job_is_out_of_the_queue(placed_at, bega
 
 def test_job_in_the_queue_waits(service):
     service.submit()
-    told = scraped(service)
-    assert told["manta_jobs", "QUEUED"] == 1
-    assert 0 < told["manta_queue_oldest_wait_seconds",] < 3600
+    samples = scraped(service)
+    assert samples["manta_jobs", "QUEUED"] == 1
+    assert 0 < samples["manta_queue_oldest_wait_seconds",] < 3600
 
 
 def test_control_plane_tells_of_itself_and_of_the_nodes(service):
     service.control.measured = MEASURED
-    told = scraped(service)
-    assert told["manta_control_thread_up",] == told["manta_ray_up",] == 1
-    assert told["manta_reconcile_lag_seconds", "queue"] == 2.5
-    assert told["manta_nodes", "ready"] == told["manta_nodes", "draining"] == 1
-    assert told["manta_nodes", "lost"] == 0
-    assert (told["manta_units", "GPU"], told["manta_units_free", "GPU"]) == (8, 3)
-    assert told["manta_database_connections_max", "read"] >= 5
-    assert told["manta_database_writes_waiting",] == 0
+    samples = scraped(service)
+    assert samples["manta_control_thread_up",] == samples["manta_ray_up",] == 1
+    assert samples["manta_reconcile_lag_seconds", "queue"] == 2.5
+    assert samples["manta_nodes", "ready"] == samples["manta_nodes", "draining"] == 1
+    assert samples["manta_nodes", "lost"] == 0
+    assert (samples["manta_units", "GPU"], samples["manta_units_free", "GPU"]) == (8, 3)
+    assert samples["manta_database_connections_max", "read"] >= 5
+    assert samples["manta_database_writes_waiting",] == 0
     version = importlib.metadata.version("manta-train")
-    assert [labels[-1] for name, *labels in told if name == "manta_build_info"] == [version]
-    assert any(name == "process_resident_memory_bytes" for name, *_ in told)
+    assert [labels[-1] for name, *labels in samples if name == "manta_build_info"] == [version]
+    assert any(name == "process_resident_memory_bytes" for name, *_ in samples)
 
 
-def test_gpus_are_told_by_node_and_number(service):
+def test_gpus_are_reported_by_node_and_number(service):
     service.control.measured = MEASURED
-    told = scraped(service)
-    assert told["manta_gpu_utilization_ratio", "0", "host-1", "n1"] == 0.9
-    assert told["manta_gpu_power_watts", "0", "host-1", "n1"] == 350.5
-    assert told["manta_gpu_ecc_errors_total", "0", "host-1", "corrected", "n1"] == 7
-    assert told["manta_gpu_xid_errors_total", "0", "host-1", "n1", "31"] == 2
-    assert told["manta_gpu_up", "1", "host-1", "n1"] == 0
-    assert ("manta_gpu_temperature_celsius", "1", "host-1", "n1") not in told
+    samples = scraped(service)
+    assert samples["manta_gpu_utilization_ratio", "0", "host-1", "n1"] == 0.9
+    assert samples["manta_gpu_power_watts", "0", "host-1", "n1"] == 350.5
+    assert samples["manta_gpu_ecc_errors_total", "0", "host-1", "corrected", "n1"] == 7
+    assert samples["manta_gpu_xid_errors_total", "0", "host-1", "n1", "31"] == 2
+    assert samples["manta_gpu_up", "1", "host-1", "n1"] == 0
+    assert ("manta_gpu_temperature_celsius", "1", "host-1", "n1") not in samples
 
 
-def test_thread_that_does_not_answer_is_told_to_be_down_and_jobs_are_told_all_the_same(service, running):
+def test_thread_that_does_not_answer_is_reported_down_and_jobs_are_reported_all_the_same(service, running):
     def measurements():
         raise ClusterUnavailable(TimeoutError("busy"))
 
     service.control.measurements = measurements
-    told = scraped(service)
+    samples = scraped(service)
     del service.control.measurements
-    assert told["manta_control_thread_up",] == 0
-    assert told["manta_job_step", running] == 3
-    assert not any(name == "manta_ray_up" for name, *_ in told)
+    assert samples["manta_control_thread_up",] == 0
+    assert samples["manta_job_step", running] == 3
+    assert not any(name == "manta_ray_up" for name, *_ in samples)
 
 
-def test_ray_that_does_not_answer_is_told_to_be_down(service):
+def test_ray_that_does_not_answer_is_reported_down(service):
     service.control.measured = Measurements(0.0, 0, {}, ray_answers=False)
-    told = scraped(service)
-    assert told["manta_ray_up",] == 0
-    assert not any(name in ("manta_nodes", "manta_units") for name, *_ in told)
+    samples = scraped(service)
+    assert samples["manta_ray_up",] == 0
+    assert not any(name in ("manta_nodes", "manta_units") for name, *_ in samples)
 
 
 def test_key_of_a_project_is_told_nothing_of_the_machines(service):

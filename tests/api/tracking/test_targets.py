@@ -26,13 +26,13 @@ def scalars(file):
     """(Name, step, value) of each scalar in a file of TensorBoard's events."""
     from tensorboardX.proto.event_pb2 import Event
 
-    content, at, found = file.read_bytes(), 0, []
+    content, at, triples = file.read_bytes(), 0, []
     while at < len(content):
         (length,) = struct.unpack_from("<Q", content, at)  # then its checksum, the event, and that one's
         event = Event.FromString(content[at + 12 : at + 12 + length])
-        found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+        triples += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
         at += 12 + length + 4
-    return found
+    return triples
 
 
 def test_tensorboard_has_each_number_at_its_step(tmp_path):

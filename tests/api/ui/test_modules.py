@@ -45,12 +45,12 @@ def drawn(**options):
 @given(st.tuples(VALUES, VALUES).filter(lambda ends: ends[0] < ends[1] - 1e-6), st.integers(1, 20))
 def test_ticks_are_round_ascending_inside_and_not_too_many(call, ends, most):
     low, high = ends
-    found = call("charts/scale.js", "ticks", low, high, most)
-    assert found == sorted(found) and len(set(found)) == len(found) <= most + 1
+    ticks = call("charts/scale.js", "ticks", low, high, most)
+    assert ticks == sorted(ticks) and len(set(ticks)) == len(ticks) <= most + 1
     room = 1e-6 * max(abs(low), abs(high), high - low)
-    assert all(low - room <= each <= high + room for each in found)
-    if len(found) > 2:
-        steps = [after - before for before, after in itertools.pairwise(found)]
+    assert all(low - room <= each <= high + room for each in ticks)
+    if len(ticks) > 2:
+        steps = [after - before for before, after in itertools.pairwise(ticks)]
         assert max(steps) - min(steps) <= 1e-3 * max(steps)
 
 
@@ -62,21 +62,21 @@ def test_however_near_somebody_looks_ticks_end(call, width):
 
 @pytest.mark.parametrize(("low", "high"), [(0, 30), (1_700_000_000, 1_700_000_090), (1_700_000_000, 1_702_000_000)])
 def test_moments_are_ticked_at_full_minutes_hours_and_days(call, low, high):
-    found = call("charts/scale.js", "timeTicks", low, high, 8)
-    assert 1 <= len(found) <= 9 and all(low <= each <= high for each in found)
-    step = found[1] - found[0]
-    assert all(each % step == found[0] % step for each in found)
+    ticks = call("charts/scale.js", "timeTicks", low, high, 8)
+    assert 1 <= len(ticks) <= 9 and all(low <= each <= high for each in ticks)
+    step = ticks[1] - ticks[0]
+    assert all(each % step == ticks[0] % step for each in ticks)
 
 
 @drawn()
 @given(st.lists(st.floats(-1e3, 1e3, allow_nan=False), max_size=50), st.floats(0, 0.99))
 def test_smoothing_stays_between_the_values_and_begins_with_the_first(call, values, weight):
-    found = call("charts/scale.js", "smoothed", values, weight)
-    assert len(found) == len(values)
-    for place, each in enumerate(found):
+    smoothed = call("charts/scale.js", "smoothed", values, weight)
+    assert len(smoothed) == len(values)
+    for place, each in enumerate(smoothed):
         assert min(values[: place + 1]) - 1e-6 <= each <= max(values[: place + 1]) + 1e-6
     if values:
-        assert found[0] == pytest.approx(values[0], abs=1e-9)
+        assert smoothed[0] == pytest.approx(values[0], abs=1e-9)
 
 
 def test_rows_are_read_from_csv_as_they_were_written(call):
@@ -153,18 +153,18 @@ def _close(one, other):
 def test_differences_are_the_fields_that_are_not_alike(call):
     one = {"train": {"steps": 5, "rate": 0.1}, "model": {"layers": 2}}
     other = {"train": {"steps": 7, "rate": 0.1}, "model": {"layers": 2, "heads": [1, 2]}}
-    found = call("parts/differences.js", "differences", [one, other])
-    assert found == [["train.steps", "5", "7"], ["model.heads", "–", "[1,2]"]]
+    differences = call("parts/differences.js", "differences", [one, other])
+    assert differences == [["train.steps", "5", "7"], ["model.heads", "–", "[1,2]"]]
 
 
 @pytest.mark.parametrize(
-    ("pattern", "path", "found"),
+    ("pattern", "path", "parameters"),
     [("/", "/", {}), ("/jobs/:id", "/jobs/a", {"id": "a"}), ("/jobs/:id", "/jobs/a/", {"id": "a"}),
      ("/jobs/:id/:tab", "/jobs/a/ranks", {"id": "a", "tab": "ranks"}), ("/jobs/:id", "/nodes/a", None),
      ("/", "/jobs", None), ("/jobs/:id", "/jobs/%zz", {"id": "%zz"}), ("/jobs/:id", "/jobs/a%20b", {"id": "a b"})],
 )  # fmt: skip
-def test_addresses_lead_to_pages(call, pattern, path, found):
-    assert call("core/router.js", "match", pattern, path) == found
+def test_addresses_lead_to_pages(call, pattern, path, parameters):
+    assert call("core/router.js", "match", pattern, path) == parameters
 
 
 @drawn()
@@ -210,19 +210,19 @@ RANKS = [
 def test_attention_is_asked_for_what_needs_it(call, changes, state, words):
     ranks = [rank | changes if rank["rank"] == 2 else rank for rank in RANKS]
     job = {"state": state, "generation": 1, "step": 5, "metrics": {"latest": {"loss": 1.0}}}
-    found = call("parts/attention.js", "attention", job, ranks, [])
-    assert len(found) == len(words) and all(word in each["text"] for word, each in zip(words, found, strict=True))
+    notices = call("parts/attention.js", "attention", job, ranks, [])
+    assert len(notices) == len(words) and all(word in each["text"] for word, each in zip(words, notices, strict=True))
     job["metrics"]["latest"]["loss"] = "nan"
     assert "nan" in call("parts/attention.js", "attention", job, ranks, [])[-1]["text"]
 
 
-def test_plans_that_have_drifted_are_told_until_the_layout_changes(call):
+def test_plans_that_have_drifted_are_reported_until_the_layout_changes(call):
     job = {"state": "RUNNING", "generation": 3, "step": 5, "metrics": {"latest": {"loss": 1.0}}}
     drifted = {"type": "plan_drift", "generation": 1, "message": "a step takes longer", "data": {}}
     recovered, resized = ({"type": "state_changed", "data": {"to": to}} for to in ("RECOVERING", "RESIZING"))
-    for events, told in (([drifted, recovered], True), ([drifted, resized], False), ([recovered], False)):
-        found = call("parts/attention.js", "attention", job, RANKS, events)
-        assert [each["text"] for each in found] == (["a step takes longer"] if told else [])
+    for events, is_reported in (([drifted, recovered], True), ([drifted, resized], False), ([recovered], False)):
+        notices = call("parts/attention.js", "attention", job, RANKS, events)
+        assert [each["text"] for each in notices] == (["a step takes longer"] if is_reported else [])
 
 
 def test_rank_that_takes_longer_than_its_peers_is_said_to(call):
@@ -249,8 +249,8 @@ def test_charts_mark_what_happened_at_a_step_once(call):
 
 
 def test_labels_that_are_left_out_are_taken_away(call):
-    found = call("parts/actions.js", "labelChanges", {"team": "vision", "old": "1"}, "team=text  new a=b=c")
-    assert found == {"team": "text", "old": None, "new": "", "a": "b=c"}
+    changes = call("parts/actions.js", "labelChanges", {"team": "vision", "old": "1"}, "team=text  new a=b=c")
+    assert changes == {"team": "text", "old": None, "new": "", "a": "b=c"}
 
 
 def test_parts_of_a_step_are_those_that_the_engine_times(call):
