@@ -270,6 +270,7 @@ def inject(
 _FILES: dict[str, tuple[str, ...]] = {
     "access": ("audit", "link", "keys", "projects"),
     "calibrate": ("calibrate",),
+    "compare": ("compare",),
     "checkpoints": ("export", "checkpoints"),
     "db": ("db",),
     "doctor": ("doctor",),

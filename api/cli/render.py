@@ -54,6 +54,11 @@ def table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Any
     console.print(grid)
 
 
+def value_in_words(value: Any) -> str:
+    """A value of a spec in short; - for none."""
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 def layout_name(parallel: dict[str, Any]) -> str:
     """A layout in short: tensor x pipeline x data."""
     return f"{parallel.get('tensor')}x{parallel.get('pipeline')}x{parallel.get('data')}"

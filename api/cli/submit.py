@@ -10,8 +10,9 @@ from rich.console import Console
 
 from api.cli import render
 from api.cli.job_files import Changes, labelled, read_file
-from api.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, Json, Url, connect, console, fail, show
+from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Json, Url, connect, console, fail, show
 from api.cli.progress import follow as follow_progress
+from api.cli.sweeps import submit_sweep
 from api.client import MantaClient
 from api.schemas import Job
 from service.states import JobState
@@ -33,13 +34,26 @@ def submit(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show progress until the job is final.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check the spec and show its layout.")] = False,
     changes: Changes = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=VALUE,VALUE",
+            help="A job for each of these values, called NAME-1, NAME-2 ...; repeated: for each combination.",
+        ),
+    ] = None,
     label: Labels = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
     """Submit a training job."""
+    if follow and sweep:
+        raise fail("--follow shows one job: submit the sweep without it, then `manta compare`", EXIT_BAD_INPUT)
     document = labelled(read_file(file, changes or ()), label or ())
     with connect(url) as client:
+        if sweep:
+            submit_sweep(client, document, sweep, dry_run, as_json)
+            return
         if dry_run:
             checked = client.dry_run(document)
             show(checked, as_json, lambda console: render.layout_page(console, checked))

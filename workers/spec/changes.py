@@ -3,6 +3,8 @@ Python."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ from workers.spec.problems import Problem, SpecError
 from workers.spec.yaml import read_yaml
 
 EXAMPLE = "train.steps=100"
+MOST_COMBINATIONS = 100
+"""Of a sweep: more are a slip of the hand, or want a program of their own."""
 
 
 def with_changes(document: Any, changes: Mapping[str, Any]) -> Any:
@@ -28,6 +32,21 @@ def changes_in(texts: Iterable[str]) -> dict[str, Any]:
     Raises SpecError."""
     pairs = (split_change(text) for text in texts)
     return {path: value_in(path, value) for path, value in pairs}
+
+
+def combinations_in(texts: Iterable[str]) -> list[dict[str, Any]]:
+    """Every combination of the values that somebody writes as KEY=VALUE,VALUE; those of the last key go by fastest.
+    Raises SpecError, also for more than MOST_COMBINATIONS."""
+    sweeps: dict[str, list[Any]] = {}
+    for path, text in map(split_change, texts):
+        if path in sweeps:
+            raise SpecError([Problem(path, "is swept twice: write all of its values after one another", "1,2,3")])
+        sweeps[path] = value_in(path, f"[{text}]")
+        if not sweeps[path]:
+            raise SpecError([Problem(path, "is swept over no value", "1,2")])
+    if (count := math.prod(map(len, sweeps.values()))) > MOST_COMBINATIONS:
+        raise SpecError([Problem("", f"these are {count} combinations; a sweep has at most {MOST_COMBINATIONS}")])
+    return [dict(zip(sweeps, values, strict=True)) for values in itertools.product(*sweeps.values())]
 
 
 def split_change(text: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from workers.spec.changes import changes_in, with_changes
+from workers.spec.changes import changes_in, combinations_in, with_changes
 from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
 
@@ -56,3 +56,24 @@ def test_a_value_that_is_none_is_named_with_its_key(value):
 @pytest.mark.parametrize("document", [None, [], "text"])
 def test_what_is_no_job_stays_what_it_is(document):
     assert with_changes(document, {"train.steps": 3}) == document
+
+
+def test_a_sweep_is_every_combination():
+    found = combinations_in(["train.steps=1,2", "data.paths=[a, b],[c]"])
+    steps, paths = [1, 1, 2, 2], [["a", "b"], ["c"]] * 2
+    assert found == [{"train.steps": a, "data.paths": b} for a, b in zip(steps, paths, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "why"),
+    [
+        (["a=1,2", "a=3"], "a: is swept twice"),
+        (["a="], "a: is swept over no value"),
+        (["a=1,[2"], "a: .* is no value in YAML"),
+        ([f"{key}={','.join(map(str, range(11)))}" for key in "ab"], "these are 121 combinations; .* at most 100"),
+        (["a"], "does not say which key"),
+    ],
+)
+def test_a_sweep_that_is_none_is_said(texts, why):
+    with pytest.raises(SpecError, match=why):
+        combinations_in(texts)

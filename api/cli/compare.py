@@ -1,0 +1,93 @@
+"""`manta compare`: what is different between jobs, and how well each does."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from api.cli import render
+from api.cli.jobs import Filters
+from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, console, fail
+from api.schemas import Job
+from workers.nonfinite import spell
+
+MOST_JOBS = 100
+FIGURES = ("loss", "validation_loss", "tokens_per_second")
+_ABSENT = object()
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(compare)
+
+
+def compare(
+    jobs: Annotated[
+        list[str] | None, typer.Argument(metavar="[JOB]...", help="Job ids, or names that no other job has.")
+    ] = None,
+    label: Filters = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Compare jobs: those that are named, or have a label, the lowest loss first, with what differs in their specs."""
+    if bool(jobs) == bool(label):
+        raise fail("say which jobs: JOB JOB ..., or --label KEY=VALUE", EXIT_BAD_INPUT)
+    with connect(url) as client:
+        known = [client.job(job) for job in jobs] if jobs else client.jobs(labels=label, limit=MOST_JOBS).items
+    known = best_first(known)
+    differences = differing([job.spec for job in known])
+    if as_json:
+        rows = [_row(job, each) for job, each in zip(known, differences, strict=True)]
+        typer.echo(json.dumps(spell({"items": rows}), indent=2))
+        return
+    paths = list(differences[0]) if differences else []
+    heads = ("JOB", "NAME", "STATE", "STEP", "LOSS", "VALIDATION", "TOKENS/S", *paths)
+    render.table(console(), heads, [_cells(*each) for each in zip(known, differences, strict=True)], "no job matches")
+
+
+def best_first(jobs: Iterable[Job]) -> list[Job]:
+    """By the validation loss where all that have a loss have one, else by the loss; those without any last."""
+    known = list(jobs)
+    latest = [job.metrics.latest for job in known]
+    measure = "validation_loss"
+    if any(each.get("loss") is not None and each.get(measure) is None for each in latest):
+        measure = "loss"
+
+    def key(job: Job) -> float:
+        value = job.metrics.latest.get(measure)
+        return math.inf if value is None or math.isnan(value) else value
+
+    return sorted(known, key=key)
+
+
+def differing(specs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each spec its values at the dotted paths at which they are not all alike, names aside; None where it has
+    none."""
+    flat = [dict(_values(spec, "")) for spec in specs]
+    paths = {path: None for each in flat for path in each if path != "name"}  # in the order of the specs
+    different = [path for path in paths if any(each.get(path, _ABSENT) != flat[0].get(path, _ABSENT) for each in flat)]
+    return [{path: each.get(path) for path in different} for each in flat]
+
+
+def _values(section: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _values(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _row(job: Job, differences: dict[str, Any]) -> dict[str, Any]:
+    about = {"id": job.id, "name": job.name, "state": job.state, "step": job.step, "steps": job.steps}
+    return {**about, **{name: job.metrics.latest.get(name) for name in FIGURES}, "differences": differences}
+
+
+def _cells(job: Job, differences: dict[str, Any]) -> tuple[Any, ...]:
+    loss, validation, speed = (job.metrics.latest.get(name) for name in FIGURES)
+    figures = (render.figure(loss, 4), render.figure(validation, 4), render.figure(speed, 0))
+    shown = (render.value_in_words(each) for each in differences.values())
+    return (job.id, job.name, job.state, f"{job.step}/{job.steps}", *figures, *shown)

@@ -1,0 +1,105 @@
+"""Sweeps: one job for each combination of values, and `manta compare` of jobs."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from api.cli import compare, submit
+from api.cli.main import app
+from api.cli.sweeps import variants
+
+submit.register(app)
+compare.register(app)
+
+
+@pytest.fixture
+def manta(service, tmp_path, document):
+    """Runs a command on a file of a job; checks its exit code."""
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(document))
+
+    def run(*arguments, code=0):
+        words = [str(file) if each == "FILE" else str(each) for each in arguments]
+        environment = {"MANTA_URL": service.url, "MANTA_HOME": str(tmp_path), "COLUMNS": "200"}
+        result = CliRunner().invoke(app, words, env=environment)
+        assert result.exit_code == code, result.output
+        return result
+
+    return run
+
+
+RATES = ("--sweep", "train.optimizer.learning_rate=1e-3,3e-4", "--sweep", "parallel.tensor=1,2")
+
+
+def test_each_combination_is_a_job_with_a_name_of_its_own(manta, service):
+    told = manta("submit", "FILE", *RATES)
+    lines = [line.split(maxsplit=2) for line in told.stdout.splitlines()]
+    assert [(name, values) for _, name, values in lines] == [
+        ("small-1", "train.optimizer.learning_rate=0.001, parallel.tensor=1"),
+        ("small-2", "train.optimizer.learning_rate=0.001, parallel.tensor=2"),
+        ("small-3", "train.optimizer.learning_rate=0.0003, parallel.tensor=1"),
+        ("small-4", "train.optimizer.learning_rate=0.0003, parallel.tensor=2"),
+    ]
+    specs = [service.http.get(f"/v1/jobs/{id}").json()["spec"] for id, *_ in lines]
+    assert [spec["parallel"]["tensor"] for spec in specs] == [1, 2, 1, 2]
+    assert len({spec["labels"]["sweep"] for spec in specs}) == 1
+    assert f"`manta compare --label sweep={specs[0]['labels']['sweep']}`" in told.stderr
+
+
+def test_nothing_is_submitted_where_one_of_them_is_wrong_or_it_is_a_dry_run(manta, service):
+    assert "train.steps: must be above 0" in manta("submit", "FILE", "--sweep", "train.steps=5,0", code=2).stderr
+    assert "--follow shows one job" in manta("submit", "FILE", "-f", *RATES, code=2).stderr
+    dry = manta("submit", "FILE", "--dry-run", *RATES).stdout.splitlines()
+    assert dry[1].startswith("small-2  2x2x1  ") and dry[1].endswith("learning_rate=0.001, parallel.tensor=2")
+    programs = manta("submit", "FILE", "--dry-run", "--json", *RATES).stdout.splitlines()
+    assert [json.loads(line)["layout"]["world_size"] for line in programs] == [2, 4, 2, 4]
+    data = ("--set", "data.source=text", "--sweep", "data.paths=[/nowhere],[/neither]")
+    lost = manta("submit", "FILE", "--dry-run", *data, code=1).stderr
+    assert "no such file or directory: /neither" in lost and "/nowhere" in lost
+    assert service.http.get("/v1/jobs").json()["items"] == []
+
+
+def test_names_are_cut_where_they_would_be_too_long_and_may_be_swept(document):
+    made = variants(document | {"name": "n" * 100}, ["train.steps=1,2"], "s")
+    assert [len(each.document["name"]) for each in made] == [100, 100]
+    assert [each.document["name"][-3:] for each in made] == ["n-1", "n-2"]
+    made = variants(document, ["name=one,two"], "s")
+    assert [(each.document["name"], each.values) for each in made] == [("one", "name=one"), ("two", "name=two")]
+
+
+def test_jobs_are_compared_by_what_differs_the_best_first(manta, service):
+    for rate, loss in ((0.001, 3.5), (0.003, float("nan")), (0.002, 2.5), (0.004, None)):
+        job = service.submit(name=f"rate {rate}", train={"steps": 10, "optimizer": {"learning_rate": rate}})["id"]
+        if loss is not None:
+            service.move(job, "STARTING", "RUNNING")
+            service.report(job, [{"step": 3, "loss": loss}])
+    names = [f"rate {rate}" for rate in (0.001, 0.002, 0.003, 0.004)]
+    rows = json.loads(manta("compare", *names, "--json").stdout)["items"]
+    assert [row["name"] for row in rows] == ["rate 0.002", "rate 0.001", "rate 0.003", "rate 0.004"]
+    assert rows[0]["differences"] == {"train.optimizer.learning_rate": 0.002}
+    assert [row["loss"] for row in rows] == [2.5, 3.5, "nan", None]
+    heads, first, *_ = manta("compare", *names).stdout.splitlines()
+    assert heads.split()[-2:] == ["TOKENS/S", "train.optimizer.learning_rate"]
+    assert first.split()[-1] == "0.002" and "2.5000" in first
+    assert manta("compare", "--label", "a=b").stdout == "no job matches\n"
+    for nothing in ([], [names[0], "--label", "a=b"]):
+        assert "say which jobs" in manta("compare", *nothing, code=2).stderr
+
+
+def test_the_validation_loss_counts_where_all_that_have_a_loss_have_one():
+    def order(*latest):
+        jobs = [SimpleNamespace(number=at, metrics=SimpleNamespace(latest=each)) for at, each in enumerate(latest)]
+        return [job.number for job in compare.best_first(jobs)]
+
+    one, other = {"loss": 1.0, "validation_loss": 3.0}, {"loss": 2.0, "validation_loss": 2.0}
+    assert order(one, {}, other) == [2, 0, 1]
+    assert order(one, other, {"loss": 1.5}) == [0, 2, 1]
+
+
+def test_what_differs_is_told_by_its_path():
+    specs = [{"a": {"b": 1, "c": [1]}, "name": "x"}, {"a": {"b": 1, "c": [2]}, "d": {}, "name": "y"}]
+    assert compare.differing(specs) == [{"a.c": [1], "d": None}, {"a.c": [2], "d": {}}]
+    assert compare.differing([]) == []
