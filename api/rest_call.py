@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -33,7 +34,7 @@ class ServiceUnreachable(MantaError):
 
     def __init__(self, url: str, cause: Exception):
         self.url, self.cause = url, cause
-        why = str(cause) or type(cause).__name__
+        why = re.sub(r"^\[Errno -?\d+\] ", "", str(cause)) or type(cause).__name__
         super().__init__(
             f"cannot reach Manta at {url} ({why}); start it with `manta up`, or point MANTA_URL to where it runs"
         )

@@ -66,9 +66,11 @@ def calibrate(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine for plans and for `parallel: auto`: about a minute in which nothing else should run here.
-    What is found is kept in MANTA_HOME, for all nodes of the same processor and number of cores or of the same type of
-    GPU, and takes the place of what was found before. Needs no service."""
+    """Measure this machine for plans and for `parallel: auto`.
+
+    It takes about a minute, in which nothing else should run here. What is found is kept in MANTA_HOME, for all nodes
+    of the same processor and number of cores or of the same type of GPU, and takes the place of what was found before.
+    Needs no service."""
     folder = Paths.of(Settings.from_environment().home).machines
     if listed and forget_jobs:
         raise fail("--list and --forget-jobs: one at a time", EXIT_BAD_INPUT)

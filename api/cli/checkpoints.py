@@ -52,7 +52,8 @@ class JobOrCommand(MantaGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the command that is meant in front."""
-        if args[:1] != ["--help"] and not set(args[:1]) & self.commands.keys():
+        other_command = len(args) > 1 and not any(word.startswith("-") for word in args[:2])  # such as veryfy JOB
+        if args[:1] != ["--help"] and not set(args[:1]) & self.commands.keys() and not other_command:
             args = ["list", *args]
         return super().parse_args(ctx, args)
 

@@ -33,7 +33,9 @@ def compare(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Compare jobs: those that are named, or have a label, the lowest loss first, with what differs in their specs."""
+    """Compare jobs: what differs in their specs, the lowest loss first.
+
+    They are named, or have a label. The loss is that of the validation where all that have a loss have one."""
     if bool(jobs) == bool(label):
         raise fail("say which jobs: JOB JOB ..., or --label KEY=VALUE", EXIT_BAD_INPUT)
     with connect(url) as client:

@@ -36,8 +36,10 @@ def doctor(
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Look at this machine, at what is installed, and at what a service would use from here, and say what is wrong and
-    what to do. Works before `manta up`, on a node, and in a container. Exit code 1 where something will not do."""
+    """Say what is wrong with this machine, and what to do.
+
+    Looks at what is installed here, and at what a service would use from here. Works before `manta up`, on a node, and
+    in a container. Exit code 1 where something will not do."""
     settings = settings_with(database)
     job = None if file is None else _read(file)
     all_looks = {**looks(settings, job), "service": lambda: _service(settings)}

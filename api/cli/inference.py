@@ -36,17 +36,20 @@ Options = Annotated[
 def evaluate(
     context: typer.Context, what: Source, step: Step = None, url: Url = None, options: Options = False
 ) -> None:
-    """Say how good a job's model is: --text FILE (perplexity), --last-word FILE or --choices FILE (accuracy), or
-    --chat FILE (answers in conversations). Beside it: --stride, --template, --batch-size, --device, --dtype, --threads,
-    --json."""
+    """Say how good a job's model is: perplexity, or accuracy.
+
+    --text FILE (perplexity), --last-word FILE or --choices FILE (accuracy), or --chat FILE (answers in conversations).
+    Beside it: --stride, --template, --batch-size, --device, --dtype, --threads, --json."""
     _run("evaluate", what, step, url, context.args)
 
 
 def generate(
     context: typer.Context, what: Source, step: Step = None, url: Url = None, options: Options = False
 ) -> None:
-    """Let a job's model continue --prompt TEXT or --prompts FILE; with --chat, answer it. Beside it: --tokens,
-    --temperature, --top-k, --top-p, --seed, --template, --batch-size, --device, --dtype, --threads, --json."""
+    """Let a job's model continue a text, or answer.
+
+    --prompt TEXT or --prompts FILE; with --chat, answer it. Beside it: --tokens, --temperature, --top-k, --top-p,
+    --seed, --template, --batch-size, --device, --dtype, --threads, --json."""
     _run("generate", what, step, url, context.args)
 
 

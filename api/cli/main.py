@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from api import calls
 from api.cli import render
+from api.cli.panels import name_of, put_in_order
 from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
 from api.requests import FaultRequest
 from api.schemas import FieldProblem, Items, JobPlan
@@ -261,10 +262,16 @@ def inject(
     try:
         wanted = FaultRequest(**words, seconds=seconds, delay=delay, hold_gil=hold_gil)
     except ValidationError as error:
-        raise fail("; ".join(entry["msg"] for entry in error.errors()), EXIT_BAD_INPUT) from error
+        raise fail("; ".join(map(_option_problem, error.errors())), EXIT_BAD_INPUT) from error
     with connect(url) as client:
         made = client.send(calls.inject(job, wanted))
     show(made, as_json, lambda console: console.print(f"{made.id}: {made.message}", highlight=False))
+
+
+def _option_problem(entry: Any) -> str:
+    """What is wrong with an option that is one of a request's fields."""
+    option = f"--{str(entry['loc'][0]).replace('_', '-')}: " if entry["loc"] else ""
+    return option.replace("--kind", "--fault") + str(entry["msg"])
 
 
 _FILES: dict[str, tuple[str, ...]] = {
@@ -295,10 +302,11 @@ def command_line(wanted: str | None = None) -> typer.Typer:
     from api.cli import version
 
     app.callback()(version.options)
-    here = {str(command.name or getattr(command.callback, "__name__", "")) for command in app.registered_commands}
+    here = {name_of(command) for command in app.registered_commands}
     files = [file for file, commands in _FILES.items() if wanted in commands] or ([] if wanted in here else [*_FILES])
     for file in files:
         importlib.import_module(f"api.cli.{file}").register(app)
+    put_in_order(app)
     return app
 
 

@@ -35,8 +35,10 @@ def tokenize(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make the tokens of a job's corpus now, so that the job finds them when it starts on this node. A job does that by
-    itself where they are missing; what was begun is gone on with. Needs no service."""
+    """Make the tokens of a job's corpus now, on this node.
+
+    A job that starts here finds them; it makes them by itself where they are missing. What was begun is gone on with.
+    Needs no service."""
     # Only here: numpy takes longer to import than most commands take.
     from workers.data.token_cache import Watcher
     from workers.data.tokenize import ProgressLines

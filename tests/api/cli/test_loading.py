@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from api.cli import __main__ as command_module
 from api.cli import main
+from api.cli.panels import PANELS
 
 LOADED = (
     "import sys; from api.cli.main import command_line; command_line(sys.argv[1]); print(*sys.modules, file=sys.stdout)"
@@ -50,6 +53,17 @@ def test_who_may_want_any_command_gets_all(wanted: str | None, monkeypatch: pyte
     everything = commands_for(wanted, monkeypatch)
     assert everything >= {command for commands in main._FILES.values() for command in commands} | {"submit", "status"}
     assert commands_for("submit", monkeypatch) < everything
+
+
+def test_every_command_has_its_place_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = commands_for(None, monkeypatch)
+    placed = [name for names in PANELS.values() for name in names.split()]
+    assert sorted(placed) == sorted(everything)
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    shown = runner.invoke(main.app, ["--help"]).output
+    at = [re.search(rf"^\W*{name} +[A-Z]", shown, re.MULTILINE) for name in placed]
+    assert [each.start() for each in at if each] == sorted(each.start() for each in at if each) and all(at)
+    assert max(len(line) for line in shown.splitlines()) <= 200 and len(shown.splitlines()) < len(placed) + 40
 
 
 class _Interrupted:

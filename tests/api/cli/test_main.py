@@ -372,6 +372,13 @@ def test_bad_input_is_a_sentence_and_exit_code_two(manta, tmp_path):
     manta("dance", code=2)
 
 
+def test_what_is_wrong_is_named_as_it_was_typed(manta, job):
+    assert "--fault: Input should be 'kill'" in manta("inject", job, "--fault", "x", "--rank", 0, code=2).stderr
+    assert "No such command 'veryfy'. Did you mean 'verify'?" in manta("checkpoints", "veryfy", job, code=2).stderr
+    nobody = manta("ps", code=3, MANTA_URL="http://127.0.0.1:9").stderr
+    assert "(Connection refused)" in nobody and "Errno" not in nobody
+
+
 def test_failure_of_the_service_is_no_bad_input(manta, service, monkeypatch):
     """A script must be able to tell what it has to mend from what it may try again."""
 
