@@ -8,6 +8,7 @@ import pytest
 from api import rate_limits
 from api.rate_limits import CallerLimits, TokenBuckets, TooManyRequests
 from service.settings import RequestLimits
+from service.store import audit
 from tests.api.conftest import FakeControl, serving
 from tests.api.support.keys import ADMIN, add_admin, add_key, bearer
 
@@ -88,6 +89,8 @@ def test_service_says_when_to_come_back(tmp_path, store):
             assert 1 <= int(refused.headers["Retry-After"]) <= 1000
         assert http.get("/healthz").status_code == 429, "of this address, without a key"
         assert http.get("/v1/jobs", headers=bearer(other)).status_code == 200, "a key is not to blame for that"
+    with store.read() as session:
+        assert audit.page(session, None).items == [], "who asks too often does not fill the database by that"
 
 
 def test_streams_at_once_are_limited_and_their_place_is_free_when_they_end(tmp_path, store):

@@ -210,3 +210,37 @@ def test_the_command_says_why_there_is_no_trace(service, job, tmp_path, monkeypa
     failed = manta(service, "trace", job)
     assert failed.exit_code == 1
     assert "trace_1 has failed: it did not begin: the job is SUCCEEDED" in failed.output
+
+
+def test_the_command_waits_for_its_own_trace_and_who_interrupts_it_is_told_what_becomes_of_that(
+    service, job, monkeypatch
+):
+    service.http.post(f"/v1/jobs/{job}/traces", json={})
+    record(service, job)
+    follow = MantaClient.follow_events
+
+    def interrupted(self, job_id):
+        for event in follow(self, job_id):
+            yield event
+            if event.type == "trace_complete":  # that of the first one
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(MantaClient, "follow_events", interrupted)
+    left = manta(service, "trace", job)
+    assert left.exit_code == 130
+    assert f"trace_2 of {job} is made without you; `manta traces {job}` shows it" in left.output
+
+
+def test_the_command_writes_profiles_beside_the_trace(service, job, tmp_path, monkeypatch):
+    assert "--profile-rank needs --output" in manta(service, "trace", job, "--profile-rank", "1").output
+    follow = MantaClient.follow_events
+
+    def recorded_meanwhile(self, job_id):
+        service.store.write(lambda s: trace_requests.note_profiled(s, job, 1, 1, STEP, 1, b"zipped"))
+        record(service, job)
+        return follow(self, job_id)
+
+    monkeypatch.setattr(MantaClient, "follow_events", recorded_meanwhile)
+    done = manta(service, "trace", job, "--output", str(tmp_path / "trace.json"), "--profile-rank", "1")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "trace.rank-1.json.gz").read_bytes() == b"zipped"

@@ -40,6 +40,11 @@ def test_a_backup_stands_for_a_rank_whose_host_is_lost():
     assert agents["one"].fetched == [(1, "aaaa", None)], "from itself"
 
 
+def test_own_files_go_before_backups():
+    (state,) = whole_states({"one": [file(0, 5, backup=True)], "two": [file(0, 5)]}, {"aaaa": alone(1)})
+    assert [place.host for place in state.places] == ["two"]
+
+
 def test_of_ranks_with_the_same_state_one_is_enough():
     kept = {"one": [file(1, 5), file(2, 5)], "two": []}
     (state,) = whole_states(kept, {"aaaa": [[0, 2], [1, 3]]})

@@ -63,6 +63,12 @@ def test_enough_units_but_no_node_for_a_tensor_group():
     assert (shortage.needed, shortage.available, shortage.possible) == (4, 0, 0)
 
 
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
+def test_layout_needs_a_unit_for_each_rank(tensor, pipeline, data, context):
+    layout = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=context)
+    assert missing(layout, capacity(0)).needed == layout.world_size
+
+
 @pytest.mark.parametrize(
     ("accelerator", "gpus", "unit"),
     [("auto", True, "GPU"), ("auto", False, "manta_slot"), ("gpu", False, "GPU"), ("cpu", True, "manta_slot")],

@@ -7,7 +7,7 @@ import pytest
 from service.cluster.agents import describe
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import resized, shapes_of
-from service.job.changes import PlaceAnew, Stay, carry_out, standby_of
+from service.job.changes import Move, PlaceAnew, Stay, carry_out, standby_of
 from service.job.context import JobContext
 from service.store import generations, jobs
 from tests.service.support.fake_cluster import FakeCluster
@@ -221,12 +221,15 @@ def test_job_that_ends_on_its_way_to_rest_is_changed_no_more(two_replicas, clust
     assert cluster.nothing_held
 
 
-def test_job_is_cancelled_while_it_changes_its_size(two_replicas, cluster):
+@pytest.mark.parametrize("dies", [False, True])
+def test_job_is_cancelled_while_it_changes_its_size(two_replicas, cluster, dies):
     job = two_replicas(cluster, **ELASTIC)
 
     async def before_rest(agent):
         if agent.rank == 0 and job.row.state == "RESIZING":
             job.cancel()
+        if dies and agent.rank == 1:
+            agent.die()
 
     async def body():
         await job.start()
@@ -419,6 +422,18 @@ def test_ranks_at_rest_keep_what_they_hold_where_a_change_is_not_made(change):
         assert (job.gang.held_steps, job.gang.agents, job.departing) == (resting, before, [])
         resting.clear()
         assert job.gang.held_steps, "the next generation fills its own"
+
+    change(body)
+
+
+def test_ranks_that_stay_keep_what_they_hold_where_others_move(change):
+    """Else a step that their snapshots do not have yet would be done again."""
+
+    async def body(job):
+        standby = await job.gang.start_standby(4, job.gang.layout, (1,), ())
+        await carry_out(Move((1,), standby), job, 3, {0: 4, 1: 4})
+        assert job.gang.held_steps == {0: 4}
+        assert [agent.node for agent in job.gang.agents] == ["one", "three"]
 
     change(body)
 

@@ -46,6 +46,20 @@ def test_it_is_planned_for_the_nodes_that_it_is_on(job, monkeypatch):
     assert (cluster.nodes, cluster.gpus_per_node, cluster.machine.cores) == (2, 2, 2)
 
 
+def test_it_is_planned_with_the_threads_that_its_ranks_compute_with(job, monkeypatch):
+    """Which may have been decided after its spec was read."""
+    threads = []
+
+    def noted(spec, cluster):
+        threads.append(spec.resources.threads)
+        raise planning.NotPlanned("enough is known")
+
+    monkeypatch.setattr(planning, "planned", noted)
+    job.threads = 2
+    plan(job)
+    assert threads == [2]
+
+
 def test_a_layout_is_planned_once(job, monkeypatch):
     first = plan(job)
     monkeypatch.setattr(planning, "planned", lambda *_: pytest.fail("planned again"))

@@ -62,6 +62,13 @@ def test_a_text_of_one_window_is_a_continuation_of_its_first_token(model):
     assert (total, tokens) == (pytest.approx(alone(model, text[:1], text[1:])[0], rel=1e-4), 6)
 
 
+def test_windows_do_not_overlap_unless_that_is_asked_for(model):
+    text = list(range(3 * LENGTH))
+    usual = text_log_likelihood(model, text)
+    assert usual == text_log_likelihood(model, text, LENGTH)
+    assert usual[0] != text_log_likelihood(model, text, LENGTH // 2)[0]
+
+
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 9))
 def test_windows_score_each_token_but_the_first_once_with_as_much_before_it_as_fits(length, longest, stride):
     stride = min(stride, longest)
