@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 2.0
 """How long an answer waits for its row. The row is written, or logged, also after that."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-_TOO_MANY = 429
 _LONGEST = 200
 _TARGETS = ("job_id", "key_id", "node_id")  # of the places in paths those that name something, and are no secret
 
@@ -60,8 +59,7 @@ class Audit:
             await self._note(about.who, about, failure)
 
     async def _note(self, who: Identity, about: RequestOfCaller, record: AuditRecord) -> None:
-        # Who is refused for asking too often must not fill the database by that.
-        if about.changes_nothing or about.audited or record.status == _TOO_MANY:
+        if about.changes_nothing or about.audited:
             return
         write = asyncio.create_task(self._write(who, record))
         self._writes.add(write)

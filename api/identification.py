@@ -45,7 +45,7 @@ class Identification:
                 self._limits.anonymous(address or "")
             else:
                 self._limits.begin_request(who.key_id)
-        except TooManyRequests as error:
+        except TooManyRequests as error:  # before the audit, which it would fill
             await too_many(error)(scope, receive, send)
             return
         except DATABASE_AWAY as error:

@@ -59,7 +59,25 @@ def test_torch_has_to_see_the_gpus_of_the_machine(about, gpus, verdict, said):
     assert seen.verdict == verdict and said in seen.message
 
 
-def test_torch_is_asked_in_a_process_of_its_own():
+TORCH = """
+__version__ = "2.13.0+cpu"
+class version:
+    cuda = None
+class cuda:
+    is_available = staticmethod(lambda: False)
+"""
+"""As much of it as is asked, in milliseconds."""
+
+
+def test_torch_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (seen,) = packages.torch(gpus=0)
+    assert seen == packages.judge_torch(CPU, 0, None)
+
+
+@pytest.mark.soak
+def test_the_torch_that_is_here_has_what_is_asked():
     (seen,) = packages.torch(gpus=0)
     assert seen.verdict == "ok" and seen.message.startswith("torch 2.")
 

@@ -216,6 +216,7 @@ def test_snapshots_in_which_ranks_differ_are_left_for_a_checkpoint(stepped):
     assert unusable_sources(once[:1], "corrupt", 7) == set()
     assert unusable_sources(once, "corrupt", 8) == set(), "another time"
     assert unusable_sources(once, "killed", 7) == set()
+    assert unusable_sources([life(), differing(None, stepped)], "corrupt") == set(), "nobody knows at which steps"
     again = unusable_sources(once, "corrupt", 7)
     assert again == {SUSPECTED}
     held, foreign = [[5, 6], [6]], [(6, ["a"])]
