@@ -16,10 +16,12 @@ import yaml
 from chat_files import CONVERSATIONS, chat_file, tokenizer_folder
 from engine_specs import document, spec
 from perfetto_reader import read_trace
+from rank_programs import run_as_launched
 from their_models import saved
 
 from workers import run
 from workers.checkpoint.catalog import seal, whole_checkpoints
+from workers.config import ParallelConfig
 from workers.errors import MantaError
 from workers.protocol.reports import Event, Finished, Message, Metrics
 from workers.settings import Launcher
@@ -192,21 +194,38 @@ def test_missing_data_is_named(config, capsys):
     assert capsys.readouterr().err == f"DataError: no such file or directory: {config.parent}/corpus.txt\n"
 
 
-def test_two_ranks_under_torchrun_follow_the_curve_of_one(tmp_path):
+def two_ranks_and_one(folder: Path) -> tuple[Path, list[dict]]:
+    """A job of two ranks, and the rows of the same job with one."""
     for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    assert run.main([str(job_file(tmp_path / "one")), "--metrics", str(one)]) == 0
-    config = job_file(tmp_path / "two", parallel={"pipeline": 2})
+        (folder / name).mkdir()
+    assert run.main([str(job_file(folder / "one")), "--metrics", str(folder / "one.jsonl")]) == 0
+    return job_file(folder / "two", parallel={"pipeline": 2}), rows_of(folder / "one.jsonl")
+
+
+def assert_same_curve(rows: list[dict], expected: list[dict]) -> None:
+    for row, other in zip(expected, rows, strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], rel=2e-6)
+
+
+def test_two_ranks_of_a_launcher_that_has_a_store_follow_the_curve_of_one(ranks, tmp_path):
+    """As torchrun starts them, but in processes that have imported torch."""
+    config, expected = two_ranks_and_one(tmp_path)
+    command = [str(config), "--metrics", str(tmp_path / "two.jsonl")]
+    assert ranks.run(ParallelConfig(data=2), run_as_launched, command, ranks.port) == [0, 0]
+    assert_same_curve(rows_of(tmp_path / "two.jsonl"), expected)
+
+
+@pytest.mark.soak
+def test_two_ranks_under_torchrun_follow_the_curve_of_one(tmp_path):
+    config, expected = two_ranks_and_one(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "workers.run"]
     environment = {**os.environ, **OF_COMPUTATION}
     ended = subprocess.run(
-        [*command, str(config), "--metrics", str(two)],
+        [*command, str(config), "--metrics", str(tmp_path / "two.jsonl")],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    for row, other in zip(rows_of(one), rows_of(two), strict=True):
-        assert other["loss"] == pytest.approx(row["loss"], rel=2e-6)
+    assert_same_curve(rows_of(tmp_path / "two.jsonl"), expected)
 
 
 def run_with_cores(monkeypatch, cores, config, folder=None):

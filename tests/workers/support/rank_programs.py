@@ -5,6 +5,7 @@ Shapes: B global batch, s sequence; windows are [B, s + 1] token ids.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from plain_gpt import PlainGPT, PlainStage
 from rank_processes import join_default_group
 from reported import events_of, rows_of
 
+from workers import run
 from workers.checkpoint.rectangles import Rectangle, rectangles_of
 from workers.comm.comm import Comm
 from workers.config import JobSpec
@@ -244,6 +246,18 @@ def train_job(
             for rectangle in rectangles
         ],
     )
+
+
+def run_as_launched(comm: Comm, command: list[str], port: int) -> int:
+    """`python -m workers.run` with `command`, told what torchrun tells its processes; it hosts the store on `port`."""
+    here, count = str(comm.rank), str(comm.size("world"))
+    places = {"RANK": here, "LOCAL_RANK": here, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with (
+        mock.patch.dict(os.environ, places | store),
+        mock.patch.object(run, "usable_cores", lambda: comm.size("world")),
+    ):
+        return run.main(command)
 
 
 def cross_entropy(comm: Comm, logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> tuple[Any, Any]:
