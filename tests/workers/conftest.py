@@ -49,6 +49,14 @@ class RunningZygote:
             os.close(self.owner)
             self.owner = -1
 
+    def end(self) -> None:
+        """Have it gone."""
+        self.disown()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        self.process.kill()
+        self.process.wait()
+
 
 def _start(
     folder: Path,
@@ -82,11 +90,15 @@ def start_zygote() -> Iterator[Callable[..., RunningZygote]]:
 
     yield start
     for running in started:
-        running.disown()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            running.process.wait(10)
-        running.process.kill()
-        running.process.wait()
+        running.end()
+
+
+@pytest.fixture(scope="session")
+def warm_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningZygote]:
+    """A zygote that has imported all that a trainer needs, as those of nodes have; with the test entries."""
+    running = _start(tmp_path_factory.mktemp("zygote"))
+    yield running
+    running.end()
 
 
 @pytest.fixture

@@ -41,12 +41,11 @@ def test_child_gets_argument_environment_and_channels(zygote, go):
     go(body)
 
 
-def test_children_compute_with_threads_of_their_own(tmp_path, start_zygote, go):
+def test_children_compute_with_threads_of_their_own(warm_zygote, go):
     """OpenMP does not survive a fork of a process in which it has begun threads."""
-    zygote = start_zygote(tmp_path, "--warm=torch")
 
     async def seen(threads):
-        child = await fork(zygote.socket, "compute", {"threads": threads})
+        child = await fork(warm_zygote.socket, "compute", {"threads": threads})
         said = json.loads(await child.control.readline())
         assert await child.wait() == Exit(0, None)
         child.close()
@@ -337,23 +336,21 @@ def test_a_fork_that_was_given_up_is_not_in_the_way_of_the_next_one(zygote, go):
     go(body)
 
 
-def test_warm_zygote_has_one_thread_and_forks_fast(tmp_path, go, start_zygote):
-    running = start_zygote(tmp_path)
-
+def test_warm_zygote_has_one_thread_and_forks_fast(warm_zygote, go):
     async def body():
         seconds = []
         for _ in range(10):
             before = time.time()
-            child = await fork(running.socket, "echo", {})
+            child = await fork(warm_zygote.socket, "echo", {})
             seconds.append(json.loads(await child.control.readline())["time"] - before)
             await child.wait()
             child.close()
         return min(seconds[1:])
 
     seconds = go(body)
-    status = Path(f"/proc/{running.process.pid}/status").read_text()
+    status = Path(f"/proc/{warm_zygote.process.pid}/status").read_text()
     assert "Threads:\t1\n" in status
-    maps = Path(f"/proc/{running.process.pid}/maps").read_text()
+    maps = Path(f"/proc/{warm_zygote.process.pid}/maps").read_text()
     assert "libtorch" in maps
     assert "_raylet" not in maps
     print(f"\nfork to first line of the child: {seconds * 1000:.1f} ms")
