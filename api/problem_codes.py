@@ -73,6 +73,7 @@ KINDS: dict[str, Kind] = {
     "not_ready": Kind(503, "jobs cannot run right now; `errors` has the reasons"),
     "database_unavailable": Kind(503, "the job database does not answer"),
     "cluster_unavailable": Kind(503, "Ray does not answer"),
+    "files_silent": Kind(503, "a file system that the JobSpec names does not answer"),
     "logs_unavailable": Kind(503, "the place where logs are kept does not answer"),
     "rank_silent": Kind(503, "the rank's agent does not answer, or no trainer runs there"),
     "node_unreachable": Kind(503, "the node does not answer"),

@@ -20,6 +20,7 @@ from api.permissions import shown
 from api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
 from api.rate_limits import TooManyRequests
 from api.schemas import FieldProblem, Problem
+from api.threads import FilesSilent
 from service.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
@@ -103,6 +104,7 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (NodeNotFound, "node_not_found"),
     (NodeUnreachable, "node_unreachable"),
     (ClusterUnavailable, "cluster_unavailable"),
+    (FilesSilent, "files_silent"),
     (LogsUnavailable, "logs_unavailable"),
     (MalformedJson, "malformed_json"),
     (SizeOutOfBounds, "size_out_of_bounds"),

@@ -4,6 +4,7 @@ them."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Annotated, TypeVar, cast
 
@@ -11,14 +12,29 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
 from service.store import Store
+from workers.errors import MantaError
+from workers.system.daemon_threads import in_daemon_thread
 
 T = TypeVar("T")
 LONG_READS = 8
 SLOW_CHANGES = 8
 SEARCHES = 2
 PLANS = 2
-FILES = 8
+FILES = 32
+FILE_SECONDS = 20.0
+"""How long a file system may take to answer: less than clients wait."""
 NODES = 8
+
+
+class FilesSilent(MantaError):
+    """A file system that a request names does not answer."""
+
+    def __init__(self, seconds: float):
+        super().__init__(
+            f"no answer in {seconds:g} s from a file system with data, a tokenizer or weights that this names, or that "
+            "others named before; nothing was stored: see that it is mounted and answers (`ls` on the service's "
+            "machine), and try again"
+        )
 
 
 class LongReads:
@@ -30,6 +46,30 @@ class LongReads:
     async def run(self, read: Callable[[], T]) -> T:
         """What `read` returns, on a thread."""
         return await to_thread.run_sync(read, limiter=self._limiter)
+
+
+class FileReads:
+    """For the files that a JobSpec names, on file systems that may never answer: FILES at once, each on a thread that
+    nobody waits for at the end. One that hangs keeps its thread until its file system answers, and no request."""
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(FILES)
+
+    async def run(self, read: Callable[[], T]) -> T:
+        """What `read` returns. Raises FilesSilent where that, or a thread, takes too long."""
+        try:
+            async with asyncio.timeout(FILE_SECONDS):
+                await self._places.acquire()
+                answer = asyncio.wrap_future(in_daemon_thread("files of a job", read))
+                answer.add_done_callback(self._give_back)
+                return await asyncio.shield(answer)
+        except TimeoutError as error:
+            raise FilesSilent(FILE_SECONDS) from error
+
+    def _give_back(self, answer: asyncio.Future[T]) -> None:
+        self._places.release()
+        if not answer.cancelled():
+            answer.exception()  # whoever still waits gets it
 
 
 class DatabaseReads:
@@ -57,8 +97,7 @@ class ReadThreads:
         """For what waits for files or nodes, some of it for minutes: deletions, exports that begin, checks of ports."""
         self.nodes = LongReads(NODES)
         """For what Ray or agents are asked, which may give no answer for half a minute."""
-        self.files = LongReads(FILES)
-        """For the files that a JobSpec names, on file systems that may never answer."""
+        self.files = FileReads()
         self.searches = LongReads(SEARCHES)
         """For the planner, which computes for up to a minute: more at once would take turns, and what looks after jobs
         in this process would wait for each."""

@@ -28,7 +28,7 @@ from api.parameters import (
 from api.planning import current_cluster, plan_of_layout
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.rendered_jobs import rendered_jobs_of
-from api.threads import LongReads, ReadThreads, read_threads_of
+from api.threads import FileReads, ReadThreads, read_threads_of
 from service.cluster.errors import ClusterUnavailable
 from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout
 from service.planner.request import for_job
@@ -36,6 +36,7 @@ from service.states import STATE_NAMES
 from service.store import edits, failed_jobs, jobs, pauses
 from service.store.tables import Job
 from workers.config import JobSpec
+from workers.data.roots import named_paths
 from workers.data.vocabulary import with_vocabulary
 from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
@@ -66,6 +67,7 @@ KnownState = Annotated[str | None, Query(pattern=_STATE, description="With `wait
             "invalid_spec",
             "unsupported",
             "cluster_unavailable",
+            "files_silent",
             "database_unavailable",
         ),
     },
@@ -243,7 +245,7 @@ async def _checked_and_laid_out(document: Any, control: ControlPlane, threads: R
     return await threads.searches.run(lambda: with_layout(spec, bounds, cluster))
 
 
-async def _checked(document: Any, control: ControlPlane, files: LongReads) -> JobSpec:
+async def _checked(document: Any, control: ControlPlane, files: FileReads) -> JobSpec:
     """The JobSpec in `document`. Raises SpecError."""
     if _begins_with_weights(document):
         document = await files.run(partial(with_shape_of_weights, document, control.data_roots))
@@ -251,7 +253,7 @@ async def _checked(document: Any, control: ControlPlane, files: LongReads) -> Jo
     if foreign := control.model_packages.problems(spec):
         raise SpecError(foreign)
     # Where paths lead is asked of file systems, which may take their time.
-    outside = await files.run(partial(control.data_roots.problems, spec)) if _names_files(spec) else []
+    outside = await files.run(partial(control.data_roots.problems, spec)) if named_paths(spec) else []
     if outside:
         raise SpecError(outside)
     return await files.run(partial(with_vocabulary, spec)) if spec.data.tokenizer_file is not None else spec
@@ -263,11 +265,6 @@ async def _problem_of_data(spec: JobSpec, control: ControlPlane, threads: ReadTh
         return await threads.files.run(lambda: control.problem_of_data(spec))
     except ClusterUnavailable:
         return None
-
-
-def _names_files(spec: JobSpec) -> bool:
-    data = spec.data
-    return bool(data.paths or data.validation) or data.tokenizer_file is not None or data.template_file is not None
 
 
 def _begins_with_weights(document: Any) -> bool:

@@ -25,7 +25,9 @@ router = APIRouter(prefix="/v1/plans", tags=["plans"])
 @router.post(
     "",
     openapi_extra=json_request(requests.PlanDocument),
-    responses=changes("malformed_json", "invalid_spec", "unsupported", "cluster_unavailable", "database_unavailable"),
+    responses=changes(
+        "malformed_json", "invalid_spec", "unsupported", "cluster_unavailable", "files_silent", "database_unavailable"
+    ),
 )
 async def make_plans(request: Request, control: Control, document: Body) -> schemas.Plans:
     """Say what a layout takes in time and memory on a cluster, or with `parallel: auto` find the best ones. Nothing is

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from api import threads
 from api.rate_limits import CallerLimits
 from api.rendered_pages import RenderedPages
 from api.routes import job_plan, jobs, plans
@@ -69,8 +70,8 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
 
     for owner, name in ((FakeControl, "delete"), (FakeControl, "delete_checkpoint"), (FakeControl, "check_cluster"),
                         *((FakeControl, name) for name in ("cluster", "drain", "waits", "stack")),
-                        (NotedExports, "begin"), (plans, "read_request"), (jobs, "with_layout"), (jobs, "plan_of_layout"),
-                        (jobs, "with_shape_of_weights"),
+                        (NotedExports, "begin"), (plans, "read_request"), (jobs, "with_layout"),
+                        (jobs, "plan_of_layout"), (jobs, "with_shape_of_weights"),
                         (job_plan, "drawn"), (TraceReader, "document"), (TraceReader, "budget")):  # fmt: skip
         monkeypatch.setattr(owner, name, stand_still)
     job = service.submit()
@@ -106,3 +107,24 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
         finally:
             go_on.set()
     assert {answer.result().json()["code"] for answer in asked} == {"cluster_unavailable"}
+
+
+def test_submission_whose_file_system_hangs_is_refused_with_a_sentence_and_so_are_others_at_most(service, monkeypatch):
+    """Of as many that hang as there are threads each keeps one until the file system answers."""
+    go_on, weights = threading.Event(), {**DOCUMENT, "model": {"from": "/away"}}
+
+    def stand_still(document, _roots):
+        if document["model"].get("from") == "/away":
+            assert go_on.wait(SECONDS)
+        return document
+
+    monkeypatch.setattr(jobs, "with_shape_of_weights", stand_still)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(threads.FILES) as pool:
+        patch.setattr(threads, "FILE_SECONDS", 0.01)
+        asked = [pool.submit(service.http.post, "/v1/jobs", json=weights) for _ in range(threads.FILES)]
+        refused = [each.result() for each in (*asked, pool.submit(service.http.post, "/v1/jobs", json=weights))]
+    assert {(each.status_code, each.json()["code"]) for each in refused} == {(503, "files_silent")}
+    assert "see that it is mounted" in refused[0].json()["detail"]
+    assert service.submit()["state"] == "QUEUED", "one that names no files needs none of those threads"
+    go_on.set()
+    assert service.http.post("/v1/jobs", json=weights).status_code == 422, "there are threads again"
