@@ -45,6 +45,22 @@ class Forbidden(MantaError):
         super().__init__(f"this needs a key with scope {need}; {who.key_name!r} ({who.key_id}) has {has}")
 
 
+class PriorityTooHigh(MantaError):
+    """The key gives no job, and no key, such a priority."""
+
+    def __init__(self, who: Identity):
+        super().__init__(
+            f"{who.key_name!r} ({who.key_id}) gives priorities of {who.highest_priority} at most: ask for that, or "
+            "have whoever made the key (`manta keys list`) do it"
+        )
+
+
+def refuse_priority(who: Identity, priority: int | None) -> None:
+    """Raise PriorityTooHigh where the key may not give it; None: any."""
+    if not who.may_give(priority):
+        raise PriorityTooHigh(who)
+
+
 @dataclass
 class RequestOfCaller:
     """What is known about a request beside its path and body."""

@@ -25,6 +25,7 @@ def key_view(key: access_tables.ApiKey) -> access_schemas.ApiKey:
         created_at=moment(key.created_at),
         expires_at=moment_or_none(key.expires_at),
         revoked_at=moment_or_none(key.revoked_at),
+        highest_priority=key.highest_priority,
     )
 
 
@@ -38,6 +39,7 @@ def me_view(who: Identity, browser: bool) -> access_schemas.Me:
         scope=who.scope,
         installation=who.installation,
         browser=browser,
+        highest_priority=who.highest_priority,
     )
 
 

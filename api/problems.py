@@ -15,7 +15,7 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.access import Forbidden, Unauthenticated
+from api.access import Forbidden, PriorityTooHigh, Unauthenticated
 from api.permissions import shown
 from api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
 from api.rate_limits import TooManyRequests
@@ -146,6 +146,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(InvalidCursor, _invalid_field("cursor"))
     app.add_exception_handler(TooManyLabels, _invalid_field("labels"))
     app.add_exception_handler(BadTarget, _invalid_field("to"))
+    app.add_exception_handler(PriorityTooHigh, _invalid_field("priority"))
     app.add_exception_handler(NotReady, _not_ready)
     app.add_exception_handler(RequestValidationError, _invalid_parameter)
     app.add_exception_handler(HTTPException, _http_error)

@@ -178,6 +178,8 @@ class NewKey(BaseModel):
     """After how many days it opens nothing any more; default: never."""
     installation: Annotated[bool, Field(strict=True)] = False
     """Good for all projects. Its own is the one that it submits into."""
+    highest_priority: Priority | None = None
+    """The highest priority that it gives jobs; default: that of the key that makes it."""
 
 
 class DrainRequest(BaseModel):

@@ -49,11 +49,19 @@ class Identity:
     """What it allows."""
     installation: bool
     """Whether it allows that in all projects."""
+    highest_priority: int | None = None
+    """The highest priority that it gives jobs; None: any."""
 
     @property
     def owner(self) -> str:
         """Whose the jobs are that it submits: the user's, else the key's by its name."""
         return self.user or self.key_name
+
+    def may_give(self, priority: int | None) -> bool:
+        """Whether it may give a job this priority, or a key this as its highest; None: any."""
+        if self.highest_priority is None:
+            return True
+        return priority is not None and priority <= self.highest_priority
 
     @property
     def bound(self) -> str | None:

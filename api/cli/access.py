@@ -48,6 +48,9 @@ def create_key(
     user: Annotated[str | None, typer.Option("--user", help="Whom it is for.")] = None,
     days: Days = None,
     installation: Annotated[bool, typer.Option("--installation", help="Good for all projects.")] = False,
+    priority: Annotated[
+        int | None, typer.Option("--highest-priority", help="The highest that it gives jobs; default: your key's.")
+    ] = None,
     admin: Annotated[
         bool,
         typer.Option(
@@ -59,7 +62,7 @@ def create_key(
 ) -> None:
     """Make an API key, and print it: nobody can ever show it again."""
     if admin:
-        if url is not None or project is not None or user is not None:
+        if any(each is not None for each in (url, project, user, priority)):
             raise fail("--admin makes a key in the database of MANTA_HOME; it takes a name and --days", EXIT_BAD_INPUT)
         made, secret = _create_in_database(Settings.from_environment(), name or "admin", days)
         document = {"id": made.id, "name": made.name, "scope": made.scope, "installation": True, "key": secret}
@@ -68,6 +71,7 @@ def create_key(
     if name is None:
         raise fail("say what the key is for: `manta keys create NAME`", EXIT_BAD_INPUT)
     more = {"project": project, "user": user, "expires_in_days": days, "installation": installation}
+    more["highest_priority"] = priority
     with connect(url) as client:
         answer = client.create_key(name, scope, **{key: value for key, value in more.items() if value is not None})
     show(answer, as_json, lambda console: typer.echo(answer.key))

@@ -313,7 +313,7 @@ def key_table(console: Console, keys: Sequence[access_schemas.ApiKey]) -> None:
             key.name,
             key.user or "-",
             "all" if key.installation else key.project,
-            key.scope,
+            key.scope if key.highest_priority is None else f"{key.scope}, priority {key.highest_priority} at most",
             moment(key.created_at),
             "revoked" if key.revoked_at else f"until {moment(key.expires_at)}" if key.expires_at else "good",
         )

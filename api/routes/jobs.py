@@ -11,7 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 
 from api import requests, schemas, views
-from api.access import Caller, JobId, request_of_caller
+from api.access import Caller, JobId, refuse_priority, request_of_caller
 from api.auditing import append_with_change
 from api.control import ControlPlane
 from api.openapi import json_request
@@ -91,6 +91,7 @@ async def submit_job(
             return _json(earlier, 200)
     threads = read_threads_of(request)
     spec = await _checked_and_laid_out(document, control, threads)
+    refuse_priority(caller, spec.priority)
     if dry_run:
         about.changes_nothing = True
         plan = await threads.plans.run(lambda: plan_of_layout(spec, current_cluster(control)))
@@ -139,6 +140,7 @@ async def get_job(
 def edit_job(
     response: Response,
     control: Control,
+    caller: Caller,
     job_id: JobId,
     wanted: Annotated[requests.JobChanges, Depends(body_as(requests.JobChanges))],
     if_match: IfMatch = None,
@@ -146,6 +148,8 @@ def edit_job(
     """Change a job's name, priority or labels, whatever its state; what is left out stays, also of its labels, of which
     a null takes one away. With `If-Match` only if nobody else has changed it."""
     expected = versions_in(if_match)
+    if "priority" in wanted.given:
+        refuse_priority(caller, wanted.priority)
 
     def operation(session: Any) -> schemas.Job:
         return views.job_view(session, edits.edit(session, job_id, **wanted.given, expected=expected))

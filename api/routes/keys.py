@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Request, Response
 
 from api import access_views, requests, schemas
-from api.access import Caller, Forbidden, request_of_caller
+from api.access import Caller, Forbidden, refuse_priority, request_of_caller
 from api.openapi import json_request
 from api.parameters import Control, Cursor, Limit, body_as
 from api.permissions import Need
@@ -41,6 +41,8 @@ def create_key(
     project = wanted.project or caller.project
     _refuse_more_than_own(caller, wanted, project)
     secret, expires_at = new_key(), None
+    highest = caller.highest_priority if wanted.highest_priority is None else wanted.highest_priority
+    refuse_priority(caller, highest)
     if wanted.expires_in_days is not None:
         expires_at = time.time() + wanted.expires_in_days * _DAY_SECONDS
     made = control.store.write(
@@ -53,6 +55,7 @@ def create_key(
             user=wanted.user,
             installation=wanted.installation,
             expires_at=expires_at,
+            highest_priority=highest,
         )
     )
     request_of_caller(request).target = made.id

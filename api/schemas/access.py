@@ -35,6 +35,8 @@ class ApiKey(Answer):
     """Since when it opens nothing; null: it does not expire."""
     revoked_at: Time | None
     """When it was revoked."""
+    highest_priority: int | None = None
+    """The highest priority that it gives jobs; null: any."""
 
 
 class NewApiKey(ApiKey):
@@ -61,6 +63,8 @@ class Me(Answer):
     """Whether it is good for all projects."""
     browser: bool
     """Whether it was shown by a browser that is signed in, and not the key itself."""
+    highest_priority: int | None = None
+    """The highest priority that it gives jobs; null: any."""
 
 
 class AuditEntry(Answer):

@@ -46,6 +46,8 @@ class ApiKey(Base):
     """Since when it is not good any more; None: it does not expire."""
     revoked_at: Mapped[float | None] = mapped_column(Real)
     """When it was revoked."""
+    highest_priority: Mapped[int | None]
+    """The highest priority that jobs are given with it; None: any."""
 
 
 class BrowserToken(Base):

@@ -26,8 +26,10 @@ def create(
     user: str | None = None,
     installation: bool = False,
     expires_at: float | None = None,
+    highest_priority: int | None = None,
 ) -> ApiKey:
-    """Store a new key of which only the digest is given. `expires_at`: Unix seconds. Raises ProjectNotFound."""
+    """Store a new key of which only the digest is given. `expires_at`: Unix seconds; `highest_priority`: that it gives
+    jobs, None: any. Raises ProjectNotFound."""
     projects.get(session, project)
     now = time.time()
     newest = session.scalar(select(func.max(ApiKey.id)))
@@ -41,6 +43,7 @@ def create(
         installation=installation,
         created_at=now,
         expires_at=expires_at,
+        highest_priority=highest_priority,
     )
     session.add(key)
     session.flush()
@@ -54,7 +57,8 @@ def is_good(key: ApiKey, now: float) -> bool:
 
 def identity_of(key: ApiKey) -> Identity:
     """Who asks with this key."""
-    return Identity(key.id, key.name, key.user, key.project, Scope(key.scope), key.installation)
+    allows = Scope(key.scope), key.installation, key.highest_priority
+    return Identity(key.id, key.name, key.user, key.project, *allows)
 
 
 def by_digest(session: Session, digest: str) -> ApiKey | None:

@@ -360,6 +360,29 @@ def test_key_that_was_made_works_until_it_is_revoked_and_is_never_shown_again(th
     assert again == gone
 
 
+@pytest.mark.parametrize("operation_id", ["create_key"])
+def test_key_gives_no_higher_priority_than_it_may_and_makes_none_that_does(theirs, service):
+    wanted = {"name": "of a student", "scope": "admin", "highest_priority": 0}
+    made = service.http.post("/v1/keys", json=wanted, headers=bearer(theirs.own["admin"])).json()
+    of_student = bearer(made["key"])
+    assert made["highest_priority"] == service.http.get("/v1/me", headers=of_student).json()["highest_priority"] == 0
+
+    def submit(priority):
+        return service.http.post("/v1/jobs", json={**DOCUMENT, "priority": priority}, headers=of_student)
+
+    job = submit(0).json()["id"]
+    higher = service.http.patch(f"/v1/jobs/{job}", json={"priority": 1}, headers=of_student)
+    more = service.http.post("/v1/keys", json={**wanted, "highest_priority": 1}, headers=of_student)
+    for refused in (submit(1), higher, more):
+        (error,) = refused.json()["errors"]
+        assert (refused.status_code, error["path"]) == (422, "priority")
+        assert "gives priorities of 0 at most" in error["rule"]
+    for allowed in ({"name": "mine"}, {"priority": -1}):
+        assert service.http.patch(f"/v1/jobs/{job}", json=allowed, headers=of_student).status_code == 200
+    another = {"name": "another", "scope": "submit"}
+    assert service.http.post("/v1/keys", json=another, headers=of_student).json()["highest_priority"] == 0
+
+
 def test_what_a_request_says_of_its_address_opens_nothing():
     """Starlette 0.50 makes `url` of such a Host header without a look at it."""
 

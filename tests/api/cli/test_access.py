@@ -55,8 +55,10 @@ def test_project_with_a_key_for_it(manta, service):
 
 
 def test_key_for_programs(manta):
-    made = json.loads(manta("keys", "create", "prometheus", "--scope", "read", "--installation", "--json").stdout)
-    assert (made["scope"], made["installation"]) == ("read", True) and made["key"].startswith("manta_")
+    limited = ("--installation", "--highest-priority", -1)
+    made = json.loads(manta("keys", "create", "prometheus", "--scope", "read", *limited, "--json").stdout)
+    assert (made["scope"], made["installation"], made["highest_priority"]) == ("read", True, -1)
+    assert made["key"].startswith("manta_")
     assert "say what the key is for" in manta("keys", "create", code=2).stderr
 
 

@@ -207,12 +207,12 @@ def test_what_is_wrong_with_a_node_stands_below_the_table():
 def test_keys_projects_and_the_audit():
     key = access_schemas.ApiKey(id="k1", name="laptop", user=None, project="default", scope="read", installation=False,
                                 created_at=MOMENT, expires_at=later(1), revoked_at=None)  # fmt: skip
-    of_all = key.model_copy(update={"user": "ada", "installation": True, "expires_at": None})
+    of_all = key.model_copy(update={"user": "ada", "installation": True, "expires_at": None, "highest_priority": 5})
     revoked = key.model_copy(update={"revoked_at": later(2)})
     shown = rows(render.key_table, [key, of_all, revoked])
     assert list(shown[0].values())[:6] == ["k1", "laptop", "-", "default", "read", render.moment(MOMENT)]
     assert [row["STATE"] for row in shown] == [f"until {render.moment(later(1))}", "good", "revoked"]
-    assert (shown[1]["USER"], shown[1]["PROJECT"]) == ("ada", "all")
+    assert (shown[1]["USER"], shown[1]["PROJECT"], shown[1]["SCOPE"]) == ("ada", "all", "read, priority 5 at most")
     (row,) = rows(render.project_table, [access_schemas.Project(name="vision", created_at=MOMENT)])
     assert list(row.values()) == ["vision", render.moment(MOMENT)]
     entry = access_schemas.AuditEntry(
