@@ -28,8 +28,10 @@ from tests.service.support.otlp_collector import Collector
 from workers.paths import Paths
 
 SECONDS = 60.0
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.2
 """Each look costs 6 ms of the cores that the job runs on."""
+WAIT_SECONDS = 10.0
+"""How long the service is asked at a time to say when a job is over."""
 OFTEN_SECONDS = 0.02
 """How often it is looked for what lasts for a moment only."""
 STEPS = 60
@@ -180,12 +182,14 @@ class Manta:
     def until_state(self, job: str, *states: str, seconds: float = SECONDS) -> Any:
         """Wait until the job is in one of `states`; the job."""
 
+        at_the_end = all(is_final(state) for state in states)
+
         def reached() -> Any:
-            seen = self.client.job(job)
+            seen = self.client.job(job, wait=WAIT_SECONDS if at_the_end else None)
             assert seen.state in states or not is_final(seen.state), self.story(job)
             return seen if seen.state in states else None
 
-        every = POLL_SECONDS if all(is_final(state) for state in states) else OFTEN_SECONDS
+        every = POLL_SECONDS if at_the_end else OFTEN_SECONDS
         try:
             return self.until(f"{job} being {' or '.join(states)}", reached, seconds, every)
         except AssertionError as error:

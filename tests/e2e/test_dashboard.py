@@ -52,6 +52,7 @@ def page(chromium, manta):
 @needs_chromium
 def test_killed_rank_turns_red_and_is_green_again_and_its_cost_is_two_clicks_away(manta, kill, page):
     job = manta.submit(manta.spec(steps=10_000))
+    manta.leave_room(job)
     manta.until_step(job, 2)
     page.goto(f"{manta.url}/ui/")
     page.locator("tbody tr", has_text=job).get_by_role("link").click()
@@ -73,6 +74,7 @@ def test_killed_rank_turns_red_and_is_green_again_and_its_cost_is_two_clicks_awa
     expect(page.locator("h1 + .badge")).to_have_text(re.compile("CANCELL"))
 
 
+@pytest.mark.soak  # its parts: tests/e2e/test_ranks.py, tests/api/ui/test_pages.py, test_modules.py
 @needs_chromium
 def test_slow_rank_is_found_and_explained_in_three_clicks(manta, page):
     job = manta.submit(manta.spec(steps=10_000))

@@ -82,6 +82,7 @@ def test_agent_lost_while_the_size_changes_is_one_recovery(manta):
     assert manta.leftovers(job) == []
 
 
+@pytest.mark.soak  # on GPUs: test_gpus.py; what is decided: tests/service/scheduler/test_order.py
 def test_job_starts_with_as_many_replicas_as_there_is_room_for(manta):
     job = manta.submit(manta.spec(10, (2, 2, 3), elastic={"min_data": 1, "max_data": 3}))
     ended = manta.until_state(job, "SUCCEEDED")

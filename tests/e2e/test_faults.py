@@ -68,11 +68,11 @@ def test_cut_connections_cost_no_process(manta, pair_undisturbed):
     assert ended.restarts == 1
 
 
-def test_faults_of_a_beginning_strike_in_the_next_generation(manta, undisturbed):
+def test_faults_of_a_beginning_strike_in_the_next_generation(manta, pair_undisturbed):
     """Ranks are killed while they recover from another's death: one that survived it, and its replacement."""
-    job = manta.submit(manta.spec())
+    job = manta.submit(manta.spec(layout=PAIR))
     manta.hold(job, 1, 1)
-    inject(manta, job, "kill", 2, phase="recovery")
+    inject(manta, job, "kill", 0, phase="recovery")
     inject(manta, job, "kill", 1, phase="start")
     inject(manta, job, "kill", 1, at_step=3)
     ended = manta.until_state(job, "SUCCEEDED")
@@ -82,7 +82,7 @@ def test_faults_of_a_beginning_strike_in_the_next_generation(manta, undisturbed)
         "kill in start",
         "slow in data",
     ]
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert ended.restarts >= 2
 
 

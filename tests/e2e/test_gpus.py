@@ -80,6 +80,7 @@ def test_every_rank_of_every_job_has_a_gpu_of_its_own_and_jobs_on_slots_run_besi
     assert manta.client.job(pair).spec["resources"]["accelerator"] == "gpu", "what auto is, was decided"
 
 
+@pytest.mark.soak  # what is decided: tests/service/scheduler/test_order.py; one that gets its turn: test_jobs.py
 def test_job_without_a_free_gpu_says_what_is_missing_and_holds_back_none_that_takes_slots(manta):
     first = running(manta, PAIR)
     second, on_slots = manta.submit(manta.spec(STEPS, PAIR)), manta.submit(manta.spec(STEPS, PAIR, resources=CPU))

@@ -27,6 +27,7 @@ def until_over(manta, job, trace_id):
 
 def test_steps_of_eight_ranks_are_recorded(manta, tmp_path):
     job = manta.submit(manta.spec(steps=10_000, layout=(2, 2, 2), train={"micro_batch_size": 1}))
+    manta.leave_room(job)
     manta.until_step(job, 2)
     file = tmp_path / "trace.pftrace"
     options = ["--steps", "2", "--output", str(file), "--profile-rank", "3"]
