@@ -28,7 +28,7 @@ LOOK_SECONDS = 600.0
 CONFIRMED_SECONDS = 3600.0
 """For how long a job must have been seen past its time, by a clock that nobody sets."""
 JOBS_AT_ONCE = 200
-"""Jobs that are looked at, those that ended first: what one look deletes, and what the next ones wait for."""
+"""What one look deletes, those that ended first; what cannot be deleted has its turn again an hour later."""
 DAY_SECONDS = 86400.0
 
 
@@ -40,11 +40,11 @@ class SeenExpired:
     """For how long they must have been."""
     _since: dict[str, float] = field(default_factory=dict)
 
-    def confirmed(self, expired: Collection[str], now: float) -> list[str]:
-        """Those of the jobs that are past their time now, which have been so in every look for `seconds`; each is named
-        once in that time. `now`: of a monotonic clock, in seconds."""
+    def confirmed(self, expired: Collection[str], now: float, most: int | None = None) -> list[str]:
+        """Those of the jobs that are past their time now, which have been so in every look for `seconds`, the first
+        `most`; each is named once in that time. `now`: of a monotonic clock, in seconds."""
         self._since = {job: self._since.get(job, now) for job in expired}
-        long_enough = [job for job, since in self._since.items() if now - since >= self.seconds]
+        long_enough = [job for job, since in self._since.items() if now - since >= self.seconds][:most]
         for job in long_enough:
             del self._since[job]
         return long_enough
@@ -71,7 +71,7 @@ class Retention:
         """Delete the jobs of which it is certain that they are past their time."""
         before = time.time() - self._kept_days * DAY_SECONDS
         expired = await asyncio.to_thread(_expired, store, before)
-        for job_id in self._seen.confirmed(expired, self._monotonic()):
+        for job_id in self._seen.confirmed(expired, self._monotonic(), JOBS_AT_ONCE):
             if expired[job_id] and await asyncio.to_thread(has_newer_files, self._paths, job_id, before):
                 log.warning("%s ended long ago, but its files are newer, or cannot be read: it is kept", job_id)
                 continue
@@ -91,7 +91,7 @@ class Retention:
 
 def _expired(store: Store, before: float) -> dict[str, bool]:
     with store.read() as session:
-        return deletion.expired(session, before, JOBS_AT_ONCE)
+        return deletion.expired(session, before)
 
 
 def has_newer_files(paths: Paths, job_id: str, moment: float) -> bool:

@@ -59,10 +59,10 @@ def begin(session: Session, job_id: str, why: str = "the user deletes the job") 
         events.append(session, job_id, "deletion_began", why)
 
 
-def expired(session: Session, before: float, limit: int) -> dict[str, bool]:
+def expired(session: Session, before: float) -> dict[str, bool]:
     """Final jobs that ended before this time, those that ended first before others, and whether each ever started."""
     query = select(Job.id, Job.generation > 0).where(Job.state.in_(FINAL), Job.finished_at < before)
-    return {row[0]: row[1] for row in session.execute(query.order_by(Job.finished_at, Job.id).limit(limit))}
+    return {row[0]: row[1] for row in session.execute(query.order_by(Job.finished_at, Job.id))}
 
 
 def begin_if_expired(session: Session, job_id: str, before: float, why: str) -> bool:

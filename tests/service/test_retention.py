@@ -98,6 +98,20 @@ def test_job_past_its_time_goes_with_all_it_has_once_every_look_of_an_hour_has_s
     )  # fmt: skip
 
 
+def test_jobs_that_cannot_be_deleted_are_in_nobodys_way(store, paths, look, ended, monkeypatch):
+    monkeypatch.setattr(retention, "JOBS_AT_ONCE", 2)
+    kept, others = [ended(at=OLD - 1) for _ in range(2)], [ended() for _ in range(3)]
+    for job in kept:
+        os.utime(paths.checkpoint_folder(job))
+    look()
+    look(CONFIRMED_SECONDS)
+    assert all(is_there(store, job) for job in (*kept, *others)), "two at a time, those that ended first before others"
+    look(600.0)
+    assert [is_there(store, job) for job in others] == [False, False, True]
+    look(600.0)
+    assert [is_there(store, job) for job in (*kept, *others)] == [True, True, False, False, False]
+
+
 def test_clock_that_is_set_forward_for_less_than_an_hour_deletes_nothing(store, look, ended, monkeypatch):
     job, real = ended(at=time.time() - DAY_SECONDS), time.time
     for ahead in (0.0, 365 * DAY_SECONDS, 0.0, 365 * DAY_SECONDS):
@@ -177,8 +191,8 @@ def test_jobs_that_ended_first_go_first_and_one_look_takes_on_no_more_than_it_ca
 def test_only_jobs_that_are_over_are_past_their_time(store, submit, ended):
     job, waiting = ended(), submit().id
     with store.read() as session:
-        assert deletion.expired(session, time.time(), 10) == {job: True}
-        assert deletion.expired(session, OLD, 10) == {}
+        assert deletion.expired(session, time.time()) == {job: True}
+        assert deletion.expired(session, OLD) == {}
         assert jobs.get(session, waiting).finished_at is None
 
 
