@@ -49,8 +49,8 @@ def test_a_validation_is_its_forwards():
     model = model_of(spec)
     (stage,) = model.pipeline().times
     assert validation_seconds(model) == pytest.approx(5 * spec.micro_batches * stage.forward)
-    found = beside_steps(model, model.time())
-    assert (found.validations, found.validation) == (3, pytest.approx(3 * validation_seconds(model)))
+    times = beside_steps(model, model.time())
+    assert (times.validations, times.validation) == (3, pytest.approx(3 * validation_seconds(model)))
 
 
 def test_in_a_pipeline_forwards_follow_one_another_and_the_slowest_replica_is_waited_for():
@@ -121,14 +121,14 @@ def test_on_cores_a_copy_is_read_and_written_in_their_memory():
 
 def test_snapshots_are_so_far_apart_that_waiting_for_them_keeps_to_its_share():
     spec = job(train={**TINY, "steps": 100_000})
-    found, step = beside(spec), model_of(spec).time().seconds
-    assert found.stall_seconds > FREE_SECONDS
-    assert found.snapshot_every > 1
-    assert found.snapshot <= STALL_SHARE * found.steps_seconds
-    assert found.snapshots == 100_000 // found.snapshot_every
+    times, step = beside(spec), model_of(spec).time().seconds
+    assert times.stall_seconds > FREE_SECONDS
+    assert times.snapshot_every > 1
+    assert times.snapshot <= STALL_SHARE * times.steps_seconds
+    assert times.snapshots == 100_000 // times.snapshot_every
     often = beside(keeping(spec, snapshot_every_steps=1))
-    assert (often.snapshots, often.snapshot) == (100_000, pytest.approx(100_000 * found.stall_seconds))
-    assert found.steps_seconds == pytest.approx(100_000 * step)
+    assert (often.snapshots, often.snapshot) == (100_000, pytest.approx(100_000 * times.stall_seconds))
+    assert times.steps_seconds == pytest.approx(100_000 * step)
 
 
 @pytest.mark.parametrize("steps", [1, 12, 25])
@@ -137,12 +137,12 @@ def test_snapshots_are_so_far_apart_that_waiting_for_them_keeps_to_its_share():
 def test_checkpoints_without_a_snapshot_of_their_step_have_it_copied(steps, every, snapshot_every):
     spec = keeping(job(train={"steps": steps}), every_steps=every, snapshot_every_steps=snapshot_every)
     due = [step for step in range(1, steps + 1) if every and (step % every == 0 or step == steps)]
-    found = beside(spec)
-    assert found.checkpoints == len(due)
-    assert found.copied_checkpoints == sum(step % snapshot_every != 0 for step in due)
+    times = beside(spec)
+    assert times.checkpoints == len(due)
+    assert times.copied_checkpoints == sum(step % snapshot_every != 0 for step in due)
     without = beside(keeping(spec, snapshots="off"))
     assert (without.snapshots, without.snapshot_every, without.copied_checkpoints) == (0, 0, len(due))
-    assert (found.storage_rate is None) == (len(due) < 2)
+    assert (times.storage_rate is None) == (len(due) < 2)
 
 
 def test_frozen_parameters_are_not_copied_again():
@@ -153,22 +153,22 @@ def test_frozen_parameters_are_not_copied_again():
 
 def test_all_of_it_is_in_the_hours_of_a_plan():
     spec = keeping(job(train={**TINY, "steps": 100, "validate_every": 10}), every_steps=7, snapshot_every_steps=3)
-    found = beside(spec)
-    assert found.copied_checkpoints == 15 - 4 and found.stall_seconds > 0
-    assert found.checkpoint == 11 * found.stall_seconds
+    times = beside(spec)
+    assert times.copied_checkpoints == 15 - 4 and times.stall_seconds > 0
+    assert times.checkpoint == 11 * times.stall_seconds
     request = PlanRequest(spec, a100s())
     (plan,) = to_json(request, request.answer())["plans"]
-    seconds = found.steps_seconds + found.validation + found.snapshot + found.checkpoint
+    seconds = times.steps_seconds + times.validation + times.snapshot + times.checkpoint
     assert plan["gpu_hours"] == plan["hours"] == pytest.approx(seconds / 3600)
-    assert schemas.BesideSteps.model_validate(plan["beside_steps"]).model_dump() == found.to_json()
-    assert found.to_json()["validation_hours"] == pytest.approx(found.validation / 3600)
-    assert {**found.to_json(), "snapshot_hours": found.snapshot / 3600} == found.to_json()
+    assert schemas.BesideSteps.model_validate(plan["beside_steps"]).model_dump() == times.to_json()
+    assert times.to_json()["validation_hours"] == pytest.approx(times.validation / 3600)
+    assert {**times.to_json(), "snapshot_hours": times.snapshot / 3600} == times.to_json()
 
 
 def test_storage_has_the_time_between_two_checkpoints_for_one():
     spec = keeping(job(train={"steps": 100}), every_steps=10)
-    found = beside(spec)
-    assert found.storage_rate * 10 * model_of(spec).time().seconds == pytest.approx(found.checkpoint_bytes)
+    times = beside(spec)
+    assert times.storage_rate * 10 * model_of(spec).time().seconds == pytest.approx(times.checkpoint_bytes)
 
 
 def test_what_there_is_is_said_and_nothing_else():
@@ -183,8 +183,8 @@ def test_what_there_is_is_said_and_nothing_else():
 def test_a_long_training_has_it_in_its_hours():
     spec = job(train={"steps": 2_000_000, "validate_every": 100, "micro_batch_size": 2})
     run = explain.explain(plan_of(spec, a100s()), a100s()).run
-    found = beside(spec)
+    times = beside(spec)
     assert run is not None
-    assert run.outcome.beside_steps == pytest.approx(found.seconds)
-    assert run.outcome.training == pytest.approx(found.steps_seconds)
-    assert run.outcome.seconds > found.seconds + found.steps_seconds
+    assert run.outcome.beside_steps == pytest.approx(times.seconds)
+    assert run.outcome.training == pytest.approx(times.steps_seconds)
+    assert run.outcome.seconds > times.seconds + times.steps_seconds

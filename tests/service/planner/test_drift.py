@@ -45,9 +45,9 @@ def test_groups_are_made_of_the_parts_that_there_are():
 def test_the_first_steps_and_smaller_batches_do_not_count():
     slow, ramp = rows(SETTLING_STEPS, seconds=9.0), rows(3, seconds=0.1, tokens=50, first=SETTLING_STEPS + 1)
     full = rows(4, seconds=1.5, first=SETTLING_STEPS + 4)
-    found = measured_of([*slow, *ramp, *full], 100)
-    assert (found.first_step, found.last_step, found.step_seconds) == (9, 12, 1.5)
-    assert (found.memory_bytes, found.parts) == (12, None)
+    measured = measured_of([*slow, *ramp, *full], 100)
+    assert (measured.first_step, measured.last_step, measured.step_seconds) == (9, 12, 1.5)
+    assert (measured.memory_bytes, measured.parts) == (12, None)
     assert measured_of(slow, 100) is None and measured_of([*slow, *ramp], 100) is None
 
 
@@ -55,9 +55,9 @@ def test_parts_are_those_of_the_steps_that_were_measured_in_parts():
     some = rows(MEASURED_STEPS)
     for row, seconds in ((some[7], 0.2), (some[17], 0.4)):
         row |= {"forward_seconds": seconds, "bubble_seconds": 0.1}
-    found = measured_of(some, 100)
-    assert found.parts["forward"] == pytest.approx(0.3) and found.parts["bubble"] == pytest.approx(0.1)
-    assert found.parts["optimizer"] == 0.0
+    measured = measured_of(some, 100)
+    assert measured.parts["forward"] == pytest.approx(0.3) and measured.parts["bubble"] == pytest.approx(0.1)
+    assert measured.parts["optimizer"] == 0.0
 
 
 @pytest.mark.parametrize(("step", "drifts"), [(0.79, True), (0.81, False), (1.0, False), (1.19, False), (1.21, True)])
@@ -76,9 +76,9 @@ def test_the_part_with_most_of_the_difference_is_named():
 
 
 def test_all_groups_together_are_both_steps():
-    found = compared(plan(), took(1.0, forward=0.6, data=0.1, pipeline_communication=0.3))
-    assert sum(each.planned for each in found) == pytest.approx(1.0)
-    assert sum(each.measured for each in found) == pytest.approx(1.0)
+    groups = compared(plan(), took(1.0, forward=0.6, data=0.1, pipeline_communication=0.3))
+    assert sum(each.planned for each in groups) == pytest.approx(1.0)
+    assert sum(each.measured for each in groups) == pytest.approx(1.0)
     assert compared(plan(), took()) == ()
 
 

@@ -61,15 +61,15 @@ def _bytes(values: Sequence[Any]) -> int:
 def engine_bytes(family: str, layers: int, kv_heads: int | None) -> Counter[str]:
     rank = OneRank(document(family, layers, kv_heads), torch.device("cpu"))
     rank.step()
-    with Traffic() as found:
+    with Traffic() as traffic:
         rank.step()
-    return found.moved
+    return traffic.moved
 
 
 def document(family: str, layers: int, kv_heads: int | None, compiled: bool = False) -> dict[str, Any]:
-    found = step_document(family, layers, HIDDEN, 4, 128, TOKENS // 128, MICRO_BATCHES, 512, kv_heads)
-    found["train"]["compile"] = compiled
-    return found
+    fields = step_document(family, layers, HIDDEN, 4, 128, TOKENS // 128, MICRO_BATCHES, 512, kv_heads)
+    fields["train"]["compile"] = compiled
+    return fields
 
 
 def passes(spec: JobSpec, gpu: Gpu = GPU) -> LayerTime:
@@ -95,8 +95,8 @@ def test_the_bytes_of_a_layer_are_those_of_the_engines_operations(monkeypatch, f
     # A kernel of its own reads the same again for the gradients of the norm's weights.
     made += of_layer.get("native_layer_norm_backward", 0.0) * 2 / 3
     layer = passes(JobSpec.model_validate(document(family, 2, kv_heads)), BYTES)
-    told = sum(each.elementwise for each in (layer.forward(), layer.backward_input(), layer.backward_weight()))
-    assert told == pytest.approx(made, rel=0.012)
+    planned = sum(each.elementwise for each in (layer.forward(), layer.backward_input(), layer.backward_weight()))
+    assert planned == pytest.approx(made, rel=0.012)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen"])
@@ -125,7 +125,7 @@ def test_an_update_waits_for_a_host_that_is_not_ahead():
     assert update(1, 3e-5) - update(1, 2e-5) == pytest.approx(1e-5 * MANTA_ON_MEASURED_GPU.update_operations)
 
 
-def test_only_a_measured_gpu_is_told_so_exactly():
+def test_only_a_measured_gpu_is_planned_so_exactly():
     spec, machine = job(), measured(ASSUMED, GPU)
     assert isinstance(passes(spec), EnginePasses)
     assert type(StepModel(spec, Cluster(ASSUMED, 1, 8), engine_on(ASSUMED)).layer) is LayerTime

@@ -132,7 +132,7 @@ def test_a_picture_has_every_part_that_a_step_may_have():
     assert "copies: activations of 7 layers a stage" in picture("offloaded", to_json(explanation))
 
 
-def test_a_pipeline_with_too_many_passes_is_told_without_a_timeline():
+def test_a_pipeline_with_too_many_passes_is_explained_without_a_timeline():
     _, explanation = explained(LAYOUTS[2], global_batch_size=4096, micro_batch_size=1)
     document = to_json(explanation)
     assert document["timeline"] is None

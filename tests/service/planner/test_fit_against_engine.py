@@ -92,7 +92,7 @@ def made_bytes(spec: JobSpec, stage: int) -> int:
 class Verdict:
     """Of one draw."""
 
-    told: float
+    planned: float
     made: int
     fits: bool
     memory: float
@@ -100,7 +100,7 @@ class Verdict:
 
     @property
     def breaks(self) -> bool:
-        """It was told to fit and does not."""
+        """It was planned to fit and does not."""
         return self.fits and self.made > self.memory
 
     @property
@@ -110,23 +110,23 @@ class Verdict:
 
 
 def verdict(seed: int, all_stages: bool) -> Verdict:
-    """Of one draw, by the stage that is told to take most, or the most of both ends and the one behind the first."""
+    """Of one draw, by the stage that is planned to take most, or the most of both ends and the one behind the first."""
     spec, cluster = drawn(seed)
-    found, last = fits(spec, cluster), spec.layout.pipeline - 1
-    stages = {0, last, min(1, last)} if all_stages else {found.memory.rank}
+    fit, last = fits(spec, cluster), spec.layout.pipeline - 1
+    stages = {0, last, min(1, last)} if all_stages else {fit.memory.rank}
     made = max(made_bytes(spec, stage) for stage in stages)
-    return Verdict(found.memory.total, made, found.fits, cluster.machine.accelerator.memory_bytes)
+    return Verdict(fit.memory.total, made, fit.fits, cluster.machine.accelerator.memory_bytes)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_few_jobs_take_what_they_are_told_to(seed):
+def test_a_few_jobs_take_what_is_planned(seed):
     answer = verdict(seed, all_stages=False)
-    assert answer.told == pytest.approx(answer.made, rel=0.02)
+    assert answer.planned == pytest.approx(answer.made, rel=0.02)
     assert not answer.breaks and not answer.is_wrong
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 100), marks=pytest.mark.soak)], ids=str)
-def test_jobs_that_save_memory_take_what_they_are_told_to(seeds):
+def test_jobs_that_save_memory_take_what_is_planned(seeds):
     for seed in seeds:
         spec = saving(seed)
         stage = worst_rank(spec).rank
@@ -136,11 +136,11 @@ def test_jobs_that_save_memory_take_what_they_are_told_to(seeds):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(0, 500, 50))
-def test_five_hundred_jobs_fit_where_they_are_told_to(first):
+def test_five_hundred_jobs_fit_where_it_is_planned(first):
     answers = [verdict(seed, all_stages=True) for seed in range(first, first + 50)]
     assert [seed for seed, each in enumerate(answers, first) if each.breaks] == []
     refused = [each for each in answers if not each.fits]
     assert sum(each.is_wrong for each in refused) <= 0.02 * len(refused)
-    told = [each.told / each.made for each in answers]
-    assert [each for each in told if not 0.96 < each < 1.04] == []
-    print(f"{first}: told {min(told):.3f} to {max(told):.3f} of made, {len(refused)} of {len(answers)} refused")
+    ratios = [each.planned / each.made for each in answers]
+    assert [each for each in ratios if not 0.96 < each < 1.04] == []
+    print(f"{first}: planned {min(ratios):.3f} to {max(ratios):.3f} of made, {len(refused)} of {len(answers)} refused")

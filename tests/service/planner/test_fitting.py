@@ -35,23 +35,23 @@ def document(hidden: int, sequence: int, vocabulary: int = 512) -> dict:
 def measured(core: Core, noise: float = 0.0) -> Measurements:
     """Rows as such a core would give them, every second one by `noise` longer."""
     one, two = (Cluster(cpu_machine(slots, slots, 1e12, core), 1, slots) for slots in (1, 2))
-    found = Measurements("made up", 2)
+    measurements = Measurements("made up", 2)
     for precision, rate in (("float32", core.product_fp32), ("bfloat16", core.product_16bit)):
-        found.products.append(ProductTime("forward", precision, 64, 64, 64, 2 * 64**3 / rate))
+        measurements.products.append(ProductTime("forward", precision, 64, 64, 64, 2 * 64**3 / rate))
     for sequence, size in ((128, 32), (256, 64)):
         work = 3.5 * 4 * 2 * sequence**2 * (size + core.attention_width)
-        found.attention.append(AttentionTime(1, 2, sequence, size, work / core.product_fp32))
+        measurements.attention.append(AttentionTime(1, 2, sequence, size, work / core.product_fp32))
     for number, shape in enumerate(((32, 8), (64, 64), (512, 16), (256, 128), (128, 256, 8192))):
         spec = JobSpec.model_validate(document(*shape))
         seconds = StepModel(spec, one, MANTA_ON_CPU).time().seconds
-        found.steps.append(StepSeconds(document(*shape), seconds * (1 + noise * (number % 2))))
+        measurements.steps.append(StepSeconds(document(*shape), seconds * (1 + noise * (number % 2))))
     for ranks in (2, 4, 8):
         for size in (4096, 1 << 20):
             alike = SharedCores(2, ranks, 1.0).speed(1)
             seconds = gather_seconds(Group(ranks, ranks), two, size) / alike
-            found.collectives.append(CollectiveTime("all_gather", ranks, size, seconds))
-    found.busy.extend([BusyTime(1, 0.9), BusyTime(2, 1.0), BusyTime(8, 1.0)])
-    return found
+            measurements.collectives.append(CollectiveTime("all_gather", ranks, size, seconds))
+    measurements.busy.extend([BusyTime(1, 0.9), BusyTime(2, 1.0), BusyTime(8, 1.0)])
+    return measurements
 
 
 def test_what_rows_were_made_with_comes_out():
@@ -69,8 +69,8 @@ def test_a_little_noise_changes_little():
 
 
 def test_measurements_travel_as_json():
-    found = measured(CORE)
-    assert Measurements.from_json(asdict(found)) == found
+    measurements = measured(CORE)
+    assert Measurements.from_json(asdict(measurements)) == measurements
 
 
 def test_least_squares_of_two():

@@ -26,27 +26,29 @@ GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
 def rows(gpu: Gpu) -> Measurements:
     """Rows as such a GPU would give them."""
     machine = measured(ASSUMED, gpu)
-    found = Measurements("NVIDIA H100 80GB HBM3", 16, gpu_memory_bytes=int(79.2 * 2**30), adds_wider=gpu.adds_wider)
+    measurements = Measurements(
+        "NVIDIA H100 80GB HBM3", 16, gpu_memory_bytes=int(79.2 * 2**30), adds_wider=gpu.adds_wider
+    )
     for precision, shapes in (("bfloat16", ON_GPU.products), ("float32", ON_GPU.wide_products)):
         for n, i, o in shapes:
             for name in ("forward", "input", "weight"):
                 row = ProductTime(name, precision, n, i, o, 1.0)
-                found.products.append(replace(row, seconds=product_time(row, machine)))
+                measurements.products.append(replace(row, seconds=product_time(row, machine)))
     for b, a, s, d in ON_GPU.attention:
         forward, backward = attention_seconds(machine, b * a, s, d)
-        found.attention.append(AttentionTime(b, a, s, d, forward + backward, forward))
+        measurements.attention.append(AttentionTime(b, a, s, d, forward + backward, forward))
     for name in ("sum", "gelu", "square"):
-        found.elements.append(ElementTime(name, 2**16, gpu.kernel_seconds))
-        found.elements.append(ElementTime(name, 2**30, gpu.kernel_seconds + 2**30 / gpu.memory))
-        found.elements.append(ElementTime(name, 2**24, 2**24 / gpu.memory / 3))  # in a cache
-    found.elements.extend(ElementTime("update", moved, moved / gpu.update) for moved in (2**16, 2**29))
-    found.copies.extend(
+        measurements.elements.append(ElementTime(name, 2**16, gpu.kernel_seconds))
+        measurements.elements.append(ElementTime(name, 2**30, gpu.kernel_seconds + 2**30 / gpu.memory))
+        measurements.elements.append(ElementTime(name, 2**24, 2**24 / gpu.memory / 3))  # in a cache
+    measurements.elements.extend(ElementTime("update", moved, moved / gpu.update) for moved in (2**16, 2**29))
+    measurements.copies.extend(
         [CopyTime("to_device", 2**28, 2**28 / gpu.copy), CopyTime("to_host", 2**28, 0.9 * 2**28 / gpu.copy)]
     )
     for family in ("gpt", "llama", "qwen"):
         row = StepSeconds(step_document(family, 8, 128, 2, 128, 1, 4, 1024), 1.0)
-        found.steps.append(replace(row, seconds=step_seconds(row, machine)))
-    return found
+        measurements.steps.append(replace(row, seconds=step_seconds(row, machine)))
+    return measurements
 
 
 @pytest.mark.parametrize("adds_wider", [False, True])
@@ -62,8 +64,8 @@ def test_each_constant_follows_its_rows(name):
 
 
 def test_measurements_of_a_gpu_travel_as_json():
-    found = rows(GPU)
-    assert Measurements.from_json(asdict(found)) == found
+    measurements = rows(GPU)
+    assert Measurements.from_json(asdict(measurements)) == measurements
 
 
 @pytest.mark.parametrize(

@@ -14,25 +14,25 @@ NODE = CpuNode(8, 2.0**34)
 
 def test_the_parts_of_a_planned_step_are_the_step():
     spec = job(tensor=2, pipeline=2, data=2)
-    found = planned(spec, a100s())
-    assert sum(part["seconds"] for part in found["parts"]) == pytest.approx(found["step_seconds"])
-    assert sum(part["fraction"] for part in found["parts"]) == pytest.approx(1)
-    assert found["memory_bytes"]["total"] > found["memory_bytes"]["parameters"] > 0
-    assert (found["assumed"], found["has_gpus"]) == (False, True)
-    assert json.loads(json.dumps(found)) == found
+    plan = planned(spec, a100s())
+    assert sum(part["seconds"] for part in plan["parts"]) == pytest.approx(plan["step_seconds"])
+    assert sum(part["fraction"] for part in plan["parts"]) == pytest.approx(1)
+    assert plan["memory_bytes"]["total"] > plan["memory_bytes"]["parameters"] > 0
+    assert (plan["assumed"], plan["has_gpus"]) == (False, True)
+    assert json.loads(json.dumps(plan)) == plan
 
 
 def test_ranks_on_cores_share_those_of_their_nodes():
     two = cluster_of([Place(4, 2, has_gpus=False), Place(3, 4, has_gpus=False)], NODE)
     assert (two.nodes, two.gpus_per_node, two.machine.cores, two.machine.has_gpus) == (2, 4, 2, False)
     assert cluster_of([Place(1, 0, has_gpus=False)], NODE).machine.cores == 8
-    found = planned(job(tensor=2, data=4), two)
-    assert (found["assumed"], found["has_gpus"]) == (True, False)
+    plan = planned(job(tensor=2, data=4), two)
+    assert (plan["assumed"], plan["has_gpus"]) == (True, False)
 
 
 def test_gpus_are_those_that_ray_knows():
-    found = cluster_of([Place(8, 0, True, "A100", 80 * 2**30)] * 2, NODE)
-    assert (found.nodes, found.gpus_per_node, found.machine.accelerator.name) == (2, 8, "a100-80gb")
+    cluster = cluster_of([Place(8, 0, True, "A100", 80 * 2**30)] * 2, NODE)
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.machine.accelerator.name) == (2, 8, "a100-80gb")
     with pytest.raises(SpecError, match="Ray does not know"):
         cluster_of([Place(8, 0, True)], NODE)
 
@@ -55,8 +55,8 @@ def test_nothing_is_planned_where_some_gpus_are_of_a_type_that_is_not_known():
 
 def test_gpus_that_were_calibrated_are_what_was_measured():
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
-    found = cluster_of([Place(1, 0, True, "H100", 80 * 2**30)], NODE, {"h100-80gb": gpu})
-    assert found.machine.gpu == gpu and not planned(job(), found)["assumed"]
+    calibrated = cluster_of([Place(1, 0, True, "H100", 80 * 2**30)], NODE, {"h100-80gb": gpu})
+    assert calibrated.machine.gpu == gpu and not planned(job(), calibrated)["assumed"]
     other = cluster_of([Place(1, 0, True, "A100", 80 * 2**30)], NODE, {"h100-80gb": gpu})
     assert other.machine.gpu is None
 

@@ -141,9 +141,9 @@ def everything(spec: JobSpec, cluster: Cluster) -> Iterator[JobSpec]:
                         small = spec.model_copy(update={"train": train})
                         shape |= {"schedule": schedule, "virtual_stages": chunks}
                         for counts in _shares(layers, stages * chunks):
-                            found = placed(small, **shape, stage_layers=counts)
-                            if not find_problems(found) and fits(found, cluster).fits:
-                                yield found
+                            layout = placed(small, **shape, stage_layers=counts)
+                            if not find_problems(layout) and fits(layout, cluster).fits:
+                                yield layout
 
 
 def _shares(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -173,14 +173,14 @@ def drawn(seed: int) -> tuple[JobSpec, Cluster]:
 def test_nothing_over_both_kinds_is_much_faster_than_what_is_found(seed):
     spec, cluster = drawn(seed)
     everywhere = [plan_of(each, cluster).time.seconds for each in everything(spec, cluster)]
-    found = best_layouts(spec, cluster, limit=1).plans
+    plans = best_layouts(spec, cluster, limit=1).plans
     if not everywhere:
         return
-    assert found[0].time.seconds <= WITHIN * min(everywhere)
+    assert plans[0].time.seconds <= WITHIN * min(everywhere)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_step_takes_less_than_the_least_that_was_told_of_it(seed):
+def test_no_step_takes_less_than_its_lower_bounds(seed):
     """By which layouts are left out that are never simulated."""
     spec, cluster = drawn(seed)
     rates = mixed_search._Rates(spec, cluster.parts)
@@ -189,8 +189,8 @@ def test_no_step_takes_less_than_the_least_that_was_told_of_it(seed):
             stages = mixed_search._Stages(spec, mixed, rates)
             step = stages.step(cluster) if stages.counts else None
             if step is not None:
-                told = rates.least_of_frame(frame), rates.balanced_seconds(mixed), stages.least_seconds
-                assert max(*told, step.least_seconds) <= step.model.time().seconds * (1 + 1e-9)
+                bounds = rates.least_of_frame(frame), rates.balanced_seconds(mixed), stages.least_seconds
+                assert max(*bounds, step.least_seconds) <= step.model.time().seconds * (1 + 1e-9)
 
 
 @pytest.mark.soak
@@ -205,8 +205,8 @@ def test_large_clusters_use_both_kinds_where_that_is_faster():
 def test_8_bit_products_are_on_nodes_that_have_them():
     eight = job(12, 4096, 32, train={"global_batch_size": 32, "fp8": "tensorwise"})
     assert best_layouts(eight, MIXED).plans == ()
-    found = best_layouts(eight, together([nodes("h100-80gb", 1, 2), nodes("v100-32gb", 1, 4)])).plans
-    assert found and all(set(plan.spec.layout.stage_accelerators) == {"H100"} for plan in found)
+    plans = best_layouts(eight, together([nodes("h100-80gb", 1, 2), nodes("v100-32gb", 1, 4)])).plans
+    assert plans and all(set(plan.spec.layout.stage_accelerators) == {"H100"} for plan in plans)
 
 
 def test_a_layout_that_does_not_say_where_it_is_goes_by_the_worst_and_has_the_room_of_all():

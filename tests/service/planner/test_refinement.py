@@ -117,9 +117,9 @@ def test_what_jobs_took_brings_plans_of_others_close(case, seed):
     assumed, drawn, factors = CASES[case]
     draw, true = random.Random(100 * case + seed), slower(assumed, **factors)
     after = replace(assumed, machine=refined(assumed.machine, seen_on(case, draw)))
-    found, was = constants_of(after.machine), movable(assumed.machine)
+    constants, was = constants_of(after.machine), movable(assumed.machine)
     first, factor = next(iter(factors.items()))
-    assert abs(math.log(found[first] / was[first] / factor)) < (0.25 if seed == 1 else 0.5)
+    assert abs(math.log(constants[first] / was[first] / factor)) < (0.25 if seed == 1 else 0.5)
     others = [drawn(draw) for _ in range(10)]
     before_errors, after_errors = errors(others, assumed, true), errors(others, after, true)
     assert statistics.median(after_errors) < min(0.1, 0.75 * statistics.median(before_errors))
@@ -129,15 +129,15 @@ def test_what_jobs_took_brings_plans_of_others_close(case, seed):
 @pytest.mark.parametrize("case", [0, 3])
 def test_the_order_of_jobs_does_not_matter(case):
     machine, seen = CASES[case][0].machine, seen_on(case, random.Random(5), 8, 1)
-    found = refined(machine, seen)
-    assert found.refined.jobs == 9
-    assert refined(machine, seen[::-1]) == refined(machine, random.Random(1).sample(seen, len(seen))) == found
+    after = refined(machine, seen)
+    assert after.refined.jobs == 9
+    assert refined(machine, seen[::-1]) == refined(machine, random.Random(1).sample(seen, len(seen))) == after
 
 
 def test_a_machine_that_is_as_assumed_stays_so():
     draw = random.Random(1)
-    found = refined(OF_CORES.machine, [observed(on_cores(draw), OF_CORES, OF_CORES, f"job_{i}") for i in range(6)])
-    assert constants_of(found) == pytest.approx(movable(OF_CORES.machine), rel=1e-6)
+    after = refined(OF_CORES.machine, [observed(on_cores(draw), OF_CORES, OF_CORES, f"job_{i}") for i in range(6)])
+    assert constants_of(after) == pytest.approx(movable(OF_CORES.machine), rel=1e-6)
 
 
 def test_plans_by_refined_constants_say_what_is_wrong_without_any():
@@ -145,12 +145,12 @@ def test_plans_by_refined_constants_say_what_is_wrong_without_any():
     draw = random.Random(3)
     specs, true = [on_cores(draw) for _ in range(8)], slower(OF_CORES, product_fp32=0.4, memory=0.5)
 
-    def found(planned_on):
+    def refined_by(planned_on):
         seen = [observed(spec, planned_on, true, f"job_{i}") for i, spec in enumerate(specs)]
         return replace(OF_CORES, machine=refined(OF_CORES.machine, seen))
 
-    first = found(OF_CORES)
-    second = found(first)
+    first = refined_by(OF_CORES)
+    second = refined_by(first)
     assert first.machine.refined and second.machine.refined.before == tuple(movable(OF_CORES.machine).items())
     assert constants_of(second.machine) == pytest.approx(constants_of(first.machine), rel=0.05)
     assert refined(first.machine, []) == first.machine
@@ -168,9 +168,9 @@ def test_too_few_jobs_move_nothing():
     true = slower(OF_CORES, product_fp32=0.5)
     seen = [observed(SPEC, OF_CORES, true, f"job_{i}") for i in range(LEAST_JOBS)]
     assert refined(OF_CORES.machine, seen[1:]) is OF_CORES.machine
-    found = refined(OF_CORES.machine, seen)
-    assert {name for name, factor in moved(found).items() if abs(factor - 1) > 1e-6} == {"product_fp32"}
-    assert found.refined.jobs == LEAST_JOBS
+    after = refined(OF_CORES.machine, seen)
+    assert {name for name, factor in moved(after).items() if abs(factor - 1) > 1e-6} == {"product_fp32"}
+    assert after.refined.jobs == LEAST_JOBS
 
 
 def test_only_the_newest_jobs_count():
@@ -211,9 +211,9 @@ def test_what_was_measured_stays_as_it_is():
     assert movable(CpuNode(4, 2.0**36, core).machine(4)) == {}
     assert set(movable(OF_CORES.machine)) == set(ON_CORES)
     assert set(movable(OF_MEASURED.machine)) == set(BETWEEN_GPUS)
-    found = refined(OF_MEASURED.machine, seen_on(5, random.Random(2)))
-    assert found.refined and found.gpu == GPU
-    assert found.constants.product == OF_MEASURED.machine.constants.product
+    after = refined(OF_MEASURED.machine, seen_on(5, random.Random(2)))
+    assert after.refined and after.gpu == GPU
+    assert after.constants.product == OF_MEASURED.machine.constants.product
 
 
 def test_a_calibration_forgets_what_jobs_said_before_it():
@@ -240,7 +240,7 @@ def waiting_instead(measured, part):
     return replace(measured, parts=parts)
 
 
-def test_steps_are_told_as_long_as_they_took_where_their_parts_do_not_add_up():
+def test_steps_are_planned_as_long_as_they_took_where_their_parts_do_not_add_up():
     """While a rank waits for another on the same cores, that one has them to itself."""
     draw, true = random.Random(3), slower(OF_CORES, product_fp32=0.5)
     specs = [on_cores(draw) for _ in range(16)]
@@ -249,8 +249,8 @@ def test_steps_are_told_as_long_as_they_took_where_their_parts_do_not_add_up():
         observation(f"job_{i}", 0.0, plan, waiting_instead(took(spec, true), 0.2))
         for i, (spec, plan) in enumerate(zip(specs[:8], kept, strict=True))
     ]
-    told = replace(OF_CORES, machine=refined(OF_CORES.machine, seen))
-    assert statistics.median(errors(specs[8:], told, true)) < 0.05
+    after = replace(OF_CORES, machine=refined(OF_CORES.machine, seen))
+    assert statistics.median(errors(specs[8:], after, true)) < 0.05
 
 
 def test_a_step_as_a_whole_says_nothing_of_links_where_the_rest_was_measured():

@@ -255,9 +255,9 @@ def test_what_fits_nowhere_names_a_cluster_that_would_do():
 
 def test_a_layout_is_found_for_a_job_within_its_bounds():
     spec = job(train={"global_batch_size": 64})
-    found = with_layout(spec, ElasticConfig(min_data=2, max_data=2), a100s())
-    assert found.layout.data == 2 and find_problems(found) == []
-    assert found.elastic.min_data == 2
+    planned = with_layout(spec, ElasticConfig(min_data=2, max_data=2), a100s())
+    assert planned.layout.data == 2 and find_problems(planned) == []
+    assert planned.elastic.min_data == 2
 
 
 def test_a_job_for_which_there_is_no_layout_is_refused():

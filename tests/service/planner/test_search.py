@@ -55,9 +55,9 @@ def _variants(spec: JobSpec, at: tuple[int, int, int, int]) -> Iterator[JobSpec]
             ("none", "selective", "full"), compositions(spec.model.layers, pipeline * virtual_stages)
         ):
             candidate = Candidate(pipeline, tensor, data, virtual_stages, schedule, micro_batch, recompute, counts)
-            found = candidate.spec(spec)
-            if not find_problems(found):
-                yield found
+            variant = candidate.spec(spec)
+            if not find_problems(variant):
+                yield variant
 
 
 def compositions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -142,9 +142,9 @@ def drawn_large(seed: int) -> tuple[JobSpec, Cluster]:
 def test_what_is_left_out_of_large_searches_is_hardly_faster(seed, monkeypatch):
     spec, cluster = drawn_large(seed)
     assert not is_complete(spec, cluster)
-    found = search(spec, cluster, limit=1).plans[0]
+    plan = search(spec, cluster, limit=1).plans[0]
     monkeypatch.setattr(candidates_module, "COMPLETE", 10**9)
-    assert found.time.seconds <= 1.02 * search(spec, cluster, limit=1).plans[0].time.seconds
+    assert plan.time.seconds <= 1.02 * search(spec, cluster, limit=1).plans[0].time.seconds
 
 
 def test_a_number_of_ranks_can_be_asked_for():
@@ -177,11 +177,11 @@ def test_bounds_are_bounds(draw, seed):
         if 1 < stages < spec.model.layers and any_of.random() < 0.1:
             lists.append(replace(candidate, stage_layers=any_of.choice([*compositions(spec.model.layers, stages)])))
     for candidate in lists:
-        found = candidate.spec(spec)
-        if not find_problems(found):
-            assert bounds.least_bytes(candidate) <= worst_rank(found, cluster.machine).total
+        variant = candidate.spec(spec)
+        if not find_problems(variant):
+            assert bounds.least_bytes(candidate) <= worst_rank(variant, cluster.machine).total
             assert bounds.least_seconds(candidate) <= bounds.model(candidate).time().seconds * (1 + 1e-9)
-            assert bounds.model(candidate).time() == StepModel(found, cluster, engine).time()
+            assert bounds.model(candidate).time() == StepModel(variant, cluster, engine).time()
 
 
 def test_a_trillion_parameters_on_3072_gpus_take_seconds():

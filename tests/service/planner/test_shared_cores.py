@@ -74,9 +74,9 @@ def test_no_step_beats_its_work_nor_takes_longer_than_one_core(kind, stages, rou
     v, m = {"interleaved": 2, "zb-v": 2}.get(kind, 1), stages * rounds
     pipeline = Pipeline(kind, stages, v, (StageTimes(f, b, b),) * (stages * v), (0.0,) * (stages * v - 1), True)
     work = sum(pipeline.rank_work()) * m * ranks
-    found = replace(pipeline, cores=cores(2, ranks, all_busy))
-    assert found.work(m) <= found.simulated_seconds(m) * (1 + 1e-9)
-    assert work / 2 <= found.simulated_seconds(m) * (1 + 1e-9)
-    assert found.simulated_seconds(m) <= work / all_busy * (1 + 1e-9)
+    shared = replace(pipeline, cores=cores(2, ranks, all_busy))
+    assert shared.work(m) <= shared.simulated_seconds(m) * (1 + 1e-9)
+    assert work / 2 <= shared.simulated_seconds(m) * (1 + 1e-9)
+    assert shared.simulated_seconds(m) <= work / all_busy * (1 + 1e-9)
     one = replace(pipeline, cores=cores(1, ranks))
     assert one.simulated_seconds(m) == pytest.approx(work)

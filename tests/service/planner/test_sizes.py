@@ -28,31 +28,31 @@ def shape(spec: JobSpec) -> tuple[int, int, int]:
 @pytest.mark.parametrize("gibibytes", [80, 1.2])
 def test_every_number_of_gpus_has_the_best_of_all_layouts_that_need_no_more(gibibytes):
     spec, cluster = job(4, 1024, 8, train={"global_batch_size": 12}), small_memory(a100s(), gibibytes)
-    found = best_by_size(spec, cluster, MANTA)
-    assert found[0].up_to == 8
+    sizes = best_by_size(spec, cluster, MANTA)
+    assert sizes[0].up_to == 8
     for gpus in range(1, 9):
         alone = [search(spec, cluster, limit=1, ranks=ranks).plans for ranks in range(1, gpus + 1)]
         best = min((plans[0].time.seconds for plans in alone if plans), default=None)
-        chosen = [each for each in found if each.gpus <= gpus <= each.up_to]
+        chosen = [each for each in sizes if each.gpus <= gpus <= each.up_to]
         assert [each.plan.time.seconds for each in chosen] == ([] if best is None else [pytest.approx(best)])
         assert all(each.plan.spec.layout.world_size == each.gpus for each in chosen)
     if gibibytes < 2:
-        assert found[-1].gpus > 1
+        assert sizes[-1].gpus > 1
 
 
 def test_a_large_cluster_loses_whole_nodes():
     spec, cluster = job(64, 8192, 64, train={"global_batch_size": 256}), a100s(16)
-    found = best_by_size(spec, cluster, MANTA)
-    assert [each.up_to for each in found[:4]] == [128, 120, 112, 96]
-    assert found[1].plan.time.seconds == search(spec, replace(cluster, nodes=15), limit=1).plans[0].time.seconds
-    assert [each.plan.time.seconds for each in found] == sorted(each.plan.time.seconds for each in found)
+    sizes = best_by_size(spec, cluster, MANTA)
+    assert [each.up_to for each in sizes[:4]] == [128, 120, 112, 96]
+    assert sizes[1].plan.time.seconds == search(spec, replace(cluster, nodes=15), limit=1).plans[0].time.seconds
+    assert [each.plan.time.seconds for each in sizes] == sorted(each.plan.time.seconds for each in sizes)
 
 
 def test_of_unequal_nodes_each_kind_is_lost_by_itself():
     parts = [Cluster(machine_of("a100-80gb"), 2, 4), Cluster(machine_of("v100-32gb"), 4, 2)]
     cluster, spec = together(parts), job(12, 4096, 32, train={"global_batch_size": 32})
-    found = best_by_nodes(spec, cluster)
-    assert [(each.nodes, each.up_to) for each in found] == [
+    sizes = best_by_nodes(spec, cluster)
+    assert [(each.nodes, each.up_to) for each in sizes] == [
         ({"A100": 2, "V100": 4}, 16),
         ({"A100": 1, "V100": 4}, 12),
         ({"V100": 4}, 8),
@@ -60,7 +60,7 @@ def test_of_unequal_nodes_each_kind_is_lost_by_itself():
         ({"A100": 2, "V100": 2}, 12),
         ({"A100": 2}, 8),
     ]
-    for each in found:
+    for each in sizes:
         best = best_layouts(spec, each.cluster, limit=1).plans[0]
         assert each.plan.time.seconds == pytest.approx(best.time.seconds, rel=1e-3)
         assert each.to_json()["fits"] and each.gpus <= each.up_to
@@ -70,8 +70,8 @@ def test_an_elastic_job_goes_on_with_fewer_replicas_and_then_in_smaller_shapes()
     elastic = {"min_data": 2, "max_data": 3, "reshape": True}
     spec = job(4, tensor=2, pipeline=2, data=2, train={"global_batch_size": 12})
     spec = spec.model_copy(update={"elastic": ElasticConfig(**elastic)})
-    found = elastic_sizes(spec, a100s(2), MANTA)
-    assert [(each.gpus, each.up_to, shape(each.plan.spec)) for each in found] == [
+    sizes = elastic_sizes(spec, a100s(2), MANTA)
+    assert [(each.gpus, each.up_to, shape(each.plan.spec)) for each in sizes] == [
         (12, 12, (2, 2, 3)),
         (8, 11, (2, 2, 2)),
         (6, 7, (2, 1, 3)),

@@ -36,17 +36,17 @@ def test_no_other_list_leaves_the_busiest_rank_less(kind, pipeline, more, layer,
     def seconds(index: int, number: int) -> float:
         return number * layer + extra[index]
 
-    found = shared_out(layers, chunks, seconds, limits)
+    counts = shared_out(layers, chunks, seconds, limits)
     lists = [
         each
         for each in itertools.product(range(1, more + 2), repeat=count)
         if sum(each) == layers
         and (limits is None or all(sum(each[i] for i in own) <= most for own, most in zip(chunks, limits, strict=True)))
     ]
-    assert (found is None) == (not lists)
-    if found is not None:
-        assert found in lists
-        assert busiest(found, chunks, seconds) <= min(busiest(each, chunks, seconds) for each in lists) * (1 + 1e-9)
+    assert (counts is None) == (not lists)
+    if counts is not None:
+        assert counts in lists
+        assert busiest(counts, chunks, seconds) <= min(busiest(each, chunks, seconds) for each in lists) * (1 + 1e-9)
 
 
 def test_chunks_are_where_the_engine_has_them():
@@ -59,8 +59,8 @@ def test_chunks_are_where_the_engine_has_them():
 
 def test_stages_of_slower_machines_have_fewer_layers():
     speeds = (1.0, 1.0, 2.0, 2.0)
-    found = shared_out(12, chunks_of("1f1b", 4, 1), lambda index, layers: layers / speeds[index])
-    assert found == (2, 2, 4, 4)
+    counts = shared_out(12, chunks_of("1f1b", 4, 1), lambda index, layers: layers / speeds[index])
+    assert counts == (2, 2, 4, 4)
 
 
 def test_of_equal_ranks_the_first_ones_have_the_layers_that_are_left_over():

@@ -38,11 +38,11 @@ def layer(spec: JobSpec, software: Software = MANTA) -> LayerTime:
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_the_parts_are_the_whole_and_no_step_beats_the_peak(parallel, family):
     spec = job(model={"family": family, "kv_heads": 8 if family == "llama" else None}, **parallel)
-    found = step(spec)
-    parts = found.pipeline + found.gradients + found.tied + found.optimizer + found.waiting
-    assert found.seconds == pytest.approx(parts)
-    assert found.seconds > step_flops(spec).hardware_causal / spec.layout.world_size / 312e12
-    assert 0 <= found.bubble_ratio < 1
+    planned = step(spec)
+    parts = planned.pipeline + planned.gradients + planned.tied + planned.optimizer + planned.waiting
+    assert planned.seconds == pytest.approx(parts)
+    assert planned.seconds > step_flops(spec).hardware_causal / spec.layout.world_size / 312e12
+    assert 0 <= planned.bubble_ratio < 1
 
 
 def test_twice_the_batch_takes_about_twice_as_long():
@@ -100,10 +100,10 @@ def test_fused_attention_goes_by_its_arithmetic_whatever_scores_would_take_of_th
     shape = {"sequence_length": 8192, "vocabulary_size": 32000}
     for name in ("a100-80gb", "h100-80gb"):
         cluster = Cluster(machine_of(name), 1, 8)
-        found = StepModel(job(8, 1024, 16, model=shape), cluster).layer.forward().attention
+        attention = StepModel(job(8, 1024, 16, model=shape), cluster).layer.forward().attention
         device = cluster.machine.accelerator
         rate = 4 * 8192**2 * 1024 / 2 / (device.peak_16bit * cluster.machine.constants.product)
-        assert rate < found / 2 < 1.1 * rate
+        assert rate < attention / 2 < 1.1 * rate
 
 
 def test_activations_on_their_way_to_the_host_are_waited_for_where_layers_are_faster():

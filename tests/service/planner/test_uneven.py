@@ -59,11 +59,11 @@ def test_a_search_is_as_fast_as_every_list_of_its_layout(schedule):
     bounds = Bounds(spec, cluster, MANTA)
     even = Candidate(3 if chunks == 1 else 2, 1, 1, chunks, schedule, 1, "none")
     start = min(bounds.with_least_seconds(even))[1]
-    found = refined(start, bounds.model(start).time().seconds, bounds, usable_bytes(cluster))
+    chosen = refined(start, bounds.model(start).time().seconds, bounds, usable_bytes(cluster))
     stages = even.pipeline * chunks
     lists = (tuple(b - a for a, b in zip((0, *ends), (*ends, 6), strict=True)) for ends in _increasing(stages - 1, 6))
     best = min(seconds(replace(even, stage_layers=each).spec(spec), cluster) for each in lists)
-    assert seconds(found.spec(spec), cluster) <= 1.01 * best
+    assert seconds(chosen.spec(spec), cluster) <= 1.01 * best
 
 
 def _increasing(count: int, below: int):
@@ -82,11 +82,11 @@ def test_where_even_stages_do_not_fit_a_list_is_found_that_does(monkeypatch):
     even = worst_rank(candidate.spec(spec))
     cluster = with_memory(a100s(1, 4), 0.9 * even.total)
     bounds, usable = Bounds(spec, cluster, MANTA), usable_bytes(cluster)
-    found = fitted(candidate, even.total, bounds, usable)
-    assert found is not None
-    assert found.stage_layers[0] < 4 <= found.stage_layers[-1]
-    assert worst_rank(found.spec(spec)).total <= usable
-    assert fitted(candidate, even.total, bounds, usable, most_seconds=0.1 * seconds(found.spec(spec), cluster)) is None
+    split = fitted(candidate, even.total, bounds, usable)
+    assert split is not None
+    assert split.stage_layers[0] < 4 <= split.stage_layers[-1]
+    assert worst_rank(split.spec(spec)).total <= usable
+    assert fitted(candidate, even.total, bounds, usable, most_seconds=0.1 * seconds(split.spec(spec), cluster)) is None
     assert fitted(candidate, even.total, bounds, 0.3 * usable) is None
     # Of what seems to find room each list is counted.
     with monkeypatch.context() as patch:
@@ -100,7 +100,7 @@ def test_where_even_stages_do_not_fit_a_list_is_found_that_does(monkeypatch):
     assert evaluate(replace(candidate, stage_layers=counts).spec(spec), cluster).plans
 
 
-def test_room_is_told_to_a_layer():
+def test_room_is_known_to_a_layer():
     """By whole counts of memory, of each rank, with a number of layers that is far from what is looked at."""
     spec = job(24, 1024, 16, model={"sequence_length": 2048}, pipeline=6, train={"micro_batch_size": 2})
     usable = 1.2 * worst_rank(spec).total
