@@ -234,6 +234,6 @@ def _orders(
     for rank in range(stages):
         index = [virtual_stage(kind, stages, virtual_stages, rank, chunk) for chunk in range(virtual_stages)]
         actions = compute_of_rank(kind, rank, stages, virtual_stages, micro_batches) if trains else evaluated[rank]
-        passes = (action for action in actions if action.kind in _PASSES)
-        ranks.append(tuple((_PASSES[action.kind], index[action.chunk], action.micro_batch) for action in passes))
+        passes = [(_PASSES[kind], index[chunk], at) for kind, at, chunk in actions if kind in _PASSES]
+        ranks.append(tuple(passes))
     return tuple(ranks)

@@ -11,17 +11,24 @@ vocabulary padded to a multiple of the tensor-parallel size t.
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import lru_cache
 from itertools import accumulate
 
-from workers.accounting.flops import padded_vocabulary
+from workers.accounting.flops import padded_vocabulary, stages_held
+from workers.accounting.rank_passes import Kind, blocks_of_rank, passes_of_rank, walked
+from workers.accounting.tape import Pass
 from workers.config import JobSpec, ModelConfig
-from workers.parallel.pipeline.schedules import SPLIT_BACKWARD, compute_of_rank
+from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.stages import layers_of, virtual_stage
+from workers.parallel.pipeline.stages import layers_of
 from workers.parallel.recompute import policy as recompute_policy
 from workers.parallel.recompute.policy import recomputed, waits_on_host
-from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, parameter_names
+from workers.spec.parameters import (
+    TOKEN_EMBEDDING,
+    first_trained_layer,
+    frozen_names,
+    parameter_names,
+    takes_gradient,
+)
 
 WIDE = 4
 """Bytes of an element of what kernels keep in fp32 beside 16-bit activations: statistics of norms, log-sums of
@@ -211,11 +218,11 @@ def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
     if not layout.offload_layers:
         return 0
     shape = layout.schedule, rank, layout.pipeline, layout.virtual_stages, micro_batches
-    actions = passes_of_rank(*shape)
+    actions, indices = passes_of_rank(*shape), stages_held(spec, rank)
     again, first = recomputed(actions, layout), first_trained_layer(spec.model, spec.train.frozen)
 
     def of_pass(action: Action) -> int:
-        index = virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, rank, action.chunk)
+        index = indices[action.chunk]
         policy = layout.recompute if (action.micro_batch, action.chunk) in again else "none"
         modules = layout.recompute_modules if policy == "selective" else ()
         layers = enumerate(layers_of(spec.model.layers, layout, index))
@@ -259,33 +266,22 @@ def output_weight(model: ModelConfig) -> str:
     return TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
 
 
-@lru_cache(maxsize=256)
-def passes_of_rank(kind: str, rank: int, stages: int, virtual_stages: int, micro_batches: int) -> list[Action]:
-    """`compute_of_rank`, which a search asks for again and again. Not to be changed."""
-    return compute_of_rank(kind, rank, stages, virtual_stages, micro_batches)
-
-
 def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
     """The same of one pipeline rank, in a step of so many micro-batches."""
-    layout = spec.layout
-    kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
-    actions = passes_of_rank(kind, rank, stages, virtual_stages, micro_batches)
-    again = recomputed(actions, layout)
-    indices = [virtual_stage(kind, stages, virtual_stages, rank, chunk) for chunk in range(virtual_stages)]
-    sizes = {
-        (chunk, recompute): chunk_bytes(spec, index, recompute)
-        for chunk, index in enumerate(indices)
-        for recompute in (False, True)
-    }
-    splits = kind in SPLIT_BACKWARD
-    put_off = [put_off_bytes(spec, index) if splits else 0 for index in indices]
-    changes: dict[tuple[str, int, bool], int] = {}
-    for (chunk, recompute), size in sizes.items():
-        later = put_off[chunk]
-        of_kind = {"forward": size, "backward": -size, "backward_input": later - size, "backward_weight": -later}
-        changes |= {(kind, chunk, recompute): change for kind, change in of_kind.items()}
-    held = (changes[each.kind, each.chunk, (each.micro_batch, each.chunk) in again] for each in actions)
-    return max(accumulate(held))
+    stages, splits = stages_held(spec, rank), spec.layout.schedule in SPLIT_BACKWARD
+    put_off = [put_off_bytes(spec, index) if splits else 0 for index in stages]
+    sizes: dict[tuple[int, bool], int] = {}
+
+    def change(kind: Kind) -> Pass:
+        key = kind.chunk, kind.again
+        if key not in sizes:
+            sizes[key] = chunk_bytes(spec, stages[kind.chunk], kind.again)
+        size, later = sizes[key], put_off[kind.chunk]
+        left = {"forward": size, "backward": -size, "backward_input": later - size, "backward_weight": -later}
+        return Pass(max(0, left[kind.kind]), left[kind.kind])
+
+    takes = takes_gradient(spec)
+    return walked(blocks_of_rank(spec.layout, rank, micro_batches, [takes[index] for index in stages]), change).most
 
 
 def put_off_bytes(spec: JobSpec, index: int) -> int:

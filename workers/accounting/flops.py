@@ -32,7 +32,7 @@ from workers.config import JobSpec, ModelConfig, ParallelConfig
 from workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
 from workers.parallel.data.tree_sum import buffers
 from workers.parallel.pipeline.schedules import schedule
-from workers.parallel.pipeline.stages import layers_of, virtual_stage
+from workers.parallel.pipeline.stages import layers_of, stages_of_rank
 from workers.parallel.recompute.policy import recomputed
 from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, padded_rows
 
@@ -78,7 +78,7 @@ def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
     frozen, model = frozen_names(spec), spec.model
     if not frozen:
         return 0
-    indices, count = _virtual_stages(spec, rank), spec.layout.pipeline * spec.layout.virtual_stages
+    indices, count = stages_held(spec, rank), spec.layout.pipeline * spec.layout.virtual_stages
     layers = [layer for index in indices for layer in layers_of(model.layers, spec.layout, index)]
     first, last = 0 in indices, count - 1 in indices
     sizes = _layer_sizes(model, spec.layout.tensor)
@@ -94,13 +94,10 @@ def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
     return total + last * model.hidden_size * sum(f"final_norm.{part}" in frozen for part in ("weight", "bias"))
 
 
-def _virtual_stages(spec: JobSpec, rank: int) -> list[int]:
-    """Virtual stages of a pipeline rank."""
+def stages_held(spec: JobSpec, rank: int) -> tuple[int, ...]:
+    """Virtual stages of a pipeline rank, one a chunk."""
     layout = spec.layout
-    return [
-        virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, rank, chunk)
-        for chunk in range(layout.virtual_stages)
-    ]
+    return stages_of_rank(layout.schedule, layout.pipeline, layout.virtual_stages, rank)
 
 
 def _layer_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
@@ -126,14 +123,14 @@ def layer_matrices(model: ModelConfig, tensor: int) -> dict[str, int]:
 
 def layers_of_rank(spec: JobSpec, rank: int) -> int:
     """How many layers pipeline rank `rank` has."""
-    return sum(len(layers_of(spec.model.layers, spec.layout, index)) for index in _virtual_stages(spec, rank))
+    return sum(len(layers_of(spec.model.layers, spec.layout, index)) for index in stages_held(spec, rank))
 
 
 def parameters_of_rank(spec: JobSpec, rank: int) -> int:
     """Those of pipeline rank `rank`."""
     model, layout, h = spec.model, spec.layout, spec.model.hidden_size
     count = layout.pipeline * layout.virtual_stages
-    indices, layers = _virtual_stages(spec, rank), layers_of_rank(spec, rank)
+    indices, layers = stages_held(spec, rank), layers_of_rank(spec, rank)
     first, last = 0 in indices, count - 1 in indices
     rows = int(first) + int(last) - int(first and last and model.tie_embeddings)
     total = layers * _layer_parameters(model, layout.tensor) + rows * padded_vocabulary(spec) // layout.tensor * h
@@ -293,8 +290,8 @@ def _passes_of_replica(layout: ParallelConfig, layers: int, first: int, sizes: t
     kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
     passes = 0
     for rank, actions in enumerate(schedule(kind, stages, virtual_stages, len(sizes))):
+        indices = stages_of_rank(kind, stages, virtual_stages, rank)
         for micro_batch, chunk in recomputed(actions, layout):
-            index = virtual_stage(kind, stages, virtual_stages, rank, chunk)
-            held = layers_of(layers, layout, index)
+            held = layers_of(layers, layout, indices[chunk])
             passes += sizes[micro_batch] * sum(layer >= first and layer % _every(layout) == 0 for layer in held)
     return passes

@@ -7,18 +7,17 @@ products for weights hold until their turn.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import pairwise
 
-from workers.accounting.activation_bytes import WIDE, offloaded, output_weight, passes_of_rank, tokens_of
-from workers.accounting.flops import padded_vocabulary
+from workers.accounting.activation_bytes import WIDE, offloaded, output_weight, tokens_of
+from workers.accounting.flops import padded_vocabulary, stages_held
 from workers.accounting.layer_passes import LayerPasses, Sizes
+from workers.accounting.rank_passes import Kind, blocks_of_rank, comes_to, walked
 from workers.accounting.tape import NOTHING, Pass, Tape
 from workers.config import JobSpec
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
-from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.stages import layers_of, neighbours, virtual_stage
-from workers.parallel.recompute.policy import recomputed, waits_on_host
+from workers.parallel.pipeline.stages import layers_of
+from workers.parallel.recompute.policy import waits_on_host
 from workers.spec.parameters import first_trained_layer, frozen_names, takes_gradient
 
 LOSS_ROWS, LOSS_ELEMENTS = 256, 2**24
@@ -28,37 +27,6 @@ LOSS_TOKEN = 18
 (8)."""
 LOSS_NUMBERS = 28
 """Others of a token that are gone after forward: seven numbers in fp32."""
-
-
-@lru_cache(maxsize=256)
-def _comes_to(kind: str, stages: int, chunks: int, rank: int) -> frozenset[tuple[int, str]]:
-    """(chunk, kind of pass) of this rank that need what another rank sends."""
-    passes: set[tuple[int, str]] = set()
-    for chunk in range(chunks):
-        before, behind = neighbours(kind, stages, chunks, rank, chunk)
-        if before is not None and before[0] != rank:
-            passes.add((chunk, "forward"))
-        if behind is not None and behind[0] != rank:
-            passes |= {(chunk, "backward"), (chunk, "backward_input")}
-    return frozenset(passes)
-
-
-@lru_cache(maxsize=256)
-def _posted(
-    kind: str, rank: int, stages: int, chunks: int, micro_batches: int, takes: tuple[bool, ...]
-) -> list[tuple[Action, int]]:
-    """The passes of a rank, each with the number of messages that are asked for before it. `takes`: whether each chunk
-    has a backward pass."""
-    comes = _comes_to(kind, stages, chunks, rank)
-    actions = passes_of_rank(kind, rank, stages, chunks, micro_batches)
-    needs = [
-        (action.chunk, action.kind) in comes and (action.kind == "forward" or takes[action.chunk]) for action in actions
-    ]
-    # Each is asked for one pass ahead of its own; the first pass's with itself.
-    return [
-        (action, (needs[number] if number == 0 else 0) + (needs[number + 1] if number + 1 < len(needs) else 0))
-        for number, action in enumerate(actions)
-    ]
 
 
 class StepPeak:
@@ -89,20 +57,20 @@ class StepPeak:
 
     def walk(self, rank: int, micro_batches: int) -> tuple[int, int]:
         """The same, and what is left of it when the step is over."""
-        layout, shape = self.spec.layout, (self.kind, rank, self.stages, self.chunks, micro_batches)
-        indices = [virtual_stage(self.kind, self.stages, self.chunks, rank, chunk) for chunk in range(self.chunks)]
-        comes = _comes_to(self.kind, self.stages, self.chunks, rank)
-        again = recomputed(passes_of_rank(*shape), layout)
+        indices = stages_held(self.spec, rank)
+        comes = comes_to(self.kind, self.stages, self.chunks, rank)
         known: dict[tuple[str, int, bool], Pass] = {}
-        held = most = self.tables
-        for action, posted in _posted(*shape, tuple(self.takes[index] for index in indices)):
-            chunk = action.chunk
-            key = action.kind, chunk, (action.micro_batch, chunk) in again
+
+        def of_kind(kind: Kind) -> Pass:
+            key, begun = kind[:3], kind.posted * self.message
             if key not in known:
-                known[key] = self._pass(indices[chunk], action.kind, key[2], (chunk, action.kind) in comes)
-            begun, taken = held + posted * self.message, known[key]
-            most, held = max(most, begun + taken.most), begun + taken.left
-        return most, held
+                arrives = (kind.chunk, kind.kind) in comes
+                known[key] = self._pass(indices[kind.chunk], kind.kind, kind.again, arrives)
+            return Pass(begun, begun).then(known[key])
+
+        takes = [self.takes[index] for index in indices]
+        found = walked(blocks_of_rank(self.spec.layout, rank, micro_batches, takes), of_kind)
+        return self.tables + found.most, self.tables + found.left
 
     @property
     def tables(self) -> int:
@@ -111,7 +79,7 @@ class StepPeak:
         model, width = self.spec.model, self.sizes.width
         pairs = model.sequence_length * model.head_size // 2
         angles = pairs * (8 + 2 * width) if model.parts.rotary else 0
-        windowed = any(model.window(layer) is not None for layer in range(model.layers))
+        windowed = model.sliding_window is not None and any(model.window(layer) for layer in range(model.layers))
         band = width * model.sequence_length**2 if windowed and not self.spec.attention_is_explicit else 0
         return angles + band
 

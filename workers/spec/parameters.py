@@ -139,6 +139,8 @@ def takes_gradient(spec: JobSpec) -> tuple[bool, ...]:
     """For each virtual stage, in model order, whether backward has anything to do there: it, or one before it, has
     parameters that are trained. The last one always has, since some are."""
     layout, model = spec.layout, spec.model
+    if not spec.train.frozen:
+        return (True,) * (layout.pipeline * layout.virtual_stages)
     first, count = first_trained_layer(model, spec.train.frozen), layout.pipeline * layout.virtual_stages
     ends = [layers_of(model.layers, layout, index).stop for index in range(count)]
     return (*(first < end for end in ends[:-1]), True)

@@ -188,7 +188,7 @@ def test_a_trillion_parameters_on_3072_gpus_take_seconds():
     spec, cluster = paper(128, 25600, 160, 3072), a100s(384)
     began = time.process_time()
     answer = search(spec, cluster)
-    assert time.process_time() - began < 8, "about 1.7 s on an idle core"
+    assert time.process_time() - began < 8, "about 1.3 s on an idle core"
     # The layout of arXiv:2104.04473, table 1, is as good as the best: what would make it better, micro-batches of two
     # under zb-v, does not fit with what the weights' halves of backward passes keep.
     published = next(plan for plan in answer.plans if sizes(plan.spec) == (8, 64, 6))

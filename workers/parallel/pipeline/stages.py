@@ -39,6 +39,12 @@ def virtual_stage(kind: str, stages: int, virtual_stages: int, rank: int, chunk:
     return chunk * stages + rank
 
 
+@lru_cache(maxsize=4096)
+def stages_of_rank(kind: str, stages: int, virtual_stages: int, rank: int) -> tuple[int, ...]:
+    """The virtual stages that are the chunks of pipeline rank `rank`."""
+    return tuple(virtual_stage(kind, stages, virtual_stages, rank, chunk) for chunk in range(virtual_stages))
+
+
 def ends_share_rank(layout: ParallelConfig) -> bool:
     """Whether one pipeline rank holds the embedding and the logits."""
     ends = 0, layout.pipeline * layout.virtual_stages - 1

@@ -67,7 +67,11 @@ def recomputed(actions: list[Action], layout: ParallelConfig) -> frozenset[tuple
     """
     if layout.recompute == "none":
         return frozenset()
-    room = layout.recompute_keep * layout.virtual_stages
+    return recomputed_pairs(actions, layout.recompute_keep * layout.virtual_stages)
+
+
+def recomputed_pairs(actions: list[Action], room: int) -> frozenset[tuple[int, int]]:
+    """The same, where everything is kept of at most `room` pairs."""
     kept: set[tuple[int, int]] = set()
     dropped: set[tuple[int, int]] = set()
     for action in actions:

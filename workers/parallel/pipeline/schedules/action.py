@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 Kind = Literal[
     "forward",
@@ -25,9 +25,8 @@ Kind = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One thing a pipeline rank does for one micro-batch."""
+class Action(NamedTuple):
+    """One thing a pipeline rank does for one micro-batch. A tuple, as searches of the planner make millions."""
 
     kind: Kind
     """What it does: compute, or pass activations (*_forward) or their gradients (*_backward) between ranks."""
@@ -35,6 +34,12 @@ class Action:
     """Micro-batch index within the replica's step, from 0."""
     chunk: int = 0
     """Which of this rank's model chunks computes, sends or receives."""
+
+
+@lru_cache(maxsize=256)
+def of_all(kind: Kind, micro_batches: int, chunk: int = 0) -> tuple[Action, ...]:
+    """The same for each micro-batch in turn; all ranks of a schedule have these."""
+    return tuple(Action(kind, index, chunk) for index in range(micro_batches))
 
 
 COMPUTE: frozenset[str] = frozenset({"forward", "backward", "backward_input", "backward_weight"})

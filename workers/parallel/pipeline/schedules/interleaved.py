@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from workers.parallel.pipeline.schedules.action import Action
+from workers.parallel.pipeline.schedules.action import Action, of_all
 from workers.parallel.pipeline.schedules.one_forward_one_backward import alternate, one_forward_one_backward
 
 
@@ -13,13 +13,14 @@ def interleaved(rank: int, stages: int, virtual_stages: int, micro_batches: int)
     if virtual_stages == 1:
         return one_forward_one_backward(rank, stages, virtual_stages, micro_batches)
     order = list(forwards(rank, stages, virtual_stages, micro_batches))
-    backwards = [Action("backward", action.micro_batch, virtual_stages - 1 - action.chunk) for action in order]
+    of_chunks = [of_all("backward", micro_batches, chunk) for chunk in reversed(range(virtual_stages))]
+    backwards = [of_chunks[action.chunk][action.micro_batch] for action in order]
     return alternate(order, backwards, 2 * (stages - rank - 1) + (virtual_stages - 1) * stages)
 
 
 def forwards(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
     """Forwards of every chunk: up to `stages` micro-batches through one chunk, then the same through the next."""
+    of_chunks = [of_all("forward", micro_batches, chunk) for chunk in range(virtual_stages)]
     for first in range(0, micro_batches, stages):
-        for chunk in range(virtual_stages):
-            for index in range(first, min(first + stages, micro_batches)):
-                yield Action("forward", index, chunk)
+        for of_chunk in of_chunks:
+            yield from of_chunk[first : first + stages]

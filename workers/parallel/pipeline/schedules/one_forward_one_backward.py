@@ -3,19 +3,17 @@ Python."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from workers.parallel.pipeline.schedules.action import Action
+from workers.parallel.pipeline.schedules.action import Action, of_all
 
 
 def one_forward_one_backward(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
     """At most `stages - rank` micro-batches in flight."""
-    forwards = [Action("forward", index) for index in range(micro_batches)]
-    backwards = [Action("backward", index) for index in range(micro_batches)]
-    return alternate(forwards, backwards, stages - rank - 1)
+    return alternate(of_all("forward", micro_batches), of_all("backward", micro_batches), stages - rank - 1)
 
 
-def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> Iterator[Action]:
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> Iterator[Action]:
     """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
     warm_up = min(warm_up, len(forwards))
     yield from forwards[:warm_up]

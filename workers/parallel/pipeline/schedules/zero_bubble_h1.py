@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from workers.parallel.pipeline.schedules.action import Action
+from workers.parallel.pipeline.schedules.action import Action, of_all
 from workers.parallel.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
 
 
@@ -20,12 +20,12 @@ def zero_bubble_h1(rank: int, stages: int, virtual_stages: int, micro_batches: i
 def with_late_weights(actions: Iterable[Action], late: int, micro_batches: int) -> Iterator[Action]:
     """`actions`, in which each backward pass is its inputs' half, and its weights' half follows `late` micro-batches
     later."""
+    inputs, weights = of_all("backward_input", micro_batches), of_all("backward_weight", micro_batches)
     for action in actions:
         if action.kind == "forward":
             yield action
             continue
-        yield Action("backward_input", action.micro_batch)
+        yield inputs[action.micro_batch]
         if action.micro_batch >= late:
-            yield Action("backward_weight", action.micro_batch - late)
-    for index in range(max(0, micro_batches - late), micro_batches):
-        yield Action("backward_weight", index)
+            yield weights[action.micro_batch - late]
+    yield from weights[max(0, micro_batches - late) :]

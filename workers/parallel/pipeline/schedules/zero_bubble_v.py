@@ -3,10 +3,10 @@ Python."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
-from workers.parallel.pipeline.schedules.action import Action, Kind
+from workers.parallel.pipeline.schedules.action import Action, Kind, of_all
 
 _HALVES: tuple[Kind, Kind, Kind] = ("forward", "backward_input", "backward_weight")
 
@@ -17,12 +17,9 @@ def zero_bubble_v(rank: int, stages: int, virtual_stages: int, micro_batches: in
     Chunk 0 runs from the first rank to the last, chunk 1 back. A rank holds at most 2 x `stages` chunk activations.
     Made for the 2 x `stages` - 1 micro-batches that fill the pipeline or more; fewer leave out what is not there.
     """
-    counts: Counter[tuple[Kind, int]] = Counter()
-    for kind, chunk in _passes(rank, stages, max(micro_batches, 2 * stages - 1)):
-        index = counts[kind, chunk]
-        counts[kind, chunk] += 1
-        if index < micro_batches:
-            yield Action(kind, index, chunk)
+    left = {(kind, chunk): iter(of_all(kind, micro_batches, chunk)) for kind in _HALVES for chunk in range(2)}
+    for each in _passes(rank, stages, max(micro_batches, 2 * stages - 1)):
+        yield from islice(left[each], 1)
 
 
 def _passes(rank: int, stages: int, micro_batches: int) -> Iterator[tuple[Kind, int]]:

@@ -1,0 +1,116 @@
+"""The passes of a pipeline rank as memory has them: few kinds, which schedules repeat in short blocks. Pure Python."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from workers.accounting.tape import Pass
+from workers.config import ParallelConfig
+from workers.parallel.pipeline.schedules import compute_of_rank
+from workers.parallel.pipeline.schedules.action import Action
+from workers.parallel.pipeline.stages import neighbours
+from workers.parallel.recompute.policy import recomputed_pairs
+
+PERIODS = (1, 2, 3, 5, 6)
+"""Lengths of the blocks that schedules repeat: passes of one kind, a forward and a backward, one of each half with it,
+and those of two chunks."""
+
+
+class Kind(NamedTuple):
+    """Passes that take and free the same."""
+
+    kind: str
+    chunk: int
+    again: bool
+    """Whether its micro-batch is recomputed by the layout's policy."""
+    posted: int
+    """Messages that are asked for before it."""
+
+
+Blocks = tuple[tuple[tuple[Kind, ...], int], ...]
+"""Passes in their order, each block of them with how often it comes."""
+
+
+@lru_cache(maxsize=256)
+def passes_of_rank(kind: str, rank: int, stages: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+    """`compute_of_rank`, which a search asks for again and again. Not to be changed."""
+    return compute_of_rank(kind, rank, stages, virtual_stages, micro_batches)
+
+
+def blocks_of_rank(layout: ParallelConfig, rank: int, micro_batches: int, takes: Sequence[bool]) -> Blocks:
+    """The passes of pipeline rank `rank` in a step of so many micro-batches. `takes`: whether each of its chunks has a
+    backward pass."""
+    shape = layout.schedule, rank, layout.pipeline, layout.virtual_stages, micro_batches
+    return _blocks(*shape, tuple(takes), None if layout.recompute == "none" else layout.recompute_keep)
+
+
+def walked(blocks: Blocks, of_kind: Callable[[Kind], Pass]) -> Pass:
+    """All of them, one after the other; bytes are whole numbers, so that what comes often is counted exactly."""
+    known: dict[Kind, Pass] = {}
+    most = held = 0
+    for block, times in blocks:
+        peak = now = 0
+        for kind in block:
+            if kind not in known:
+                known[kind] = of_kind(kind)
+            found = known[kind]
+            peak, now = max(peak, now + found.most), now + found.left
+        most, held = max(most, held + peak + max(0, (times - 1) * now)), held + times * now
+    return Pass(most, held)
+
+
+@lru_cache(maxsize=256)
+def comes_to(kind: str, stages: int, chunks: int, rank: int) -> frozenset[tuple[int, str]]:
+    """(chunk, kind of pass) of this rank that need what another rank sends."""
+    found: set[tuple[int, str]] = set()
+    for chunk in range(chunks):
+        before, behind = neighbours(kind, stages, chunks, rank, chunk)
+        if before is not None and before[0] != rank:
+            found.add((chunk, "forward"))
+        if behind is not None and behind[0] != rank:
+            found |= {(chunk, "backward"), (chunk, "backward_input")}
+    return frozenset(found)
+
+
+@lru_cache(maxsize=4096)
+def _blocks(
+    kind: str, rank: int, stages: int, chunks: int, micro_batches: int, takes: tuple[bool, ...], keep: int | None
+) -> Blocks:
+    """`keep`: micro-batches of which everything is kept; None: of all."""
+    actions = passes_of_rank(kind, rank, stages, chunks, micro_batches)
+    needs = {each for each in comes_to(kind, stages, chunks, rank) if each[1] == "forward" or takes[each[0]]}
+    # Each message is asked for one pass ahead of its own; the first pass's with itself.
+    posted = [int((chunk, kind) in needs) for kind, _, chunk in actions] + [0]
+    posted[1] += posted[0]
+    again: Iterator[bool] = itertools.repeat(keep is not None)
+    if keep:
+        pairs = recomputed_pairs(actions, keep * chunks)
+        again = iter([(micro_batch, chunk) in pairs for _, micro_batch, chunk in actions])
+    kinds = [(kind, chunk) for kind, _, chunk in actions]
+    return tuple(_in_blocks(list(zip(kinds, again, posted[1:], strict=False))))
+
+
+_Same = tuple[tuple[str, int], bool, int]
+"""As `Kind`, and made sooner."""
+
+
+def _in_blocks(passes: list[_Same]) -> Iterator[tuple[tuple[Kind, ...], int]]:
+    """From each place on the shortest block that repeats."""
+    at = 0
+    while at < len(passes):
+        period, times = next(_repeating(passes, at), (1, 1))
+        yield tuple(Kind(*which, again, posted) for which, again, posted in passes[at : at + period]), times
+        at += period * times
+
+
+def _repeating(passes: list[_Same], at: int) -> Iterator[tuple[int, int]]:
+    """Lengths of the blocks from there on that come several times one after the other, and how often."""
+    for period in PERIODS:
+        block, end = passes[at : at + period], at + period
+        while passes[end : end + period] == block:
+            end += period
+        if end > at + period:
+            yield period, (end - at) // period
