@@ -46,5 +46,5 @@ def test_tokens_are_in_the_home(tokenize, tmp_path):
 
 def test_what_is_wrong_is_a_sentence(tokenize):
     assert "no key 'body'" in tokenize(code=2, text_key="body")
-    assert "cannot be read" in tokenize(code=2, tokenizer="gone.json")
+    assert "no tokenizer can be read from" in tokenize(code=2, tokenizer="gone.json")
     assert "nothing to prepare" in tokenize(code=2, source="text", tokenizer="bytes")
