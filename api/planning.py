@@ -22,7 +22,9 @@ def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan
     try:
         cluster = for_job(spec, current)(None)
         refuse_unplannable(spec)
-    except (NotPlanned, SpecError, ClusterUnavailable) as error:
+    except SpecError as error:
+        return None, f"nothing is planned: {'; '.join(problem.rule for problem in error.problems)}"
+    except (NotPlanned, ClusterUnavailable) as error:
         return None, f"nothing is planned: {error}"
     request = PlanRequest(spec, cluster)
     document = to_json(request, request.answer())

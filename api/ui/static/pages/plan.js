@@ -6,6 +6,7 @@ import { fill, h, panel, setText, setVisible, table } from "../core/dom.js";
 import { bytes, duration, layout, number, percent } from "../core/format.js";
 import { budgetTable } from "../parts/budget_table.js";
 import { memoryBars } from "../parts/memory_bars.js";
+import { problemList } from "../parts/problems.js";
 import { documentOf } from "../parts/spec_document.js";
 import { lanesOf, rangeOf } from "../parts/trace_lanes.js";
 
@@ -87,15 +88,7 @@ class PlanPage {
       this.show(await send("POST", "/v1/plans", { ...document, explain: true }));
     } catch (error) {
       this.showExplanation(null);
-      fill(
-        this.says,
-        h("p", { class: "tone-bad kind" }, error.message),
-        h(
-          "ul",
-          { class: "problems" },
-          (error.errors ?? []).map((each) => h("li", {}, h("code", {}, each.path), ` ${each.rule}`)),
-        ),
-      );
+      fill(this.says, problemList(error));
     }
     this.go.disabled = false;
   }

@@ -8,6 +8,7 @@ import { link } from "../core/router.js";
 import { may } from "../core/shell.js";
 import { toYaml } from "../core/yaml.js";
 import { documentOf } from "../parts/spec_document.js";
+import { problemList } from "../parts/problems.js";
 import { memoryBars } from "../parts/memory_bars.js";
 
 const TYPED_MILLISECONDS = 500;
@@ -76,23 +77,7 @@ class SubmitPage {
       if (text !== this.text.value) return;
       this.bars.show([], 0);
       fill(this.bars.element);
-      fill(
-        this.says,
-        h("p", { class: "tone-bad kind" }, error.message),
-        h(
-          "ul",
-          { class: "problems" },
-          (error.errors ?? []).map((each) =>
-            h(
-              "li",
-              {},
-              h("code", {}, each.path),
-              ` ${each.rule}`,
-              each.suggestion ? ` (${each.suggestion} would do)` : "",
-            ),
-          ),
-        ),
-      );
+      fill(this.says, problemList(error));
     }
   }
 
