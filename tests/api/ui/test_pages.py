@@ -278,6 +278,11 @@ def test_planner_answers_with_reasons_and_pictures(viewer):
     page.get_by_role("button", name="Plan", exact=True).click()
     expect(page.locator(".problems li").first).to_be_visible()
     viewer.complaints.said = [text for text in viewer.complaints.said if "422" not in text]
+    page.get_by_role("textbox", name="What is to be planned").fill(
+        "model: {layers: 4, hidden_size: 128, heads: 4, sequence_length: 128}\ndata: {source: python-stdlib}\n"
+    )
+    page.get_by_role("button", name="Plan", exact=True).click()
+    expect(page.get_by_role("table", name="Plans")).to_be_visible()
 
 
 @pytest.mark.soak

@@ -85,7 +85,7 @@ class PlanPage {
     fill(this.says, h("p", { class: "note" }, "Searching ..."));
     try {
       const document = await documentOf(this.text.value);
-      this.show(await send("POST", "/v1/plans", { ...document, explain: true }));
+      this.show(await send("POST", "/v1/plans", { cluster: { current: true }, ...document, explain: true }));
     } catch (error) {
       this.showExplanation(null);
       fill(this.says, problemList(error));
