@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
-import subprocess
-import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +13,11 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from service.store import Store
-from tests.api.ui.sample import one_time_link
+from tests.api.ui.sample import SampleServer, one_time_link
 
 CHROMIUM = shutil.which("chromium")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
              "--disable-sync", "--no-first-run", "--disable-quic"]  # fmt: skip
-SERVER = Path(__file__).with_name("sample.py")
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(SERVER.parents[3])}
 MILLISECONDS = 20_000  # machines that run tests are slow at times
 
 
@@ -77,18 +73,15 @@ class Complaints:
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[Sample]:
-    """The sample server, in a process of its own."""
-    command = [sys.executable, str(SERVER), str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    store = Store(f"sqlite:///{folder}/manta.db")
+    """The sample server, on a thread."""
+    server = SampleServer(folder)
+    thread = threading.Thread(target=server.run, name="sample server")
+    thread.start()
     try:
-        assert process.stdout is not None
-        yield Sample(**json.loads(process.stdout.readline()), store=store)
-        process.terminate()
-        process.wait(20)
+        yield Sample(**server.about, store=server.store)
     finally:
-        process.kill()
-        store.close()
+        server.stop()
+        thread.join(20)
 
 
 @dataclass
@@ -108,12 +101,9 @@ class Viewer:
 
 
 def sign_in(browser: Browser, sample: Sample, link: str, **options: object) -> Viewer:
-    """Whoever opens `link`."""
+    """Whoever opens `link`: asked for as a page would be, but without loading the dashboard, to which it leads on."""
     context = browser.new_context(viewport={"width": 1360, "height": 900}, **options)  # type: ignore[arg-type]
     context.set_default_timeout(MILLISECONDS)
     expect.set_options(timeout=MILLISECONDS)
-    page = context.new_page()
-    page.goto(link)
-    page.wait_for_url("**/ui/")  # which the link's own page leads on to
-    page.close()
+    assert context.request.get(link).ok
     return Viewer(sample, context, Complaints())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from tests.api.ui.browser import ARGUMENTS, CHROMIUM, Sample, Viewer, served, sign_in
+from tests.api.ui.browser import ARGUMENTS, CHROMIUM, Complaints, Sample, Viewer, served, sign_in
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +21,11 @@ def chromium() -> Iterator[Browser]:
 @pytest.fixture
 def browser(chromium: Browser) -> Iterator[Browser]:
     """Knows nothing of the tests before."""
+    before = chromium.contexts
     yield chromium
     for context in chromium.contexts:
-        context.close()
+        if context not in before:
+            context.close()
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +42,18 @@ def followed(tmp_path: Path) -> Iterator[Sample]:
         yield sample
 
 
+@pytest.fixture(scope="module")
+def signed_in(chromium: Browser, viewed: Sample) -> Viewer:
+    """Somebody whose browser has the dashboard's files already, as it does of whoever comes back."""
+    return sign_in(chromium, viewed, viewed.new_link())
+
+
 @pytest.fixture
-def viewer(browser: Browser, viewed: Sample) -> Iterator[Viewer]:
+def viewer(signed_in: Viewer) -> Iterator[Viewer]:
     """Somebody who looks; what the browser complains about fails the test."""
-    somebody = sign_in(browser, viewed, viewed.new_link())
+    somebody = Viewer(signed_in.sample, signed_in.context, Complaints())
     yield somebody
-    assert somebody.complaints.said == []
+    said = list(somebody.complaints.said)
+    for page in signed_in.context.pages:
+        page.close()
+    assert said == []

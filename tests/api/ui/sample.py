@@ -1,6 +1,6 @@
-"""A service with sample jobs and the dashboard: `python tests/api/ui/sample.py HOME [PORT]` serves it.
+"""A service with sample jobs and the dashboard: `python tests/api/ui/sample.py HOME [--port PORT]` serves it.
 
-The browser tests run it as a process of its own.
+The browser tests run it on a thread of theirs: another process would import all of it once more.
 """
 
 import argparse
@@ -252,25 +252,39 @@ def one_time_link(store: Store, project: str | None = None, scope: Scope = Scope
     return f"{LINK_PATH}{token}"
 
 
-def serve(home: Path, port: int) -> None:
-    """Serve the sample, and print where it is; blocks."""
-    store = Store(f"sqlite:///{home}/manta.db")
-    store.migrate()
-    job_id, others = fill(store, home)
-    app = create_app(SampleControl(store, home))
-    listener = socket.create_server(("127.0.0.1", port))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    mount(app)
-    links = {
-        "link": one_time_link(store),
-        "of_others": one_time_link(store, "others"),
-        "of_reader": one_time_link(store, scope=Scope.READ),
-    }
-    links = {name: f"{url}{path}" for name, path in links.items()}
-    print(json.dumps({"url": url, "job": job_id, "others": others, **links}), flush=True)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
-    server.run([listener])
-    store.close()
+class SampleServer:
+    """Serves the sample, once `run` is called; requests from before that wait for it."""
+
+    def __init__(self, home: Path, port: int = 0):
+        """`port` 0: any."""
+        self.store = Store(f"sqlite:///{home}/manta.db")
+        self.store.migrate()
+        job, others = fill(self.store, home)
+        app = create_app(SampleControl(self.store, home))
+        mount(app)
+        self._listener = socket.create_server(("127.0.0.1", port))
+        url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.about = {
+            "url": url,
+            "job": job,
+            "others": others,
+            "link": f"{url}{one_time_link(self.store)}",
+            "of_others": f"{url}{one_time_link(self.store, 'others')}",
+            "of_reader": f"{url}{one_time_link(self.store, scope=Scope.READ)}",
+        }
+        """Where it is, the ids of its jobs, and links that sign in."""
+        # Longer than a slow machine leaves connections idle: what is sent while one is closed is lost.
+        config = uvicorn.Config(app, log_level="warning", timeout_keep_alive=60, timeout_graceful_shutdown=2)
+        self._server = uvicorn.Server(config)
+
+    def run(self) -> None:
+        """Until `stop`, or a signal to the main thread."""
+        self._server.run([self._listener])
+        self.store.close()
+
+    def stop(self) -> None:
+        """From any thread."""
+        self._server.should_exit = True
 
 
 if __name__ == "__main__":
@@ -278,4 +292,6 @@ if __name__ == "__main__":
     arguments.add_argument("home", type=Path)
     arguments.add_argument("--port", type=int, default=0)
     given = arguments.parse_args()
-    serve(given.home, given.port)
+    served = SampleServer(given.home, given.port)
+    print(json.dumps(served.about), flush=True)
+    served.run()

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from api.ui.files import DIGEST
-from tests.api.ui.browser import needs_chromium, sign_in
+from tests.api.ui.browser import needs_chromium
 from workers.timing.step_parts import PARTS
 
 pytestmark = needs_chromium
@@ -20,21 +20,26 @@ VALUES = st.floats(-1e9, 1e9, allow_nan=False).map(lambda value: value + 0.0)
 
 
 @pytest.fixture(scope="module")
-def call(chromium, viewed):
-    """`call("charts/scale.js", "ticks", 0, 10, 5)`: what a function of a module returns, as JSON knows it."""
-    viewer = sign_in(chromium, viewed, viewed.new_link())
-    page = viewer.open()
+def run(signed_in):
+    """`run("charts/scale.js", "(module, low) => module.ticks(low, 10, 5)", 0)`: what a function of a module and of what
+    is given beside it returns, as JSON knows it."""
+    page = signed_in.open()
 
-    def called(module, name, *arguments):
-        script = """async ([address, name, given]) => {
-            const module = await import(address);
-            const answer = await module[name](...given);
+    def ran(module, body, *arguments):
+        script = f"""async ([address, given]) => {{
+            const answer = await ({body})(await import(address), ...given);
             return JSON.stringify(answer, (key, value) => (ArrayBuffer.isView(value) ? [...value] : value) ?? null);
-        }"""
-        return json.loads(page.evaluate(script, [f"/ui/static/{DIGEST}/{module}", name, list(arguments)]))
+        }}"""
+        return json.loads(page.evaluate(script, [f"/ui/static/{DIGEST}/{module}", list(arguments)]))
 
-    yield called
-    viewer.context.close()
+    yield ran
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def call(run):
+    """`call("charts/scale.js", "ticks", 0, 10, 5)`: what a function of a module returns."""
+    return lambda module, name, *given: run(module, f"(module, ...given) => module.{name}(...given)", *given)
 
 
 def drawn(**options):
@@ -102,8 +107,8 @@ def test_nearest_is_the_nearest(call, xs, wanted):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), ("nan", "–"), (0, "0 s"), (0.00042, "420 us"), (0.0123, "12.3 ms"), (1.254, "1.25 s"),
-     (75, "1 min 15 s"), (3 * 3600 + 240, "3 h 4 min"), (15 * 3600, "15 h 0 min"),
+    [(None, "–"), ("nan", "–"), (0, "0 s"), (0.00042, "420 us"), (0.0042, "4.20 ms"), (0.0123, "12.3 ms"),
+     (1.254, "1.25 s"), (75, "1 min 15 s"), (3 * 3600 + 240, "3 h 4 min"), (15 * 3600, "15 h 0 min"),
      (2 * 86400 + 7200, "2 d 2 h")],
 )  # fmt: skip
 def test_durations_are_for_people(call, value, text):
@@ -255,3 +260,196 @@ def test_labels_that_are_left_out_are_taken_away(call):
 
 def test_parts_of_a_step_are_those_that_the_engine_times(call):
     assert set(call("parts/parts_chart.js", "partsOfAStep")) == set(PARTS)
+
+
+def test_parts_of_an_axis_are_those_steps(run):
+    """What somebody zooms in on by tokens is asked for by steps, between two steps by the later one."""
+    found = run("parts/curves.js", """(module, looked) => {
+        const columns = new module.Columns(["tokens"]);
+        columns.merge({ steps: [10, 20, 30], series: { tokens: [100, 200, 300] } });
+        return looked.map(([column, value]) => columns.stepAt(column, value));
+    }""", [(None, 17), *(("tokens", tokens) for tokens in (-5, 100, 150, 200, 1000))])  # fmt: skip
+    assert found == [17, 10, 10, 20, 20, 30]
+    places = run("parts/curves.js", """(module, steps) => {
+        const [columns, none] = [new module.Columns(["tokens"]), new module.Columns(["tokens"])];
+        columns.merge({ steps: [10, 20, 30], series: { tokens: [100, 200, 300] } });
+        return [...steps.map((step) => columns.at("tokens", step)), columns.at(null, 7), none.stepAt("tokens", 5)];
+    }""", [5, 10, 15, 99])  # fmt: skip
+    assert places == [100, 100, 200, 300, 7, 0]
+
+
+FOLLOWED = """async (module) => {
+    const calls = [];
+    const waits = [];
+    const refresh = () => new Promise((go) => { calls.push(calls.length); waits.push(go); });
+    const live = new module.Live(refresh, 1000);
+    const settled = () => new Promise((done) => setTimeout(done));
+    %s
+}"""
+
+
+def followed(run, body):
+    return run("core/live.js", FOLLOWED % body)
+
+
+def test_change_while_a_page_is_read_has_it_read_once_more(run):
+    """Else what a viewer has just done is shown only with the next turn, or never where the job is over."""
+    assert followed(run, """
+        live.start(); live.now(); live.now();
+        const before = calls.length;
+        waits[0](true); await settled();
+        const after = calls.length;
+        waits[1](true); await settled();
+        const last = calls.length;
+        live.stop();
+        return [before, after, last, live.timer];
+    """) == [1, 2, 2, None]  # fmt: skip
+
+
+def test_page_that_nobody_sees_rests_and_goes_on_at_once_when_it_is_seen(run):
+    assert followed(run, """
+        const see = (seen) => {
+            Object.defineProperty(document, "hidden", { value: !seen, configurable: true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        };
+        live.start(); see(false); waits[0](); await settled();
+        const hidden = [calls.length, live.timer];
+        see(true); await settled();
+        const seen = calls.length;
+        waits[1](); await settled();
+        const waiting = live.timer !== null;
+        live.stop(); see(true); await settled();
+        delete document.hidden;
+        return [...hidden, seen, waiting, calls.length];
+    """) == [1, None, 2, True, 2]  # fmt: skip
+
+
+def test_service_that_is_away_is_asked_ever_more_seldom(run):
+    assert followed(run, """
+        live.seconds = 2;
+        const pauses = [0, 1, 2, 3, 4, 9].map((failures) => { live.failures = failures; return live.pause(); });
+        live.stop();
+        return pauses;
+    """) == [2, 2, 4, 8, 15, 15]  # fmt: skip
+
+
+def test_bars_of_memory_say_what_they_show_and_how_full_devices_are(run):
+    memory = {"parameters": 400, "gradients": 200, "optimizer": 0, "activations": 200, "buffers": 0, "total": 800}
+    label, widths, share, beside_own, small = run("parts/memory_bars.js", """(module, memory) => {
+        const bars = module.memoryBars();
+        const widthsNow = () => [...bars.element.querySelectorAll(".memory-bar > div")].map((each) => each.style.width);
+        bars.show([["stage 0", memory], ["stage 1", memory, 1000]], 1600);
+        const [first, second] = [...bars.element.querySelectorAll(".memory-row")];
+        const colours = (row) => [...row.querySelectorAll(".memory-bar > div")].map((each) => each.style.background);
+        const keys = [...bars.element.querySelectorAll(".key-mark")].map((each) => each.style.background);
+        const answer = [first.querySelector(".memory-bar").getAttribute("aria-label"), widthsNow().slice(0, 3),
+            first.querySelector(".number").textContent, second.querySelector(".number").textContent];
+        if (JSON.stringify(colours(first)) !== JSON.stringify([keys[0], keys[1], keys[3]])) throw Error("colours");
+        bars.show([["stage 0", memory]], 80_000);
+        return [...answer, widthsNow()];
+    }""", memory)  # fmt: skip
+    assert label == "stage 0: parameters 400 B, gradients 200 B, optimizer 0 B, activations 200 B, buffers 0 B"
+    assert (widths, share, beside_own) == (["25%", "12.5%", "12.5%"], "800 B, 50.0%", "800 B, 80.0%")
+    assert small == ["50%", "25%", "25%"], "of a small job the largest fills the line"
+
+
+def test_colours_of_ranks_stretch_over_what_they_take_unless_all_take_the_same(run):
+    found = run("parts/rank_grid.js", """(module, columns) => columns.map((seconds) => {
+        const grid = new module.RankGrid();
+        grid.ranks = seconds.map((own_seconds) => ({ own_seconds }));
+        const range = grid.range((rank) => rank.own_seconds);
+        grid.close();
+        return range;
+    })""", [[1.0, 2.0, None], [1.0, 1.02]])  # fmt: skip
+    assert found == [[1.0, 2.0], [0.5, 1.53]]
+
+
+def test_rank_that_was_replaced_is_shown_for_a_while_and_those_of_before_are_not(run):
+    def recovery(generation, *forked):
+        return {"generation": generation, "forked": forked, "cause": f"cause {generation}"}
+
+    found = run("parts/replaced.js", """(module, first, then) => {
+        const replaced = new module.Replaced();
+        replaced.note(first, 1000);
+        const before = [...replaced.causes(1000)];
+        replaced.note(then, 2000);
+        replaced.note(then, 9000);
+        return [before, [...replaced.causes(11_999)], [...replaced.causes(12_000)]];
+    }""", [recovery(2, 5)], [recovery(2, 5), recovery(3, 1, 2)])  # fmt: skip
+    assert found == [[], [[1, "cause 3"], [2, "cause 3"]], []]
+
+
+def test_rows_that_stay_are_the_same_elements_in_the_new_order(run):
+    found = run("core/dom.js", """(module) => {
+        const box = document.createElement("div");
+        const made = [];
+        const rows = new module.KeyedRows(box, (item) => item.key, (item) => {
+            made.push(item.key);
+            const element = document.createElement("p");
+            return { element, show: (now) => { element.textContent = now.text; } };
+        });
+        const shown = (...items) => {
+            rows.show(items.map(([key, text]) => ({ key, text })));
+            return [...box.children].map((each) => each.textContent).join("");
+        };
+        return [shown([1, "a"], [2, "b"], [3, "c"]), shown([3, "C"], [1, "A"], [4, "D"]), shown([4, "d"]), made];
+    }""")  # fmt: skip
+    assert found == ["abc", "CAD", "d", [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "text"),
+    [([("slot", 16, 8, True), ("slot", 16, 16, False)], "1 node (1 lost), 8 of 16 slots free"),
+     ([("gpu", 8, 3, True), ("gpu", 8, 8, True), ("slot", 4, 4, True)], "3 nodes, 11 of 16 GPUs free")],
+)  # fmt: skip
+def test_cluster_in_a_line_counts_what_lives(call, nodes, text):
+    keys = ("accelerator", "total", "free", "alive")
+    cluster = {"nodes": [dict(zip(keys, each, strict=True)) for each in nodes]}
+    assert call("parts/cluster_text.js", "clusterText", cluster) == text
+
+
+def test_cost_of_failures_counts_all_that_waited(call):
+    recoveries = [
+        {"total_seconds": 2.0, "steps_redone": 3, "kept": 7, "forked": [5]},
+        {"total_seconds": None, "steps_redone": 1, "kept": 6, "forked": [1, 2]},
+    ]
+    took = "took 2.00 s from failure to the next step: 16.0 rank seconds, 4 steps done again."
+    assert call("parts/recovery_table.js", "costSentence", recoveries) == f"2 recoveries {took}"
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "wanted"),
+    [([[1, 2, 3]], {"floor": 0}, [0, 3.15]), ([[1, None, 3]], {}, [0.9, 3.1]), ([[-1, 0, 10]], {"log": True}, [5, 20]),
+     ([[None, None, None]], {}, [0, 1]), ([[0, 0, 0]], {"log": True}, [0.1, 1])],
+)  # fmt: skip
+def test_axis_has_room_for_all_that_is_seen(call, columns, options, wanted):
+    drawn_columns = [{"x": [1, 2, 3], "y": each} for each in columns]
+    assert call("charts/scale.js", "extent", drawn_columns, 1, 3, options) == pytest.approx(wanted)
+    assert call("charts/scale.js", "extent", [{"x": [1, 2, 3], "y": [5, 6, 900]}], 1, 2) == pytest.approx([4.95, 6.05])
+
+
+@pytest.mark.parametrize(
+    ("ago", "text"), [(0, "just now"), (59, "just now"), (60, "1 min"), (7199, "1 h"), (86400, "1 d"), (-5, "just now")]
+)
+def test_ages_are_coarse(call, ago, text):
+    assert call("core/format.js", "age", "2026-01-02T03:04:05Z", 1767323045000 + 1000 * ago) == text
+
+
+def test_why_says_the_place_in_the_queue_first_and_nothing_of_what_runs_well(call):
+    job = {"state": "QUEUED", "reason": "insufficient_slots", "message": "needs 8", "queue": {"position": 3}}
+    assert call("core/format.js", "why", job) == "place 3 in the queue: insufficient_slots: needs 8"
+    assert call("core/format.js", "why", {**job, "state": "RUNNING"}) == ""
+
+
+def test_what_this_viewer_does_not_have_is_left_out_and_what_fails_is_said(run):
+    found = run("core/api.js", """async (module, statuses) => {
+        const asked = statuses.map((status) => Promise.reject(new module.Problem({}, status)));
+        return Promise.all(asked.map((each) => module.optional(each, "without").catch((error) => error.status)));
+    }""", [403, 404, 409, 401, 500, 503])  # fmt: skip
+    assert found == ["without", "without", "without", 401, 500, 503]
+    query = {"state": ["RUNNING", "PAUSED"], "cursor": None, "search": "", "limit": 0}
+    assert call_address(run, "/v1/jobs", query).endswith("/v1/jobs?state=RUNNING&state=PAUSED&limit=0")
+
+
+def call_address(run, *given):
+    return run("core/api.js", "(module, ...given) => module.address(...given)", *given)
