@@ -78,6 +78,7 @@ def test_the_ramp_of_mt_nlg():
 def test_a_step_that_passes_several_thresholds_takes_all_their_increments():
     plan = plan_of(8, 2, 4, 10)  # an increment every 2.5 samples
     assert [plan.size(step) for step in (1, 2, 3)] == [8, 8 + 3 * 2, 16]
+    assert [level.size for level in plan.levels] == [8, 14, 16], "each is some step's"
 
 
 samples_of_a_step = st.builds(
