@@ -50,7 +50,7 @@ def test_a_large_cluster_loses_whole_nodes():
 
 def test_of_unequal_nodes_each_kind_is_lost_by_itself():
     parts = [Cluster(machine_of("a100-80gb"), 2, 4), Cluster(machine_of("v100-32gb"), 4, 2)]
-    cluster, spec = together(parts), job(12, 4096, 32, train={"global_batch_size": 32})
+    cluster, spec = together(parts), job(6, 4096, 32, train={"global_batch_size": 16})
     sizes = best_by_nodes(spec, cluster)
     assert [(each.nodes, each.up_to) for each in sizes] == [
         ({"A100": 2, "V100": 4}, 16),
