@@ -56,6 +56,14 @@ def test_what_changes_nothing_is_not_noted(service):
     assert [entry["operation"] for entry in listed(service)] == ["submit_job"]
 
 
+def test_of_an_address_that_is_none_as_much_is_noted_as_there_is_room_for(service):
+    service.http.post(f"/v1/{'x' * 500}")
+    (entry,) = listed(service)
+    assert (entry["operation"], entry["status"]) == ("unmatched", 404)
+    room = Base.metadata.tables["audit"].c.target.type.length
+    assert entry["target"].startswith("/v1/xxx") and len(entry["target"]) == room
+
+
 def test_what_the_guard_refuses_is_noted_too(service):
     service.http.post("/v1/jobs", content="x", headers={"Content-Type": "text/plain"})
     service.http.post("/v1/jobs/job_000000000000/cancel", headers={"Origin": "https://evil.example"})

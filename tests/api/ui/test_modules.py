@@ -453,3 +453,50 @@ def test_what_this_viewer_does_not_have_is_left_out_and_what_fails_is_said(run):
 
 def call_address(run, *given):
     return run("core/api.js", "(module, ...given) => module.address(...given)", *given)
+
+
+def test_loss_that_is_no_number_takes_the_place_of_one_and_what_is_not_known_does_not(call):
+    answers = [{"steps": [1, 2], "series": {"loss": losses}} for losses in ([1.0, 2.0], ["nan", None])]
+    assert call("parts/curves.js", "merged", ["loss"], answers) == {"step": [1, 2], "loss": [None, 2.0]}
+
+
+def test_ranks_are_held_against_the_median_of_their_own_stage(run):
+    times = [(0, 0.1), (0, 0.2), (0, 0.9), (1, 5.0), (1, None)]
+    ranks = [
+        {**RANKS[0], "rank": rank, "pipeline": stage, "own_seconds": own} for rank, (stage, own) in enumerate(times)
+    ]
+    usual, about = run("parts/rank_grid.js", """(module, ranks) => {
+        const usual = module.usualOf(ranks);
+        return [[...usual], module.describe(ranks[3], usual)];
+    }""", ranks)  # fmt: skip
+    assert usual == [[0, 0.2], [1, 5.0]]
+    assert about[-1] == "its own work takes 5.00 s a step, the median of its stage 5.00 s"
+
+
+def test_slices_of_a_trace_lie_in_each_other_and_those_that_decide_are_marked(run):
+    def slices(*times):
+        return [{"kind": "forward", "start": start, "end": end, "micro_batch": 0} for start, end in times]
+
+    trace = {
+        "critical_path": [[1, 0], [0, 1]],
+        "ranks": [{"rank": 0, "slices": slices((2, 3), (1, 4))}, {"rank": 1, "slices": slices((0.5, 1), (0.5, 9))}],
+    }
+    lanes, reach = run("parts/trace_lanes.js", """(module, trace) => {
+        const lanes = module.lanesOf(trace);
+        const about = ({ start, end, critical }) => [start, end, critical];
+        return [lanes.map(({ name, slices }) => [name, ...slices.map(about)]), module.rangeOf(lanes)];
+    }""", trace)  # fmt: skip
+    assert lanes == [["rank 0", [1, 4, True], [2, 3, False]], ["rank 1", [0.5, 9, False], [0.5, 1, True]]]
+    assert reach == [0.5, 9]
+
+
+def test_moments_layouts_and_events_are_short(call):
+    assert call("core/format.js", "utc", "2026-01-02T03:04:05.678Z") == "2026-01-02 03:04:05 UTC"
+    sizes = {"tensor": 8, "pipeline": 4, "data": 2, "context": 1}
+    assert call("core/format.js", "layout", sizes) == "8 × 4 × 2"
+    assert call("core/format.js", "layout", {**sizes, "context": 2}) == "8 × 4 × 2, context 2"
+    tones = [
+        call("core/format.js", "eventTone", {"type": kind, "data": {"to": "RUNNING"}})
+        for kind in ("state_changed", "rank_lost", "node_lost", "plan_drift", "adopted")
+    ]
+    assert tones == ["active", "bad", "bad", "bad", "idle"]
