@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 from checkpoint_programs import job, lone
+from rank_processes import begin_process
 
+from workers import run
 from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
 from workers.protocol.messages import Resume
-from workers.threads import OF_COMPUTATION
-
-ROOT = Path(__file__).parents[3]
 
 
 def killed_while_saving(config: Path, folder: Path, seconds: float) -> None:
     """Start the job, let it get to a new checkpoint and `seconds` further, and kill it."""
     generation = next_generation(folder)
-    command = [sys.executable, "-m", "workers.run", str(config), "--checkpoints", str(folder)]
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **OF_COMPUTATION}, stdout=subprocess.DEVNULL) as job:
-        deadline = time.monotonic() + 120
-        while not any(made.generation == generation for _, made in whole_checkpoints(folder)):
-            assert job.poll() is None, "it ended by itself"
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        time.sleep(seconds)
-        job.send_signal(signal.SIGKILL)
-        assert job.wait() == -signal.SIGKILL
+    job, deadline = begin_process(run.main, [str(config), "--checkpoints", str(folder)]), time.monotonic() + 120
+    while not any(made.generation == generation for _, made in whole_checkpoints(folder)):
+        assert job.is_alive(), "it ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    time.sleep(seconds)
+    job.kill()
+    job.join()
+    assert job.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.soak)])

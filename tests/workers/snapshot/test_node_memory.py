@@ -3,13 +3,14 @@
 import errno
 import mmap
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from held_memory import held_bytes
+from rank_processes import begin_process
+from told_snapshots import snapshot_and_be_killed
 
 from workers.errors import SharedMemoryError
 from workers.snapshot import node_memory, snapshot_file
@@ -19,7 +20,6 @@ from workers.snapshot.snapshot_file import Form, SnapshotFile, committed_steps
 from workers.snapshot.snapshots import Snapshots
 
 FORM = Form(b"0123456789abcdef", 5000, b"{}")
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -56,15 +56,9 @@ def full(monkeypatch):
 
 
 def test_a_process_that_is_killed_leaves_its_snapshot(tmp_path, folder, keeper):
-    program = (
-        "import os, signal, sys, torch; from pathlib import Path\n"
-        "from workers.snapshot.node_memory import SnapshotMemory; from workers.snapshot.snapshots import Snapshots\n"
-        "memory = SnapshotMemory('node_memory', Path(sys.argv[2]))\n"
-        "made = Snapshots(sys.argv[1], 3, [torch.arange(9.0)], b'0123456789abcdef', memory=memory)\n"
-        "made.save(7, b'note'); os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    command = [sys.executable, "-c", program, str(folder), str(tmp_path / "memory.sock")]
-    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -9
+    process = begin_process(snapshot_and_be_killed, str(folder), str(tmp_path / "memory.sock"))
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert steps_kept(folder, 3) == [7] and in_node_memory(snapshot_path(folder, 3))
     state = [torch.zeros(9)]
     assert Snapshots(folder, 3, state, b"0123456789abcdef").load(7) == b"note"

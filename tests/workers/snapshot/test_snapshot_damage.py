@@ -5,24 +5,20 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from told_snapshots import IDENTITY, bring, holds, opened, save, state_at
+from rank_processes import begin_process
+from told_snapshots import IDENTITY, bring, holds, opened, save, snapshot_each_step, state_at
 
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.errors import CheckpointError
 from workers.snapshot.files import snapshot_path
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
 from workers.snapshot.snapshots import Snapshots
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_what_is_constant_and_changes_in_the_file_is_found_though_the_slot_was_summed_again_since(tmp_path):
@@ -216,26 +212,16 @@ def test_a_file_that_is_cut_off_under_a_running_rank_is_told_and_does_not_kill_i
 @pytest.mark.parametrize("times", [2, pytest.param(8, marks=pytest.mark.soak)])
 def test_killed_at_any_moment_a_rank_leaves_whole_steps(tmp_path, times):
     """A real process, which fills its state with the number of the step, again and again."""
-    program = (
-        "import sys, torch; from workers.snapshot.snapshots import Snapshots\n"
-        "state = [torch.zeros(3_000_000), torch.zeros(7)]\n"
-        "snapshots, step = Snapshots(sys.argv[1], 0, state, b'0123456789abcdef'), 0\n"
-        "while True:\n"
-        "    step += 1\n"
-        "    for tensor in state: tensor.fill_(step)\n"
-        "    snapshots.start(step, str(step).encode())\n"
-        "    snapshots.finish()\n"
-    )
     draw, path = random.Random(5), snapshot_path(tmp_path, 0)
     for _ in range(times):
         path.unlink(missing_ok=True)
-        with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT) as rank:
-            deadline = time.monotonic() + 60
-            while max(committed_steps(path), default=0) < 5:
-                assert rank.poll() is None and time.monotonic() < deadline
-                time.sleep(0.001)
-            time.sleep(draw.uniform(0, 0.02))
-            rank.send_signal(signal.SIGKILL)
+        rank, deadline = begin_process(snapshot_each_step, str(tmp_path)), time.monotonic() + 60
+        while max(committed_steps(path), default=0) < 5:
+            assert rank.is_alive() and time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.02))
+        rank.kill()
+        rank.join()
         steps = committed_steps(path)
         assert steps, "at least one slot is whole"
         for step in reversed(steps):

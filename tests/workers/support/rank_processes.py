@@ -49,12 +49,21 @@ class RankFailure(AssertionError):
     """A rank raised, died or hung; the message holds its traceback."""
 
 
+def begin_process(body: Callable[..., Any], *arguments: Any) -> Any:
+    """A process that runs `body`, a function of a module that it can import, and has imported torch already. It ends
+    with this one at the latest."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "workers.trainer"])
+    process = context.Process(target=body, args=arguments, daemon=True)
+    with mock.patch.dict(os.environ, OF_COMPUTATION):  # for the server that forks them, which loads torch
+        process.start()
+    return process
+
+
 class RankProcesses:
     """The processes and the rendezvous store that they meet through."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "workers.trainer"])
         ask_for_none()
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._generation = 0
@@ -91,13 +100,9 @@ class RankProcesses:
 
     def _start(self) -> None:
         while len(self._processes) < RANKS:
-            ours, theirs = self._context.Pipe()
-            trace = self._trace(len(self._processes))
-            process = self._context.Process(target=_serve, args=(theirs, str(trace)), daemon=True)
-            with mock.patch.dict(os.environ, OF_COMPUTATION):  # for the server that forks them, which loads torch
-                process.start()
+            ours, theirs = multiprocessing.Pipe()
+            self._processes.append(begin_process(_serve, theirs, str(self._trace(len(self._processes)))))
             theirs.close()
-            self._processes.append(process)
             self._connections.append(ours)
 
     def _trace(self, rank: int) -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from pathlib import Path
 
 import torch
 
+from workers.snapshot.node_memory import SnapshotMemory
 from workers.snapshot.snapshots import Snapshots
 
 IDENTITY = b"0123456789abcdef"
@@ -74,3 +77,22 @@ class _Slow:
 
     def copy_(self, other: torch.Tensor) -> None:
         self._held.copy(self._real, other)
+
+
+def snapshot_each_step(folder: str) -> None:
+    """For a process: fill its state with the number of the step, again and again."""
+    state = [torch.zeros(3_000_000), torch.zeros(7)]
+    snapshots, step = Snapshots(folder, 0, state, IDENTITY), 0
+    while True:
+        step += 1
+        for tensor in state:
+            tensor.fill_(step)
+        snapshots.start(step, str(step).encode())
+        snapshots.finish()
+
+
+def snapshot_and_be_killed(folder: str, keeper: str) -> None:
+    """For a process: a snapshot of step 7 in memory that the keeper at that socket holds."""
+    memory = SnapshotMemory("node_memory", Path(keeper))
+    Snapshots(folder, 3, [torch.arange(9.0)], IDENTITY, memory=memory).save(7, b"note")
+    os.kill(os.getpid(), signal.SIGKILL)
