@@ -101,10 +101,11 @@ class TrainerWatch:
         if device is not None and device.fresh and device.pending:
             # The host is ahead, and may well spin until its device is done: what the device does counts.
             burning, waits = False, device.waits
-        copied = self._snapshot_bytes() if record.phase == "snapshot" else 0
+        copied = self.snapshot_bytes() if record.phase == "snapshot" else 0
         return hang_timeout(record.phase, record.step_seconds, self._compiles, burning, waits, self.ranks, copied)
 
-    def _snapshot_bytes(self) -> int:
+    def snapshot_bytes(self) -> int:
+        """Of one of the rank's snapshots; 0 where it has none."""
         sizes = [0]
         with contextlib.suppress(OSError):  # files go when a new layout has its own
             own = (each for each in snapshot_files(self._path.parent) if each.rank == self._rank)

@@ -41,6 +41,9 @@ model is built without a word, and the memory of a large state takes minutes to 
 whoever ordered it watches over it."""
 SNAPSHOT_BYTES_A_SECOND = 200e6
 """At least so many of a snapshot are copied, also by eight GPUs beside each other from memory that is not pinned."""
+KEPT_BYTES_A_SECOND = 1e9
+"""At least so many of a snapshot are copied and summed before its rank rests: 8 GB/s and 3 GB/s are what one core of a
+busy machine does."""
 SET_UP = frozenset({"connecting", "restoring"})
 """Phases in which ranks meet for the first time."""
 SET_UP_SECONDS_A_RANK = 0.25

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from workers.errors import MantaError
 from workers.liveness.flight_record import FlightRecord
 from workers.liveness.hang_detection import TrainerWatch
+from workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
 from workers.liveness.stacks import stacks_path, take_stacks
 from workers.liveness.trainer_status import TrainerStatus
 from workers.node.host import this_host, visible
@@ -115,9 +116,14 @@ class TrainerSlot:
         return await occupant.trainer.prepared()
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
-        """Bring the trainer of `generation` to rest; see `TrainerHandle.rest`."""
+        """Bring the trainer of `generation` to rest; see `TrainerHandle.rest`. `grace` is at least what its snapshot
+        takes, which may be larger than whoever asks can know."""
         async with self._lock:
-            return self._occupant is not None and await self._occupant.trainer.rest(generation, grace, patience)
+            if (occupant := self._occupant) is None:
+                return False
+            if occupant.watch is not None:
+                grace = max(grace, occupant.watch.snapshot_bytes() / KEPT_BYTES_A_SECOND)
+            return await occupant.trainer.rest(generation, grace, patience)
 
     def save_and_end(self, generation: int) -> bool:
         """Have all ranks of `generation` save and end; see `TrainerHandle.save_and_end`."""

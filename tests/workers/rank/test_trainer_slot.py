@@ -83,7 +83,7 @@ class FakeWatch:
 
     def __init__(self, pid, rank, folder, compiles, report):
         self.about, self.report = (pid, rank, folder, compiles), report
-        self.sees, self.commits = True, True
+        self.sees, self.commits, self.bytes = True, True, 0
 
     async def run(self):
         """Is closed by `FakeHandle.run_alongside`."""
@@ -96,6 +96,9 @@ class FakeWatch:
 
     async def next_commit(self):
         return self.commits
+
+    def snapshot_bytes(self):
+        return self.bytes
 
 
 @pytest.fixture
@@ -319,7 +322,9 @@ def test_patience_and_grace_of_a_rest_reach_the_trainer(rig):
 
         rig.trainers[0].rest = rest
         await rig.slot.rest(1, 2.0, 3.0)
-        assert given == [(1, 2.0, 3.0)]
+        rig.watches[0].bytes = 7_000_000_000
+        await rig.slot.rest(1, 2.0, 3.0)
+        assert given == [(1, 2.0, 3.0), (1, 7.0, 3.0)], "a snapshot of 7 GB may take 7 s to be whole and summed"
 
     asyncio.run(body())
 
