@@ -156,8 +156,9 @@ def test_a_process_that_never_offered_its_stacks_is_not_killed_by_the_question(g
         process.wait()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("then", ["progress.at('resting')\ntime.sleep(1000)", "while True: pass"])
-def test_rest_and_computing_are_left_alone_for_longer_than_an_ordinary_phase(child, watched, then):
+def test_real_rest_and_computing_are_left_alone(child, watched, then):
     process = child(then)
 
     async def look_on(eye, standstills):
@@ -173,7 +174,12 @@ def test_rest_and_computing_are_left_alone_for_longer_than_an_ordinary_phase(chi
 def look_at(tmp_path, monkeypatch):
     """A watch over a process whose record this test writes, and whose state and clock it sets: (record, look)."""
     clock, state = [100.0], ["S"]
-    monkeypatch.setattr(hang_detection, "process_state", lambda pid: ProcessState(state[0], 1.0, 1.0, 0.0))
+
+    def process_state(pid):
+        used = clock[0] if state[0] == "R" else 1.0
+        return ProcessState(state[0], used, used, 0.0)
+
+    monkeypatch.setattr(hang_detection, "process_state", process_state)
     monkeypatch.setattr(hang_detection.time, "monotonic", lambda: clock[0])
     progress = Progress.shared(tmp_path, 2)
     for step in range(1, 5):
@@ -214,6 +220,18 @@ def test_a_stopped_process_is_overdue_after_a_second_in_any_phase_but_when_it_is
     watch = look(2 * STOPPED_SECONDS, "T")
     assert watch.describe().stopped
     assert not watch.overdue
+
+
+@pytest.mark.parametrize(
+    ("phase", "letter", "overdue"), [("backward", "S", True), ("backward", "R", False), ("resting", "S", False)]
+)
+def test_rest_and_computing_are_left_alone_for_longer_than_an_ordinary_phase(look_at, phase, letter, overdue):
+    progress, look = look_at
+    progress.at(phase)
+    watch = look(2 * LEAST_SECONDS, letter)
+    assert watch.describe().standing_seconds == 2 * LEAST_SECONDS
+    assert watch.describe().burning == (letter == "R")
+    assert watch.overdue == overdue
 
 
 @pytest.mark.parametrize("peer", [0, 1])
