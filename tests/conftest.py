@@ -113,10 +113,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 _SERVICES, _MACHINES, _ENGINE = "tests/e2e", "tests/e2e on machines", "tests/workers/"
 _ON_MACHINES = ("tests/e2e/test_cluster_apart.py", "tests/e2e/test_compose.py")
 """Services on machines, or in containers, of their own: they need none of what the others share."""
+_RAY, _ON_RAY = "tests on one Ray", ("tests/service/cluster/test_cluster.py", "tests/service/cluster/test_ray_head.py")
+"""Who share the Ray of `ray_head`, whose start takes longer than they do."""
 
 
 def _scope(file: str) -> str:
-    """What one process runs as a whole: a file, or all of the services."""
+    """What one process runs as a whole: a file, all of the services, or what needs a Ray."""
+    if file in _ON_RAY:
+        return _RAY
     if not file.startswith(f"{_SERVICES}/"):
         return file
     return _MACHINES if file in _ON_MACHINES else _SERVICES

@@ -24,6 +24,8 @@ from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
 
 ROOT = Path(__file__).parents[2]
+SLOTS = 4
+"""Ray starts a process for each before it is needed."""
 ZYGOTE_OPTIONS = (
     "--entry=trainer=zygote_entries:trainer",
     "--entry=store=workers.node.rendezvous:run",
@@ -34,7 +36,7 @@ ZYGOTE_ENVIRONMENT = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/workers/support"}
 
 @dataclass
 class RunningRay:
-    """The Ray of the test session, with sixteen slots."""
+    """The Ray of the test session, with SLOTS slots."""
 
     head: RayHead
     home: Path
@@ -49,7 +51,7 @@ class RunningRay:
 def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     """Our Ray head, connected, with a daemon on its node."""
     home = tmp_path_factory.mktemp("home")
-    head = RayHead(home, slots=8)
+    head = RayHead(home, slots=SLOTS)
     head.ensure()
     try:
         _have_ray_read_its_settings_anew(home)

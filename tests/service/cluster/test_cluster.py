@@ -9,6 +9,7 @@ import pytest
 from service.cluster.agent_client import AgentFailed
 from service.cluster.placement import agent_name, placement_group_name, seats_of
 from service.cluster.placement_groups import NotPlaced
+from tests.service.conftest import SLOTS
 from workers.config import ParallelConfig
 from workers.paths import Paths
 from workers.protocol.messages import LaunchOrder
@@ -58,12 +59,12 @@ def test_four_agents_launch_trainers_and_release_leaves_nothing(ray_head):
 
     async def body():
         await daemons(ray_head)
-        await until_free(cluster, 8)
-        assert (await cluster.nodes.capacity("manta_slot")).total == 8
+        await until_free(cluster, SLOTS)
+        assert (await cluster.nodes.capacity("manta_slot")).total == SLOTS
         agents = await place(cluster, "job-a")
         described = await asyncio.gather(*(agent.describe() for agent in agents))
         assert len({entry.pid for entry in described}) == 4
-        await until_free(cluster, 4)
+        await until_free(cluster, 0)
         launched = await asyncio.gather(
             *(agent.launch(order("job-a", 1, rank, reports=1, wait=True)) for rank, agent in enumerate(agents))
         )
@@ -79,7 +80,7 @@ def test_four_agents_launch_trainers_and_release_leaves_nothing(ray_head):
         assert await cluster.agents.find(names) == [None] * 5
         assert await cluster.groups.states() == {}
         assert all(gone(entry.pid) for entry in [*described, *launched])
-        await until_free(cluster, 8)
+        await until_free(cluster, SLOTS)
 
     go(body)
 
@@ -105,7 +106,7 @@ def test_what_does_not_fit_is_given_back(ray_head):
         with pytest.raises(NotPlaced, match="job-c did not get 24 slots"):
             await cluster.groups.acquire("job-c", 1, ParallelConfig(tensor=8, data=3), "manta_slot", timeout=1.0)
         assert await cluster.groups.states() == {}
-        await until_free(cluster, 8)
+        await until_free(cluster, SLOTS)
 
     go(body)
 
@@ -122,7 +123,7 @@ def test_jobs_that_hold_anything_are_named_and_released_alone(ray_head):
         await cluster.release("empty")
         await cluster.release("orphan")
         assert (await alive.describe()).generation == 0
-        await until_free(cluster, 7)
+        await until_free(cluster, SLOTS - 1)
         await cluster.release("alive")
 
     go(body)
@@ -203,11 +204,11 @@ def test_the_only_node_is_used_though_it_keeps_failing(ray_head):
     cluster = ray_head.cluster
 
     async def body():
-        await until_free(cluster, 8)
+        await until_free(cluster, SLOTS)
         (node,) = (await cluster.nodes.capacity("manta_slot")).nodes
         await cluster.groups.acquire("job-avoids", 1, LAYOUT, "manta_slot", avoid={node})
-        await until_free(cluster, 4)
+        await until_free(cluster, 0)
         await cluster.release("job-avoids")
-        await until_free(cluster, 8)
+        await until_free(cluster, SLOTS)
 
     go(body)

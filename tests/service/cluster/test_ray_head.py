@@ -20,6 +20,7 @@ from service.cluster.processes import same_process, start_of, wait_until_ended
 from service.cluster.ray_head import MARK, HeadRecord, RayHead, RayUnavailable
 from service.cluster.ray_private import NO_AUTOSCALER, outlives_head
 from service.settings import SECRETS
+from tests.service.conftest import SLOTS
 from workers.paths import Paths
 
 ROOT = Path(__file__).parents[3]
@@ -92,7 +93,7 @@ def test_second_head_beside_the_first(ray_head, second_home):
     assert head.record() is None
     assert not Paths.of(second_home).ray_folder.exists()
     assert ray_head.head.record() == first
-    assert ray_head.ray.cluster_resources()["manta_slot"] == 8
+    assert ray_head.ray.cluster_resources()["manta_slot"] == SLOTS
 
 
 def record_text(record, **changes):
