@@ -80,7 +80,25 @@ def test_every_rank_of_every_job_has_a_gpu_of_its_own_and_jobs_on_slots_run_besi
     assert manta.client.job(pair).spec["resources"]["accelerator"] == "gpu", "what auto is, was decided"
 
 
-@pytest.mark.soak  # what is decided: tests/service/scheduler/test_order.py; one that gets its turn: test_jobs.py
+def test_job_that_does_not_fit_says_what_it_waits_for_and_gets_its_turn(manta):
+    """On slots, of which there are four."""
+    large = manta.spec(steps=10_000, layout=(1, 1, 2), resources=CPU)
+    first = manta.submit(large)
+    manta.until_step(first, 1)
+    second = manta.submit({**large, "parallel": {"data": 3}, "train": {"steps": 2, "global_batch_size": 12}})
+    third = manta.submit(manta.spec(steps=2, layout=ALONE, resources=CPU))
+    waiting = manta.until(
+        "the second job waiting", lambda: (seen := manta.client.job(second)).queue.waiting_for and seen
+    )
+    assert (waiting.state, waiting.reason) == ("QUEUED", "insufficient_slots")
+    assert (waiting.queue.waiting_for["needed"], waiting.queue.waiting_for["available"]) == (3, 2)
+    assert manta.client.job(third).state == "QUEUED"
+    manta.client.cancel(third)
+    manta.client.cancel(first)
+    manta.until_state(second, "SUCCEEDED")
+
+
+@pytest.mark.soak  # what is decided: tests/service/scheduler/test_order.py; one that gets its turn: the test before
 def test_job_without_a_free_gpu_says_what_is_missing_and_holds_back_none_that_takes_slots(manta):
     first = running(manta, PAIR)
     second, on_slots = manta.submit(manta.spec(STEPS, PAIR)), manta.submit(manta.spec(STEPS, PAIR, resources=CPU))

@@ -109,24 +109,6 @@ def test_cancel_while_starting(manta):
     assert manta.leftovers(job) == []
 
 
-def test_job_that_does_not_fit_says_what_it_waits_for_and_gets_its_turn(on_postgres):
-    manta = on_postgres  # it has three slots
-    large = manta.spec(steps=10_000, layout=(1, 1, 2))
-    first = manta.submit(large)
-    manta.until_step(first, 1)
-    second = manta.submit({**large, "parallel": {"data": 3}, "train": {"steps": 2, "global_batch_size": 12}})
-    third = manta.submit(manta.spec(steps=2, layout=(1, 1, 1)))
-    waiting = manta.until(
-        "the second job waiting", lambda: (seen := manta.client.job(second)).queue.waiting_for and seen
-    )
-    assert (waiting.state, waiting.reason) == ("QUEUED", "insufficient_slots")
-    assert (waiting.queue.waiting_for["needed"], waiting.queue.waiting_for["available"]) == (3, 1)
-    assert manta.client.job(third).state == "QUEUED"
-    manta.client.cancel(third)
-    manta.client.cancel(first)
-    manta.until_state(second, "SUCCEEDED")
-
-
 def test_corpus_that_changes_while_the_job_runs_is_named_and_once_it_is_back_the_job_goes_on(
     manta, corpus, tmp_path, kill
 ):

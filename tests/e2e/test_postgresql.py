@@ -8,8 +8,9 @@ import pytest
 
 from api.client import ApiError
 from service.store import Store
-from service.store.backup_file import back_up, restore
+from service.store.backup_file import restore
 from tests.e2e.conftest import EVERY_STEP, PAIR
+from tests.e2e.test_restored_database import check_that_a_newer_job_never_notices
 from workers.snapshot.files import steps_kept
 
 
@@ -48,29 +49,13 @@ def environments(manta):
     return [psutil.Process(process.pid).environ() for process in [manta.zygote(), *manta.agents()]]
 
 
+@pytest.mark.soak  # as a file: test_restored_database.py
 def test_job_that_is_newer_than_its_restored_database_never_notices(on_postgres, kill, tmp_path):
-    manta = on_postgres
-    job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
-    manta.hold(job, 0)
-    with closing(Store(manta.database)) as store:
-        back_up(store, tmp_path / "backup.db")
-    kill(manta.pids(job)[1])
-    manta.until_generation(job, 2)
-    manta.until("a step of generation 2", lambda: manta.events(job, "recovered"))
-    pids = manta.pids(job)
-    manta.kill_service()
-    manta.until("no connection", lambda: not connections(manta))
-    assert restore(manta.database, tmp_path / "backup.db", replace=True, now=time.time()) == 1
-    manta.start()
-    manta.until("the take-over", lambda: manta.events(job, "database_older"))
-    assert manta.pids(job) == pids
-    assert manta.client.job(job).generation == 2
-    step = manta.client.job(job).step
-    manta.until("another step", lambda: manta.client.job(job).step > step)
-    kill(pids[0])  # the one that is held up
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert (ended.generation, ended.step) == (3, 60)
-    assert manta.leftovers(job) == []
+    def restored(backup):
+        on_postgres.until("no connection", lambda: not connections(on_postgres))
+        return restore(on_postgres.database, backup, replace=True, now=time.time())
+
+    check_that_a_newer_job_never_notices(on_postgres, on_postgres.database, restored, kill, tmp_path / "backup.db")
 
 
 def connections(manta):
