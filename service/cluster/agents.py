@@ -11,7 +11,7 @@ from service.cluster.agent_client import AgentClient, AgentError, OrderEpoch, Ra
 from service.cluster.connection import RayConnection, detached
 from service.cluster.nodes import Nodes
 from service.cluster.placement import Seat, Unit, agent_name, job_of
-from service.cluster.ray_private import node_of_actor
+from service.cluster.ray_private import actors_on, node_of_actor
 from workers.paths import Paths
 from workers.protocol.messages import AgentDescription
 from workers.rank.agent_on_node import AgentOnNode
@@ -92,6 +92,11 @@ class Agents:
     async def names(self) -> list[str]:
         """Of all agents of all jobs."""
         return [name for name in await self._ray.actor_names() if job_of(name) is not None]
+
+    async def names_on(self, node: str) -> list[str]:
+        """Of those that are on a node."""
+        names = await self._ray.run(actors_on, self._ray.module, node)
+        return [name for name in names if job_of(name) is not None]
 
     async def find(self, names: Sequence[str]) -> list[AgentClient | None]:
         """The agents with these names; None for one that is gone."""

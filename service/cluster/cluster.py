@@ -135,11 +135,10 @@ class Cluster:
         Agents of jobs that another control plane looks after are left to that one, which may still reach the node, and
         so is the daemon beside them, with which their trainers would end."""
         theirs = False
-        for agent in await self.agents.find(await self.agents.names()):
-            if agent is not None and await self.agents.node_of(agent) == node:
-                try:
-                    await self.agents.kill([agent])
-                except (LeaseLost, LeaseUncertain):
-                    theirs = True
+        for agent in await self.agents.find(await self.agents.names_on(node)):
+            try:
+                await self.agents.kill([agent])
+            except (LeaseLost, LeaseUncertain):
+                theirs = True
         if not theirs:
             await self.daemons.kill(node)

@@ -74,6 +74,16 @@ def node_types(ray: Any) -> dict[str, str]:
     return {node.node_id.hex(): node.ray_node_type_name for node in state.node_states if node.status != dead}
 
 
+def actors_on(ray: Any, node: str) -> list[str]:
+    """The names of the actors of this process's namespace that live on a node. One question, however many there are."""
+    from ray.core.generated.gcs_pb2 import ActorTableData as Actor
+
+    namespace = ray.get_runtime_context().namespace
+    accessor = ray._private.state.state._connect_and_get_accessor()
+    actors = (Actor.FromString(each) for each in accessor.get_actor_table(None, "ALIVE"))
+    return [each.name for each in actors if each.ray_namespace == namespace and each.address.node_id.hex() == node]
+
+
 def node_of_actor(ray: Any, actor: Any) -> str | None:
     """Id of the node that an actor was put on; None when it was not yet."""
     about = ray._private.state.actors(actor._actor_id.hex()) or {}

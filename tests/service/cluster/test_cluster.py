@@ -71,6 +71,8 @@ def test_four_agents_launch_trainers_and_release_leaves_nothing(ray_head):
         reports = await asyncio.gather(*(agent.reports(0, 10.0) for agent in agents))
         assert [report[0].rank for report in reports] == list(range(4))
         names = [agent_name("job-a", 1, rank) for rank in range(5)]
+        assert sorted(await cluster.agents.names_on(described[0].node)) == names[:4]
+        assert await cluster.agents.names_on("another") == []
         known = await cluster.agents.find(names)
         assert known[4] is None
         assert [entry.pid for entry in await asyncio.gather(*(agent.describe() for agent in known[:4]))] == [

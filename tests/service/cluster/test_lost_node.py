@@ -51,3 +51,11 @@ def test_calls_to_the_daemon_fail_at_once_where_nobody_else_has_anything_on_the_
     asyncio.run(cluster.fail_calls_to("far"))
     assert left(cluster) == [("ours", "near")]
     assert cluster.daemons.silent == {"far"}
+
+
+def test_of_agents_elsewhere_nothing_is_asked(cluster, monkeypatch):
+    """There may be thousands, and what Ray is asked one by one recoveries wait behind."""
+    found, find = [], cluster.agents.find
+    monkeypatch.setattr(cluster.agents, "find", lambda names: find(found.extend(names) or names))
+    asyncio.run(cluster.fail_calls_to("far"))
+    assert len(found) == 2

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.ray_private import node_of_actor, node_types, placement_group_states, session_name
+from service.cluster.ray_private import actors_on, node_of_actor, node_types, placement_group_states, session_name
 
 
 def ray_with(*groups):
@@ -50,6 +50,19 @@ def test_groups_that_are_named_are_found_without_a_look_at_all_that_there_ever_w
     )
     ray._private.state.state._connect_and_get_accessor().get_placement_group_table = None
     assert placement_group_states(ray, ["a", "b", "c"]) == {"a": "PENDING"}
+
+
+def test_actors_on_a_node_are_found_by_one_question():
+    from ray.core.generated.gcs_pb2 import ActorTableData as Actor
+
+    def about(name, namespace, node):
+        return Actor(name=name, ray_namespace=namespace, address={"node_id": bytes.fromhex(node)}).SerializeToString()
+
+    known = [about("a", "ours", "ab12"), about("b", "theirs", "ab12"), about("c", "ours", "cd34")]
+    accessor = SimpleNamespace(get_actor_table=lambda job, state: known if (job, state) == (None, "ALIVE") else [])
+    ray = ray_with()
+    ray._private.state.state._connect_and_get_accessor = lambda: accessor
+    assert actors_on(ray, "ab12") == ["a"]
 
 
 @pytest.mark.parametrize(

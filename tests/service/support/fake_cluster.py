@@ -288,6 +288,9 @@ class FakeAgents:
     async def names(self):
         return list(self.living)
 
+    async def names_on(self, node):
+        return [name for name, agent in self.living.items() if agent.node == node]
+
     async def find(self, names):
         return [self.living.get(name) for name in names]
 
