@@ -6,6 +6,7 @@ from collections import Counter
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 from playwright.sync_api import sync_playwright
 
 from benchmarks.support.dashboard_viewers import SLOW_TURN, Page
@@ -53,6 +54,7 @@ async def asked_by_a_viewer(url, cookie, job):
     return Counter(asked)
 
 
+@pytest.mark.soak  # as of all benchmarks in small; the pages themselves: tests/api/ui
 @needs_chromium
 def test_a_viewer_asks_what_a_browser_asks(tmp_path):
     with served(tmp_path) as sample:

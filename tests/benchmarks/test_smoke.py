@@ -223,6 +223,7 @@ def test_a_step_is_timed_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> N
         assert report.figures[name].value > 0
 
 
+@pytest.mark.soak  # of a real one: tests/e2e/test_service.py
 def test_jobs_end_though_the_control_plane_is_killed() -> None:
     options = {"jobs": 3, "steps": 4, "kills": 1, "steady_seconds": 0.0, "control_planes": 1, "database": "sqlite"}
     report = control_plane.measure(argparse.Namespace(seed=1, **options))
