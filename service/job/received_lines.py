@@ -21,10 +21,14 @@ log = logging.getLogger(__name__)
 _THREADS = ThreadPoolExecutor(4, thread_name_prefix="job lines")
 """Those of all jobs, and of nobody else: a disk that does not answer keeps them, and not who reads the database."""
 
+DISK_SECONDS = 5.0
+"""How long the reports of a rank wait for a disk: less than a rank is waited for that is to come to rest."""
+
 
 class ReceivedLines:
     """Appends the lines of a job's ranks to its log files. A report that comes again, since a control plane died before
-    it acknowledged it, changes nothing. A full disk loses lines, and holds up no report."""
+    it acknowledged it, changes nothing. A disk that is full, or does not answer, loses lines, and holds up no report:
+    what a rank says of its death comes after them."""
 
     def __init__(self, folder: Path):
         """`folder`: of the job's log files."""
@@ -32,13 +36,30 @@ class ReceivedLines:
         self.lock = threading.Lock()
         """Held by whoever changes a file."""
         self._written: dict[int, Mark] = {}
+        self._overdue: set[asyncio.Future[None]] = set()
+        """Those under way for which nobody waits any more."""
 
     async def take(self, report: Report, printed: Printed) -> None:
         """Append what a rank has printed."""
+        if self._overdue:
+            log.warning("%d lines of rank %d are lost: the disk does not answer", len(printed.lines), report.rank)
+            return
+        appending = asyncio.get_running_loop().run_in_executor(_THREADS, self._append, report, printed)
+        await asyncio.wait({appending}, timeout=DISK_SECONDS)
+        if not appending.done():
+            log.warning("%d lines of rank %d are written once the disk answers", len(printed.lines), report.rank)
+            self._overdue.add(appending)
+            appending.add_done_callback(self._note_answer)
+            return
         try:
-            await asyncio.get_running_loop().run_in_executor(_THREADS, self._append, report, printed)
+            appending.result()
         except OSError as error:
             log.warning("%d lines of rank %d are lost: %s", len(printed.lines), report.rank, error)
+
+    def _note_answer(self, appending: asyncio.Future[None]) -> None:
+        self._overdue.discard(appending)
+        if not appending.cancelled() and (error := appending.exception()) is not None:
+            log.warning("lines that were late are lost: %s", error)
 
     def file(self, rank: int) -> Path:
         """The log file of a rank."""

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from service.job import received_lines
 from service.job.received_lines import ReceivedLines
 from service.logs import LogFiles, read_page
 from workers.protocol.reports import Printed, Report
@@ -78,3 +79,26 @@ def test_disk_that_takes_nothing_loses_lines_and_raises_nothing(folder, caplog):
     folder.unlink()
     take(ReceivedLines(folder), 2, "there is room again")
     assert texts_in(folder) == ["there is room again"]
+
+
+def test_disk_that_does_not_answer_holds_up_no_report(folder, monkeypatch):
+    """The death of the rank is in one of them."""
+    lines = ReceivedLines(folder)
+    monkeypatch.setattr(received_lines, "DISK_SECONDS", 0.01)
+
+    async def say(text, sequence):
+        printed = Printed("stderr", (text,))
+        await lines.take(Report(printed, 1, 0, 7.5, sequence), printed)
+
+    async def body():
+        async with asyncio.timeout(20):
+            with lines.lock:
+                await say("late", 1)
+                await say("lost", 2)
+            while lines._overdue:
+                await asyncio.sleep(0.001)
+            monkeypatch.setattr(received_lines, "DISK_SECONDS", 20.0)
+            await say("after", 3)
+
+    asyncio.run(body())
+    assert texts_in(folder) == ["late", "after"]
