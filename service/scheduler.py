@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 PLACEMENT_SECONDS = 10.0
+AGAIN_SECONDS = 60.0
+"""How old what a job says may be that the cluster could never hold: there may be thousands."""
 
 
 class Look(Enum):
@@ -46,6 +49,7 @@ class Look(Enum):
 
     DONE = "it is placed, or no longer queued"
     STEPS_ASIDE = "it waits, and those behind it do not wait for it"
+    NEVER_FITS = "the same, until it or the cluster is another one"
     WAITS = "it waits, and so do those behind it that take the same"
 
 
@@ -72,6 +76,9 @@ class Scheduler:
         self._good_data: set[str] = set()
         """Jobs in the queue whose data could be trained on when they came: it is looked at again before they are
         placed, and not every second until then."""
+        self._never_fitted: dict[str, tuple[float, object]] = {}
+        """By job that the cluster could never hold since when that is known, in seconds of the monotonic clock, and of
+        which job and cluster."""
         self._wake = asyncio.Event()
         self.lag = Lag()
         """How long something in the queue has waited to be looked at."""
@@ -123,8 +130,13 @@ class Scheduler:
         queued = await asyncio.to_thread(self._queued)
         self._keep_only({each.id for each in queued})
         has_gpus = await self._cluster.nodes.has_gpus() if queued else False
+        could_be = [await self._cluster.nodes.at_most(unit) for unit in UNITS] if queued else []
+        totals = [({node: total for node, (total, _) in each.nodes.items()}, each.types) for each in could_be]
         for each in queued:
-            unit = unit_of(each.accelerator, has_gpus)
+            unit, about = unit_of(each.accelerator, has_gpus), (each.updated_at, totals)
+            if self._never_fits_still(each.id, about):
+                waiting = True
+                continue
             if unit in behind and (self._demand is None or self._demand.is_over):
                 continue
             try:
@@ -139,9 +151,15 @@ class Scheduler:
                 waiting = True
                 continue
             waiting = waiting or outcome is not Look.DONE
+            if outcome is Look.NEVER_FITS:
+                self._never_fitted[each.id] = time.monotonic(), about
             if outcome is Look.WAITS:
                 behind.add(unit)
         return waiting
+
+    def _never_fits_still(self, job_id: str, about: object) -> bool:
+        since, what = self._never_fitted.get(job_id, (-AGAIN_SECONDS, None))
+        return what == about and time.monotonic() - since < AGAIN_SECONDS
 
     async def _look_at(self, job: Job) -> Look:
         spec = await self._read_spec(job)
@@ -169,7 +187,7 @@ class Scheduler:
         return await self._waits(spec)
 
     async def _waits(self, spec: JobSpec) -> Look:
-        return Look.STEPS_ASIDE if await self._never_fits(spec) else Look.WAITS
+        return Look.NEVER_FITS if await self._never_fits(spec) else Look.WAITS
 
     async def _ask_ahead(self, job: Job) -> Look:
         """Have nodes asked for a job that will have its turn later."""
@@ -207,6 +225,7 @@ class Scheduler:
         """Forget what is known of the data of other jobs."""
         self._data_looks.keep_only(job_ids)
         self._good_data &= job_ids
+        self._never_fitted = {job: known for job, known in self._never_fitted.items() if job in job_ids}
 
     async def _read_spec(self, job: Job) -> JobSpec | None:
         """The job's spec; None, and the job says so and waits, where this release does not take what another stored."""

@@ -127,15 +127,17 @@ class QueuedJob:
     id: str
     accelerator: Accelerator
     """What `resources.accelerator` of its spec says."""
+    updated_at: float
+    """When anything about it changed last."""
 
 
 def queued(session: Session) -> list[QueuedJob]:
     """All QUEUED jobs in the order in which they get their turn. Of specs, which another release may have stored and
     this one may not understand, nothing else is read."""
     said = type_coerce(_COLUMNS.spec, JSON())["resources"]["accelerator"].as_string()
-    query = select(_COLUMNS.id, said).where(_COLUMNS.state == JobState.QUEUED.value)
+    query = select(_COLUMNS.id, said, _COLUMNS.updated_at).where(_COLUMNS.state == JobState.QUEUED.value)
     rows = session.execute(query.order_by(_COLUMNS.priority.desc(), _COLUMNS.id))
-    return [QueuedJob(job_id, accelerator or "auto") for job_id, accelerator in rows]
+    return [QueuedJob(job_id, accelerator or "auto", updated_at) for job_id, accelerator, updated_at in rows]
 
 
 def unfinished_in_brief(session: Session) -> list[Job]:

@@ -3,14 +3,16 @@
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from service import data_looks
+from service import scheduler as module
 from service.cluster.errors import ClusterUnavailable
 from service.leases.errors import LeaseLost
 from service.scheduler import Scheduler
-from service.store import generations, jobs, pauses
+from service.store import edits, generations, jobs, pauses
 from service.stored_specs import stored_spec
 from tests.service.support.queue import LARGE, cancel, free, has, job_now
 from tests.service.support.waiting import reached
@@ -250,6 +252,34 @@ def test_job_that_steps_aside_is_looked_at_again_though_the_one_behind_it_was_pl
     submit()
     scheduler = Scheduler(store, cluster, lambda job, generation: None)
     assert asyncio.run(scheduler._round()), "nothing else may ever wake it"
+
+
+def test_job_that_never_fits_is_read_again_when_it_or_the_cluster_is_another_one_or_after_a_minute(
+    store, submit, cluster, nodes, monkeypatch
+):
+    """There may be thousands, and each look at one takes a millisecond of a core."""
+    has(nodes, 1)
+    job, read, now, if_queued = submit(parallel={"tensor": 2}).id, [], [0.0], Scheduler._if_queued
+    monkeypatch.setattr(Scheduler, "_if_queued", lambda self, job: read.append(job) or if_queued(self, job))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    scheduler = Scheduler(store, cluster, lambda job, generation: None)
+
+    def reads():
+        read.clear()
+        for _ in range(3):
+            assert asyncio.run(scheduler._round())
+        return len(read)
+
+    assert reads() == 2, "once more, since it has said meanwhile why it waits"
+    assert reads() == 0
+    store.write(lambda session: edits.edit(session, job, name="another"))
+    assert reads() == 1
+    now[0] += module.AGAIN_SECONDS
+    assert reads() == 1
+    has(nodes, 2)
+    assert not asyncio.run(scheduler._round())
+    with store.read() as session:
+        assert jobs.get(session, job).state == "STARTING"
 
 
 def test_elastic_job_starts_with_as_many_replicas_as_there_is_room_for(store, submit, look, nodes):
