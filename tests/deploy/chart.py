@@ -45,10 +45,10 @@ class Pod:
 
 def helm() -> str:
     """The program; skips the test where there is none."""
-    found = shutil.which("helm")
-    if found is None:
+    program = shutil.which("helm")
+    if program is None:
         pytest.skip("there is no helm on the PATH")
-    return found
+    return program
 
 
 def run_helm(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -120,7 +120,7 @@ def containers(
     `addresses`: of pods, by name; `secrets`: those that are not rendered, by name and key. Volumes from Secrets are
     left out."""
     known = {**{name: dict(values) for name, values in (secrets or {}).items()}, **_rendered_secrets(manifests)}
-    found = {}
+    by_name = {}
     hosts = {_host(pod, manifests): pod for pod in pods(manifests)}
     for name, pod in hosts.items():
         before, ways_in = dict[str, str](), _ways_in(pod, hosts, manifests)
@@ -131,9 +131,9 @@ def containers(
             record = _container(pod, container, facts, known)
             own = f"{name}-{container['name']}" if starts_pod else name
             at = None if starts_pod else address
-            found[own] = replace(record, name=own, address=at, once=starts_pod, needs=dict(before), ways_in=ways_in)
+            by_name[own] = replace(record, name=own, address=at, once=starts_pod, needs=dict(before), ways_in=ways_in)
             before[own] = "completed"
-    return found
+    return by_name
 
 
 def _host(pod: Pod, manifests: Iterable[Manifest]) -> str:
@@ -149,15 +149,15 @@ def _host(pod: Pod, manifests: Iterable[Manifest]) -> str:
 def _ways_in(pod: Pod, hosts: Mapping[str, Pod], manifests: Iterable[Manifest]) -> tuple[WayIn, ...] | None:
     """What the NetworkPolicies that select the pod let in from other pods of the chart; None where none selects it."""
     policies = [each["spec"] for each in of_kind(manifests, "NetworkPolicy") if _selects(each["spec"], pod)]
-    found = []
+    ways = []
     for rule in (rule for policy in policies for rule in policy["ingress"]):
         ports = tuple((each["port"], each.get("endPort", each["port"])) for each in rule.get("ports", []))
         sources = [peer for peer in rule["from"] if "podSelector" in peer and "namespaceSelector" not in peer]
         for name, other in hosts.items():
             if any(_selects(peer, other) for peer in sources):
                 starting = [f"{name}-{each['name']}" for each in other.spec.get("initContainers", [])]
-                found += [WayIn(each, ports) for each in (name, *starting)]
-    return tuple(found) if policies else None
+                ways += [WayIn(each, ports) for each in (name, *starting)]
+    return tuple(ways) if policies else None
 
 
 def _selects(policy: Manifest, pod: Pod) -> bool:
@@ -247,4 +247,4 @@ def _value(variable: Manifest, facts: Mapping[str, str], secrets: Mapping[str, M
 
 def _expanded(word: str, environment: Mapping[str, str]) -> str:
     """As the kubelet does: a name that is not known stays as it is."""
-    return re.sub(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)", lambda found: environment.get(found[1], found[0]), word)
+    return re.sub(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)", lambda match: environment.get(match[1], match[0]), word)

@@ -27,9 +27,9 @@ def substituted(text: str, variables: Mapping[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         if match["dollar"]:
             return "$"
-        found = variables.get(match["name"], "")
-        if found or match["kind"] is None:
-            return found
+        known = variables.get(match["name"], "")
+        if known or match["kind"] is None:
+            return known
         if match["kind"] == ":?":
             raise MissingVariable(f"{match['name']}: {match['word']}")
         return str(match["word"])

@@ -143,10 +143,10 @@ def test_a_node_is_started_as_kuberay_is_told(manifests):
         given = dict(word.removeprefix("--").split("=", 1) for word in command if "=" in word)
         assert given.pop("node-ip-address") == "$(POD_IP)"
         assert given.pop("redis-password", None) in (None, "$(REDIS_PASSWORD)"), "KubeRay refuses it in rayStartParams"
-        told = dict(group["rayStartParams"])
-        if "resources" in told:
-            told["resources"] = json.loads(told["resources"])
-        assert given == told
+        parameters = dict(group["rayStartParams"])
+        if "resources" in parameters:
+            parameters["resources"] = json.loads(parameters["resources"])
+        assert given == parameters
         assert ("--head" in command) == (group is groups[0])
 
 
@@ -163,8 +163,8 @@ def test_selectors_find_what_they_are_for(manifests):
             assert any(labelled(pod, selector["matchLabels"]) for pod in labels), policy["metadata"]["name"]
     for monitor in of_kind(manifests, "ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"]
-        found = [each for each in of_kind(manifests, "Service") if labelled(each["metadata"]["labels"], wanted)]
-        (service,) = found
+        services = [each for each in of_kind(manifests, "Service") if labelled(each["metadata"]["labels"], wanted)]
+        (service,) = services
         (port,) = service["spec"]["ports"]
         (endpoint,) = monitor["spec"]["endpoints"]
         assert (endpoint["port"], endpoint["path"]) == (port["name"], "/metrics") and "/metrics" in PATHS
@@ -190,12 +190,12 @@ def test_ports_are_those_of_the_code_and_of_docs_deploy_ray(manifests):
     (cluster,) = of_kind(manifests, "RayCluster")
     first, last = RAY_WORKER_PORTS.split("-")
     for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
-        told = group["rayStartParams"]
+        parameters = group["rayStartParams"]
         expected = {**RAY_PORTS, "min-worker-port": first, "max-worker-port": last}
-        assert {name: told[name] for name in expected if name in told} == {
-            n: p for n, p in expected.items() if n in told
+        assert {name: parameters[name] for name in expected if name in parameters} == {
+            n: p for n, p in expected.items() if n in parameters
         }
-        assert set(expected) - set(told) <= {"port"}
+        assert set(expected) - set(parameters) <= {"port"}
     (plane,) = [pod for pod in pods(manifests) if pod.name.startswith("Deployment/")]
     (container,) = plane.spec["containers"]
     (port,) = container["ports"]
@@ -218,8 +218,8 @@ def test_ports_are_those_of_the_code_and_of_docs_deploy_ray(manifests):
 
 
 def policy(manifests, name):
-    (found,) = [each for each in of_kind(manifests, "NetworkPolicy") if each["metadata"]["name"] == name]
-    return found
+    (manifest,) = [each for each in of_kind(manifests, "NetworkPolicy") if each["metadata"]["name"] == name]
+    return manifest
 
 
 def test_every_container_is_probed_at_what_it_answers(manifests):

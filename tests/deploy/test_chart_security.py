@@ -213,16 +213,16 @@ def commands_of(program):
 
 def test_containers_are_read_as_the_kubelet_starts_them():
     (path,) = [each for each in EXAMPLES if each.stem == "one-node"]
-    found = containers(render(path), {"manta-cpu": "10.1.2.3"})
-    worker = found["manta-cpu"]
+    by_name = containers(render(path), {"manta-cpu": "10.1.2.3"})
+    worker = by_name["manta-cpu"]
     assert {"--node-ip-address=10.1.2.3", "--address=manta-head-svc:6379"} <= set(worker.command)
     assert (worker.address, worker.user, worker.group) == ("10.1.2.3", 10001, 10001)
     assert worker.environment["MANTA_NODE_NAME"] == "machine-of-manta-cpu"
     assert (worker.shared_memory, worker.read_only, worker.capabilities) == (2**30, True, False)
     assert ("manta-checkpoints", "/checkpoints") in {(each.source, each.target) for each in worker.mounts}
     assert worker.health == ("bash", "-c", "</dev/tcp/127.0.0.1/6380")
-    password = found["manta-postgresql"].environment["POSTGRES_PASSWORD"]
+    password = by_name["manta-postgresql"].environment["POSTGRES_PASSWORD"]
     url = f"postgresql://manta:{password}@manta-postgresql:5432/manta"
-    assert found["manta"].environment["MANTA_DATABASE_URL"] == url
+    assert by_name["manta"].environment["MANTA_DATABASE_URL"] == url
     first = ["manta-migrate", "manta-admin-key", "manta-prometheus-key"]
-    assert [name for name, each in found.items() if each.once] == first == [*found["manta"].needs]
+    assert [name for name, each in by_name.items() if each.once] == first == [*by_name["manta"].needs]

@@ -86,9 +86,9 @@ def test_several_control_planes_go_one_at_a_time(settings, strategy, budgets):
     manifests = render(ONE_NODE, *settings)
     (deployment,) = of_kind(manifests, "Deployment")
     assert deployment["spec"]["strategy"]["type"] == strategy
-    found = of_kind(manifests, "PodDisruptionBudget")
-    assert [each["spec"]["maxUnavailable"] for each in found] == [1] * budgets
-    assert all(each["spec"]["selector"] == deployment["spec"]["selector"] for each in found)
+    policies = of_kind(manifests, "PodDisruptionBudget")
+    assert [each["spec"]["maxUnavailable"] for each in policies] == [1] * budgets
+    assert all(each["spec"]["selector"] == deployment["spec"]["selector"] for each in policies)
 
 
 def test_control_planes_are_on_nodes_of_their_own_unless_it_is_said_where_they_go():

@@ -16,14 +16,14 @@ def instructions(name):
 
 def stages():
     """Base and instructions of each stage."""
-    found = {}
+    by_name = {}
     for line in LINES:
         if line.startswith("FROM "):
             base, name = re.fullmatch(r"FROM (\S+) AS (\S+)", line).groups()
-            found[name] = (base, [])
-        elif found and line and not line.startswith("#"):
-            found[name][1].append(line)
-    return found
+            by_name[name] = (base, [])
+        elif by_name and line and not line.startswith("#"):
+            by_name[name][1].append(line)
+    return by_name
 
 
 def user_of(stage):

@@ -102,8 +102,8 @@ class AutoscaledRay:
     def processes(self) -> list[psutil.Process]:
         """Of all nodes."""
         mine = str(self._folder)
-        found = [each for each in psutil.process_iter(["cmdline"]) if mine in " ".join(each.info["cmdline"] or ())]
-        return [each for process in found for each in (process, *_children(process))]
+        started = [each for each in psutil.process_iter(["cmdline"]) if mine in " ".join(each.info["cmdline"] or ())]
+        return [each for process in started for each in (process, *_children(process))]
 
     def close(self) -> None:
         """Leave nothing of it."""

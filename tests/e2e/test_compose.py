@@ -104,8 +104,8 @@ def test_audit_has_the_address_of_the_client_and_not_of_the_gateway(installation
 def test_prometheus_has_numbers_of_both_control_planes(installation, engine):
     def scraped():
         query = "http://127.0.0.1:9090/api/v1/query?query=up"
-        found = json.loads(engine.run("prometheus", "wget", "-q", "-O", "-", query).stdout)["data"]["result"]
-        return {each["metric"]["instance"] for each in found if each["value"][1] == "1"}
+        samples = json.loads(engine.run("prometheus", "wget", "-q", "-O", "-", query).stdout)["data"]["result"]
+        return {each["metric"]["instance"] for each in samples if each["value"][1] == "1"}
 
     installation.until("the first numbers", lambda: scraped() >= {f"{each}:8400" for each in PLANES})
 

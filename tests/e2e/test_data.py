@@ -44,8 +44,8 @@ def test_a_job_trains_on_tokens_that_one_rank_of_its_node_makes(manta, documents
 
     alone = manta.submit(manta.spec(steps=12, layout=(1, 1, 1), train={"validate_every": 12}, data=data))
     manta.until_state(alone, "SUCCEEDED")
-    (found,) = manta.events(alone, "data_prepared")
-    assert not found.data["made"], "they were made before"
+    (event,) = manta.events(alone, "data_prepared")
+    assert not event.data["made"], "they were made before"
     for (_, loss, norm), (_, other, other_norm) in zip(manta.curve(first), manta.curve(alone), strict=True):
         assert other == pytest.approx(loss, rel=2e-6)
         assert other_norm == pytest.approx(norm, rel=2e-5)

@@ -42,8 +42,8 @@ def assert_traced(manta, collector, job):
     """The start and the two recoveries of a job of 4 ranks are in its trace, with the times of their records."""
 
     def traced():
-        found = collector.of(job)
-        return found if ("job.recovery.redo", 3) in found else None
+        spans = collector.of(job)
+        return spans if ("job.recovery.redo", 3) in spans else None
 
     spans, records = manta.until("the trace of the last recovery", traced), manta.client.recoveries(job).items
     parts = {name for name, generation in spans if generation == 1}
@@ -51,9 +51,9 @@ def assert_traced(manta, collector, job):
     assert attributes(spans["job.start", 1])["manta.ranks"] == 4
     for record in records:
         recovery = spans["job.recovery", record.generation]
-        told = attributes(recovery)
+        values = attributes(recovery)
         assert seconds(recovery) == pytest.approx(record.total_seconds, abs=1e-3)
-        assert (told["manta.recovery.rank"], told["manta.recovery.ranks_replaced"]) == (record.rank, record.forked)
+        assert (values["manta.recovery.rank"], values["manta.recovery.ranks_replaced"]) == (record.rank, record.forked)
         for phase, length in record.seconds.items():
             part = spans.get((f"job.recovery.{phase}", record.generation))
             assert (0 if part is None else seconds(part)) == pytest.approx(length, abs=1e-3)

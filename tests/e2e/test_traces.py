@@ -19,8 +19,8 @@ def until_over(manta, job, trace_id):
     """The trace, once nothing more comes to it."""
 
     def over():
-        (found,) = [each for each in manta.client.traces(job).items if each.id == trace_id]
-        return found if found.state not in ("requested", "recording") else None
+        (trace,) = [each for each in manta.client.traces(job).items if each.id == trace_id]
+        return trace if trace.state not in ("requested", "recording") else None
 
     return manta.until(f"the end of {trace_id}", over)
 
