@@ -79,7 +79,7 @@ def test_the_type_and_memory_of_gpus_are_said_where_they_are_known(store, cluste
     assert (two["gpu_type"], two["gpu_memory_bytes"]) == (None, 40)
 
 
-def test_gpus_are_told_as_the_driver_says_for_a_minute(store, cluster):
+def test_gpus_are_shown_as_the_driver_says_for_a_minute(store, cluster):
     full = GpuReading(0, True, 0.9, 2**30, 80 * 2**30, 60, 350.5, 7, 1, {"79": 2, "31": 1}, 1980)
     cluster.nodes.gpus["one"] = GpuReadings(time.monotonic(), (full, GpuReading(1, answers=False)))
     one, two = view(cluster, store)["nodes"]

@@ -330,7 +330,7 @@ def test_control_plane_that_uses_another_ray_may_be_dead_and_is_waited_for(tmp_p
 def test_files_of_jobs_are_where_the_first_control_plane_has_them_or_it_does_not_start(store, database_url, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
 
-    def found(home, alone=False, **places):
+    def home_of_jobs(home, alone=False, **places):
         home.mkdir(exist_ok=True)
         plane = ControlPlane(home, SimpleNamespace(), database_url=database_url, **places)
         plane._leases = SimpleNamespace(alone=alone)
@@ -340,13 +340,13 @@ def test_files_of_jobs_are_where_the_first_control_plane_has_them_or_it_does_not
             plane.stop()
         return plane.home
 
-    assert found(second, alone=True) == second, "nothing is shared"
-    assert found(first) == found(second) == Paths.of(first).home
+    assert home_of_jobs(second, alone=True) == second, "nothing is shared"
+    assert home_of_jobs(first) == home_of_jobs(second) == Paths.of(first).home
     first.rmdir()
     for places in ({}, {"checkpoints": tmp_path}, {"logs": tmp_path}):
         with pytest.raises(JobsElsewhere, match=r"are in .*first, which is not there"):
-            found(second, **places)
-    named = found(second, checkpoints=tmp_path, logs=tmp_path)
+            home_of_jobs(second, **places)
+    named = home_of_jobs(second, checkpoints=tmp_path, logs=tmp_path)
     assert named == Paths.of(first).home and not first.exists(), "nothing is in it: nodes know the jobs by its name"
 
 

@@ -138,8 +138,8 @@ def test_what_is_in_the_way_of_a_deletion_is_said(store, paths, job, monkeypatch
         delete_job(store, paths, job, lambda: None)
     assert str(caught.value).startswith(why.format(folder=paths.job_folder(job)))
     with store.read() as session:
-        (told,) = [each for each in events.page(session, job, limit=1000).items if each.type == "deletion_failed"]
-    assert told.message == str(caught.value)
+        (event,) = [each for each in events.page(session, job, limit=1000).items if each.type == "deletion_failed"]
+    assert event.message == str(caught.value)
 
 
 def test_measurements_are_deleted_until_none_is_left_and_counted_by_table(store, paths, job, monkeypatch):

@@ -247,7 +247,7 @@ lengths = st.floats(0.01, 30, allow_nan=False)
 @given(
     st.floats(0, 50), lengths, st.lists(st.tuples(*[lengths] * 8), min_size=1, max_size=6), st.floats(0.1, 1)
 )  # fmt: skip
-def test_orderly_history_is_told_to_the_second(queue, start, lives, share):
+def test_orderly_history_is_accounted_for_to_the_second(queue, start, lives, share):
     """Generations that each train, lose a step, are noticed, rest, form anew and restore: no second is misplaced."""
     now, expected = queue + start, {"queue": queue, "start": start, "compute": 0.0, "data_wait": 0.0}
     changes, trainings, timeline, began = [StateEntry(0, "QUEUED"), StateEntry(queue, "STARTING")], [], None, queue

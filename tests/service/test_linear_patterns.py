@@ -60,7 +60,7 @@ def test_many_expressions_find_what_pythons_own_find(seed):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "line", "found"),
+    ("pattern", "line", "matches"),
     [
         (r"loss +\d+\.\d{2}", "step 3 loss  1.25", True), (r"^step \d+$", "step 12", True),
         (r"^step \d+$", "step 12 ", False), ("(?i)ERROR|fail", "it Failed", True), ("[A-Z]", "Ä", False),
@@ -68,8 +68,8 @@ def test_many_expressions_find_what_pythons_own_find(seed):
         (r"a{2,3}b", "xaaab", True), (r"^a{2,3}b", "aaaab", False), ("é+", "caféé", True), (r"\]", "a]", True),
     ],
 )  # fmt: skip
-def test_what_is_found(pattern, line, found):
-    assert LinearPattern(pattern).is_in(line) is found
+def test_what_matches(pattern, line, matches):
+    assert LinearPattern(pattern).is_in(line) is matches
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ def everything(folder, rank=None, test=None):
 def all_from_the_end(folder, count, wanted):
     lines, until = [], None
     while until is None or any(until.values()):
-        found = read_tail(LogFiles(folder), count, test=wanted.test(), until=until)
-        assert found.earlier != until, "no progress"
-        lines, until = found.lines + lines, found.earlier
+        tail = read_tail(LogFiles(folder), count, test=wanted.test(), until=until)
+        assert tail.earlier != until, "no progress"
+        lines, until = tail.lines + lines, tail.earlier
     return lines
 
 
@@ -51,13 +51,13 @@ def test_newest_lines_are_those_of_whoever_reads_everything(tmp_path, monkeypatc
     for wanted in (LogFilter(), LogFilter(search="7"), LogFilter(search="nowhere")):
         whole = everything(tmp_path, test=wanted.test())
         for count in (1, 2, 17, 1000):
-            found = read_tail(LogFiles(tmp_path), count, test=wanted.test())
-            assert found.lines == whole[-count:]
-            assert found.more is (len(whole) > count) or (found.more and len(whole) >= count)
-            again = read_page(LogFiles(tmp_path), found.begin, limit=5000, test=wanted.test())
-            assert again.lines == found.lines, "whoever goes on where they begin sees them again, and no others"
-            assert read_page(LogFiles(tmp_path), found.end, test=wanted.test()).lines == []
-            assert found.lines == [] or all_from_the_end(tmp_path, count, wanted) == whole, "part by part"
+            tail = read_tail(LogFiles(tmp_path), count, test=wanted.test())
+            assert tail.lines == whole[-count:]
+            assert tail.more is (len(whole) > count) or (tail.more and len(whole) >= count)
+            again = read_page(LogFiles(tmp_path), tail.begin, limit=5000, test=wanted.test())
+            assert again.lines == tail.lines, "whoever goes on where they begin sees them again, and no others"
+            assert read_page(LogFiles(tmp_path), tail.end, test=wanted.test()).lines == []
+            assert tail.lines == [] or all_from_the_end(tmp_path, count, wanted) == whole, "part by part"
     one = [line for line in everything(tmp_path) if line.rank == 1]
     assert read_tail(LogFiles(tmp_path), 20, rank=1).lines == one[-20:]
 
@@ -75,25 +75,25 @@ class Counting(LogFiles):
     count = 0
 
     def read(self, rank, start, size):
-        found = super().read(rank, start, size)
-        self.count += len(found.content)
-        return found
+        chunk = super().read(rank, start, size)
+        self.count += len(chunk.content)
+        return chunk
 
 
 def test_little_is_read_of_a_long_log(tmp_path):
     write(tmp_path, 0, [(float(number), "x" * 100) for number in range(50_000)])
     source = Counting(tmp_path)
-    found = read_tail(source, 100)
-    assert [line.time for line in found.lines] == [float(number) for number in range(49_900, 50_000)]
+    tail = read_tail(source, 100)
+    assert [line.time for line in tail.lines] == [float(number) for number in range(49_900, 50_000)]
     assert source.count < 4 * log_tail.CHUNK_BYTES < log_file(tmp_path, 0).stat().st_size / 10
-    assert found.more
+    assert tail.more
 
 
 def test_search_that_finds_little_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(log_tail, "MOST_BYTES", 200_000)
     write(tmp_path, 0, [(float(number), "needle" if number == 5 else "x" * 100) for number in range(20_000)])
-    found = read_tail(LogFiles(tmp_path), 10, test=LogFilter(search="needle").test())
-    assert (found.lines, found.more) == ([], True)
+    tail = read_tail(LogFiles(tmp_path), 10, test=LogFilter(search="needle").test())
+    assert (tail.lines, tail.more) == ([], True)
     assert [line.time for line in all_from_the_end(tmp_path, 10, LogFilter(search="needle"))] == [5.0], "and goes on"
 
 
@@ -107,17 +107,15 @@ def test_log_whose_beginning_is_lost_has_the_lines_that_are_left(tmp_path):
             begin = max(start, half)
             return LogBytes(begin, content[begin : start + size], start + size < len(content))
 
-    found = read_tail(Lost(tmp_path), 100)
-    assert [line.text for line in found.lines] == [
-        str(number) for number in range(10 - content[half:].count(b"\n"), 10)
-    ]
-    assert not found.more
+    tail = read_tail(Lost(tmp_path), 100)
+    assert [line.text for line in tail.lines] == [str(number) for number in range(10 - content[half:].count(b"\n"), 10)]
+    assert not tail.more
 
 
 def test_job_that_printed_nothing_has_no_tail(tmp_path):
     for rank in (None, 4):
-        found = read_tail(LogFiles(tmp_path / "nowhere"), 5, rank)
-        assert (found.lines, found.more) == ([], False)
+        tail = read_tail(LogFiles(tmp_path / "nowhere"), 5, rank)
+        assert (tail.lines, tail.more) == ([], False)
 
 
 @pytest.mark.parametrize("end", ["", "\n"])

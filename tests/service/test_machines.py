@@ -39,9 +39,9 @@ def test_what_was_kept_is_found_by_the_type_of_node(tmp_path):
 )
 def test_a_calibration_that_was_disturbed_is_kept_with_what_says_so(tmp_path, other_cores, spread, warning):
     save(tmp_path, replace(calibrated(), other_cores=other_cores, spread=spread))
-    found = load(tmp_path, "abacus-4")
-    assert (found.other_cores, found.spread) == (other_cores, spread)
-    assert found.warning is None if warning is None else found.warning.startswith(warning)
+    calibration = load(tmp_path, "abacus-4")
+    assert (calibration.other_cores, calibration.spread) == (other_cores, spread)
+    assert calibration.warning is None if warning is None else calibration.warning.startswith(warning)
 
 
 def test_a_calibration_of_an_earlier_release_has_no_warning(tmp_path):

@@ -101,8 +101,8 @@ def test_nodes_of_all_kinds_are_refined(trained, make_spec, submit):
     )
     for _ in range(LEAST_JOBS):
         train_on(trained.store, submit().id, spec, l40s)
-    found = trained.seen().cluster(replace(h100, others=(l40s,)))
-    assert found.machine == h100.machine and found.others[0].machine.refined.jobs == LEAST_JOBS
+    cluster = trained.seen().cluster(replace(h100, others=(l40s,)))
+    assert cluster.machine == h100.machine and cluster.others[0].machine.refined.jobs == LEAST_JOBS
     assert planned(spec, replace(h100, others=(l40s,)))["dependence"] is None
 
 

@@ -126,9 +126,9 @@ def test_job_that_was_tried_again_meanwhile_is_kept(store, look, ended, monkeypa
     expired = retention._expired
 
     def then_retried(*arguments):
-        found = expired(*arguments)
+        jobs_due = expired(*arguments)
         store.write(lambda session: failed_jobs.request_retry(session, job))
-        return found
+        return jobs_due
 
     monkeypatch.setattr(retention, "_expired", then_retried)
     assert look(CONFIRMED_SECONDS) == []

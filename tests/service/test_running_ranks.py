@@ -99,8 +99,8 @@ def test_rank_whose_agent_is_gone_or_silent_is_unknown(running, agents, job):
 
 
 def test_stack_is_that_of_the_trainer_that_runs_now(running, agents, job):
-    found = asyncio.run(running.stack(job, 1))
-    assert (found.rank, found.pid, found.text, agents["a1"].of) == (1, 51, "stack of it", [51])
+    stack = asyncio.run(running.stack(job, 1))
+    assert (stack.rank, stack.pid, stack.text, agents["a1"].of) == (1, 51, "stack of it", [51])
 
 
 def test_what_cannot_be_asked_is_said(running, agents, store, submit, job):

@@ -133,7 +133,7 @@ def test_agent_that_does_not_answer_is_killed(agents, monkeypatch):
     assert asyncio.run(body())
 
 
-def test_answers_and_silences_are_told_by_rank_and_what_is_no_silence_is_raised():
+def test_answers_and_silences_are_by_rank_and_what_is_no_silence_is_raised():
     async def question(rank, agent):
         if agent is None:
             raise AgentError("gone")
@@ -172,10 +172,10 @@ def test_agents_are_found_in_the_order_of_their_names_with_none_for_one_that_is_
     ray = agents._ray.module
     ray.util.list_named_actors = lambda: ["agent/job_2/1/0", "agent/job_1/1/0", "node-a"]
     ray.get_actor = lambda name: f"actor of {name}"
-    found = asyncio.run(agents.find(["agent/job_1/1/0", "agent/job_1/1/1", "agent/job_2/1/0"]))
-    assert found[1] is None
-    assert [found[at].actor for at in (0, 2)] == ["actor of agent/job_1/1/0", "actor of agent/job_2/1/0"]
-    assert found[0]._job == "job_1" and found[2]._job == "job_2"
+    handles = asyncio.run(agents.find(["agent/job_1/1/0", "agent/job_1/1/1", "agent/job_2/1/0"]))
+    assert handles[1] is None
+    assert [handles[at].actor for at in (0, 2)] == ["actor of agent/job_1/1/0", "actor of agent/job_2/1/0"]
+    assert handles[0]._job == "job_1" and handles[2]._job == "job_2"
     assert asyncio.run(agents.names()) == ["agent/job_2/1/0", "agent/job_1/1/0"]
 
 

@@ -122,7 +122,7 @@ def test_process_whose_number_is_somebody_elses_by_now_is_not_waited_for():
     assert wait_until_ended([Gone(os.getpid())], 0.0)
 
 
-def test_start_is_told_of_a_process_whatever_its_name():
+def test_start_is_known_of_a_process_whatever_its_name():
     script = "print(open('/proc/self/comm', 'w').write('a) Z 1 (b'), flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:

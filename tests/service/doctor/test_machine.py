@@ -40,8 +40,8 @@ def room(monkeypatch):
     return is_there
 
 
-def verdicts(found):
-    return [(each.verdict, each.message) for each in found]
+def verdicts(findings):
+    return [(each.verdict, each.message) for each in findings]
 
 
 def test_this_python_will_do():
@@ -109,7 +109,7 @@ def test_the_states_of_all_ranks_that_may_be_here_and_their_snapshots_are_too(mo
     assert "train.optimizer.offload: false" in seen.advice
 
 
-def test_a_rank_is_not_told_to_take_what_two_stages_take(monkeypatch):
+def test_no_rank_is_counted_as_what_two_stages_take(monkeypatch):
     """Most activations are on another stage than most of the state."""
     spec = with_state_on_the_host(job("off", pipeline=2, offload_layers=2))
     model = spec.model.model_copy(update={"layers": 4})

@@ -254,7 +254,7 @@ def test_current_generation_is_the_newest_one(record):
     assert [row.generation for row in asyncio.run(record.generations())] == [1, 2]
 
 
-def test_steps_that_were_rolled_back_are_told_in_order(record):
+def test_steps_that_were_rolled_back_are_listed_in_order(record):
     for step in (5, 9):
         asyncio.run(record.event("rolled_back", "why", rank=1, step=step, data={"step": step}, generation=2))
     assert asyncio.run(record.rolled_back()) == [{"step": 5}, {"step": 9}]

@@ -230,7 +230,7 @@ def test_checkpoints_become_rows(store, started, take):
     assert saved(store, started) == {5: "deleted", 6: "failed", 7: "saving"}
 
 
-def test_only_what_is_told_of_checkpoints_changes_their_rows(store, started, take):
+def test_only_what_is_reported_of_checkpoints_changes_their_rows(store, started, take):
     take("event", 1, type="checkpoint_saving", step=5, message="saving", data={"path": "/c/5"})
     take("event", 2, type="note", step=5, message="hello")
     take("event", 3, type="checkpoint_skipped", message="of no step")

@@ -126,7 +126,7 @@ def planned(store, submit, tmp_path):
     return carry_out
 
 
-def told(context, kind):
+def count_of(context, kind):
     """How often an event of this type was written."""
     with context.record.store.read() as session:
         return sum(event.type == kind for event in events.page(session, context.id).items)
@@ -205,7 +205,7 @@ def test_job_of_the_wanted_size_has_nothing_to_change_or_to_wait_for(planned):
     async def body(planner, running, context):
         assert not await planner.may_change()
         assert await planner.plan(running) is None
-        assert not told(context, "resize_waiting")
+        assert not count_of(context, "resize_waiting")
 
     planned(body, {"one": 8}, wanted=2, **ELASTIC)
 
@@ -245,13 +245,13 @@ def test_each_node_that_is_to_be_left_in_vain_is_said_once(planned):
         assert await planner.may_change(), "to say so"
         for _ in range(2):
             assert await planner.plan(running) is None
-        assert told(context, "drain_waiting") == 1
+        assert count_of(context, "drain_waiting") == 1
         assert len(context.cluster.groups.acquired) == 1, "no places are asked for where there is no room"
         assert not await planner.may_change()
         planner.reconsider()
         assert context.change_possible.is_set()
         assert await planner.plan(running) is None
-        assert told(context, "drain_waiting") == 2
+        assert count_of(context, "drain_waiting") == 2
         context.cluster.nodes.slots["three"] = 2
         assert await planner.may_change(), "there is room now"
 
@@ -306,7 +306,7 @@ def test_resize_takes_nothing_from_those_who_wait_in_the_queue(planned, submit, 
     async def body(planner, running, context):
         waiting = submit(parallel={"tensor": 2, "data": 3})
         assert await planner.plan(running) is None
-        assert told(context, "resize_waiting") == 1 and not context.cluster.groups.acquired[1:]
+        assert count_of(context, "resize_waiting") == 1 and not context.cluster.groups.acquired[1:]
         store.write(lambda s: jobs.request_cancel(s, waiting.id))
         assert isinstance(await planner.plan(running), Grow)
 

@@ -63,9 +63,9 @@ def test_ranges_of_ranks_with_more_than_a_block_in_several_parts(tmp_path, monke
     for rank, text in texts.items():
         for start in range(0, len(text) + 5, 13):
             for size in (1, 40, 10_000):
-                found = log.read(rank, start, size)
-                assert (found.start, found.content) == (start, text[start : start + size])
-                assert found.more is (start + size < len(text))
+                chunk = log.read(rank, start, size)
+                assert (chunk.start, chunk.content) == (start, text[start : start + size])
+                assert chunk.more is (start + size < len(text))
 
 
 def test_damaged_part_is_not_taken_for_what_was_printed(written, tmp_path):

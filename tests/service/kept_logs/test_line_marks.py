@@ -17,9 +17,9 @@ def test_lines_come_last_first_whatever_the_blocks_are(monkeypatch):
     content = b"".join(lines) + b"cut"
     for size in (1, 7, 64, 1000, 100_000):
         monkeypatch.setattr(line_marks, "BLOCK_BYTES", size)
-        found = list(lines_backwards(io.BytesIO(content), len(content)))
-        assert [each for _, each in found] == lines[::-1]
-        assert all(content[at:].startswith(each) for at, each in found)
+        placed = list(lines_backwards(io.BytesIO(content), len(content)))
+        assert [each for _, each in placed] == lines[::-1]
+        assert all(content[at:].startswith(each) for at, each in placed)
 
 
 def test_report_that_is_not_all_there_does_not_count():

@@ -47,8 +47,8 @@ AXES_MADE = {"world": 0, "tensor": 1, "data": 2}
 def test_the_rank_that_has_queued_no_more_is_found_wherever_it_stopped(layout, seed):
     gang, hung = hang(layout, seed, "host")
     waits = any(gang.network.over_at(meeting) is None for device in gang.devices for meeting in device.queued)
-    found = find_disagreement(recorded(gang), gang.grid.group)
-    assert (found.ranks if found else ()) == ((hung,) if waits else ())
+    difference = find_disagreement(recorded(gang), gang.grid.group)
+    assert (difference.ranks if difference else ()) == ((hung,) if waits else ())
 
 
 @settings(max_examples=40, deadline=None)
@@ -102,9 +102,9 @@ SUM, GATHER, LONGER = ("all_reduce", (8,)), ("all_gather", (8,)), ("all_reduce",
     ],
 )
 def test_who_did_not_come_or_came_with_something_else_is_named_and_why(calls, ranks, why):
-    found = find_disagreement(gang_of(*calls), everybody)
-    assert found.ranks == ranks
-    assert why in found.why
+    difference = find_disagreement(gang_of(*calls), everybody)
+    assert difference.ranks == ranks
+    assert why in difference.why
 
 
 @pytest.mark.parametrize("calls", [(SUM,) * 4, (None,) * 4])
@@ -129,8 +129,8 @@ def test_who_waits_itself_is_not_at_fault_for_those_that_wait_for_it():
         for number in range(data):
             dump.collective("data", (1, 2), state="scheduled" if number == 2 else "completed", made=1)
         records[rank] = read_flight_record(dump.text)
-    found = find_disagreement(records, lambda axis, rank: (0, 1, 2) if axis == "world" else (1, 2))
-    assert found.ranks == (2,)
+    difference = find_disagreement(records, lambda axis, rank: (0, 1, 2) if axis == "world" else (1, 2))
+    assert difference.ranks == (2,)
 
 
 def test_a_sequence_that_may_have_been_forgotten_is_no_proof():
@@ -162,9 +162,9 @@ def test_who_does_not_take_or_send_a_message_is_named(kind, other):
     waiting.message("pipeline_up", (0, 1), kind, *ends, (5,), "scheduled")
     idle.message("pipeline_up", (0, 1), other, *ends, (5,), "completed")
     records = {0: read_flight_record(waiting.text), 1: read_flight_record(idle.text)}
-    found = find_disagreement(records, lambda axis, rank: (0, 1))
-    assert found.ranks == (1,)
-    assert found.why == f"has not begun its {other} of pipeline_up (Float[5]) for which rank 0 waits"
+    difference = find_disagreement(records, lambda axis, rank: (0, 1))
+    assert difference.ranks == (1,)
+    assert difference.why == f"has not begun its {other} of pipeline_up (Float[5]) for which rank 0 waits"
 
 
 def test_each_group_is_gone_through_once():

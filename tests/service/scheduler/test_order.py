@@ -384,8 +384,8 @@ def test_job_for_which_there_will_never_be_gpus_is_told_of_slots_where_there_are
     slots_would_do = submit(parallel={"tensor": 2, "pipeline": 2}, resources=resources)
     neither = submit(parallel={"data": 12}, train=LARGE, resources=resources)
     assert look() == []
-    told = "; with resources.accelerator: cpu it would take slots, of which there are enough"
-    assert job_now(store, slots_would_do).message == f"needs 4 GPUs in groups of 2 on one node, 2 of 2 are free{told}"
+    advice = "; with resources.accelerator: cpu it would take slots, of which there are enough"
+    assert job_now(store, slots_would_do).message == f"needs 4 GPUs in groups of 2 on one node, 2 of 2 are free{advice}"
     assert job_now(store, neither).message == "needs 12 GPUs, 3 of 3 are free"
 
 

@@ -115,7 +115,7 @@ def test_parts_of_phases_are_the_mean_step():
 
 
 @pytest.mark.parametrize("mfu", [0.25, None])
-def test_parts_of_the_ledger_leave_the_rest_untold(mfu):
+def test_parts_of_the_ledger_leave_the_rest_unknown(mfu):
     parts = budget.of_ledger(10.0, {"data_wait": 1.0, "snapshot": 0.5}, mfu)
     known = seconds_of(parts)
     assert sum(known.values()) == pytest.approx(10.0)

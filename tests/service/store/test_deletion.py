@@ -158,7 +158,7 @@ def test_bins_go_in_parts_and_no_others(store, two, monkeypatch):
     assert rows_of(store, other)["metric_bins"] == 2
 
 
-def test_why_a_job_is_still_there_is_told_among_its_events(store, two):
+def test_why_a_job_is_still_there_is_among_its_events(store, two):
     job_id, other = two
     store.write(lambda session: deletion.begin(session, job_id))
     store.write(lambda session: deletion.note_obstacle(session, job_id, "a disk is read-only"))

@@ -23,7 +23,7 @@ def test_pages_go_on_after_an_id_and_belong_to_one_job(store, submit):
     assert seen[1:] == [f"tick {n}" for n in range(5)]
 
 
-def test_an_event_keeps_what_it_was_told(store, submit):
+def test_an_event_keeps_what_it_was_given(store, submit):
     job = submit()
     data = {"loss": float("nan"), "ranks": [1, 2]}
     event_id = store.write(

@@ -19,7 +19,7 @@ def test_a_database_that_was_just_made_is_sound(store):
     assert health.problems(store) == []
 
 
-def test_a_schema_that_is_another_one_is_told(store):
+def test_a_schema_that_is_another_one_is_reported(store):
     run(store, "ALTER TABLE jobs ADD COLUMN odd INTEGER", "DROP TABLE ranks")
     problems = " ".join(health.problems(store))
     assert "remove_column" in problems and "odd" in problems
@@ -45,7 +45,7 @@ def test_rows_that_must_be_there_once(store):
         (b"no database at all" * 1000, "not a database"),
     ],
 )
-def test_what_is_no_job_database_is_told(tmp_path, content, said):
+def test_what_is_no_job_database_is_reported(tmp_path, content, said):
     if content is not None:
         (tmp_path / "new.db").write_bytes(content)
     with contextlib.closing(Store(f"sqlite:///{tmp_path}/new.db")) as store, pytest.raises(StoreUnusable, match=said):
@@ -53,13 +53,13 @@ def test_what_is_no_job_database_is_told(tmp_path, content, said):
     assert (tmp_path / "new.db").exists() == (content is not None)
 
 
-def test_server_that_cannot_be_reached_is_told_with_what_would_help():
+def test_server_that_cannot_be_reached_is_reported_with_what_would_help():
     url = "postgresql://me@127.0.0.1:1/manta"
     with contextlib.closing(Store(url)) as store, pytest.raises(StoreUnusable, match="is the server running"):
         health.problems(store)
 
 
-def test_rows_without_their_job_are_told_where_the_database_has_let_them_in(tmp_path, empty_database):
+def test_rows_without_their_job_are_reported_where_the_database_has_let_them_in(tmp_path, empty_database):
     file = tmp_path / "manta.db"
     file.write_bytes(empty_database.read_bytes())
     with contextlib.closing(sqlite3.connect(file)) as connection, connection:

@@ -104,7 +104,7 @@ def test_state_leaves_no_reason_of_the_one_before(store, started):
     assert (again.reason, again.message, again.finished_at) == (None, None, None)
 
 
-def test_size_that_is_wanted_is_noted_and_told(store, submit):
+def test_size_that_is_wanted_is_noted_and_reported(store, submit):
     job = submit(parallel={"data": 2}, elastic={"min_data": 1})
     assert store.write(lambda session: jobs.request_resize(session, job.id, 1)).wanted_replicas == 1
     with store.read() as session:

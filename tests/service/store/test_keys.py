@@ -82,8 +82,8 @@ def test_key_that_was_revoked_is_not_good_and_leaves_others_as_they_are(store):
     gone, kept = make(store, "gone"), make(store, "kept")
     store.write(lambda session: keys.revoke(session, None, gone.id))
     with store.read() as session:
-        found = [keys.by_digest(session, digest) for digest in ("gone", "kept", "never made")]
-    assert [each and (each.id, keys.is_good(each, time.time())) for each in found] == [
+        records = [keys.by_digest(session, digest) for digest in ("gone", "kept", "never made")]
+    assert [each and (each.id, keys.is_good(each, time.time())) for each in records] == [
         (gone.id, False), (kept.id, True), None
     ]  # fmt: skip
 

@@ -47,10 +47,10 @@ def test_newest_is_that_of_the_generation_that_runs(store, job):
 
 def test_history_is_oldest_first_and_bounded(store, job):
     keep(store, job, *((number, number, [0.5, number]) for number in range(1, 11)))
-    found = history(store, job)
-    assert found.steps == list(range(1, 11))
-    assert found.own_seconds[2] == [0.5, 3.0]
-    assert found.times[0] == EVERY_SECONDS + 0.5
+    numbers = history(store, job)
+    assert numbers.steps == list(range(1, 11))
+    assert numbers.own_seconds[2] == [0.5, 3.0]
+    assert numbers.times[0] == EVERY_SECONDS + 0.5
     assert history(store, job, 7).steps == [8, 9, 10]
     assert history(store, job, 0, 2).steps == [9, 10]
     assert history(store, job, 10).steps == []
@@ -69,8 +69,8 @@ def test_numbers_of_many_ranks_are_bounded_together(store, job, monkeypatch):
 
 def test_steps_that_were_done_again_and_ranks_that_were_others_are_left_out(store, job):
     keep(store, job, (1, 10, [1.0, 1.0, 1.0]), (2, 20, [1.0, 2.0]), (3, 30, [1.0, 3.0]), (4, 25, [1.0, 4.0]))
-    found = history(store, job)
-    assert (found.steps, found.own_seconds) == ([20, 25], [[1.0, 2.0], [1.0, 4.0]])
+    numbers = history(store, job)
+    assert (numbers.steps, numbers.own_seconds) == ([20, 25], [[1.0, 2.0], [1.0, 4.0]])
 
 
 def test_ranks_whose_own_time_nobody_knows_have_no_history(store, job):

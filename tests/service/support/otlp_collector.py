@@ -48,7 +48,7 @@ class Collector:
     def of(self, job: str) -> dict[tuple[str, int], Span]:
         """The spans of a job by name and generation."""
         own = [(span, attributes(span)) for span in list(self.spans)]
-        return {(span.name, told["manta.generation"]): span for span, told in own if told["manta.job.id"] == job}
+        return {(span.name, values["manta.generation"]): span for span, values in own if values["manta.job.id"] == job}
 
     def close(self) -> None:
         """Take nothing any more."""
@@ -57,9 +57,9 @@ class Collector:
         self._server.server_close()
 
 
-def attributes(told: Any) -> dict[str, Any]:
+def attributes(message: Any) -> dict[str, Any]:
     """Of a span or a resource, by name."""
-    return {each.key: _value(each.value) for each in told.attributes}
+    return {each.key: _value(each.value) for each in message.attributes}
 
 
 def seconds(span: Span) -> float:

@@ -87,10 +87,10 @@ def test_job_that_is_placed_trains_and_recovers_is_traced(start, cluster, submit
     assert all(
         span.parent_span_id == started.span_id for (name, _), span in spans.items() if name in START - {"job.start"}
     )
-    told = attributes(recovered)
-    assert (told["manta.recovery.kind"], told["manta.recovery.rank"]) == ("killed", 1)
+    values = attributes(recovered)
+    assert (values["manta.recovery.kind"], values["manta.recovery.rank"]) == ("killed", 1)
     assert attributes(started)["manta.ranks"] == 2
-    assert all(told["service.name"] == "manta" for told in collector.resources)
+    assert all(values["service.name"] == "manta" for values in collector.resources)
     assert started.end_time_unix_nano <= recovered.start_time_unix_nano < recovered.end_time_unix_nano
 
 
