@@ -113,8 +113,8 @@ def _with_choice(kind: str, cluster: Cluster) -> list[JobSpec]:
     """What the planner finds, and the ten chosen by hand."""
     job = parse_job_spec(quickstart({})).model_copy(update={"parallel": "auto"})
     ranks = FORCED if kind == "forced" else None
-    found = search(job, cluster, engine_on(cluster.machine), 1, ranks).plans[0].spec
-    specs = [found, *(parse_job_spec(quickstart(layout)) for layout in BY_HAND[kind])]
+    planned = search(job, cluster, engine_on(cluster.machine), 1, ranks).plans[0].spec
+    specs = [planned, *(parse_job_spec(quickstart(layout)) for layout in BY_HAND[kind])]
     return [with_threads(spec, threads_in(spec, cluster)) for spec in specs]
 
 

@@ -150,7 +150,7 @@ def _split_embedding(report: Report) -> dict[str, Any]:
     """What it costs that the embedding lies on the ends of the pipeline: against the same model with a common
     vocabulary, and the rest of the vocabulary's products split over all GPUs."""
     cluster = Cluster(machine_of("v100-32gb"), 2, 16)
-    found = search(job_of(NNSCALER), cluster, engine_on(cluster.machine), limit=1)
+    answer = search(job_of(NNSCALER), cluster, engine_on(cluster.machine), limit=1)
     row: dict[str, Any] = {"case": NNSCALER.name}
     sequence, hidden, layers, heads, vocabulary = NNSCALER.shape
     small = replace(NNSCALER, shape=(sequence, hidden, layers, heads, SMALL_VOCABULARY))
@@ -159,13 +159,13 @@ def _split_embedding(report: Report) -> dict[str, Any]:
     rate = cluster.machine.accelerator.peak_16bit * cluster.machine.constants.product * NNSCALER.gpus
     split = other.time.seconds + flops / rate
     row |= {"split_seconds": split, "without": words(other.spec)}
-    report.add("nnscaler_t5_fits", bool(found.plans), "bool")
-    if found.plans:
-        best = found.plans[0]
+    report.add("nnscaler_t5_fits", bool(answer.plans), "bool")
+    if answer.plans:
+        best = answer.plans[0]
         row |= {"best": words(best.spec), "best_seconds": best.time.seconds}
         report.add("nnscaler_t5_costs", round(best.time.seconds / split - 1, 3), "ratio")
     else:
-        row |= {"rejected": found.rejected[0].reason}
+        row |= {"rejected": answer.rejected[0].reason}
     return row
 
 

@@ -115,7 +115,7 @@ def _plans(spec: JobSpec, stage: int) -> Iterator[tuple[int, int, list[Rectangle
 
 def _renamed(rectangles: list[Rectangle], layers: int) -> list[tuple[str, Rectangle]]:
     def name(each: Rectangle) -> str:
-        return re.sub(r"^layers\.(\d+)", lambda found: f"layers.{int(found[1]) + layers}", each.name)
+        return re.sub(r"^layers\.(\d+)", lambda match: f"layers.{int(match[1]) + layers}", each.name)
 
     return [(name(each), each) for each in rectangles]
 

@@ -135,10 +135,10 @@ def _open(context: Any, address: str, there: str) -> tuple[float, float]:
 
 
 def _note_when(there: str) -> str:
-    found = f"document.querySelector({json.dumps(there)})"
+    element = f"document.querySelector({json.dumps(there)})"
     return (
         "new MutationObserver((_, observer) => {"
-        f"if (!{found}) return; observer.disconnect();"
+        f"if (!{element}) return; observer.disconnect();"
         "requestAnimationFrame(() => (window.drawnAt = performance.now()));"
         "}).observe(document, {childList: true, subtree: true, attributes: true});"
     )

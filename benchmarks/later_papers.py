@@ -27,20 +27,20 @@ def measure(options: argparse.Namespace) -> Report:
     """Tell every row."""
     report = Report("later_papers", options.seed)
     for name in options.table or TABLES:
-        found = list(rows(name))
-        errors = [error_of(row) for row in found]
+        table_rows = list(rows(name))
+        errors = [error_of(row) for row in table_rows]
         report.samples[name] = [
             {"case": row.case, "published": row.published, "predicted": float(f"{row.predicted:.4g}"), "unit": row.unit}
             | {"error": round(error, 3)}
-            for row, error in zip(found, errors, strict=True)
+            for row, error in zip(table_rows, errors, strict=True)
         ]
-        report.add(f"{name}_rows", len(found), "rows")
+        report.add(f"{name}_rows", len(table_rows), "rows")
         report.add(f"{name}_step_error_median", round(statistics.median(map(abs, errors)), 3), "ratio")
         report.add(f"{name}_step_error_max", round(max(map(abs, errors)), 3), "ratio")
-        order = rank_correlation([row.published for row in found], [row.predicted for row in found])
+        order = rank_correlation([row.published for row in table_rows], [row.predicted for row in table_rows])
         report.add(f"{name}_rank_correlation", round(order, 3), "ratio")
         if options.rows and not options.json:
-            for row, error in zip(found, errors, strict=True):
+            for row, error in zip(table_rows, errors, strict=True):
                 print(f"  {row.case:<95} {row.published:>10.5g} {row.predicted:>10.4g} {row.unit:<16} {error:+.1%}")
     report.settings = {"sources": {name: table.source for name, table in TABLES.items()}}
     return report

@@ -72,14 +72,14 @@ def measure(options: argparse.Namespace) -> Report:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise MantaError("this benchmark needs a GPU and found none (--device cpu tries the program)")
     report, began = Report("planned_gpu_steps", options.seed), time.perf_counter()
-    found = _measurements(options.measurements, device)
+    measurements = _measurements(options.measurements, device)
     if options.measurements is None:
         report.add("calibration_seconds", round(time.perf_counter() - began, 1), "s", 60.0)
-    name = machine_measured(found) if device.type == "cuda" else REHEARSED
+    name = machine_measured(measurements) if device.type == "cuda" else REHEARSED
     assumed = MACHINES[name]
-    machine = measured(assumed, fit_gpu(found, assumed))
+    machine = measured(assumed, fit_gpu(measurements, assumed))
     report.settings = {
-        "device": found.device,
+        "device": measurements.device,
         "rehearsal": device.type == "cpu",
         "torch": torch.__version__,
         "machine": name,
@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace) -> Report:
         "steps": options.steps,
         "left_out": {},
     }
-    report.samples = {"calibration": calibration_rows(found, machine), "jobs": []}
+    report.samples = {"calibration": calibration_rows(measurements, machine), "jobs": []}
     jobs = draw_jobs(
         options.seed, options.jobs, drawn_gpu_jobs.ON_GPU if device.type == "cuda" else drawn_gpu_jobs.TINY
     )
@@ -121,25 +121,25 @@ def _measurements(file: Path | None, device: torch.device) -> Measurements:
     return calibration.measure_gpu(device, shapes, lambda part: print(f"measuring: {part}", file=sys.stderr))
 
 
-def calibration_rows(found: Measurements, machine: Machine) -> list[dict[str, Any]]:
+def calibration_rows(measurements: Measurements, machine: Machine) -> list[dict[str, Any]]:
     """Each row of the calibration with what the fitted constants make of it."""
     rows: list[dict[str, Any]] = []
 
-    def note(kind: str, row: Any, told: float) -> None:
-        rows.append({"kind": kind, **dataclasses.asdict(row), "told": told, "ratio": round(told / row.seconds, 3)})
+    def note(kind: str, row: Any, fitted: float) -> None:
+        rows.append({"kind": kind, **dataclasses.asdict(row), "told": fitted, "ratio": round(fitted / row.seconds, 3)})
 
-    for product in found.products:
+    for product in measurements.products:
         note("product", product, product_time(product, machine))
-    for each in found.attention:
-        told = attention_seconds(machine, each.batch * each.heads, each.sequence, each.head_size)
-        note("attention", each, sum(told))
-        rows[-1]["told_forward"] = told[0]
-    for element in found.elements:
+    for each in measurements.attention:
+        passes = attention_seconds(machine, each.batch * each.heads, each.sequence, each.head_size)
+        note("attention", each, sum(passes))
+        rows[-1]["told_forward"] = passes[0]
+    for element in measurements.elements:
         kernel = machine.gpu.kernel_seconds if machine.gpu is not None else 0.0
         note("element", element, memory_seconds(machine, element.moved) + kernel)
-    for step in found.steps:
+    for step in measurements.steps:
         note("step", step, step_seconds(step, machine))
-    rows.extend({"kind": "copy", **dataclasses.asdict(each)} for each in found.copies)
+    rows.extend({"kind": "copy", **dataclasses.asdict(each)} for each in measurements.copies)
     return rows
 
 
@@ -160,7 +160,7 @@ def predict(document: dict[str, Any], assumed: Machine, machine: Machine) -> dic
 
 
 def _run(
-    report: Report, at: int, document: dict[str, Any], told: dict[str, Any], steps: int, device: torch.device
+    report: Report, at: int, document: dict[str, Any], predicted: dict[str, Any], steps: int, device: torch.device
 ) -> None:
     """Train it, and note what that takes; a job that fails is named."""
     spec, began = parse_job_spec(document), time.perf_counter()
@@ -179,14 +179,14 @@ def _run(
             "number": at,
             "job": {name: document[name] for name in ("model", "train", "parallel")},
             "parameters": parameter_count(spec),
-            "predicted": told,
+            "predicted": predicted,
             "seconds": seconds,
             "bytes": memory,
             "model_flops_per_second": flops.model_causal / seconds,
             "whole_run_seconds": round(time.perf_counter() - began, 1),
         }
     )
-    print(f"job {at}: {seconds:.4f} s, told {told['seconds']:.4f}", file=sys.stderr, flush=True)
+    print(f"job {at}: {seconds:.4f} s, predicted {predicted['seconds']:.4f}", file=sys.stderr, flush=True)
 
 
 def compare(report: Report) -> None:

@@ -88,8 +88,8 @@ def _train(service: OwnService, document: dict[str, Any]) -> dict[str, Any]:
     measured = service.client.job_plan(job.id).measured
     if measured is None:
         raise JobWentWrong(f"no step of {job.id} was measured")
-    told = {name: document[name] for name in ("model", "train", "parallel")}
-    return {"job": told, "seconds": measured.step_seconds, "spread": measured.spread}
+    sections = {name: document[name] for name in ("model", "train", "parallel")}
+    return {"job": sections, "seconds": measured.step_seconds, "spread": measured.spread}
 
 
 def compare(report: Report, rows: Sequence[dict[str, Any]]) -> None:

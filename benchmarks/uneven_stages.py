@@ -55,7 +55,7 @@ def measure(options: argparse.Namespace, model: dict[str, Any]) -> Report:
     layers = int(model["layers"])
     lists: list[tuple[int, ...]] = [(first, layers - first) for first in range(layers // 2, layers)]
     specs = {counts: parse_job_spec(job(options, model, counts)) for counts in lists}
-    told = {counts: _seconds(spec, cluster) for counts, spec in specs.items()}
+    predicted = {counts: _seconds(spec, cluster) for counts, spec in specs.items()}
     chosen = _chosen(specs[lists[0]], cluster)
     documents = [job(options, model, counts) for counts in lists]
     rank = ranks.run(taking_turns, documents[0], documents, options.steps)[-1]  # which has the loss
@@ -65,13 +65,13 @@ def measure(options: argparse.Namespace, model: dict[str, Any]) -> Report:
     median = {counts: statistics.median(seconds) for counts, seconds in taken.items()}
     for counts in lists:
         name = "_".join(map(str, counts))
-        report.add(f"{name}_predicted", round(1e3 * told[counts], 1), "ms")
+        report.add(f"{name}_predicted", round(1e3 * predicted[counts], 1), "ms")
         report.add(f"{name}_step", round(1e3 * median[counts], 1), "ms")
         report.add(f"{name}_least", round(1e3 * least[counts], 1), "ms")
     even = even_counts(layers, 2)
     report.add("first_stage_of_chosen", chosen[0], "layers")
     report.add("first_stage_of_fastest", min(lists, key=lambda each: median[each])[0], "layers")
-    report.add("even_to_chosen_predicted", round(told[even] / told[chosen], 3), "ratio")
+    report.add("even_to_chosen_predicted", round(predicted[even] / predicted[chosen], 3), "ratio")
     report.add("even_to_chosen", round(median[even] / median[chosen], 3), "ratio")
     report.add("even_to_chosen_least", round(least[even] / least[chosen], 3), "ratio")
     report.add("same_losses", all(each == losses[0] for each in losses), "bool", True)
@@ -120,8 +120,8 @@ def _chosen(spec: JobSpec, cluster: Cluster) -> tuple[int, ...]:
     plans = search(auto, cluster, engine_on(cluster.machine), limit=200, ranks=2).plans
     wanted = spec.layout.pipeline, spec.layout.schedule, "none"
     layouts = (plan.spec.layout for plan in plans)
-    found = next(each for each in layouts if (each.pipeline, each.schedule, each.recompute) == wanted)
-    return layer_counts(spec.model.layers, found)
+    layout = next(each for each in layouts if (each.pipeline, each.schedule, each.recompute) == wanted)
+    return layer_counts(spec.model.layers, layout)
 
 
 if __name__ == "__main__":

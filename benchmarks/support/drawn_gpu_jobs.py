@@ -55,13 +55,13 @@ TINY = Range((32, 64), (8, 16), (1, 2), (16, 32), (64, 128), (1, 2), (1, 2), (1.
 def draw_jobs(seed: int, count: int, allowed: Range = ON_GPU) -> list[dict[str, Any]]:
     """So many documents of jobs that fit, all different; every `allowed.compiled`-th is compiled."""
     draw = random.Random(seed)
-    found: list[dict[str, Any]] = []
-    while len(found) < count:
+    jobs: list[dict[str, Any]] = []
+    while len(jobs) < count:
         document = _document(draw, allowed)
-        document["train"]["compile"] = len(found) % allowed.compiled == min(3, allowed.compiled - 1)
-        if document not in found and _will_do(document, allowed):
-            found.append(document)
-    return found
+        document["train"]["compile"] = len(jobs) % allowed.compiled == min(3, allowed.compiled - 1)
+        if document not in jobs and _will_do(document, allowed):
+            jobs.append(document)
+    return jobs
 
 
 def _document(draw: random.Random, allowed: Range) -> dict[str, Any]:

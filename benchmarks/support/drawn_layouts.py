@@ -18,12 +18,12 @@ CHUNKS = {"interleaved": 2, "zb-v": 2}
 def draw_jobs(seed: int, count: int) -> list[dict[str, Any]]:
     """So many documents of jobs that the rules allow, all different."""
     draw = random.Random(seed)
-    found: list[dict[str, Any]] = []
-    while len(found) < count:
+    jobs: list[dict[str, Any]] = []
+    while len(jobs) < count:
         document = _document(draw)
-        if document not in found and _will_do(document):
-            found.append(document)
-    return found
+        if document not in jobs and _will_do(document):
+            jobs.append(document)
+    return jobs
 
 
 def _document(draw: random.Random) -> dict[str, Any]:

@@ -14,14 +14,14 @@ QUICK = {"megatron_2021": 0.07, "llama3": 0.05, "zero_bubble": 0.09, "bigscience
 
 
 @pytest.mark.parametrize("table", QUICK)
-def test_the_median_row_of_a_table_is_told_as_well_as_is_said(table):
+def test_the_median_row_of_a_table_is_predicted_as_well_as_is_said(table):
     assert statistics.median(abs(later_papers.error_of(row)) for row in rows(table)) <= QUICK[table]
 
 
 def test_hoppers_constants_agree_with_independent_tables():
     """Two engines, 16 bits, 8 to 16,384 GPUs."""
-    found = [row for table in ("llama3", "nanotron") for row in rows(table)]
-    assert [row.case for row in found if abs(later_papers.error_of(row)) > 0.12] == []
+    of_hoppers = [row for table in ("llama3", "nanotron") for row in rows(table)]
+    assert [row.case for row in of_hoppers if abs(later_papers.error_of(row)) > 0.12] == []
 
 
 @pytest.mark.parametrize("table", TABLES)

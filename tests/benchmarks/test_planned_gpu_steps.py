@@ -75,9 +75,9 @@ def test_a_job_that_fails_is_named_and_one_for_which_no_time_is_left(rehearse, m
 
 def test_stored_measurements_are_taken(rehearse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = planned_gpu_steps.calibration.TINY
-    found = planned_gpu_steps.calibration.measure_gpu(torch.device("cpu"), shapes, print)
+    measurements = planned_gpu_steps.calibration.measure_gpu(torch.device("cpu"), shapes, print)
     file = tmp_path / "measurements.json"
-    file.write_text(json.dumps(dataclasses.asdict(found)))
+    file.write_text(json.dumps(dataclasses.asdict(measurements)))
     monkeypatch.setattr(planned_gpu_steps.calibration, "measure_gpu", None)
     report, _ = rehearse("--measurements", str(file), "--seconds", "0")
     known = Measurements.from_json(json.loads(file.read_text()))

@@ -132,7 +132,7 @@ def test_every_list_of_layers_is_timed_and_has_the_same_losses(machine: Path) ->
 
 
 @pytest.mark.soak
-def test_plans_are_told_before_and_after_other_jobs_have_run(tmp_path: Path) -> None:
+def test_jobs_are_predicted_before_and_after_other_jobs_have_run(tmp_path: Path) -> None:
     predictions = tmp_path / "predictions.json"
     options = argparse.Namespace(seed=1, seen=1, held_out=2, predictions=predictions)
     report = refined_plans.measure(options)

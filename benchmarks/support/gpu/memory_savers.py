@@ -37,7 +37,7 @@ CHECKED_STEPS = 3
 GOAL_LOSS = 1e-3
 """Most that a loss may differ, relatively."""
 SPREAD = 0.02
-Found = tuple[list[float], int]
+Outcome = tuple[list[float], int]
 
 
 def savers(size: Size, on_gpu: bool) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
@@ -64,7 +64,7 @@ def savers(size: Size, on_gpu: bool) -> dict[str, tuple[dict[str, Any], dict[str
 
 def measure_memory_savers(report: Report, size: Size, options: argparse.Namespace, device: torch.device) -> None:
     """Add figures of each to the report."""
-    expected: Found | None = None
+    expected: Outcome | None = None
     for name, (train, parallel) in savers(size, device.type == "cuda").items():
         with going_on(report, f"memory_{name}"):
 
@@ -73,12 +73,12 @@ def measure_memory_savers(report: Report, size: Size, options: argparse.Namespac
 
             _measure(report, name, job(not options.eager, **train), options.steps, device)
             spec = job(False, **train, deterministic_kernels=True)
-            found = _checked(spec, device)
+            outcome = _checked(spec, device)
             if expected is None:
-                expected = found
+                expected = outcome
                 report.add("memory_plain_same_bits_twice", _checked(spec, device) == expected, "bool", True)
             else:
-                _compare(report, name, found, expected, wants_bits="head_tokens" not in train)
+                _compare(report, name, outcome, expected, wants_bits="head_tokens" not in train)
 
 
 def _measure(report: Report, name: str, spec: JobSpec, steps: int, device: torch.device) -> None:
@@ -90,11 +90,11 @@ def _measure(report: Report, name: str, spec: JobSpec, steps: int, device: torch
     report.add(f"memory_{name}_host_told", on_host, "bytes")
 
 
-def _compare(report: Report, name: str, found: Found, expected: Found, wants_bits: bool) -> None:
-    error = max(abs(loss - plain) / plain for loss, plain in zip(found[0], expected[0], strict=True))
+def _compare(report: Report, name: str, outcome: Outcome, expected: Outcome, wants_bits: bool) -> None:
+    error = max(abs(loss - plain) / plain for loss, plain in zip(outcome[0], expected[0], strict=True))
     report.add(f"memory_{name}_loss_difference", float(f"{error:.3g}"), "ratio", GOAL_LOSS)
     if wants_bits:
-        report.add(f"memory_{name}_same_bits", found == expected, "bool", True)
+        report.add(f"memory_{name}_same_bits", outcome == expected, "bool", True)
 
 
 def _engine(spec: JobSpec, device: torch.device) -> Engine:
@@ -118,7 +118,7 @@ def _step(spec: JobSpec, device: torch.device) -> Callable[[], object]:
     return lambda: engine.step(batch, spec.train.global_batch_size, contestants.LEARNING_RATE, 0)
 
 
-def _checked(spec: JobSpec, device: torch.device) -> Found:
+def _checked(spec: JobSpec, device: torch.device) -> Outcome:
     """Losses of some steps, and a number of all bits of the weights after them. On a CPU, whose models are tiny, all
     activations are large, and slices of the state small."""
     sizes = policy.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS

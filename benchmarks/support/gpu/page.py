@@ -79,21 +79,21 @@ def _verdicts(report: Report) -> Iterator[str]:
 def _steps(report: Report) -> Iterator[str]:
     for size in report.settings["sizes"]:
         for who in CONTESTANTS:
-            found = {
+            figures = {
                 what: report.figures.get(f"{size}_{who}_{what}")
                 for what in ("step", "tokens_per_second", "mfu_causal", "mfu_full", "of_matrix_products", "peak_memory")
             }
-            if found["step"] is None:
+            if figures["step"] is None:
                 continue
             step, tokens, causal, full, products, peak = (
-                0.0 if each is None else each.value for each in found.values()
+                0.0 if each is None else each.value for each in figures.values()
             )
-            told = report.figures.get(f"{size}_{who}_memory_told")
-            told_gb = "" if told is None else f"{told.value / 1e9:.2f}"
+            predicted = report.figures.get(f"{size}_{who}_memory_told")
+            predicted_gb = "" if predicted is None else f"{predicted.value / 1e9:.2f}"
             name = f"{size} {who}"
             yield (
                 f"{name:<28} {step:>8.1f} {tokens:>10.0f} {causal:>11.3f} {full:>9.3f} {products:>12.3f} "
-                f"{peak / 1e9:>8.2f} {told_gb:>8}"
+                f"{peak / 1e9:>8.2f} {predicted_gb:>8}"
             )
 
 

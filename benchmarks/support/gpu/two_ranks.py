@@ -149,26 +149,26 @@ def measure_repair(report: Report, device: torch.device) -> None:
     for _, theirs in pipes:
         theirs.close()
     try:
-        found = _answer(pipes[0][0])
+        self_test = _answer(pipes[0][0])
     finally:
         for process in processes:
             process.kill()
             process.join()
-    if device.type == "cuda" and torch.cuda.device_count() < 2 and not found.passed:
-        raise MantaError(f"it takes two GPUs here, or an NCCL that has two ranks on one: {found.problem}")
-    report.add("repair_in_place_works", found.passed, "bool", True)
-    report.add("repair_self_test", found.seconds, "s")
-    report.settings["repair_self_test"] = found.to_json()
+    if device.type == "cuda" and torch.cuda.device_count() < 2 and not self_test.passed:
+        raise MantaError(f"it takes two GPUs here, or an NCCL that has two ranks on one: {self_test.problem}")
+    report.add("repair_in_place_works", self_test.passed, "bool", True)
+    report.add("repair_self_test", self_test.seconds, "s")
+    report.settings["repair_self_test"] = self_test.to_json()
 
 
 def _answer(connection: Connection) -> RepairSelfTest:
     if not connection.poll(SECONDS):
         raise MantaError(f"the self-test did not end within {SECONDS:.0f} s")
     try:
-        found: RepairSelfTest = connection.recv()
+        self_test: RepairSelfTest = connection.recv()
     except EOFError as error:
         raise MantaError("a rank of the self-test died") from error
-    return found
+    return self_test
 
 
 def _try_repair(connection: Connection, spec: JobSpec, rank: int, port: int, device: str) -> None:

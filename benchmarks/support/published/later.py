@@ -236,15 +236,15 @@ def predicted(table: Table, line: dict[str, str]) -> tuple[JobSpec, float]:
     gpus = int(line["gpus"])
     cluster = Cluster(machine(line["accelerator"]), -(-gpus // 8), min(8, gpus))
     engine = _engine(table, line)
-    found = []
+    estimates = []
     pieces = (1, 2, 4) if table.overlaps_forward and line["tensor"] != "1" else (1,)
     for choice, chunks in product(_choices(line), pieces):
         spec = _spec(choice, engine, chunks)
         if not line["recompute"] and not fits(spec, cluster).fits:
             continue
         seconds = sharded_seconds(spec, cluster, engine) if table.sharded else _seconds(spec, cluster, engine)
-        found.append((seconds, spec))
-    seconds, spec = min(found, key=lambda each: each[0])
+        estimates.append((seconds, spec))
+    seconds, spec = min(estimates, key=lambda each: each[0])
     return spec, seconds
 
 
