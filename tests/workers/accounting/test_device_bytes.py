@@ -86,9 +86,9 @@ JOBS = {
 }
 
 
-def assert_as_told(job_spec: JobSpec, stage: int) -> None:
+def assert_as_accounted(job_spec: JobSpec, stage: int) -> None:
     """What rests is told to 0.1%, the peak to 3%."""
-    told = device_bytes(job_spec)[stage]
+    accounted = device_bytes(job_spec)[stage]
     with pretended_gpu(), host_memory_apart():
         rank = FakeRank(job_spec, stage * job_spec.layout.tensor)
         resting = rank.tracker.get_tracker_snapshot("current")[CPU]["Total"]
@@ -97,11 +97,11 @@ def assert_as_told(job_spec: JobSpec, stage: int) -> None:
             peak = max(peak, rank.step()["Total"])
         elif job_spec.train.fp8 != "off":  # weights in 8 bits are made in the first step, and stay
             resting = rank.tracker.get_tracker_snapshot("current")[CPU]["Total"]
-            assert told.parameters + told.gradients + told.optimizer == pytest.approx(resting, rel=0.005)
+            assert accounted.parameters + accounted.gradients + accounted.optimizer == pytest.approx(resting, rel=0.005)
             peak = max(peak, rank.step()["Total"])
         else:
-            assert told.parameters + told.gradients + told.optimizer == pytest.approx(resting, rel=0.005)
-    assert told.total == pytest.approx(peak, rel=0.03)
+            assert accounted.parameters + accounted.gradients + accounted.optimizer == pytest.approx(resting, rel=0.005)
+    assert accounted.total == pytest.approx(peak, rel=0.03)
 
 
 CHUNKED = {
@@ -113,8 +113,8 @@ CHUNKED = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", CHUNKED)
-def test_steps_in_chunks_take_what_is_told(name):
-    assert_as_told(CHUNKED[name], 0)
+def test_steps_in_chunks_take_what_is_accounted(name):
+    assert_as_accounted(CHUNKED[name], 0)
 
 
 def forward_peak(job_spec: JobSpec) -> int:
@@ -130,36 +130,36 @@ def forward_peak(job_spec: JobSpec) -> int:
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_a_forward_in_chunks_holds_two_of_them_at_once(family):
-    def told_and_taken(chunks: int) -> tuple[int, int]:
+    def accounted_and_taken(chunks: int) -> tuple[int, int]:
         layer = job(family, parallel={"tensor": 4, "pipeline": 1, "forward_chunks": chunks}, micro_batch_size=2)
         return LayerPasses(layer, 0).forward().most, forward_peak(layer)
 
-    told, taken = told_and_taken(1)
-    assert told_and_taken(2) == (told, taken)
+    accounted, taken = accounted_and_taken(1)
+    assert accounted_and_taken(2) == (accounted, taken)
     for chunks in (3, 8):
-        less_told, less_taken = told_and_taken(chunks)
-        assert told - less_told == pytest.approx(taken - less_taken, rel=0.02)
-        assert told - less_told > 0.05 * told
+        less_accounted, less_taken = accounted_and_taken(chunks)
+        assert accounted - less_accounted == pytest.approx(taken - less_taken, rel=0.02)
+        assert accounted - less_accounted > 0.05 * accounted
 
 
 @pytest.mark.parametrize(("name", "stage"), [("1f1b", 0), ("zb-h1", 0), ("full", 3), ("offload, frozen", 0)])
-def test_the_peak_of_a_step_is_what_is_told(name, stage):
-    assert_as_told(JOBS[name], stage)
+def test_the_peak_of_a_step_is_what_is_accounted(name, stage):
+    assert_as_accounted(JOBS[name], stage)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", JOBS)
-def test_the_peaks_of_all_jobs_are_what_is_told(name):
+def test_the_peaks_of_all_jobs_are_what_is_accounted(name):
     for stage in sorted({0, JOBS[name].layout.pipeline - 1}):
-        assert_as_told(JOBS[name], stage)
+        assert_as_accounted(JOBS[name], stage)
 
 
 def test_masters_and_moments_are_shared_by_replicas():
     """6 + 12/d bytes a parameter in bf16: parameter, gradient, and of a part the master weight and two moments."""
     for replicas in (2, 8):
-        told = device_bytes(job(parallel={"data": replicas}))[0]
-        parameters = told.parameters / 2
-        resting = told.parameters + told.gradients + told.optimizer
+        accounted = device_bytes(job(parallel={"data": replicas}))[0]
+        parameters = accounted.parameters / 2
+        resting = accounted.parameters + accounted.gradients + accounted.optimizer
         assert resting == pytest.approx((6 + 12 / replicas) * parameters, rel=1e-6)
 
 
@@ -177,30 +177,30 @@ STATE_APART = {"optimizer": {"offload": True}, "micro_batches": 2}
 
 
 @pytest.mark.parametrize("data", [1, pytest.param(4, marks=pytest.mark.soak)])
-def test_a_state_on_the_host_leaves_six_bytes_a_parameter_and_is_told_there(data):
+def test_a_state_on_the_host_leaves_six_bytes_a_parameter_and_is_accounted_there(data):
     """Parameter and gradient, and slices for the update alone, which are less than what passes take."""
     there = job("llama", parallel={"tensor": 2, "pipeline": 2, "data": data}, **STATE_APART)
-    told = device_bytes(there)[0]
-    assert told.optimizer == 0
-    assert told.parameters + told.gradients == 6 * told.parameters / 2
+    accounted = device_bytes(there)[0]
+    assert accounted.optimizer == 0
+    assert accounted.parameters + accounted.gradients == 6 * accounted.parameters / 2
     with pretended_gpu(), host_memory_apart() as host:
         rank = FakeRank(there, 0)
-        assert told.parameters + told.gradients == pytest.approx(
+        assert accounted.parameters + accounted.gradients == pytest.approx(
             rank.tracker.get_tracker_snapshot("current")[CPU]["Total"], rel=0.005
         )
-        assert told.total == pytest.approx(rank.step()["Total"], rel=0.03)
+        assert accounted.total == pytest.approx(rank.step()["Total"], rel=0.03)
     assert host.taken == pytest.approx(host_state_bytes(there, 0), rel=1e-3)
 
 
-def test_slices_are_told_where_nothing_takes_more():
+def test_slices_are_accounted_where_nothing_takes_more():
     """Of a model with hardly any activations."""
     shape = {"layers": 2, "hidden_size": 4096, "heads": 32, "sequence_length": 8, "vocabulary_size": 256}
     numbers = {"precision": "bf16", "global_batch_size": 1, "optimizer": {"offload": True}}
     small = spec(model=shape, train=numbers)
-    told = device_bytes(small)[0]
-    assert told.activations + told.workspace == places_bytes(10**9) == 3 * 12 * SLICE_ELEMENTS
+    accounted = device_bytes(small)[0]
+    assert accounted.activations + accounted.workspace == places_bytes(10**9) == 3 * 12 * SLICE_ELEMENTS
     with pretended_gpu(), host_memory_apart():
-        assert FakeRank(small, 0).step()["Total"] == pytest.approx(told.total, rel=0.03)
+        assert FakeRank(small, 0).step()["Total"] == pytest.approx(accounted.total, rel=0.03)
 
 
 def test_slices_are_those_of_the_engine():

@@ -19,17 +19,21 @@ SHAPES = dataclasses.replace(gpu.TINY, steps=gpu.TINY.steps[:1])
 
 def test_every_kind_of_row_is_there():
     said: list[str] = []
-    found = gpu.measure_gpu(CPU, SHAPES, said.append)
-    assert {row.precision for row in found.products} == {"bfloat16", "float32", "tf32"}
-    assert {row.name for row in found.products} == {"forward", "input", "weight"}
-    assert all(row.forward_seconds is not None for row in found.attention)
-    assert {"sum", "update", "layer_norm"} < {row.name for row in found.elements}
-    assert [row.direction for row in found.copies] == ["to_device", "to_host"]
-    assert all(row.seconds > 0 for rows in (found.products, found.elements, found.copies) for row in rows)
+    measurements = gpu.measure_gpu(CPU, SHAPES, said.append)
+    assert {row.precision for row in measurements.products} == {"bfloat16", "float32", "tf32"}
+    assert {row.name for row in measurements.products} == {"forward", "input", "weight"}
+    assert all(row.forward_seconds is not None for row in measurements.attention)
+    assert {"sum", "update", "layer_norm"} < {row.name for row in measurements.elements}
+    assert [row.direction for row in measurements.copies] == ["to_device", "to_host"]
+    assert all(
+        row.seconds > 0 for rows in (measurements.products, measurements.elements, measurements.copies) for row in rows
+    )
     assert said == ["matrix products and attention", "memory and copies", "steps of one rank"]
     assert torch.get_float32_matmul_precision() == "highest"
-    assert found.gpu_memory_bytes is not None
-    assert all(value > 0 for name, value in vars(fit_gpu(found, MACHINES["h100-80gb"])).items() if name != "adds_wider")
+    assert measurements.gpu_memory_bytes is not None
+    assert all(
+        value > 0 for name, value in vars(fit_gpu(measurements, MACHINES["h100-80gb"])).items() if name != "adds_wider"
+    )
 
 
 def test_all_jobs_whose_steps_are_measured_are_small_enough_to_be_quick():

@@ -50,11 +50,11 @@ def test_what_a_calibration_was_disturbed_by_is_kept_with_it(monkeypatch):
     monkeypatch.setattr(clock, "spreads", [0.01, 0.2, 0.02])
     others = OtherWork()
     monkeypatch.setattr(others, "cores", lambda: 0.5)
-    found = _with_disturbances(Measurements("Abacus", 4), others)
-    assert (found.other_cores, found.spread) == (0.5, 0.02)
-    assert Measurements.from_json(dataclasses.asdict(found)) == found
+    measurements = _with_disturbances(Measurements("Abacus", 4), others)
+    assert (measurements.other_cores, measurements.spread) == (0.5, 0.02)
+    assert Measurements.from_json(dataclasses.asdict(measurements)) == measurements
     of_before = {
-        name: value for name, value in dataclasses.asdict(found).items() if name not in ("other_cores", "spread")
+        name: value for name, value in dataclasses.asdict(measurements).items() if name not in ("other_cores", "spread")
     }
     assert Measurements.from_json(of_before).spread is None
 

@@ -117,7 +117,7 @@ def test_a_job_without_a_policy_that_looks_back_keeps_nothing_and_asks_nobody():
 ONE, TWO, THREE = (RollBack(step, step - 2, (range(8 * step, 8 * step + 8),)) for step in (4, 6, 8))
 
 
-def test_roll_backs_from_every_source_hold_and_those_that_are_news_are_told():
+def test_roll_backs_from_every_source_hold_and_those_that_are_news_are_reported():
     """One that this process knows by itself, one that came with the state, one that the control plane has heard of."""
     guard = lone_guard(nonfinite="roll_back", spike=SPIKE)
     guard.history = NumericsHistory(((9.0, 9.0),), (ONE,))

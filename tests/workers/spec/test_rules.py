@@ -42,7 +42,7 @@ def follow(spec: dict[str, Any], problem: Problem) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sections", "path", "rule", "suggestion"), [case[1:] for case in RULES], ids=[case[0] for case in RULES]
 )
-def test_a_broken_rule_is_told_and_its_advice_works(sections, path, rule, suggestion):
+def test_a_broken_rule_is_reported_and_its_advice_works(sections, path, rule, suggestion):
     spec = document(**sections)
     (problem,) = problems_of(spec)
     assert problem.path == path

@@ -38,9 +38,9 @@ def test_the_true_offset_is_within_the_error(drawn):
     apart, recordings = drawn
     offsets = clock_offsets(recordings)
     for rank, ahead in enumerate(apart):
-        found = offsets[f"machine {rank}"]
-        assert abs(found.seconds - (ahead - apart[0])) <= found.error_seconds + 1e-8
-        assert found.error_seconds <= 1.5, "no worse than the meeting that says most"
+        offset = offsets[f"machine {rank}"]
+        assert abs(offset.seconds - (ahead - apart[0])) <= offset.error_seconds + 1e-8
+        assert offset.error_seconds <= 1.5, "no worse than the meeting that says most"
 
 
 @given(st.floats(-1e5, 1e5))

@@ -24,12 +24,12 @@ def trees(draw, start=0.0, end=100.0, depth=3):
     """Slices one within another or apart, by their start."""
     marks = sorted(draw(st.lists(st.floats(start, end), max_size=6)))
     spans = list(zip(marks[::2], marks[1::2], strict=False))
-    found = []
+    nested_spans = []
     for low, high in spans:
-        found.append((low, high))
+        nested_spans.append((low, high))
         if depth and high > low:
-            found += draw(trees(low, high, depth - 1))
-    return found
+            nested_spans += draw(trees(low, high, depth - 1))
+    return nested_spans
 
 
 @given(trees())

@@ -28,12 +28,12 @@ def test_one_forward_one_backward_of_two_stages_waits_as_published():
 def test_what_is_moved_is_no_bubble_and_what_nobody_can_tell_apart_is():
     trace = trace_of("1f1b", 2, 1, timeline_of("1f1b", 2, 1, 1, PassTimes(1.0, 1.0, 1.0)))
     first, _ = trace.ranks
-    told = [each._replace(wait=0.0) if each.kind == "receive" else each for each in first.slices]
-    untold = [each._replace(wait=None) for each in first.slices]
+    moved = [each._replace(wait=0.0) if each.kind == "receive" else each for each in first.slices]
+    unknown = [each._replace(wait=None) for each in first.slices]
     whole = bubble(trace, first)
     assert whole == pytest.approx(0.5)
-    assert bubble(trace, type(first)(0, first.steps, tuple(told))) == pytest.approx(0.0)
-    assert bubble(trace, type(first)(0, first.steps, tuple(untold))) == pytest.approx(whole)
+    assert bubble(trace, type(first)(0, first.steps, tuple(moved))) == pytest.approx(0.0)
+    assert bubble(trace, type(first)(0, first.steps, tuple(unknown))) == pytest.approx(whole)
 
 
 def test_without_a_pipeline_there_is_none():

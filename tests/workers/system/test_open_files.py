@@ -30,7 +30,7 @@ def test_the_limit_is_raised_as_far_as_is_needed_and_allowed(monkeypatch, soft, 
     assert asked == ([] if raised is None else [(raised, hard)])
 
 
-def test_too_few_are_told_with_the_number_that_would_do(monkeypatch):
+def test_too_few_are_reported_with_the_number_that_would_do(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
     make_room(1024 - OTHERS)
     with pytest.raises(OpenFilesError, match=r"3071 connections .* take 3327 .* may have 1024: .*`ulimit -n 3327`"):
