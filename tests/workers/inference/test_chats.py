@@ -71,8 +71,8 @@ def test_an_answer_ends_as_the_template_ends_it(tmp_path, kind, end):
         model={"vocabulary_size": 420},
     )
     tokens, template = text_tokens_of(job, tmp_path / "a" / "b"), open_template(job.data)
-    found = end_of_answer(template, tokens)
-    assert (found.text, found.token) == (end, tokens.encode(end)[0])
+    ending = end_of_answer(template, tokens)
+    assert (ending.text, ending.token) == (end, tokens.encode(end)[0])
     assert question(template, "why?").count("why?") == 1
     assert end_of_answer(template, Bytes()).token is None, "of bytes it is several"
 

@@ -33,10 +33,10 @@ def said(command, capsys, *arguments, code=0) -> str:
 
 def test_a_text_is_evaluated_by_the_newest_checkpoint_of_a_folder(checkpoints, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("to be or not to be")
-    found = json.loads(said(evaluate, capsys, checkpoints, "--text", tmp_path / "text.txt", "--json"))
-    assert found["tokens"] == 17
-    assert found["loss"] == pytest.approx(math.log(257), rel=0.05), "it has not learned anything"
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    evaluation = json.loads(said(evaluate, capsys, checkpoints, "--text", tmp_path / "text.txt", "--json"))
+    assert evaluation["tokens"] == 17
+    assert evaluation["loss"] == pytest.approx(math.log(257), rel=0.05), "it has not learned anything"
+    assert evaluation["perplexity"] == pytest.approx(math.exp(evaluation["loss"]))
     table = said(evaluate, capsys, checkpoints, "--text", tmp_path / "text.txt", "--stride", 2)
     assert table.split()[0] == "loss"
 

@@ -41,17 +41,17 @@ def test_each_pair_is_scored_as_if_it_were_alone(model):
     greedy = int(model.logits(torch.tensor([[7, 8]]))[0, -1].argmax())
     pairs = [([1, 2, 3], [4, 5]), ([9], [200]), ([7, 8], [greedy]), ([], [1, 2, 3]), ([5] * 6, [1, 2])]
     for batch_size in (1, 2, 8):
-        for found, (context, continuation) in zip(score(model, pairs, batch_size), pairs, strict=True):
+        for scored, (context, continuation) in zip(score(model, pairs, batch_size), pairs, strict=True):
             expected, is_greedy = alone(model, context, continuation)
-            assert found.log_likelihood == pytest.approx(expected, rel=1e-4)
-            assert found.is_greedy == is_greedy
-            assert found.tokens == len(continuation) - (0 if context else 1)
+            assert scored.log_likelihood == pytest.approx(expected, rel=1e-4)
+            assert scored.is_greedy == is_greedy
+            assert scored.tokens == len(continuation) - (0 if context else 1)
 
 
 def test_of_a_long_context_the_end_counts_and_a_long_continuation_is_refused(model):
     long = list(range(20))
-    (found,) = score(model, [(long, [3])])
-    assert found.log_likelihood == pytest.approx(alone(model, long[-LENGTH:], [3])[0], rel=1e-4)
+    (scored,) = score(model, [(long, [3])])
+    assert scored.log_likelihood == pytest.approx(alone(model, long[-LENGTH:], [3])[0], rel=1e-4)
     with pytest.raises(TextTooLong, match="continuation 0 has 9 tokens, more than the 8"):
         score(model, [([1], [0] * 9)])
 

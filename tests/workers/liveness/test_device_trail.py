@@ -85,7 +85,7 @@ def test_before_the_first_mark_is_passed_the_device_is_in_the_step_that_has_begu
     assert (seen.phase, seen.step, seen.pending) == ("data", 7, 1)
 
 
-def test_a_wait_is_told_until_it_is_over(rig):
+def test_a_wait_is_reported_until_it_is_over(rig):
     rig.begin()
     rig.communicate(number=4)
     rig.at("optimizer")
@@ -98,7 +98,7 @@ def test_a_wait_is_told_until_it_is_over(rig):
 
 
 @pytest.mark.parametrize(("peer", "sending"), [(0, False), (5, True)])
-def test_of_a_message_it_is_told_who_is_waited_for(rig, peer, sending):
+def test_of_a_message_it_is_known_who_is_waited_for(rig, peer, sending):
     rig.begin()
     rig.device.queue("start", "sum")
     rig.trail.waits(1, 3, peer, sending)

@@ -84,7 +84,7 @@ def watched(tmp_path, go):
     return watch
 
 
-def test_a_stopped_process_is_told_once_and_again_when_it_moves_on(child, watched):
+def test_a_stopped_process_is_reported_once_and_again_when_it_moves_on(child, watched):
     process = child("for n in range(10**9): progress.at('backward', n % 4); time.sleep(0.01)")
     os.kill(process.pid, signal.SIGSTOP)
 
@@ -100,7 +100,7 @@ def test_a_stopped_process_is_told_once_and_again_when_it_moves_on(child, watche
     assert moving.record.heartbeat > stopped.record.heartbeat
 
 
-def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_told(child, watched, tmp_path, go):
+def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_reported(child, watched, tmp_path, go):
     process = child("stuck()")
     (standstill,) = watched(process, 1)
     assert (standstill.overdue, standstill.stopped, standstill.burning) == (True, False, False)
@@ -134,7 +134,7 @@ def test_of_a_process_that_does_not_answer_the_kernel_tells_after_a_while(go, tm
             process.kill()
 
 
-def test_of_a_process_that_is_gone_nothing_is_told(go, tmp_path):
+def test_of_a_process_that_is_gone_nothing_is_reported(go, tmp_path):
     process = subprocess.Popen(["true"])
     process.wait()
     stacks_path(tmp_path, 2).touch()

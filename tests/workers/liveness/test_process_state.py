@@ -65,11 +65,11 @@ def test_times_that_the_kernel_counts_in_nanoseconds_are_seconds(monkeypatch):
     assert (state.main_cpu_seconds, state.delay_seconds) == (2.5, 0.75)
 
 
-def test_what_is_told_of_a_process_is_its_time_and_what_it_waited_for_a_processor():
+def test_what_is_known_of_a_process_is_its_time_and_what_it_waited_for_a_processor():
     assert ProcessUse.of(ProcessState("S", 1.234, 9.0, 5.678)) == ProcessUse("S", 1.23, 5.68)
 
 
-def test_where_a_trainer_stands_is_told_with_all_that_its_record_says(tmp_path):
+def test_where_a_trainer_stands_is_reported_with_all_that_its_record_says(tmp_path):
     progress = Progress.shared(tmp_path, 2)
     progress.belongs_to(3)
     progress.begin_step(7)

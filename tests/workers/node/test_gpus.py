@@ -23,10 +23,10 @@ def readings():
     watches = []
 
     def start(of):
-        told = queue.Queue()
-        watches.append(GpuWatch(told.put, of))
+        queued = queue.Queue()
+        watches.append(GpuWatch(queued.put, of))
         watches[-1].start()
-        return told
+        return queued
 
     yield start
     for watch in watches:
@@ -43,11 +43,11 @@ def test_reading_is_in_base_units(readings):
     assert (second.index, second.ecc_corrected, second.ecc_uncorrected) == (1, None, None)
 
 
-def test_error_is_told_as_soon_as_the_driver_tells_it(readings, monkeypatch):
+def test_error_is_reported_as_soon_as_the_driver_reports_it(readings, monkeypatch):
     monkeypatch.setattr(gpus, "SAMPLE_SECONDS", 10_000.0)
-    told = readings(pynvml)
-    told.get(timeout=20)
-    assert [gpu.xids for gpu in told.get(timeout=20)] == [{}, {"31": 1}]
+    queued = readings(pynvml)
+    queued.get(timeout=20)
+    assert [gpu.xids for gpu in queued.get(timeout=20)] == [{}, {"31": 1}]
 
 
 @pytest.mark.parametrize(("error", "answers"), [("NVML_ERROR_GPU_IS_LOST", False), ("NVML_ERROR_NOT_SUPPORTED", True)])
@@ -66,12 +66,12 @@ def test_driver_that_tells_no_errors_still_tells_the_rest(readings):
 
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount"])
-def test_without_a_driver_nothing_is_told_and_the_watch_ends(function):
-    told = queue.Queue()
-    watch = GpuWatch(told.put, library(**{function: refuse}))
+def test_without_a_driver_nothing_is_reported_and_the_watch_ends(function):
+    queued = queue.Queue()
+    watch = GpuWatch(queued.put, library(**{function: refuse}))
     watch.start()
     watch._thread.join(20)
-    assert told.empty() and not watch._thread.is_alive()
+    assert queued.empty() and not watch._thread.is_alive()
 
 
 def test_a_watch_that_was_never_started_can_be_stopped():

@@ -29,11 +29,11 @@ def with_daemon(folder, use, node="ab" * 28):
     """What a daemon of `node` was told while `use` ran on another thread, and what that returned."""
 
     async def run():
-        told = []
-        server = await serve_drains(drain_socket(folder, node), node, told.append)
+        deadlines = []
+        server = await serve_drains(drain_socket(folder, node), node, deadlines.append)
         async with server:
             returned = await asyncio.to_thread(use)
-        return told, returned
+        return deadlines, returned
 
     return asyncio.run(run())
 

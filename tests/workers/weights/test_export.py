@@ -77,11 +77,11 @@ def test_the_tokenizer_of_bytes_is_one_of_theirs(checkpoint, tmp_path):
 def test_dtype_and_size_of_files_are_as_asked_for(checkpoint, tmp_path):
     whole, shards = tmp_path / "whole", tmp_path / "shards"
     export(checkpoint, whole, dtype="fp32")
-    told: list[tuple[int, int]] = []
-    done = export(checkpoint, shards, dtype="bf16", shard_bytes=10_000, progress=lambda *bytes: told.append(bytes))
+    progress: list[tuple[int, int]] = []
+    done = export(checkpoint, shards, dtype="bf16", shard_bytes=10_000, progress=lambda *bytes: progress.append(bytes))
     files = sorted(shards.glob("model-*.safetensors"))
     assert done.files == len(files) > 3
-    assert told[-1] == (done.bytes, done.bytes)
+    assert progress[-1] == (done.bytes, done.bytes)
     before, index = (
         load_file(whole / "model.safetensors"),
         json.loads((shards / "model.safetensors.index.json").read_text()),

@@ -16,13 +16,13 @@ TENSORS = [NewTensor("a", (3, 4)), NewTensor("b", (5,)), NewTensor("c", (2, 2))]
 
 def test_pieces_may_come_in_any_order_and_what_is_not_written_is_zero(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_files, "FLUSH_BYTES", 8)
-    told: list[int] = []
+    written: list[int] = []
     values = numpy.arange(12, dtype=numpy.float32)
     pieces = [("c", 0, values[:4]), *(("a", 4 * n, values[n : n + 3]) for n in (9, 0, 6, 3))]
     planned = plan_files(TENSORS, "float32", 60)
-    with NewFiles(tmp_path, planned, "float32", told.append) as files, ThreadPoolExecutor(4) as pool:
+    with NewFiles(tmp_path, planned, "float32", written.append) as files, ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda piece: files.write(*piece), pieces))
-    assert sum(told) == 16 + 48
+    assert sum(written) == 16 + 48
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     first, second = (load_file(tmp_path / name) for name in names)

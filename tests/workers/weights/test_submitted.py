@@ -70,7 +70,7 @@ def test_keys_beside_it_may_say_the_same(folder):
 
 
 @pytest.mark.parametrize(
-    ("model", "path", "found", "suggestion"),
+    ("model", "path", "shown", "suggestion"),
     [
         ({"layers": 4}, "model.layers", "num_hidden_layers 3", "3"),
         ({"family": "gpt"}, "model.family", "model_type llama", "llama"),
@@ -80,10 +80,10 @@ def test_keys_beside_it_may_say_the_same(folder):
         ({"sequence_length": 65}, "model.sequence_length", "max_position_embeddings 64", "64"),
     ],
 )
-def test_keys_beside_it_that_say_otherwise_are_named_with_those_of_the_file(folder, model, path, found, suggestion):
+def test_keys_beside_it_that_say_otherwise_are_named_with_those_of_the_file(folder, model, path, shown, suggestion):
     ((where, rule, advice),) = problems(job(folder, **model))
     assert where == path
-    assert f"{folder}/config.json" in rule and found in rule
+    assert f"{folder}/config.json" in rule and shown in rule
     assert suggestion is None or advice == suggestion
 
 
