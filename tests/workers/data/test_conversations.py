@@ -44,10 +44,10 @@ def test_tokens_and_marks_are_those_of_transformers(tmp_path, kind, in_settings,
     folder = tokenizer_folder(tmp_path / "ours", kind, template, in_settings)
     assert ChatTemplate(template).marks_answers == marked
     data = {"tokenizer": str(folder), "template": None}
-    found = texts(chat_file(tmp_path / "a.jsonl"), **data)
+    conversations = texts(chat_file(tmp_path / "a.jsonl"), **data)
     tokenizer = open_tokenizer(DataConfig(source="chat", paths=["a"], **data))
-    encoded = tokenizer.encode_marked([each.text for each in found], [each.learned for each in found])
-    for messages, each, (ids, marks) in zip(CONVERSATIONS, found, encoded, strict=True):
+    encoded = tokenizer.encode_marked([each.text for each in conversations], [each.learned for each in conversations])
+    for messages, each, (ids, marks) in zip(CONVERSATIONS, conversations, encoded, strict=True):
         expected = theirs.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -63,16 +63,16 @@ def test_the_tools_of_a_row_reach_the_template_as_they_do_in_transformers(tmp_pa
     tools = [{"type": "function", "function": {"name": "add", "description": "a < b & 'ü'"}}]
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": CONVERSATIONS[0], "tools": tools}))
-    (found,) = texts(path, tokenizer=str(folder), template=None)
+    (conversation,) = texts(path, tokenizer=str(folder), template=None)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    assert found.text == theirs.apply_chat_template(CONVERSATIONS[0], tools=tools, tokenize=False)
-    assert "a < b & 'ü'" in found.text
+    assert conversation.text == theirs.apply_chat_template(CONVERSATIONS[0], tools=tools, tokenize=False)
+    assert "a < b & 'ü'" in conversation.text
 
 
 def test_chatml_is_built_in_and_learns_what_ends_an_answer(tmp_path):
     path = chat_file(tmp_path / "a.jsonl", [said("a", "b", "c", "d", system="s")])
-    (found,) = texts(path)
-    assert found.text == (
+    (conversation,) = texts(path)
+    assert conversation.text == (
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
         "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n"
     )

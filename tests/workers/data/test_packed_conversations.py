@@ -27,7 +27,7 @@ CPU, LENGTH = torch.device("cpu"), 256
 CHATS = [said(f"{n} is " * (1 + n % 5), f"{n}.", f"and {n * n}?", "yes " * (n % 7)) for n in range(60)]
 
 
-class Told(Watcher):
+class RecordingWatcher(Watcher):
     """Keeps what it is told."""
 
     processes = 2
@@ -54,7 +54,7 @@ def job(paths, folder, model=None, **sections):
 
 
 def batches_of(job_, tmp_path, replica=0, watcher=None):
-    return Batches(job_, replica, CPU, cache=tmp_path / "cache", watcher=watcher or Told())
+    return Batches(job_, replica, CPU, cache=tmp_path / "cache", watcher=watcher or RecordingWatcher())
 
 
 def conversations_in(folder, chats, length=LENGTH):
@@ -70,7 +70,7 @@ def conversations_in(folder, chats, length=LENGTH):
 
 def read_back(batches, steps):
     """(tokens, learned) of each conversation that the training samples have."""
-    found = []
+    pairs = []
     for step in range(1, steps + 1):
         for batch in batches.training(step):
             inputs, targets = batch.inputs_sb.t().tolist(), batch.targets_sb.t().tolist()
@@ -79,8 +79,8 @@ def read_back(batches, steps):
                 learned = [0, *(int(target != NO_TARGET) for target in following)]
                 assert all(b in (NO_TARGET, a) for a, b in zip(tokens[1:], following, strict=False))
                 ends = [*begins[1:], len(tokens)]
-                found += [(tuple(tokens[a:b]), tuple(learned[a:b])) for a, b in zip(begins, ends, strict=True)]
-    return [(tokens, learned) for tokens, learned in found if any(tokens)]  # what is behind the last one is no token
+                pairs += [(tuple(tokens[a:b]), tuple(learned[a:b])) for a, b in zip(begins, ends, strict=True)]
+    return [(tokens, learned) for tokens, learned in pairs if any(tokens)]  # what is behind the last one is no token
 
 
 def test_an_epoch_has_each_conversation_once_whole_and_with_its_answers(tmp_path, folder, monkeypatch):
@@ -88,10 +88,10 @@ def test_an_epoch_has_each_conversation_once_whole_and_with_its_answers(tmp_path
     paths = [chat_file(tmp_path / "a.jsonl", CHATS[:35]), chat_file(tmp_path / "b.jsonl", CHATS[35:])]
     batches = batches_of(job(paths, folder, train={"global_batch_size": 1}), tmp_path)
     (part,) = batches.order.parts
-    found = read_back(batches, part.windows)
-    assert sorted(found) == sorted(conversations_in(folder, CHATS))
-    assert sorted(read_back(batches, 2 * part.windows)) == sorted(found * 2), "and so does the next one"
-    lengths = [len(tokens) for tokens, _ in found]
+    conversations = read_back(batches, part.windows)
+    assert sorted(conversations) == sorted(conversations_in(folder, CHATS))
+    assert sorted(read_back(batches, 2 * part.windows)) == sorted(conversations * 2), "and so does the next one"
+    lengths = [len(tokens) for tokens, _ in conversations]
     assert sum(lengths) > 0.8 * part.windows * LENGTH, "with little room lost"
 
 
@@ -106,11 +106,11 @@ def test_nothing_predicts_the_first_token_of_a_conversation(tmp_path, folder):
 
 def test_a_conversation_that_is_longer_than_a_sample_is_cut_and_left_out_where_no_answer_is_left(tmp_path, folder):
     chats = [said("short", "one"), said("why " * 9, "because " * 90), said("too long " * 90, "never seen"), said("?")]
-    told = Told()
+    watcher = RecordingWatcher()
     job_ = job([chat_file(tmp_path / "a.jsonl", chats)], folder, train={"global_batch_size": 1})
-    batches = batches_of(job_, tmp_path, watcher=told)
+    batches = batches_of(job_, tmp_path, watcher=watcher)
     assert sorted(read_back(batches, batches.order.parts[0].windows)) == sorted(conversations_in(folder, chats[:2]))
-    kind, message, data = told.said[-1]
+    kind, message, data = watcher.said[-1]
     assert kind == "data_prepared"
     assert message.endswith("; 1 without an answer are left out, 2 are cut at the sequence's length")
     assert (data["documents"], data["left_out"], data["cut"]) == (3, 1, 2)
@@ -200,7 +200,9 @@ def test_a_job_keeps_its_template_and_does_not_go_on_with_another(tmp_path):
 
 def test_megatrons_datasets_have_no_place_for_marks(tmp_path, folder):
     with pytest.raises(DataError, match="does not say which tokens of a conversation are learned"):
-        tokenize(job([chat_file(tmp_path / "a.jsonl")], folder), tmp_path / "cache", Told(), tmp_path / "to")
+        tokenize(
+            job([chat_file(tmp_path / "a.jsonl")], folder), tmp_path / "cache", RecordingWatcher(), tmp_path / "to"
+        )
 
 
 def test_a_template_that_wants_gigabytes_is_named_with_the_file_and_the_line(tmp_path, folder):

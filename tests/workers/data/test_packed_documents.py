@@ -38,15 +38,15 @@ def test_documents_lie_between_the_tokens_that_end_them():
 
 
 def test_no_token_has_the_next_documents_first_one_as_its_target(corpus, tmp_path):
-    found = 0
+    ends = 0
     for step in (1, 2, 3):
         for batch in batches_of(corpus, tmp_path).training(step):
             inputs, targets = batch.inputs_sb, batch.targets_sb
             assert ((targets == NO_TARGET) == (inputs == END)).all()
             assert (targets[:-1][inputs[:-1] != END] == inputs[1:][inputs[:-1] != END]).all()
             assert batch.documents == Documents.of(inputs.t().numpy(), END)
-            found += int((inputs == END).sum())
-    assert found > 3
+            ends += int((inputs == END).sum())
+    assert ends > 3
 
 
 def test_stages_that_read_no_tokens_know_the_documents_too(corpus, tmp_path):

@@ -23,7 +23,7 @@ from workers.errors import DataError
 CPU = torch.device("cpu")
 
 
-class Told(Watcher):
+class RecordingWatcher(Watcher):
     """Keeps what it is told."""
 
     def __init__(self):
@@ -55,11 +55,11 @@ def job(paths, file, model=None, **data):
 
 
 def test_a_directory_is_one_row_of_its_files_tokens(texts, file, tmp_path):
-    told = Told()
-    corpus = open_corpus(job([texts], file), tmp_path / "cache", watcher=told)
+    watcher = RecordingWatcher()
+    corpus = open_corpus(job([texts], file), tmp_path / "cache", watcher=watcher)
     expected = plain_tokens(file, TEXT[:180])
     assert corpus.read(0, len(corpus)).tolist() == expected
-    kind, message, data = told.said[-1]
+    kind, message, data = watcher.said[-1]
     assert kind == "data_prepared"
     assert message.startswith(f"has {len(expected)} tokens of 180 documents in 3 files of {texts} ready after ")
     assert (data["tokens"], data["documents"], data["files"], data["made"]) == (len(expected), 180, 3, True)
@@ -70,9 +70,9 @@ def test_with_weights_each_path_is_a_part_and_has_a_cache_of_its_own(texts, file
     paths = sorted(texts.iterdir())
     corpus = open_corpus(job(paths, file, weights=[1, 2, 1]), tmp_path / "cache")
     assert [len(part) for part in corpus.parts] == [len(plain_tokens(file, TEXT[n : n + 60])) for n in (0, 60, 120)]
-    told = Told()
-    open_corpus(job(paths[1:], file, weights=[3, 1]), tmp_path / "cache", watcher=told)
-    assert told.said == [], "another blend of them needs no other tokens"
+    watcher = RecordingWatcher()
+    open_corpus(job(paths[1:], file, weights=[3, 1]), tmp_path / "cache", watcher=watcher)
+    assert watcher.said == [], "another blend of them needs no other tokens"
 
 
 def test_a_blends_batches_come_from_its_parts_in_the_ratio_of_the_weights(texts, file, tmp_path):

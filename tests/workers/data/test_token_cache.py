@@ -33,7 +33,7 @@ from workers.errors import DataError
 DOCUMENTS = ["".join(TEXT[n : n + 7]) for n in range(0, 280, 7)] + ["x", "end"]
 
 
-class Told(Watcher):
+class RecordingWatcher(Watcher):
     """Keeps what it is told."""
 
     tell_seconds = 0.0
@@ -71,13 +71,13 @@ def jsonl(folder: Path, documents=DOCUMENTS, name="a.jsonl") -> Path:
 def make(root, paths, tokenizer, source="jsonl", watcher=None, **data):
     config = DataConfig(source=source, paths=[str(path) for path in paths], tokenizer=str(tokenizer), **data)
     return cached_tokens(
-        root, with_heads(corpus_files(config)), config, open_tokenizer(config), None, watcher or Told()
+        root, with_heads(corpus_files(config)), config, open_tokenizer(config), None, watcher or RecordingWatcher()
     )
 
 
 def test_shards_of_several_processes_are_the_librarys_tokens_of_all_documents(tmp_path, file, many_shards):
-    told = Told()
-    row, info, made = make(tmp_path / "cache", [jsonl(tmp_path)], file, watcher=told)
+    watcher = RecordingWatcher()
+    row, info, made = make(tmp_path / "cache", [jsonl(tmp_path)], file, watcher=watcher)
     expected = plain_tokens(file, DOCUMENTS)
     assert row.read(0, len(row)).tolist() == expected
     assert made
@@ -85,10 +85,10 @@ def test_shards_of_several_processes_are_the_librarys_tokens_of_all_documents(tm
     index = read_index(row.prefix)
     assert len(index.documents) == len(DOCUMENTS) + 1
     assert index.lengths.tolist() == [len(plain_tokens(file, [text])) for text in DOCUMENTS]
-    assert told.kinds()[0] == "data_preparing"
-    assert told.said[-1][0] == "data_progress"
-    assert told.said[-1][2]["percent"] == 100
-    assert told.lives > 5
+    assert watcher.kinds()[0] == "data_preparing"
+    assert watcher.said[-1][0] == "data_progress"
+    assert watcher.said[-1][2]["percent"] == 100
+    assert watcher.lives > 5
     assert sorted(each.name for each in (tmp_path / "cache").glob("*/*")) == [
         "cache.json", "lock", "plan.json", "tokens.bin", "tokens.idx",
     ]  # fmt: skip
@@ -96,9 +96,9 @@ def test_shards_of_several_processes_are_the_librarys_tokens_of_all_documents(tm
 
 def test_it_is_made_once(tmp_path, file):
     first = make(tmp_path / "cache", [jsonl(tmp_path)], file)
-    told = Told()
-    second = make(tmp_path / "cache", [tmp_path / "a.jsonl"], file, watcher=told)
-    assert (first[2], second[2], told.said) == (True, False, [])
+    watcher = RecordingWatcher()
+    second = make(tmp_path / "cache", [tmp_path / "a.jsonl"], file, watcher=watcher)
+    assert (first[2], second[2], watcher.said) == (True, False, [])
     assert first[1] == second[1]
 
 
@@ -190,11 +190,11 @@ def test_a_file_system_without_locks_is_named_and_a_full_one_can_be_locked(tmp_p
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(os, "pwrite", refused)
-    with locked(tmp_path / "full", Told()):
+    with locked(tmp_path / "full", RecordingWatcher()):
         assert (tmp_path / "full" / "lock").exists()
     monkeypatch.setattr(fcntl, "flock", refused)
     expected = r"cannot be locked \(No locks available\): set MANTA_TOKEN_CACHE to"
-    with pytest.raises(DataError, match=expected), locked(tmp_path / "cache", Told()):
+    with pytest.raises(DataError, match=expected), locked(tmp_path / "cache", RecordingWatcher()):
         pass
 
 
@@ -276,10 +276,10 @@ def test_what_a_killed_process_has_done_is_gone_on_with(tmp_path, file, many_sha
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("workers.data.token_cache.tokenize_shards", spy)
-        told = Told()
-        row, _, made = make(tmp_path / "cache", [path], file, watcher=told)
+        watcher = RecordingWatcher()
+        row, _, made = make(tmp_path / "cache", [path], file, watcher=watcher)
     assert made
-    assert f"of which {len(done)} shards are done already" in told.said[0][1]
+    assert f"of which {len(done)} shards are done already" in watcher.said[0][1]
     assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS * 20)
 
 
@@ -298,15 +298,15 @@ def test_who_waits_says_for_whom_and_lives(tmp_path, file):
     (folder / "cache.json").unlink()
     descriptor = os.open(folder / "lock", os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    told = Told()
-    waiting = threading.Thread(target=make, args=(root, [path], file), kwargs={"watcher": told}, daemon=True)
+    watcher = RecordingWatcher()
+    waiting = threading.Thread(target=make, args=(root, [path], file), kwargs={"watcher": watcher}, daemon=True)
     waiting.start()
     deadline = time.monotonic() + 20
-    while told.lives < 3:
+    while watcher.lives < 3:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert told.kinds() == ["data_awaited"]
-    assert f"process {os.getpid()} on " in told.said[0][1]
+    assert watcher.kinds() == ["data_awaited"]
+    assert f"process {os.getpid()} on " in watcher.said[0][1]
     os.close(descriptor)
     waiting.join(20)
     assert not waiting.is_alive()

@@ -19,7 +19,7 @@ from workers.data.tokenizer import open_tokenizer
 from workers.errors import DataError
 
 
-class Told(Watcher):
+class RecordingWatcher(Watcher):
     """Keeps what it is told."""
 
     def __init__(self):
@@ -41,21 +41,21 @@ def corpus(tmp_path) -> Path:
 
 def trained(root, path, size=500, watcher=None, source="text", **data):
     config = DataConfig(source=source, paths=[str(path)], tokenizer="bpe", tokenizer_vocabulary=size, **data)
-    file = module.trained_tokenizer(root, with_heads(corpus_files(config)), config, watcher or Told())
+    file = module.trained_tokenizer(root, with_heads(corpus_files(config)), config, watcher or RecordingWatcher())
     return file, open_tokenizer(config, file)
 
 
 def test_it_is_trained_once_and_gives_every_text_back(tmp_path, corpus):
-    told = Told()
-    file, tokenizer = trained(tmp_path / "cache", corpus, watcher=told)
-    assert [kind for kind, _ in told.said] == ["tokenizer_training", "tokenizer_trained"]
-    assert told.lives > 0
+    watcher = RecordingWatcher()
+    file, tokenizer = trained(tmp_path / "cache", corpus, watcher=watcher)
+    assert [kind for kind, _ in watcher.said] == ["tokenizer_training", "tokenizer_trained"]
+    assert watcher.lives > 0
     assert (tokenizer.vocabulary, tokenizer.end_of_document) == (500, 0)
     plain = Tokenizer.from_file(str(file))
     strange = "".join(TEXT) + "\x00\u2603 \U0001f600 never seen\r\n\t"
     assert plain.decode(tokenizer.encode([strange])[0]) == strange
     assert len(tokenizer.encode(["".join(TEXT)])[0]) < len("".join(TEXT)) / 2
-    again = Told()
+    again = RecordingWatcher()
     assert trained(tmp_path / "cache", corpus, watcher=again)[0] == file
     assert again.said == []
 
@@ -121,7 +121,7 @@ def test_a_process_that_cannot_do_it_is_a_sentence(tmp_path, corpus, monkeypatch
         "files": [str(corpus)], "sizes": [corpus.stat().st_size], "path": str(tmp_path / "none" / "tokenizer.json"),
     }  # fmt: skip
     with pytest.raises(DataError, match=r"the tokenizer cannot be kept: .*/none/.* \(No such file or directory\)"):
-        module._run(order, Told())
+        module._run(order, RecordingWatcher())
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
     with pytest.raises(DataError, match="the process that trains the tokenizer ended with exit code 1"):
-        module._run(order | {"files": ["a long name"] * 100_000}, Told())
+        module._run(order | {"files": ["a long name"] * 100_000}, RecordingWatcher())
