@@ -162,7 +162,7 @@ def test_fault_that_is_armed_while_the_trainer_is_forked_reaches_it(make_agent, 
     go(body)
 
 
-def test_what_a_trainer_fails_with_is_told_with_its_end(make_agent, go):
+def test_what_a_trainer_fails_with_is_reported_with_its_end(make_agent, go):
     async def body():
         agent = make_agent()
         said = {"kind": "exception", "step": 1, "exception": "E", "message": "why"}
@@ -258,7 +258,7 @@ def test_stopped_trainer_dies_with_its_agent(zygote, tmp_path, gone):
     assert (torch, ray) == ("False", "False"), "the agent must stay light"
 
 
-def test_standstill_is_reported_its_stacks_are_told_and_its_end_says_why(make_agent, go):
+def test_standstill_and_its_stacks_are_reported_and_its_end_says_why(make_agent, go):
     async def body():
         agent = make_agent()
         assert await agent.progress() is None

@@ -12,7 +12,7 @@ from workers.rank.commands import Arm, Rest
 from workers.rank.trainer_process import EXIT_FAILED
 
 
-def test_a_fault_strikes_in_its_phase_after_it_was_told(rig):
+def test_a_fault_strikes_in_its_phase_after_it_was_reported(rig):
     def train(trainer):
         trainer.comm.step.on_phase(4, "data")
         trainer.comm.step.on_phase(5, "forward")

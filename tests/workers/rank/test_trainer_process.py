@@ -61,7 +61,7 @@ def test_a_job_that_ends_well_is_started_finished_and_exits_with_0(rig):
         (PeerLost("m"), "peer_lost"),
     ],
 )
-def test_whatever_ends_it_is_told_by_its_kind(rig, capfd, error, kind):
+def test_whatever_ends_it_is_reported_by_its_kind(rig, capfd, error, kind):
     def fail(trainer):
         trainer.step = 4
         raise error
@@ -341,7 +341,7 @@ def test_a_rank_that_is_ready_again_says_which_process_it_is(rig):
 
 
 @pytest.mark.parametrize("taken", [FlightRecord(whole=False), None])
-def test_the_flight_record_is_told_while_it_trains_and_keeps_no_command_waiting(rig, monkeypatch, taken):
+def test_the_flight_record_is_reported_while_it_trains_and_keeps_no_command_waiting(rig, monkeypatch, taken):
     asked, go_on = threading.Event(), threading.Event()
 
     def take():
@@ -364,7 +364,7 @@ def test_the_flight_record_is_told_while_it_trains_and_keeps_no_command_waiting(
     run.say(TellFlight())
     assert asked.wait(SECONDS)
     run.say(Rest(1))
-    told = run.hear()
-    assert (told.payload, told.generation, told.rank) == (taken or FlightRecord(), 2, 3)
+    answer = run.hear()
+    assert (answer.payload, answer.generation, answer.rank) == (taken or FlightRecord(), 2, 3)
     run.say(Rest(1))
     assert isinstance(run.hear().payload, Finished)

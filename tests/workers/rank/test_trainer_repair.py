@@ -18,11 +18,11 @@ WORKS = {**REPAIR, "passed": True, "problem": ""}
 FAILS = {**REPAIR, "passed": False, "problem": "rank 2: no"}
 
 
-def tries_repair(monkeypatch, found, rank=0):
+def tries_repair(monkeypatch, self_test, rank=0):
     """An order to try repair in place, with what its ranks find out."""
     monkeypatch.setattr(trainer_process.dist, "TCPStore", lambda host, port, is_master, timeout: (host, port))
     meeting = {"store_host": "h", "store_port": 7, "secret": "s"}
-    return order(1, rank, spec={"world": 4, "repair": found}, tries_repair=True, **meeting)
+    return order(1, rank, spec={"world": 4, "repair": self_test}, tries_repair=True, **meeting)
 
 
 def test_where_repair_was_tried_and_works_a_lost_peer_brings_it_to_rest(rig, monkeypatch):

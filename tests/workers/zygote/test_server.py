@@ -74,7 +74,7 @@ def test_uncaught_exception_prints_traceback_and_exits_with_one(zygote, go):
     go(body)
 
 
-def test_signal_is_told_and_group_dies_with_its_leader(zygote, go, gone):
+def test_signal_is_reported_and_group_dies_with_its_leader(zygote, go, gone):
     async def body():
         child = await fork(zygote.socket, "wait", {"grandchild": True})
         await child.control.readline()
@@ -87,7 +87,7 @@ def test_signal_is_told_and_group_dies_with_its_leader(zygote, go, gone):
     go(body)
 
 
-def test_ends_of_several_children_at_once_are_all_told(zygote, go):
+def test_ends_of_several_children_at_once_are_all_reported(zygote, go):
     """The kernel sends one signal for all that end while it is not heard."""
 
     async def body():
@@ -396,14 +396,14 @@ def test_nobody_else_reaches_the_socket_and_one_that_was_left_is_replaced(tmp_pa
         listener.close()
 
 
-def test_an_end_is_told_as_a_status_or_as_a_signal():
+def test_an_end_is_reported_as_a_status_or_as_a_signal():
     assert server._exit_of(7, 3 << 8) == ForkAnswer(7, code=3)
     assert server._exit_of(7, 0) == ForkAnswer(7, code=0)
     assert server._exit_of(7, int(signal.SIGKILL)) == ForkAnswer(7, signal=int(signal.SIGKILL))
 
 
 @pytest.mark.parametrize("item", ["trainer", "=json:loads", "trainer=json", "trainer=:loads"])
-def test_a_table_of_entries_that_makes_no_sense_is_told(item):
+def test_a_table_of_entries_that_makes_no_sense_is_refused(item):
     with pytest.raises(ValueError, match="NAME=module:function"):
         server._resolve([item])
     assert server._resolve(["a=json:loads", "b=json:dumps"]) == {"a": json.loads, "b": json.dumps}
