@@ -250,6 +250,13 @@ class Bounds:
         more = self.job.model.layers // candidate.pipeline + 1
         return candidate.micro_batches(self.job) * self.stage(candidate, more).seconds
 
+    def work_seconds(self, candidate: Candidate) -> float:
+        """No more than `least_seconds`, however layers are shared out, from parts that are known: the work of all
+        micro-batches, evenly on all ranks."""
+        whole = self.stage(candidate, self.job.model.layers, first=True, last=True).seconds
+        work = candidate.micro_batches(self.job) * whole / candidate.pipeline
+        return SLACK * work * slowest_of(candidate.data, self.cluster)
+
     def with_least_seconds(self, candidate: Candidate) -> list[tuple[float, Candidate]]:
         """With even stages, and balanced ones where these are others, each with the least that it takes."""
         balanced = self.balanced(candidate)

@@ -1,11 +1,13 @@
 """The fastest layouts of a job on a cluster, and why the others are not among them. Pure Python.
 
 Candidates come in the order of the least that they can take; each is held against the rules, its memory counted and its
-step simulated, until the next cannot be among the best any more. So the answer is that of trying all of them.
+step simulated, until the next cannot be among the best any more. So the answer is that of trying all of them. What a
+candidate takes at least is only asked where its work alone, evenly on all ranks, would not take too long.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -146,13 +148,13 @@ def search(
         return Answer((), tuple(Rejected(each.spec(job), problem) for each in islice(candidates(job, cluster), 1)))
     bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
     no_state: dict[tuple[int, int], tuple[float, Candidate]] = {}
-    left: list[tuple[float, Candidate]] = []
+    left: list[Candidate] = []
     for candidate in candidates(job, cluster):
         if ranks is not None and candidate.ranks != ranks:
             continue
         least = bounds.least_bytes(candidate)
         if least <= usable:
-            left += bounds.with_least_seconds(candidate)
+            left.append(candidate)
         else:
             _keep_least(no_state, candidate, least)
     best = fastest(left, bounds, limit)
@@ -162,18 +164,22 @@ def search(
     return Answer(plans, tuple(_rejected(job, cluster, plans, best.slower, best.too_large)))
 
 
-def fastest(left: list[tuple[float, Candidate]], bounds: Bounds, limit: int, most: float = math.inf) -> Best:
-    """The `limit` fastest of these layouts that the rules allow and that fit, if they take less than `most` seconds.
-    `left`: each with the least that it takes, in any order."""
+def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float = math.inf) -> Best:
+    """The `limit` fastest of these layouts that the rules allow and that fit, with even stages or others, if they take
+    less than `most` seconds. Where `most` leaves none out, the nearest of the others are noted."""
     job, cluster, usable = bounds.job, bounds.cluster, usable_bytes(bounds.cluster)
     best = Best(limit, most, max(MORE, MORE_BY_LAYERS // job.model.layers))
     no_room = []
-    for seconds, candidate in sorted(left):
+    waiting = [(bounds.work_seconds(each), each, False) for each in left]
+    heapq.heapify(waiting)
+    while waiting and SLACK * waiting[0][0] <= best.most:
+        seconds, candidate, is_least = heapq.heappop(waiting)
+        if not is_least:
+            for least, each in bounds.with_least_seconds(candidate):
+                heapq.heappush(waiting, (least, each, True))
+            continue
         if candidate.recomputing_nothing in best.enough:
             continue  # the same that recomputes less fits
-        if SLACK * seconds > best.most:
-            _keep_least(best.slower, candidate, seconds)
-            continue
         spec = candidate.spec(job)
         if find_problems(spec):
             continue
@@ -183,6 +189,8 @@ def fastest(left: list[tuple[float, Candidate]], bounds: Bounds, limit: int, mos
         else:
             _keep_least(best.too_large, candidate, memory.total)
             no_room.append((candidate, memory.total))
+    if most == math.inf:
+        _note_slower(best, waiting, bounds)
     for candidate, needed in no_room:
         other = fitted(candidate, needed, bounds, usable, best.most)
         if other is not None:
@@ -192,6 +200,17 @@ def fastest(left: list[tuple[float, Candidate]], bounds: Bounds, limit: int, mos
         if other != candidate:
             best.add(other, plan_of(other.spec(job), cluster, bounds.software, bounds.model(other)))
     return best
+
+
+def _note_slower(best: Best, waiting: list[tuple[float, Candidate, bool]], bounds: Bounds) -> None:
+    """Of layouts that are not among the best, which may have the least of their sizes: its least is told."""
+    for seconds, candidate, is_least in sorted(waiting):
+        nearest = best.slower.get((candidate.tensor, candidate.pipeline))
+        if nearest is not None and nearest[0] < seconds:
+            continue
+        for least, each in [(seconds, candidate)] if is_least else bounds.with_least_seconds(candidate):
+            if each.recomputing_nothing not in best.enough:
+                _keep_least(best.slower, each, least)
 
 
 class Best:

@@ -113,10 +113,10 @@ def elastic_sizes(spec: JobSpec, cluster: Cluster, software: Software) -> tuple[
 def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Plan]:
     """The best of each number of ranks that is faster than the best of all smaller ones."""
     bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
-    groups: dict[int, list[tuple[float, Candidate]]] = defaultdict(list)
+    groups: dict[int, list[Candidate]] = defaultdict(list)
     for candidate in candidates(job, cluster):
         if bounds.least_bytes(candidate) <= usable:
-            groups[candidate.ranks] += bounds.with_least_seconds(candidate)
+            groups[candidate.ranks].append(candidate)
     most = float("inf")
     for ranks in sorted(groups):
         for plan in fastest(groups[ranks], bounds, 1, MOVED * most).plans():

@@ -180,6 +180,7 @@ def test_bounds_are_bounds(draw, seed):
         variant = candidate.spec(spec)
         if not find_problems(variant):
             assert bounds.least_bytes(candidate) <= worst_rank(variant, cluster.machine).total
+            assert bounds.work_seconds(candidate) <= bounds.least_seconds(candidate)
             assert bounds.least_seconds(candidate) <= bounds.model(candidate).time().seconds * (1 + 1e-9)
             assert bounds.model(candidate).time() == StepModel(variant, cluster, engine).time()
 
