@@ -4,6 +4,7 @@ its stages would share the layers by time. Pure Python.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -99,6 +100,8 @@ class Bounds:
     def least_update(self, candidate: Candidate, stages: int) -> float:
         """Seconds that an update takes at least, and bringing it to all replicas, where so many of the pipeline's
         stages are here, however layers are shared out: some rank has as many parameters as there are to a rank."""
+        if self.job.train.frozen:
+            return 0.0
         sizes = self._sizes_of(candidate.tensor)
         mean = (self.job.model.layers * sizes.layer + sizes.both) // candidate.pipeline
         spec, passes = replace(candidate, pipeline=stages).spec(self.job), self.passes(candidate)
@@ -153,15 +156,21 @@ class Bounds:
 
     def model(self, candidate: Candidate) -> StepModel:
         """The candidate's step."""
-        parameters = self.parameters(candidate)
+        parameters = None if self.job.train.frozen else self.parameters(candidate)
         return StepModel(candidate.spec(self.job), self.cluster, self.software, self.passes(candidate), parameters)
 
     def stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
-        """Times of a virtual stage of so many layers, at one end of the model or at none."""
+        """Times of a virtual stage of so many layers, at one end of the model or at none; with `train.frozen`, where it
+        depends on the layers what else there is, of its forward alone."""
         threads, counted = self._threads(candidate), self._counted(candidate)
         key = (candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted, layers, first, last)
         if key not in self._stages:
-            self._stages[key] = self.passes(candidate).of_stage(layers, first, last, self.cluster.machine)
+            passes, machine = self.passes(candidate), self.cluster.machine
+            if self.job.train.frozen:
+                forward = passes.forward_of_stage(layers, first, last).wait_for_host(machine).seconds
+                self._stages[key] = StageTimes(forward, 0.0, 0.0)
+            else:
+                self._stages[key] = passes.of_stage(layers, first, last, machine)
         return self._stages[key]
 
     def least_seconds(self, candidate: Candidate) -> float:
@@ -170,6 +179,8 @@ class Bounds:
         pipeline, backward = self._least_pipeline(candidate, model)
         if self.cluster.machine.core is not None:  # where ranks share cores these may have more to do than any rank
             pipeline = max(pipeline, model.pipeline().work(candidate.micro_batches(self.job)))
+        if self.job.train.frozen:
+            backward = math.inf  # it is not known behind how much of it sums hide
         rest = model.gradient_seconds(backward) + model.tied_seconds() + model.optimizer_seconds()
         return (pipeline + rest) * slowest_of(candidate.data, self.cluster)
 

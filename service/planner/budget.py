@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from service.planner.operations import Budget
 from service.planner.step_time import StepModel, StepTime
 from workers.accounting.flops import step_flops
-from workers.parallel.pipeline.stages import layer_counts
 
 WORTH_SAYING = 0.04
 """Part of a step, from which on one of its parts is named in a sentence."""
@@ -72,11 +71,9 @@ def _peak_of_rank(model: StepModel) -> float | None:
 def _mean_passes(model: StepModel) -> Budget:
     """Of all passes of a step on one rank, the mean over the pipeline's ranks."""
     layout = model.spec.layout
-    counts = layer_counts(model.spec.model.layers, layout)
-    total, last = Budget(), len(counts) - 1
-    for index, layers in enumerate(counts):
-        part = model.part_of(index)
-        for each in part.passes.budgets_of_stage(layers, index == 0, index == last, part.cluster.machine):
+    total = Budget()
+    for index in range(layout.pipeline * layout.virtual_stages):
+        for each in model.budgets_of(index):
             total = total.plus(each)
     cores = model.cores()
     alone = 1.0 if cores is None else cores.speed(layout.pipeline)

@@ -8,8 +8,8 @@ what lies between two products (decision 0029). Shapes as in `layer_time.py`.
 from __future__ import annotations
 
 from service.planner.communication import Groups
-from service.planner.layer_time import CAST_BOTH, CAST_COLUMNS, CAST_ROWS, LayerTime
-from service.planner.operations import WIDE, Budget, attention_seconds, memory_seconds, product_seconds
+from service.planner.layer_time import CAST_BOTH, CAST_ROWS, LayerTime
+from service.planner.operations import WIDE, Budget, attention_seconds, memory_seconds
 from service.planner.software import Software
 from workers.config import JobSpec
 
@@ -206,22 +206,20 @@ class EnginePasses(LayerTime):
         for columns in self._head_norms:
             self._elements(budget, 7 * width * self.tokens * columns, 3)
 
-    def weight_products(self) -> float:
-        """Seconds of all products for the weights' gradients of a layer."""
-        h = self.hidden
-        sizes = [(columns, h) for columns in self._projections]
-        sizes += [(h, self.attention_width), (h, self.inner)] + self.up_matrices * [(self.inner, h)]
-        return sum(product_seconds(self.machine, m, n, self.tokens, 1, self.linear_width) for m, n in sizes)
+    @property
+    def _projected(self) -> list[int]:
+        return self.trained_projections
 
     def backward_weight(self) -> Budget:
         """The half that makes gradients of weights, and adds them up."""
-        products = len(self._projections) + 2 + self.up_matrices
+        matrices = self.trained_matrices()
+        products = len(matrices)
         budget = Budget(products=self.weight_products(), operations=2 * products)
-        self._cast(budget, 2 * self.hidden + self.attention_width + self.inner, 4, CAST_COLUMNS)
-        if self.spec.model.bias:
-            columns = sum(self._projections) + 2 * self.hidden + self.up_matrices * self.inner
+        self._cast_inputs(budget)
+        if self.spec.model.bias and matrices:
+            columns = sum(rows for rows, _ in matrices)
             self._elements(budget, REDUCED * self.width * self.tokens * columns, 2 * products)
-        parameters = self.hidden * (2 * self.attention_width + self.key_values + (1 + self.up_matrices) * self.inner)
+        parameters = sum(rows * columns for rows, columns in matrices)
         self._accumulate(budget, parameters, products)
         return budget
 
@@ -301,10 +299,11 @@ class EnginePasses(LayerTime):
         scaled = MIXED if self.width < WIDE else SPREAD * 2 * WIDE
         self._elements(budget, scaled * self.tokens * self._vocabulary, SMALL_OF_LOSS[1])
         self._product(budget, self.tokens, self.hidden, self._vocabulary)
-        weights = product_seconds(self.machine, self._vocabulary, self.hidden, self.tokens, 1, self.width)
+        weights = self._output_weights()
         budget.products += weights
         self._communicate_beside(budget, 1, weights)
         budget.operations *= parts
         self._norm_backward(budget, self.outside * self.hidden)
-        self._accumulate(budget, self._vocabulary * self.hidden, 1, parts)
+        if weights:
+            self._accumulate(budget, self._vocabulary * self.hidden, 1, parts)
         return budget

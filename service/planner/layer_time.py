@@ -7,7 +7,7 @@ wise kernels count each tensor that is read or written once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from service.planner.communication import Groups, gather_seconds, reduce_seconds
@@ -18,9 +18,12 @@ from service.planner.software import Software
 from workers.accounting.activation_bytes import kept_terms, offloaded
 from workers.accounting.flops import key_value_copies, padded_vocabulary, recomputed_layer_passes
 from workers.config import JobSpec
+from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer
 
 MASK = 1
 """Bytes of an element of a dropout mask."""
+MLP_INPUTS = ("mlp.up", "mlp.gate")
+"""Matrices of an MLP that read the residual stream; the second of those with gates."""
 CAST_ROWS, CAST_COLUMNS, CAST_BOTH = 5, 5, 6
 """Bytes that are moved for an element of 16 bits: it is read for the scale and to be cast, and written once or
 twice."""
@@ -45,13 +48,20 @@ class Passes:
         """The times of a virtual stage of so many layers, at one end of the model or both."""
         return StageTimes(*(each.seconds for each in self.budgets_of_stage(layers, first, last, machine)))
 
+    def forward_of_stage(self, layers: int, first: bool, last: bool) -> Budget:
+        """Of the same its forward, before it waits for its host."""
+        forward = Budget().plus(self.forward, layers)
+        if first:
+            forward = forward.plus(self.first_forward)
+        return forward.plus(self.last_forward) if last else forward
+
     def budgets_of_stage(self, layers: int, first: bool, last: bool, machine: Machine) -> tuple[Budget, Budget, Budget]:
         """The same, by what they go to: forward, and both halves of backward."""
-        forward, backward = Budget().plus(self.forward, layers), Budget().plus(self.backward_input, layers)
+        forward, backward = self.forward_of_stage(layers, first, last), Budget().plus(self.backward_input, layers)
         if first:
-            forward, backward = forward.plus(self.first_forward), backward.plus(self.first_backward)
+            backward = backward.plus(self.first_backward)
         if last:
-            forward, backward = forward.plus(self.last_forward), backward.plus(self.last_backward)
+            backward = backward.plus(self.last_backward)
         weight = Budget().plus(self.backward_weight, layers)
         if machine.gpu is not None and first and last:
             forward.host = host_wait(machine, forward, backward, weight)
@@ -73,6 +83,12 @@ class LayerTime:
     spec: JobSpec
     groups: Groups
     software: Software
+    frozen: frozenset[str] = frozenset()
+    """Names within a layer of parameters that are not trained, or of the output layer's weight."""
+
+    def without(self, frozen: frozenset[str]) -> LayerTime:
+        """The same where these are not trained."""
+        return replace(self, frozen=frozen)
 
     def __post_init__(self) -> None:
         spec, t = self.spec, self.spec.layout.tensor
@@ -310,33 +326,68 @@ class LayerTime:
         first, and the inputs again for the weights' gradients."""
         weights = self.weight_products()
         if self.spec.layout.sequence_parallel_on:
+            again = bool(self.trained_projections) + any(map(self._is_trained, MLP_INPUTS[: self.up_matrices]))
             self._communicate(budget, 2)
-            self._communicate_beside(budget, 4, 2 * weights)
+            self._communicate_beside(budget, 2 + again, 2 * weights)
         else:
             self._communicate_beside(budget, 2, weights)
 
+    def _is_trained(self, name: str) -> bool:
+        return f"{name}.weight" not in self.frozen
+
+    @property
+    def trained_projections(self) -> list[int]:
+        """Columns of the products before attention whose weights are trained."""
+        if self.spec.model.key_value_heads == self.spec.model.heads:
+            columns = {"qkv": self.attention_width + self.key_values}
+        else:
+            columns = {"q": self.attention_width, "kv": self.key_values}
+        return [wide for name, wide in columns.items() if self._is_trained(f"attention.{name}")]
+
+    @property
+    def _projected(self) -> list[int]:
+        """The same, as the engine makes its products."""
+        return [sum(self.trained_projections)] if self.trained_projections else []
+
+    def trained_matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of a layer's matrices that have gradients."""
+        h, sizes = self.hidden, [(columns, self.hidden) for columns in self._projected]
+        sizes += [(h, self.attention_width)] if self._is_trained("attention.output") else []
+        sizes += [(h, self.inner)] if self._is_trained("mlp.down") else []
+        return sizes + [(self.inner, h) for name in MLP_INPUTS[: self.up_matrices] if self._is_trained(name)]
+
     def weight_products(self) -> float:
         """Seconds of all products for the weights' gradients of a layer."""
-        h, columns, sizes = self.hidden, self.attention_width + self.key_values, []
-        sizes += [(columns, h), (h, self.attention_width), (h, self.inner)] + self.up_matrices * [(self.inner, h)]
+        sizes = self.trained_matrices()
         return sum(product_seconds(self.machine, m, n, self.tokens, 1, self.linear_width) for m, n in sizes)
+
+    def _cast_inputs(self, budget: Budget) -> None:
+        """Of products for weights that are trained."""
+        inputs = [self.hidden] if self.trained_projections else []
+        inputs += [self.hidden] if any(map(self._is_trained, MLP_INPUTS[: self.up_matrices])) else []
+        inputs += [self.attention_width] if self._is_trained("attention.output") else []
+        inputs += [self.inner] if self._is_trained("mlp.down") else []
+        self._cast(budget, sum(inputs), len(inputs), CAST_COLUMNS)
 
     def backward_weight(self) -> Budget:
         """The half that makes gradients of weights, and adds them up."""
-        budget = Budget(products=self.weight_products(), operations=2 * (3 + self.up_matrices))
-        self._cast(budget, 2 * self.hidden + self.attention_width + self.inner, 4, CAST_COLUMNS)
-        self._elements(budget, self.width * self.tokens * (self.attention_width + self.key_values))  # biases
-        parameters = self.hidden * (2 * self.attention_width + self.key_values + (1 + self.up_matrices) * self.inner)
+        matrices = self.trained_matrices()
+        budget = Budget(products=self.weight_products(), operations=2 * len(matrices))
+        self._cast_inputs(budget)
+        if self.trained_projections:
+            self._elements(budget, self.width * self.tokens * sum(self.trained_projections))  # biases
+        parameters = sum(rows * columns for rows, columns in matrices)
         budget.accumulation = memory_seconds(self.machine, self.software.accumulation_bytes * parameters)
         return budget
 
     @cached_property
     def _recomputed_part(self) -> float:
-        """How many of a step's layers and micro-batches have something to compute again."""
+        """How many of a step's layers and micro-batches that have a backward have something to compute again."""
         layout, batch = self.spec.layout, self.spec.train.global_batch_size
         if layout.recompute_every == 1 and layout.recompute_keep == 0:
             return 1.0
-        return recomputed_layer_passes(self.spec, batch) / (self.spec.model.layers * batch)
+        reached = self.spec.model.layers - max(0, first_trained_layer(self.spec.model, self.spec.train.frozen))
+        return recomputed_layer_passes(self.spec, batch) / max(1, reached * batch)
 
     def recomputed(self) -> Budget:
         """What a layer's backward computes again, where it does."""
@@ -393,18 +444,25 @@ class LayerTime:
         self._elements(budget, loss * self.tokens * self._vocabulary)
         return budget
 
+    def _output_weights(self) -> float:
+        """Seconds of the product for the gradient of the output layer's weight; none where it is frozen."""
+        if self.frozen & {TOKEN_EMBEDDING, "output.weight"}:
+            return 0.0
+        return product_seconds(self.machine, self._vocabulary, self.hidden, self.tokens, 1, self.width)
+
     def output_backward(self) -> Budget:
         """The same, back."""
         budget = Budget()
         loss = self.software.loss_bytes[1] - WIDE + self.width
         self._elements(budget, loss * self.tokens * self._vocabulary)
         self._product(budget, self.tokens, self.hidden, self._vocabulary)
-        weights = product_seconds(self.machine, self._vocabulary, self.hidden, self.tokens, 1, self.width)
+        weights = self._output_weights()
         budget.products += weights
         self._communicate_beside(budget, 1, weights)
         self._elements(budget, 8 * self.width * self.outside * self.hidden)
-        moved = self.software.accumulation_bytes * self._vocabulary * self.hidden
-        budget.accumulation = memory_seconds(self.machine, moved)
+        if weights:
+            moved = self.software.accumulation_bytes * self._vocabulary * self.hidden
+            budget.accumulation = memory_seconds(self.machine, moved)
         if not self.spec.train.head_tokens:
             return budget
         parts = -(-self.tokens // self.spec.train.head_tokens)

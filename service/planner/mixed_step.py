@@ -13,9 +13,10 @@ from service.planner.hardware import Cluster, parts_of
 from service.planner.operations import Budget
 from service.planner.software import Software, engine_on
 from service.planner.step_time import StepModel
-from workers.accounting.flops import padded_vocabulary, rank_parameters
+from workers.accounting.flops import frozen_parameters, padded_vocabulary, rank_parameters
 from workers.config import JobSpec
 from workers.parallel.pipeline.stages import ends_share_rank
+from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
 
 class _Part(StepModel):
@@ -35,8 +36,9 @@ class MixedStepModel(StepModel):
         types = layout.stage_accelerators or ()
         parts: dict[str, StepModel] = {}
         most: dict[str, int] = {}
-        for type, count in zip(types, rank_parameters(spec), strict=True):
-            most[type] = max(count, most.get(type, 0))
+        counts = zip(types, rank_parameters(spec), frozen_parameters(spec), strict=True)
+        for type, held, frozen in counts:
+            most[type] = max(1, held - frozen, most.get(type, 0))
         for type, part in zip(types, parts_of(spec, cluster), strict=True):
             if type not in parts:
                 own = {"pipeline": Counter(types)[type], "stage_layers": None, "stage_accelerators": None}
@@ -76,7 +78,7 @@ class MixedStepModel(StepModel):
     def tied_seconds(self) -> float:
         """Summing up the gradients of an embedding that two stages hold, which are on two nodes."""
         layout, model = self.spec.layout, self.spec.model
-        if not model.tie_embeddings or ends_share_rank(layout):
+        if not model.tie_embeddings or ends_share_rank(layout) or TOKEN_EMBEDDING in frozen_names(self.spec):
             return 0.0
         elements = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size
         ends = self._stages[0], self._stages[-1]

@@ -14,17 +14,19 @@ from service.planner.communication import (
     reduce_seconds,
 )
 from service.planner.engine_passes import layer_time
+from service.planner.frozen_passes import FrozenPasses
 from service.planner.hardware import HOST_COPY, Cluster, with_threads
 from service.planner.layer_time import CAST_BOTH, Passes, host_wait
 from service.planner.operations import WIDE, Budget, memory_seconds
 from service.planner.pipeline import Pipeline, StageTimes
 from service.planner.shared_cores import SharedCores
 from service.planner.software import MANTA, Software
-from workers.accounting.flops import layer_matrices, padded_vocabulary, rank_parameters
+from workers.accounting.flops import frozen_parameters, layer_matrices, padded_vocabulary, rank_parameters
 from workers.accounting.offloaded_state import SLICE_ELEMENTS
 from workers.accounting.snapshot_bytes import STATE_BYTES
 from workers.config import JobSpec
-from workers.parallel.pipeline.stages import ends_share_rank, layer_counts, place
+from workers.parallel.pipeline.stages import ends_share_rank, layer_counts, layers_of, place
+from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 from workers.threads import decided_threads
 
 
@@ -67,6 +69,18 @@ def threads_in(spec: JobSpec, cluster: Cluster) -> int:
     return decided_threads(spec, [(machine.cores, min(most, cluster.gpus_per_node))])
 
 
+def most_trained(spec: JobSpec) -> int:
+    """Most parameters of a rank that have gradients; at least one."""
+    return max(
+        1, *(total - frozen for total, frozen in zip(rank_parameters(spec), frozen_parameters(spec), strict=True))
+    )
+
+
+def _least_backward(pipeline: Pipeline) -> float:
+    """Seconds of the shortest of the virtual stages' backwards."""
+    return min(each.backward for each in pipeline.times if each.backward > 0)
+
+
 class StepModel:
     """The step of one job on one cluster."""
 
@@ -84,7 +98,8 @@ class StepModel:
         self.groups: Groups = groups_of(spec.layout, cluster, software)
         self.layer = layer_time(spec, self.groups, software)
         self.passes = passes or self.layer.passes()
-        self.parameters = parameters or max(rank_parameters(spec))
+        self.parameters = parameters or most_trained(spec)
+        self._frozen = FrozenPasses(self.layer, self.passes) if spec.train.frozen else None
 
     def pipeline(self) -> Pipeline:
         """The pipeline, with the times of every virtual stage."""
@@ -96,8 +111,8 @@ class StepModel:
         for index, layers in enumerate(counts):
             part = self.part_of(index)
             key = id(part), layers, index == 0, index == last
-            if key not in known:
-                known[key] = part.passes.of_stage(*key[1:], part.cluster.machine)
+            if key not in known or self.spec.train.frozen:
+                known[key] = StageTimes(*(each.seconds for each in self.budgets_of(index)))
             stages.append(known[key])
         return Pipeline(
             layout.schedule,
@@ -108,6 +123,15 @@ class StepModel:
             self.software.blocks_on_messages,
             self.cores(),
         )
+
+    def budgets_of(self, index: int) -> tuple[Budget, Budget, Budget]:
+        """A micro-batch's passes through virtual stage `index`, by what they go to."""
+        layout, part = self.spec.layout, self.part_of(index)
+        layers = layers_of(self.spec.model.layers, layout, index)
+        ends = index == 0, index == layout.pipeline * layout.virtual_stages - 1
+        if part._frozen is not None:
+            return part._frozen.budgets(layers, *ends)
+        return part.passes.budgets_of_stage(len(layers), *ends, part.cluster.machine)
 
     def part_of(self, index: int) -> StepModel:
         """The model of the nodes that virtual stage `index` is on; here they are all alike."""
@@ -151,7 +175,7 @@ class StepModel:
         layout, m = self.spec.layout, self.spec.micro_batches
         pipeline = self.pipeline()
         seconds, work = pipeline.seconds(m) + self.first_wait() + self.cast_seconds(), pipeline.work(m)
-        last = min(each.backward_input + each.backward_weight for each in pipeline.times)
+        last = _least_backward(pipeline)
         gradients, optimizer = self.gradient_seconds(last), self.optimizer_seconds()
         tied = self.tied_seconds()
         total = seconds + gradients + optimizer + tied
@@ -160,7 +184,7 @@ class StepModel:
 
     def seconds_with(self, pipeline: float) -> float:
         """Of the whole step if its pipeline took so many seconds."""
-        last = min(each.backward for each in self.pipeline().times)
+        last = _least_backward(self.pipeline())
         rest = self.gradient_seconds(last) + self.tied_seconds() + self.optimizer_seconds()
         return (pipeline + rest) * slowest_of(self.spec.layout.data, self.cluster)
 
@@ -186,7 +210,7 @@ class StepModel:
         machine, layout = self.cluster.machine, self.spec.layout
         if machine.gpu is None or layout.pipeline * layout.virtual_stages > 1:
             return None
-        return self.passes.budgets_of_stage(self.spec.model.layers, True, True, machine)
+        return self.budgets_of(0)
 
     def _update_wait(self) -> float:
         """What the device waits for its host before an update: for norm, agreement and clipping, as far as the host was
@@ -259,7 +283,7 @@ class StepModel:
     def tied_seconds(self) -> float:
         """Summing up the gradients of an embedding that two stages hold."""
         layout, model = self.spec.layout, self.spec.model
-        if not model.tie_embeddings or ends_share_rank(layout):
+        if not model.tie_embeddings or ends_share_rank(layout) or TOKEN_EMBEDDING in frozen_names(self.spec):
             return 0.0
         size = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size * self.software.gradient_bytes
         together = self.groups.stages_share_node(0, layout.pipeline - 1)

@@ -161,10 +161,24 @@ def drawn_with_offload(seed: int) -> tuple[JobSpec, Cluster]:
     return spec.model_copy(update={"train": spec.train.model_copy(update={"optimizer": there})}), cluster
 
 
+def drawn_in_part(seed: int) -> tuple[JobSpec, Cluster]:
+    """Whose lower layers, and all MLPs but one, are frozen."""
+    spec, cluster = drawn(seed)
+    half = spec.model.layers // 2
+    patterns = ("embedding", f"layers.0-{half - 1}", f"layers.{half}-{spec.model.layers - 1}.mlp")
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"frozen": patterns})}), cluster
+
+
 @pytest.mark.parametrize(
     ("draw", "seed"),
     [(drawn, seed) for seed in range(6)]
-    + [(drawn_on_cores, 1), (drawn_on_measured, 1), (drawn_on_measured, 4), (drawn_with_offload, 2)],
+    + [
+        (drawn_on_cores, 1),
+        (drawn_on_measured, 1),
+        (drawn_on_measured, 4),
+        (drawn_with_offload, 2),
+        (drawn_in_part, 4),
+    ],
 )
 def test_bounds_are_bounds(draw, seed):
     spec, cluster = draw(seed)
