@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -184,3 +185,20 @@ def test_export_of_which_nothing_is_heard_any_more_has_ended(store, job):
     row = store.write(lambda session: exports.begin(session, job, id_of(job, 5), "/out", "hf", None))
     assert exports.is_running(row, row.updated_at + exports.SILENT_SECONDS - 1)
     assert not exports.is_running(row, row.updated_at + exports.SILENT_SECONDS)
+
+
+def test_only_the_checkpoint_that_is_exported_is_needed_and_only_while_it_is(store, submit):
+    job = submit().id
+    export = store.write(lambda session: exports.begin(session, job, "ckpt_a", "/out", "hf", None)).id
+
+    def runs(checkpoint=None, later=0.0):
+        with store.read() as session:
+            return exports.any_runs(session, job, time.time() + later, checkpoint)
+
+    assert (runs(), runs("ckpt_a"), runs("ckpt_b"), runs(later=exports.SILENT_SECONDS)) == (True, True, False, False)
+    store.write(lambda session: exports.note(session, export, 7, 9))
+    store.write(lambda session: exports.end(session, export, "the disk is full"))
+    store.write(lambda session: exports.note(session, export, 9, 9))  # what was read of it late
+    with store.read() as session:
+        row = exports.get(session, job, export)
+        assert (row.state, row.done_bytes, row.total_bytes, runs()) == ("failed", 7, 9, False)
