@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -210,6 +211,15 @@ def test_node_that_is_drained_is_told_once_and_left(start, cluster):
     cluster.daemons.silent.add("node_b")
     with pytest.raises(NodeUnreachable):
         plane.drain("node_b", 60.0)
+
+
+def test_what_is_kept_in_mind_of_the_log_of_a_deleted_job_is_forgotten(start, submit, store, monkeypatch):
+    plane, job, forgotten = start(), submit(), []
+    store.write(lambda s: jobs.request_cancel(s, job.id))
+    with monkeypatch.context() as patched:
+        patched.setattr(plane, "_keeper", SimpleNamespace(forget=forgotten.append))
+        plane.delete(job.id)
+    assert forgotten == [job.id]
 
 
 def test_deleted_job_leaves_nothing_on_the_nodes_that_answer(start, cluster, submit, store, tmp_path):
