@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, Manifest, checkpoint_path, seal
+from workers.checkpoint import pruning
+from workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path, seal
 from workers.checkpoint.pruning import prune, remove_after, remove_newer, to_prune, to_undo
 from workers.storage.local_files import LocalFiles
 
@@ -156,3 +157,13 @@ def test_what_may_not_be_looked_at_is_not_called_deleted(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LocalFiles, "is_there", refuse)
     assert prune(tmp_path, 1, generation=1) == []
+
+
+def test_of_those_made_later_what_cannot_be_read_now_stays(tmp_path, monkeypatch):
+    conditions = enumerate((Condition.WHOLE, Condition.UNKNOWN, Condition.NOT_WHOLE), start=1)
+    listed = tuple(ListedCheckpoint(checkpoint_path(tmp_path, step, 1), step, 1, each) for step, each in conditions)
+    for each in listed:
+        each.path.mkdir()
+    monkeypatch.setattr(pruning, "list_checkpoints", lambda folder: Listing(tmp_path, listed))
+    assert remove_newer(tmp_path, listed[0].path.name) == [listed[2].path]
+    assert [each.path.exists() for each in listed] == [True, True, False]
