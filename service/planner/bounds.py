@@ -15,10 +15,11 @@ from service.planner.communication import groups_of
 from service.planner.engine_passes import layer_time
 from service.planner.hardware import Cluster, with_threads
 from service.planner.layer_time import Passes
+from service.planner.memory import RankMemory, layers_with_room, usable_bytes, worst_rank
 from service.planner.pipeline import StageTimes
 from service.planner.software import Software
 from service.planner.stage_shares import chunks_of, shared_out
-from service.planner.step_time import StepModel, slowest_of, threads_in
+from service.planner.step_time import StepModel, StepTime, slowest_of, threads_in
 from workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
 from workers.accounting.flops import rank_parameters
 from workers.config import JobSpec, ParallelConfig
@@ -39,12 +40,17 @@ class _Sizes:
 
 
 class Bounds:
-    """Least seconds and bytes of candidates, from parts that many share."""
+    """Least seconds and bytes of candidates, from parts that many share, and what they really take, where it was asked.
+    Nothing of it goes by the number of nodes."""
 
     def __init__(self, job: JobSpec, cluster: Cluster, software: Software):
         self.job, self.cluster, self.software = job, cluster, software
         self._passes: dict[tuple[int, int, str, int, int], Passes] = {}
         self._sizes: dict[int, _Sizes] = {}
+        self._memory: dict[Candidate, RankMemory] = {}
+        self._room: dict[tuple[Candidate, float], tuple[int, ...]] = {}
+        self._times: dict[Candidate, StepTime] = {}
+        self._least: dict[Candidate, float] = {}
         self._layer_bytes: dict[tuple[int, int, str], int] = {}
         self._stages: dict[tuple[int, int, str, int, int, int, bool, bool], StageTimes] = {}
 
@@ -154,6 +160,26 @@ class Bounds:
             self._layer_bytes[key] = size
         return self._layer_bytes[key]
 
+    def memory(self, candidate: Candidate) -> RankMemory:
+        """Of the rank that needs most; where it finds no room, of the first that is looked at."""
+        if candidate not in self._memory:
+            machine, usable = self.cluster.machine, usable_bytes(self.cluster)
+            self._memory[candidate] = worst_rank(candidate.spec(self.job), machine, usable)
+        return self._memory[candidate]
+
+    def room(self, candidate: Candidate, usable: float) -> tuple[int, ...]:
+        """For how many layers each pipeline rank has room in so many bytes."""
+        key = candidate, usable
+        if key not in self._room:
+            self._room[key] = layers_with_room(candidate.spec(self.job), usable, self.cluster.machine)
+        return self._room[key]
+
+    def time(self, candidate: Candidate) -> StepTime:
+        """Of the candidate's step."""
+        if candidate not in self._times:
+            self._times[candidate] = self.model(candidate).time()
+        return self._times[candidate]
+
     def model(self, candidate: Candidate) -> StepModel:
         """The candidate's step."""
         parameters = None if self.job.train.frozen else self.parameters(candidate)
@@ -175,6 +201,11 @@ class Bounds:
 
     def least_seconds(self, candidate: Candidate) -> float:
         """No more than its step takes: the pipeline at least, and what comes behind it."""
+        if candidate not in self._least:
+            self._least[candidate] = self._least_seconds(candidate)
+        return self._least[candidate]
+
+    def _least_seconds(self, candidate: Candidate) -> float:
         model = self.model(candidate)
         pipeline, backward = self._least_pipeline(candidate, model)
         if self.cluster.machine.core is not None:  # where ranks share cores these may have more to do than any rank

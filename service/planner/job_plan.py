@@ -75,7 +75,7 @@ def planned(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
         model = step_model(spec, cluster)
     except UnknownMachine as error:  # it is not on the nodes that it was submitted for
         raise NotPlanned(str(error)) from error
-    plan = plan_of(spec, cluster, model=model)
+    plan = plan_of(spec, cluster, time=model.time())
     shares = step_shares(model, plan.time, plan.peak_flops)
     return {
         "step_seconds": plan.time.seconds,

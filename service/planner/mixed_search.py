@@ -350,7 +350,7 @@ def _fitted(cluster: Cluster, step: _Step, worst: float) -> Plan | None:
         held = step.memory
         full = [memory.rank for memory, usable in held if memory.total > usable]
         if not full:
-            return plan_of(step.model.spec, cluster, model=step.model, memory=least_to_spare(held)[0])
+            return plan_of(step.model.spec, cluster, time=step.model.time(), memory=least_to_spare(held)[0])
         for rank in full:
             most[rank] = step.stages.ranks[rank] - 1
         stages = step.stages.with_room(most)

@@ -20,7 +20,7 @@ from service.planner.hardware import GIB, Cluster, UnknownMachine, parts_of
 from service.planner.memory import Fit, RankMemory, fits, tightest, usable_bytes, worst_rank
 from service.planner.mixed_step import step_model
 from service.planner.software import MANTA, Software, engine_on
-from service.planner.step_time import StepModel, StepTime
+from service.planner.step_time import StepTime
 from service.planner.uneven import fitted, refined
 from workers.accounting.flops import StepFlops, step_flops
 from workers.config import JobSpec
@@ -78,15 +78,15 @@ def plan_of(
     spec: JobSpec,
     cluster: Cluster,
     software: Software | None = None,
-    model: StepModel | None = None,
+    time: StepTime | None = None,
     memory: RankMemory | None = None,
 ) -> Plan:
-    """The plan of a job with a layout, whether it fits or not. `software`: by default this engine; `model`, `memory`:
+    """The plan of a job with a layout, whether it fits or not. `software`: by default this engine; `time`, `memory`:
     its own, where they are known. Raises UnknownMachine where the layout wants nodes that the cluster has not."""
     devices = [part.machine.accelerator for part in parts_of(spec, cluster)]
     peaks = [each.peak_fp32 if spec.train.precision == "fp32" else each.peak_16bit for each in devices]
-    model = model or step_model(spec, cluster, software)
-    return Plan(spec, model.time(), memory or tightest(spec, cluster)[0], sum(peaks) / len(peaks))
+    time = time or step_model(spec, cluster, software).time()
+    return Plan(spec, time, memory or tightest(spec, cluster)[0], sum(peaks) / len(peaks))
 
 
 def evaluate(spec: JobSpec, cluster: Cluster, software: Software | None = None) -> Answer:
@@ -138,15 +138,21 @@ def _no_room(spec: JobSpec, parts: Sequence[Cluster], stages: int) -> str | None
 
 
 def search(
-    job: JobSpec, cluster: Cluster, software: Software = MANTA, limit: int = 5, ranks: int | None = None
+    job: JobSpec,
+    cluster: Cluster,
+    software: Software = MANTA,
+    limit: int = 5,
+    ranks: int | None = None,
+    bounds: Bounds | None = None,
 ) -> Answer:
     """The `limit` fastest layouts that the rules allow and that fit, over tensor, pipeline, virtual stages, data,
-    micro-batch, recomputation and schedule; of so many `ranks`, where that is given. Deterministic: between equals the
-    simpler layout comes first."""
+    micro-batch, recomputation and schedule; of so many `ranks`, where that is given. `bounds`: those of a search on
+    more or fewer of the same nodes, which take what they know along. Deterministic: between equals the simpler layout
+    comes first."""
     problem = no_products(job, cluster)
     if problem is not None:
         return Answer((), tuple(Rejected(each.spec(job), problem) for each in islice(candidates(job, cluster), 1)))
-    bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
+    bounds, usable = bounds or Bounds(job, cluster, software), usable_bytes(cluster)
     no_state: dict[tuple[int, int], tuple[float, Candidate]] = {}
     left: list[Candidate] = []
     for candidate in candidates(job, cluster):
@@ -167,7 +173,7 @@ def search(
 def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float = math.inf) -> Best:
     """The `limit` fastest of these layouts that the rules allow and that fit, with even stages or others, if they take
     less than `most` seconds. Where `most` leaves none out, the nearest of the others are noted."""
-    job, cluster, usable = bounds.job, bounds.cluster, usable_bytes(bounds.cluster)
+    job, usable = bounds.job, usable_bytes(bounds.cluster)
     best = Best(limit, most, max(MORE, MORE_BY_LAYERS // job.model.layers))
     no_room = []
     waiting = [(bounds.work_seconds(each), each, False) for each in left]
@@ -183,9 +189,9 @@ def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float =
         spec = candidate.spec(job)
         if find_problems(spec):
             continue
-        memory = worst_rank(spec, cluster.machine, usable)
+        memory = bounds.memory(candidate)
         if memory.total <= usable:
-            best.add(candidate, plan_of(spec, cluster, bounds.software, bounds.model(candidate), memory))
+            best.add(candidate, _planned(candidate, bounds, memory))
         else:
             _keep_least(best.too_large, candidate, memory.total)
             no_room.append((candidate, memory.total))
@@ -194,12 +200,17 @@ def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float =
     for candidate, needed in no_room:
         other = fitted(candidate, needed, bounds, usable, best.most)
         if other is not None:
-            best.add(other, plan_of(other.spec(job), cluster, bounds.software, bounds.model(other)))
+            best.add(other, _planned(other, bounds, bounds.memory(other)))
     for seconds, candidate in best.found():
         other = refined(candidate, seconds, bounds, usable)
         if other != candidate:
-            best.add(other, plan_of(other.spec(job), cluster, bounds.software, bounds.model(other)))
+            best.add(other, _planned(other, bounds, bounds.memory(other)))
     return best
+
+
+def _planned(candidate: Candidate, bounds: Bounds, memory: RankMemory) -> Plan:
+    spec = candidate.spec(bounds.job)
+    return plan_of(spec, bounds.cluster, bounds.software, time=bounds.time(candidate), memory=memory)
 
 
 def _note_slower(best: Best, waiting: list[tuple[float, Candidate, bool]], bounds: Bounds) -> None:

@@ -126,10 +126,10 @@ def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Pla
 
 
 def _by_nodes(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[SizedPlan]:
-    left, lost = cluster.nodes, 1
+    left, lost, bounds = cluster.nodes, 1, Bounds(job, cluster, software)
     while left >= 1:
         smaller = replace(cluster, nodes=left)
-        plans = search(job, smaller, software, limit=1).plans
+        plans = search(job, smaller, software, limit=1, bounds=bounds).plans
         if not plans:
             return
         yield SizedPlan(smaller.gpus, plans[0], smaller)

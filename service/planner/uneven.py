@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from service.planner.bounds import SLACK, Bounds
 from service.planner.candidates import Candidate
-from service.planner.memory import layers_with_room, worst_rank
+from service.planner.memory import worst_rank
 from service.planner.stage_shares import FEW_STAGES, moves
 
 MOST_MISSING = 0.25
@@ -29,8 +29,7 @@ def fitted(
         return None
     if SLACK * bounds.least_seconds_with_more(candidate) > most_seconds:
         return None
-    machine, spec = bounds.cluster.machine, candidate.spec(bounds.job)
-    room = list(layers_with_room(spec, usable, machine))
+    machine, room = bounds.cluster.machine, list(bounds.room(candidate, usable))
     if sum(room) < bounds.job.model.layers:  # it is an estimate, and may be a layer too small
         room = [most + 1 for most in room]
     for _ in range(MOST_TRIES):
@@ -68,7 +67,7 @@ def _best_move(candidate: Candidate, seconds: float, bounds: Bounds, usable: flo
     for counts in moves(now):
         other = replace(candidate, stage_layers=() if counts == even else counts)
         if bounds.least_seconds(other) < SLACK * most:
-            found = bounds.model(other).time().seconds
+            found = bounds.time(other).seconds
             if found < SLACK * seconds:
                 faster.append((found, other))
     for found, other in sorted(faster):

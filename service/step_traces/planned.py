@@ -42,7 +42,7 @@ def planned_step(spec: JobSpec, cluster: Cluster) -> PlannedStep | None:
         model = step_model(spec, cluster)
     except UnknownMachine:
         return None
-    plan = plan_of(spec, cluster, model=model)
+    plan = plan_of(spec, cluster, time=model.time())
     time, parts = plan.time, of_plan(step_shares(model, plan.time, plan.peak_flops))
     return PlannedStep(time.seconds, parts, time.bubble_ratio, _ranks(spec, model, time))
 

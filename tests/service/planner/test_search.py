@@ -219,6 +219,16 @@ def test_the_papers_choices_come_out(shape, nodes, expected):
     assert sizes(plan.spec) == expected
 
 
+@pytest.mark.parametrize("draw", [drawn, drawn_on_cores])
+def test_a_search_on_fewer_nodes_goes_on_with_what_another_one_knows(draw):
+    spec, cluster = draw(1)
+    engine, fewer = engine_on(cluster.machine), replace(cluster, nodes=1)
+    assert cluster.nodes > 1
+    bounds = Bounds(spec, cluster, engine)
+    assert search(spec, cluster, engine, bounds=bounds) == search(spec, cluster, engine)
+    assert search(spec, fewer, engine, bounds=bounds) == search(spec, fewer, engine)
+
+
 def test_answers_are_the_same_every_time():
     spec, cluster = drawn(11)
     assert search(spec, cluster) == search(spec, cluster)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from service.planner import uneven
 from service.planner.bounds import Bounds
 from service.planner.candidates import Candidate
 from service.planner.explain import explain
@@ -90,7 +89,7 @@ def test_where_even_stages_do_not_fit_a_list_is_found_that_does(monkeypatch):
     assert fitted(candidate, even.total, bounds, 0.3 * usable) is None
     # Of what seems to find room each list is counted.
     with monkeypatch.context() as patch:
-        patch.setattr(uneven, "layers_with_room", lambda *each: [n + 1 for n in layers_with_room(*each)])
+        patch.setattr(bounds, "room", lambda *each: [n + 1 for n in layers_with_room(each[0].spec(spec), usable)])
         assert worst_rank(fitted(candidate, even.total, bounds, usable).spec(spec)).total <= usable
     given = candidate.spec(spec)
     (rejected,) = evaluate(given, cluster).rejected
