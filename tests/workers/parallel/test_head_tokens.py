@@ -74,7 +74,7 @@ def gradients_of(steps: list[Steps], name: str, tied: bool) -> dict[str, torch.T
 @pytest.mark.parametrize("name", JOBS)
 def test_every_layout_has_the_gradients_of_the_plain_path(ranks, name, tied):
     whole, parts, at_once = steps_of(ranks, name, tied, 0, TOKENS, 16)
-    expected, found = gradients_of(whole, name, tied), gradients_of(parts, name, tied)
+    expected, actual = gradients_of(whole, name, tied), gradients_of(parts, name, tied)
     norm = torch.stack([each.norm() for each in expected.values()]).norm()
     for plain, each, same in zip(whole, parts, at_once, strict=True):
         assert each.losses == pytest.approx(plain.losses, rel=1e-13)
@@ -83,7 +83,7 @@ def test_every_layout_has_the_gradients_of_the_plain_path(ranks, name, tied):
         assert each.grad_norms == pytest.approx(plain.grad_norms, rel=1e-11)
         assert (same.losses, same.z_losses, same.grad_norms) == (plain.losses, plain.z_losses, plain.grad_norms)
     for parameter, gradient in expected.items():
-        assert (found[parameter] - gradient).norm() <= 1e-11 * max(gradient.norm(), 5e-4 * norm), parameter
+        assert (actual[parameter] - gradient).norm() <= 1e-11 * max(gradient.norm(), 5e-4 * norm), parameter
     bits = gradients_of(at_once, name, tied)
     assert all(torch.equal(bits[parameter], gradient) for parameter, gradient in expected.items())
 

@@ -101,9 +101,9 @@ def test_in_16_bits_it_is_scaled_with_the_loss(ranks, precision):
     jobs = [job(precision=each) for each in ("fp32", precision)]
     exact, rounded = ranks.run(spec.layout, run_precise, jobs, weights, [windows()])[0]
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    expected, found = assemble(shapes, exact.gradients), assemble(shapes, rounded.gradients)
+    expected, actual = assemble(shapes, exact.gradients), assemble(shapes, rounded.gradients)
     for name in ("embedding.token.weight", "final_norm.weight", "layers.0.mlp.up.weight"):
-        assert (found[name] - expected[name]).norm() <= 0.02 * expected[name].norm(), name
+        assert (actual[name] - expected[name]).norm() <= 0.02 * expected[name].norm(), name
 
 
 def test_with_elastic_sums_its_bits_do_not_depend_on_the_number_of_replicas(ranks, tmp_path):

@@ -65,18 +65,18 @@ def test_each_rank_tells_of_itself_in_its_own_place(monkeypatch):
             asks(comm.generation)
 
 
-@pytest.mark.parametrize(("rank", "told"), [(0, (3, 2)), (4, (0, 0))])
-def test_the_first_rank_alone_says_which_trace_begins(monkeypatch, rank, told):
+@pytest.mark.parametrize(("rank", "begins"), [(0, (3, 2)), (4, (0, 0))])
+def test_the_first_rank_alone_says_which_trace_begins(monkeypatch, rank, begins):
     comm = Comm(RankGrid(layout_of(tensor=2, data=3)), rank, torch.device("cpu"))
     monkeypatch.setattr(comm, "all_reduce", lambda axis, values: None)
     loss = Loss(torch.tensor([6.0, 2.0]), torch.tensor(3.0), 1.0)
     sums = StepSums(comm, SimpleNamespace(square=lambda parts: sum(part.sum() for part in parts) ** 2))
     comm.trace_orders.ask(TraceOrder(3, 0, 2, first_step=6))
-    for step, expected in ((4, (0, 0)), (5, told)):
+    for step, expected in ((4, (0, 0)), (5, begins)):
         comm.step.begin(step)
         agreed = sums.agree([torch.ones(2)], loss, memory_bytes=7)
         assert (agreed.trace.item(), agreed.traced_steps.item()) == expected
-    for left, expected in ((2, 0), (1, told[0])):
+    for left, expected in ((2, 0), (1, begins[0])):
         comm.step.recorder = Recorder(2, left, HostMoments())
         agreed = sums.agree([torch.ones(2)], loss, memory_bytes=7)
         assert agreed.trace.item() == expected, "one after the other"

@@ -133,14 +133,14 @@ def test_the_bits_are_those_of_a_job_whose_update_waits(ranks, tmp_path, name, b
     corpus = tmp_path / "numbers.txt"
     corpus.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(300)))
     train = {"steps": 3, "global_batch_size": 12, "micro_batch_size": 1, "precision": "bf16", "validate_every": 2}
-    found = []
+    runs = []
     for gather in ("after_update", "beside_forward"):
         sections = {"model": {"layers": 4}, "data": {"paths": [str(corpus)], "validation_fraction": 0.1}}
         job = document(**sections, train=train, parallel={**axes(layout), **parallel, **BUCKETS, "gather": gather})
-        found.append(ranks.run(ParallelConfig(**axes(layout), **parallel), train_job, job, backend=backend))
-    for waits, later in zip(*found, strict=True):
+        runs.append(ranks.run(ParallelConfig(**axes(layout), **parallel), train_job, job, backend=backend))
+    for waits, later in zip(*runs, strict=True):
         assert waits.statistics == later.statistics
         assert all(torch.equal(waits.state[kind], later.state[kind]) for kind in waits.state)
-    assert [row.get("validation_loss") for row in found[0][0].rows] == [
-        row.get("validation_loss") for row in found[1][0].rows
+    assert [row.get("validation_loss") for row in runs[0][0].rows] == [
+        row.get("validation_loss") for row in runs[1][0].rows
     ]

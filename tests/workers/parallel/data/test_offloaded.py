@@ -71,8 +71,8 @@ def on(ranks: Any, document: dict[str, Any], program: Any, *given: Any, **more: 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.soak) for n in JOBS])
 def test_its_bits_are_those_of_a_state_on_the_device(ranks, corpus, name):
     parallel, train = JOBS[name]
-    found = [on(ranks, job(corpus, offload, parallel, **train), train_job) for offload in (False, True)]
-    for there, here in zip(*found, strict=True):
+    runs = [on(ranks, job(corpus, offload, parallel, **train), train_job) for offload in (False, True)]
+    for there, here in zip(*runs, strict=True):
         assert len(there.state["exp_avg"]) > 4 * FEW
         assert there.statistics == here.statistics
         assert all(torch.equal(there.state[kind], here.state[kind]) for kind in there.state)
@@ -81,13 +81,13 @@ def test_its_bits_are_those_of_a_state_on_the_device(ranks, corpus, name):
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.soak)], ids=str)
 def test_an_overflow_of_fp16_leaves_it_as_it_was_and_is_tried_again(ranks, corpus, layout):
-    found = []
+    runs = []
     for offload in (False, True):
         one = job(corpus, offload, axes(layout), precision="fp16")
         weights = random_weights(parse_job_spec(one), spread=0.03)
         windows = torch.arange(9) + torch.arange(8)[:, None]
-        found.append(on(ranks, one, attempts, weights, windows, 2.0**28))
-    for (seen, expected, state), (also_seen, statistics, also_state) in zip(*found, strict=True):
+        runs.append(on(ranks, one, attempts, weights, windows, 2.0**28))
+    for (seen, expected, state), (also_seen, statistics, also_state) in zip(*runs, strict=True):
         assert len(seen) > 2
         for attempt, other in zip(seen, also_seen, strict=True):
             assert attempt[:2] == other[:2] and torch.equal(attempt[2], other[2])
@@ -98,11 +98,11 @@ def test_an_overflow_of_fp16_leaves_it_as_it_was_and_is_tried_again(ranks, corpu
 def test_a_job_rolls_back_to_what_it_was(ranks, corpus):
     """And passes over the same samples with the same numbers."""
     recovery = {"nonfinite": "roll_back", "roll_back_steps": 2}
-    found = []
+    runs = []
     for offload in (False, True):
         bad = job(corpus, offload, {"data": 2, **BUCKETS}, steps=6) | {"recovery": recovery}
-        found.append(on(ranks, bad, train_through_bad_numbers, {8 * 4 + 1: float("nan")}))
-    for there, here in zip(*found, strict=True):
+        runs.append(on(ranks, bad, train_through_bad_numbers, {8 * 4 + 1: float("nan")}))
+    for there, here in zip(*runs, strict=True):
         assert here.steps == there.steps and 2 in here.steps[4:]
         assert here.statistics == there.statistics
         assert (here.parameters == there.parameters).all()
@@ -113,7 +113,7 @@ def test_a_job_rolls_back_to_what_it_was(ranks, corpus):
 def test_its_snapshots_and_checkpoints_are_those_of_any_job(ranks, corpus, tmp_path, way, precision):
     """From what one such job left, jobs of another layout that have the state here or there go on alike."""
     write, read = (train_and_save, load_and_save) if way == "checkpoint" else (train_and_snapshot, load_from_memory)
-    found = []
+    runs = []
     for offload in (True, False):
         folder = tmp_path / str(offload)
         on(ranks, job(corpus, True, {"data": 2, **BUCKETS}, precision=precision), write, str(folder), 2)
@@ -122,8 +122,8 @@ def test_its_snapshots_and_checkpoints_are_those_of_any_job(ranks, corpus, tmp_p
         else:
             left = tuple(str(each.path) for each in snapshot_files(folder))
         other = job(corpus, offload, {"pipeline": 2}, precision=precision)
-        found.append(on(ranks, other, read, left, 2, str(folder), 1))
-    for here, there in zip(*found, strict=True):
+        runs.append(on(ranks, other, read, left, 2, str(folder), 1))
+    for here, there in zip(*runs, strict=True):
         assert here.statistics == there.statistics
         for kind in ("loaded", "computing"):
             for (name, _, values), (_, _, others) in zip(getattr(here, kind), getattr(there, kind), strict=True):

@@ -61,8 +61,8 @@ def test_its_bits_are_those_of_activations_that_stay(ranks, name):
         for each in others:
             assert (each.losses, each.grad_norms) == (plain.losses, plain.grad_norms)
             for kind in ("gradients", "parameters"):
-                for (_, _, found), (_, _, expected) in zip(getattr(each, kind), getattr(plain, kind), strict=True):
-                    assert torch.equal(found, expected)
+                for (_, _, actual), (_, _, expected) in zip(getattr(each, kind), getattr(plain, kind), strict=True):
+                    assert torch.equal(actual, expected)
 
 
 def one_rank(**parallel: Any) -> Engine:
@@ -123,7 +123,7 @@ def test_what_layers_keep_is_copied_once_and_nothing_that_stays_anyway(monkeypat
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
 def test_8_bit_products_take_what_comes_back_too(monkeypatch, fp8):
     monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
-    found = []
+    results = []
     for layers in (0, 3):
         train = {"micro_batch_size": 2, "precision": "bf16", "fp8": fp8, "head_tokens": 5}
         model = {"layers": 4, "sequence_length": 16, "hidden_size": 64}
@@ -132,8 +132,8 @@ def test_8_bit_products_take_what_comes_back_too(monkeypatch, fp8):
         engine.initialise(1)
         batch = micro_batches(job_spec, 0, WINDOWS.repeat(1, 2)[:, :17])
         losses = [engine.step(batch, len(WINDOWS), 1e-3, 0).loss for _ in range(2)]
-        found.append((losses, engine.flat.gradients.clone()))
-    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+        results.append((losses, engine.flat.gradients.clone()))
+    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
 
 
 def uncounted(size: int, pinned: bool) -> torch.Tensor:

@@ -128,10 +128,10 @@ def test_squares_of_16_bit_logits_have_the_precision_of_fp32(dtype, rounding):
     losses, squares, gradient = expected_with_squares(logits, targets, 0.01)
     alone = Comm(RankGrid(layout_of()), 0, torch.device("cpu"))
     leaf = logits.clone().requires_grad_()
-    found = cross_entropy_and_log_z(leaf.clone(), targets, 37, alone)
-    (found[0] + 0.01 * found[1]).backward(torch.arange(1.0, len(targets) + 1))
-    torch.testing.assert_close(found[0].detach().double(), losses, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found[1].detach().double(), squares, rtol=1e-6, atol=1e-6)
+    actual = cross_entropy_and_log_z(leaf.clone(), targets, 37, alone)
+    (actual[0] + 0.01 * actual[1]).backward(torch.arange(1.0, len(targets) + 1))
+    torch.testing.assert_close(actual[0].detach().double(), losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual[1].detach().double(), squares, rtol=1e-6, atol=1e-6)
     # The factor on a row is rounded to 16 bits as well as the result.
     torch.testing.assert_close(leaf.grad.double(), gradient, rtol=3 * rounding, atol=2.0**-14)
 

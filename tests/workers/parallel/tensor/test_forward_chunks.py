@@ -73,10 +73,10 @@ def gradients_of(steps: list[Steps], like: dict[str, torch.Tensor]) -> dict[str,
     return assemble(shapes, [placed for rank in steps for placed in rank.gradients])
 
 
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest, of each parameter's part of the global norm."""
     norm = torch.stack([each.norm() for each in expected.values()]).norm()
-    return max(((found[name] - each).norm() / norm).item() for name, each in expected.items())
+    return max(((actual[name] - each).norm() / norm).item() for name, each in expected.items())
 
 
 PIPELINES: tuple[dict[str, Any], ...] = (
@@ -230,8 +230,8 @@ def test_a_chunk_is_gathered_beside_the_product_of_the_one_before(bias):
     weights = [whole_numbers(5, 4), whole_numbers(3, 4)]
     biases = [whole_numbers(5) if bias else None, None]
     x, (region, notes) = whole_numbers(7, 1, 4), region_of(True, 3)
-    found, expected = (column_forward(x, weights, biases, each) for each in (region, region_of(True, 1)[0]))
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    actual, expected = (column_forward(x, weights, biases, each) for each in (region, region_of(True, 1)[0]))
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
     assert [note for number, note in enumerate(notes) if note != notes[number - 1]] == BESIDE
     one_weight, notes = region_of(True, 3)
     column_forward(x, weights[:1], biases[:1], one_weight)
@@ -243,8 +243,8 @@ def test_a_chunk_is_summed_beside_the_product_of_the_next_one(sequence_parallel)
     rows = 14 if sequence_parallel else 7
     x, weight, bias, residual = whole_numbers(rows, 2, 4), whole_numbers(5, 4), whole_numbers(5), whole_numbers(7, 2, 5)
     region, notes = region_of(sequence_parallel, 3)
-    found = row_forward(x, weight, bias, region, residual)
-    assert torch.equal(found, row_forward(x, weight, bias, region_of(sequence_parallel, 1)[0], residual))
+    actual = row_forward(x, weight, bias, region, residual)
+    assert torch.equal(actual, row_forward(x, weight, bias, region_of(sequence_parallel, 1)[0], residual))
     per_row = 2 if sequence_parallel else 1  # rows of the micro-batch's two samples
     assert notes == [note.replace("4 rows", f"{4 * per_row} rows").replace("6 rows", f"{6 * per_row} rows")
                      for note in SUMMED]  # fmt: skip
