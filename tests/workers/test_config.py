@@ -225,7 +225,7 @@ def test_what_is_missing_is_named_with_an_example_that_works(path):
     )
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     paths = {problem.path for problem in problems_of(document(model={"layers": 0, "head": 3}, train={"steps": "x"}))}
     assert paths == {"model.layers", "model.head", "train.steps"}
 
@@ -347,7 +347,7 @@ def test_a_file_that_is_no_spec_is_named_in_one_line(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_of_aliases_upon_aliases_is_told_in_few_words(tmp_path):
+def test_a_file_of_aliases_upon_aliases_is_refused_in_few_words(tmp_path):
     file = tmp_path / "job.yaml"
     lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
     file.write_text("\n".join([*lines, "parallel: {recompute: *a39}"]))
@@ -369,7 +369,7 @@ def test_a_missing_file_is_an_os_error(tmp_path):
 
 
 @pytest.mark.parametrize(("value", "rule"), [(0, "must be above 0, not 0"), ("often", "must be an integer, not a")])
-def test_a_number_that_may_also_be_auto_is_told_once(value, rule):
+def test_a_number_that_may_also_be_auto_is_reported_once(value, rule):
     with pytest.raises(SpecError) as caught:
         spec(checkpoint={"snapshot_every_steps": value})
     (problem,) = caught.value.problems

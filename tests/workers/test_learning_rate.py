@@ -106,8 +106,8 @@ def test_decays_that_end_higher_are_those_of_transformers_after_its_warm_up(shap
     optimization = pytest.importorskip("transformers.optimization")
     decay = {"num_decay_steps": 12, "num_training_steps": 40, "min_lr_ratio": 0.2, "decay_type": shape}
     expected = scheduled(lambda optimizer: optimization.get_wsd_schedule(optimizer, num_warmup_steps=8, **decay))
-    found = rates(low=0.1, schedule="wsd", decay_steps=12, decay_shape=shape)
-    assert found[8:] == pytest.approx(expected[8:], rel=1e-12)
+    actual = rates(low=0.1, schedule="wsd", decay_steps=12, decay_shape=shape)
+    assert actual[8:] == pytest.approx(expected[8:], rel=1e-12)
 
 
 def test_a_linear_decay_is_torchs():

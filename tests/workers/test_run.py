@@ -168,14 +168,14 @@ def test_a_run_that_stops_early_computes_what_the_whole_one_does(tmp_path):
     assert [manifest.step for _, manifest in whole_checkpoints(folder)] == [2]
 
 
-def test_a_bad_spec_is_told_field_by_field(tmp_path, capsys):
+def test_a_bad_spec_is_reported_field_by_field(tmp_path, capsys):
     config = job_file(tmp_path, model={"heads": 5})
     assert run.main([str(config)]) == 2
     expected = f"{config}: model.heads: heads (5) must divide hidden_size (32) (try: 4)\n"
     assert capsys.readouterr().err == expected
 
 
-def test_a_file_that_is_no_mapping_is_told(tmp_path, capsys):
+def test_a_file_that_is_no_mapping_is_reported(tmp_path, capsys):
     (tmp_path / "job.yaml").write_text("just words")
     assert run.main([str(tmp_path / "job.yaml")]) == 2
     assert capsys.readouterr().err.startswith(f"{tmp_path}/job.yaml: a job spec is a mapping of sections, not a string")
@@ -248,8 +248,8 @@ def test_a_run_that_goes_on_keeps_its_threads_unless_it_is_told_otherwise(tmp_pa
     folder = tmp_path / "checkpoints"
     assert run_with_cores(monkeypatch, 3, job_file(tmp_path), folder) == (3, 3)
     assert run_with_cores(monkeypatch, 2, job_file(tmp_path, train={"steps": 6}), folder) == (3, 3)
-    told = job_file(tmp_path, train={"steps": 8}, resources={"threads": 1})
-    assert run_with_cores(monkeypatch, 2, told, folder) == (1, 1)
+    asks_for_one = job_file(tmp_path, train={"steps": 8}, resources={"threads": 1})
+    assert run_with_cores(monkeypatch, 2, asks_for_one, folder) == (1, 1)
 
 
 def test_a_run_that_began_before_threads_could_be_chosen_keeps_one(tmp_path, monkeypatch):

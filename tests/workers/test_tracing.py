@@ -120,10 +120,10 @@ def look_at(trace, spec, backend):
             if each.kind in ("collective", "receive"):
                 assert (each.wait is None) == (backend is not None)
                 assert each.issued <= each.start and (each.wait or 0.0) <= each.end - each.start + 1e-6
-    for (*_, members, _number), found in ((key, value) for key, value in together.items() if len(key) == 3):
-        assert sorted(rank for rank, *_ in found) == list(members)
-        assert len({tuple(what) for _, *what in found}) == 1
-    assert all(len(found) == 2 for key, found in together.items() if len(key) == 2), "both ends of each message"
+    for (*_, members, _number), entries in ((key, value) for key, value in together.items() if len(key) == 3):
+        assert sorted(rank for rank, *_ in entries) == list(members)
+        assert len({tuple(what) for _, *what in entries}) == 1
+    assert all(len(entries) == 2 for key, entries in together.items() if len(key) == 2), "both ends of each message"
     bubbles = [bubble(trace, rank) for rank in trace.ranks]
     assert all(0.0 < each < 1.0 if layout.pipeline > 1 else each == 0.0 for each in bubbles)
     assert critical_path(trace)

@@ -316,7 +316,7 @@ def test_whoever_holds_up_the_others_is_told_by_rank_0_unless_nobody_wants_to_kn
     assert _trainer(_two_step_job(tmp_path, stragglers="ignore"), Places())._stragglers is None
 
 
-def test_numbers_of_all_ranks_are_told_now_and_then_with_the_rows(tmp_path, monkeypatch):
+def test_numbers_of_all_ranks_are_reported_now_and_then_with_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_samples, "EVERY_SECONDS", 0.0)
     messages, job = [], _two_step_job(tmp_path)
     reporter = Reporter(messages.extend)
@@ -340,7 +340,7 @@ def _of_two(tmp_path, rank, **parallel):
     return Trainer(job, comm, Reporter(lambda messages: None), 1e9, Places())
 
 
-def test_utilisation_is_of_the_devices_of_all_ranks_and_stragglers_are_told_by_one(tmp_path):
+def test_utilisation_is_of_the_devices_of_all_ranks_and_stragglers_are_reported_by_one(tmp_path):
     first, second = (_of_two(tmp_path, rank, data=2) for rank in (0, 1))
     assert first._rows.peak_flops == second._rows.peak_flops == 2e9
     assert first._stragglers is not None and second._stragglers is None

@@ -50,12 +50,12 @@ class Run:
 
     def workers(self) -> list[psutil.Process]:
         """The processes of its workers."""
-        found = []
+        processes = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if "RayTrainWorker" in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def ended(self, seconds: float = SECONDS) -> str:
         """Wait for its end, which is a good one; what it has printed."""

@@ -61,16 +61,16 @@ def model(adapter, checkpoints):
 
 def test_continuations_are_scored_behind_their_contexts(model):
     requests = [Instance(("a question", " answer")), Instance(("ends with a space ", "x")), Instance(("", "alone"))]
-    found = model.loglikelihood(requests)
+    scores = model.loglikelihood(requests)
     pairs = [(b"a question", b" answer"), (b"ends with a space", b" x"), (b"", b"alone")]
     expected = score(model._model, [(list(a), list(b)) for a, b in pairs])
-    assert found == [(pytest.approx(each.log_likelihood), each.is_greedy) for each in expected]
+    assert scores == [(pytest.approx(each.log_likelihood), each.is_greedy) for each in expected]
 
 
 def test_whole_texts_are_scored_in_windows(model):
     text = "to be or not to be " * 5
-    (found,) = model.loglikelihood_rolling([Instance((text,))])
-    assert found == pytest.approx(text_log_likelihood(model._model, list(text.encode()))[0])
+    (log_likelihood,) = model.loglikelihood_rolling([Instance((text,))])
+    assert log_likelihood == pytest.approx(text_log_likelihood(model._model, list(text.encode()))[0])
 
 
 def test_what_is_written_ends_before_the_first_text_that_ends_it(model, adapter, monkeypatch):

@@ -103,15 +103,15 @@ def test_a_job_that_asks_for_it_has_each_layer_compiled_by_the_default_compiler(
 def test_activations_of_compiled_layers_can_wait_in_host_memory(monkeypatch, recompute):
     """With one graph, and the same numbers."""
     monkeypatch.setattr(policy, "OFFLOADED_BYTES", 0)
-    taken, take, found = [], offload.HostBlocks.take, []
+    taken, take, results = [], offload.HostBlocks.take, []
     monkeypatch.setattr(offload.HostBlocks, "take", lambda host, like: taken.append(like.shape) or take(host, like))
     comm = Comm(RankGrid(spec().layout), 0, torch.device("cpu"))
     for layers in (0, 3):
         layout = {"recompute": recompute, "offload_layers": layers}
         job = document(model={"layers": 4}, train={"micro_batch_size": 4}, parallel=layout)
-        found.append(compiled(comm, job, 3))
+        results.append(compiled(comm, job, 3))
         assert (len(taken) > 0) == (layers > 0)
-    assert found[0] == found[1] and found[0][1:] == (1, 0)
+    assert results[0] == results[1] and results[0][1:] == (1, 0)
 
 
 @pytest.mark.parametrize("wanted", [False, True])
