@@ -23,22 +23,22 @@ def archive_of(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def found_in(content: bytes) -> archives.Elements:
+def elements_in(content: bytes) -> archives.Elements:
     return elements_of(lambda at, count: numpy.frombuffer(content[at : at + count], numpy.uint8), len(content))
 
 
 def values_in(content: bytes) -> numpy.ndarray:
-    found = found_in(content)
-    count = int(numpy.prod(found.sizes))
-    return numpy.frombuffer(content, RAW[found.dtype], count, found.at).reshape(found.sizes)
+    elements = elements_in(content)
+    count = int(numpy.prod(elements.sizes))
+    return numpy.frombuffer(content, RAW[elements.dtype], count, elements.at).reshape(elements.sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1,), (7,), (1, 5), (300, 17)])
 def test_the_elements_are_those_of_the_tensor(dtype, shape):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    found = found_in(archive_of(tensor))
-    assert (found.dtype, found.sizes) == (str(dtype).removeprefix("torch."), shape)
+    elements = elements_in(archive_of(tensor))
+    assert (elements.dtype, elements.sizes) == (str(dtype).removeprefix("torch."), shape)
     same = tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor
     assert numpy.array_equal(values_in(archive_of(tensor)), same.numpy())
 
@@ -58,15 +58,15 @@ def test_what_does_not_lie_in_the_beginning_is_found_by_the_directory(monkeypatc
 @pytest.mark.parametrize("tensor", [torch.zeros(3, 4).t(), torch.zeros(4, 6)[:, ::2]])
 def test_a_tensor_in_several_pieces_is_refused(tensor):
     with pytest.raises(pickle.UnpicklingError, match="do not lie one after the other"):
-        found_in(archive_of(tensor))
+        elements_in(archive_of(tensor))
 
 
 def test_what_is_no_tensor_is_refused():
     for value, problem in (([1, 2], "it holds a list"), (torch.zeros(2, dtype=torch.int64), "torch.LongStorage")):
         with pytest.raises(pickle.UnpicklingError, match=problem):
-            found_in(archive_of(value))
+            elements_in(archive_of(value))
     with pytest.raises(zipfile.BadZipFile):
-        found_in(b"no archive at all" * 100)
+        elements_in(b"no archive at all" * 100)
 
 
 def test_nothing_that_a_pickle_names_is_run(tmp_path):
@@ -79,11 +79,11 @@ def test_nothing_that_a_pickle_names_is_run(tmp_path):
         archive.writestr("archive/data.pkl", pickle.dumps(Call()))
         archive.writestr("archive/data/0", bytes(16))
     with pytest.raises(pickle.UnpicklingError, match="which no tensor needs, and was refused"):
-        found_in(stream.getvalue())
+        elements_in(stream.getvalue())
     assert not (tmp_path / "it ran").exists()
 
 
 def test_bytes_in_the_order_of_another_machine_are_refused():
     content = archive_of(torch.zeros(2)).replace(b"little", b"bigger")
     with pytest.raises(ValueError, match="order of another machine"):
-        found_in(content)
+        elements_in(content)

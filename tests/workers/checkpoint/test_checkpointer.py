@@ -111,13 +111,13 @@ def test_a_rank_that_reads_a_checkpoint_moves(trainer, monkeypatch):
 
 def test_a_rank_whose_part_is_saved_waits_for_the_others(trainer, store, monkeypatch):
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
-    told = []
-    monkeypatch.setattr(trainer.comm.progress.__class__, "waits_for", lambda self, rank, *_, **__: told.append(rank))
+    awaited = []
+    monkeypatch.setattr(trainer.comm.progress.__class__, "waits_for", lambda self, rank, *_, **__: awaited.append(rank))
     trainer.state.checkpoints.start(1)
     trainer.comm.shared_work.awaited = 3
     threading.Timer(0.2, store.set).start()
     trainer.state.checkpoints.finish()
-    assert set(told) == {3}
+    assert set(awaited) == {3}
 
 
 def test_no_memory_is_taken_where_nothing_is_ever_due(trainer):
@@ -298,8 +298,8 @@ def looked_for(comm: Comm, document: dict[str, Any], folder: str) -> tuple[int, 
 def test_one_rank_looks_for_what_is_missing_and_tells_the_others(ranks, corpus, tmp_path):
     """A rank that finds something else, of a store that does not answer it, would save by itself, and wait."""
     document = job(corpus, {"data": 2}, model={"layers": 1}, checkpoint={"every_steps": 1})
-    found = ranks.run(ParallelConfig(data=2), looked_for, document, str(tmp_path))
-    assert found == [(1, [False, False, True]), (0, [False, False, True])]
+    by_rank = ranks.run(ParallelConfig(data=2), looked_for, document, str(tmp_path))
+    assert by_rank == [(1, [False, False, True]), (0, [False, False, True])]
 
 
 def test_what_was_due_some_steps_ago_is_missing_until_it_or_a_later_step_is_saved(trainer):
@@ -335,7 +335,7 @@ def test_a_new_generation_saves_what_the_one_before_did_not_get_to(trainer):
     assert steps_on_disk(trainer) == [3]
 
 
-def test_what_is_told_of_a_save_names_its_folder_and_its_size(trainer, monkeypatch):
+def test_what_is_reported_of_a_save_names_its_folder_and_its_size(trainer, monkeypatch):
     noted = []
     monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: noted.append(event))
     save(trainer, 1)

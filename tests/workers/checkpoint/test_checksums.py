@@ -117,7 +117,7 @@ def test_a_changed_byte_is_located_and_its_block_never_given_out(content, data):
 
 @settings(deadline=None)
 @given(contents, contents)
-def test_another_size_is_told_before_anything_is_read(content, other):
+def test_another_size_is_reported_before_anything_is_read(content, other):
     with written(content, []) as (path, sums):
         path.write_bytes(other)
         if len(other) == len(content):

@@ -83,6 +83,8 @@ def test_another_file_is_not_taken_for_it(content):
 def test_the_rectangles_that_hold_some_rows_are_those_that_looking_at_all_finds(rows, first, count):
     tensor = StoredTensor((50, 3), "float32", tuple(rows_of("a", *rows)))
     end = first + count
-    found = [each for each in tensor.rectangles if each.offsets[0] < end and each.offsets[0] + each.sizes[0] > first]
+    overlapping = [
+        each for each in tensor.rectangles if each.offsets[0] < end and each.offsets[0] + each.sizes[0] > first
+    ]
     key = lambda each: (each.offsets, each.sizes)  # noqa: E731
-    assert sorted(tensor.overlapping(first, end), key=key) == sorted(found, key=key)
+    assert sorted(tensor.overlapping(first, end), key=key) == sorted(overlapping, key=key)

@@ -419,7 +419,7 @@ def test_what_cannot_be_deleted_stays_and_harms_nothing(tmp_path):
     '{"job": "j", "generation": 1, "step": 2, "files": {}, "spec": {}, "loss_scale": [1.0]}',
     '{"job": "j", "generation": 1, "step": 2, "files": {}, "spec": {}, "loss_scale": [NaN, 0.0]}',
 ])  # fmt: skip
-def test_what_is_no_manifest_is_told(tmp_path, content):
+def test_what_is_no_manifest_is_reported(tmp_path, content):
     (tmp_path / MANIFEST).write_text(content)
     with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is no manifest$"):
         manifest_of(tmp_path)

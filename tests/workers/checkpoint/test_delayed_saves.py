@@ -170,6 +170,6 @@ def test_all_ranks_delay_the_same_saves_and_train_the_same_bits(ranks, corpus, t
     assert [step for kind, step in trained[0].events if kind == "checkpoint_delayed"] == [4]
     assert all(rank.held_up < 30 for rank in trained), "no step waits for the save"
     for rank, other in zip(trained, undisturbed, strict=True):
-        for (name, offsets, values), (same, where, expected) in zip(rank.found.loaded, other.loaded, strict=True):
+        for (name, offsets, values), (same, where, expected) in zip(rank.outcome.loaded, other.loaded, strict=True):
             assert (name, offsets) == (same, where) and torch.equal(values, expected)
     assert parse_job_spec(whole[-1][1].spec).train.steps == STEPS

@@ -119,8 +119,8 @@ def test_a_step_that_is_saved_has_a_snapshot_though_none_was_due(make):
 
 def test_a_slot_that_is_changed_while_it_is_written_is_a_failed_save(make, store, monkeypatch):
     """Others may open its memory by its name. What was written has sums that fit, and would be believed for ever."""
-    trainer, told = make("job"), []
-    monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: told.append(event[:3]))
+    trainer, events = make("job"), []
+    monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: events.append(event[:3]))
     train(trainer, 2)
     trainer.state.snapshots.wait_for_sums()
     path = trainer.state.snapshots.path
@@ -134,7 +134,7 @@ def test_a_slot_that_is_changed_while_it_is_written_is_a_failed_save(make, store
         raw.write(bytes([byte[0] ^ 1]))
     store.set()
     assert saved(trainer) == []
-    (failed,) = [message for kind, _, message in told if kind == "checkpoint_failed"]
+    (failed,) = [message for kind, _, message in events if kind == "checkpoint_failed"]
     assert "of step 2 are not what was written" in failed and str(path) in failed
     train(trainer, 2)
     assert saved(trainer) == [4]
@@ -202,9 +202,9 @@ def test_uploads_see_the_memory_of_the_snapshots_and_another_one_once_they_lie_e
 def test_all_ranks_hold_the_same_step_until_the_last_has_written(ranks, corpus, tmp_path, layout, slow):
     """Whatever dies meanwhile, there is a step that all ranks have."""
     document = job(corpus, axes(layout), train={"steps": STEPS}, checkpoint={"every_steps": 4, "keep": 9})
-    found = ranks.run(ParallelConfig(**axes(layout)), slots_beside_a_slow_save, document, str(tmp_path), 7, slow)
-    assert found[0] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (4, 6), (4, 7), (7, 8)]
-    for steps in zip(*found, strict=True):  # of all ranks, after each step
+    by_rank = ranks.run(ParallelConfig(**axes(layout)), slots_beside_a_slow_save, document, str(tmp_path), 7, slow)
+    assert by_rank[0] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (4, 6), (4, 7), (7, 8)]
+    for steps in zip(*by_rank, strict=True):  # of all ranks, after each step
         assert len(set(steps)) == 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_programs import Found, Placed, job, load_and_save, train_and_save
+from checkpoint_programs import Placed, RankOutcome, job, load_and_save, train_and_save
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as dcp_load
 
@@ -63,7 +63,7 @@ class Resaved:
 
     path: Path
     """The checkpoint that it saved in turn."""
-    by_rank: list[Found]
+    by_rank: list[RankOutcome]
     """What each of its ranks saw."""
 
 

@@ -57,12 +57,12 @@ def _folder(bucket):
 def test_a_job_goes_on_from_a_bucket_with_the_same_bits(bucket, tmp_path):
     local, _ = _trained(Places(job="job-1", checkpoints=str(tmp_path / "checkpoints")))
     folder = _folder(bucket)
-    kept, told = _trained(Places(job="job-1", checkpoints=str(folder), corpus_record=folder.parent / "corpus.json"))
+    kept, reported = _trained(Places(job="job-1", checkpoints=str(folder), corpus_record=folder.parent / "corpus.json"))
     listing = list_checkpoints(folder)
     assert [(each.step, each.condition) for each in listing.checkpoints] == [(2, Condition.WHOLE), (4, Condition.WHOLE)]
     assert str(listing.checkpoints[0].path) == f"{folder}/step-00000002-generation-0"
     assert next_generation(str(folder)) == 1
-    assert [each.type for each in told if getattr(each, "type", "") == "checkpoint_failed"] == []
+    assert [each.type for each in reported if getattr(each, "type", "") == "checkpoint_failed"] == []
     assert files_of(folder).is_there(folder.parent / "corpus.json")
     again, _ = _trained(Places(job="job-1", checkpoints=str(folder)), path=listing.checkpoints[0].path)
     assert torch.equal(kept, local) and torch.equal(again, local)
@@ -94,9 +94,9 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(bucket):
 
 
 def test_what_newer_ones_replace_is_deleted(bucket):
-    _, told = _trained(Places(job="job-1", checkpoints=str(_folder(bucket))), steps=6)
+    _, reported = _trained(Places(job="job-1", checkpoints=str(_folder(bucket))), steps=6)
     assert [each.step for each in list_checkpoints(_folder(bucket)).checkpoints] == [4, 6]
-    deleted = [each.data["path"] for each in told if getattr(each, "type", "") == "checkpoint_deleted"]
+    deleted = [each.data["path"] for each in reported if getattr(each, "type", "") == "checkpoint_deleted"]
     assert deleted == [f"{_folder(bucket)}/step-00000002-generation-0"]
     assert prune(str(_folder(bucket)), 1, generation=0) == [_folder(bucket) / "step-00000004-generation-0"]
 
@@ -104,8 +104,8 @@ def test_what_newer_ones_replace_is_deleted(bucket):
 def test_a_save_that_the_store_breaks_off_is_an_event_and_leaves_nothing(wired_bucket, wire, monkeypatch):
     monkeypatch.setattr(s3_upload, "PART_BYTES", 5 * 1024 * 1024)
     wire.meddle = lambda head: "cut" if head.startswith(b"PUT") and b"step-00000002" in head else None
-    _, told = _trained(Places(job="job-1", checkpoints=str(_folder(wired_bucket))))
-    types = [(each.type, each.step) for each in told if getattr(each, "type", "").startswith("checkpoint_")]
+    _, reported = _trained(Places(job="job-1", checkpoints=str(_folder(wired_bucket))))
+    types = [(each.type, each.step) for each in reported if getattr(each, "type", "").startswith("checkpoint_")]
     assert ("checkpoint_failed", 2) in types and ("checkpoint_saved", 4) in types
     assert [each.step for each in list_checkpoints(_folder(wired_bucket)).checkpoints] == [4]
 

@@ -46,11 +46,11 @@ def test_any_rows_are_those_of_the_tensor(written):
     with StoredRows(*written) as rows:
         for first in range(10):
             for end in range(first + 1, 11):
-                found = numpy.full((end - first, 6), numpy.nan, numpy.float32)
+                matrix = numpy.full((end - first, 6), numpy.nan, numpy.float32)
                 for part in rows.read("matrix", first, end):
-                    assert numpy.isnan(found[part.rows, part.columns]).all(), "each once"
-                    found[part.rows, part.columns] = part.values
-                assert numpy.array_equal(found, MATRIX[first:end].numpy())
+                    assert numpy.isnan(matrix[part.rows, part.columns]).all(), "each once"
+                    matrix[part.rows, part.columns] = part.values
+                assert numpy.array_equal(matrix, MATRIX[first:end].numpy())
 
 
 def test_a_vector_is_one_column_and_bfloat16_its_bits(written):

@@ -16,10 +16,12 @@ from workers.storage.files import files_of
 def test_a_copy_has_every_byte(way, tmp_path, request):
     source = made(tmp_path / "a") if way != "down" else made(request.getfixturevalue("bucket") / "a")
     target = tmp_path / "b" if way != "up" else request.getfixturevalue("bucket") / "b"
-    told = []
-    manifest = copy(source, target / source.name, lambda done, of: told.append((done, of)))
+    progress = []
+    manifest = copy(source, target / source.name, lambda done, of: progress.append((done, of)))
     assert verify(target / source.name) == verify(source) == manifest
-    assert told[-1] == (len(CONTENT), len(CONTENT)) and [done for done, _ in told] == sorted(done for done, _ in told)
+    assert progress[-1] == (len(CONTENT), len(CONTENT)) and [done for done, _ in progress] == sorted(
+        done for done, _ in progress
+    )
     assert sorted(files_of(target).names(target / source.name)) == ["data", "empty", MANIFEST]
 
 

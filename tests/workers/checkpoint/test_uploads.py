@@ -123,18 +123,18 @@ def test_of_a_long_file_that_its_writer_gives_up_no_part_is_left_in_the_store(up
 
 
 def test_who_gives_up_a_file_does_not_wait_until_the_store_has_forgotten_it(uploads, bucket, monkeypatch):
-    told, may_end = threading.Event(), threading.Event()
+    waits, may_end = threading.Event(), threading.Event()
 
     class Slow(subprocess.Popen):
         def wait(self, timeout=None):
-            told.set()
+            waits.set()
             assert may_end.wait(60)
             return super().wait(timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Slow)
     with pytest.raises(KeyError), uploads.create(bucket / "file", lambda: None, {}):
         raise KeyError
-    assert told.wait(60)
+    assert waits.wait(60)
     may_end.set()
 
 

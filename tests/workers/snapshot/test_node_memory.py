@@ -10,7 +10,7 @@ import pytest
 import torch
 from held_memory import held_bytes
 from rank_processes import begin_process
-from told_snapshots import snapshot_and_be_killed
+from stepped_snapshots import snapshot_and_be_killed
 
 from workers.errors import SharedMemoryError
 from workers.snapshot import node_memory, snapshot_file

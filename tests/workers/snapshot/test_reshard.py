@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_programs import Found, fail_to_load_from_memory, job, load_from_memory, train_and_snapshot
+from checkpoint_programs import RankOutcome, fail_to_load_from_memory, job, load_from_memory, train_and_snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,7 +50,7 @@ class Written:
     """The snapshots of a job in one layout."""
 
     folder: Path
-    by_rank: list[Found]
+    by_rank: list[RankOutcome]
     """What each rank had when it made them."""
 
     @property
@@ -79,7 +79,7 @@ def resharded(layout: str, written: Written, ranks: Any, corpus: str, more: int 
     return ranks.run(ParallelConfig(**LAYOUTS[layout]), load_from_memory, *arguments)
 
 
-def elements(by_rank: list[Found], which: str = "loaded") -> Whole:
+def elements(by_rank: list[RankOutcome], which: str = "loaded") -> Whole:
     """Layout-free tensors out of the parts of all ranks, which must agree where they overlap."""
     placed = [each for rank in by_rank for each in getattr(rank, which)]
     whole: Whole = {}
@@ -269,6 +269,6 @@ def test_a_file_is_named_by_the_first_rank_that_holds_the_same(written, layout, 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_note_is_that_of_rank_0_in_whichever_order_the_files_are_given(written, first):
     paths = written["t4"].paths
-    found = load_from_snapshots([*paths[first:], *paths[:first]], STEPS, [], 0)
-    rows, _ = read_note(found.note)
+    loaded = load_from_snapshots([*paths[first:], *paths[:first]], STEPS, [], 0)
+    rows, _ = read_note(loaded.note)
     assert [row["step"] for row in rows] == [1, 2]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_processes import begin_process
-from told_snapshots import IDENTITY, bring, holds, opened, save, snapshot_each_step, state_at
+from stepped_snapshots import IDENTITY, bring, holds, opened, save, snapshot_each_step, state_at
 
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.errors import CheckpointError
@@ -201,7 +201,7 @@ def test_damage_is_located_and_the_other_slot_is_offered_instead(tmp_path):
     assert torch.equal(state[0], kept - 1)
 
 
-def test_a_file_that_is_cut_off_under_a_running_rank_is_told_and_does_not_kill_it(tmp_path):
+def test_a_file_that_is_cut_off_under_a_running_rank_is_reported_and_does_not_kill_it(tmp_path):
     snapshots = opened(tmp_path)
     save(snapshots, 5)
     os.truncate(snapshots.path, 8192)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from told_snapshots import IDENTITY, Held, bring, holds, opened, save, state_at
+from stepped_snapshots import IDENTITY, Held, bring, holds, opened, save, state_at
 
 from workers.checkpoint.checksums import BLOCK_BYTES
 from workers.errors import CheckpointError, SharedMemoryError

@@ -249,7 +249,7 @@ def test_activations_on_their_way_that_nobody_waits_for_are_found(corpus, tmp_pa
         recorded_rank(offloading(corpus, (1, 2, 2)), 0, 1, recorder=recorder)
         out, back = copy_streams(torch.device("cpu"))
     wanted = race.format(out=out.name.split()[-1], back=back.name.split()[-1])
-    assert any(wanted in found for found in cuda.order.races), cuda.order.races
+    assert any(wanted in message for message in cuda.order.races), cuda.order.races
 
 
 def offloaded_state(corpus: str, **keys: Any) -> JobSpec:
@@ -319,7 +319,7 @@ def test_each_wait_for_a_slice_that_is_left_out_is_found(corpus, tmp_path, monke
         recorder = RaceRecorder(0, 4)
         recorder.order = cuda.order
         recorded_rank(offloaded_state(corpus), 0, 2, tmp_path, recorder=recorder)
-    assert any(race.format(out=out, back=back) in found for found in cuda.order.races), cuda.order.races
+    assert any(race.format(out=out, back=back) in message for message in cuda.order.races), cuda.order.races
 
 
 @pytest.mark.parametrize("forgets", [False, True])

@@ -107,7 +107,7 @@ def placed(engine: Engine, kind: str, part: torch.Tensor, held: list[Range]) -> 
 
 
 @dataclass
-class Found:
+class RankOutcome:
     """What one rank found in a checkpoint, and did with it."""
 
     loaded: list[Placed]
@@ -119,7 +119,7 @@ class Found:
     """(loss, gradient norm) of each further step."""
 
 
-def _look(trainer: Trainer) -> Found:
+def _look(trainer: Trainer) -> RankOutcome:
     engine, optimizer = trainer.engine, trainer.engine.optimizer
     parts = (torch.cat(optimizer.parameters), optimizer.exp_avg, optimizer.exp_avg_sq)
     loaded = [
@@ -129,10 +129,10 @@ def _look(trainer: Trainer) -> Found:
     ]
     loaded += placed(engine, "model", optimizer.frozen, [optimizer.frozen_held])
     computing = placed(engine, "model", engine.flat.parameters, [(0, engine.flat.whole)])
-    return Found(loaded, computing, engine.loss_scale.state.tolist(), [])
+    return RankOutcome(loaded, computing, engine.loss_scale.state.tolist(), [])
 
 
-def train_and_save(comm: Comm, document: dict[str, Any], folder: str, steps: int) -> Found:
+def train_and_save(comm: Comm, document: dict[str, Any], folder: str, steps: int) -> RankOutcome:
     """Train `steps` from the start and save."""
     trainer = trainer_of(comm, document, folder)
     trainer.restore(Resume())
@@ -142,7 +142,7 @@ def train_and_save(comm: Comm, document: dict[str, Any], folder: str, steps: int
     return _look(trainer)
 
 
-def load_and_save(comm: Comm, document: dict[str, Any], path: str, step: int, folder: str, more: int) -> Found:
+def load_and_save(comm: Comm, document: dict[str, Any], path: str, step: int, folder: str, more: int) -> RankOutcome:
     """Load the checkpoint of `step` at `path`, save it again below `folder`, and train `more` steps."""
     trainer = trainer_of(comm, document, folder)
     trainer.restore(Resume("checkpoint", step, path))
@@ -158,7 +158,7 @@ def _train(trainer: Trainer, steps: int) -> list[tuple[float, float]]:
     return [(statistics.loss, statistics.grad_norm) for statistics in steps_done]
 
 
-def train_and_snapshot(comm: Comm, document: dict[str, Any], folder: str, steps: int) -> Found:
+def train_and_snapshot(comm: Comm, document: dict[str, Any], folder: str, steps: int) -> RankOutcome:
     """Train `steps` from the start, with snapshots in `folder`."""
     trainer = snapshotted(comm, document, folder)
     trainer.restore(Resume())
@@ -176,7 +176,7 @@ def snapshotted(comm: Comm, document: dict[str, Any], folder: str, messages: lis
 
 
 @dataclass
-class Resharded(Found):
+class Resharded(RankOutcome):
     """What one rank of a new layout found in the snapshots of an old one."""
 
     paths: tuple[str, ...]
@@ -275,7 +275,7 @@ def leave_while_saving(comm: Comm, document: dict[str, Any], folder: str) -> tup
 class Delayed:
     """What one rank did while another one's save did not end."""
 
-    found: Found
+    outcome: RankOutcome
     held_up: float
     """Seconds that the slowest step took while it did not."""
     events: list[tuple[str, int]]
@@ -313,10 +313,10 @@ def train_beside_a_slow_save(comm: Comm, document: dict[str, Any], folder: str, 
                 comm.barrier()
         trainer.state.finish()
     trainer.reporter.close()
-    found = _look(trainer)
-    found.statistics = statistics
+    outcome = _look(trainer)
+    outcome.statistics = statistics
     events = [(event["type"], event["step"]) for event in events_of(messages)]
-    return Delayed(found, max(seconds[:ends_after]), events)
+    return Delayed(outcome, max(seconds[:ends_after]), events)
 
 
 def slots_beside_a_slow_save(
@@ -327,7 +327,7 @@ def slots_beside_a_slow_save(
     trainer = trainer_of(comm, document, f"{folder}/durable", snapshots=f"{folder}/shared")
     assert trainer.state.snapshots is not None and trainer.state.checkpoints is not None
     trainer.restore(Resume())
-    may_end, found = threading.Event(), []
+    may_end, kept = threading.Event(), []
     owner, name = (catalog, "seal") if rank == 0 else (SummingFile, "write")  # the others are done before rank 0 seals
     real = getattr(owner, name)
 
@@ -339,11 +339,11 @@ def slots_beside_a_slow_save(
         while trainer.step < trainer.spec.train.steps:
             trainer.train_step()
             trainer.state.snapshots.finish()
-            found.append(tuple(steps_kept(f"{folder}/shared", comm.rank)))
+            kept.append(tuple(steps_kept(f"{folder}/shared", comm.rank)))
             if trainer.step == ends_after:
                 may_end.set()
                 trainer.state.checkpoints.finish()
                 comm.barrier()
         trainer.state.finish()
     trainer.close()
-    return found
+    return kept

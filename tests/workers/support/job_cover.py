@@ -106,11 +106,11 @@ def _pairs(row: Row) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
 
 
 def _drawn(wanted: Any, factors: Factors, draw: random.Random, corpus: str) -> list[tuple[Row, JobSpec]]:
-    found = []
+    candidates = []
     for _ in range(_CANDIDATES):
         row = {name: draw.choice(values) for name, values in factors.items()} | dict(wanted)
         try:
-            found.append((row, job_of(row, corpus)))
+            candidates.append((row, job_of(row, corpus)))
         except (SpecError, NotWanted):
             continue
-    return found
+    return candidates

@@ -45,10 +45,10 @@ class Finding:
 def findings(programs: list[Program], kernels_at_once: int | None = None) -> list[Finding]:
     """All that is wrong with the programs of ranks 0, 1, ...; `kernels_at_once`: operations that a device runs at the
     same time at most; None: any number."""
-    found = [finding for rank, program in enumerate(programs) for finding in _unwaited(rank, program)]
-    found += _mismatches(programs)
+    mistakes = [finding for rank, program in enumerate(programs) for finding in _unwaited(rank, program)]
+    mistakes += _mismatches(programs)
     deadlock = Replay(programs, kernels_at_once).run()
-    return found if deadlock is None else [*found, deadlock]
+    return mistakes if deadlock is None else [*mistakes, deadlock]
 
 
 def _unwaited(rank: int, program: Program) -> Iterator[Finding]:

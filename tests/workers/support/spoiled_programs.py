@@ -64,10 +64,10 @@ def _dropped(fits: Callable[[Start], bool]) -> Spoiler:
     """An operation is left out, and its wait with it."""
 
     def spoil(programs: Programs, draw: random.Random) -> Programs | None:
-        found = _one(programs, draw, fits)
-        if found is None:
+        chosen = _one(programs, draw, fits)
+        if chosen is None:
             return None
-        rank, _, start = found
+        rank, _, start = chosen
         left = [each for each in programs[rank] if getattr(each, "number", None) != start.number]
         return _with(programs, rank, left)
 
@@ -78,10 +78,10 @@ def _changed(fits: Callable[[Start], bool], change: Callable[[Start, Programs, i
     """An operation is another one on one rank."""
 
     def spoil(programs: Programs, draw: random.Random) -> Programs | None:
-        found = _one(programs, draw, fits)
-        if found is None:
+        chosen = _one(programs, draw, fits)
+        if chosen is None:
             return None
-        rank, place, start = found
+        rank, place, start = chosen
         other = change(start, programs, rank)
         if other is None:
             return None

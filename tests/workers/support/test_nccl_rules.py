@@ -51,27 +51,27 @@ class Writer:
         return self
 
 
-def found(*writers: Writer, **more: int) -> list[tuple[str, tuple[str, ...]]]:
+def mistakes(*writers: Writer, **more: int) -> list[tuple[str, tuple[str, ...]]]:
     """Kinds and lines of what is wrong with the programs of ranks 0, 1, ..."""
     return [(each.kind, each.lines) for each in findings([writer.program for writer in writers], **more)]
 
 
 def test_what_all_do_in_one_order_is_sound():
-    assert found(Writer().sums().sums(size=4), Writer().sums().sums(size=4)) == []
+    assert mistakes(Writer().sums().sums(size=4), Writer().sums().sums(size=4)) == []
 
 
 def test_collectives_of_a_communicator_meet_in_order():
-    assert found(Writer().sums(size=8, line="a").sums(size=4), Writer().sums(size=4, line="b").sums(size=8)) == [
+    assert mistakes(Writer().sums(size=8, line="a").sums(size=4), Writer().sums(size=4, line="b").sums(size=8)) == [
         ("mismatch", ("a", "b"))
     ]
 
 
 def test_what_meets_comes_from_one_line():
-    assert found(Writer().sums(line="a"), Writer().sums(line="b")) == [("mismatch", ("a", "b"))]
+    assert mistakes(Writer().sums(line="a"), Writer().sums(line="b")) == [("mismatch", ("a", "b"))]
 
 
 def test_a_collective_waits_for_all():
-    kinds = dict(found(Writer().sums(), Writer().sums().sums(line="alone")))
+    kinds = dict(mistakes(Writer().sums(), Writer().sums().sums(line="alone")))
     assert kinds["mismatch"] == ("alone", "line 2")
     assert kinds["deadlock"] == ("line 4", "line 2")
 
@@ -79,9 +79,9 @@ def test_a_collective_waits_for_all():
 def test_a_send_is_over_when_it_is_received():
     """Two that send to each other before they receive: buffers may hide it, rendezvous does not."""
     first = Writer().sends(1, UP).receives(1, DOWN)
-    assert found(first, Writer().sends(0, DOWN).receives(0, UP)) == [("deadlock", ("line 2", "line 2"))]
+    assert mistakes(first, Writer().sends(0, DOWN).receives(0, UP)) == [("deadlock", ("line 2", "line 2"))]
     unblocked = Writer().sends(1, UP, wait=False).receives(1, DOWN).waits(1)
-    assert found(unblocked, Writer().sends(0, DOWN, wait=False).receives(0, UP).waits(1)) == []
+    assert mistakes(unblocked, Writer().sends(0, DOWN, wait=False).receives(0, UP).waits(1)) == []
 
 
 def test_two_that_send_to_each_other_need_two_communicators():
@@ -90,15 +90,15 @@ def test_two_that_send_to_each_other_need_two_communicators():
         Writer().receives(peer, on, wait=False).sends(peer, to).waits(1)
         for peer, on, to in ((1, DOWN, UP), (0, UP, DOWN))
     ]
-    assert found(*apart) == []
+    assert mistakes(*apart) == []
     shared = [Writer().receives(peer, UP, wait=False).sends(peer, UP).waits(1) for peer in (1, 0)]
-    assert found(*shared) == [("deadlock", ("line 2", "line 2"))]
+    assert mistakes(*shared) == [("deadlock", ("line 2", "line 2"))]
 
 
 def test_messages_meet_with_as_many_bytes_and_the_same_content():
-    assert found(Writer().sends(1, size=8), Writer().receives(0, size=4)) == [("mismatch", ("line 1", "line 1"))]
+    assert mistakes(Writer().sends(1, size=8), Writer().receives(0, size=4)) == [("mismatch", ("line 1", "line 1"))]
     sent, received = Writer().sends(1, label="first"), Writer().receives(0, label="second")
-    assert found(sent, received) == [("mismatch", ("line 1", "line 1"))]
+    assert mistakes(sent, received) == [("mismatch", ("line 1", "line 1"))]
 
 
 def test_a_batch_of_messages_has_no_order_within():
@@ -107,37 +107,37 @@ def test_a_batch_of_messages_has_no_order_within():
         writer.program += [Start(1, BOTH, tuple(Message(sends, peer, 8) for sends in ends), "batch"), Wait(1, "wait")]
         return writer
 
-    assert found(batch(1, True, False), batch(0, True, False)) == []
-    assert [kind for kind, _ in found(batch(1, True), batch(0, True))] == ["mismatch", "mismatch", "deadlock"]
+    assert mistakes(batch(1, True, False), batch(0, True, False)) == []
+    assert [kind for kind, _ in mistakes(batch(1, True), batch(0, True))] == ["mismatch", "mismatch", "deadlock"]
 
 
 def test_two_communicators_of_the_same_ranks_need_one_order():
     first, second = Writer().sums(UP).sums(DOWN), Writer().sums(DOWN).sums(UP)
-    assert found(first, second) == [("deadlock", ("line 2", "line 2"))]
+    assert mistakes(first, second) == [("deadlock", ("line 2", "line 2"))]
 
 
 def test_what_is_waited_for_after_both_were_started_needs_none():
     programs = [Writer().sums(a, wait=False).sums(b, wait=False).waits(1).waits(2) for a, b in ((UP, DOWN), (DOWN, UP))]
-    assert found(*programs) == []
+    assert mistakes(*programs) == []
     assert least_kernels_at_once([each.program for each in programs]) == 2
-    assert [kind for kind, _ in found(*programs, kernels_at_once=1)] == ["deadlock"]
+    assert [kind for kind, _ in mistakes(*programs, kernels_at_once=1)] == ["deadlock"]
 
 
 def test_behind_what_cannot_begin_nothing_begins():
     """Where streams share a queue of the device: the second receive waits for the first, and the send for both."""
     first = Writer().receives(1, DOWN, wait=False).receives(1, DOWN, wait=False).sends(1, UP).waits(1).waits(2)
-    assert found(first, Writer().sends(0, DOWN).sends(0, DOWN).receives(0, UP)) == []
+    assert mistakes(first, Writer().sends(0, DOWN).sends(0, DOWN).receives(0, UP)) == []
     second = Writer().receives(0, UP).sends(0, DOWN).sends(0, DOWN)
-    assert found(first, second) == [("deadlock", ("line 2", "line 2"))]
+    assert mistakes(first, second) == [("deadlock", ("line 2", "line 2"))]
 
 
 def test_hosts_meet_in_one_order():
     first, second = Writer().meets("a", 0, 1).meets("b", 0, 1), Writer().meets("b", 0, 1).meets("a", 0, 1)
-    assert found(first, first) == []
-    assert found(first, second) == [("deadlock", ("line 1", "line 1"))]
+    assert mistakes(first, first) == []
+    assert mistakes(first, second) == [("deadlock", ("line 1", "line 1"))]
 
 
 def test_memory_is_waited_for_before_it_is_used():
     other = Writer().sums()
-    assert found(Writer().sums(wait=False).uses(1).waits(1), other) == [("not waited for", ("sums", "line 2"))]
-    assert found(Writer().sums(wait=False), other) == [("not waited for", ("sums", "sums"))]
+    assert mistakes(Writer().sums(wait=False).uses(1).waits(1), other) == [("not waited for", ("sums", "line 2"))]
+    assert mistakes(Writer().sums(wait=False), other) == [("not waited for", ("sums", "sums"))]

@@ -8,7 +8,7 @@ from rank_processes import RankFailure
 from rank_programs import fail_on_rank_one, hang, initial_parameters
 
 
-def test_the_culprits_traceback_is_told_not_that_of_those_who_lost_it(ranks):
+def test_the_culprits_traceback_is_reported_not_that_of_those_who_lost_it(ranks):
     with pytest.raises(RankFailure, match="RuntimeError: rank one was told to fail"):
         ranks.run(layout_of(data=4), fail_on_rank_one)
 

@@ -23,20 +23,20 @@ def train_traced(
     comm: Comm,
     document: dict[str, Any],
     orders: list[TraceOrder],
-    all_are_told: bool = False,
+    all_are_asked: bool = False,
     most_profile_bytes: int = torch_profile.MOST_BYTES,
 ) -> Seen:
-    """All steps of a job, of which rank 0, or with `all_are_told` each, is asked for these traces."""
+    """All steps of a job, of which rank 0, or with `all_are_asked` each, is asked for these traces."""
     with mock.patch.object(torch_profile, "MOST_BYTES", most_profile_bytes):
-        return _train_traced(comm, document, orders, all_are_told)
+        return _train_traced(comm, document, orders, all_are_asked)
 
 
-def _train_traced(comm: Comm, document: dict[str, Any], orders: list[TraceOrder], all_are_told: bool) -> Seen:
+def _train_traced(comm: Comm, document: dict[str, Any], orders: list[TraceOrder], all_are_asked: bool) -> Seen:
     spec, messages = parse_job_spec(document), []
     reporter = Reporter(messages.extend)
     trainer = Trainer(spec, comm, reporter, 1e12)
     trainer.restore(Resume())
-    for order in orders if comm.rank == 0 or all_are_told else ():
+    for order in orders if comm.rank == 0 or all_are_asked else ():
         comm.trace_orders.ask(replace(order, generation=comm.generation))
     curve: list[tuple[float, float]] = []
     train_step = trainer.train_step
