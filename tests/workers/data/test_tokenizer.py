@@ -90,7 +90,7 @@ def test_one_that_was_never_trained_is_named(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(DataError, match=rf"cannot be read: {tmp_path / 'gone.json'} .No such file"):
+    with pytest.raises(DataError, match=rf"no tokenizer can be read from {tmp_path / 'gone.json'} .No such file"):
         FileTokenizer(tmp_path / "gone.json")
 
 
