@@ -66,10 +66,10 @@ def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
 def _sizes(request: PlanRequest) -> list[dict[str, Any]]:
     cluster, engine = request.cluster, engine_on(request.cluster.machine)
     if request.is_auto and cluster.others:
-        found = best_by_nodes(request.job, cluster)
+        plans = best_by_nodes(request.job, cluster)
     else:
-        found = (best_by_size if request.is_auto else elastic_sizes)(request.job, cluster, engine)
-    return [each.to_json() for each in found]
+        plans = (best_by_size if request.is_auto else elastic_sizes)(request.job, cluster, engine)
+    return [each.to_json() for each in plans]
 
 
 def _plan(plan: Plan, request: PlanRequest) -> dict[str, Any]:

@@ -29,17 +29,17 @@ def bounds_in(document: dict[str, Any]) -> ElasticConfig:
     try:
         return ElasticConfig.model_validate(document.get("elastic", {}))
     except ValidationError as error:
-        found = problems_of(error)
-        raise SpecError([replace(each, path=f"elastic.{each.path}".rstrip(".")) for each in found]) from error
+        problems = problems_of(error)
+        raise SpecError([replace(each, path=f"elastic.{each.path}".rstrip(".")) for each in problems]) from error
 
 
 def with_layout(spec: JobSpec, elastic: ElasticConfig, cluster: Cluster) -> JobSpec:
     """`spec` with the fastest layout that fits on `cluster` and into `elastic`. Raises SpecError without one."""
     job = spec.model_copy(update={"parallel": "auto", "elastic": elastic})
-    found = best_layouts(job, cluster, limit=1)
-    if found.plans:
-        return found.plans[0].spec
-    reason = found.rejected[0].reason if found.rejected else "the rules of the spec leave no layout"
+    answer = best_layouts(job, cluster, limit=1)
+    if answer.plans:
+        return answer.plans[0].spec
+    reason = answer.rejected[0].reason if answer.rejected else "the rules of the spec leave no layout"
     larger = smallest_cluster(job, cluster)
     tail = f"; {larger}" if larger else ""
     raise SpecError([Problem("parallel", f"no layout of this job fits on this cluster: {reason}{tail}")])

@@ -17,14 +17,14 @@ def to_json(cluster: Cluster) -> dict[str, Any]:
 
 def _one_kind(cluster: Cluster) -> dict[str, Any]:
     machine = cluster.machine
-    found: dict[str, Any] = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
+    record: dict[str, Any] = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
     if (refined := machine.refined) is not None:
-        found["refined"] = {"jobs": refined.jobs, "before": dict(refined.before), "after": constants_of(machine)}
+        record["refined"] = {"jobs": refined.jobs, "before": dict(refined.before), "after": constants_of(machine)}
     if machine.core is None:
         gpu = None if machine.gpu is None else asdict(machine.gpu)
-        return found | {"accelerator": machine.accelerator.name, "gpu": gpu}
+        return record | {"accelerator": machine.accelerator.name, "gpu": gpu}
     memory = machine.accelerator.memory_bytes * machine.devices
-    return found | {"cores": machine.cores, "slots": machine.devices, "memory": memory, "core": asdict(machine.core)}
+    return record | {"cores": machine.cores, "slots": machine.devices, "memory": memory, "core": asdict(machine.core)}
 
 
 def from_json(document: dict[str, Any]) -> Cluster:

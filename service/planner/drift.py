@@ -135,11 +135,13 @@ def drift_of(planned: Mapping[str, Any], measured: Measured) -> Drift | None:
             return Drift(ratio, "step", f"{head}; which part of it was not measured (train.time_parts_every){tail}")
         where = f"most of that is {part.name}: {part.measured:.3g} s, planned were {part.planned:.3g} s"
         return Drift(ratio, part.name, f"{head}; {where}{tail}")
-    told = planned["memory_bytes"]["total"]
-    if planned["has_gpus"] and measured.memory_bytes and abs(measured.memory_bytes / told - 1) > TOLERANCE:
-        ratio = measured.memory_bytes / told
+    planned_bytes = planned["memory_bytes"]["total"]
+    if planned["has_gpus"] and measured.memory_bytes and abs(measured.memory_bytes / planned_bytes - 1) > TOLERANCE:
+        ratio = measured.memory_bytes / planned_bytes
         gib = 2**30
-        head = f"the fullest rank takes {measured.memory_bytes / gib:.2f} GiB, planned were {told / gib:.2f} GiB"
+        head = (
+            f"the fullest rank takes {measured.memory_bytes / gib:.2f} GiB, planned were {planned_bytes / gib:.2f} GiB"
+        )
         return Drift(ratio, "memory", f"{head} ({ratio - 1:+.0%})")
     return None
 

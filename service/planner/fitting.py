@@ -24,15 +24,15 @@ FREE = Core(NEVER, NEVER, 0.0, NEVER, 0.0, NEVER, 0.0, 1.0)
 """A core on which nothing takes time."""
 
 
-def fit_core(found: Measurements) -> Core:
+def fit_core(measurements: Measurements) -> Core:
     """What a core reaches. Raises ValueError where rows are missing."""
-    wide = statistics.median(each.rate for each in found.products if each.precision == "float32")
-    narrow = statistics.median(each.rate for each in found.products if each.precision == "bfloat16")
-    width = statistics.median(_attention_width(each, wide) for each in found.attention)
+    wide = statistics.median(each.rate for each in measurements.products if each.precision == "float32")
+    narrow = statistics.median(each.rate for each in measurements.products if each.precision == "bfloat16")
+    width = statistics.median(_attention_width(each, wide) for each in measurements.attention)
     known = replace(FREE, product_fp32=wide, product_16bit=narrow, attention_width=width)
-    operation, byte = _fit_steps(found.steps, known)
-    message, link_byte = _fit_collectives(found.collectives, found.cores)
-    alone, *together = (each.seconds for each in found.busy)
+    operation, byte = _fit_steps(measurements.steps, known)
+    message, link_byte = _fit_collectives(measurements.collectives, measurements.cores)
+    alone, *together = (each.seconds for each in measurements.busy)
     return Core(
         product_fp32=wide,
         product_16bit=narrow,

@@ -37,34 +37,37 @@ STREAMED = ("sum", "gelu", "square")
 """Kernels that do nothing but read and write; how others do beside them is in `engine_passes.py`."""
 
 
-def machine_measured(found: Measurements) -> str:
+def machine_measured(measurements: Measurements) -> str:
     """The name in MACHINES of the GPU that was measured. Raises UnknownMachine."""
-    name = named_by_driver(found.device, found.gpu_memory_bytes or 0.0)
+    name = named_by_driver(measurements.device, measurements.gpu_memory_bytes or 0.0)
     if name is None:
         raise UnknownMachine(
-            f"of GPUs like this one ({found.device}) no plans are made; known are {', '.join(MACHINES)}"
+            f"of GPUs like this one ({measurements.device}) no plans are made; known are {', '.join(MACHINES)}"
         )
     return name
 
 
-def fit_gpu(found: Measurements, machine: Machine) -> Gpu:
+def fit_gpu(measurements: Measurements, machine: Machine) -> Gpu:
     """What a GPU of `machine` reaches. Raises ValueError where rows are missing."""
     smallest, largest = (
-        {each.name: each for each in sorted(found.elements, key=lambda each: sign * each.moved)} for sign in (-1, 1)
+        {each.name: each for each in sorted(measurements.elements, key=lambda each: sign * each.moved)}
+        for sign in (-1, 1)
     )
     update = _bytes_per_second(largest.pop(UPDATE), 0.0)
     kernel = statistics.median(smallest[name].seconds for name in largest)
     memory = statistics.median(_bytes_per_second(largest[name], kernel) for name in STREAMED)
-    copy = min(each.size / each.seconds for each in found.copies)
-    known = Gpu(1.0, 1.0, 1.0, memory, update, kernel, 0.0, copy, found.adds_wider)
+    copy = min(each.size / each.seconds for each in measurements.copies)
+    known = Gpu(1.0, 1.0, 1.0, memory, update, kernel, 0.0, copy, measurements.adds_wider)
     narrow, wide = (
-        statistics.median(_product_rate(each, known, machine) for each in found.products if each.precision == name)
+        statistics.median(
+            _product_rate(each, known, machine) for each in measurements.products if each.precision == name
+        )
         for name in ("bfloat16", "float32")
     )
     known = replace(known, product_16bit=narrow, product_fp32=wide)
-    rates = [rate for each in found.attention for rate in _attention_rates(each, known, machine)]
+    rates = [rate for each in measurements.attention for rate in _attention_rates(each, known, machine)]
     known = replace(known, attention=statistics.median(rates))
-    small = [each for each in found.steps if step_job(each).model.hidden_size <= SMALL]
+    small = [each for each in measurements.steps if step_job(each).model.hidden_size <= SMALL]
     return replace(known, host_seconds=statistics.median(_host_seconds(each, known, machine) for each in small))
 
 

@@ -109,8 +109,8 @@ def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
 
 def _sizes(spec: JobSpec, cluster: Cluster) -> list[dict[str, Any]]:
     """What the job goes on in as it loses GPUs; nothing where its size is fixed."""
-    found = elastic_sizes(spec, cluster, engine_on(cluster.machine))
-    return [each.to_json() for each in found] if len(found) > 1 else []
+    plans = elastic_sizes(spec, cluster, engine_on(cluster.machine))
+    return [each.to_json() for each in plans] if len(plans) > 1 else []
 
 
 def _part(share: Share, step: float) -> dict[str, Any]:

@@ -64,12 +64,12 @@ def usable_bytes(cluster: Cluster) -> float:
 def worst_rank(spec: JobSpec, machine: Machine | None = None, usable: float = math.inf) -> RankMemory:
     """The rank that needs most; of those that need more than `usable` bytes the first that is looked at. `machine`:
     what ranks are on, which makes some tensors otherwise; by default a GPU."""
-    passes, found = _passes(spec, machine), []
+    passes, memories = _passes(spec, machine), []
     for rank in _candidates(spec):
-        found.append(_memory(passes, rank))
-        if found[-1].total > usable:
+        memories.append(_memory(passes, rank))
+        if memories[-1].total > usable:
             break
-    return max(found, key=lambda each: each.total)
+    return max(memories, key=lambda each: each.total)
 
 
 def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
@@ -77,30 +77,30 @@ def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
     wants nodes that the cluster has not."""
     parts = parts_of(spec, cluster)
     if spec.layout.stage_accelerators is None:  # on any nodes, so on those where there is least room
-        found = [(worst_rank(spec, part.machine), usable_bytes(part)) for part in cluster.parts]
+        memories = [(worst_rank(spec, part.machine), usable_bytes(part)) for part in cluster.parts]
     elif all(part is parts[0] for part in parts):
-        found = [(worst_rank(spec, parts[0].machine), usable_bytes(parts[0]))]
+        memories = [(worst_rank(spec, parts[0].machine), usable_bytes(parts[0]))]
     else:
-        found = by_kind(spec, parts)
-    return least_to_spare(found)
+        memories = by_kind(spec, parts)
+    return least_to_spare(memories)
 
 
-def least_to_spare(found: Sequence[tuple[RankMemory, float]]) -> tuple[RankMemory, float]:
+def least_to_spare(memories: Sequence[tuple[RankMemory, float]]) -> tuple[RankMemory, float]:
     """Of ranks, and what each may take, the one that has the fewest bytes left."""
-    return max(found, key=lambda each: each[0].total - each[1])
+    return max(memories, key=lambda each: each[0].total - each[1])
 
 
 def by_kind(spec: JobSpec, parts: Sequence[Cluster]) -> list[tuple[RankMemory, float]]:
     """Memory of a rank of each stage that may need most of those that are alike, and what it may take; `parts`: where
     each stage is."""
     seen: set[tuple[tuple[int, ...], str | None]] = set()
-    found = []
+    memories = []
     for rank, part in enumerate(parts):
         kind = _layers_of(spec, rank), part.type
         if kind not in seen or rank in (1, len(parts) - 1):
             seen.add(kind)
-            found.append((memory_of(spec, rank, part.machine), usable_bytes(part)))
-    return found
+            memories.append((memory_of(spec, rank, part.machine), usable_bytes(part)))
+    return memories
 
 
 def _candidates(spec: JobSpec) -> Iterator[int]:
@@ -134,9 +134,9 @@ def _passes(spec: JobSpec, machine: Machine | None) -> StepPeak:
 
 
 def _memory(passes: StepPeak, rank: int) -> RankMemory:
-    found = bytes_of_stage(passes, rank, _enough(passes.spec))
-    state = (found.parameters, found.gradients, found.optimizer)
-    return RankMemory(rank, *state, found.activations, found.workspace)
+    stage = bytes_of_stage(passes, rank, _enough(passes.spec))
+    state = (stage.parameters, stage.gradients, stage.optimizer)
+    return RankMemory(rank, *state, stage.activations, stage.workspace)
 
 
 def _enough(spec: JobSpec) -> int:
@@ -236,16 +236,16 @@ class Fit:
 
 def fits(spec: JobSpec, cluster: Cluster) -> Fit:
     """Whether `spec` fits on the devices of `cluster`; where it does not, with the smallest change that helps."""
-    found = Fit(*tightest(spec, cluster))
-    if found.fits:
-        return found
+    fit = Fit(*tightest(spec, cluster))
+    if fit.fits:
+        return fit
     widest, broken = max(part.gpus_per_node for part in cluster.parts), _broken(spec)
-    for change, other in _changes(spec, found.usable, cluster.machine):
+    for change, other in _changes(spec, fit.usable, cluster.machine):
         if other.layout.tensor > widest or _broken(other) - broken:
             continue
         if Fit(*tightest(other, cluster)).fits:
-            return Fit(found.memory, found.usable, change)
-    return found
+            return Fit(fit.memory, fit.usable, change)
+    return fit
 
 
 def _broken(spec: JobSpec) -> set[str]:

@@ -85,9 +85,9 @@ def search_mixed(job: JobSpec, cluster: Cluster, limit: int = 5) -> Answer:
     """The `limit` fastest layouts on the nodes of one kind, or over several. Deterministic."""
     answers = [_on_one_kind(job, part, limit) for part in cluster.parts]
     plans = sorted((plan for answer in answers for plan in answer.plans), key=lambda each: each.time.seconds)[:limit]
-    found = sorted([*plans, *_over_several(job, cluster, limit, plans)], key=lambda each: each.time.seconds)[:limit]
+    best = sorted([*plans, *_over_several(job, cluster, limit, plans)], key=lambda each: each.time.seconds)[:limit]
     most = MOST_REJECTED // len(answers)
-    return Answer(tuple(found), tuple(each for answer in answers for each in answer.rejected[:most]))
+    return Answer(tuple(best), tuple(each for answer in answers for each in answer.rejected[:most]))
 
 
 def _on_one_kind(job: JobSpec, part: Cluster, limit: int) -> Answer:
@@ -110,7 +110,7 @@ def _over_several(job: JobSpec, cluster: Cluster, limit: int, known: Sequence[Pl
     then with all that a step has besides, which alone are simulated."""
     rates = _Rates(job, cluster.parts)
     seconds = sorted(plan.time.seconds for plan in known)
-    found: list[Plan] = []
+    several: list[Plan] = []
     enough: set[_Mixed] = set()
     number = count()  # between equals the one that came first
     waiting: list[tuple[float, int, _Frame | _Mixed | _Stages | _Step]] = [
@@ -144,9 +144,9 @@ def _over_several(job: JobSpec, cluster: Cluster, limit: int, known: Sequence[Pl
             in_vain = in_vain + 1 if plan is None else 0
             if plan is not None:
                 enough.add(at.mixed.recomputing_nothing)
-                found.append(plan)
+                several.append(plan)
                 seconds = sorted([*seconds, plan.time.seconds])
-    return found
+    return several
 
 
 class _Rates:
@@ -354,8 +354,8 @@ def _fitted(cluster: Cluster, step: _Step, worst: float) -> Plan | None:
         for rank in full:
             most[rank] = step.stages.ranks[rank] - 1
         stages = step.stages.with_room(most)
-        found = None if stages.counts is None else stages.step(cluster)
-        if found is None:
+        shared_out = None if stages.counts is None else stages.step(cluster)
+        if shared_out is None:
             return None
-        step = found
+        step = shared_out
     return None

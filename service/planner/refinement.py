@@ -96,9 +96,9 @@ def dependence_of(model: StepModel, cluster: Cluster) -> dict[str, Any]:
         for group in GROUPS:
             if (more := (changed[group] - whole[group]) / (_SLOWER - 1)) > max(1e-9, 1e-3 * whole[group]):
                 seconds[group][name] = more
-    for group, found in seconds.items():  # what goes by a product of two constants is in both
-        most = min(1.0, whole[group] / (sum(found.values()) or 1.0))
-        seconds[group] = {name: most * each for name, each in found.items()}
+    for group, by_constant in seconds.items():  # what goes by a product of two constants is in both
+        most = min(1.0, whole[group] / (sum(by_constant.values()) or 1.0))
+        seconds[group] = {name: most * each for name, each in by_constant.items()}
     return {"before": before, "used": used, "seconds": seconds}
 
 
@@ -130,7 +130,7 @@ class Row:
         """With the constants as they are without any job."""
         return self.rest + sum(self.by_constant.values())
 
-    def told(self, slower: Mapping[str, float]) -> dict[str, float]:
+    def predicted(self, slower: Mapping[str, float]) -> dict[str, float]:
         """Seconds by constant where each is slower by a logarithm of so much."""
         return {name: each * math.exp(slower.get(name, 0.0)) for name, each in self.by_constant.items()}
 
@@ -195,13 +195,13 @@ def refined(machine: Machine, seen: Sequence[Observation]) -> Machine:
     without any job (before a calibration, by another release) do not count."""
     before = movable(machine)
     usable = sorted((each for each in seen if each.before == before), key=lambda each: each.job)[-MOST_JOBS:]
-    names = [name for name in before if _is_told(name, usable)]
+    names = [name for name in before if _is_observed(name, usable)]
     if machine.refined is not None or not names:
         return machine
     slower = _fitted([row for each in usable for row in _rows(each)], names)
     values = {name: _moved(name, before[name], slower[name]) for name in names}
-    told = [each for each in usable if any(each.tells_of(name) for name in names)]
-    return replace(with_constants(machine, values), refined=Refined(len(told), tuple(before.items())))
+    observations = [each for each in usable if any(each.tells_of(name) for name in names)]
+    return replace(with_constants(machine, values), refined=Refined(len(observations), tuple(before.items())))
 
 
 def _rows(seen: Observation) -> tuple[Row, ...]:
@@ -211,7 +211,7 @@ def _rows(seen: Observation) -> tuple[Row, ...]:
     return (seen.whole, *(replace(row, share=PART_WEIGHT * row.share) for row in seen.rows))
 
 
-def _is_told(name: str, seen: Sequence[Observation]) -> bool:
+def _is_observed(name: str, seen: Sequence[Observation]) -> bool:
     return sum(each.tells_of(name) for each in seen) >= LEAST_JOBS
 
 
@@ -222,19 +222,19 @@ def _moved(name: str, value: float, slower: float) -> float:
 
 
 def _fitted(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float]:
-    """By which logarithm each constant is slower: the least sum over the rows of how far the logarithms of told and
-    measured are apart, each by its share of a step, with a little for every move. Least squares in rounds, of which
+    """By which logarithm each constant is slower: the least sum over the rows of how far the logarithms of predicted
+    and measured are apart, each by its share of a step, with a little for every move. Least squares in rounds, of which
     each counts a row the less the further it is off."""
     slower, most = dict.fromkeys(names, 0.0), math.log(MOST_FACTOR)
     for _ in range(_ROUNDS):
         matrix = [[_PULL if i == j else 0.0 for j in range(len(names))] for i in range(len(names))]
         wanted = [-_PULL * slower[name] for name in names]
         for row in rows:
-            told = row.told(slower)
-            whole = row.rest + sum(told.values())
+            predicted = row.predicted(slower)
+            whole = row.rest + sum(predicted.values())
             error = math.log(row.measured / whole)
             weight = row.share / max(1.0, abs(error) / _NEAR)
-            slopes = [told.get(name, 0.0) / whole for name in names]
+            slopes = [predicted.get(name, 0.0) / whole for name in names]
             for i, slope in enumerate(slopes):
                 wanted[i] += weight * slope * error
                 for j, other in enumerate(slopes):
@@ -256,8 +256,8 @@ def _solved(matrix: list[list[float]], wanted: list[float]) -> list[float]:
             factor = row[i] / pivot[i]
             for j in range(i, len(pivot)):
                 row[j] -= factor * pivot[j]
-    found = [0.0] * len(rows)
+    solution = [0.0] * len(rows)
     for i in reversed(range(len(rows))):
         row = rows[i]
-        found[i] = (row[-1] - sum(row[j] * found[j] for j in range(i + 1, len(rows)))) / row[i]
-    return found
+        solution[i] = (row[-1] - sum(row[j] * solution[j] for j in range(i + 1, len(rows)))) / row[i]
+    return solution

@@ -65,11 +65,11 @@ class PlanRequest:
         """The plans. Where nothing fits, the first of the rejected also says which cluster would do."""
         if not self.is_auto:
             return evaluate(self.job, self.cluster)
-        found = best_layouts(self.job, self.cluster, limit)
-        if not found.plans and found.rejected and (larger := smallest_cluster(self.job, self.cluster)):
-            first = found.rejected[0]
-            return Answer((), (type(first)(first.spec, f"{first.reason}; {larger}"), *found.rejected[1:]))
-        return found
+        answer = best_layouts(self.job, self.cluster, limit)
+        if not answer.plans and answer.rejected and (larger := smallest_cluster(self.job, self.cluster)):
+            first = answer.rejected[0]
+            return Answer((), (type(first)(first.spec, f"{first.reason}; {larger}"), *answer.rejected[1:]))
+        return answer
 
 
 def read_request(document: Any, current: CurrentCluster, node: CpuNode, gpus: Gpus = NONE_MEASURED) -> PlanRequest:
@@ -98,11 +98,11 @@ def for_job(job: JobSpec, current: CurrentCluster) -> CurrentCluster:
     wanted = job.resources.accelerator
 
     def cluster(accelerator: str | None) -> Cluster:
-        found = current(CPU if accelerator is None and wanted == "cpu" else accelerator)
-        if wanted == "gpu" and not found.machine.has_gpus:
+        as_measured = current(CPU if accelerator is None and wanted == "cpu" else accelerator)
+        if wanted == "gpu" and not as_measured.machine.has_gpus:
             problem = "the job would wait for GPUs, of which this cluster has none; `cpu` or `auto` takes slots"
             raise SpecError([Problem("resources.accelerator", problem, "auto")])
-        return found
+        return as_measured
 
     return cluster
 

@@ -93,8 +93,8 @@ def evaluate(spec: JobSpec, cluster: Cluster, software: Software | None = None) 
     """A job whose layout is given: its plan, or why it is none."""
     problem = no_place(spec, cluster)
     if problem is None:
-        found = fits(spec, cluster)
-        problem = None if found.fits else f"does not fit: {found}"
+        fit = fits(spec, cluster)
+        problem = None if fit.fits else f"does not fit: {fit}"
     if problem is not None:
         return Answer((), (Rejected(spec, problem),))
     return Answer((plan_of(spec, cluster, software),), ())

@@ -62,24 +62,24 @@ def best_by_size(job: JobSpec, cluster: Cluster, software: Software) -> tuple[Si
     so on."""
     if not is_complete(job, cluster):
         return tuple(_by_nodes(job, cluster, software))
-    found = list(_by_gpus(job, cluster, software))
-    ends = [*(each.spec.layout.world_size - 1 for each in found[1:]), cluster.gpus]
-    return tuple(reversed([SizedPlan(end, plan, cluster) for plan, end in zip(found, ends, strict=True)]))
+    plans = list(_by_gpus(job, cluster, software))
+    ends = [*(each.spec.layout.world_size - 1 for each in plans[1:]), cluster.gpus]
+    return tuple(reversed([SizedPlan(end, plan, cluster) for plan, end in zip(plans, ends, strict=True)]))
 
 
 def best_by_nodes(job: JobSpec, cluster: Cluster) -> tuple[SizedPlan, ...]:
     """Of unequal nodes: with all of them, and of each kind with one node less, with half of them, and with none."""
     parts = cluster.parts
-    found = list(_best_of(job, parts, ()))
-    of_all = found[0].plan if found else None
+    sizes = list(_best_of(job, parts, ()))
+    of_all = sizes[0].plan if sizes else None
     for lost in parts:
         known = () if of_all is None else (of_all,)
         for nodes in sorted({lost.nodes - 1, lost.nodes // 2, 0}, reverse=True):
             left = [replace(part, nodes=nodes) if part is lost else part for part in parts]
             for sized in _best_of(job, [part for part in left if part.nodes], known):
                 known = *known, sized.plan
-                found.append(sized)
-    return tuple(found)
+                sizes.append(sized)
+    return tuple(sizes)
 
 
 def _best_of(job: JobSpec, parts: Sequence[Cluster], known: Sequence[Plan]) -> Iterator[SizedPlan]:
@@ -96,18 +96,18 @@ def elastic_sizes(spec: JobSpec, cluster: Cluster, software: Software) -> tuple[
     """The layouts that a job with a layout goes on in as it loses GPUs, by its section `elastic`: most ranks first, at
     most `MOST_SIZES` of them. They need not fit."""
     shapes, sizes = shapes_of(spec), sizes_of(spec)
-    found: list[SizedPlan] = []
+    plans: list[SizedPlan] = []
     left = most_ranks(spec)
-    while left > 0 and len(found) < MOST_SIZES:
+    while left > 0 and len(plans) < MOST_SIZES:
         widths = (shape.layout.world_size // shape.layout.data for shape in shapes)
         replicas = [min(sizes.stop - 1, left // width) for width in widths]
         at = next((number for number, count in enumerate(replicas) if count in sizes), None)
         if at is None:
             break
         chosen = resized(shapes[at], replicas[at])
-        found.append(SizedPlan(left, plan_of(chosen, cluster, software), cluster))
+        plans.append(SizedPlan(left, plan_of(chosen, cluster, software), cluster))
         left = chosen.layout.world_size - 1
-    return tuple(found)
+    return tuple(plans)
 
 
 def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Plan]:

@@ -83,10 +83,10 @@ def _looked_at(counts: Counts) -> list[int]:
     last = len(counts) - 1
     if last < FEW_STAGES:
         return list(range(last + 1))
-    found = {0, 1, last // 2, last - 1, last}
+    places = {0, 1, last // 2, last - 1, last}
     for extreme in (max(counts), min(counts)):
-        found |= {counts.index(extreme), last - counts[::-1].index(extreme)}
-    return sorted(found)
+        places |= {counts.index(extreme), last - counts[::-1].index(extreme)}
+    return sorted(places)
 
 
 def in_words(each_stage: Sequence[int] | Sequence[str]) -> str:

@@ -67,10 +67,10 @@ def _best_move(candidate: Candidate, seconds: float, bounds: Bounds, usable: flo
     for counts in moves(now):
         other = replace(candidate, stage_layers=() if counts == even else counts)
         if bounds.least_seconds(other) < SLACK * most:
-            found = bounds.time(other).seconds
-            if found < SLACK * seconds:
-                faster.append((found, other))
-    for found, other in sorted(faster):
+            moved_seconds = bounds.time(other).seconds
+            if moved_seconds < SLACK * seconds:
+                faster.append((moved_seconds, other))
+    for moved_seconds, other in sorted(faster):
         if worst_rank(other.spec(bounds.job), bounds.cluster.machine).total <= usable:
-            return other, found
+            return other, moved_seconds
     return None

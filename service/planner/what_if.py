@@ -43,8 +43,8 @@ def what_ifs(spec: JobSpec, cluster: Cluster) -> tuple[WhatIf, ...]:
         if find_problems(other) or no_place(other, cluster) is not None:
             continue
         seconds = step_model(other, cluster).time().seconds
-        found = fits(other, cluster)
-        answers.append(WhatIf(change, seconds, found.memory.total, found.fits))
+        fit = fits(other, cluster)
+        answers.append(WhatIf(change, seconds, fit.memory.total, fit.fits))
     return tuple(sorted(answers, key=lambda each: (not each.fits, each.seconds, each.change)))
 
 
@@ -55,8 +55,8 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
 
     def of(section: str, **values: Any) -> tuple[str, dict[str, Any]]:
         others_stages = {"stage_layers": None} if values.keys() & {"pipeline", "virtual_stages"} else {}
-        told = ", ".join(f"{key}: {'null' if value is None else value}" for key, value in values.items())
-        return told, {
+        words = ", ".join(f"{key}: {'null' if value is None else value}" for key, value in values.items())
+        return words, {
             **document,
             section: document[section] | others_stages | values,
         }

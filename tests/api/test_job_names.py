@@ -18,8 +18,8 @@ IDS += [next_job_id(1.8e9, 0, IDS[-1])]
 class Lookups:
     """Answers lookups with `found`, newest first, and everything else with 503; `asked` has all."""
 
-    def __init__(self, *found, cursor=None):
-        self.answer, self.asked = {"items": list(found), "next_cursor": cursor}, []
+    def __init__(self, *answers, cursor=None):
+        self.answer, self.asked = {"items": list(answers), "next_cursor": cursor}, []
 
     def __call__(self, request):
         self.asked.append(f"{request.method} {request.url.raw_path.decode()}")

@@ -56,8 +56,8 @@ def walked(blocks: Blocks, of_kind: Callable[[Kind], Pass]) -> Pass:
         for kind in block:
             if kind not in known:
                 known[kind] = of_kind(kind)
-            found = known[kind]
-            peak, now = max(peak, now + found.most), now + found.left
+            one = known[kind]
+            peak, now = max(peak, now + one.most), now + one.left
         most, held = max(most, held + peak + max(0, (times - 1) * now)), held + times * now
     return Pass(most, held)
 
@@ -65,14 +65,14 @@ def walked(blocks: Blocks, of_kind: Callable[[Kind], Pass]) -> Pass:
 @lru_cache(maxsize=256)
 def comes_to(kind: str, stages: int, chunks: int, rank: int) -> frozenset[tuple[int, str]]:
     """(chunk, kind of pass) of this rank that need what another rank sends."""
-    found: set[tuple[int, str]] = set()
+    passes: set[tuple[int, str]] = set()
     for chunk in range(chunks):
         before, behind = neighbours(kind, stages, chunks, rank, chunk)
         if before is not None and before[0] != rank:
-            found.add((chunk, "forward"))
+            passes.add((chunk, "forward"))
         if behind is not None and behind[0] != rank:
-            found |= {(chunk, "backward"), (chunk, "backward_input")}
-    return frozenset(found)
+            passes |= {(chunk, "backward"), (chunk, "backward_input")}
+    return frozenset(passes)
 
 
 @lru_cache(maxsize=4096)

@@ -69,8 +69,8 @@ class StepPeak:
             return Pass(begun, begun).then(known[key])
 
         takes = [self.takes[index] for index in indices]
-        found = walked(blocks_of_rank(self.spec.layout, rank, micro_batches, takes), of_kind)
-        return self.tables + found.most, self.tables + found.left
+        taken = walked(blocks_of_rank(self.spec.layout, rank, micro_batches, takes), of_kind)
+        return self.tables + taken.most, self.tables + taken.left
 
     @property
     def tables(self) -> int:

@@ -21,8 +21,8 @@ LOADED += "print(*sys.modules)"
 def test_what_asks_a_service_loads_no_library_of_databases_and_no_torch() -> None:
     """Together in one process, since it takes longer to start one than to load all of them."""
     commands = ("status", "ps", "checkpoints", "submit", "compare", "logs")
-    told = subprocess.run([sys.executable, "-c", LOADED, *commands], capture_output=True, text=True, check=True)
-    modules = told.stdout.split()
+    output = subprocess.run([sys.executable, "-c", LOADED, *commands], capture_output=True, text=True, check=True)
+    modules = output.stdout.split()
     assert {"sqlalchemy", "torch", "ray", "fastapi"}.isdisjoint(modules) and "httpx" in modules
 
 

@@ -143,8 +143,8 @@ def test_a_dry_run_shows_the_layout_and_submits_nothing(manta, spec_file):
 def test_a_dry_run_of_a_job_whose_data_is_not_there_is_no_success(manta, spec_file, document):
     document["data"] = {"source": "text", "paths": ["corpus.txt"]}
     spec_file.write_text(yaml.safe_dump(document))
-    told = manta("submit", spec_file, "--dry-run", code=main.EXIT_FAILED)
-    assert "4 ranks" in told.stdout and str(spec_file.parent / "corpus.txt") in told.stderr
+    answer = manta("submit", spec_file, "--dry-run", code=main.EXIT_FAILED)
+    assert "4 ranks" in answer.stdout and str(spec_file.parent / "corpus.txt") in answer.stderr
     for_programs = manta("submit", spec_file, "--dry-run", "--json", code=main.EXIT_FAILED)
     assert "corpus.txt" in json.loads(for_programs.stdout)["data_problem"]
     assert manta("submit", spec_file).stdout.startswith("job_"), "it may be there by then"

@@ -35,8 +35,8 @@ RATES = ("--sweep", "train.optimizer.learning_rate=1e-3,3e-4", "--sweep", "paral
 
 
 def test_each_combination_is_a_job_with_a_name_of_its_own(manta, service):
-    told = manta("submit", "FILE", *RATES)
-    lines = [line.split(maxsplit=2) for line in told.stdout.splitlines()]
+    answer = manta("submit", "FILE", *RATES)
+    lines = [line.split(maxsplit=2) for line in answer.stdout.splitlines()]
     assert [(name, values) for _, name, values in lines] == [
         ("small-1", "train.optimizer.learning_rate=0.001, parallel.tensor=1"),
         ("small-2", "train.optimizer.learning_rate=0.001, parallel.tensor=2"),
@@ -46,7 +46,7 @@ def test_each_combination_is_a_job_with_a_name_of_its_own(manta, service):
     specs = [service.http.get(f"/v1/jobs/{id}").json()["spec"] for id, *_ in lines]
     assert [spec["parallel"]["tensor"] for spec in specs] == [1, 2, 1, 2]
     assert len({spec["labels"]["sweep"] for spec in specs}) == 1
-    assert f"`manta compare --label sweep={specs[0]['labels']['sweep']}`" in told.stderr
+    assert f"`manta compare --label sweep={specs[0]['labels']['sweep']}`" in answer.stderr
 
 
 def test_nothing_is_submitted_where_one_of_them_is_wrong_or_it_is_a_dry_run(manta, service):

@@ -264,12 +264,12 @@ def test_parts_of_a_step_are_those_that_the_engine_times(call):
 
 def test_parts_of_an_axis_are_those_steps(run):
     """What somebody zooms in on by tokens is asked for by steps, between two steps by the later one."""
-    found = run("parts/curves.js", """(module, looked) => {
+    parts = run("parts/curves.js", """(module, looked) => {
         const columns = new module.Columns(["tokens"]);
         columns.merge({ steps: [10, 20, 30], series: { tokens: [100, 200, 300] } });
         return looked.map(([column, value]) => columns.stepAt(column, value));
     }""", [(None, 17), *(("tokens", tokens) for tokens in (-5, 100, 150, 200, 1000))])  # fmt: skip
-    assert found == [17, 10, 10, 20, 20, 30]
+    assert parts == [17, 10, 10, 20, 20, 30]
     places = run("parts/curves.js", """(module, steps) => {
         const [columns, none] = [new module.Columns(["tokens"]), new module.Columns(["tokens"])];
         columns.merge({ steps: [10, 20, 30], series: { tokens: [100, 200, 300] } });
@@ -354,21 +354,21 @@ def test_bars_of_memory_say_what_they_show_and_how_full_devices_are(run):
 
 
 def test_colours_of_ranks_stretch_over_what_they_take_unless_all_take_the_same(run):
-    found = run("parts/rank_grid.js", """(module, columns) => columns.map((seconds) => {
+    colours = run("parts/rank_grid.js", """(module, columns) => columns.map((seconds) => {
         const grid = new module.RankGrid();
         grid.ranks = seconds.map((own_seconds) => ({ own_seconds }));
         const range = grid.range((rank) => rank.own_seconds);
         grid.close();
         return range;
     })""", [[1.0, 2.0, None], [1.0, 1.02]])  # fmt: skip
-    assert found == [[1.0, 2.0], [0.5, 1.53]]
+    assert colours == [[1.0, 2.0], [0.5, 1.53]]
 
 
 def test_rank_that_was_replaced_is_shown_for_a_while_and_those_of_before_are_not(run):
     def recovery(generation, *forked):
         return {"generation": generation, "forked": forked, "cause": f"cause {generation}"}
 
-    found = run("parts/replaced.js", """(module, first, then) => {
+    attention = run("parts/replaced.js", """(module, first, then) => {
         const replaced = new module.Replaced();
         replaced.note(first, 1000);
         const before = [...replaced.causes(1000)];
@@ -376,11 +376,11 @@ def test_rank_that_was_replaced_is_shown_for_a_while_and_those_of_before_are_not
         replaced.note(then, 9000);
         return [before, [...replaced.causes(11_999)], [...replaced.causes(12_000)]];
     }""", [recovery(2, 5)], [recovery(2, 5), recovery(3, 1, 2)])  # fmt: skip
-    assert found == [[], [[1, "cause 3"], [2, "cause 3"]], []]
+    assert attention == [[], [[1, "cause 3"], [2, "cause 3"]], []]
 
 
 def test_rows_that_stay_are_the_same_elements_in_the_new_order(run):
-    found = run("core/dom.js", """(module) => {
+    rows = run("core/dom.js", """(module) => {
         const box = document.createElement("div");
         const made = [];
         const rows = new module.KeyedRows(box, (item) => item.key, (item) => {
@@ -394,7 +394,7 @@ def test_rows_that_stay_are_the_same_elements_in_the_new_order(run):
         };
         return [shown([1, "a"], [2, "b"], [3, "c"]), shown([3, "C"], [1, "A"], [4, "D"]), shown([4, "d"]), made];
     }""")  # fmt: skip
-    assert found == ["abc", "CAD", "d", [1, 2, 3, 4]]
+    assert rows == ["abc", "CAD", "d", [1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -442,11 +442,11 @@ def test_why_says_the_place_in_the_queue_first_and_nothing_of_what_runs_well(cal
 
 
 def test_what_this_viewer_does_not_have_is_left_out_and_what_fails_is_said(run):
-    found = run("core/api.js", """async (module, statuses) => {
+    answer = run("core/api.js", """async (module, statuses) => {
         const asked = statuses.map((status) => Promise.reject(new module.Problem({}, status)));
         return Promise.all(asked.map((each) => module.optional(each, "without").catch((error) => error.status)));
     }""", [403, 404, 409, 401, 500, 503])  # fmt: skip
-    assert found == ["without", "without", "without", 401, 500, 503]
+    assert answer == ["without", "without", "without", 401, 500, 503]
     query = {"state": ["RUNNING", "PAUSED"], "cursor": None, "search": "", "limit": 0}
     assert call_address(run, "/v1/jobs", query).endswith("/v1/jobs?state=RUNNING&state=PAUSED&limit=0")
 
@@ -457,7 +457,9 @@ def call_address(run, *given):
 
 def test_loss_that_is_no_number_takes_the_place_of_one_and_what_is_not_known_does_not(call):
     answers = [{"steps": [1, 2], "series": {"loss": losses}} for losses in ([1.0, 2.0], ["nan", None])]
-    assert call("parts/curves.js", "merged", ["loss"], answers) == {"step": [1, 2], "loss": [None, 2.0]}
+    merged = call("parts/curves.js", "merged", ["loss"], answers)
+    assert merged["columns"] == {"step": [1, 2], "loss": [None, 2.0]}
+    assert merged["lost"] == {"loss": {"step": 1, "word": "nan"}}
 
 
 def test_ranks_are_held_against_the_median_of_their_own_stage(run):

@@ -55,7 +55,7 @@ def test_calls_to_the_daemon_fail_at_once_where_nobody_else_has_anything_on_the_
 
 def test_of_agents_elsewhere_nothing_is_asked(cluster, monkeypatch):
     """There may be thousands, and what Ray is asked one by one recoveries wait behind."""
-    found, find = [], cluster.agents.find
-    monkeypatch.setattr(cluster.agents, "find", lambda names: find(found.extend(names) or names))
+    agents, find = [], cluster.agents.find
+    monkeypatch.setattr(cluster.agents, "find", lambda names: find(agents.extend(names) or names))
     asyncio.run(cluster.fail_calls_to("far"))
-    assert len(found) == 2
+    assert len(agents) == 2

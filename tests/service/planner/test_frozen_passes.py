@@ -43,13 +43,13 @@ def reached(spec: JobSpec) -> int:
 def test_products_are_those_that_flops_count(patterns, model, layout):
     """Torch's own count of the engine's steps is what these FLOPs are held against."""
     spec = frozen(patterns, model, **layout)
-    planned = StepModel(spec, Cluster(cpu_machine(8, 1, 1e12, COUNTER), 1, 8), MANTA_ON_CPU)
+    model_of_step = StepModel(spec, Cluster(cpu_machine(8, 1, 1e12, COUNTER), 1, 8), MANTA_ON_CPU)
     stages = range(spec.layout.pipeline * spec.layout.virtual_stages)
-    passes = [each for index in stages for each in planned.budgets_of(index)]
+    passes = [each for index in stages for each in model_of_step.budgets_of(index)]
     batch, core = spec.train.global_batch_size, core_attention_forward(spec.model)
     attention = batch * (spec.model.layers + 2 * reached(spec)) * core
-    told = spec.micro_batches * sum(each.products for each in passes)
-    assert told == pytest.approx(step_flops(spec).hardware_full - attention, rel=1e-9)
+    products = spec.micro_batches * sum(each.products for each in passes)
+    assert products == pytest.approx(step_flops(spec).hardware_full - attention, rel=1e-9)
     # A fused backward makes the scores again, which FLOPs leave out.
     kernels = batch * (spec.model.layers + 2.5 * reached(spec)) * core
     assert spec.micro_batches * sum(each.attention for each in passes) == pytest.approx(kernels, rel=1e-9)

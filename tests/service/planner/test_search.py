@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -199,11 +198,12 @@ def test_bounds_are_bounds(draw, seed):
             assert bounds.model(candidate).time() == StepModel(variant, cluster, engine).time()
 
 
-def test_a_trillion_parameters_on_3072_gpus_take_seconds():
+def test_of_a_trillion_parameters_on_3072_gpus_few_layouts_are_looked_at_closely(monkeypatch):
     spec, cluster = paper(128, 25600, 160, 3072), a100s(384)
-    began = time.process_time()
+    least, looked_at = Bounds._least_seconds, []
+    monkeypatch.setattr(Bounds, "_least_seconds", lambda self, each: looked_at.append(each) or least(self, each))
     answer = search(spec, cluster)
-    assert time.process_time() - began < 8, "about 1.3 s on an idle core"
+    assert len(looked_at) < 1500  # of 3,000 that have room
     # The layout of arXiv:2104.04473, table 1, is as good as the best: what would make it better, micro-batches of two
     # under zb-v, does not fit with what the weights' halves of backward passes keep.
     published = next(plan for plan in answer.plans if sizes(plan.spec) == (8, 64, 6))

@@ -59,9 +59,9 @@ def test_what_is_no_job_stays_what_it_is(document):
 
 
 def test_a_sweep_is_every_combination():
-    found = combinations_in(["train.steps=1,2", "data.paths=[a, b],[c]"])
+    changes = combinations_in(["train.steps=1,2", "data.paths=[a, b],[c]"])
     steps, paths = [1, 1, 2, 2], [["a", "b"], ["c"]] * 2
-    assert found == [{"train.steps": a, "data.paths": b} for a, b in zip(steps, paths, strict=True)]
+    assert changes == [{"train.steps": a, "data.paths": b} for a, b in zip(steps, paths, strict=True)]
 
 
 @pytest.mark.parametrize(
