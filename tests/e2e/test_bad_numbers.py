@@ -53,7 +53,8 @@ def test_samples_of_a_spike_are_skipped(manta, rolled_back):
     assert manta.client.job(rolled_back).restarts == 0
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.soak), 1])
+@pytest.mark.soak  # its parts: tests/workers/test_roll_back.py, and the tests before and after this one
+@pytest.mark.parametrize("victim", [0, 1])
 def test_killed_right_after_a_roll_back_the_job_keeps_its_order_of_samples(
     manta, odd_corpus, rolled_back, kill, victim
 ):

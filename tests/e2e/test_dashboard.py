@@ -97,6 +97,7 @@ def test_slow_rank_is_found_and_explained_in_three_clicks(manta, page):
     manta.client.cancel(job)
 
 
+@pytest.mark.soak  # its parts: tests/e2e/test_traces.py, tests/api/ui/test_pages.py
 @needs_chromium
 def test_step_of_a_real_job_is_traced_and_drawn(manta, page):
     job = manta.submit(manta.spec(steps=10_000, layout=(2, 2, 2)))

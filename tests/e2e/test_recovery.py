@@ -158,6 +158,7 @@ def test_without_snapshots_the_newest_durable_checkpoint_is_used(manta, pair_und
     assert resumed["resume_step"] >= newest
 
 
+@pytest.mark.soak  # what is read: the test before this one
 def test_a_job_that_keeps_no_snapshots_goes_on_from_its_newest_checkpoint(manta, pair_undisturbed, kill):
     job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 10, "snapshots": "off"}))
     manta.hold(job, 1, MIDDLE + 4)
