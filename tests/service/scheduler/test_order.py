@@ -72,6 +72,13 @@ async def until_placed(scheduler, placed, job):
     assert placed == [job.id]
 
 
+async def until_none_waits(scheduler):
+    """Look at the queue until each job has been placed or refused."""
+    async with asyncio.timeout(20):
+        while await scheduler._round():
+            await asyncio.sleep(0.001)
+
+
 def test_data_that_does_not_answer_keeps_its_job_waiting_and_those_behind_it_for_a_while(
     store, submit, cluster, monkeypatch
 ):
@@ -92,9 +99,7 @@ def test_data_that_does_not_answer_keeps_its_job_waiting_and_those_behind_it_for
         await until_placed(scheduler, placed, fine)
         assert job_now(store, slow).reason == "data_silent"
         answers.set()
-        async with asyncio.timeout(20):
-            while await scheduler._round():
-                await asyncio.sleep(0.001)
+        await until_none_waits(scheduler)
 
     try:
         asyncio.run(body())
@@ -129,9 +134,7 @@ def test_data_that_does_not_answer_costs_those_behind_it_one_turn_however_many_j
         assert looked == [("/away/a",), ("/away/b",)]
         assert {job_now(store, each).reason for each in (*sweep, beside)} == {"data_silent"}
         answers.set()
-        async with asyncio.timeout(20):
-            while await scheduler._round():
-                await asyncio.sleep(0.001)
+        await until_none_waits(scheduler)
 
     try:
         asyncio.run(body())
