@@ -114,8 +114,8 @@ def large(name: str) -> JobSpec:
 def test_real_sizes_run_and_take_what_is_told(name, role):
     job = large(name)
     rank = roles(job)[role]
-    told = device_bytes(job)[RankGrid(job.layout).coordinates(rank).pipeline].total
-    assert told == pytest.approx(step_of(job, rank), rel=0.03)
+    planned = device_bytes(job)[RankGrid(job.layout).coordinates(rank).pipeline].total
+    assert planned == pytest.approx(step_of(job, rank), rel=0.03)
 
 
 class PassedAtOnce:

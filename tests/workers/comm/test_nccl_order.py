@@ -132,9 +132,9 @@ def test_every_mistake_is_found_and_its_lines_are_named(corpus, schedule):
     names = set()
     for name, with_mistake in spoiled(programs, seed=1):
         names.add(name)
-        found = findings(with_mistake)
-        assert found, name
-        for each in found:
+        mistakes = findings(with_mistake)
+        assert mistakes, name
+        for each in mistakes:
             assert len(each.lines) >= 2 and all(line.startswith("workers/") for line in each.lines), (name, each)
     # With two chunks a rank sends the next one on the same way meanwhile.
     assert set(SPOILERS) - names <= {"an answer is waited for before the question"}
