@@ -227,7 +227,7 @@ class NewGroups:
 
     def leave(self, all_ended: bool = True) -> None:
         groups, self._groups, self._store = list(self._groups.values()), {}, None
-        _forget_all(self._kind, groups)
+        _forget_all(self._kind, groups, all_ended)
         self._breaking.drain()
 
     def forget(self) -> None:
@@ -305,13 +305,16 @@ class LastingGroups:
     def leave(self, all_ended: bool = True) -> None:
         self._store = None
         if not all_ended:
-            self.forget()
+            self._forget(all_ended)
         self._breaking.drain()
 
     def forget(self) -> None:
+        self._forget(all_ended=True)
+
+    def _forget(self, all_ended: bool) -> None:
         groups, self._groups, self._address = list(self._groups.values()), {}, None
         if groups:
-            _forget_all(self._kind, groups)
+            _forget_all(self._kind, groups, all_ended)
 
 
 def regroup_for(device: torch.device, in_place: bool) -> Regroup:
@@ -325,8 +328,8 @@ def regroup_for(device: torch.device, in_place: bool) -> Regroup:
     return LastingGroups("nccl", breaking) if lasting else NewGroups("nccl", breaking)
 
 
-def _forget_all(kind: str, groups: list[dist.ProcessGroup]) -> None:
-    """Whatever torch knows of `groups`, which were broken off."""
+def _forget_all(kind: str, groups: list[dist.ProcessGroup], all_ended: bool) -> None:
+    """Whatever torch knows of `groups`, which were broken off. `all_ended`: whether their collectives have."""
     if dist.is_initialized():
         if kind == "nccl":
             distributed_c10d._abort_process_group()  # a destroyed one would wait for its peers
@@ -335,7 +338,8 @@ def _forget_all(kind: str, groups: list[dist.ProcessGroup]) -> None:
     # The end of a group waits for its threads, of which one may be in a collective that does not end.
     ending = threading.Thread(target=groups.clear, name="ends of groups", daemon=True)
     ending.start()
-    ending.join(_END_SECONDS)
+    if all_ended:
+        ending.join(_END_SECONDS)
 
 
 def _server_of(store: dist.Store) -> dist.TCPStore:

@@ -4,6 +4,7 @@ GPU. What gloo does is in `test_process_groups.py` and `test_repair.py`."""
 from __future__ import annotations
 
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from workers.comm import regroup
-from workers.comm.regroup import NcclBreaking, NewGroups, regroup_for
+from workers.comm.regroup import GlooBreaking, LastingGroups, NcclBreaking, NewGroups, regroup_for
 from workers.errors import DeviceLost
 
 GPU = torch.device("cuda:0")
@@ -104,6 +105,30 @@ def test_groups_are_left_by_abort_and_then_the_device_is_drained(asked, monkeypa
     left.break_off()
     left.leave()
     assert asked == ["world begins", "abort data", "abort world", "world ends", "forget", "drain cuda:0"]
+
+
+class SlowToEnd:
+    """A group one of whose threads is in a collective that ends late."""
+
+    def __init__(self, may_end: threading.Event, ended: threading.Event):
+        self._may_end, self._ended = may_end, ended
+
+    def __del__(self):
+        self._may_end.wait(5.0)
+        self._ended.set()
+
+
+@pytest.mark.parametrize("kind", [NewGroups, LastingGroups])
+def test_a_collective_that_does_not_end_is_left_to_itself(monkeypatch, kind):
+    """A recovery does not wait for what is known not to have ended."""
+    monkeypatch.setattr(regroup, "_END_SECONDS", 60.0)
+    may_end, ended = threading.Event(), threading.Event()
+    left = kind("gloo", GlooBreaking())
+    left._groups = {"world": SlowToEnd(may_end, ended)}
+    left.leave(all_ended=False)
+    assert not ended.is_set()
+    may_end.set()
+    assert ended.wait(5.0)
 
 
 def test_a_device_that_does_not_recover_says_so_itself(asked, monkeypatch):
