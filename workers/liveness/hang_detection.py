@@ -44,6 +44,11 @@ class TrainerWatch:
         self._still = Standstill(2 * LOOK_SECONDS)
         self._reported_overdue = False
 
+    def enter_generation(self, ranks: int) -> None:
+        """The process goes on in a generation of so many ranks: who watches that has heard nothing that was reported
+        before."""
+        self.ranks, self._reported_overdue = ranks, False
+
     async def run(self) -> None:
         """Look again and again until the process is gone: a process that stands still causes no event."""
         try:

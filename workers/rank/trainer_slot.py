@@ -210,7 +210,7 @@ class TrainerSlot:
             occupant.watched_as = self.rank
             occupant.trainer.run_alongside(occupant.watch.run())
         if occupant.watch is not None:
-            occupant.watch.ranks = math.prod(order.sizes)
+            occupant.watch.enter_generation(math.prod(order.sizes))
         if (order.in_place or order.tries_repair) and not occupant.has_successor:
             occupant.has_successor = True
             successor = asyncio.create_task(self._prepare_successor(occupant.trainer), name="successor")

@@ -222,6 +222,19 @@ def test_a_stopped_process_is_overdue_after_a_second_in_any_phase_but_when_it_is
     assert not watch.overdue
 
 
+def test_a_process_that_was_stopped_at_rest_is_reported_to_who_watches_the_next_generation(look_at):
+    """Whose others wait for it: nobody heeds what was said while all rested."""
+    progress, look = look_at
+    progress.at("resting")
+    watch, said = look(0.0), []
+    watch._report = said.append
+    look(2 * STOPPED_SECONDS, "T")
+    assert [each.overdue for each in said] == [True]
+    watch.enter_generation(ranks=4)
+    look(0.0, "T")
+    assert [each.overdue for each in said] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("phase", "letter", "overdue"), [("backward", "S", True), ("backward", "R", False), ("resting", "S", False)]
 )

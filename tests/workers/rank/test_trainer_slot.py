@@ -88,6 +88,9 @@ class FakeWatch:
     async def run(self):
         """Is closed by `FakeHandle.run_alongside`."""
 
+    def enter_generation(self, ranks):
+        self.ranks = ranks
+
     def look(self):
         return self.sees
 
