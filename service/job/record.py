@@ -39,8 +39,6 @@ Outcome = Mapping[str, Any]
 """How a job ends: `state`, `reason`, `message`."""
 
 
-_WITHOUT_PLACE = {JobState.CANCELLING: JobState.CANCELLED, JobState.PAUSING: JobState.PAUSED}
-"""By state what a job becomes that has lost its places; any other waits for some."""
 NO_ROOM = "nodes_to_be_left"
 """The reason code of a job that waits, or is about to wait, since its nodes are to be left and there is no room
 elsewhere."""
@@ -273,17 +271,22 @@ class JobRecord:
         waits: bool = await self.write(queue)
         return waits
 
-    async def back_to_queue(self, message: str) -> None:
-        """The job has no place, which `message` says."""
+    async def back_to_queue(self, message: str) -> bool:
+        """The job has no place, which `message` says: it waits for some, or is PAUSED, where its user wants that. False
+        where it was cancelled meanwhile."""
 
-        def queue(session: Any) -> None:
+        def queue(session: Any) -> bool:
             job = jobs.get(session, self.id, lock=True)
             ranks.set_all(session, self.id, "exited")
-            target = _WITHOUT_PLACE.get(JobState(job.state), JobState.QUEUED)
-            reason = _lacks(job) if target is JobState.QUEUED else job.reason
+            if job.state == JobState.CANCELLING:
+                return False
+            pauses = job.state == JobState.PAUSING
+            target, reason = (JobState.PAUSED, job.reason) if pauses else (JobState.QUEUED, _lacks(job))
             jobs.transition(session, self.id, target, reason=reason, message=message)
+            return True
 
-        await self.write(queue)
+        waits: bool = await self.write(queue)
+        return waits
 
     async def read(self, query: Any) -> Any:
         """What `query` makes of a session."""

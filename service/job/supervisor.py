@@ -213,7 +213,7 @@ class Supervisor:
             case Rearrange():
                 return await self._rearrange(action)
             case Requeue(message):
-                await self._record.back_to_queue(message)
+                return None if await self._record.back_to_queue(message) else End(JobState.CANCELLED)
             case Leave():
                 return await self._leave()
             case End():

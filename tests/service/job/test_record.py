@@ -153,7 +153,7 @@ def test_launch_that_kept_nobody_says_nothing_of_it(record):
 
 @pytest.mark.parametrize(("asked", "becomes", "reason"), [
     (None, "QUEUED", "insufficient_slots"),
-    (JobState.CANCELLING, "CANCELLED", None),
+    (JobState.CANCELLING, "CANCELLING", None),
     (JobState.PAUSING, "PAUSED", None),
 ])  # fmt: skip
 def test_job_that_has_lost_its_places_waits_for_some_unless_its_user_wants_it_to_end_or_rest(
@@ -161,10 +161,11 @@ def test_job_that_has_lost_its_places_waits_for_some_unless_its_user_wants_it_to
 ):
     walk(record, JobState.STARTING, *([asked] if asked else []))
     record.store.write(lambda s: ranks.replace(s, record.id, [row(0, "a")]))
-    asyncio.run(record.back_to_queue("no place"))
+    cancelled = asked is JobState.CANCELLING
+    assert asyncio.run(record.back_to_queue("no place")) is not cancelled
     with record.store.read() as session:
         job = jobs.get(session, record.id)
-    assert (job.state, job.reason, job.message) == (becomes, reason, "no place")
+    assert (job.state, job.reason, job.message) == (becomes, reason, None if cancelled else "no place")
     assert ranks_of(record) == [("a", None, "exited")]
 
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from service.cluster.placement_groups import NotPlaced
 from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.recovery import budgets
 from service.store import failed_jobs, jobs
@@ -214,6 +215,29 @@ def test_job_cancelled_while_it_was_placed_is_ended_without_a_launch(two_replica
 
     story(body)
     assert job.log == ["STARTING", "CANCELLING", "CANCELLED"]
+    assert cluster.nothing_held
+
+
+def test_job_cancelled_while_it_gets_no_places_leaves_nothing(two_replicas, cluster):
+    """Its snapshots would stay in the nodes' memory for as long as the control plane lives."""
+    job = two_replicas(cluster)
+
+    def refuse():
+        job.cancel()
+        raise NotPlaced("there is no room")
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        cluster.groups.refuse = refuse
+        for agent in list(job.ranks):
+            cluster.agents.living.pop(agent.name)
+            agent.lose()
+        await job.task
+
+    story(body)
+    assert job.log[-2:] == ["CANCELLING", "CANCELLED"]
     assert cluster.nothing_held
 
 
