@@ -339,7 +339,7 @@ def checkpoint_view(
 
 
 def export_view(row: tables.Export, now: float) -> schemas.Export:
-    """An export at Unix time `now`."""
+    """An export at `now`, by the database's clock."""
     lost = row.state == exports.RUNNING and not exports.is_running(row, now)
     said = f"the service that wrote it has ended; look whether {row.path} is there" if lost else row.message
     return schemas.Export(

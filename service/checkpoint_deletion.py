@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from sqlalchemy.orm import Session
 
 from service.states import JobState, after_action, is_final
-from service.store import Store, checkpoints, events, exports, generations, jobs
+from service.store import Store, checkpoints, events, exports, generations, jobs, leases
 from service.store.tables import Checkpoint, Job
 from workers.checkpoint.catalog import checkpoint_path
 from workers.checkpoint.pruning import remove
@@ -65,7 +64,7 @@ def _refuse_needed(session: Session, job: Job, row: Checkpoint, force: bool) -> 
     state = JobState(job.state)
     if row.state == checkpoints.SAVING and not is_final(state) and row.generation == job.generation:
         raise CheckpointNeeded(f"{row.id} is being saved; wait until it is complete, or cancel the job")
-    if exports.any_runs(session, job.id, time.time(), row.id):
+    if exports.any_runs(session, job.id, leases.now(session), row.id):
         raise CheckpointNeeded(f"{row.id} is being exported; wait until that is done")
     lives = generations.of_job(session, job.id)
     restoring = bool(lives) and lives[-1].first_step_at is None and state in _BEFORE_FIRST_STEP

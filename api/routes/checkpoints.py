@@ -13,7 +13,7 @@ from api.openapi import json_request
 from api.parameters import CheckpointId, Control, Cursor, ExportId, Limit, body_as
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.threads import read_threads_of
-from service.store import checkpoints, exports, jobs
+from service.store import checkpoints, exports, jobs, leases
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["checkpoints"])
 
@@ -82,8 +82,7 @@ def list_exports(control: Control, job_id: JobId) -> schemas.Items[schemas.Expor
     """The newest hundred exports of the job's checkpoints, newest first."""
     with control.store.read() as session:
         jobs.get(session, job_id)
-        rows = exports.of_job(session, job_id)
-    now = time.time()
+        rows, now = exports.of_job(session, job_id), leases.now(session)
     return schemas.Items(items=[views.export_view(row, now) for row in rows])
 
 
@@ -92,5 +91,5 @@ def get_export(control: Control, job_id: JobId, export_id: ExportId) -> schemas.
     """How far an export is, and how it ended."""
     with control.store.read() as session:
         jobs.get(session, job_id)
-        row = exports.get(session, job_id, export_id)
-    return views.export_view(row, time.time())
+        row, now = exports.get(session, job_id, export_id), leases.now(session)
+    return views.export_view(row, now)

@@ -51,7 +51,7 @@ def begin(session: Session, job_id: str, why: str = "the user deletes the job") 
     job = jobs.get(session, job_id, lock=True)
     if not is_final(job.state):
         raise JobNotFinal(job_id, JobState(job.state))
-    if exports.any_runs(session, job_id, time.time()):
+    if exports.any_runs(session, job_id, leases.now(session)):
         raise JobBeingExported(job_id)
     failed_jobs.let_memory_go(session, job_id, math.inf)
     if job.deletion_began_at is None:
@@ -71,7 +71,7 @@ def begin_if_expired(session: Session, job_id: str, before: float, why: str) -> 
     job = jobs.get(session, job_id, lock=True)
     if not is_final(job.state) or job.finished_at is None or job.finished_at >= before:
         return False
-    if exports.any_runs(session, job_id, time.time()):
+    if exports.any_runs(session, job_id, leases.now(session)):
         return False
     if job.deletion_began_at is None:
         audit.append_of_service(session, job.project, AuditRecord("delete_expired_job", job_id, None, 200))

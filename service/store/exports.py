@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import time
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from service.store import jobs
+from service.store import jobs, leases
 from service.store.errors import ExportNotFound, JobBeingDeleted
 from service.store.tables import Export
 
@@ -21,7 +20,7 @@ def begin(session: Session, job_id: str, checkpoint_id: str, path: str, format: 
     """Note that an export begins, which a new row is made for. Raises JobNotFound, JobBeingDeleted."""
     if jobs.get(session, job_id, lock=True).deletion_began_at is not None:
         raise JobBeingDeleted(job_id)
-    now = time.time()
+    now = leases.now(session)
     row = Export(
         id=f"export_{secrets.token_hex(6)}",
         job_id=job_id,
@@ -43,14 +42,15 @@ def note(session: Session, export_id: str, done: int, total: int | None) -> None
     """Note that it goes on, and how far it is, in bytes."""
     row = session.get(Export, export_id)
     if row is not None and row.state == RUNNING:
-        row.done_bytes, row.total_bytes, row.updated_at = done, total, time.time()
+        row.done_bytes, row.total_bytes, row.updated_at = done, total, leases.now(session)
 
 
 def end(session: Session, export_id: str, problem: str | None) -> None:
     """Note that it is done, or with `problem` that it failed, and why."""
     row = session.get(Export, export_id)
     if row is not None:
-        row.state, row.message, row.updated_at = DONE if problem is None else FAILED, problem, time.time()
+        row.state, row.message = DONE if problem is None else FAILED, problem
+        row.updated_at = leases.now(session)
         row.done_bytes = row.total_bytes or row.done_bytes if problem is None else row.done_bytes
 
 
@@ -69,11 +69,12 @@ def of_job(session: Session, job_id: str, limit: int = 100) -> list[Export]:
 
 
 def is_running(row: Export, now: float) -> bool:
-    """Whether somebody is writing it at Unix time `now`."""
+    """Whether somebody is writing it at `now`, by the database's clock: who asks may be on another machine."""
     return row.state == RUNNING and now - row.updated_at < SILENT_SECONDS
 
 
 def any_runs(session: Session, job_id: str, now: float, checkpoint_id: str | None = None) -> bool:
-    """Whether an export of a job, or of one of its checkpoints, is being written at Unix time `now`."""
+    """Whether an export of a job, or of one of its checkpoints, is being written at `now`, by the database's
+    clock."""
     rows = session.scalars(select(Export).where(Export.job_id == job_id, Export.state == RUNNING))
     return any(is_running(row, now) for row in rows if checkpoint_id in (None, row.checkpoint_id))

@@ -1,5 +1,7 @@
 """A job is marked when its deletion begins, and its rows go last: all of them, and no others."""
 
+import time
+
 import pytest
 from sqlalchemy import delete, func, select
 
@@ -17,6 +19,7 @@ from service.store import (
     failed_jobs,
     generations,
     jobs,
+    leases,
     metrics,
     rank_numbers,
     ranks,
@@ -104,10 +107,13 @@ def test_job_that_is_being_deleted_is_not_tried_again(store, two):
         store.write(lambda session: failed_jobs.request_retry(session, job_id))
 
 
-def test_job_whose_weights_are_being_exported_stays_until_they_are(store, two):
+def test_job_whose_weights_are_being_exported_stays_until_they_are(store, two, monkeypatch):
     job_id, _ = two
     about = ("ckpt", "/somewhere/more", "hf", None)
+    monkeypatch.setattr(leases, "now", lambda session: 1000.0)
     export = store.write(lambda session: exports.begin(session, job_id, *about)).id
+    ahead = time.time() + 1000.0
+    monkeypatch.setattr(time, "time", lambda: ahead)  # of another machine, which asks
     with pytest.raises(JobBeingExported, match="once that is done"):
         store.write(lambda session: deletion.begin(session, job_id))
     with store.read() as session:
