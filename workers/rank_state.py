@@ -106,7 +106,8 @@ class RankState:
         if self.checkpoints is not None:
             self.checkpoints.finish_copy()
             self.checkpoints.finish()
-            self.checkpoints.enter_generation(self.comm.generation if resume.source == "start" else resume.began)
+            began = self.comm.generation if resume.source == "start" else resume.began
+            self.checkpoints.enter_generation(began, resume.step)
         if self.snapshots is not None:
             self.snapshots.let_go()
         self.guard.finish()
@@ -307,13 +308,12 @@ class RankState:
         return self.guard.history.to_json() if self.guard.active else None
 
     def save_missing_checkpoint(self) -> None:
-        """Save now what generations before should have saved and did not get to. Raises PeerLost."""
+        """Save what generations before should have saved and did not get to. Raises PeerLost."""
         with self.comm.step.phase("checkpoint"):
             if self.checkpoints is not None:
                 self.checkpoints.failure = None  # of a generation before this one
+                self.checkpoints.begin_missing(self.step, self._numbers())
                 self.checkpoints.make_room()
-                if self.checkpoints.is_missing(self.step):
-                    self.checkpoints.begin(self.step, self._numbers())
 
     def finish(self) -> None:
         """After the job's last step: return once all ranks have everything saved. Raises CheckpointNotSaved when the

@@ -29,6 +29,7 @@ from service.store import (
 from service.store.generations import TrainedStep
 from service.store.retries import until_done
 from service.store.tables import Recovery
+from workers.checkpoint.catalog import generation_of
 from workers.protocol.json_codec import JsonObject
 from workers.protocol.reports import (
     Event,
@@ -237,11 +238,14 @@ class ReportWriter:
                 if old.path == data["path"]:
                     checkpoints.mark_deleted(session, old.id)
             return
-        row = checkpoints.find(session, self._job_id, self._generation, step)
-        if row is not None and kind == "checkpoint_saved":
-            checkpoints.complete(session, row.id, data["bytes"])
-        elif row is not None and kind == "checkpoint_failed":
-            checkpoints.fail(session, row.id)
+        if kind in ("checkpoint_saved", "checkpoint_failed"):
+            # A store that was long in answering may have kept it from being told before the next generation began.
+            made_by = generation_of(data["path"]) or self._generation
+            row = checkpoints.find(session, self._job_id, made_by, step)
+            if row is not None and kind == "checkpoint_saved":
+                checkpoints.complete(session, row.id, data["bytes"])
+            elif row is not None:
+                checkpoints.fail(session, row.id)
 
 
 def _in_a_line(error: Exception) -> str:

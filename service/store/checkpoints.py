@@ -37,11 +37,12 @@ def begin(session: Session, job_id: str, generation: int, step: int, path: str) 
 def complete(session: Session, checkpoint_id: str, size_bytes: int) -> bool:
     """Note that a checkpoint's manifest is written; `size_bytes` is its size on disk.
 
-    Returns False, and changes nothing, when it is not being saved: unknown, failed, deleted or complete already.
-    What a lower generation has completed on disk is complete, so this is not fenced.
+    Returns False, and changes nothing, for one that is unknown, deleted or complete already. A failed one is complete
+    too: a store may answer when nobody waits for it any more. What a lower generation has completed on disk is
+    complete, so this is not fenced.
     """
     row = session.get(Checkpoint, checkpoint_id)
-    if row is None or row.state != SAVING:
+    if row is None or row.state not in (SAVING, FAILED):
         return False
     row.state, row.bytes, row.completed_at = COMPLETE, size_bytes, time.time()
     return True
@@ -138,7 +139,7 @@ def reconcile(session: Session, job_id: str, listing: Listing) -> None:
     sizes = {str(path): manifest.bytes for path, manifest in listing.whole}
     for row in rows:
         condition, _ = listing.look_up(row.path, saved)
-        if condition is Condition.WHOLE and row.state == SAVING:
+        if condition is Condition.WHOLE and row.state in (SAVING, FAILED):
             complete(session, row.id, sizes[row.path])
         elif condition is Condition.WHOLE and row.state == DELETED:
             row.state = COMPLETE  # somebody brought it back

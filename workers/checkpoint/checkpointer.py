@@ -21,13 +21,14 @@ from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.catalog import Condition, Manifest
 from workers.checkpoint.checksums import FileSums
 from workers.checkpoint.rectangles import rectangles_of
+from workers.checkpoint.save import Look, Save
 from workers.checkpoint.shared_room import SharedRoom
 from workers.checkpoint.uploads import Uploads
 from workers.comm.comm import Comm
-from workers.comm.shared_work import WORLD, SharedWork
+from workers.comm.shared_work import WORLD
 from workers.config import JobSpec
 from workers.engine import Engine
-from workers.errors import CheckpointError, MantaError
+from workers.errors import CheckpointError, MantaError, PeerLost
 from workers.snapshot.snapshots import HeldSlot, Snapshots
 from workers.snapshot.state_copy import Ready, copy_tensors, event_after
 from workers.storage.files import files_of
@@ -43,6 +44,9 @@ SAVE_WAITS = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each try to save what is to be on disk before all ranks end."""
 PATIENCE_SECONDS = 1.0
 """For how long a save may hold up the training in all, where others are due before it is written."""
+LEAVE_SECONDS = 2.0
+"""For how long a rank that leaves a generation waits for a save that can come to no end any more, or lies with a store
+that does not answer. A process that uploads is given half of it to end."""
 LOOK_SECONDS = 1.0
 """Between looks whether a save that is waited for gets on."""
 
@@ -76,19 +80,19 @@ class Checkpointer:
         held, mine = [optimizer.frozen_held], [optimizer.frozen_owned]
         self._owned[durable.FROZEN] = rectangles_of(flat, held, mine, owned_only=True, tensor_index=tensor_index)
         self._needed[durable.FROZEN] = rectangles_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._under_way: Future[None] | None = None
+        self._writer = _new_thread()
+        self._under_way: Future[str | None] | None = None
+        self._save: Save | None = None
+        """The newest one."""
+        self._look: Look | None = None
+        """For what generations before this one did not get to save, until all ranks know what came of it."""
         self._aside: SharedRoom | None = None
         self._pinned: PinnedMemory | None = None
         self._uploads: Uploads | None = None
-        self._copied = threading.Event()
-        self._copied.set()
-        self._step = 0
-        """Of the newest save."""
         self._writes = 0
         """Of all saves: how often something was written."""
         self._started = 0.0
-        """When the newest save began, by the monotonic clock."""
+        """When the newest save began, or the look, by the monotonic clock."""
         self._patience = 0.0
         """Seconds for which the newest save may still hold up the training."""
         self._delayed = False
@@ -102,10 +106,16 @@ class Checkpointer:
         self.failure: str | None = None
         """Why the newest save has failed; all ranks say the same."""
 
-    def enter_generation(self, began: int) -> None:
-        """A generation begins, whose state descends from that of `began`, which began at step 0. What waits to be saved
-        waits no longer: a rank that is new to the job does not know of it."""
-        self.began, self._delayed = began, False
+    def enter_generation(self, began: int, step: int) -> None:
+        """A generation begins at committed step `step`, whose state descends from that of `began`, which began at step
+        0. What waits to be saved waits no longer: a rank that is new to the job does not know of it."""
+        self.began, self._delayed, self._look = began, False, None
+        self._forget_sealed_after(step)
+
+    def _forget_sealed_after(self, step: int) -> None:
+        """Later steps are done again: what was sealed of them says nothing about what there will be."""
+        if self._sealed > step:
+            self._sealed = 0
 
     def due(self, step: int) -> bool:
         """Whether `step` is one that is saved: every `checkpoint.every_steps`, and the last."""
@@ -113,33 +123,48 @@ class Checkpointer:
         return every > 0 and (step % every == 0 or step == self.spec.train.steps)
 
     def wanted(self, step: int) -> bool:
-        """Whether a save is due at `step`, or since an earlier one that it had to wait at."""
-        return self._delayed or self.due(step)
+        """Whether a save is due at `step`, or since an earlier one that it had to wait at, or may be missing."""
+        return self._delayed or self._look is not None or self.due(step)
 
     def begin(self, step: int, numbers: dict[str, Any] | None = None) -> None:
         """`start`, unless some rank is still writing the save before: then the one that is `wanted` waits, beside the
         training, for the first step at which none is. That of the last step is not delayed. Raises PeerLost."""
-        if step == self.spec.train.steps or self._all_are_free():
+        look, is_last = self._look, step == self.spec.train.steps
+        is_due = self._delayed or (self.due(step) and (look is None or step != look.step))
+        if is_last:
+            self.finish()
+        are_free, is_missing = (True, False) if is_last and look is None else self._all_are_free()
+        if not are_free:
+            if is_due and not self._delayed:
+                self._delayed = True
+                self._report_delay(step)
+            return
+        self._look = None
+        if is_due or is_missing:
             self.start(step, numbers)
-        elif not self._delayed:
-            self._delayed = True
-            self._report_delay(step)
 
-    def is_missing(self, step: int) -> bool:
-        """Whether of the saves from the last one that was due up to committed step `step`, none is whole on disk: a
-        rank died meanwhile. As rank 0 sees it: unless it has sealed one itself, all files of all checkpoints are looked
-        at, which no more ranks than one should do to a store that they share, and what one finds there another may not.
-        Raises PeerLost."""
+    def begin_missing(self, step: int, numbers: dict[str, Any] | None = None) -> None:
+        """`begin` where of the saves from the last one that was due up to committed step `step` none is whole on disk:
+        a rank died meanwhile. Rank 0 looks, and tells the others: all files of all checkpoints are looked at, which no
+        more ranks than one should do to a store that they share, and what one finds there another may not. It looks
+        beside the training, which does not wait for a store that does not answer. Raises PeerLost."""
         every = self.spec.checkpoint.every_steps
         due = step if self.due(step) else step - step % every if every else 0
         if not due:
-            return False
-        return not self._seen(
-            lambda: (
-                due <= self._sealed <= step
-                or any(due <= each.step <= step for _, each in catalog.whole_checkpoints(self.folder))
-            )
+            return
+        self._look = look = Look(step)
+        self._started, self._patience = time.monotonic(), PATIENCE_SECONDS
+        if self.comm.rank == 0:
+            self._under_way = self._writer.submit(self._look_for, look, due)
+        self.begin(step, numbers)
+
+    def _look_for(self, look: Look, due: int) -> str | None:
+        """As `_write`, of which it takes the place: nothing here can fail."""
+        steps = range(due, look.step + 1)
+        look.is_missing = self._sealed not in steps and all(
+            each.step not in steps for _, each in catalog.whole_checkpoints(self.folder)
         )
+        return None
 
     def save_now(self, step: int, numbers: dict[str, Any] | None = None, waits: Sequence[float] = SAVE_WAITS) -> bool:
         """Have the state of committed step `step` whole on disk when this returns, due or not. False where that failed
@@ -154,17 +179,17 @@ class Checkpointer:
         return self._all_see(step)
 
     def _all_see(self, step: int) -> bool:
-        """Whether this generation's checkpoint of `step` is whole."""
-        path = catalog.checkpoint_path(self.folder, step, self.comm.generation)
-        return self._seen(lambda: catalog.look_at(path)[0] is Condition.WHOLE)
-
-    def _seen(self, look: Callable[[], bool]) -> bool:
-        """What rank 0 finds, who seals checkpoints; all ranks answer the same."""
-        seen = torch.zeros(1, device=self.comm.device)
+        """Whether this generation's checkpoint of `step` is whole, as rank 0 sees it, who seals checkpoints."""
+        path, seen = catalog.checkpoint_path(self.folder, step, self.comm.generation), False
         if self.comm.rank == 0:
-            seen.fill_(float(look()))
-        self.comm.all_reduce("world", seen)
-        answer = bool(seen.item())
+            seen = catalog.look_at(path)[0] is Condition.WHOLE
+        return self._anywhere(seen)[0]
+
+    def _anywhere(self, *said: bool) -> list[bool]:
+        """Of each of these, whether any rank says so; all ranks answer the same. Raises PeerLost."""
+        counts = torch.tensor([float(each) for each in said], device=self.comm.device)
+        self.comm.all_reduce("world", counts)
+        answer = [bool(count) for count in counts.tolist()]
         self.comm.confirm()
         return answer
 
@@ -174,54 +199,54 @@ class Checkpointer:
         and `finish_copy` returns. Waits for the save before. `if_it_fails`: what happens then, in words."""
         self.finish()
         self.failure, self._delayed = None, False
-        self._step, self._started, self._patience = step, time.monotonic(), PATIENCE_SECONDS
+        self._started, self._patience = time.monotonic(), PATIENCE_SECONDS
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
         self._report("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
         loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
-        # Of this generation: by the time the thread looks, the rank may have left it.
-        ranks = self.comm.shared_work
         then = if_it_fails or ("training goes on" if step < self.spec.train.steps else "it is tried again")
-        parts = self._begin_parts(step)
-        self._under_way = self._writer.submit(self._write, parts, ranks, step, path, loss_scale, numbers, then)
+        self._save = save = Save(step, path, self.comm.generation, self.comm.shared_work, loss_scale, numbers, then)
+        self._under_way = self._writer.submit(self._write, save, self._begin_parts(save))
 
-    def _begin_parts(self, step: int) -> Parts:
+    def _begin_parts(self, save: Save) -> Parts:
         if self._snapshots is not None:
-            return partial(self._in_slot, self._snapshots.hold(step, self._note))
-        self._copied.clear()
-        return partial(self._aside_of, event_after(self.optimizer.state()))
+            save.copied.set()
+            return partial(self._in_slot, self._snapshots.hold(save.step, self._note))
+        return partial(self._aside_of, event_after(self.optimizer.state()), save.copied)
 
     @property
     def writing(self) -> bool:
-        """Whether the newest save is under way."""
+        """Whether the newest save is under way, or it is looked whether one is missing."""
         return self._under_way is not None and not self._under_way.done()
 
-    def _all_are_free(self) -> bool:
-        """Whether no rank is writing any more. One that is, is waited for while the save's patience lasts: what takes
-        no longer than that is saved at the steps that were asked for."""
+    def _all_are_free(self) -> tuple[bool, bool]:
+        """Whether no rank is writing any more, nor looking; and where one was, whether a save is missing. It is waited
+        for while the save's patience lasts: what takes no longer than that is saved at the steps that were asked
+        for."""
         if self._under_way is not None:
             began = time.monotonic()
             wait([self._under_way], self._patience)
             self._patience = max(0.0, self._patience - (time.monotonic() - began))
-        writing = torch.full((1,), float(self.writing), device=self.comm.device)
-        self.comm.all_reduce("world", writing)
-        answer = not writing.item()
-        self.comm.confirm()
-        return answer
+        writing, is_missing = self._anywhere(self.writing, self._look is not None and self._look.is_missing)
+        return not writing, is_missing
 
     def _report_delay(self, step: int) -> None:
-        seconds = time.monotonic() - self._started
-        reason = f"that of step {self._step} has been under way for {seconds:.1f} s and is not written yet"
-        data = {"writing": self._step, "seconds": seconds}
-        self._report("checkpoint_delayed", step, f"the checkpoint due at step {step} waits: {reason}", data)
+        seconds, data = time.monotonic() - self._started, {}
+        reason = f"it has been looked for {seconds:.1f} s which there are"
+        if self._look is None and self._save is not None:
+            reason = f"that of step {self._save.step} has been under way for {seconds:.1f} s and is not written yet"
+            data = {"writing": self._save.step}
+        message = f"the checkpoint due at step {step} waits: {reason}"
+        self._report("checkpoint_delayed", step, message, {**data, "seconds": seconds})
 
     @property
     def copying(self) -> bool:
         """Whether the state that is being saved is still being copied aside."""
-        return not self._copied.is_set()
+        return self._save is not None and not self._save.copied.is_set()
 
     def finish_copy(self) -> None:
         """Wait until the state that is being saved has been copied aside."""
-        self._copied.wait()
+        if self._save is not None:
+            self._save.copied.wait()
 
     def finish(self) -> None:
         """Wait until the save under way is on disk or has failed. While it gets on, the rank does not stand still, and
@@ -237,23 +262,38 @@ class Checkpointer:
                     waits = True
             if waits:
                 self.comm.progress.moved()
-            self._under_way.result()
+            self.failure = self._under_way.result()
             self._under_way = None
 
     def leave(self) -> None:
-        """`finish` for who comes to rest, and has little time: what a store has not taken by now is given up."""
-        if self._uploads is not None and self.writing and self._has_left():
-            self._uploads.give_up()
+        """`finish` for who comes to rest, and has little time: what a store has not taken by now is given up, and one
+        that does not answer is not waited for."""
+        if self._under_way is not None and self._has_left():
+            if self._uploads is not None and self.writing:
+                self._uploads.give_up()
+            if wait([self._under_way], LEAVE_SECONDS).not_done:
+                self._leave_behind()
         self.finish()
+
+    def _leave_behind(self) -> None:
+        """Go on with another thread. The one that is left writes no more than it is about to: it ends when the store
+        or file system answers, or with the process. What all ranks have written it may still make whole."""
+        if self._save is not None:
+            self._save.left_behind = True
+        self._under_way, self.failure = None, "it was not whole when its ranks left each other"
+        self._writer.shutdown(wait=False)
+        self._writer = _new_thread()
 
     def _has_left(self) -> bool:
         """Whether the ranks have left each other, so that none can bring a save to its end."""
         return self.comm.size("world") > 1 and self.comm.is_over()
 
-    def _wrote(self) -> None:
+    def _wrote(self, save: Save) -> None:
         """Some of a save is written. Raises PeerLost where the rest is of no use: its ranks have left each other, and
         who comes to rest has little time."""
         self._writes += 1
+        if save.left_behind:
+            raise PeerLost("the ranks that saved have left each other")
         if self.comm.size("world") > 1:
             self.comm.raise_if_over()
 
@@ -267,7 +307,8 @@ class Checkpointer:
 
     def undo_after(self, step: int) -> None:
         """Delete the checkpoints of later steps, which are going to be done again. No rank is saving one."""
-        self._delayed = False
+        self._delayed, self._look = False, None
+        self._forget_sealed_after(step)
         for old in pruning.remove_after(self.folder, step, self.began) if self.comm.rank == 0 else ():
             self._report("checkpoint_deleted", step, f"deleted {old.name}, which was undone", {"path": str(old)})
 
@@ -311,19 +352,20 @@ class Checkpointer:
         return self._aside
 
     @contextmanager
-    def _aside_of(self, ready: Ready) -> Iterator[dict[str, torch.Tensor]]:
+    def _aside_of(self, ready: Ready, copied: threading.Event) -> Iterator[dict[str, torch.Tensor]]:
         """The state, copied aside; it stays there until the next save."""
-        yield self._copy_aside(ready)
+        try:
+            state = self._copy_aside(ready)
+        finally:
+            copied.set()
+        yield state
 
     def _copy_aside(self, ready: Ready) -> dict[str, torch.Tensor]:
-        try:
-            room, optimizer = self._room().tensor, self.optimizer
-            weights = room[0].split([len(each) for each in optimizer.parameters])
-            copy_tensors([*weights, room[1], room[2]], optimizer.state(), ready)
-            # No step changes what is frozen, so it may lie where it is.
-            return dict(zip(durable.KINDS, room, strict=True)) | {durable.FROZEN: optimizer.frozen.cpu()}
-        finally:
-            self._copied.set()
+        room, optimizer = self._room().tensor, self.optimizer
+        weights = room[0].split([len(each) for each in optimizer.parameters])
+        copy_tensors([*weights, room[1], room[2]], optimizer.state(), ready)
+        # No step changes what is frozen, so it may lie where it is.
+        return dict(zip(durable.KINDS, room, strict=True)) | {durable.FROZEN: optimizer.frozen.cpu()}
 
     @contextmanager
     def _in_slot(self, held: HeldSlot) -> Iterator[dict[str, torch.Tensor]]:
@@ -338,64 +380,54 @@ class Checkpointer:
         yield parts | {durable.FROZEN: frozen}
         held.check()
 
-    def _write(
-        self,
-        parts: Parts,
-        ranks: SharedWork,
-        step: int,
-        path: str,
-        loss_scale: list[float] | None,
-        numbers: dict[str, Any] | None,
-        then: str,
-    ) -> None:
+    def _write(self, save: Save, parts: Parts) -> str | None:
+        """Why the save has failed; None where it has not."""
         try:
             self._prepare()
-            sums = durable.save(path, self._owned, parts, ranks, self._wrote, self._uploads)
+            sums = durable.save(save.path, self._owned, parts, save.ranks, lambda: self._wrote(save), self._uploads)
             if self.comm.rank == 0:
-                self._seal(step, path, sums, loss_scale, numbers)
+                self._seal(save, sums)
         except (OSError, RuntimeError, MantaError) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            self.failure = reason
-            self._report(
-                "checkpoint_failed", step, f"checkpoint of step {step} failed: {reason}; {then}", {"path": path}
-            )
-            place = place_of(path)
+            message = f"checkpoint of step {save.step} failed: {reason}; {save.if_it_fails}"
+            self._report("checkpoint_failed", save.step, message, {"path": save.path})
+            place = place_of(save.path)
             # What is left of it would keep a full disk full. In a store, which may be long in answering, a later one
             # removes it.
-            if self.comm.rank == 0 and not (isinstance(place, ObjectPath) and self._has_left()):
+            in_store = isinstance(place, ObjectPath)
+            if self.comm.rank == 0 and not (in_store and (save.left_behind or self._has_left())):
                 files_of(place).remove_folder(place)
-        else:
-            if self.comm.rank == 0 and self.deletes_old:
-                self._prune(step)
+            return reason
         finally:
-            self._copied.set()
+            save.copied.set()
+        # Generations after it may have begun anew, and must not lose what was there by it.
+        if self.comm.rank == 0 and self.deletes_old and not save.left_behind:
+            self._prune(save)
+        return None
 
-    def _seal(
-        self,
-        step: int,
-        path: str,
-        sums: dict[str, FileSums],
-        loss_scale: list[float] | None,
-        numbers: dict[str, Any] | None,
-    ) -> None:
+    def _seal(self, save: Save, sums: dict[str, FileSums]) -> None:
         files = {name: each.size for name, each in sorted(sums.items())}
         blocks = {name: list(each.blocks or ()) for name, each in sorted(sums.items())}
-        spec = self.spec.model_dump(mode="json")
-        generation, block_bytes = self.comm.generation, next(iter(sums.values())).block_bytes
-        manifest = Manifest(self.job, generation, step, files, spec, loss_scale, blocks, block_bytes, numbers)
-        catalog.seal(place_of(path), manifest)
-        self._sealed = step
-        data = {"path": path, "bytes": manifest.bytes}
-        self._report("checkpoint_saved", step, f"checkpoint of step {step} is complete", data)
+        spec, block_bytes = self.spec.model_dump(mode="json"), next(iter(sums.values())).block_bytes
+        about = (save.generation, save.step, files, spec, save.loss_scale, blocks, block_bytes, save.numbers)
+        manifest = Manifest(self.job, *about)
+        catalog.seal(place_of(save.path), manifest)
+        if not save.left_behind:
+            self._sealed = save.step
+        data = {"path": save.path, "bytes": manifest.bytes}
+        self._report("checkpoint_saved", save.step, f"checkpoint of step {save.step} is complete", data)
 
-    def _prune(self, step: int) -> None:
-        """Delete what the checkpoint of `step`, which is complete, makes superfluous. Raises nothing."""
+    def _prune(self, save: Save) -> None:
+        """Delete what the checkpoint that was saved, which is complete, makes superfluous. Raises nothing."""
         recovery = self.spec.recovery
         undoes = 2 * recovery.roll_back_steps if recovery.rolls_back else 0
-        keep, generation = self.spec.checkpoint.keep, self.comm.generation
-        for old in pruning.prune(self.folder, keep, generation, undoes, self.began):
-            self._report("checkpoint_deleted", step, f"deleted {old.name}", {"path": str(old)})
+        for old in pruning.prune(self.folder, self.spec.checkpoint.keep, save.generation, undoes, self.began):
+            self._report("checkpoint_deleted", save.step, f"deleted {old.name}", {"path": str(old)})
 
     def _report(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
         if self.comm.rank == 0:
             self.event(kind, step, message, data)
+
+
+def _new_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

@@ -6,18 +6,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from workers.data.sources import CorpusFile
 from workers.errors import DataError
 from workers.storage.files import files_of
 from workers.storage.places import Place
+from workers.system.daemon_threads import answered_within
+
+T = TypeVar("T")
 
 FILE_NAME = "corpus.json"
 HEAD_BYTES = 4096
+ANSWER_SECONDS = 5.0
+"""A place that takes longer to give out or to take the record does not answer. No rank waits longer for that: one that
+replaces another would keep all of them waiting."""
 ADVICE = "put it back as it was, or submit a new job"
 """What to do about a file that is not what it was."""
 
@@ -34,7 +40,7 @@ def as_recorded(files: Sequence[CorpusFile], record: Place, write: bool) -> list
     `files` come back as they are. Raises DataError where they are others than the record's.
     """
     try:
-        recorded = [CorpusFile(**entry) for entry in json.loads(files_of(record).read(record))["files"]]
+        recorded = [CorpusFile(**entry) for entry in json.loads(_read(record))["files"]]
     except FileNotFoundError:
         return _recorded_now(files, record) if write else list(files)
     except (OSError, ValueError, TypeError, KeyError):
@@ -56,7 +62,7 @@ def as_recorded_tokens(tokens: dict[str, Any], record: Place, write: bool) -> bo
     """Hold `tokens` (names and digests of a job's tokenizer, of its parts' tokens) against those that `record` has, and
     with `write` note those that it has not; whether any were noted. Raises DataError where they are others."""
     try:
-        content = json.loads(files_of(record).read(record))
+        content = json.loads(_read(record))
         before = dict(content.get("tokens", {}))
     except (OSError, ValueError, TypeError, AttributeError):
         return False
@@ -66,8 +72,25 @@ def as_recorded_tokens(tokens: dict[str, Any], record: Place, write: bool) -> bo
     if not write or not tokens.keys() - before.keys():
         return False
     with contextlib.suppress(OSError):
-        files_of(record).write_whole(record, json.dumps({**content, "tokens": {**before, **tokens}}).encode())
+        _write(record, {**content, "tokens": {**before, **tokens}})
     return True
+
+
+def _read(record: Place) -> bytes:
+    return _answered(lambda: files_of(record).read(record))
+
+
+def _write(record: Place, content: dict[str, Any]) -> None:
+    def write() -> None:
+        files_of(record).make_folder(record.parent)
+        files_of(record).write_whole(record, json.dumps(content).encode())
+
+    _answered(write)
+
+
+def _answered(ask: Callable[[], T]) -> T:
+    """What a place answers. Raises OSError, also where that takes too long."""
+    return answered_within(ANSWER_SECONDS, "record of the corpus", ask)
 
 
 def _compare(file: CorpusFile | None, before: CorpusFile) -> None:
@@ -84,8 +107,7 @@ def _recorded_now(files: Sequence[CorpusFile], record: Place) -> list[CorpusFile
     recorded = with_heads(files)
     entries = [{"path": file.path, "size": file.size, "head": file.head} for file in recorded]
     with contextlib.suppress(OSError):  # a full disk: the next start records it
-        files_of(record).make_folder(record.parent)
-        files_of(record).write_whole(record, json.dumps({"files": entries}).encode())
+        _write(record, {"files": entries})
     return recorded
 
 

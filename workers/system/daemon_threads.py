@@ -24,3 +24,8 @@ def in_daemon_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return answer
+
+
+def answered_within(seconds: float, name: str, work: Callable[[], T]) -> T:
+    """What `work` answers, or raises. Raises TimeoutError, which is an OSError, where that takes longer."""
+    return in_daemon_thread(name, work).result(seconds)

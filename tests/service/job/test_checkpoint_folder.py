@@ -34,6 +34,25 @@ def test_folder_that_does_not_answer_is_asked_once_until_it_does(tmp_path, monke
     asyncio.run(body())
 
 
+def test_folder_that_has_had_its_time_is_not_waited_for_again(tmp_path, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(checkpoint_folder, "list_checkpoints", lambda folder: answers.wait(60))
+    monkeypatch.setattr(checkpoint_folder, "LOOK_SECONDS", 0.001)
+    reader = FolderReader()
+
+    async def body():
+        await reader.list(tmp_path)
+        monkeypatch.setattr(checkpoint_folder, "LOOK_SECONDS", 1000.0)
+        reader._began -= 1000.0
+        async with asyncio.timeout(60):
+            assert (await reader.list(tmp_path)).problem is not None
+
+    try:
+        asyncio.run(body())
+    finally:
+        answers.set()
+
+
 def test_error_of_the_look_is_raised_where_it_is_awaited_and_the_next_one_is_another(tmp_path, monkeypatch):
     def fail(folder):
         raise MemoryError("too many")

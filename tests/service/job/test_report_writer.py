@@ -14,7 +14,7 @@ from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import checkpoints, events, generations, jobs, metrics, rank_numbers, ranks, recoveries, retries
 from service.store.recoveries import Beginning
-from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest
+from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
 from workers.liveness.rank_samples import RankSample, packed
 from workers.protocol.json_codec import to_json
 from workers.protocol.reports import Metrics, Report, payload_of
@@ -228,6 +228,17 @@ def test_checkpoints_become_rows(store, started, take):
     ]  # fmt: skip
     take("event", 8, type="checkpoint_deleted", step=7, message="deleted", data={"path": "/c/5"})
     assert saved(store, started) == {5: "deleted", 6: "failed", 7: "saving"}
+
+
+def test_a_save_that_ends_in_a_later_generation_is_that_of_the_one_that_began_it(store, started, take):
+    """The store took its manifest when its ranks had left each other."""
+    about = {"step": 5, "message": "m", "data": {"path": str(checkpoint_path("/c", 5, 1)), "bytes": 10}}
+    take("event", 1, type="checkpoint_saving", **about)
+    second = store.write(lambda s: generations.begin(s, started.id, "rank lost", True))
+    writer = ReportWriter(store, started.id, second, resume_step=5, lines=LINES)
+    payload = payload_of("event", {"type": "checkpoint_saved", **about})
+    asyncio.run(writer.take(Report(payload, second, 0, time.time(), 2)))
+    assert saved(store, started) == {5: "complete"}
 
 
 def test_only_what_is_reported_of_checkpoints_changes_their_rows(store, started, take):

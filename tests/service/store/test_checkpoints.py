@@ -28,7 +28,6 @@ def test_the_newest_complete_one_is_what_a_job_can_resume_from(store, started):
     unfinished = store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, "/x/150"))
     assert newest(store, started).id == best
     assert store.write(lambda session: checkpoints.fail(session, unfinished.id))
-    assert not store.write(lambda session: checkpoints.complete(session, unfinished.id, 1))
     assert newest(store, started).id == best
     store.write(lambda session: checkpoints.mark_deleted(session, best))
     assert newest(store, started).step == 50
@@ -131,6 +130,12 @@ def test_what_is_known_to_be_gone_or_damaged_is_deleted_or_failed(store, started
 def test_what_was_brought_back_is_complete_again(store, started, rows):
     assert reconciled(store, started, on_disk(100))[50] == "deleted"
     assert reconciled(store, started, on_disk(50), on_disk(100))[50] == "complete"
+
+
+def test_a_save_that_was_given_up_and_is_whole_all_the_same_is_complete(store, started, rows):
+    """The store took its manifest long after its ranks had left each other."""
+    assert reconciled(store, started, on_disk(50), on_disk(100)) == {**rows, 150: "failed"}
+    assert reconciled(store, started, on_disk(50), on_disk(100), on_disk(150)) == {**rows, 150: "complete"}
 
 
 def test_job_that_was_never_checkpointed_needs_no_folder(store, started):

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -271,14 +271,26 @@ def test_the_last_step_is_due_whatever_its_number_and_none_is_where_none_is_aske
     assert due(0) == []
 
 
+def begun(trainer: Trainer, steps: Sequence[int]) -> list[int]:
+    """Which of `steps` a generation saves that goes on from it, where generations before should have."""
+    checkpoints, saved = trainer.state.checkpoints, list[int]()
+    with (
+        patch.object(module, "PATIENCE_SECONDS", 60.0),
+        patch.object(checkpoints, "start", lambda step, numbers: saved.append(step)),
+    ):
+        for step in steps:
+            checkpoints.begin_missing(step)
+            checkpoints.finish()
+    return saved
+
+
 def test_what_should_be_there_and_is_not_is_missing(trainer):
     save(trainer, 2)
-    missing = [step for step in range(trainer.spec.train.steps + 1) if trainer.state.checkpoints.is_missing(step)]
-    assert missing == [1, 3, 4], "the start is saved by nobody"
+    assert begun(trainer, range(trainer.spec.train.steps + 1)) == [1, 3, 4], "the start is saved by nobody"
 
 
-def looked_for(comm: Comm, document: dict[str, Any], folder: str) -> tuple[int, list[bool]]:
-    """How often a rank has looked into the folder, where all but the first find nothing, and what it says of steps."""
+def looked_for(comm: Comm, document: dict[str, Any], folder: str) -> tuple[int, list[int]]:
+    """How often a rank has looked into the folder, where all but the first find nothing, and what it saves."""
     trainer = trainer_of(comm, document, folder)
     trainer.restore(Resume())
     save(trainer, 1)
@@ -290,34 +302,45 @@ def looked_for(comm: Comm, document: dict[str, Any], folder: str) -> tuple[int, 
         return whole_checkpoints(where) if comm.rank == 0 else []
 
     with patch.object(module.catalog, "whole_checkpoints", look):
-        missing = [trainer.state.checkpoints.is_missing(step) for step in (0, 1, 2)]
+        saved = begun(trainer, (0, 1, 2))
     trainer.close()
-    return len(looked), missing
+    return len(looked), saved
 
 
 def test_one_rank_looks_for_what_is_missing_and_tells_the_others(ranks, corpus, tmp_path):
     """A rank that finds something else, of a store that does not answer it, would save by itself, and wait."""
     document = job(corpus, {"data": 2}, model={"layers": 1}, checkpoint={"every_steps": 1})
     by_rank = ranks.run(ParallelConfig(data=2), looked_for, document, str(tmp_path))
-    assert by_rank == [(1, [False, False, True]), (0, [False, False, True])]
+    assert by_rank == [(1, [2]), (0, [2])]
 
 
 def test_what_was_due_some_steps_ago_is_missing_until_it_or_a_later_step_is_saved(trainer):
     checkpoints = trainer.state.checkpoints
     every = checkpoints.spec.checkpoint.model_copy(update={"every_steps": 2})
     checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": every})
-    assert [step for step in range(4) if checkpoints.is_missing(step)] == [2, 3]
+    assert begun(trainer, range(4)) == [2, 3]
     save(trainer, 3)
-    assert [step for step in range(4) if checkpoints.is_missing(step)] == [2]
+    assert begun(trainer, range(4)) == [2]
 
 
 def test_who_has_sealed_what_was_due_need_not_look_for_it(trainer, monkeypatch):
     save(trainer, 3)
     monkeypatch.setattr(catalog, "whole_checkpoints", lambda folder: pytest.fail(f"looked at all of {folder}"))
-    assert not trainer.state.checkpoints.is_missing(3)
+    assert begun(trainer, [3]) == []
 
 
-def test_a_new_generation_saves_what_the_one_before_did_not_get_to(trainer):
+@pytest.mark.parametrize("undo", ["undo_after", "enter_generation"])
+def test_what_was_sealed_of_a_step_that_is_done_again_says_nothing_about_it(trainer, undo):
+    """The job would end without its last checkpoint."""
+    checkpoints = trainer.state.checkpoints
+    save(trainer, 3)
+    shutil.rmtree(whole_checkpoints(checkpoints.folder)[0][0])
+    checkpoints.undo_after(2) if undo == "undo_after" else checkpoints.enter_generation(0, 2)
+    assert begun(trainer, [3]) == [3]
+
+
+def test_a_new_generation_saves_what_the_one_before_did_not_get_to(trainer, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 60.0)
     checkpoints = trainer.state.checkpoints
     every = checkpoints.spec.checkpoint.model_copy(update={"every_steps": 2})
     checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": every})

@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -147,7 +149,8 @@ def lengths(saved, reader) -> tuple[int, int]:
 def write(trainer: Trainer, path: Path) -> dict[str, FileSums]:
     """All of a save but its manifest."""
     checkpoints = trainer.state.checkpoints
-    return durable.save(str(path), checkpoints._owned, lambda: checkpoints._aside_of(None), SharedWork())
+    parts = partial(checkpoints._aside_of, None, threading.Event())
+    return durable.save(str(path), checkpoints._owned, parts, SharedWork())
 
 
 @settings(deadline=None, max_examples=40)

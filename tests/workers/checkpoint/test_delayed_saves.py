@@ -9,7 +9,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from checkpoint_programs import job, leave_while_saving, lone, train_and_save, train_beside_a_slow_save
+from checkpoint_programs import (
+    job,
+    leave_while_saving,
+    leave_while_sealing,
+    lone,
+    train_and_save,
+    train_beside_a_slow_save,
+)
 from engine_specs import axes
 
 from workers.checkpoint import checkpointer
@@ -71,7 +78,7 @@ def test_what_waits_to_be_saved_waits_for_no_other_generation(trainer, store):
     assert checkpoints.wanted(5)
     store.set()
     checkpoints.finish()
-    checkpoints.enter_generation(0)
+    checkpoints.enter_generation(0, 4)
     assert not checkpoints.wanted(5) and checkpoints.wanted(6)
 
 
@@ -130,6 +137,45 @@ def test_a_save_whose_ranks_leave_each_other_is_broken_off(ranks, corpus, tmp_pa
         assert writes < 5, "of dozens"
         assert failure is not None
     assert whole_checkpoints(tmp_path) == []
+
+
+def test_who_leaves_does_not_wait_for_a_store_that_does_not_take_a_manifest(ranks, corpus, tmp_path):
+    """Rank 0 would be killed for that. What all ranks have written is whole once the store answers."""
+    document = job(corpus, axes((1, 1, 2)), model={"layers": 1}, checkpoint={"every_steps": 0})
+    first, second = ranks.run(ParallelConfig(data=2), leave_while_sealing, document, str(tmp_path))
+    assert first == ("it was not whole when its ranks left each other", [[], [1]])
+    assert second[0] is None
+
+
+@pytest.fixture
+def silent_store(monkeypatch) -> Iterator[threading.Event]:
+    """Says which checkpoints there are only once it is set."""
+    answers, look = threading.Event(), checkpointer.catalog.whole_checkpoints
+    monkeypatch.setattr(checkpointer.catalog, "whole_checkpoints", lambda folder: answers.wait(60) and look(folder))
+    yield answers
+    answers.set()
+
+
+def test_training_does_not_wait_for_a_store_that_does_not_say_what_is_missing(trainer, silent_store, monkeypatch):
+    """Each recovery would, and with it all ranks."""
+    noted, checkpoints = noted_of(trainer, monkeypatch), trainer.state.checkpoints
+    train(trainer, 1)
+    trainer.state.save_missing_checkpoint()
+    assert checkpoints._look is None, "nothing was due"
+    monkeypatch.setattr(checkpoints, "due", lambda step: step in (2, 4, STEPS))
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(checkpoints, "begin", lambda *given: None)
+        train(trainer, 2)
+    trainer.state.save_missing_checkpoint()
+    train(trainer, 1)
+    assert [kind for kind, _, _ in noted] == ["checkpoint_delayed"]
+    assert noted[0][2].startswith("the checkpoint due at step 4 waits: it has been looked for ")
+    silent_store.set()
+    checkpoints.finish()
+    train(trainer, 1)
+    assert saved(trainer) == [5]
+    train(trainer, 1)
+    assert saved(trainer) == [5], "that was all"
 
 
 def test_whoever_waits_for_a_save_that_gets_on_does_not_stand_still(trainer, store, monkeypatch):

@@ -1,15 +1,18 @@
 """A corpus stays what it was when its job began."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from workers.config import DataConfig
+from workers.data import corpus_record
 from workers.data.corpus import ByteCorpus
-from workers.data.corpus_record import as_recorded
+from workers.data.corpus_record import as_recorded, as_recorded_tokens
 from workers.data.sources import corpus_files
 from workers.errors import DataError
+from workers.storage.local_files import LocalFiles
 
 LENGTH = 10_000
 
@@ -144,3 +147,16 @@ def test_record_that_cannot_be_written_keeps_nobody_from_training(folder, tmp_pa
     assert len(corpus) == 2 * LENGTH
     os.truncate(folder / "a.txt", LENGTH)
     assert len(corpus.read(0, LENGTH)) == LENGTH
+
+
+def test_a_place_that_does_not_answer_keeps_nobody_from_training(folder, record, monkeypatch):
+    """A rank that replaces another reads the record too, and all others wait for it."""
+    opened(folder, record, write=True)
+    answers = threading.Event()
+    monkeypatch.setattr(corpus_record, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(LocalFiles, "read", lambda self, file: answers.wait(60) and b"")
+    try:
+        assert len(opened(folder, record, write=True)) == 2 * LENGTH
+        assert not as_recorded_tokens({"the tokenizer": "digest"}, record, write=True)
+    finally:
+        answers.set()

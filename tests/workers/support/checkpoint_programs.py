@@ -271,6 +271,39 @@ def leave_while_saving(comm: Comm, document: dict[str, Any], folder: str) -> tup
     return len(writes), trainer.state.checkpoints.failure
 
 
+def leave_while_sealing(comm: Comm, document: dict[str, Any], folder: str) -> tuple[str | None, list[list[int]]]:
+    """Have the generation end while all parts of a save are written and the store does not take its manifest: why the
+    save failed, as the rank sees it that rests, and the steps that are whole then, and once the store has answered."""
+    sealing, may_seal, sealed, real = threading.Event(), threading.Event(), threading.Event(), catalog.seal
+    trainer = trainer_of(comm, document, folder)
+    checkpoints = trainer.state.checkpoints
+    assert checkpoints is not None
+    checkpoints.event = lambda kind, *_: sealed.set() if kind == "checkpoint_saved" else None
+    trainer.restore(Resume())
+    trainer.train_step()
+
+    def late(*given: Any) -> None:
+        sealing.set()
+        may_seal.wait(60)
+        real(*given)
+
+    with patch.object(catalog, "seal", late), patch.object(checkpointer, "LEAVE_SECONDS", 0.01):
+        checkpoints.start(1)
+        if comm.rank == 0:
+            sealing.wait(60)
+        else:
+            checkpoints.finish()
+        comm.close()
+        trainer.rest()
+        comm.generation += 1  # as the next one begins
+        failure, whole = checkpoints.failure, [[each.step for _, each in catalog.whole_checkpoints(folder)]]
+        may_seal.set()
+        if comm.rank == 0:
+            sealed.wait(60)
+    whole.append([each.step for _, each in catalog.whole_checkpoints(folder) if each.generation < comm.generation])
+    return failure, whole
+
+
 @dataclass
 class Delayed:
     """What one rank did while another one's save did not end."""
