@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,15 @@ def run_helm(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([helm(), *map(str, words)], capture_output=True, text=True, check=False, timeout=60)
 
 
+@cache
 def render(
     values: Path | None = None,
     *settings: str,
     chart: Path = CHART,
-    api_versions: Iterable[str] = API_VERSIONS,
+    api_versions: tuple[str, ...] = API_VERSIONS,
 ) -> list[Manifest]:
-    """The manifests of a release `manta`; `settings`: as `--set` takes them. Fails the test where helm does."""
+    """The manifests of a release `manta`, which are rendered once, so nobody changes them; `settings`: as `--set` takes
+    them. Fails the test where helm does."""
     done = render_or_refuse(values, *settings, chart=chart, api_versions=api_versions)
     assert done.returncode == 0, done.stderr
     return [each for each in yaml.safe_load_all(done.stdout) if each]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from functools import cache
 from pathlib import Path
 
 import jsonschema
@@ -18,7 +17,7 @@ from api.routes import health
 from service.cluster.node_shapes import shapes_in
 from service.cluster.placement import UNITS
 from service.settings import DEFAULT_PORT
-from tests.deploy.chart import CHART, EXAMPLES, ROOT, helm, of_kind, pods, render, render_or_refuse, run_helm
+from tests.deploy.chart import CHART, EXAMPLES, ROOT, of_kind, pods, render, render_or_refuse, run_helm
 from tests.e2e.cluster_apart import RAY_PORT, RAY_SERVER_PORTS, RAY_WORKER_PORTS
 from workers.system.ports import PortRange
 
@@ -29,23 +28,11 @@ SCHEMA = json.loads((Path(__file__).parent / "raycluster.schema.json").read_text
 PATHS = {route.path for route in health.router.routes}
 RAY_PORTS = {"port": str(RAY_PORT), **{name: str(port) for name, port in RAY_SERVER_PORTS.items()}}
 
-pytestmark = pytest.mark.usefixtures("needs_helm")
-
-
-@pytest.fixture
-def needs_helm():
-    helm()
-
 
 @pytest.fixture(params=EXAMPLES, ids=lambda path: path.stem)
 def manifests(request):
     """What an example renders."""
-    return rendered(request.param)
-
-
-@cache
-def rendered(values):
-    return render(values)
+    return render(request.param)
 
 
 def labelled(labels, selector):
@@ -256,7 +243,7 @@ def test_every_container_has_requests_and_limits(manifests):
 
 
 def test_shared_memory_is_memory_and_has_room_for_the_snapshots():
-    (group,) = [pod for pod in pods(rendered(CHART / "examples" / "gpu-pool.yaml")) if pod.name.endswith("/h100")]
+    (group,) = [pod for pod in pods(render(CHART / "examples" / "gpu-pool.yaml")) if pod.name.endswith("/h100")]
     (volume,) = [each for each in group.spec["volumes"] if each["name"] == "shared-memory"]
     (mount,) = [each for each in group.spec["containers"][0]["volumeMounts"] if each["name"] == "shared-memory"]
     assert (volume["emptyDir"]["medium"], mount["mountPath"]) == ("Memory", "/dev/shm")

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from api.cli.main import command_line
 from service.settings import SECRETS, Settings
-from tests.deploy.chart import EXAMPLES, containers, helm, of_kind, pods, render
+from tests.deploy.chart import EXAMPLES, containers, of_kind, pods, render
 from workers import settings as workers_settings
 
 GIVEN = {
@@ -36,13 +36,6 @@ OTHERS = {
     "POSTGRES_USER", "POSTGRES_DB", "POSTGRES_PASSWORD", "POSTGRES_INITDB_ARGS", "PGDATA",
 }  # fmt: skip
 """Variables that Ray, botocore and PostgreSQL's image read."""
-
-pytestmark = pytest.mark.usefixtures("needs_helm")
-
-
-@pytest.fixture
-def needs_helm():
-    helm()
 
 
 @pytest.fixture(params=EXAMPLES, ids=lambda path: path.stem)

@@ -14,7 +14,6 @@ from tests.deploy.chart import (
     CHART,
     NAMESPACE,
     containers,
-    helm,
     of_kind,
     pods,
     render,
@@ -25,13 +24,6 @@ from tests.deploy.kubernetes_server import kubernetes
 
 ONE_NODE = CHART / "examples" / "one-node.yaml"
 GROUP = "ray.workerGroups[0]"
-
-pytestmark = pytest.mark.usefixtures("needs_helm")
-
-
-@pytest.fixture
-def needs_helm():
-    helm()
 
 
 def refused(*settings, values=ONE_NODE, api_versions=API_VERSIONS):
@@ -47,6 +39,7 @@ def refused(*settings, values=ONE_NODE, api_versions=API_VERSIONS):
     (["ingress.enabled=true", "ingress.host=there"], "ingress needs ingress.host and ingress.tlsSecret"),
     ([f"{GROUP}.gpus=8"], "worker group cpu needs either slots (CPU ranks a pod) or gpus"),
     ([f"{GROUP}.sharedMemory.size=6Gi"], "counts as memory of the pod, so resources.limits.memory (6144 MiB) must be"),
+    ([f"{GROUP}.resources.limits.memory=1G"], "so resources.limits.memory (953 MiB) must be"),
     (["ray.autoscaling.enabled=true"], "worker group cpu needs maxReplicas, since ray.autoscaling is on"),
     (["controlPlane.replica=2"], "Additional property replica is not allowed"),
     (["controlPlane.settings.MANTA_API_KEY=secret"], "MANTA_API_KEY"),
@@ -71,10 +64,12 @@ def test_without_kuberay_or_the_prometheus_operator_it_says_what_is_missing():
 
 
 def test_a_ray_that_is_there_is_used_as_it_is():
-    manifests = render(ONE_NODE, "ray.address=there:6379", api_versions=())
+    manifests = render(ONE_NODE, "ray.address=there:6379", "ray.autoscaling.enabled=true", api_versions=())
     assert not of_kind(manifests, "RayCluster")
     (plane,) = [pod for pod in pods(manifests) if pod.name.startswith("Deployment/")]
-    assert "--ray=there:6379" in plane.spec["containers"][0]["command"]
+    (container,) = plane.spec["containers"]
+    assert "--ray=there:6379" in container["command"]
+    assert "MANTA_NODE_SHAPES" not in {each["name"] for each in container["env"]}, "no nodes of ours come and go there"
     assert {each["metadata"]["name"] for each in of_kind(manifests, "NetworkPolicy")} == {"manta", "manta-postgresql"}
 
 
