@@ -45,6 +45,7 @@ KINDS: dict[str, Kind] = {
     "rank_not_found": Kind(404, "the job has no such rank"),
     "node_not_found": Kind(404, "there is no such node, or several ids begin like that"),
     "method_not_allowed": Kind(405, "the path does not take this method"),
+    "body_too_slow": Kind(408, "the body took too long to arrive"),
     "illegal_transition": Kind(409, "the job's state does not allow it"),
     "job_not_final": Kind(409, "the job is not over: cancel it first"),
     "job_being_deleted": Kind(409, "the job is being deleted"),
@@ -83,6 +84,7 @@ OF_A_JOB = ("job_not_found", "database_unavailable")
 _ANY_REQUEST = (
     "other_release",
     "unknown_host",
+    "body_too_slow",
     "body_too_large",
     "too_many_requests",
     "internal_error",

@@ -8,6 +8,7 @@ release is told so here too, before it sends what nobody understands.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import re
 import socket
@@ -24,6 +25,9 @@ from api.rest_version import HEADER, REST, other_client
 
 MAX_BODY_BYTES = 1024 * 1024
 """Longer bodies are refused; a job spec is about a thousand times smaller."""
+BODY_SECONDS = 60.0
+"""How long a body may take to arrive. Until then it holds a connection, of which there are only so many, and whoever
+needs no key could hold all of them."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _JSON_PATHS = "/v1/"
 _NO_HOST = re.compile(r"[/?#@\\\s]")
@@ -118,10 +122,11 @@ class RequestGuard:
         headers = Headers(scope=scope)
         refused = refusal(scope["method"], scope["path"], headers, self._own_names)
         if refused is None and _has_body(headers):
-            body = await _body(receive, headers)
+            body = await _arrived(receive, headers)
             if body is None:
-                detail = f"the body is longer than {MAX_BODY_BYTES} bytes, which no request needs"
-                refused = Refusal("body_too_large", detail)
+                return
+            if isinstance(body, Refusal):
+                refused = body
             else:
                 receive = _replayed(body, receive)
         if refused is not None:
@@ -130,18 +135,30 @@ class RequestGuard:
         await self._app(scope, receive, send)
 
 
-async def _body(receive: Receive, headers: Mapping[str, str]) -> bytes | None:
-    """The whole body; None where it is too long. One that says so is not even read."""
+async def _arrived(receive: Receive, headers: Mapping[str, str]) -> bytes | Refusal | None:
+    """The whole body, or why it is refused; None where its client has left in the middle of it."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _body(receive, headers)
+    except TimeoutError:
+        return Refusal("body_too_slow", f"the body has not arrived within {BODY_SECONDS:g} s; send the request again")
+
+
+async def _body(receive: Receive, headers: Mapping[str, str]) -> bytes | Refusal | None:
+    """The same, however long it takes. One that says that it is too long is not even read."""
+    too_large = Refusal("body_too_large", f"the body is longer than {MAX_BODY_BYTES} bytes, which no request needs")
     length = headers.get("content-length", "0")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
-        return None
+        return too_large
     body = bytearray()
     while True:
         message = await receive()
+        if message["type"] != "http.request":
+            return None
         body += message.get("body", b"")
         if len(body) > MAX_BODY_BYTES:
-            return None
-        if message["type"] != "http.request" or not message.get("more_body", False):
+            return too_large
+        if not message.get("more_body", False):
             return bytes(body)
 
 

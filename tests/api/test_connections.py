@@ -7,7 +7,7 @@ import socket
 import httpx
 import pytest
 
-from api import connections
+from api import connections, request_guard
 from api.connections import MOST_CONNECTIONS, connections_at_once
 from api.rest_version import HEADER, REST
 from tests.api.conftest import FakeControl, serving
@@ -77,6 +77,24 @@ def test_body_that_takes_longer_than_a_head_may_is_not_cut_off(service, monkeypa
         assert answer(silent) == b"", "so the time for a head is over"
         slow.sendall(body[1:])
         assert answer(slow).startswith(b"HTTP/1.1 422 Unprocessable")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEAD.replace(b"GET", b"POST"),
+        f"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        f"Content-Type: application/json\r\nAuthorization: Bearer {ADMIN}\r\n".encode(),
+    ],
+    ids=["a stranger", "a key"],
+)
+def test_body_that_never_arrives_holds_its_connection_no_longer_than_it_may(own_service, monkeypatch, head):
+    """A stranger too may send one, to what answers without a key: nobody else would get a connection any more."""
+    monkeypatch.setattr(request_guard, "BODY_SECONDS", 0.2)
+    with connected(httpx.URL(own_service.url)) as slow:
+        slow.sendall(head + b"Connection: close\r\nContent-Length: 10\r\n\r\n{")
+        said = answer(slow)
+    assert said.startswith(b"HTTP/1.1 408 Request Timeout") and b"body_too_slow" in said
 
 
 def test_one_connection_too_many_is_told_so_and_the_next_is_served_once_there_is_room():

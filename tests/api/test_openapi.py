@@ -66,6 +66,7 @@ def test_errors_are_those_of_the_operation_and_no_others(api):
     assert errors["get_health"] == {
         400: ["other_release"],
         403: ["unknown_host"],
+        408: ["body_too_slow"],
         413: ["body_too_large"],
         429: ["too_many_requests"],
         500: ["internal_error"],

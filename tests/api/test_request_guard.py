@@ -1,5 +1,6 @@
 """What other sites make a browser send is refused, and so are bodies that no request needs."""
 
+import asyncio
 import re
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.app import create_app
-from api.request_guard import MAX_BODY_BYTES, refusal
+from api.request_guard import MAX_BODY_BYTES, RequestGuard, refusal
 from tests.api.support.described_api import description_at
 
 OURS = {"localhost", "trainer7", "manta.example.org"}
@@ -108,3 +109,23 @@ def test_body_that_no_request_needs_is_refused_by_every_operation(service, chunk
         path = re.sub(r"\{\w+\}", "job_000000000001", operation.path)
         response = service.http.request(operation.method, path, content=content, headers=JSON)
         assert (response.status_code, response.json()["code"]) == (413, "body_too_large"), operation.id
+
+
+@pytest.mark.parametrize(("comes", "passed_on"), [
+    (({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}), []),
+    (({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.request", "body": b"}"}), [b"{}"]),
+])  # fmt: skip
+def test_request_whose_client_leaves_within_its_body_goes_no_further(comes, passed_on):
+    """What was to be done is not known: half a body is none."""
+    left, bodies = list(comes), []
+
+    async def receive():
+        return left.pop(0)
+
+    async def app(scope, receive, send):
+        bodies.append((await receive())["body"])
+
+    headers = [(b"host", b"localhost"), (b"content-length", b"2"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/jobs", "headers": headers}
+    asyncio.run(RequestGuard(app)(scope, receive, None))
+    assert bodies == passed_on
