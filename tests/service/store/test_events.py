@@ -4,7 +4,8 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
-from service.store import InvalidCursor, events
+from service.store import InvalidCursor, events, jobs
+from service.store.paging import LARGEST_INTEGER
 
 
 def test_pages_go_on_after_an_id_and_belong_to_one_job(store, submit):
@@ -101,6 +102,22 @@ def test_events_of_all_jobs_are_narrowed_and_go_on_where_a_page_of_the_same_list
     for another in (events.cursors_of_all(other.id, "tick"), events.cursors_of_all(job.id, "noise")):
         with pytest.raises(InvalidCursor):
             another.decode_number(first.next_cursor)
+
+
+@pytest.mark.parametrize("looked_at", [0, 100])
+def test_events_of_a_project_are_those_of_its_jobs_however_they_are_found(store, make_spec, monkeypatch, looked_at):
+    monkeypatch.setattr(events, "_LOOKED_AT", looked_at)
+    mine, other = (store.write(lambda s, to=to: jobs.create(s, make_spec(), project=to))[0] for to in ("mine", "other"))
+    for number in range(3):
+        for job in (mine, other):
+            store.write(lambda session, job=job, n=number: events.append(session, job.id, "tick", f"{n}"))
+    with store.read() as session:
+        first = events.page_of_all(session, type="tick", limit=2, bound="mine")
+        rest = events.page_of_all(session, after_id=first.items[-1].id, bound="mine")
+        assert events.page_of_all(session, after_id=LARGEST_INTEGER, bound="mine").items == []
+        of_job = [events.page_of_all(session, mine.id, "tick", bound=bound).items for bound in ("mine", "other")]
+    assert [(each.job_id, each.message) for each in first.items + rest.items] == [(mine.id, str(n)) for n in range(3)]
+    assert list(map(len, of_job)) == [3, 0]
 
 
 def test_a_transaction_takes_its_place_in_the_order_of_events_once(store, submit):

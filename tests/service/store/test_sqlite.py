@@ -49,8 +49,8 @@ OFTEN = {
 }
 
 
-def plans_of(store, reading, query):
-    """How SQLite looks for what a query wants of jobs; `reading`: what gives what the query asks."""
+def plans_of(store, reading, query, table="jobs"):
+    """How SQLite looks for what a query wants of a table; `reading`: what gives what the query asks."""
     asked = []
 
     def note(_connection, _cursor, statement, parameters, *_):
@@ -61,7 +61,7 @@ def plans_of(store, reading, query):
         query(reader)
     event.remove(store.database.readers, "before_cursor_execute", note)
     with store.read_rows() as connection:
-        about_jobs = [(each, values) for each, values in asked if "FROM jobs" in each]
+        about_jobs = [(each, values) for each, values in asked if f"FROM {table}" in each]
         plans = [connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {each}", values).all() for each, values in about_jobs]
     return [row[-1] for plan in plans for row in plan]
 
@@ -77,6 +77,20 @@ def test_what_is_asked_all_the_time_does_not_go_through_the_jobs_that_are_over(s
 def test_jobs_of_a_name_are_found_by_it_and_not_among_all_of_their_project(store, bound):
     steps = plans_of(store, store.read_rows, lambda rows: job_rows.page(rows, JobFilter(name="x", bound=bound)))
     assert steps == ["SEARCH jobs USING INDEX ix_jobs_name_id (name=?)"]
+
+
+OF_STREAMS = {
+    "which jobs have news": (lambda session: events.newest_of_jobs(session, 0), "id>"),
+    "news of a project": (lambda session: events.page_of_all(session, bound="a-project"), "rowid>? AND rowid<"),
+    "news of a job": (lambda session: events.page_of_all(session, "job_000000000000", bound="a-project"), "id>"),
+}
+
+
+@pytest.mark.parametrize(("query", "where"), OF_STREAMS.values(), ids=OF_STREAMS)
+def test_what_streams_ask_all_the_time_goes_through_the_newest_events_alone(store, query, where):
+    """And not through those of all jobs, nor of all jobs of the project."""
+    about_events = plans_of(store, store.read, query, "events \nWHERE")[0]
+    assert about_events.startswith("SEARCH events") and where in about_events
 
 
 @pytest.mark.parametrize("content", [b"this is no database, but long enough to be looked at" * 100, None])
