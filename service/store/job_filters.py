@@ -28,6 +28,7 @@ from sqlalchemy import (
 )
 
 from service.ids import is_job_id
+from service.states import UNFINISHED, JobState
 from service.store.errors import InvalidCursor
 from service.store.paging import Cursors
 from service.store.tables import Job, JobLabel
@@ -58,24 +59,41 @@ class JobFilter:
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """That hold for those jobs, with parameters in the place of values: the same for filters of one `shape`."""
+        columns = self._columns()
         clauses: list[ColumnElement[bool]] = []
         if self.states:
-            clauses.append(_COLUMNS.state.in_(bindparam("states", expanding=True)))
+            clauses.append(columns["state"].in_(bindparam("states", expanding=True)))
         if self.search is not None:
             pattern = func.lower(bindparam("search"))
             clauses.append(
                 or_(*(func.lower(column).like(pattern, escape="/") for column in (_COLUMNS.name, _COLUMNS.id)))
             )
-        # Fewer jobs have a name than are in a project, which SQLite does not know: it is kept off the project's index.
-        project = _COLUMNS.project if self.name is None else func.coalesce(_COLUMNS.project, "")
-        for key, column in (("name", _COLUMNS.name), ("owner", _COLUMNS.owner), ("project", project)):
-            if getattr(self, "bound" if key == "project" else key) is not None:
-                clauses.append(column == bindparam(key))
+        for key, value in (("name", self.name), ("owner", self.owner), ("project", self.bound)):
+            if value is not None:
+                clauses.append(columns[key] == bindparam(key))
         for place, (_, value) in enumerate(self.labels):
             of_label = [_LABELS.key == bindparam(f"key{place}")]
             of_label += [] if value is None else [_LABELS.value == bindparam(f"value{place}")]
             clauses.append(_COLUMNS.id.in_(select(_LABELS.job_id).where(*of_label)))
         return clauses
+
+    def _columns(self) -> dict[str, ColumnElement[str]]:
+        """The columns that are filtered by, those of `_too_many` kept off their indexes."""
+        off, names = self._too_many(), ("state", "name", "owner", "project")
+        return {name: func.coalesce(_COLUMNS[name], "") if name in off else _COLUMNS[name] for name in names}
+
+    def _too_many(self) -> tuple[str, ...]:
+        """Columns that more jobs have the same value of than of another one that is filtered by, which SQLite does not
+        know: the fewest are of a name, few are not over, and fewer are of an owner than in a state or a project."""
+        if self.name is not None:
+            return "state", "owner", "project"
+        if self.owner is None:
+            return ()
+        return ("owner",) if self._not_over else ("state", "project")
+
+    @property
+    def _not_over(self) -> bool:
+        return bool(self.states) and UNFINISHED.issuperset(self.states)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -95,7 +113,7 @@ class JobFilter:
             return None if value is None else ""
 
         labels = tuple(("", given(value)) for _, value in self.labels)
-        states = self.states and ("",)
+        states = self.states and (JobState.RUNNING if self._not_over else "",)
         return JobFilter(states, given(self.name), given(self.search), labels, given(self.owner), given(self.bound))
 
 

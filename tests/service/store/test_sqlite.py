@@ -73,21 +73,41 @@ def test_what_is_asked_all_the_time_does_not_go_through_the_jobs_that_are_over(s
     assert steps and not [step for step in steps if step.startswith("SCAN jobs")]
 
 
-@pytest.mark.parametrize("bound", [None, "a-project"])
-def test_jobs_of_a_name_are_found_by_it_and_not_among_all_of_their_project(store, bound):
-    steps = plans_of(store, store.read_rows, lambda rows: job_rows.page(rows, JobFilter(name="x", bound=bound)))
-    assert steps == ["SEARCH jobs USING INDEX ix_jobs_name_id (name=?)"]
+FEWEST = {
+    "name": (JobFilter(name="x"), "name"),
+    "name of a project": (JobFilter(name="x", bound="a-project"), "name"),
+    "name and state": (JobFilter(name="x", states=("SUCCEEDED",)), "name"),
+    "name and states": (JobFilter(name="x", states=("QUEUED", "FAILED"), bound="a-project"), "name"),
+    "name and owner": (JobFilter(name="x", owner="ada"), "name"),
+    "owner": (JobFilter(owner="ada", bound="a-project"), "owner"),
+    "owner and state": (JobFilter(owner="ada", states=("SUCCEEDED",)), "owner"),
+    "owner and states": (JobFilter(owner="ada", states=("RUNNING", "FAILED"), bound="a-project"), "owner"),
+}
 
 
-OF_STREAMS = {
+@pytest.mark.parametrize(("wanted", "column"), FEWEST.values(), ids=FEWEST)
+def test_jobs_are_found_by_what_the_fewest_have(store, wanted, column):
+    """Most are over, and in one project."""
+    steps = plans_of(store, store.read_rows, lambda rows: job_rows.page(rows, wanted))
+    assert steps == [f"SEARCH jobs USING INDEX ix_jobs_{column}_id ({column}=?)"]
+
+
+def test_jobs_of_an_owner_that_are_not_over_are_found_among_those_that_are_not(store):
+    wanted = JobFilter(owner="ada", states=("QUEUED", "RUNNING"))
+    steps = plans_of(store, store.read_rows, lambda rows: job_rows.page(rows, wanted))
+    assert "(state=?)" in steps[0]
+
+
+ABOUT_EVENTS = {
     "which jobs have news": (lambda session: events.newest_of_jobs(session, 0), "id>"),
     "news of a project": (lambda session: events.page_of_all(session, bound="a-project"), "rowid>? AND rowid<"),
+    "monitoring": (lambda session: job_numbers._recent_events(session, [], 0.0), "rowid>"),
     "news of a job": (lambda session: events.page_of_all(session, "job_000000000000", bound="a-project"), "id>"),
 }
 
 
-@pytest.mark.parametrize(("query", "where"), OF_STREAMS.values(), ids=OF_STREAMS)
-def test_what_streams_ask_all_the_time_goes_through_the_newest_events_alone(store, query, where):
+@pytest.mark.parametrize(("query", "where"), ABOUT_EVENTS.values(), ids=ABOUT_EVENTS)
+def test_what_is_asked_all_the_time_goes_through_the_newest_events_alone(store, query, where):
     """And not through those of all jobs, nor of all jobs of the project."""
     about_events = plans_of(store, store.read, query, "events \nWHERE")[0]
     assert about_events.startswith("SEARCH events") and where in about_events
