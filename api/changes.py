@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from service.logs import JobLogs
 from service.store import Store, events, jobs
 
@@ -70,17 +72,22 @@ class Changes:
     async def _watch(self) -> None:
         """Until there is no stream any more."""
         known: Mapping[Watched, object] = {}
+        answers = True
         while self._streams:
             watched = list(self._streams)
             try:
                 versions = await asyncio.get_running_loop().run_in_executor(self._thread, self._versions_of, watched)
-            except Exception:  # each stream finds out by itself what the database says
-                log.warning("it could not be found out what is new", exc_info=True)
-                versions = {}
-            for each in watched:
-                if each not in versions or each not in known or versions[each] != known[each]:
-                    for changed in self._streams.get(each, ()):
-                        changed.set()
+            except Exception as error:  # it is asked again, and then all may be new
+                if answers:
+                    why, is_ours = getattr(error, "orig", None) or error, not isinstance(error, SQLAlchemyError)
+                    log.warning("it cannot be found out what is new for streams: %s", why, exc_info=is_ours)
+                versions, answers = {}, False
+            else:
+                answers = True
+                for each in watched:
+                    if each not in versions or each not in known or versions[each] != known[each]:
+                        for changed in self._streams.get(each, ()):
+                            changed.set()
             known = versions
             await asyncio.sleep(LOOK_SECONDS)
 

@@ -15,12 +15,15 @@ from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
 from api.access import begin_stream, is_still_authorized
 from api.changes import Changes, Watched
+from api.problems import DATABASE_AWAY
 from api.threads import LongReads, long_reads_of
 from service.store import JobNotFound
 
 PRESENCE_SECONDS = 1.0
 """How long it takes at most until it is noticed that a client, or its key, is gone."""
 KEEPALIVE_SECONDS = 15.0
+AWAY_SECONDS = 5.0
+"""After which a stream looks again by itself that the database gave no answer."""
 MEDIA_TYPE = "text/event-stream"
 
 
@@ -62,7 +65,7 @@ def wants_stream(request: Request, follow: bool) -> bool:
 def stream(request: Request, look: Look, position: object, watched: Watched) -> StreamingResponse:
     """A response that sends everything from `position` on, looking again whenever there is something new of `watched`,
     ends with an `end` event after the job is final, and stops when the client, its key or the job is gone, or the
-    service ends. Raises TooManyRequests."""
+    service ends. It waits for a database that is away. Raises TooManyRequests."""
     begin_stream(request)
     changes: Changes = request.app.state.changes
     return StreamingResponse(
@@ -89,6 +92,9 @@ async def _events(
                     batch = await threads.run(partial(look, position))
                 except JobNotFound:  # it was deleted meanwhile
                     return
+                except DATABASE_AWAY:  # `changes` says when it answers again, where it has noticed
+                    loop.call_later(AWAY_SECONDS, changed.set)
+                    continue
                 position = batch.position
                 for entry in batch.entries:
                     yield format_sse_event(data_str=entry.data, id=entry.id)

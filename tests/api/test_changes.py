@@ -69,7 +69,7 @@ def test_all_streams_share_one_look_and_only_those_with_news_are_told(versions):
     run(main())
 
 
-def test_who_comes_later_is_told_once_and_a_database_that_fails_tells_all(versions):
+def test_who_comes_later_is_told_once(versions):
     async def main():
         changes = Changes(versions)
         with changes.of(ONE):
@@ -80,12 +80,25 @@ def test_who_comes_later_is_told_once_and_a_database_that_fails_tells_all(versio
                 late.clear()
                 await asyncio.sleep(5 * LOOK_SECONDS)
                 assert not late.is_set()
-                versions.broken = True
-                await asyncio.sleep(LOOK_SECONDS)
-                assert late.is_set()
         await asyncio.sleep(2 * LOOK_SECONDS)
 
     run(main())
+
+
+def test_all_are_told_once_a_database_answers_again_and_its_absence_is_said_once(versions, caplog):
+    async def main():
+        changes = Changes(versions)
+        with changes.of(ONE) as first, changes.of(OTHER) as second:
+            await asyncio.sleep(LOOK_SECONDS / 2)
+            for versions.broken, told in ((True, False), (False, True), (True, False), (False, True)):
+                for each in (first, second):
+                    each.clear()
+                await asyncio.sleep(5 * LOOK_SECONDS)
+                assert [each.is_set() for each in (first, second)] == [told, told]
+        await asyncio.sleep(2 * LOOK_SECONDS)
+
+    run(main())
+    assert len(caplog.records) == 2
 
 
 def test_versions_change_with_events_states_files_and_the_end_of_a_job(service, tmp_path):

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from api import sse_server
 from api.changes import Changes, Watched
 from api.rate_limits import CallerLimits
 from api.routes import events as events_route
 from api.routes import logs
-from api.sse_server import KEEPALIVE_SECONDS, PRESENCE_SECONDS, Batch, Entry
+from api.sse_server import AWAY_SECONDS, KEEPALIVE_SECONDS, PRESENCE_SECONDS, Batch, Entry
 from service.logs import log_file, log_folder
 from service.states import JobState
 from service.store import deletion, events, jobs
@@ -181,12 +182,14 @@ def test_what_a_job_prints_last_is_in_the_stream_though_it_ends_while_its_log_is
     assert ([line["text"] for _, line in entries], state) == (["last"], "CANCELLED")
 
 
-def said_by_a_stream(monkeypatch, seconds, news, revoked_after=math.inf):
+def said_by_a_stream(monkeypatch, seconds, news, revoked_after=math.inf, away=range(0)):
     """By second what a stream says in that time, and when it ends; `news`: what a look at the second of its key finds;
-    `revoked_after`: for so many seconds its API key is good."""
+    `revoked_after`: for so many seconds its API key is good; `away`: seconds in which the database does not answer."""
     loop, left, said = VirtualTimeLoop(), dict(news), []
 
     def look(position):
+        if int(loop.time()) in away:
+            raise OperationalError("SELECT", None, OSError("no answer"))
         due = [second for second in left if second <= loop.time()]
         return Batch([Entry(str(second), left.pop(second)) for second in due], position, False, False, "RUNNING")
 
@@ -244,6 +247,13 @@ def test_stream_ends_soon_after_its_key_was_revoked_and_says_no_more(monkeypatch
     said, ended = said_by_a_stream(monkeypatch, 60, {3: "before", 6: "after"}, revoked_after=5)
     assert [part for _, part in said if "data:" in part] == ["data: before\nid: 3\n\n"]
     assert 5 <= ended <= 5 + 2 * PRESENCE_SECONDS
+
+
+def test_stream_waits_for_a_database_that_is_away_and_goes_on(monkeypatch):
+    said, ended = said_by_a_stream(monkeypatch, 60, {2: "before", 20: "meanwhile", 40: "after"}, away=range(19, 27))
+    told = {part.split("\n")[0]: second for second, part in said if "data:" in part}
+    assert list(told) == ["data: before", "data: meanwhile", "data: after"] and ended == 60
+    assert 27 <= told["data: meanwhile"] <= 27 + AWAY_SECONDS + PRESENCE_SECONDS
 
 
 def test_open_streams_block_nobody_cost_nothing_while_quiet_and_notice_that_the_client_left(service, monkeypatch):
