@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
-from typing import TypeVar
 
 from sqlalchemy.orm import Session
 
@@ -29,7 +28,6 @@ from workers.data.roots import ANYWHERE, DataRoots
 from workers.protocol.messages import ProtocolMismatch
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 RETRY_SECONDS = 1.0
 # How often it is looked for failed jobs whose snapshots were kept for long enough.
@@ -146,7 +144,7 @@ class Housekeeping:
     async def _release_those_without_owner(self) -> None:
         held = await self._cluster.jobs()
         states, deleted = await self._fates(held)
-        keeping = await self._read(partial(failed_jobs.holding_memory, job_ids=held))
+        keeping = await self._store.read_async(partial(failed_jobs.holding_memory, job_ids=held))
         for job in held:
             if job not in states and job not in deleted:
                 log.error(UNKNOWN_JOB, job)
@@ -160,7 +158,7 @@ class Housekeeping:
     async def _runs_in_spite_of_that(self, job_id: str, lease: HeldLease) -> bool:
         """Whether a job that holds nothing according to the database runs all the same, and is taken over: the database
         is a backup."""
-        job = await self._read(lambda session: jobs.get(session, job_id))
+        job = await self._store.read_async(lambda session: jobs.get(session, job_id))
         try:
             return await catch_up(JobRecord(self._store.fenced(lease), job_id), self._cluster, job)
         except (ProtocolMismatch, SpecNotUnderstood):
@@ -172,7 +170,7 @@ class Housekeeping:
         if not (self.is_done_here or self._leases.alone):
             return set()
         states, deleted = await self._fates(job_ids)
-        keeping = await self._read(partial(failed_jobs.holding_memory, job_ids=job_ids))
+        keeping = await self._store.read_async(partial(failed_jobs.holding_memory, job_ids=job_ids))
         for job in set(job_ids) - states.keys() - deleted:
             log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
         return {job for job, state in states.items() if is_final(state) and job not in keeping} | deleted
@@ -181,7 +179,7 @@ class Housekeeping:
         """Those of these jobs that need what they have in the memory of nodes without their ranks: failed ones that may
         be tried again, those between two gangs, and those that wait or are paused with a state that no checkpoint
         has."""
-        return await self._read(partial(_needing_memory, job_ids=job_ids))
+        return await self._store.read_async(partial(_needing_memory, job_ids=job_ids))
 
     async def let_go(self, job_id: str) -> None:
         """Nothing of a final job is left on the cluster, and nobody looks after it. Raises ClusterUnavailable."""
@@ -196,7 +194,7 @@ class Housekeeping:
         seen = SeenExpired(MEMORY_CONFIRMED_SECONDS)
         while True:
             try:
-                expired = await self._read(lambda session: failed_jobs.memory_expired(session, time.time()))
+                expired = await self._store.read_async(partial(failed_jobs.memory_expired, now=time.time()))
                 for job_id in seen.confirmed(expired, time.monotonic()):
                     async with self._leases.borrowed(job_id) as lease:
                         if lease is not None:
@@ -212,16 +210,9 @@ class Housekeeping:
 
     async def _fates(self, job_ids: Collection[str]) -> tuple[dict[str, JobState], set[str]]:
         """The states of those of these jobs that the database knows, and those that were deleted."""
-        return await self._read(
+        return await self._store.read_async(
             lambda session: (jobs.states(session, job_ids), deletion.deleted_ones(session, job_ids))
         )
-
-    async def _read(self, query: Callable[[Session], T]) -> T:
-        def read() -> T:
-            with self._store.read() as session:
-                return query(session)
-
-        return await asyncio.to_thread(read)
 
 
 def _needing_memory(session: Session, job_ids: Collection[str]) -> set[str]:

@@ -120,13 +120,9 @@ class JobOwners:
             self._housekeeping.wake()
         for job_id, to in too_many.items():
             await self._hand_over(job_id, to)
-        for job_id in await asyncio.to_thread(self._jobs_that_want_traces):
+        for job_id in await self._store.read_async(step_traces.jobs_that_want_some):
             if owner := self.of(job_id):
                 owner.trace()
-
-    def _jobs_that_want_traces(self) -> set[str]:
-        with self._store.read() as session:
-            return step_traces.jobs_that_want_some(session)
 
     def _is_busy(self, job_id: str) -> bool:
         """Whether the job is being placed, or what it has is being removed."""

@@ -70,7 +70,7 @@ class Retention:
     async def look(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
         """Delete the jobs of which it is certain that they are past their time."""
         before = time.time() - self._kept_days * DAY_SECONDS
-        expired = await asyncio.to_thread(_expired, store, before)
+        expired = await store.read_async(partial(deletion.expired, before=before))
         for job_id in self._seen.confirmed(expired, self._monotonic(), JOBS_AT_ONCE):
             if expired[job_id] and await asyncio.to_thread(has_newer_files, self._paths, job_id, before):
                 log.warning("%s ended long ago, but its files are newer, or cannot be read: it is kept", job_id)
@@ -87,11 +87,6 @@ class Retention:
             await let_go(job_id)
             deleted = await asyncio.to_thread(delete_rest, store, self._paths, job_id)
             log.info("deleted %s: %s; %s", job_id, why, deleted)
-
-
-def _expired(store: Store, before: float) -> dict[str, bool]:
-    with store.read() as session:
-        return deletion.expired(session, before)
 
 
 def has_newer_files(paths: Paths, job_id: str, moment: float) -> bool:

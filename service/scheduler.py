@@ -13,7 +13,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
+
+from sqlalchemy.orm import Session
 
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable
@@ -28,7 +31,6 @@ from service.leases.errors import LeaseLost
 from service.leases.held import Leases
 from service.states import JobState
 from service.store import IllegalTransition, JobNotFound, Store, jobs
-from service.store.jobs import QueuedJob
 from service.store.retries import may_pass
 from service.store.tables import Job
 from service.stored_specs import SpecNotUnderstood, stored_spec
@@ -127,7 +129,7 @@ class Scheduler:
 
     async def _admit(self) -> bool:
         waiting, behind = False, set[Unit]()
-        queued = await asyncio.to_thread(self._queued)
+        queued = await self._store.read_async(jobs.queued)
         self._keep_only({each.id for each in queued})
         has_gpus = await self._cluster.nodes.has_gpus() if queued else False
         could_be = [await self._cluster.nodes.at_most(unit) for unit in UNITS] if queued else []
@@ -140,7 +142,7 @@ class Scheduler:
             if unit in behind and (self._demand is None or self._demand.is_over):
                 continue
             try:
-                job = await asyncio.to_thread(self._if_queued, each.id)
+                job = await self._store.read_async(partial(_if_queued, job_id=each.id))
                 if job is None:
                     continue
                 outcome = await (self._ask_ahead(job) if unit in behind else self._look_at(job))
@@ -207,19 +209,6 @@ class Scheduler:
         wanted = job.wanted_replicas or spec.layout.data
         largest = fitting(shapes_of(spec), wanted, self._demand.left(unit)) or smallest(spec)
         return largest.layout.world_size if self._demand.add(largest.layout, unit) else None
-
-    def _queued(self) -> list[QueuedJob]:
-        with self._store.read() as session:
-            return jobs.queued(session)
-
-    def _if_queued(self, job_id: str) -> Job | None:
-        """The job; None where it is not in the queue any more."""
-        with self._store.read() as session:
-            try:
-                job = jobs.get(session, job_id)
-            except JobNotFound:
-                return None
-        return job if job.state == JobState.QUEUED else None
 
     def _keep_only(self, job_ids: set[str]) -> None:
         """Forget what is known of the data of other jobs."""
@@ -376,6 +365,15 @@ class Scheduler:
         if self._leases is not None and epoch is not None:
             self._leases.hold(job.id, epoch)
         return True
+
+
+def _if_queued(session: Session, job_id: str) -> Job | None:
+    """The job; None where it is not in the queue any more."""
+    try:
+        job = jobs.get(session, job_id)
+    except JobNotFound:
+        return None
+    return job if job.state == JobState.QUEUED else None
 
 
 def _why(shortage: str, problems: Sequence[str]) -> str:

@@ -4,7 +4,6 @@ does not answer is waited for: nothing that happens to it ends a job."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -290,12 +289,7 @@ class JobRecord:
 
     async def read(self, query: Any) -> Any:
         """What `query` makes of a session."""
-
-        def read() -> Any:
-            with self.store.read() as session:
-                return query(session)
-
-        return await until_done(lambda: asyncio.to_thread(read))
+        return await until_done(lambda: self.store.read_async(query))
 
     async def write(self, operation: Any) -> Any:
         """Do `operation` with a session that is committed."""

@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+from sqlalchemy.orm import Session
+
 from service.kept_logs.kept_log import Blocks, KeptLog
 from service.kept_logs.part_writer import PART_BYTES, SMALL_PARTS, PartWriter
 from service.kept_logs.spool import Spool, SpooledLog
@@ -161,17 +163,13 @@ class LogKeeper:
         except Exception as error:  # noqa: BLE001 - whatever it is, the job's end does not wait for it
             log.warning("what %s has printed last is kept later: %s", job_id, str(error) or "no answer in time")
         else:
-            self._discard(job_id)
+            self.forget(job_id)
             return
         job.lease = None
         self._left.add(job_id)
 
     def forget(self, job_id: str) -> None:
-        """The job is deleted: remove what is here of its log."""
-        self._discard(job_id)
-
-    def _discard(self, job_id: str) -> None:
-        """All of it is kept, or nobody wants it any more."""
+        """Remove what is here of the job's log: all of it is kept, or the job is deleted."""
         self._let_go(job_id)
         self._left.discard(job_id)
         folder = log_folder(self._home, job_id)
@@ -255,7 +253,7 @@ class LogKeeper:
             if job_id not in self._left:  # it is looked after here again
                 return
             if is_deleted:
-                self._discard(job_id)
+                self.forget(job_id)
             elif state in SUPERVISED:
                 self._let_go(job_id)
             elif state is not None:
@@ -279,17 +277,16 @@ class LogKeeper:
                     await self._ship(job, closes)
             finally:
                 job.lease = None
-        self._discard(job_id)
+        self.forget(job_id)
 
     async def _fate(self, job_id: str) -> tuple[JobState | None, bool]:
         """The job's state, and whether it was deleted; None and False where the database does not know it."""
 
-        def read() -> tuple[JobState | None, bool]:
-            with self._store.read() as session:
-                state = jobs.states(session, [job_id]).get(job_id)
-                return state, state is None and bool(deletion.deleted_ones(session, [job_id]))
+        def fate(session: Session) -> tuple[JobState | None, bool]:
+            state = jobs.states(session, [job_id]).get(job_id)
+            return state, state is None and bool(deletion.deleted_ones(session, [job_id]))
 
-        return await asyncio.to_thread(read)
+        return await self._store.read_async(fate)
 
 
 def _answers(folder: Place) -> None:

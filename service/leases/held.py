@@ -241,7 +241,7 @@ class Leases:
         removals, names = self._removed, set(self._held)
         if removals != self._looked_after_removal:
             await self._store.write_async(lambda session: leases.join(session, self.me, self._place, self._ray, False))
-        seen = await asyncio.to_thread(self._read)
+        seen = await self._store.read_async(self._look)
         if not self.alone:
             for name in decisions.lost(names & self._held.keys(), seen.owned):
                 log.warning("%s is looked after by another control plane now", name)
@@ -262,11 +262,10 @@ class Leases:
         strays = decisions.strays(leases.owned(session, self.me), known, leases.overview(session))
         leases.release_all(session, strays, self.me)
 
-    def _read(self) -> _Seen:
-        with self._store.read() as session:
-            died = not self.alone and leases.somebody_died(session, self.me)
-            owned = leases.owned(session, self.me)
-            return _Seen(leases.overview(session), owned, leases.living(session), leases.well(session), died)
+    def _look(self, session: Session) -> _Seen:
+        died = not self.alone and leases.somebody_died(session, self.me)
+        owned = leases.owned(session, self.me)
+        return _Seen(leases.overview(session), owned, leases.living(session), leases.well(session), died)
 
     def _take(self, session: Session, known: _Known) -> tuple[list[JobInBrief], dict[str, int]]:
         if not self.alone:

@@ -185,6 +185,15 @@ class Store:
         with self._read_session() as session:
             yield session
 
+    async def read_async(self, query: Callable[[Session], T]) -> T:
+        """What `query` makes of a session as `read` gives one, without blocking the event loop."""
+
+        def read() -> T:
+            with self.read() as session:
+                return query(session)
+
+        return await asyncio.to_thread(read)
+
     @contextmanager
     def read_rows(self) -> Iterator[Connection]:
         """As `read`, for plain rows: for a single query a session costs five times as much."""

@@ -226,7 +226,7 @@ def test_snapshots_whose_time_is_over_are_looked_for_again_after_a_failure(kept,
         looked.set()
         return []
 
-    monkeypatch.setattr(keeping, "_read", look)
+    monkeypatch.setattr(keeping._store, "read_async", look)
 
     async def body():
         task = asyncio.create_task(keeping._let_go_of_memory())

@@ -123,14 +123,14 @@ def test_clock_that_is_set_forward_for_less_than_an_hour_deletes_nothing(store, 
 def test_job_that_was_tried_again_meanwhile_is_kept(store, look, ended, monkeypatch):
     job = ended(state=JobState.FAILED)
     look()
-    expired = retention._expired
+    expired = deletion.expired
 
-    def then_retried(*arguments):
-        jobs_due = expired(*arguments)
+    def then_retried(session, before):
+        jobs_due = expired(session, before)
         store.write(lambda session: failed_jobs.request_retry(session, job))
         return jobs_due
 
-    monkeypatch.setattr(retention, "_expired", then_retried)
+    monkeypatch.setattr(deletion, "expired", then_retried)
     assert look(CONFIRMED_SECONDS) == []
     with store.read() as session:
         assert jobs.get(session, job).deletion_began_at is None

@@ -262,8 +262,8 @@ def test_job_that_never_fits_is_read_again_when_it_or_the_cluster_is_another_one
 ):
     """There may be thousands, and each look at one takes a millisecond of a core."""
     has(nodes, 1)
-    job, read, now, if_queued = submit(parallel={"tensor": 2}).id, [], [0.0], Scheduler._if_queued
-    monkeypatch.setattr(Scheduler, "_if_queued", lambda self, job: read.append(job) or if_queued(self, job))
+    job, read, now, if_queued = submit(parallel={"tensor": 2}).id, [], [0.0], module._if_queued
+    monkeypatch.setattr(module, "_if_queued", lambda s, job_id: read.append(job_id) or if_queued(s, job_id))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     scheduler = Scheduler(store, cluster, lambda job, generation: None)
 
