@@ -84,7 +84,7 @@ class ReportWriter:
             raise  # whoever has it now gets the report
         except Exception as error:
             log.exception("report %d of rank %d of %s cannot be stored", report.sequence, report.rank, self._job_id)
-            await self._write(self._refused, report, error)
+            await self._write_once(self._left_out, report, error)
 
     async def _take(self, report: Report) -> None:
         match report.payload:
@@ -92,19 +92,20 @@ class ReportWriter:
                 await self._write(self._metrics, report, payload)
                 self._note_stepped(rows)
             case Event() as event:
-                await self._write(self._event, report, event)
+                await self._write_once(self._event, report, event)
             case Printed() as printed:
                 await self._lines.take(report, printed)
             case Started() as started:
                 await self._write(self._started, report, started)
             case TraceBegan() as began:
-                await self._write(self._trace_began, report, began)
+                await self._write_once(self._trace_began, report, began)
             case Traced() as traced:
-                await self._write(self._traced, report, traced)
+                await self._write_once(self._traced, report, traced)
             case Profiled() as profiled:
-                await self._write(self._profiled, report, profiled)
+                await self._write_once(self._profiled, report, profiled)
             case Finished() as finished:
-                await self._write(self._finished, report, finished)
+                if finished.seconds is not None and report.rank == REPORTING_RANK:
+                    await self._write_once(self._finished, report, finished.seconds)
             case Exited():
                 await self._write(self._exit, report, None)
 
@@ -118,9 +119,16 @@ class ReportWriter:
     async def _write(self, operation: Callable[[Session, Report, T], None], report: Report, content: T) -> None:
         await until_done(lambda: self._store.write_async(lambda session: operation(session, report, content)))
 
-    def _refused(self, session: Session, report: Report, error: Exception) -> None:
-        if not jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
-            return
+    async def _write_once(self, operation: Callable[[Session, Report, T], None], report: Report, content: T) -> None:
+        """The same, unless the report was stored before."""
+
+        def once(session: Session, report: Report, content: T) -> None:
+            if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
+                operation(session, report, content)
+
+        await self._write(once, report, content)
+
+    def _left_out(self, session: Session, report: Report, error: Exception) -> None:
         kind = type(report.payload).__name__.lower()
         message = f"a report of rank {report.rank} ({kind}) could not be stored and is left out: {_in_a_line(error)}"
         about = {"generation": self._generation, "rank": report.rank}
@@ -187,34 +195,26 @@ class ReportWriter:
             session, self._job_id, self._generation, connected_at=started.connected_at, restored_at=report.time
         )
 
-    def _finished(self, session: Session, report: Report, finished: Finished) -> None:
+    def _finished(self, session: Session, report: Report, seconds: dict[str, float]) -> None:
         """The last step was committed before; what came after it, such as the last checkpoint, is reported here."""
-        if finished.seconds is None or report.rank != REPORTING_RANK:
-            return
-        if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
-            step = TrainedStep.of(finished.seconds, report.time, counts=False)
-            generations.add_training(session, self._job_id, self._generation, step)
+        step = TrainedStep.of(seconds, report.time, counts=False)
+        generations.add_training(session, self._job_id, self._generation, step)
 
     def _trace_began(self, session: Session, report: Report, began: TraceBegan) -> None:
-        if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
-            trace_requests.note_begun(session, self._job_id, began.number, self._generation, began.first_step)
+        trace_requests.note_begun(session, self._job_id, began.number, self._generation, began.first_step)
 
     def _traced(self, session: Session, report: Report, traced: Traced) -> None:
-        if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
-            about = (self._job_id, traced.number, self._generation, traced.first_step, report.rank)
-            trace_requests.note_recorded(session, *about, traced.recording)
+        about = (self._job_id, traced.number, self._generation, traced.first_step, report.rank)
+        trace_requests.note_recorded(session, *about, traced.recording)
 
     def _profiled(self, session: Session, report: Report, profiled: Profiled) -> None:
-        if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
-            about = (self._job_id, profiled.number, self._generation, profiled.first_step, report.rank)
-            trace_requests.note_profiled(session, *about, base64.b85decode(profiled.content))
+        about = (self._job_id, profiled.number, self._generation, profiled.first_step, report.rank)
+        trace_requests.note_profiled(session, *about, base64.b85decode(profiled.content))
 
     def _exit(self, session: Session, report: Report, _: None) -> None:
         ranks.set_state(session, self._job_id, self._generation, report.rank, "exited")
 
     def _event(self, session: Session, report: Report, event: Event) -> None:
-        if not jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
-            return
         events.append(
             session,
             self._job_id,
