@@ -257,15 +257,12 @@ class RayAgent(RayActor):
         super().__init__(ray, actor)
         self._job, self._epoch = job, epoch
 
-    async def _call(self, method: Callable[..., Coroutine[Any, Any, T]], /, **arguments: Any) -> T:
-        return await call(self._send_as_owner, method, arguments)
-
-    async def _send_as_owner(self, method: str, arguments: JsonObject) -> Any:
+    async def _send(self, method: str, arguments: JsonObject) -> Any:
         epoch = None if self._epoch is None else self._epoch(self._job, method)
         if epoch is not None:
             arguments = {**arguments, EPOCH: epoch}
         try:
-            return await self._send(method, arguments)
+            return await super()._send(method, arguments)
         except StaleOwner as error:
             raise LeaseLost(self._job) from error
 
