@@ -134,35 +134,28 @@ class Settings:
         source = os.environ if environment is None else environment
         home = Path(source.get("MANTA_HOME") or "~/.manta").expanduser().absolute()
         return cls(
-            home,
-            source.get("MANTA_URL") or None,
-            _switch(source, "MANTA_ALLOW_FAULTS"),
-            _names(source, "MANTA_ALLOWED_HOSTS"),
-            _hours(source.get("MANTA_FAILED_MEMORY_HOURS") or "24"),
-            _folders(source, "MANTA_DATA_ROOTS"),
-            source.get("MANTA_DATABASE_URL") or None,
-            _key(source),
-            Tls(
-                _file(source, "MANTA_TLS_CERT"), _file(source, "MANTA_TLS_KEY"), _switch(source, "MANTA_TLS_TERMINATED")
-            ),
-            _networks(source, "MANTA_TRUSTED_PROXIES"),
-            RequestLimits(
-                _number(source, "MANTA_REQUESTS_PER_SECOND", RequestLimits.requests_per_second),
-                int(_number(source, "MANTA_REQUESTS_AT_ONCE", RequestLimits.requests_at_once)),
-                int(_number(source, "MANTA_STREAMS_AT_ONCE", RequestLimits.streams_at_once)),
-                _number(source, "MANTA_ANONYMOUS_PER_SECOND", RequestLimits.anonymous_per_second),
-            ),
-            _number(source, "MANTA_JOBS_KEPT_DAYS", 0.0),
-            _place(source, "MANTA_CHECKPOINTS"),
-            _logs(source),
-            _notices(source, "MANTA_NODE_NOTICES"),
-            _ports(source, "MANTA_PORTS"),
-            _switch(source, "MANTA_SHIP_CODE"),
-            _shapes(source, "MANTA_NODE_SHAPES"),
-            _names(source, "MANTA_MODEL_PACKAGES"),
-            _collector(source, "MANTA_TRACES"),
-            _folders(source, "MANTA_EXPORT_ROOTS") or (),
-            not _switch(source, "MANTA_NO_DASHBOARD"),
+            home=home,
+            url=source.get("MANTA_URL") or None,
+            allow_faults=_switch(source, "MANTA_ALLOW_FAULTS"),
+            allowed_hosts=_names(source, "MANTA_ALLOWED_HOSTS"),
+            failed_memory_hours=_number(source, "MANTA_FAILED_MEMORY_HOURS", cls.failed_memory_hours, below=1e6),
+            data_roots=_folders(source, "MANTA_DATA_ROOTS"),
+            database_url=source.get("MANTA_DATABASE_URL") or None,
+            api_key=_key(source),
+            tls=_tls(source),
+            trusted_proxies=_networks(source, "MANTA_TRUSTED_PROXIES"),
+            limits=_limits(source),
+            jobs_kept_days=_number(source, "MANTA_JOBS_KEPT_DAYS", cls.jobs_kept_days),
+            checkpoints=_place(source, "MANTA_CHECKPOINTS"),
+            logs=_logs(source),
+            node_notices=_notices(source, "MANTA_NODE_NOTICES"),
+            ports=_ports(source, "MANTA_PORTS"),
+            ship_code=_switch(source, "MANTA_SHIP_CODE"),
+            node_shapes=_shapes(source, "MANTA_NODE_SHAPES"),
+            model_packages=_names(source, "MANTA_MODEL_PACKAGES"),
+            traces=_collector(source, "MANTA_TRACES"),
+            export_roots=_folders(source, "MANTA_EXPORT_ROOTS") or (),
+            dashboard=not _switch(source, "MANTA_NO_DASHBOARD"),
         )
 
     def environment_of_service(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -188,6 +181,20 @@ def _key(source: Mapping[str, str]) -> str | None:
     if key and not (key.isascii() and key.isprintable() and " " not in key):
         raise BadSetting(f"{_KEY} is no key: it has characters that no key has; `manta keys create` prints one")
     return key or None
+
+
+def _tls(source: Mapping[str, str]) -> Tls:
+    return Tls(_file(source, "MANTA_TLS_CERT"), _file(source, "MANTA_TLS_KEY"), _switch(source, "MANTA_TLS_TERMINATED"))
+
+
+def _limits(source: Mapping[str, str]) -> RequestLimits:
+    usual = RequestLimits()
+    return RequestLimits(
+        requests_per_second=_number(source, "MANTA_REQUESTS_PER_SECOND", usual.requests_per_second),
+        requests_at_once=int(_number(source, "MANTA_REQUESTS_AT_ONCE", usual.requests_at_once)),
+        streams_at_once=int(_number(source, "MANTA_STREAMS_AT_ONCE", usual.streams_at_once)),
+        anonymous_per_second=_number(source, "MANTA_ANONYMOUS_PER_SECOND", usual.anonymous_per_second),
+    )
 
 
 def _switch(source: Mapping[str, str], name: str) -> bool:
@@ -275,14 +282,14 @@ def _networks(source: Mapping[str, str], name: str) -> tuple[str, ...]:
     return networks
 
 
-def _number(source: Mapping[str, str], name: str, default: float) -> float:
+def _number(source: Mapping[str, str], name: str, default: float, below: float = 1e9) -> float:
     text = source.get(name) or str(default)
     try:
         number = float(text)
     except ValueError:
         number = -1.0
-    if not 0 <= number < 1e9:
-        raise BadSetting(f"{name} is {text!r}; it must be a number of 0 or more")
+    if not 0 <= number < below:
+        raise BadSetting(f"{name} is {text!r}; it must be a number of 0 or more, below {below:,.0f}")
     return number
 
 
@@ -297,13 +304,3 @@ def _folders(source: Mapping[str, str], name: str) -> tuple[Path, ...] | None:
         if not folder.is_absolute():
             raise BadSetting(f"{name} names {folder}; each of its folders must be an absolute path")
     return folders or None
-
-
-def _hours(text: str) -> float:
-    try:
-        hours = float(text)
-    except ValueError:
-        hours = -1.0
-    if not 0 <= hours < 1e6:
-        raise BadSetting(f"MANTA_FAILED_MEMORY_HOURS is {text!r}; it must be a number of hours such as 24, or 0")
-    return hours
