@@ -20,7 +20,7 @@ from service.planner.hardware import GIB, Cluster, UnknownMachine, parts_of
 from service.planner.memory import Fit, RankMemory, fits, tightest, usable_bytes, worst_rank
 from service.planner.mixed_step import step_model
 from service.planner.software import MANTA, Software, engine_on
-from service.planner.step_time import StepTime
+from service.planner.step_time import StepTime, threads_in
 from service.planner.uneven import fitted, refined
 from workers.accounting.flops import StepFlops, step_flops
 from workers.config import JobSpec
@@ -44,7 +44,7 @@ class Plan:
     memory: RankMemory
     """Of the rank that needs most."""
     peak_flops: float
-    """Of one device at the job's precision."""
+    """Of one rank at the job's precision."""
 
     @property
     def flops(self) -> StepFlops:
@@ -83,10 +83,18 @@ def plan_of(
 ) -> Plan:
     """The plan of a job with a layout, whether it fits or not. `software`: by default this engine; `time`, `memory`:
     its own, where they are known. Raises UnknownMachine where the layout wants nodes that the cluster has not."""
-    devices = [part.machine.accelerator for part in parts_of(spec, cluster)]
-    peaks = [each.peak_fp32 if spec.train.precision == "fp32" else each.peak_16bit for each in devices]
+    peaks = [peak_of_rank(spec, part) for part in parts_of(spec, cluster)]
     time = time or step_model(spec, cluster, software).time()
     return Plan(spec, time, memory or tightest(spec, cluster)[0], sum(peaks) / len(peaks))
+
+
+def peak_of_rank(spec: JobSpec, part: Cluster) -> float:
+    """FLOP/s of a rank on these nodes that its MFU is of, as the engine counts it: its device's by the data sheet, or a
+    core's for each of its threads."""
+    machine, device, is_wide = part.machine, part.machine.accelerator, spec.train.precision == "fp32"
+    if machine.core is not None:
+        return machine.core.product_rate(4 if is_wide else 2) * threads_in(spec, part)
+    return device.peak_fp32 if is_wide else device.peak_16bit
 
 
 def evaluate(spec: JobSpec, cluster: Cluster, software: Software | None = None) -> Answer:

@@ -299,3 +299,12 @@ def test_frozen_layers_leave_room_that_a_search_finds():
     whole = worst_rank(search(job(24, 2048, 16, train={"global_batch_size": 8}), cluster).plans[0].spec)
     assert whole.total - whole.activations > 2 * needed
     assert search(spec, small).plans
+
+
+@pytest.mark.parametrize(("slots", "cores"), [(16, 4), (2, 8), (8, 1)])
+def test_mfu_on_cores_is_of_the_threads_that_the_ranks_of_a_layout_have(slots, cores):
+    """As a job reports it: however many slots a node has that a layout leaves free."""
+    cluster = Cluster(cpu_machine(slots, cores, 64e9), 1, slots)
+    plans = search(job(2, 1024, 4), cluster, engine_on(cluster.machine)).plans
+    assert 0.3 < max(plan.rate(plan.flops.model_full) / plan.peak_flops for plan in plans) <= 1.0
+    assert min(plan.spec.layout.world_size for plan in plans) < 16
