@@ -7,12 +7,13 @@ wise kernels count each tensor that is read or written once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from service.planner.communication import Groups, gather_seconds, reduce_seconds
 from service.planner.hardware import HOST_COPY, Machine
-from service.planner.operations import WIDE, Budget, memory_seconds, product_rate, product_seconds
+from service.planner.operations import ROW_BYTES, WIDE, Budget, memory_seconds, product_rate, product_seconds
 from service.planner.pipeline import StageTimes
 from service.planner.software import Software
 from workers.accounting.activation_bytes import kept_terms, offloaded
@@ -67,6 +68,11 @@ class Passes:
             forward.host = host_wait(machine, forward, backward, weight)
             return forward, backward, weight
         return forward.wait_for_host(machine), backward.wait_for_host(machine), weight.wait_for_host(machine)
+
+
+def unit_of(*rows: int) -> int:
+    """Of elements, by which all of these rows of matrices can be divided, as far as it matters."""
+    return math.gcd(ROW_BYTES, *rows)
 
 
 def host_wait(machine: Machine, *passes: Budget) -> float:
@@ -139,12 +145,13 @@ class LayerTime:
     # What passes are made of.
 
     def _product(self, budget: Budget, m: int, n: int, k: int) -> None:
-        budget.products += product_seconds(self.machine, m, n, k, 1, self.width)
+        """Of the m tokens with a matrix."""
+        budget.products += product_seconds(self.machine, m, n, k, 1, self.width, unit_of(n, k))
         budget.operations += 1
 
     def _linear(self, budget: Budget, m: int, n: int, k: int) -> None:
         """A product of a linear layer inside of a transformer layer."""
-        budget.products += product_seconds(self.machine, m, n, k, 1, self.linear_width)
+        budget.products += product_seconds(self.machine, m, n, k, 1, self.linear_width, unit_of(n, k))
         budget.operations += 1
 
     def _cast(self, budget: Budget, columns: int, times: int, moved: int) -> None:
@@ -198,7 +205,8 @@ class LayerTime:
             self._forward_products(budget, width, *products)
 
     def _forward_products(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
-        budget.products += sum(product_seconds(self.machine, self.tokens, n, k, 1, width) for n, k in products)
+        machine, tokens = self.machine, self.tokens
+        budget.products += sum(product_seconds(machine, tokens, n, k, 1, width, unit_of(n, k)) for n, k in products)
         budget.operations += len(products)
 
     def _with_boundary(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
@@ -213,7 +221,7 @@ class LayerTime:
         # Of each rank's part of the sequence one block, in one kernel.
         blocks = ranks if layout.sequence_parallel_on else 1
         rows = -(-self.tokens // (blocks * chunks))
-        product = sum(product_seconds(self.machine, rows, n, k, blocks, width) for n, k in products)
+        product = sum(product_seconds(self.machine, rows, n, k, blocks, width, unit_of(n, k)) for n, k in products)
         collective = self._collective(self.tokens * self.hidden * self.width / chunks)
         # All but the first gathering, or the last sum, run beside a product.
         hidden = self.software.overlaps_tensor * (chunks - 1) * min(collective, product)
@@ -251,8 +259,9 @@ class LayerTime:
         """Batched products over [s, s] scores: `scores` that make such, `context` that read them."""
         model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
         s, d = model.sequence_length, model.head_size
-        budget.attention += scores * product_seconds(self.machine, s, s, d, count, self.width)
-        budget.attention += context * product_seconds(self.machine, s, d, s, count, self.width)
+        unit = unit_of(s, d)
+        budget.attention += scores * product_seconds(self.machine, s, s, d, count, self.width, unit)
+        budget.attention += context * product_seconds(self.machine, s, d, s, count, self.width, unit)
         budget.operations += scores + context
 
     def _score_bytes(self, tensors: float, masks: float = 0.0) -> float:
@@ -358,8 +367,8 @@ class LayerTime:
 
     def weight_products(self) -> float:
         """Seconds of all products for the weights' gradients of a layer."""
-        sizes = self.trained_matrices()
-        return sum(product_seconds(self.machine, m, n, self.tokens, 1, self.linear_width) for m, n in sizes)
+        machine, tokens, width = self.machine, self.tokens, self.linear_width
+        return sum(product_seconds(machine, m, n, tokens, 1, width, unit_of(m, n)) for m, n in self.trained_matrices())
 
     def _cast_inputs(self, budget: Budget) -> None:
         """Of products for weights that are trained."""
@@ -448,7 +457,8 @@ class LayerTime:
         """Seconds of the product for the gradient of the output layer's weight; none where it is frozen."""
         if self.frozen & {TOKEN_EMBEDDING, "output.weight"}:
             return 0.0
-        return product_seconds(self.machine, self._vocabulary, self.hidden, self.tokens, 1, self.width)
+        rows, columns = self._vocabulary, self.hidden
+        return product_seconds(self.machine, rows, columns, self.tokens, 1, self.width, unit_of(rows, columns))
 
     def output_backward(self) -> Budget:
         """The same, back."""

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.planner.communication import groups_of
 from service.planner.hardware import ASSUMED_CORE, cpu_machine
+from service.planner.layer_time import LayerTime
 from service.planner.operations import Budget, memory_seconds, product_seconds
-from tests.service.support.planned import a100s
+from service.planner.software import MANTA
+from tests.service.support.planned import a100s, job
 
 MACHINE = a100s().machine
 sizes = st.integers(1, 20_000)
@@ -60,3 +63,25 @@ def test_on_a_core_operations_cost_beside_their_arithmetic():
 def test_budgets_add_up():
     total = Budget(products=1.0, operations=2).plus(Budget(products=2.0, tensor=0.5, operations=3), 2)
     assert total == Budget(products=5.0, tensor=1.0, operations=8)
+
+
+@pytest.mark.parametrize(("unit", "rate"), [(16, 1.0), (8, 1.0), (4, 0.6), (2, 0.6), (1, 0.3)])
+def test_tensor_cores_are_slower_where_rows_are_no_multiples_of_16_bytes(unit, rate):
+    aligned, seconds = (product_seconds(MACHINE, 8192, 51200, 14336, 1, 2, each) for each in (16, unit))
+    assert aligned / seconds == pytest.approx(rate)
+    assert product_seconds(MACHINE, 4096, 4096, 4096, 1, 4, unit) == product_seconds(MACHINE, 4096, 4096, 4096, 1, 4)
+
+
+def layer(**changes) -> Budget:
+    """Forward and backward of a layer with heads of 112 elements, which makes its scores."""
+    model = {"sequence_length": 2048, "ffn_hidden_size": 7168, **changes.pop("model", {})}
+    spec = job(1, 1792, 16, model=model, train={"attention": "explicit"}, **changes)
+    times = LayerTime(spec, groups_of(spec.layout, a100s(), MANTA), MANTA)
+    return times.forward().plus(times.backward_input()).plus(times.backward_weight())
+
+
+def test_heads_and_widths_that_are_no_multiples_of_8_are_slower_and_numbers_of_tokens_do_not_matter():
+    even, heads, inner = layer(), layer(model={"head_dim": 108}), layer(model={"ffn_hidden_size": 7166})
+    assert heads.attention > 1.15 * even.attention  # though it is less work
+    assert inner.products > 1.3 * even.products and inner.attention == even.attention
+    assert layer(model={"sequence_length": 2047}).products == pytest.approx(even.products, rel=0.01)
