@@ -15,7 +15,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-ENTRIES = ("echo", "fail", "leave", "wait", "compute", "trainer")
+ENTRIES = ("echo", "fail", "leave", "wait", "compute", "train", "trainer")
 
 
 @pytest.fixture(scope="session", autouse=True)

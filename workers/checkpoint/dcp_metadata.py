@@ -1,32 +1,22 @@
 """The `.metadata` of torch.distributed.checkpoint, written for torch's own readers; `old_metadata.py` reads it, where
 there is nothing else.
 
+It is a pickle of objects of that package, whose import takes as long as torch's own. Nothing else of it is needed here,
+so the pickle is put together from its opcodes, without the classes.
+
 Checkpoints of very many rectangles are saved without; `python -m workers.checkpoint.dcp_metadata CHECKPOINT` adds it.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
+import pickle
+import struct
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
+from collections.abc import Iterable
 
 from workers.checkpoint.catalog import manifest_of
-from workers.checkpoint.contents import Contents
+from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
 from workers.checkpoint.old_metadata import DTYPES, METADATA
 from workers.checkpoint.opening import read_contents
 from workers.errors import MantaError
@@ -34,49 +24,108 @@ from workers.protocol.json_codec import MalformedMessage
 from workers.storage.files import files_of
 from workers.storage.places import place_of
 
+VERSION = "1.0.0"
+"""Of the format, as torch numbers it."""
+_RECORDS, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_NAMES = (
+    (_RECORDS, "Metadata"),
+    (_RECORDS, "TensorStorageMetadata"),
+    (_RECORDS, "TensorProperties"),
+    (_RECORDS, "_MEM_FORMAT_ENCODING"),
+    (_RECORDS, "ChunkStorageMetadata"),
+    (_RECORDS, "MetadataIndex"),
+    (_FILES, "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *(("torch", dtype) for dtype in sorted(DTYPES)),
+)
+"""All that the pickle names, by module. It begins with them: from then on each is asked for by its number here."""
+_NAMED = {name: pickle.BINGET + bytes([number]) for number, (_, name) in enumerate(_NAMES)}
+_FALSE = pickle.NEWFALSE
 
-def metadata_of(contents: Contents) -> tuple[Metadata, list[list[WriteResult]]]:
-    """What DCP's writer is finished with: tensors, and where each rectangle lies. Raises MalformedMessage."""
-    tensors: dict[str, Any] = {}
-    written = []
+
+def metadata_file(contents: Contents) -> bytes:
+    """The `.metadata` of a checkpoint, which says the same as what torch would write. Raises MalformedMessage."""
+    tensors, places = [], []
     for name, tensor in contents.tensors.items():
         if tensor.dtype not in DTYPES:
             raise MalformedMessage(f"{name} is of {tensor.dtype!r}, which no checkpoint holds")
-        chunks = [ChunkStorageMetadata(torch.Size(r.offsets), torch.Size(r.sizes)) for r in tensor.rectangles]
-        properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
-        tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        for each in tensor.rectangles:
-            place = _StorageInfo(each.file, each.at, each.bytes)
-            written.append(WriteResult(MetadataIndex(name, each.offsets), each.bytes, place))
-    return Metadata(state_dict_metadata=tensors), [written]
+        tensors.append((_text(name), _tensor(tensor)))
+        places += [(_index(name, each), _place(each)) for each in tensor.rectangles]
+    metadata = _record(
+        "Metadata",
+        state_dict_metadata=_dict(tensors),
+        planner_data=pickle.NONE,
+        storage_data=_dict(places),
+        storage_meta=pickle.NONE,  # torch's reader makes one of its own
+        version=_text(VERSION),
+    )
+    return b"".join([pickle.PROTO, b"\x02", *map(_introduced, range(len(_NAMES))), metadata, pickle.STOP])
 
 
-def metadata_file(path: str, contents: Contents) -> bytes:
-    """The `.metadata` of the checkpoint at `path`, as DCP's writer ends with it. Raises MalformedMessage."""
-    writer, memory = dcp.FileSystemWriter(path, sync_files=False), _Memory()
-    writer.fs = memory
-    writer.finish(*metadata_of(contents))
-    return memory.content
+def _introduced(number: int) -> bytes:
+    """Have a name looked up, and kept under its number."""
+    module, name = _NAMES[number]
+    return pickle.GLOBAL + f"{module}\n{name}\n".encode() + pickle.BINPUT + bytes([number]) + pickle.POP
 
 
-class _Memory(FileSystem):
-    """Takes the one file that a writer ends with."""
+def _tensor(tensor: StoredTensor) -> bytes:
+    layout, contiguous = _call("_get_layout", _text("torch.strided")), _call("_MEM_FORMAT_ENCODING", _int(0))
+    properties = _tuple([_NAMED[tensor.dtype], layout, _FALSE, contiguous, _FALSE])  # neither gradient nor pinned
+    chunks = [
+        _record("ChunkStorageMetadata", offsets=_size(r.offsets), sizes=_size(r.sizes)) for r in tensor.rectangles
+    ]
+    return _record(
+        "TensorStorageMetadata",
+        properties=_object("TensorProperties", properties),
+        size=_size(tensor.shape),
+        chunks=b"".join([pickle.EMPTY_LIST, pickle.MARK, *chunks, pickle.APPENDS]),
+    )
 
-    content = b""
 
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.BytesIO]:
-        """That file."""
-        stream = io.BytesIO()
-        yield stream
-        self.content = stream.getvalue()
+def _index(name: str, rectangle: StoredRectangle) -> bytes:
+    return _record("MetadataIndex", fqn=_text(name), index=pickle.NONE, offset=_size(rectangle.offsets))
 
-    def exists(self, path: Any) -> bool:
-        """There is no other."""
-        return False
 
-    def rename(self, path: Any, new_path: Any) -> None:
-        """It has no name here."""
+def _place(rectangle: StoredRectangle) -> bytes:
+    file, at, length = _text(rectangle.file), _int(rectangle.at), _int(rectangle.bytes)
+    return _record("_StorageInfo", relative_path=file, offset=at, length=length)
+
+
+def _record(name: str, **fields: bytes) -> bytes:
+    return _object(name, _dict((_text(field), value) for field, value in fields.items()))
+
+
+def _object(name: str, state: bytes) -> bytes:
+    """An instance made without a call of its class, with this state."""
+    return _NAMED[name] + pickle.EMPTY_TUPLE + pickle.NEWOBJ + state + pickle.BUILD
+
+
+def _call(name: str, *arguments: bytes) -> bytes:
+    return _NAMED[name] + _tuple(arguments) + pickle.REDUCE
+
+
+def _size(numbers: Iterable[int]) -> bytes:
+    return _call("Size", _tuple(map(_int, numbers)))
+
+
+def _dict(items: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"".join([pickle.EMPTY_DICT, pickle.MARK, *(key + value for key, value in items), pickle.SETITEMS])
+
+
+def _tuple(values: Iterable[bytes]) -> bytes:
+    return b"".join([pickle.MARK, *values, pickle.TUPLE])
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
+
+
+def _int(number: int) -> bytes:
+    if number < 2**31:
+        return pickle.BININT + struct.pack("<i", number)
+    return pickle.LONG1 + b"\x08" + struct.pack("<q", number)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", help="folder or s3:// URL of the checkpoint")
     place = place_of(parser.parse_args(arguments).checkpoint)
     try:
-        content = metadata_file(str(place), read_contents(place, manifest_of(place)))
+        content = metadata_file(read_contents(place, manifest_of(place)))
         files_of(place).write_whole(place / METADATA, content)
     except (MantaError, OSError) as error:
         print(error, file=sys.stderr)

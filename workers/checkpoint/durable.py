@@ -35,8 +35,8 @@ FROZEN = "frozen"
 """Parameters that are not trained, which have no moments. In a checkpoint they are called `model.NAME` as well."""
 
 MOST_IN_METADATA = 100_000
-"""Rectangles of a checkpoint up to which `.metadata` is written, of which torch makes objects: a million of them take
-minutes and gigabytes, here and for whoever reads them. `python -m workers.checkpoint.dcp_metadata` writes it later."""
+"""Rectangles of a checkpoint up to which `.metadata` is written: whoever reads it has torch make objects of them, and a
+million take minutes and gigabytes. `python -m workers.checkpoint.dcp_metadata` writes it later."""
 
 Rectangles = Mapping[str, Sequence[Rectangle]]
 """By KINDS and FROZEN, within the part of that kind."""
@@ -86,7 +86,7 @@ def save(
         contents = merged((each.file, each.tensors) for each in written)
         new = {CONTENTS: contents.content}
         if contents.rectangles <= MOST_IN_METADATA:
-            new[METADATA] = metadata_file(path, Contents.from_bytes(contents.content))
+            new[METADATA] = metadata_file(Contents.from_bytes(contents.content))
         for name, content in new.items():
             with files.create(folder / name) as stream:
                 stream.write(content)

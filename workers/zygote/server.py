@@ -51,7 +51,7 @@ DEFAULT_ENTRIES = {
 DEFAULT_WARM = (
     "torch",
     "torch.distributed",
-    "torch.distributed.checkpoint",
+    "workers.zygote.first_uses:import_them",
     "workers.comm.host_names:ask_for_none",
 )
 

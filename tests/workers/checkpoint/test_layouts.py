@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_programs import Placed, RankOutcome, job, load_and_save, train_and_save
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint import load as dcp_load
+from torch_reader import metadata_by_torch, state_by_torch
 
 from workers.checkpoint import durable
 from workers.checkpoint.catalog import manifest_of, verify, whole_checkpoints
@@ -67,14 +66,6 @@ class Resaved:
     """What each of its ranks saw."""
 
 
-def by_torch(path: Path) -> Whole:
-    """All tensors of a checkpoint as torch reads them."""
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    content = {name: torch.full(entry.size, float("nan")) for name, entry in metadata.items()}
-    dcp_load(content, checkpoint_id=path, no_dist=True)
-    return content
-
-
 def newest(folder: Path) -> Path:
     """The newest whole checkpoint."""
     return whole_checkpoints(folder)[-1][0]
@@ -97,7 +88,7 @@ def written_by(layout: str, model: dict[str, Any], ranks: Any, corpus: str, fold
     """Train from the start in one layout, and save."""
     document = job(corpus, LAYOUTS[layout], model=model)
     by_rank = ranks.run(ParallelConfig(**LAYOUTS[layout]), train_and_save, document, str(folder), SAVED_STEP)
-    written = Written(newest(folder), by_torch(newest(folder)))
+    written = Written(newest(folder), state_by_torch(newest(folder)))
     assert_is(written.content, (each for rank in by_rank for each in rank.loaded))
     assert all(tensor.count_nonzero() for tensor in written.content.values())
     return written
@@ -129,7 +120,7 @@ def assert_kept(written: Written, resaved: Resaved) -> None:
     manifest = verify(resaved.path)
     assert manifest.blocks is not None
     assert manifest.files.keys() == manifest.blocks.keys()
-    saved = by_torch(resaved.path)
+    saved = state_by_torch(resaved.path)
     assert saved.keys() == written.content.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in written.content.items())
 
@@ -193,7 +184,7 @@ def test_the_writers_cut_the_state_differently(resaved):
     """Else the tests above prove less than they say."""
     cuts = set()
     for each in resaved.values():
-        entries = FileSystemReader(each.path).read_metadata().state_dict_metadata
+        entries = metadata_by_torch(each.path).state_dict_metadata
         cuts.add(frozenset((name, chunk.offsets, chunk.sizes) for name in entries for chunk in entries[name].chunks))
     assert len(cuts) >= 7, "tensor 1, 2, 4 and their combinations with data 2, 3 and small buckets"
 
@@ -213,7 +204,7 @@ def test_masters_moments_and_the_loss_scale_survive_a_change_of_layout(ranks, co
     document = job(corpus, writer, model=TIED, train=train)
     ranks.run(ParallelConfig(**writer), train_and_save, document, str(tmp_path / "first"), SAVED_STEP)
     path = newest(tmp_path / "first")
-    content, loss_scale = by_torch(path), manifest_of(path).loss_scale
+    content, loss_scale = state_by_torch(path), manifest_of(path).loss_scale
     assert (loss_scale is not None) == (precision == "fp16")
     model = {name: tensor for name, tensor in content.items() if name.startswith("model.")}
     rounded = {
@@ -228,6 +219,6 @@ def test_masters_moments_and_the_loss_scale_survive_a_change_of_layout(ranks, co
         assert_is(rounded, (each for rank in by_rank for each in rank.computing))
         assert all(rank.loss_scale == (loss_scale or [1.0, 0.0]) for rank in by_rank)
         path = newest(folder)
-        saved = by_torch(path)
+        saved = state_by_torch(path)
         assert all(torch.equal(saved[name], tensor) for name, tensor in content.items())
         assert manifest_of(path).loss_scale == loss_scale

@@ -5,9 +5,7 @@ import threading
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from engine_specs import spec
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from workers.checkpoint import checkpointer
 from workers.checkpoint.catalog import Condition, list_checkpoints, newest_usable, next_generation, verify
@@ -69,12 +67,15 @@ def test_a_job_goes_on_from_a_bucket_with_the_same_bits(bucket, tmp_path):
 
 
 def test_torchs_own_reader_finds_every_tensor(bucket):
+    from torch.distributed.checkpoint import load  # both take seconds, also for who collects tests
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
     _trained(Places(job="job-1", checkpoints=str(_folder(bucket))))
     newest, _ = newest_usable(_folder(bucket))
     state = {"model.final_norm.weight": torch.zeros(16)}
     metadata = FsspecReader(str(newest)).read_metadata().state_dict_metadata
     state = {"model.final_norm.weight": torch.zeros(metadata["model.final_norm.weight"].size)}
-    dcp.load(state, storage_reader=FsspecReader(str(newest)), no_dist=True)
+    load(state, storage_reader=FsspecReader(str(newest)), no_dist=True)
     assert state["model.final_norm.weight"].abs().sum() > 0
 
 

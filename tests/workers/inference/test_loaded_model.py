@@ -8,8 +8,7 @@ from checkpoint_programs import job, train_and_save
 from engine_specs import axes, layout_of, spec
 from plain_gpt import random_weights
 from plain_llama import plain_model
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint import load as dcp_load
+from torch_reader import state_by_torch
 
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.inference.loaded_model import LoadedModel
@@ -68,9 +67,7 @@ def test_a_checkpoint_of_any_layout_is_the_model(ranks, corpus, tmp_path, layout
     document = job(corpus, axes(layout), model={"family": "llama"})
     ranks.run(layout_of(*layout), train_and_save, document, str(tmp_path), 2)
     ((path, *_),) = whole_checkpoints(tmp_path)
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    content = {name: torch.zeros(entry.size) for name, entry in metadata.items()}
-    dcp_load(content, checkpoint_id=path, no_dist=True)
+    content = state_by_torch(path)
     weights = {name.removeprefix("model."): each for name, each in content.items() if name.startswith("model.")}
     model, manifest = LoadedModel.of_checkpoint(path, CPU)
     assert manifest.step == 2

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
 from rank_programs import train_job
 
@@ -98,6 +97,7 @@ def test_manta_reads_what_ray_train_stored(interrupted):
 @pytest.mark.soak
 def test_ray_train_reads_what_the_engine_stored(interrupted):
     from ray.train import Result
+    from torch.distributed.checkpoint import load
 
     result = Result.from_path(interrupted.folder)
     assert result.metrics == rows_of(interrupted.folder / "metrics")[-1]
@@ -105,7 +105,7 @@ def test_ray_train_reads_what_the_engine_stored(interrupted):
     stored = {"model.final_norm.weight": torch.zeros(128)}
     with result.checkpoint.as_directory() as folder:
         assert Path(folder) == whole_checkpoints(interrupted.folder)[-1][0]
-        dcp.load(stored, checkpoint_id=folder, no_dist=True)
+        load(stored, checkpoint_id=folder, no_dist=True)
     assert stored["model.final_norm.weight"].norm() > 0
 
 

@@ -32,6 +32,7 @@ from workers.comm.secret import SECRET_LENGTH
 from workers.config import ParallelConfig
 from workers.errors import PeerLost
 from workers.threads import OF_COMPUTATION
+from workers.zygote.first_uses import MODULES
 
 RANKS = 8
 HOST = "127.0.0.1"
@@ -53,7 +54,7 @@ def begin_process(body: Callable[..., Any], *arguments: Any) -> Any:
     """A process that runs `body`, a function of a module that it can import, and has imported torch already. It ends
     with this one at the latest."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "workers.trainer"])
+    context.set_forkserver_preload(["torch", "workers.trainer", *MODULES])
     process = context.Process(target=body, args=arguments, daemon=True)
     with mock.patch.dict(os.environ, OF_COMPUTATION):  # for the server that forks them, which loads torch
         process.start()

@@ -64,6 +64,17 @@ def compute(argument: dict, control: socket.socket) -> int:
     return 0
 
 
+def train(argument: dict, control: socket.socket) -> int:
+    """Trains a job to its end, and says what was imported meanwhile of other libraries than Python's."""
+    from workers import run
+
+    before, ours = set(sys.modules), {"workers", *sys.stdlib_module_names}
+    code = run.main([argument["config"], "--checkpoints", argument["checkpoints"]])
+    imported = [name for name in sys.modules.keys() - before if name.partition(".")[0] not in ours]
+    _say(control, imported=sorted(imported))
+    return code
+
+
 def trainer(argument: dict, control: socket.socket) -> int:
     """A stand-in for the trainer: does what the job's spec tells it to, as reports on the control socket."""
     order = argument["order"]

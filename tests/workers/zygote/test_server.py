@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+from engine_specs import document
 
 from workers.protocol import messages
 from workers.protocol.messages import PROTOCOL, ForkAnswer
@@ -355,6 +357,22 @@ def test_warm_zygote_has_one_thread_and_forks_fast(warm_zygote, go):
     assert "_raylet" not in maps
     print(f"\nfork to first line of the child: {seconds * 1000:.1f} ms")
     assert seconds < 0.5
+
+
+def test_a_trainer_finds_all_imported_that_it_uses(warm_zygote, go, corpus, tmp_path):
+    """Steps, backward passes and saves included: what it imported itself, each would after every fork."""
+    job = document(data={"paths": [corpus]}, train={"steps": 2}, checkpoint={"every_steps": 1})
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+
+    async def body():
+        places = {"config": str(tmp_path / "job.yaml"), "checkpoints": str(tmp_path / "checkpoints")}
+        child = await fork(warm_zygote.socket, "train", places)
+        said, printed = await child.control.readline(), await child.stderr.read()
+        assert await child.wait() == Exit(0, None), printed
+        child.close()
+        return json.loads(said)["imported"]
+
+    assert go(body) == []
 
 
 def request(**changes):
