@@ -1,12 +1,15 @@
 """One Chromium and one sample server for all tests of a file that only look. Playwright keeps an event loop of its own
 running in the thread meanwhile, which tests of other files could not bear."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
+from api.ui.files import DIGEST
 from tests.api.ui.browser import ARGUMENTS, CHROMIUM, Complaints, Sample, Viewer, served, sign_in
 
 
@@ -57,3 +60,26 @@ def viewer(signed_in: Viewer) -> Iterator[Viewer]:
     for page in signed_in.context.pages:
         page.close()
     assert said == []
+
+
+@pytest.fixture(scope="module")
+def run(signed_in: Viewer) -> Iterator[Callable[..., Any]]:
+    """`run("charts/scale.js", "(module, low) => module.ticks(low, 10, 5)", 0)`: what a function of a module and of what
+    is given beside it returns, as JSON knows it."""
+    page = signed_in.open()
+
+    def ran(module: str, body: str, *arguments: Any) -> Any:
+        script = f"""async ([address, given]) => {{
+            const answer = await ({body})(await import(address), ...given);
+            return JSON.stringify(answer, (key, value) => (ArrayBuffer.isView(value) ? [...value] : value) ?? null);
+        }}"""
+        return json.loads(page.evaluate(script, [f"/ui/static/{DIGEST}/{module}", list(arguments)]))
+
+    yield ran
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def call(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`call("charts/scale.js", "ticks", 0, 10, 5)`: what a function of a module returns."""
+    return lambda module, name, *given: run(module, f"(module, ...given) => module.{name}(...given)", *given)

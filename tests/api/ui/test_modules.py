@@ -3,43 +3,18 @@
 import csv
 import io
 import itertools
-import json
 import math
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from api.ui.files import DIGEST
 from tests.api.ui.browser import needs_chromium
 from workers.timing.step_parts import PARTS
 
 pytestmark = needs_chromium
 
 VALUES = st.floats(-1e9, 1e9, allow_nan=False).map(lambda value: value + 0.0)
-
-
-@pytest.fixture(scope="module")
-def run(signed_in):
-    """`run("charts/scale.js", "(module, low) => module.ticks(low, 10, 5)", 0)`: what a function of a module and of what
-    is given beside it returns, as JSON knows it."""
-    page = signed_in.open()
-
-    def ran(module, body, *arguments):
-        script = f"""async ([address, given]) => {{
-            const answer = await ({body})(await import(address), ...given);
-            return JSON.stringify(answer, (key, value) => (ArrayBuffer.isView(value) ? [...value] : value) ?? null);
-        }}"""
-        return json.loads(page.evaluate(script, [f"/ui/static/{DIGEST}/{module}", list(arguments)]))
-
-    yield ran
-    page.close()
-
-
-@pytest.fixture(scope="module")
-def call(run):
-    """`call("charts/scale.js", "ticks", 0, 10, 5)`: what a function of a module returns."""
-    return lambda module, name, *given: run(module, f"(module, ...given) => module.{name}(...given)", *given)
 
 
 def drawn(**options):
@@ -108,7 +83,8 @@ def test_nearest_is_the_nearest(call, xs, wanted):
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "–"), ("nan", "–"), (0, "0 s"), (0.00042, "420 us"), (0.0042, "4.20 ms"), (0.0123, "12.3 ms"),
-     (1.254, "1.25 s"), (75, "1 min 15 s"), (3 * 3600 + 240, "3 h 4 min"), (15 * 3600, "15 h 0 min"),
+     (1.254, "1.25 s"), (75, "1 min 15 s"), (119.7, "2 min 0 s"), (3599.6, "1 h 0 min"),
+     (3 * 3600 + 240, "3 h 4 min"), (15 * 3600, "15 h 0 min"),
      (2 * 86400 + 7200, "2 d 2 h")],
 )  # fmt: skip
 def test_durations_are_for_people(call, value, text):
@@ -143,6 +119,15 @@ def test_yaml_says_what_the_document_says(call, document):
     from workers.spec.yaml import read_yaml
 
     assert _close(read_yaml(call("core/yaml.js", "toYaml", document)), document)
+
+
+@pytest.mark.parametrize(
+    "text", ["on", "OFF", "Yes", "null", "nan", "true", " a", "a ", "a: b", "# a", "1e3", "-", "~"]
+)
+def test_text_that_yaml_would_take_for_something_else_stays_text(call, text):
+    from workers.spec.yaml import read_yaml
+
+    assert read_yaml(call("core/yaml.js", "toYaml", {"name": text})) == {"name": text}
 
 
 def _close(one, other):
@@ -221,6 +206,13 @@ def test_attention_is_asked_for_what_needs_it(call, changes, state, words):
     assert "nan" in call("parts/attention.js", "attention", job, ranks, [])[-1]["text"]
 
 
+def test_the_worst_is_said_first_and_nothing_of_ranks_that_are_all_over(call):
+    job = {"state": "RUNNING", "generation": 1, "step": 5, "metrics": {"latest": {"loss": "inf"}}}
+    drifted = {"type": "plan_drift", "generation": 1, "message": "a step takes longer", "data": {}}
+    gone = [rank | {"state": "exited"} for rank in RANKS]
+    assert [each["tone"] for each in call("parts/attention.js", "attention", job, gone, [drifted])] == ["bad", "warn"]
+
+
 def test_plans_that_have_drifted_are_reported_until_the_layout_changes(call):
     job = {"state": "RUNNING", "generation": 3, "step": 5, "metrics": {"latest": {"loss": 1.0}}}
     drifted = {"type": "plan_drift", "generation": 1, "message": "a step takes longer", "data": {}}
@@ -231,9 +223,9 @@ def test_plans_that_have_drifted_are_reported_until_the_layout_changes(call):
 
 
 def test_rank_that_takes_longer_than_its_peers_is_said_to(call):
-    said = [call("parts/attention.js", "slownessOf", {"own_seconds": own}, 0.2) for own in (0.5, 0.22, None)]
+    said = [call("parts/attention.js", "slownessOf", {"own_seconds": own}, 0.2) for own in (0.3, 0.22, None)]
     times = "its own work takes {} a step, the median of its stage 200.0 ms"
-    assert said == [f"{times.format('500.0 ms')}: 2.5 times as long", times.format("220.0 ms"), ""]
+    assert said == [f"{times.format('300.0 ms')}: 1.5 times as long", times.format("220.0 ms"), ""]
 
 
 def test_charts_mark_what_happened_at_a_step_once(call):
@@ -278,61 +270,6 @@ def test_parts_of_an_axis_are_those_steps(run):
     assert places == [100, 100, 200, 300, 7, 0]
 
 
-FOLLOWED = """async (module) => {
-    const calls = [];
-    const waits = [];
-    const refresh = () => new Promise((go) => { calls.push(calls.length); waits.push(go); });
-    const live = new module.Live(refresh, 1000);
-    const settled = () => new Promise((done) => setTimeout(done));
-    %s
-}"""
-
-
-def followed(run, body):
-    return run("core/live.js", FOLLOWED % body)
-
-
-def test_change_while_a_page_is_read_has_it_read_once_more(run):
-    """Else what a viewer has just done is shown only with the next turn, or never where the job is over."""
-    assert followed(run, """
-        live.start(); live.now(); live.now();
-        const before = calls.length;
-        waits[0](true); await settled();
-        const after = calls.length;
-        waits[1](true); await settled();
-        const last = calls.length;
-        live.stop();
-        return [before, after, last, live.timer];
-    """) == [1, 2, 2, None]  # fmt: skip
-
-
-def test_page_that_nobody_sees_rests_and_goes_on_at_once_when_it_is_seen(run):
-    assert followed(run, """
-        const see = (seen) => {
-            Object.defineProperty(document, "hidden", { value: !seen, configurable: true });
-            document.dispatchEvent(new Event("visibilitychange"));
-        };
-        live.start(); see(false); waits[0](); await settled();
-        const hidden = [calls.length, live.timer];
-        see(true); await settled();
-        const seen = calls.length;
-        waits[1](); await settled();
-        const waiting = live.timer !== null;
-        live.stop(); see(true); await settled();
-        delete document.hidden;
-        return [...hidden, seen, waiting, calls.length];
-    """) == [1, None, 2, True, 2]  # fmt: skip
-
-
-def test_service_that_is_away_is_asked_ever_more_seldom(run):
-    assert followed(run, """
-        live.seconds = 2;
-        const pauses = [0, 1, 2, 3, 4, 9].map((failures) => { live.failures = failures; return live.pause(); });
-        live.stop();
-        return pauses;
-    """) == [2, 2, 4, 8, 15, 15]  # fmt: skip
-
-
 def test_bars_of_memory_say_what_they_show_and_how_full_devices_are(run):
     memory = {"parameters": 400, "gradients": 200, "optimizer": 0, "activations": 200, "buffers": 0, "total": 800}
     label, widths, share, beside_own, small = run("parts/memory_bars.js", """(module, memory) => {
@@ -353,58 +290,16 @@ def test_bars_of_memory_say_what_they_show_and_how_full_devices_are(run):
     assert small == ["50%", "25%", "25%"], "of a small job the largest fills the line"
 
 
-def test_colours_of_ranks_stretch_over_what_they_take_unless_all_take_the_same(run):
-    colours = run("parts/rank_grid.js", """(module, columns) => columns.map((seconds) => {
-        const grid = new module.RankGrid();
-        grid.ranks = seconds.map((own_seconds) => ({ own_seconds }));
-        const range = grid.range((rank) => rank.own_seconds);
-        grid.close();
-        return range;
-    })""", [[1.0, 2.0, None], [1.0, 1.02]])  # fmt: skip
-    assert colours == [[1.0, 2.0], [0.5, 1.53]]
-
-
-def test_rank_that_was_replaced_is_shown_for_a_while_and_those_of_before_are_not(run):
-    def recovery(generation, *forked):
-        return {"generation": generation, "forked": forked, "cause": f"cause {generation}"}
-
-    attention = run("parts/replaced.js", """(module, first, then) => {
-        const replaced = new module.Replaced();
-        replaced.note(first, 1000);
-        const before = [...replaced.causes(1000)];
-        replaced.note(then, 2000);
-        replaced.note(then, 9000);
-        return [before, [...replaced.causes(11_999)], [...replaced.causes(12_000)]];
-    }""", [recovery(2, 5)], [recovery(2, 5), recovery(3, 1, 2)])  # fmt: skip
-    assert attention == [[], [[1, "cause 3"], [2, "cause 3"]], []]
-
-
-def test_rows_that_stay_are_the_same_elements_in_the_new_order(run):
-    rows = run("core/dom.js", """(module) => {
-        const box = document.createElement("div");
-        const made = [];
-        const rows = new module.KeyedRows(box, (item) => item.key, (item) => {
-            made.push(item.key);
-            const element = document.createElement("p");
-            return { element, show: (now) => { element.textContent = now.text; } };
-        });
-        const shown = (...items) => {
-            rows.show(items.map(([key, text]) => ({ key, text })));
-            return [...box.children].map((each) => each.textContent).join("");
-        };
-        return [shown([1, "a"], [2, "b"], [3, "c"]), shown([3, "C"], [1, "A"], [4, "D"]), shown([4, "d"]), made];
-    }""")  # fmt: skip
-    assert rows == ["abc", "CAD", "d", [1, 2, 3, 4]]
-
-
 @pytest.mark.parametrize(
     ("nodes", "text"),
     [([("slot", 16, 8, True), ("slot", 16, 16, False)], "1 node (1 lost), 8 of 16 slots free"),
-     ([("gpu", 8, 3, True), ("gpu", 8, 8, True), ("slot", 4, 4, True)], "3 nodes, 11 of 16 GPUs free")],
+     ([("gpu", 8, 3, True), ("gpu", 8, 8, True), ("slot", 4, 4, True)], "3 nodes, 11 of 16 GPUs free"),
+     ([("gpu", 8, 3, True, 4, 1)], "1 node, 3 of 8 GPUs and 1 of 4 slots free"),
+     ([("gpu", 8, 3, True, 0, 0), ("gpu", 8, 3, False, 4, 1)], "1 node (1 lost), 3 of 8 GPUs free")],
 )  # fmt: skip
 def test_cluster_in_a_line_counts_what_lives(call, nodes, text):
-    keys = ("accelerator", "total", "free", "alive")
-    cluster = {"nodes": [dict(zip(keys, each, strict=True)) for each in nodes]}
+    keys = ("accelerator", "total", "free", "alive", "slots_total", "slots_free")
+    cluster = {"nodes": [dict(zip(keys, (*each, 0, 0)[:6], strict=True)) for each in nodes]}
     assert call("parts/cluster_text.js", "clusterText", cluster) == text
 
 
@@ -502,3 +397,84 @@ def test_moments_layouts_and_events_are_short(call):
         for kind in ("state_changed", "rank_lost", "node_lost", "plan_drift", "adopted")
     ]
     assert tones == ["active", "bad", "bad", "bad", "idle"]
+
+
+def test_numbers_that_are_nothing_are_told_from_those_that_are_not_known(run, call):
+    assert [call("core/format.js", "number", value) for value in (0, 1234.5, None, "nan")] == ["0", "1,235", "–", "nan"]
+    assert [call("core/format.js", "counted", count, "job") for count in (0, 1, 2)] == ["0 jobs", "1 job", "2 jobs"]
+    assert call("core/format.js", "percent", 0.1234) == "12.3%"
+    spoken = "(module, words) => words.map((word) => module.compact(module.numberOf(word)))"
+    assert run("core/format.js", spoken, ["nan", "inf", "-inf", None, "?"]) == ["–", "inf", "-inf", "–", "–"]
+
+
+def test_clock_is_the_viewers(run):
+    moment = "new Date(2026, 0, 9, 3, 4, 5).toISOString()"
+    clocks = run("core/format.js", f"(module) => [true, false].map((day) => module.clock({moment}, day))")
+    assert clocks == ["01-09 03:04:05", "03:04:05"]
+
+
+def test_days_begin_where_the_viewer_is(run):
+    ticks = run("charts/scale.js", """(module) => {
+        const offset = Date.prototype.getTimezoneOffset;
+        Date.prototype.getTimezoneOffset = () => -120;
+        try { return module.timeTicks(0, 3 * 86_400, 3); } finally { Date.prototype.getTimezoneOffset = offset; }
+    }""")  # fmt: skip
+    assert ticks == [day * 86_400 - 7200 for day in (1, 2, 3)]
+
+
+def test_places_on_a_logarithmic_axis_lead_back_to_their_values(run):
+    body = "(module, log) => { const axis = module.scale(1, 100, 0, 10, log); return [axis.place(10), axis.value(5)]; }"
+    assert run("charts/scale.js", body, True) == pytest.approx([5, 10])
+    assert run("charts/scale.js", body, False) == pytest.approx([10 * 9 / 99, 50.5])
+
+
+def test_lines_rise_with_their_values(run):
+    body = """(module) => { const line = module.sparkline("Loss"); line.show([1, 2, NaN, 3]);
+        return line.element.firstChild.getAttribute("d"); }"""
+    assert run("charts/sparkline.js", body) == "M1.0 20.0L48.0 11.0L95.0 2.0"
+
+
+def test_every_validation_set_has_a_curve(call):
+    whole = ["validation", "validation_loss"]
+    sets = {"data": {"validation": [{"name": "code"}, {}]}}
+    assert call("parts/curves.js", "validationsOf", sets) == [whole, ["validation code", "validation_loss_code"]]
+    assert call("parts/curves.js", "validationsOf", {}) == [whole]
+
+
+@pytest.mark.parametrize(
+    ("elastic", "bounds"), [({}, False), ({"max_data": 4}, False), ({"min_data": 2}, True), ({"max_data": 8}, True)]
+)
+def test_jobs_of_one_size_are_not_offered_another(run, elastic, bounds):
+    job = {"state": "RUNNING", "spec": {"parallel": {"data": 4}, "elastic": elastic}}
+    facts = {"actions": {"resize": {"RUNNING": "RUNNING"}}}
+    assert run("parts/actions.js", "({ ACTIONS }, ...given) => ACTIONS.resize.offered(...given)", job, facts) is bounds
+
+
+def test_addresses_leave_out_what_is_not_said(call):
+    query = {"jobs": "a,b", "x": "", "y": None, "z": 0}
+    assert call("core/router.js", "link", "/compare", query).endswith("/ui/compare?jobs=a%2Cb&z=0")
+
+
+@pytest.mark.parametrize(
+    ("key", "state"),
+    [({}, "good"), ({"expires_at": "2999-01-01T00:00:00Z"}, "good"),
+     ({"expires_at": "2001-01-01T00:00:00Z"}, "expired"),
+     ({"expires_at": "2001-01-01T00:00:00Z", "revoked_at": "2000-01-01T00:00:00Z"}, "revoked")],
+)  # fmt: skip
+def test_keys_are_good_until_they_expire_or_are_revoked(call, key, state):
+    assert call("pages/access.js", "stateOf", key) == state
+
+
+def test_lists_are_in_the_order_that_is_asked_for(call):
+    places = [3, None, 1, 2]
+    queued = [{"queue": {"position": place}} for place in places]
+    assert [job["queue"]["position"] for job in call("pages/queue.js", "inTurn", queued)] == [1, 2, 3, None]
+    clicks = [({}, "created"), ({"order": "asc"}, "created"), ({}, "loss"), ({"sort": "loss", "order": "desc"}, "loss"),
+              ({"sort": "loss", "order": "asc"}, "loss")]  # fmt: skip
+    orders = [call("pages/jobs.js", "orderAfter", *each) for each in clicks]
+    assert orders == ["asc", "desc", "desc", "asc", "desc"]
+
+
+def test_jobs_of_one_name_are_told_apart(call):
+    jobs = [{"name": name, "id": f"job_0000000{number}"} for number, name in enumerate(("a", "a", "b"))]
+    assert call("pages/compare.js", "namesOf", jobs) == ["a 00000", "a 00001", "b"]

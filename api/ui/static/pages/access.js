@@ -110,9 +110,14 @@ function when(moment) {
   return moment ? h("span", { class: "mono", title: utc(moment) }, clock(moment)) : UNKNOWN;
 }
 
+/** Whether a key is good, and why not. */
+export function stateOf(key) {
+  if (key.revoked_at) return "revoked";
+  return key.expires_at && Date.parse(key.expires_at) < Date.now() ? "expired" : "good";
+}
+
 function keyRow(key, changed) {
-  const expired = key.expires_at && Date.parse(key.expires_at) < Date.now();
-  const state = key.revoked_at ? "revoked" : expired ? "expired" : "good";
+  const state = stateOf(key);
   const revoke = h(
     "button",
     { class: "plain", hidden: state !== "good", onclick: () => attempt(() => revokeKey(key), changed) },

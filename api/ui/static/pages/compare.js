@@ -219,7 +219,8 @@ class ComparePage {
   }
 }
 
-function namesOf(jobs) {
+/** What jobs are called on the page: with the end of their ids where two have one name. */
+export function namesOf(jobs) {
   return jobs.map((job) =>
     jobs.filter((other) => other.name === job.name).length > 1 ? `${job.name} ${job.id.slice(-5)}` : job.name,
   );

@@ -120,9 +120,7 @@ class JobsPage {
   }
 
   sortBy(sort) {
-    const current = this.filters.sort || "created";
-    const order = current === sort && (this.filters.order || "desc") === "desc" ? "asc" : "desc";
-    this.filters.order = order;
+    this.filters.order = orderAfter(this.filters, sort);
     this.filter("sort", sort);
   }
 
@@ -226,6 +224,12 @@ class JobsPage {
     clearTimeout(this.typing);
     this.live.stop();
   }
+}
+
+/** The order of a list that is sorted by `sort` from now on: another one with each click, largest first at the first. */
+export function orderAfter(filters, sort) {
+  const isOn = (filters.sort || "created") === sort;
+  return isOn && (filters.order || "desc") === "desc" ? "asc" : "desc";
 }
 
 class JobLine {

@@ -42,8 +42,7 @@ export async function open(root, { shell }) {
       all("/v1/jobs", { state: HOLDING, spec: false }, 2000, { signal }),
     ]);
     if (nodes) setText(cluster, clusterText(nodes));
-    queued.sort((one, other) => (one.queue.position ?? Infinity) - (other.queue.position ?? Infinity));
-    queue.show(queued);
+    queue.show(inTurn(queued));
     setText(
       running.note,
       counted(
@@ -58,6 +57,12 @@ export async function open(root, { shell }) {
   const live = new Live(refresh, SECONDS);
   await live.start();
   return { close: () => live.stop() };
+}
+
+/** Jobs in the order in which they start; those whose place is not known yet come last. */
+export function inTurn(queued) {
+  const place = (job) => job.queue.position ?? Number.MAX_SAFE_INTEGER;
+  return [...queued].sort((one, other) => place(one) - place(other));
 }
 
 /** A table of jobs; `columns` are `[heading, class, text(job)]`, and null for the job's name. `{element, show(jobs)}`. */

@@ -5,6 +5,7 @@ import { color, onColorsChanged } from "../charts/colors.js";
 import { CanvasPen } from "../charts/pen.js";
 import { h, panel, setText, setVisible } from "../core/dom.js";
 import { duration, numberOf } from "../core/format.js";
+import { usualOf } from "./rank_grid.js";
 
 const [HEIGHT, LEFT, BOTTOM] = [220, 44, 18];
 
@@ -44,7 +45,9 @@ export class RankHistory {
     this.steps = answer.steps;
     this.own = answer.own_seconds.map((row) => row.map(numberOf));
     this.stages = ranks.map((rank) => rank.pipeline);
-    this.usual = this.own.map((row) => mediansByStage(row, this.stages));
+    this.usual = this.own.map((row) =>
+      usualOf(row.map((own_seconds, rank) => ({ pipeline: this.stages[rank], own_seconds }))),
+    );
     setVisible(this.element, true);
     this.draw();
   }
@@ -97,18 +100,4 @@ export class RankHistory {
     this.unwatch();
     this.observer.disconnect();
   }
-}
-
-function mediansByStage(row, stages) {
-  const found = new Map();
-  row.forEach((seconds, rank) => {
-    if (!found.has(stages[rank])) found.set(stages[rank], []);
-    if (Number.isFinite(seconds)) found.get(stages[rank]).push(seconds);
-  });
-  return new Map(
-    [...found].map(([stage, values]) => [
-      stage,
-      values.sort((one, other) => one - other)[Math.floor((values.length - 1) / 2)],
-    ]),
-  );
 }
