@@ -144,8 +144,6 @@ class ControlPlane:
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._lags = {"jobs": self._owners.lag}
         """By loop how far it is behind."""
-        self._drain_reasons: dict[str, str] = {}
-        """By node what owners were last told about why it is to be left."""
 
     @property
     def store(self) -> Store:
@@ -290,18 +288,13 @@ class ControlPlane:
             self._start_over()
 
     def _node_lost(self, node: str, why: str) -> None:
-        self._drain_reasons.pop(node, None)
         for owner in self._owners.all():
             owner.node_lost(node, why)
 
     def _node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
-        """The same reason again is no news, but for how long is left: it is said with every heartbeat."""
+        """It is said again with every heartbeat."""
         assert self._cluster is not None
-        nodes = self._cluster.nodes
-        known = node in nodes.draining and self._drain_reasons.get(node) == reason
-        nodes.drain(node, seconds)
-        if not known:
-            self._drain_reasons[node] = reason
+        if self._cluster.nodes.drain(node, seconds, reason):
             for owner in self._owners.all():
                 owner.node_draining(node, seconds, reason)
 

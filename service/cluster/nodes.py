@@ -66,6 +66,8 @@ class Nodes:
         self.leave_by: dict[str, float] = {}
         """Of nodes that are to be left the moment until which they can be counted on, in seconds of the monotonic
         clock; nothing where nobody has said it."""
+        self.drain_reasons: dict[str, str] = {}
+        """And why, in the words of who says so."""
         self.silent: set[str] = set()
         """Nodes whose daemon does not answer: nothing more is placed there until it does."""
         self.unswept: set[str] = set()
@@ -76,24 +78,29 @@ class Nodes:
         self.gpus: dict[str, GpuReadings] = {}
         """By node what it said last of the GPUs of its machine."""
 
-    def drain(self, node: str, seconds: float | None) -> None:
-        """`node` is to be left within `seconds`, None where nobody knows; the last word counts."""
+    def drain(self, node: str, seconds: float | None, reason: str = "") -> bool:
+        """`node` is to be left within `seconds`, None where nobody knows; the last word counts. Whether that is news,
+        which the same reason again is not, but for how long is left."""
+        is_news = self.drain_reasons.get(node) != reason
         self.draining.add(node)
+        self.drain_reasons[node] = reason
         if seconds is None:
             self.leave_by.pop(node, None)
         else:
             self.leave_by[node] = time.monotonic() + seconds
+        return is_news
 
     def drain_no_more(self, node: str) -> None:
         """`node` stays after all, or is gone."""
         self.draining.discard(node)
         self.leave_by.pop(node, None)
+        self.drain_reasons.pop(node, None)
 
     def keep_only(self, there: Collection[str]) -> None:
         """Forget all other nodes, which are gone: ids of nodes never come again."""
         for some in (self.at_rest, self.lost, self.draining, self.silent, self.unswept):
             some.intersection_update(there)
-        for about in (self.leave_by, self.problems, self.gpus):
+        for about in (self.leave_by, self.drain_reasons, self.problems, self.gpus):
             keep_keys(about, there)
 
     @property

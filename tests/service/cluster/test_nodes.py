@@ -73,6 +73,14 @@ def test_nodes_that_live_are_shown_though_nothing_is_placed_there(nodes):
     assert asyncio.run(nodes.living()) == ["b", "c", "d"]
 
 
+def test_why_a_node_is_to_be_left_is_news_once_until_it_stays_or_is_gone(nodes):
+    assert [nodes.drain("b", 60.0, why) for why in ("spot", "spot", "a user")] == [True, False, True]
+    nodes.drain_no_more("b")
+    assert nodes.drain("b", None, "a user")
+    nodes.keep_only({"a"})
+    assert (nodes.draining, nodes.leave_by, nodes.drain_reasons) == (set(), {}, {})
+
+
 def test_gpus_are_those_of_living_nodes(ray, nodes):
     assert not asyncio.run(nodes.has_gpus()), "those of the dead one do not count"
     ray.nodes = lambda: [node("a"), node("b", gpus=2)]

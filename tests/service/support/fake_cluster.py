@@ -39,6 +39,7 @@ class FakeNodes:
         self.lost: set[str] = set()
         self.draining: set[str] = set()
         self.leave_by: dict[str, float] = {}
+        self.drain_reasons: dict[str, str] = {}
         self.silent: set[str] = set()
         self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()
