@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,6 +27,14 @@ def test_what_was_kept_is_found_by_the_type_of_node(tmp_path):
     assert load(tmp_path / "machines", "abacus-4") == calibrated()
     assert load(tmp_path / "machines", "abacus-8") is None
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_calibration_that_cannot_be_kept_leaves_the_last_one(tmp_path, monkeypatch):
+    save(tmp_path, calibrated())
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr(Path, "replace", Mock(side_effect=OSError("the disk is full")))
+        save(tmp_path, replace(calibrated(), device="Another"))
+    assert load(tmp_path, "abacus-4") == calibrated()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,6 +122,10 @@ def test_a_job_that_was_disturbed_says_nothing(trained):
     store_sample(trained.store, four, [])
     train(trained.store, four)
     assert [each.job for each in trained.seen().by_type[node_type()]] == [four]
+
+
+def test_the_newest_job_is_the_one_that_began_last():
+    assert SeenJobs({"a": [SimpleNamespace(at=3.0), SimpleNamespace(at=5.0)], "b": []}).newest("a") == 5.0
 
 
 def test_jobs_that_wait_again_for_places_run_beside_nobody(trained):

@@ -67,6 +67,14 @@ def test_what_is_frozen_is_neither_summed_nor_updated(cluster):
     assert quick.work > 1.01 * slow.work / 3, "its forwards are all there"
 
 
+def test_a_table_that_is_frozen_has_no_backward():
+    """The layers above it have one all the same."""
+    trained, part = (StepModel(frozen(each, pipeline=2), a100s()) for each in (("output",), ("output", "embedding")))
+    backward, without = (model.budgets_of(0)[1] for model in (trained, part))
+    assert without.elementwise > 0.0 and part.passes.first_backward.device_seconds > 0.0
+    assert without.plus(part.passes.first_backward).device_seconds == pytest.approx(backward.device_seconds)
+
+
 def test_a_table_that_is_frozen_is_not_summed_over_the_stages_that_have_it():
     tied = {"tie_embeddings": True}
     whole, part = (StepModel(frozen(each, tied, pipeline=4), a100s()) for each in ((), ("embedding",)))

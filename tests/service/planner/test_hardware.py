@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from service.planner.hardware import MACHINES, Constants, UnknownMachine, machine_of
+from service.planner.hardware import MACHINES, Constants, Gpu, UnknownMachine, machine_of, measured
 
 
 def test_a_machine_has_at_most_eight_constants():
@@ -35,3 +35,13 @@ def test_numbers_have_their_units(name):
     assert 1e10 <= device.link_bandwidth <= 1e12 and 1e9 < machine.adapter_bandwidth < 1e12
     for part in ("product", "memory", "inside", "message", "collective"):
         assert 0 < getattr(constants, part) <= 1
+
+
+def test_what_was_measured_takes_the_place_of_what_is_assumed():
+    machine = machine_of("h100")
+    gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
+    known = measured(machine, gpu)
+    reached = known.constants
+    assert reached.product * machine.accelerator.peak_16bit == pytest.approx(6.8e14)
+    assert reached.memory * machine.accelerator.memory_bandwidth == pytest.approx(2.7e12)
+    assert (reached.host_seconds, known.gpu, known.is_assumed, known.links_are_assumed) == (7e-6, gpu, False, True)

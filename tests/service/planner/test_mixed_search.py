@@ -66,6 +66,16 @@ def test_a_step_over_equal_nodes_takes_what_it_takes_on_one_cluster_of_them(stag
     assert beside_steps(over, over.time()) == beside_steps(same, same.time())
 
 
+@pytest.mark.parametrize("frozen", [("embedding",), ("embedding", "layers.0-4")], ids=str)
+@pytest.mark.parametrize("layers", [(5, 3, 2, 2), (2, 2, 3, 5)], ids=str)
+def test_what_is_frozen_takes_no_time_of_its_own_over_equal_nodes_either(frozen, layers):
+    spec = BASE.model_copy(update={"train": BASE.train.model_copy(update={"frozen": frozen})})
+    one = placed(spec, pipeline=4, tensor=2, data=1, stage_layers=layers)
+    twins = together([Cluster(machine_of("a100-80gb"), 2, 2, name) for name in ("one", "two")])
+    over = step_model(placed(one, stage_accelerators=("one", "one", "two", "two")), twins)
+    assert over.time() == step_model(one, Cluster(machine_of("a100-80gb"), 4, 2)).time()
+
+
 def test_every_stage_takes_the_time_of_its_own_nodes():
     model = step_model(OVER_BOTH, MIXED)
     times = model.pipeline().times
@@ -78,6 +88,13 @@ def test_every_stage_takes_the_time_of_its_own_nodes():
     assert times[2].forward > 1.5 * times[1].forward * 2 / 4
     messages = model.pipeline().messages
     assert messages[0] < messages[1] and messages[2] < messages[1], "between the kinds there is a network"
+    assert (
+        messages[1] == alone["v100-32gb"].message_to(same_node=False) > alone["a100-80gb"].message_to(same_node=False)
+    )
+    other_way_round = placed(OVER_BOTH, stage_accelerators=("V100", "V100", "A100", "A100"))
+    assert model.tied_seconds() == step_model(other_way_round, MIXED).tied_seconds() > 0.0, (
+        "it waits for the slower end"
+    )
 
 
 def test_memory_is_held_against_each_stages_own_device():

@@ -15,11 +15,11 @@ from service.planner.beside_steps import beside_steps
 from service.planner.hardware import ASSUMED_CORE, Cluster, CpuNode, machine_of
 from service.planner.memory import fits
 from service.planner.mixed_step import step_model
-from service.planner.request import PlanRequest, cluster_of_nodes, read_request
+from service.planner.request import PlanRequest, cluster_of_nodes, for_job, read_request
 from service.planner.sizes import elastic_sizes
 from service.planner.software import engine_on
 from tests.service.support.planned import a100s, job
-from workers.config import ElasticConfig
+from workers.config import ElasticConfig, ResourcesConfig
 from workers.spec.problems import SpecError
 from workers.spec.rules import find_problems
 
@@ -70,10 +70,16 @@ def test_plans_have_the_keys_of_the_contract():
 
 
 def test_a_layout_is_planned_as_it_is():
-    wanted = read(parallel={"tensor": 2, "pipeline": 2, "data": 4}, train={"global_batch_size": 64})
-    (plan,) = wanted.answer().plans
+    layout = {"tensor": 2, "pipeline": 2, "data": 2, "recompute": "full"}
+    wanted = read(parallel=layout, train={"global_batch_size": 64, "precision": "bf16"})
+    answer = wanted.answer()
+    (plan,) = answer.plans
+    (said,) = to_json(wanted, answer)["plans"]
+    assert said["gpu_hours"] == pytest.approx(8 * said["hours"])
+    assert said["hardware_tflops_per_gpu"] == pytest.approx(312 * said["hfu_full"])
+    assert said["hfu_full"] > 1.2 * said["mfu_full"]
     layout = plan.spec.layout
-    assert (layout.tensor, layout.pipeline, layout.data, plan.spec.train.micro_batch_size) == (2, 2, 4, 1)
+    assert (layout.tensor, layout.pipeline, layout.data, plan.spec.train.micro_batch_size) == (2, 2, 2, 1)
 
 
 def test_a_jobs_own_file_can_be_planned():
@@ -163,6 +169,7 @@ def test_a_cluster_is_what_most_of_its_nodes_are():
     nodes = [node("cpu", 16), node("cpu", 16), node("cpu", 2), node("cpu", 16, alive=False), node("cpu", 0)]
     cluster = cluster_of_nodes(nodes, None, CpuNode(8, 32e9))
     assert (cluster.nodes, cluster.gpus_per_node) == (2, 16)
+    assert cluster_of_nodes([*nodes, node("cpu", 24)], None, NODE).nodes == 3, "a larger one has room for as many"
     assert cluster.machine.accelerator.memory_bytes == 2e9
     with pytest.raises(SpecError, match="no node"):
         cluster_of_nodes([], None, NODE)
@@ -223,7 +230,9 @@ def test_gpus_that_ray_has_recognised_need_no_name(gpu_type, memory, name):
 
 def test_nodes_of_several_types_are_kept_apart_and_those_that_can_do_most_come_first():
     known = {"gpu_type": "A100", "gpu_memory_bytes": 42_949_672_960}
-    nodes = [node("gpu", 4) | {"gpu_type": "V100"}] * 3 + [node("gpu", 8) | known] * 2 + [node("cpu", 4)]
+    larger, none_left = {"gpu_type": "A100", "gpu_memory_bytes": 85_899_345_920}, {"gpu_type": "H100"}
+    nodes = [node("gpu", 4) | {"gpu_type": "V100"}] * 3 + [node("gpu", 8) | each for each in (known, larger)]
+    nodes += [node("cpu", 4), node("gpu", 0) | none_left]
     cluster = cluster_of_nodes([*nodes, node("gpu", 8) | {"gpu_type": "T4"}], None, NODE)
     assert [(part.type, part.machine.accelerator.name, part.nodes, part.gpus_per_node) for part in cluster.parts] == [
         ("A100", "a100-40gb", 2, 8), ("V100", "v100-32gb", 3, 4),
@@ -231,6 +240,25 @@ def test_nodes_of_several_types_are_kept_apart_and_those_that_can_do_most_come_f
     groups = [{"accelerator": "v100-32gb", "nodes": 3, "gpus_per_node": 4}, {"accelerator": "a100-40gb", "nodes": 2}]
     assert read(cluster={"groups": groups}).cluster == cluster
     assert cluster_of_nodes(nodes, "h100", NODE).others == (), "what is said counts for all"
+    few = [{"accelerator": "a100-40gb", "nodes": 1, "gpus_per_node": 1}, groups[0]]
+    assert read(cluster={"groups": few}).cluster.type == "V100"
+
+
+def test_a_job_may_take_of_this_cluster_what_it_says():
+    asked, slots = [], NODE.machine(4)
+
+    def current(accelerator):
+        asked.append(accelerator)
+        return Cluster(slots, 1, 4)
+
+    def taken(accelerator, said=None):
+        spec = job().model_copy(update={"resources": ResourcesConfig(accelerator=accelerator)})
+        return for_job(spec, current)(said)
+
+    assert taken("cpu").machine is taken("auto").machine is taken("cpu", "h100").machine is slots
+    assert asked == ["cpu", None, "h100"]
+    with pytest.raises(SpecError, match=r"resources\.accelerator: the job would wait for GPUs, of which this cluster"):
+        taken("gpu")
 
 
 def test_a_layout_for_unequal_nodes_says_where_its_stages_are():
@@ -284,6 +312,9 @@ def test_answers_for_unequal_nodes_are_of_all_of_them():
     assert [row["nodes"] for row in answer["sizes"]] == [{"H100": 1, "A100": 1}, {"A100": 1}, {"H100": 1}]
     beside = beside_steps(step_model(best.spec, wanted.cluster), best.time)
     assert answer["plans"][0]["beside_steps"] == beside.to_json() and beside.validation_seconds > 0
+    steps = train["steps"] * best.time.seconds
+    assert answer["plans"][0]["hours"] == pytest.approx((steps + beside.seconds) / 3600)
+    assert beside.seconds > 0.001 * steps
     assert answer["note"].startswith("H100: what this machine reaches")
     fixed = read(
         cluster={"groups": groups}, model=model, parallel={"tensor": 1, "data": 4}, elastic={"min_data": 1}, sizes=True

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizer_files import TEXT, byte_level, plain_tokens, sentence_piece_like, split_as_llama_3
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 
 from workers.config import DataConfig
 from workers.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
@@ -30,6 +30,25 @@ def test_neither_truncation_nor_padding_nor_added_tokens_change_a_text(file, tmp
     other.enable_padding(length=600)
     other.save(str(tmp_path / "short.json"))
     assert FileTokenizer(tmp_path / "short.json").encode(TEXT[:3]) == FileTokenizer(file).encode(TEXT[:3])
+
+
+def by_words(path: Path, vocabulary: dict[str, int], *added: AddedToken) -> Path:
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.add_tokens(list(added))
+    tokenizer.save(str(path))
+    return path
+
+
+def test_ids_that_no_token_has_are_counted_too(tmp_path):
+    path = by_words(tmp_path / "t.json", {"a": 0, "b": 7})
+    assert FileTokenizer(path, "none").vocabulary == 8
+
+
+def test_a_word_that_is_called_like_the_end_of_a_document_is_none(tmp_path):
+    path = by_words(tmp_path / "t.json", {"a": 0}, AddedToken("</s>", special=False))
+    with pytest.raises(DataError, match="no special token that is known to end a document: set"):
+        FileTokenizer(path)
+    assert FileTokenizer(path, "</s>").end_of_document == 1
 
 
 @pytest.mark.parametrize("end", ["<|endoftext|>", "</s>", "<eos>", "[SEP]"])

@@ -53,6 +53,9 @@ def test_a_file_that_cannot_be_read_is_a_problem_of_the_spec(tmp_path):
         SpecError, match=r"data.tokenizer: no tokenizer can be read from .*: name bytes, bpe, a tokenizer.json or"
     ):
         with_vocabulary(job(tmp_path / "gone.json"))
+    (tmp_path / "none.json").write_text("{}")
+    with pytest.raises(SpecError, match=r"none.json is no tokenizer.json"):
+        with_vocabulary(job(tmp_path / "none.json", tokenizer_vocabulary=400))
     byte_level(tmp_path / "t.json", special=["<pad>"])
     with pytest.raises(SpecError, match=r"no special token that is known to end a document"):
         with_vocabulary(job(tmp_path / "t.json"))
