@@ -13,6 +13,7 @@ from starlette.datastructures import URL
 
 from api import access
 from api.app import create_app
+from api.permissions import is_anonymous, shown
 from service.identity import Identity, Scope, digest_of, new_browser_token, new_key
 from service.logs import log_file, log_folder
 from service.planner.hardware import Cluster, CpuNode
@@ -362,25 +363,34 @@ def test_key_that_was_made_works_until_it_is_revoked_and_is_never_shown_again(th
 
 @pytest.mark.parametrize("operation_id", ["create_key"])
 def test_key_gives_no_higher_priority_than_it_may_and_makes_none_that_does(theirs, service):
-    wanted = {"name": "of a student", "scope": "admin", "highest_priority": 0}
+    wanted = {"name": "of a student", "scope": "admin", "highest_priority": -1}
     made = service.http.post("/v1/keys", json=wanted, headers=bearer(theirs.own["admin"])).json()
     of_student = bearer(made["key"])
-    assert made["highest_priority"] == service.http.get("/v1/me", headers=of_student).json()["highest_priority"] == 0
+    assert made["highest_priority"] == service.http.get("/v1/me", headers=of_student).json()["highest_priority"] == -1
 
-    def submit(priority):
-        return service.http.post("/v1/jobs", json={**DOCUMENT, "priority": priority}, headers=of_student)
+    def submit(priority, path="/v1/jobs"):
+        return service.http.post(path, json={**DOCUMENT, "priority": priority}, headers=of_student)
 
-    job = submit(0).json()["id"]
-    higher = service.http.patch(f"/v1/jobs/{job}", json={"priority": 1}, headers=of_student)
-    more = service.http.post("/v1/keys", json={**wanted, "highest_priority": 1}, headers=of_student)
-    for refused in (submit(1), higher, more):
+    job = submit(-1).json()["id"]
+    higher = service.http.patch(f"/v1/jobs/{job}", json={"priority": 0}, headers=of_student)
+    more = service.http.post("/v1/keys", json={**wanted, "highest_priority": 0}, headers=of_student)
+    for refused in (submit(0), submit(0, "/v1/jobs?dry_run=true"), higher, more):
         (error,) = refused.json()["errors"]
         assert (refused.status_code, error["path"]) == (422, "priority")
-        assert "gives priorities of 0 at most" in error["rule"]
-    for allowed in ({"name": "mine"}, {"priority": -1}):
+        assert "gives priorities of -1 at most" in error["rule"]
+    for allowed in ({"name": "mine"}, {"priority": -2}):
         assert service.http.patch(f"/v1/jobs/{job}", json=allowed, headers=of_student).status_code == 200
     another = {"name": "another", "scope": "submit"}
-    assert service.http.post("/v1/keys", json=another, headers=of_student).json()["highest_priority"] == 0
+    assert service.http.post("/v1/keys", json=another, headers=of_student).json()["highest_priority"] == -1
+
+
+def test_nothing_but_health_and_links_is_open_to_everybody():
+    paths = ("/healthz", "/readyz", "/link/secret", "/healthz/more", "/v1/link/secret", "/linked", "/metrics", "/ui/")
+    assert [path for path in paths if is_anonymous(path)] == ["/healthz", "/readyz", "/link/secret"]
+
+
+def test_secret_of_a_link_is_written_down_nowhere():
+    assert [shown(path) for path in ("/link/secret", "/v1/jobs")] == ["/link/...", "/v1/jobs"]
 
 
 def test_what_a_request_says_of_its_address_opens_nothing():

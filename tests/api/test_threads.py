@@ -1,5 +1,6 @@
 """What takes long holds up nothing that is short."""
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,7 @@ from service.store import generations
 from service.store import plans as store_plans
 from tests.api.conftest import DOCUMENT, FakeControl, NotedExports
 from tests.api.support.keys import ADMIN, bearer
+from workers.data.roots import DataRoots
 
 SECONDS = 20.0
 
@@ -128,3 +130,45 @@ def test_submission_whose_file_system_hangs_is_refused_with_a_sentence_and_so_ar
     assert service.submit()["state"] == "QUEUED", "one that names no files needs none of those threads"
     go_on.set()
     assert service.http.post("/v1/jobs", json=weights).status_code == 422, "there are threads again"
+
+
+def test_read_that_hangs_keeps_its_place_until_it_is_answered(monkeypatch):
+    """Else there would be a thread more with each request that names such a file system."""
+    monkeypatch.setattr(threads, "FILES", 1)
+    monkeypatch.setattr(threads, "FILE_SECONDS", 0.05)
+    go_on = threading.Event()
+
+    async def body():
+        files = threads.FileReads()
+        for read in (lambda: go_on.wait(SECONDS), lambda: "read"):
+            with pytest.raises(threads.FilesSilent):
+                await files.run(read)
+        go_on.set()
+        async with asyncio.timeout(SECONDS):
+            await files._places.acquire()
+        files._places.release()
+        return await files.run(lambda: "read")
+
+    try:
+        assert asyncio.run(body()) == "read"
+    finally:
+        go_on.set()
+
+
+def test_file_systems_that_a_spec_names_are_asked_on_threads_of_their_own(service, monkeypatch, tmp_path):
+    asked = []
+
+    def noted(name, answer):
+        def ask(*arguments):
+            asked.append((name, threading.current_thread().name))
+            return answer(*arguments)
+
+        return ask
+
+    monkeypatch.setattr(DataRoots, "problems", noted("roots", lambda *_: []))
+    monkeypatch.setattr(jobs, "with_vocabulary", noted("tokenizer", lambda spec: spec))
+    monkeypatch.setattr(service.control, "problem_of_data", noted("data", lambda _: "empty"))
+    data = {"source": "text", "paths": [str(tmp_path)], "tokenizer": str(tmp_path), "tokenizer_vocabulary": 300}
+    answer = service.http.post("/v1/jobs?dry_run=true", json={**DOCUMENT, "data": data})
+    assert answer.json()["data_problem"] == "empty"
+    assert asked == [(name, "files of a job") for name in ("roots", "tokenizer", "data")]

@@ -125,3 +125,13 @@ def test_a_chat_template_is_below_as_well_and_so_is_what_lies_beside_the_tokeniz
     named = {**chats, "template": None, "tokenizer": str(data), "tokenizer_vocabulary": 400}
     with pytest.raises(DataError, match=r"tokenizer_config\.json leads elsewhere"):
         DataRoots((data,)).check(make_spec(data=named))
+
+
+def test_a_folder_of_a_tokenizer_is_no_way_out(folders, make_spec):
+    data, others = folders
+    byte_level(others / "tokenizer.json")
+    (data / "tokenizer.json").symlink_to(others / "tokenizer.json")
+    corpus = {"source": "text", "paths": [str(data / "text.txt")], "tokenizer": str(data), "tokenizer_vocabulary": 400}
+    (problem,) = DataRoots((data,)).problems(make_spec(data=corpus))
+    assert problem.path == "data.tokenizer" and problem.rule.startswith(f"{data}/tokenizer.json is not below")
+    assert DataRoots((data, others)).problems(make_spec(data=corpus)) == []

@@ -1,9 +1,11 @@
 """Exports are written by processes of their own, below the folders that are meant for them, and say how they ended."""
 
+import asyncio
 import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -11,6 +13,7 @@ from sqlalchemy.exc import OperationalError
 from service import exports as module
 from service.exports import AT_ONCE, BadTarget, ExportNotPossible, Exports
 from service.store import CheckpointNotFound, checkpoints, events, exports, generations
+from tests.service.support.waiting import reached
 
 WRITES = """
 import json, pathlib, sys
@@ -171,6 +174,38 @@ def test_nothing_is_written_elsewhere_or_over_anything(store, job, root, tmp_pat
         Exports(store, (root,)).begin(job, id_of(job, 5), to, "hf", None)
     with store.read() as session:
         assert exports.of_job(session, job) == []
+
+
+def test_folder_for_exports_may_be_a_link(store, job, root, tmp_path, written_by, ended):
+    (tmp_path / "linked").symlink_to(root)
+    written_by(WRITES)
+    row = Exports(store, (tmp_path / "linked",)).begin(job, id_of(job, 5), "mine", "hf", None)
+    assert (ended(store, job, row).state, row.path) == ("done", str(root / "mine"))
+
+
+def test_exporter_is_told_all_and_no_secret(root, monkeypatch):
+    monkeypatch.setenv("MANTA_API_KEY", "secret")
+    started = Mock()
+    monkeypatch.setattr(module.subprocess, "Popen", started)
+    for dtype in (None, "bf16"):
+        module._started("/ckpt", root / "mine", "hf", dtype)
+    words = ["/ckpt", "--to", str(root / "mine"), "--format", "hf", "--json"]
+    assert [call.args[0][3:] for call in started.call_args_list] == [words, [*words, "--dtype", "bf16"]]
+    assert all("MANTA_API_KEY" not in call.kwargs["env"] for call in started.call_args_list)
+
+
+@pytest.mark.parametrize(("code", "words"), [(-9, "was ended by signal 9"), (3, "it ended with exit status 3")])
+def test_exporter_that_says_nothing_is_told_by_how_it_ended(code, words):
+    assert module._problem(module._Run("export_1", Mock(returncode=code))).endswith(words)
+
+
+def test_export_that_is_over_takes_no_place(store, job, root, written_by, ended, monkeypatch):
+    monkeypatch.setattr(module, "AT_ONCE", 1)
+    written_by(WRITES)
+    writer = Exports(store, (root,))
+    for name in ("one", "another"):
+        assert ended(store, job, writer.begin(job, id_of(job, 5), name, "hf", None)).state == "done"
+        asyncio.run(reached(lambda: not writer._runs))
 
 
 def test_only_complete_checkpoints_of_the_job_can_be_exported(store, job, root):

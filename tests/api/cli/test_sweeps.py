@@ -1,6 +1,7 @@
 """Sweeps: one job for each combination of values, and `manta compare` of jobs."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,7 @@ def test_nothing_is_submitted_where_one_of_them_is_wrong_or_it_is_a_dry_run(mant
     data = ("--set", "data.source=text", "--sweep", "data.paths=[/nowhere],[/neither]")
     lost = manta("submit", "FILE", "--dry-run", *data, code=1).stderr
     assert "no such file or directory: /neither" in lost and "/nowhere" in lost
+    assert manta("submit", "FILE", "--dry-run", "--json", *data, code=1).stderr == lost
     assert service.http.get("/v1/jobs").json()["items"] == []
 
 
@@ -68,6 +70,12 @@ def test_names_are_cut_where_they_would_be_too_long_and_may_be_swept(document):
     assert [each.document["name"][-3:] for each in made] == ["n-1", "n-2"]
     made = variants(document, ["name=one,two"], "s")
     assert [(each.document["name"], each.values) for each in made] == [("one", "name=one"), ("two", "name=two")]
+
+
+def test_relative_paths_of_a_sweep_are_of_where_the_command_runs(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = variants(document | {"data": {"source": "text"}}, ["data.paths=[a.txt],[b.txt]"], "s")
+    assert [each.document["data"]["paths"] for each in made] == [[f"{tmp_path}/a.txt"], [f"{tmp_path}/b.txt"]]
 
 
 def test_jobs_are_compared_by_what_differs_the_best_first(manta, service):
@@ -97,9 +105,12 @@ def test_the_validation_loss_counts_where_all_that_have_a_loss_have_one():
     one, other = {"loss": 1.0, "validation_loss": 3.0}, {"loss": 2.0, "validation_loss": 2.0}
     assert order(one, {}, other) == [2, 0, 1]
     assert order(one, other, {"loss": 1.5}) == [0, 2, 1]
+    assert order({"loss": math.nan}, {"loss": 2.0}, {"loss": 1.0}) == [2, 1, 0], "what is no number is best of nothing"
 
 
 def test_what_differs_is_told_by_its_path():
     specs = [{"a": {"b": 1, "c": [1]}, "name": "x"}, {"a": {"b": 1, "c": [2]}, "d": {}, "name": "y"}]
     assert compare.differing(specs) == [{"a.c": [1], "d": None}, {"a.c": [2], "d": {}}]
     assert compare.differing([]) == []
+    named = [{"name": name, "optimizer": {"name": optimizer}} for name, optimizer in ("xa", "yb", "za")]
+    assert [each["optimizer.name"] for each in compare.differing(named)] == ["a", "b", "a"]

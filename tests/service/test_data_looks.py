@@ -1,0 +1,66 @@
+"""One look at a time at the data of a job, which is looked at anew whenever that is asked again."""
+
+import asyncio
+
+import pytest
+
+from service import data_looks
+from service.data_looks import DataLooks, DataSilent
+
+AWAY = {"source": "text", "paths": ["/away"]}
+
+
+def test_data_that_was_found_good_or_bad_is_looked_at_anew(make_spec):
+    answers = iter([None, "it is gone", None])
+
+    async def check(_spec):
+        return next(answers)
+
+    async def body():
+        looks = DataLooks(check)
+        return [await looks.problem("job", make_spec()) for _ in range(3)]
+
+    assert asyncio.run(body()) == [None, "it is gone", None]
+
+
+def test_nobody_looks_any_more_for_jobs_that_are_not_queued(make_spec, monkeypatch):
+    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.0)
+    ended = []
+
+    async def check(spec):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(spec.name)
+
+    async def body():
+        looks = DataLooks(check)
+        for name in ("kept", "gone"):
+            with pytest.raises(DataSilent):
+                await looks.problem(name, make_spec(name=name, data={"source": "text", "paths": [f"/{name}"]}))
+            await asyncio.sleep(0)
+        looks.keep_only(["kept"])
+        await asyncio.sleep(0)
+        return list(ended)
+
+    assert asyncio.run(body()) == ["gone"]
+
+
+def test_while_one_file_system_is_silent_another_has_a_moment_and_not_a_turn(make_spec, monkeypatch):
+    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.0)
+
+    async def check(_spec):
+        await asyncio.Event().wait()
+
+    async def keeps_turn(looks, job, **data):
+        with pytest.raises(DataSilent) as silent:
+            await looks.problem(job, make_spec(data=AWAY | data))
+        return silent.value.keeps_turn
+
+    async def body():
+        looks = DataLooks(check)
+        turns = [await keeps_turn(looks, "first")]
+        looks._under_way["first"].began -= data_looks.TURN_SECONDS
+        return [*turns, await keeps_turn(looks, "first"), await keeps_turn(looks, "second", paths=["/beside"])]
+
+    assert asyncio.run(body()) == [True, False, False]
