@@ -45,6 +45,8 @@ class ElasticityPlanner:
         self._job, self._gang = job, job.gang
         self._sizes, self._shapes = sizes_of(job.submitted), shapes_of(job.submitted)
         self._reported_waiting = False
+        self._never_fitting: dict[str, object] = {}
+        """Jobs in the queue that the cluster could never hold: of which job and cluster that is known."""
 
     def reconsider(self) -> None:
         """Something has changed: see whether there is more to do than there was."""
@@ -115,19 +117,27 @@ class ElasticityPlanner:
         nodes = self._job.cluster.nodes
         has_gpus = await nodes.has_gpus() if waiting else False
         unit = unit_of(self._gang.spec.resources.accelerator, has_gpus)
-        alike = [each.id for each in waiting if unit_of(each.accelerator, has_gpus) == unit]
+        alike = [each for each in waiting if unit_of(each.accelerator, has_gpus) == unit]
         if not alike:
             return False
         capacity = await nodes.capacity(unit)
-        for job_id in alike:
-            try:
-                spec = stored_spec(await self._job.record.read(partial(jobs.get, job_id=job_id))).spec
-            except (JobNotFound, SpecNotUnderstood):  # it is gone by now, or waits for another release
-                continue
-            shortage = missing(smallest(spec).layout, capacity)
-            if shortage is None or shortage.possible >= shortage.needed:
+        totals = {node: total for node, (total, _) in capacity.nodes.items()}, capacity.types
+        known, self._never_fitting = self._never_fitting, {}
+        for each in alike:
+            about = (each.updated_at, totals)
+            if known.get(each.id) != about and await self._fits_some_time(each.id, capacity):
                 return True
+            self._never_fitting[each.id] = about
         return False
+
+    async def _fits_some_time(self, job_id: str, capacity: Capacity) -> bool:
+        """Whether the cluster could hold a job that stands in the queue, if nobody else held anything."""
+        try:
+            spec = stored_spec(await self._job.record.read(partial(jobs.get, job_id=job_id))).spec
+        except (JobNotFound, SpecNotUnderstood):  # it is gone by now, or waits for another release
+            return False
+        shortage = missing(smallest(spec).layout, capacity)
+        return shortage is None or shortage.possible >= shortage.needed
 
     def _draining(self) -> tuple[int, ...]:
         """The replicas that have ranks on nodes that are to be left."""

@@ -16,8 +16,9 @@ from service.job.context import JobContext
 from service.job.generation import RunningGeneration
 from service.job.resize_and_drain import ElasticityPlanner
 from service.states import JobState
-from service.store import events, generations, jobs
+from service.store import edits, events, generations, jobs
 from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.queue import LARGE
 from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached
 from workers.config import JobSpec
@@ -235,6 +236,34 @@ def test_who_waits_is_judged_by_the_units_that_it_waits_for(planned, submit, has
         nodes.capacity, nodes.has_gpus = capacity, answer
         submit(parallel={"tensor": 2})
         assert await planner._others_wait() is has_gpus
+
+    planned(body, {"one": 8})
+
+
+def test_job_that_never_fits_is_read_again_when_it_or_the_cluster_is_another_one(planned, submit, store, monkeypatch):
+    """There may be thousands, and whoever could grow looks at the queue every other second."""
+    read, get = [], jobs.get
+
+    async def body(planner, running, context):
+        never = submit(parallel={"data": 12}, train=LARGE).id
+        monkeypatch.setattr(
+            jobs, "get", lambda session, job_id, **how: read.append(job_id) or get(session, job_id, **how)
+        )
+
+        async def reads():
+            read.clear()
+            for _ in range(3):
+                assert not await planner._others_wait()
+            return read.count(never)
+
+        assert await reads() == 1
+        store.write(lambda session: edits.edit(session, never, name="another"))
+        assert await reads() == 1
+        context.cluster.nodes.slots |= {"two": 3}
+        context.cluster.nodes.used |= {"two": 0}
+        assert await reads() == 1
+        context.cluster.nodes.slots["two"] = 4
+        assert await planner._others_wait()
 
     planned(body, {"one": 8})
 
