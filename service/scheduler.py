@@ -76,8 +76,8 @@ class Scheduler:
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
         self._data_looks = DataLooks(self._look_at_data)
         self._good_data: set[str] = set()
-        """Jobs in the queue whose data could be trained on when they came: it is looked at again before they are
-        placed, and not every second until then."""
+        """Jobs in the queue whose data could be trained on when they had their turn first: it is looked at again before
+        they are placed, and not every second until then."""
         self._never_fitted: dict[str, tuple[float, object]] = {}
         """By job that the cluster could never hold since when that is known, in seconds of the monotonic clock, and of
         which job and cluster."""
@@ -167,12 +167,13 @@ class Scheduler:
         spec = await self._read_spec(job)
         if spec is None:
             return Look.STEPS_ASIDE
-        is_known = job.id in self._good_data
-        if is_known or self._cluster.nodes.at_rest:
+        # Thousands that never fit, such as all in the queue while no node answers, would hold up those behind them.
+        needs_no_look = job.id in self._good_data or await self._never_fits(spec)
+        if needs_no_look or self._cluster.nodes.at_rest:
             shortage = await self._shortage(await self._sized(job, spec))
             if shortage is None:
                 await self._cluster.daemons.wake()
-            elif is_known:
+            elif needs_no_look:
                 await self._let_wait(job, spec, shortage)
                 return await self._waits(spec)
         try:
