@@ -274,7 +274,7 @@ class RunningGeneration:
             self._note_death(Death(rank, reason.kind, message=reason.message, at=since))
         else:
             kind = "stopped" if self._stopping else "killed"
-            words = describe_exit(exited.code, exited.signal)
+            words = describe_exit(exited.code, exited.signal, exited.memory_kills)
             self._note_death(Death(rank, kind, message=words, traceback="\n".join(exited.last_output), at=at))
 
     def _note_death(self, death: Death) -> None:

@@ -42,16 +42,24 @@ class Death:
         return f"rank {self.rank} {self.message or self.kind}{where}"
 
 
-def describe_exit(code: int | None, number: int | None) -> str:
-    """How a process ended, in words."""
+def describe_exit(code: int | None, number: int | None, memory_kills: int | None = None) -> str:
+    """How a process ended, in words. `memory_kills`: see `Exited`."""
     if number is not None:
         try:
             name = signal.Signals(number).name
         except ValueError:
             name = f"signal {number}"
-        hint = "; if nobody sent it, the machine ran out of memory" if number == signal.SIGKILL else ""
-        return f"was killed by {name}{hint}"
+        return f"was killed by {name}{_by_whom(memory_kills) if number == signal.SIGKILL else ''}"
     return f"exited with code {code}" if code is not None else "is gone"
+
+
+def _by_whom(memory_kills: int | None) -> str:
+    if memory_kills is None:
+        return "; if nobody sent it, the machine ran out of memory"
+    if memory_kills <= 0:
+        return ", not for lack of memory"
+    processes = "a process" if memory_kills == 1 else f"{memory_kills} processes"
+    return f"; since it began the kernel has killed {processes} of its machine for lack of memory"
 
 
 def culprit_of(deaths: Sequence[Death]) -> Death:

@@ -168,6 +168,9 @@ class Exited:
     """Where it said why."""
     killed_for: KillReason | None = None
     """Where its agent killed it on request."""
+    memory_kills: int | None = None
+    """Where SIGKILL ended it that its agent has not sent: processes of its machine that the kernel has killed for lack
+    of memory since it began; None: not known."""
 
 
 Payload = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepare
 from workers.rank.commands import Arm, Command, Go, Rest, SaveAndEnd, TellFlight, Trace, command_line
 from workers.rank.rank_log import LineSink, LineSplitter
 from workers.rank.report_buffer import ReportBuffer
+from workers.system.host_memory import killed_for_memory
 from workers.zygote.client import Exit, ForkedProcess
 
 DRAIN_SECONDS = 2.0
@@ -56,6 +58,7 @@ class TrainerHandle:
         self.stopped = False
         """Whether its end was asked for."""
         self._stderr = LineSplitter()
+        self._killed_before = killed_for_memory()
         self._killed_for: KillReason | None = None
         self._failure: Failure | None = None
         """What it reported that it fails with. It goes into the exit report: a reader who is replaced in between knows
@@ -175,10 +178,17 @@ class TrainerHandle:
             pump.cancel()
         await asyncio.gather(*late, return_exceptions=True)
         last_output = tuple(self._stderr.tail)
-        exited = Exited(ended.code, ended.signal, last_output, self._failure, self._killed_for)
+        kills = self._memory_kills() if ended.signal == signal.SIGKILL else None
+        exited = Exited(ended.code, ended.signal, last_output, self._failure, self._killed_for, kills)
         self._reports.add(exited, self.generation, self._rank)
         self.process.close()
         return ended
+
+    def _memory_kills(self) -> int | None:
+        """Those since the process began, unless its end was asked for."""
+        before, now = self._killed_before, killed_for_memory()
+        asked_for = self.stopped or self._killed_for is not None
+        return None if asked_for or before is None or now is None else now - before
 
     async def _pump_reports(self) -> None:
         with contextlib.suppress(ConnectionError):

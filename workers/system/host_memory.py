@@ -35,6 +35,16 @@ def memory_available(root: Path = ROOT) -> int:
     return min([_of_machine(root), *(left for left in limits if left is not None)])
 
 
+def killed_for_memory(root: Path = ROOT) -> int | None:
+    """How many processes of this machine, those in its containers included, the kernel has killed for lack of memory
+    since it started; None where it does not say. `root`: where proc is."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
 def _of_machine(root: Path) -> int:
     with contextlib.suppress(OSError):
         for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():

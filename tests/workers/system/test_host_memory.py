@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.system.host_memory import memory_available
+from workers.system.host_memory import killed_for_memory, memory_available
 
 KIB = 1024
 
@@ -47,3 +47,14 @@ def test_the_first_version_of_control_groups_is_read_too(machine):
     limits = {f"{group}/memory.limit_in_bytes": str(9 * KIB), f"{group}/memory.usage_in_bytes": str(8 * KIB)}
     stat = {f"{group}/memory.stat": f"total_inactive_file {2 * KIB}"}
     assert machine("4:cpu:/docker/one\n5:memory:/docker/one", **MEMINFO, **limits, **stat) == 3 * KIB
+
+
+@pytest.mark.parametrize(("said", "killed"), [
+    ("nr_free_pages 7\noom_kill 3\noom_kill_other 9\n", 3), ("nr_free_pages 7\n", None), ("oom_kill x\n", None),
+    (None, None),
+])  # fmt: skip
+def test_the_kernel_says_how_many_processes_it_has_killed_for_lack_of_memory(tmp_path, said, killed):
+    (tmp_path / "proc").mkdir()
+    if said is not None:
+        (tmp_path / "proc" / "vmstat").write_text(said)
+    assert killed_for_memory(tmp_path) == killed
