@@ -11,12 +11,10 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
-
-from sqlalchemy.orm import Session
+from typing import Any
 
 from service.checkpoint_deletion import delete_checkpoint
 from service.cluster.cluster import Cluster
@@ -31,6 +29,7 @@ from service.cluster_view import cluster_view
 from service.deletion import Deletion, delete_job
 from service.exports import Exports
 from service.faults import FaultsNotAllowed
+from service.home_of_jobs import HomeOfJobs
 from service.housekeeping import Housekeeping
 from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.kept_logs.keeper import LogKeeper
@@ -49,12 +48,10 @@ from service.store.leases import connection_name
 from service.store.location import url_in
 from service.store.tables import Checkpoint, Job
 from service.takeover import refuse_what_cannot_be_taken_over
-from service.tasks import log_failure
+from service.tasks import BackgroundTasks, log_failure
 from service.traces.traces import Traces
 from workers.config import JobSpec
 from workers.data.roots import ANYWHERE, DataRoots
-from workers.errors import MantaError
-from workers.node.folders import mark
 from workers.paths import Paths
 from workers.protocol.messages import Fault
 from workers.storage.places import Place
@@ -62,7 +59,6 @@ from workers.system.ports import PortRange
 from workers.system.process_end import ended
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 CALL_SECONDS = 30.0
 # How long it may take to try the ports between the nodes: less than clients wait.
@@ -72,17 +68,6 @@ RAY_WATCH = "watch over Ray"
 MEASURING_SECONDS = 5.0
 # What a clean end takes at most for the sake of other control planes, which find out by themselves a little later.
 LEAVE_SECONDS = 5.0
-
-
-class JobsElsewhere(MantaError):
-    """The files of the jobs of this database are not here."""
-
-    def __init__(self, folder: Path):
-        super().__init__(
-            f"the files of the jobs of this database (checkpoints, logs) are in {folder}, which is not there: mount it "
-            "at that path, let a link at that path lead to it, or have checkpoints and logs in an object store "
-            "(MANTA_CHECKPOINTS; docs/operations.md, Several control planes)"
-        )
 
 
 class ControlPlane:
@@ -128,9 +113,9 @@ class ControlPlane:
         self._leases = Leases(self._store, me)
         self.exports = Exports(self._store, export_roots or (home / "exports",))
         self._traces = None if traces is None else Traces(self._store, traces)
-        self._home_of_jobs, self._checkpoints, self._node_notices = home, checkpoints, node_notices
-        self._installation, self._ports, self._node_shapes = "", ports, node_shapes
-        self._place_of_logs, self._keeper = logs, self._keeper_of(logs)
+        self._home_of_jobs = HomeOfJobs(home, checkpoints, logs)
+        self._node_notices, self._ports, self._node_shapes = node_notices, ports, node_shapes
+        self._keeper = None if logs is None else LogKeeper(self._store, self._leases, Paths.of(home, logs=logs))
         first_step = None if self._traces is None else self._traces.first_step
         self._owners = JobOwners(self._store, self._leases, memory_seconds, self._keeper, first_step)
         self._loop = asyncio.new_event_loop()
@@ -141,7 +126,7 @@ class ControlPlane:
         self._ray_process: int | None = None
         """First process of our own Ray, or of our raylet of another one."""
         self._tasks: list[asyncio.Task[None]] = []
-        self._background_tasks: set[asyncio.Task[None]] = set()
+        self._background_tasks = BackgroundTasks()
         self._lags = {"jobs": self._owners.lag}
         """By loop how far it is behind."""
 
@@ -153,18 +138,12 @@ class ControlPlane:
     @property
     def home(self) -> Path:
         """Folder of the files of all jobs: the embedded state, where there is no other control plane."""
-        return self._home_of_jobs
+        return self._home_of_jobs.folder
 
     @property
     def logs(self) -> JobLogs:
         """What the ranks of all jobs printed."""
-        return LogsInHome(self._home_of_jobs) if self._keeper is None else self._keeper
-
-    def _keeper_of(self, logs: Place | None) -> LogKeeper | None:
-        if logs is None:
-            return None
-        home = Paths.of(self._home, logs=logs)
-        return LogKeeper(self._store, self._leases, home)
+        return LogsInHome(self.home) if self._keeper is None else self._keeper
 
     def start(self) -> None:
         """Bring up the database and a Ray that answers; take over running jobs that no other control plane looks after.
@@ -179,8 +158,8 @@ class ControlPlane:
         ray_is_new = isinstance(self._head, RayHead) and self._ensure_ray(self._head)
         namespace = self._store.write(lambda session: installation.ray_namespace(session, ray_is_new))
         log.info("the namespace of this installation in Ray is %s", namespace)
-        if not asks_first:
-            self._find_home_of_jobs()
+        if not asks_first and not self._leases.alone:
+            self._home_of_jobs.find(self._store)
         cluster = self._connect(namespace)
         self._thread.start()
         if asks_first:
@@ -191,42 +170,13 @@ class ControlPlane:
         self._call(self._begin(cluster))
 
     def _connect(self, namespace: str) -> Cluster:
-        self._installation = namespace
-        self._mark_folders()
+        self._home_of_jobs.mark(namespace)
         ray, is_elsewhere = self._head.connect(namespace), isinstance(self._head, ExistingRay)
         if isinstance(self._head, ExistingRay):
             self._ray_process = self._head.raylet()
         return Cluster.connected(
-            ray, self._paths_of_jobs, self._node_notices, is_elsewhere, self._ports, self._node_shapes
+            ray, self._home_of_jobs.paths, self._node_notices, is_elsewhere, self._ports, self._node_shapes
         )
-
-    def _mark_folders(self) -> None:
-        """Let nodes see whether they share what this service has."""
-        paths = self._paths_of_jobs
-        for folder in {paths.home, paths.checkpoint_root}:
-            if isinstance(folder, Path) and (folder != paths.home or self._has_home_of_jobs):
-                try:
-                    mark(folder, self._installation)
-                except OSError as error:  # nodes do without what they do not share
-                    log.warning("%s cannot be marked as ours: %s", folder, error)
-
-    @property
-    def _paths_of_jobs(self) -> Paths:
-        return Paths.of(self._home_of_jobs, self._checkpoints, self._installation, self._place_of_logs)
-
-    @property
-    def _has_home_of_jobs(self) -> bool:
-        """Whether it is here. Where nothing of the jobs is in it, it only names what they have on the nodes."""
-        return self._home_of_jobs == self._home or self._home_of_jobs.is_dir()
-
-    def _find_home_of_jobs(self) -> None:
-        """Raises JobsElsewhere."""
-        if self._leases.alone:
-            return
-        home = str(Paths.of(self._home).home)
-        self._home_of_jobs = Path(self._store.write(lambda session: installation.home_of_jobs(session, home)))
-        if not self._home_of_jobs.is_dir() and None in (self._checkpoints, self._place_of_logs):
-            raise JobsElsewhere(self._home_of_jobs)
 
     def _join(self, ray: str) -> None:
         """Be one of the control planes of this database. Raises OtherRay: not at once, for the other one may be dead
@@ -276,7 +226,8 @@ class ControlPlane:
             task.add_done_callback(log_failure)
 
     def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:
-        return self._read(lambda session: jobs.states(session, job_ids))
+        with self._store.read() as session:
+            return jobs.states(session, job_ids)
 
     async def _watch_ray(self) -> None:
         """Notice the death of our Ray. All trainers died with it, and their jobs go on from their snapshots; or, on
@@ -318,10 +269,6 @@ class ControlPlane:
         if self._housekeeping is not None:
             self._housekeeping.wake()
 
-    def _read(self, query: Callable[[Session], T]) -> T:
-        with self._store.read() as session:
-            return query(session)
-
     def submitted(self, job_id: str) -> None:
         """A job was stored, is tried again, was resumed, or has another priority: wake the scheduler."""
         self._loop.call_soon_threadsafe(self._wake_scheduler)
@@ -330,15 +277,15 @@ class ControlPlane:
 
     def cancel(self, job_id: str) -> None:
         """A job was moved to CANCELLING or CANCELLED: wake its owner."""
-        self._loop.call_soon_threadsafe(self._cancel, job_id)
-        self._wake_owner_elsewhere(job_id)
+        self._pass_on(job_id, self._cancel)
 
     def pause(self, job_id: str) -> None:
         """A job was moved to PAUSING or PAUSED: wake its owner."""
-        self._loop.call_soon_threadsafe(self._pause, job_id)
-        self._wake_owner_elsewhere(job_id)
+        self._pass_on(job_id, self._pause)
 
-    def _wake_owner_elsewhere(self, job_id: str) -> None:
+    def _pass_on(self, job_id: str, tell: Callable[[str], None]) -> None:
+        """Have the owner of a job told on its own thread, or the control plane that it is on look at the job."""
+        self._loop.call_soon_threadsafe(tell, job_id)
         if not self._owners.has(job_id):
             self._leases.wake_others()
 
@@ -349,12 +296,12 @@ class ControlPlane:
     def delete(self, job_id: str) -> Deletion:
         """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved,
         ClusterUnavailable."""
-        return delete_job(self._store, self._paths_of_jobs, job_id, lambda: self._call(self._let_go(job_id)))
+        return delete_job(self._store, self._home_of_jobs.paths, job_id, lambda: self._call(self._let_go(job_id)))
 
     def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
         """Delete a checkpoint and its files. Raises JobNotFound, CheckpointNotFound, CheckpointNeeded,
         CheckpointNotRemoved."""
-        return delete_checkpoint(self._store, self._paths_of_jobs, job_id, checkpoint_id, force)
+        return delete_checkpoint(self._store, self._home_of_jobs.paths, job_id, checkpoint_id, force)
 
     async def _let_go(self, job_id: str) -> None:
         assert self._housekeeping is not None
@@ -387,13 +334,11 @@ class ControlPlane:
 
     def resize(self, job_id: str) -> None:
         """A job shall have another size: wake its owner."""
-        self._loop.call_soon_threadsafe(self._resize, job_id)
-        self._wake_owner_elsewhere(job_id)
+        self._pass_on(job_id, self._resize)
 
     def trace(self, job_id: str) -> None:
         """A trace of a job was asked for: wake its owner."""
-        self._loop.call_soon_threadsafe(self._trace, job_id)
-        self._wake_owner_elsewhere(job_id)
+        self._pass_on(job_id, self._trace)
 
     def _trace(self, job_id: str) -> None:
         if owner := self._owners.of(job_id):
@@ -409,7 +354,7 @@ class ControlPlane:
         if owner := self._owners.of(job_id):
             owner.cancel()
         if self._cluster is not None:
-            self._background(self._forget_if_cancelled(job_id))
+            self._background_tasks.start(self._forget_if_cancelled(job_id), f"end of {job_id}")
 
     async def _forget_if_cancelled(self, job_id: str) -> None:
         """A job that was cancelled in the queue or in a pause may have run before and have left its snapshots. The one
@@ -423,12 +368,6 @@ class ControlPlane:
     def _job(self, job_id: str) -> Job:
         with self._store.read() as session:
             return jobs.get(session, job_id)
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background_tasks.add(task)
-        task.add_done_callback(self._background_tasks.discard)
-        task.add_done_callback(log_failure)
 
     def cluster(self) -> dict[str, Any]:
         """Nodes, slots and which ranks run where, in the form of `api.schemas.Cluster`. Raises ClusterUnavailable."""
@@ -489,7 +428,7 @@ class ControlPlane:
     async def _leave(self) -> None:
         if self._keeper is not None:
             await self._keeper.leave()
-        tasks = [*self._tasks, *self._background_tasks, *(task for _, task in self._owners.by_job.values())]
+        tasks = [*self._tasks, *self._background_tasks.running, *(task for _, task in self._owners.by_job.values())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

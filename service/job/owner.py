@@ -13,7 +13,7 @@ import time
 
 from service.cluster.cluster import Cluster
 from service.faults import FaultNotPossible
-from service.job.context import DEFAULT_MEMORY_SECONDS
+from service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
 from service.job.older_database import catch_up
 from service.job.record import JobRecord
 from service.job.report_writer import FirstStep
@@ -93,12 +93,12 @@ class JobOwner:
                 return True
         try:
             left_out = stored_spec(job).left_out
-            supervisor = Supervisor(self._store, self._cluster, job, self._memory_seconds, self._logs, self._first_step)
+            context = JobContext.of(self._store, self._cluster, job, self._memory_seconds, self._logs, self._first_step)
         except SpecNotUnderstood as error:
             return await self._leave_alone(JobState(job.state), str(error))
         if left_out:
             await self._say("keys_left_out", left_out_sentence(left_out))
-        self._supervisor = supervisor
+        self._supervisor = supervisor = Supervisor(context)
         if self._resize_wanted:
             self._resize_wanted = False
             supervisor.resize()

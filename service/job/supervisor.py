@@ -17,7 +17,6 @@ from typing import Any
 
 from service.cluster.agent_client import AgentError, within
 from service.cluster.agents import describe_each
-from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import in_use
@@ -36,7 +35,7 @@ from service.job.actions import (
     while_leaving,
 )
 from service.job.changes import Stay, WaitInQueue, carry_out, standby_of
-from service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
+from service.job.context import JobContext
 from service.job.generation import RunningGeneration
 from service.job.incident import Incident
 from service.job.launch import STARTING, LaunchFailed, finish_launch, launch_generation, watch_generation
@@ -44,18 +43,16 @@ from service.job.leave import ask_to_save, keep_time, leave
 from service.job.lost_agents import place_all, replace_lost
 from service.job.planning import plan_generation
 from service.job.record import NO_ROOM
-from service.job.report_writer import FirstStep
 from service.job.resize_and_drain import ElasticityPlanner
 from service.job.resume import known_checkpoints
 from service.job.time_to_rest import time_to_rest
-from service.kept_logs.spool import Spool
 from service.recovery.decisions import UNREADABLE, Death, GiveUp, decide, failure_of
 from service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, hold_sentence
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState, is_final
-from service.store import Store, ranks
+from service.store import ranks
 from service.store.tables import Job, Rank
-from service.tasks import log_failure
+from service.tasks import BackgroundTasks, log_failure
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import BETWEEN_STEPS, AgentDescription, Fault
 
@@ -70,27 +67,16 @@ INJECT_SECONDS = 10.0
 class Supervisor:
     """Owns one job. `run` returns when the job is final, paused, or back in the queue."""
 
-    def __init__(
-        self,
-        store: Store,
-        cluster: Cluster,
-        job: Job,
-        memory_seconds: float = DEFAULT_MEMORY_SECONDS,
-        logs: Spool | None = None,
-        first_step: FirstStep | None = None,
-    ):
-        """`memory_seconds`: how long its snapshots are kept for a retry when it fails; `logs`: takes what it prints,
-        where that is kept elsewhere too; `first_step`: is told of that of each generation. Raises
-        SpecNotUnderstood."""
-        self._job = JobContext.of(store, cluster, job, memory_seconds, logs, first_step)
-        self._cluster, self._record, self._gang = cluster, self._job.record, self._job.gang
+    def __init__(self, job: JobContext):
+        self._job = job
+        self._cluster, self._record, self._gang = job.cluster, job.record, job.gang
         self._planner = ElasticityPlanner(self._job)
         self._running: RunningGeneration | None = None
         """The generation that is watched."""
         self._unlaunched = False
         """Whether the job has got places and nothing was launched there yet."""
         self._asked_to_save: RunningGeneration | None = None
-        self._background_tasks: set[asyncio.Task[None]] = set()
+        self._background_tasks = BackgroundTasks()
 
     @property
     def job_id(self) -> str:
@@ -177,7 +163,7 @@ class Supervisor:
 
     async def settled(self) -> None:
         """Return once nothing is done for the job any more."""
-        await asyncio.gather(*self._background_tasks, return_exceptions=True)
+        await self._background_tasks.settled()
 
     async def _first(self, placed_generation: int | None) -> Action:
         job, outcome = await self._record.job(), await self._record.outcome()
@@ -454,7 +440,4 @@ class Supervisor:
             self._in_background(self._gang.dismiss(people))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name=f"beside {self._job.id}")
-        self._background_tasks.add(task)
-        task.add_done_callback(self._background_tasks.discard)
-        task.add_done_callback(log_failure)
+        self._background_tasks.start(work, f"beside {self._job.id}")

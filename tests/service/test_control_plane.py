@@ -12,7 +12,8 @@ from service import control_plane, housekeeping, owners, scheduler
 from service.cluster import node_care
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.ray_head import RayHead
-from service.control_plane import ControlPlane, JobsElsewhere
+from service.control_plane import ControlPlane
+from service.home_of_jobs import HomeOfJobs, JobsElsewhere
 from service.job.supervisor import Supervisor
 from service.leases.errors import OtherRay
 from service.states import JobState
@@ -327,20 +328,16 @@ def test_control_plane_that_uses_another_ray_may_be_dead_and_is_waited_for(tmp_p
     plane.stop()
 
 
-def test_files_of_jobs_are_where_the_first_control_plane_has_them_or_it_does_not_start(store, database_url, tmp_path):
+def test_files_of_jobs_are_where_the_first_control_plane_has_them_or_it_does_not_start(store, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
 
-    def home_of_jobs(home, alone=False, **places):
+    def home_of_jobs(home, checkpoints=None, logs=None):
         home.mkdir(exist_ok=True)
-        plane = ControlPlane(home, SimpleNamespace(), database_url=database_url, **places)
-        plane._leases = SimpleNamespace(alone=alone)
-        try:
-            plane._find_home_of_jobs()
-        finally:
-            plane.stop()
-        return plane.home
+        of_jobs = HomeOfJobs(home, checkpoints, logs)
+        assert of_jobs.folder == home, "nothing is shared"
+        of_jobs.find(store)
+        return of_jobs.folder
 
-    assert home_of_jobs(second, alone=True) == second, "nothing is shared"
     assert home_of_jobs(first) == home_of_jobs(second) == Paths.of(first).home
     first.rmdir()
     for places in ({}, {"checkpoints": tmp_path}, {"logs": tmp_path}):

@@ -110,7 +110,7 @@ def test_what_a_job_cancelled_in_the_queue_has_left_is_removed(start, cluster, s
     plane.cancel(job.id)
 
     async def idle():
-        await reached(lambda: not plane._background_tasks)
+        await reached(lambda: not plane._background_tasks.running)
 
     plane._call(idle())
     assert cluster.daemons._daemon("node_a").ended_jobs == [job.id]

@@ -10,6 +10,7 @@ from service.cluster.placement_groups import NotPlaced
 from service.job import leave
 from service.job.actions import End, Launch, Leave, Reacquire, Rearrange, Requeue, Watch, while_leaving
 from service.job.changes import Stay
+from service.job.context import JobContext
 from service.job.supervisor import Supervisor
 from service.ledger import StateEntry
 from service.states import JobState
@@ -410,7 +411,7 @@ def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
         jobs.transition(session, started.id, JobState.RESIZING if for_the_queue else JobState.PAUSING)
         state_changes.of_job(session, started.id)[-1].time -= paused_ago
 
-    context, slept = Supervisor(store, cluster, started)._job, []
+    context, slept = JobContext.of(store, cluster, started), []
 
     async def sleep(duration):
         slept.append(max(0.0, duration))
@@ -432,7 +433,7 @@ def test_pause_by_a_host_whose_clock_is_slow_has_as_long_as_any(store, started, 
         jobs.transition(session, started.id, JobState.PAUSING)
         state_changes.of_job(session, started.id)[-1].time -= 400.0
 
-    context, slept = Supervisor(store, cluster, started)._job, []
+    context, slept = JobContext.of(store, cluster, started), []
     read = context.record.state_changes
 
     async def state_changes_and_a_pause():
@@ -455,7 +456,7 @@ def test_pause_by_a_host_whose_clock_is_slow_has_as_long_as_any(store, started, 
 
 
 def test_job_whose_time_is_up_has_as_long_to_save_as_one_that_is_paused(store, started, cluster, monkeypatch):
-    context, slept = Supervisor(store, cluster, started)._job, []
+    context, slept = JobContext.of(store, cluster, started), []
 
     async def sleep(duration):
         slept.append(duration)
@@ -474,7 +475,7 @@ def test_job_whose_time_is_up_has_as_long_to_save_as_one_that_is_paused(store, s
 def test_job_that_is_paused_before_its_time_is_up_is_overdue_by_its_pause(two_replicas, cluster, monkeypatch, limit):
     monkeypatch.setattr(leave, "SAVE_SECONDS", 0.0)
     job = two_replicas(cluster, **({} if limit is None else {"max_duration": limit}))
-    context = Supervisor(job.store, cluster, job.row)._job
+    context = JobContext.of(job.store, cluster, job.row)
     changes = [StateEntry(time.time(), JobState.QUEUED)]
 
     async def state_changes_at_once():
@@ -518,6 +519,6 @@ def test_job_that_is_to_leave_does_what_its_newest_state_needs_and_no_more(actio
 
 
 def test_supervisor_that_is_told_before_it_runs_remembers(store, submit, cluster):
-    supervisor = Supervisor(store, cluster, submit())
+    supervisor = Supervisor(JobContext.of(store, cluster, submit()))
     supervisor.pause()
     assert supervisor._job.leaving.is_set()

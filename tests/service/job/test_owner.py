@@ -11,6 +11,7 @@ from service.cluster.errors import ClusterUnavailable
 from service.faults import FaultNotPossible
 from service.job import launch, resize_and_drain, resume
 from service.job import owner as owning
+from service.job.context import JobContext
 from service.job.owner import JobOwner
 from service.job.record import JobRecord
 from service.job.resize_and_drain import ElasticityPlanner
@@ -50,7 +51,7 @@ def owned(two_replicas, cluster, monkeypatch):
 
     monkeypatch.setattr(Supervisor, "_attend", attended)
     job.supervise = supervise
-    job.supervisor = Supervisor(job.store, cluster, job.row)
+    job.supervisor = Supervisor(JobContext.of(job.store, cluster, job.row))
     return job
 
 
@@ -455,9 +456,9 @@ def test_snapshots_of_a_job_that_fails_are_kept_for_as_long_as_its_owner_says(st
     made = []
 
     class Noted(Supervisor):
-        def __init__(self, store, cluster, job, memory_seconds, *more):
-            super().__init__(store, cluster, job, memory_seconds, *more)
-            made.append((job.id, memory_seconds))
+        def __init__(self, job):
+            super().__init__(job)
+            made.append((job.id, job.memory_seconds))
 
         async def run(self, placed_generation):
             made.append(placed_generation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from service.job.context import JobContext
 from service.job.older_database import catch_up
 from service.job.record import JobRecord
 from service.job.supervisor import Supervisor
@@ -59,7 +60,7 @@ class SupervisedJob:
 
     def supervise(self, placed_generation: int | None) -> None:
         """Hand the job to a supervisor of its own."""
-        self.supervisor = _Supervisor(self.store, self.cluster, self.row)
+        self.supervisor = _Supervisor(JobContext.of(self.store, self.cluster, self.row))
         self.task = asyncio.create_task(self.supervisor.run(placed_generation))
         self.task.add_done_callback(lambda task: self.cluster.agents.changed())
 

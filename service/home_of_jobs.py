@@ -1,0 +1,61 @@
+"""The home of the jobs: the folder of their files, which all control planes of one database share."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from service.store import Store, installation
+from workers.errors import MantaError
+from workers.node.folders import mark
+from workers.paths import Paths
+from workers.storage.places import Place
+
+log = logging.getLogger(__name__)
+
+
+class JobsElsewhere(MantaError):
+    """The files of the jobs of this database are not here."""
+
+    def __init__(self, folder: Path):
+        super().__init__(
+            f"the files of the jobs of this database (checkpoints, logs) are in {folder}, which is not there: mount it "
+            "at that path, let a link at that path lead to it, or have checkpoints and logs in an object store "
+            "(MANTA_CHECKPOINTS; docs/operations.md, Several control planes)"
+        )
+
+
+class HomeOfJobs:
+    """As one control plane has it: in its own home, until `find` says otherwise."""
+
+    def __init__(self, own: Path, checkpoints: Place | None, logs: Place | None):
+        """`own`: the control plane's home; `checkpoints`, `logs`: where these are kept, None: in the home alone."""
+        self._own, self._checkpoints, self._logs = own, checkpoints, logs
+        self._installation = ""
+        self.folder = own
+        """Where nothing of the jobs is in it, it only names what they have on the nodes, and need not be there."""
+
+    @property
+    def paths(self) -> Paths:
+        """Of all jobs."""
+        return Paths.of(self.folder, self._checkpoints, self._installation, self._logs)
+
+    def find(self, store: Store) -> None:
+        """Where the database is shared, the home is that of the control plane which used it first. Raises
+        JobsElsewhere."""
+        own = str(Paths.of(self._own).home)
+        self.folder = Path(store.write(lambda session: installation.home_of_jobs(session, own)))
+        if not self.folder.is_dir() and None in (self._checkpoints, self._logs):
+            raise JobsElsewhere(self.folder)
+
+    def mark(self, installation: str) -> None:
+        """Let nodes see whether they share what this `installation` has."""
+        self._installation = installation
+        paths = self.paths
+        is_here = self.folder == self._own or self.folder.is_dir()
+        for folder in {paths.home, paths.checkpoint_root}:
+            if isinstance(folder, Path) and (folder != paths.home or is_here):
+                try:
+                    mark(folder, installation)
+                except OSError as error:  # nodes do without what they do not share
+                    log.warning("%s cannot be marked as ours: %s", folder, error)
