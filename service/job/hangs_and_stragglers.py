@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from service.cluster.agent_client import AgentClient, AgentError, AgentSilent, within
+from service.cluster.agents import ask
 from service.recovery.flight_matching import refined
 from service.recovery.hang_culprits import AXES, Group, Look, Verdict, find_culprits, waiting_for
 from workers.liveness.flight_record import FlightRecord
@@ -21,14 +22,15 @@ from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject, to_json
 from workers.protocol.reports import Event, Report
 
+T = TypeVar("T")
 ASK_SECONDS = 2.0
 """An agent that takes longer to say where its trainer stands is silent."""
 CONFIRM_SECONDS = 0.3
 """Between the two looks that must agree before a rank is killed."""
 AGAIN_SECONDS = 1.0
 """Between two looks while ranks that stand still may yet go on."""
-STACKS_SECONDS = 5.0
-FLIGHT_RECORD_SECONDS = 5.0
+EVIDENCE_SECONDS = 5.0
+"""An agent that takes longer to say what its trainer does is silent."""
 KILL_SECONDS = 5.0
 """An agent that takes longer to kill a trainer that hangs is silent."""
 REPLACE_SECONDS = 600.0
@@ -138,7 +140,7 @@ class HangWatch:
         """Write down who hangs, with the evidence, and have it killed."""
         running = [rank for rank in verdict.ranks if answers[rank] is not None]
         shown = running[:MOST_NAMED]
-        stacks = dict(zip(shown, await asyncio.gather(*(self._stacks(rank, answers) for rank in shown)), strict=True))
+        stacks = await self._of_trainers(shown, answers, lambda agent, pid: agent.stacks(pid))
         if verdict.kind == "gang":
             evidence = [_evidence(rank, answers[rank], stacks.get(rank, "")) for rank in shown]
             await self._write_event(
@@ -160,24 +162,20 @@ class HangWatch:
         for rank in silent:
             self._lose(rank, "stands still, and its agent does not answer")
 
-    async def _stacks(self, rank: int, answers: Answers) -> str:
-        agent, answer = self._agents[rank], answers[rank]
-        with contextlib.suppress(AgentError):
-            if agent is not None and answer is not None:
-                return await within(STACKS_SECONDS, agent.stacks(answer.pid))
-        return ""
-
     async def _flight_records(self, answers: Answers) -> dict[int, FlightRecord]:
         """What NCCL's recorders know, of the ranks that tell."""
-        records = await asyncio.gather(*(self._flight_record(rank, answers) for rank in answers))
-        return {rank: record for rank, record in zip(answers, records, strict=True) if record is not None}
+        records = await self._of_trainers(answers, answers, lambda agent, pid: agent.flight_record(pid))
+        return {rank: record for rank, record in records.items() if record is not None}
 
-    async def _flight_record(self, rank: int, answers: Answers) -> FlightRecord | None:
-        agent, answer = self._agents[rank], answers[rank]
-        with contextlib.suppress(AgentError):
-            if agent is not None and answer is not None:
-                return await within(FLIGHT_RECORD_SECONDS, agent.flight_record(answer.pid))
-        return None
+    async def _of_trainers(
+        self, ranks: Iterable[int], answers: Answers, question: Callable[[AgentClient, int], Awaitable[T]]
+    ) -> dict[int, T]:
+        """By rank what its agent answers about its trainer, which has that process id; not of those that are gone, or
+        silent."""
+        pids = {rank: answer.pid for rank in ranks if (answer := answers[rank]) is not None}
+        agents = {rank: agent for rank in pids if (agent := self._agents[rank]) is not None}
+        known, _ = await ask(agents, lambda rank, agent: question(agent, pids[rank]), EVIDENCE_SECONDS)
+        return known
 
     async def _kill_hung(self, rank: int, answer: TrainerStatus | None) -> bool:
         """Whether its agent answers; an agent that said a moment ago where its trainer stands may not any more."""
