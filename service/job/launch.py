@@ -90,24 +90,35 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     }
     running = watch_generation(job, generation, resume.step)
     try:
-        answers, silent = await ask(gang.by_rank, lambda rank, agent: agent.launch(orders[rank]), LAUNCH_SECONDS)
-        rows = [
-            _row(job, rank, place, generation, answers[rank].pid, RUNNING)
-            if rank in answers
-            else _row(job, rank, place, generation, None, EXITED)
-            for rank, place in where.items()
-        ]
-        kept = [rank for rank, answer in answers.items() if answer.kept]
-        await record.launched(generation, time.time(), rows, kept)
-        for rank, why in silent.items():
-            running.lose(rank, f"could not be launched ({why})")
-        if not silent:
-            await _begin_backups(job, where, generation)
-        running.run_alongside(plan_generation(job, generation, where))
+        await _give_orders(job, running, orders, where)
     except BaseException:
         await running.close()  # nobody else knows of it yet
         raise
     return running
+
+
+async def _give_orders(
+    job: JobContext,
+    running: RunningGeneration,
+    orders: Mapping[int, LaunchOrder],
+    where: Mapping[int, AgentDescription],
+) -> None:
+    """Have all agents launch a generation that has begun, and note which of them did."""
+    generation, agents = running.generation, job.gang.by_rank
+    answers, silent = await ask(agents, lambda rank, agent: agent.launch(orders[rank]), LAUNCH_SECONDS)
+    rows = [
+        _row(job, rank, place, generation, answers[rank].pid, RUNNING)
+        if rank in answers
+        else _row(job, rank, place, generation, None, EXITED)
+        for rank, place in where.items()
+    ]
+    kept = [rank for rank, answer in answers.items() if answer.kept]
+    await job.record.launched(generation, time.time(), rows, kept)
+    for rank, why in silent.items():
+        running.lose(rank, f"could not be launched ({why})")
+    if not silent:
+        await _begin_backups(job, where, generation)
+    running.run_alongside(plan_generation(job, generation, where))
 
 
 async def finish_launch(job: JobContext, generation: int, where: Mapping[int, AgentDescription]) -> None:
