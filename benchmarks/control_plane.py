@@ -27,8 +27,8 @@ from benchmarks.support.report import Report, deliver, parser
 from benchmarks.support.simulation.processes import ClusterProcess, ControlPlaneProcess, simulated_installation
 from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, jobs, leases
+from service.store.control_plane_tables import ControlPlaneRow
 from service.store.location import sqlite_url
-from service.store.tables import ControlPlaneRow
 from tests.service.support.postgresql_server import NOT_FOUND, PostgresServer, programs
 from workers.errors import MantaError
 from workers.spec.reading import parse_job_spec

@@ -1,6 +1,7 @@
 """The job database: `Store` for connections, one module of queries a table."""
 
 from service.store.access_tables import ApiKey, AuditEntry, Project
+from service.store.control_plane_tables import Lease
 from service.store.database import Store
 from service.store.errors import (
     CheckpointNotFound,
@@ -55,6 +56,7 @@ __all__ = [
     "JobNotFinal",
     "JobNotFound",
     "KeyNotFound",
+    "Lease",
     "LinkNotGood",
     "Metric",
     "OutcomeUnknown",

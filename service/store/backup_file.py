@@ -105,11 +105,15 @@ def _copy_out(store: Store, working: Path) -> None:
         target.migrate()
         with store.read() as session:
             target.write(lambda into: _copy_rows(session.connection(), into.connection()))
-        target.close()
-        with contextlib.closing(sqlite3.connect(working)) as connection:
-            connection.execute("PRAGMA journal_mode=DELETE")  # one file, without a log beside it
     finally:
         target.close()
+    _leave_log(working)
+
+
+def _leave_log(working: Path) -> None:
+    """Have all of a database that nobody uses in one file."""
+    with contextlib.closing(sqlite3.connect(working)) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")
 
 
 def _copy_rows(source: Connection, target: Connection) -> None:
@@ -139,8 +143,7 @@ def _prepared(file: Path, working: Path, now: float) -> int:
         return store.write(lambda session: _mark(session, made, now))
     finally:
         store.close()
-        with contextlib.closing(sqlite3.connect(working)) as connection:
-            connection.execute("PRAGMA journal_mode=DELETE")
+        _leave_log(working)
 
 
 def _mark(session: Session, made: str, now: float) -> int:

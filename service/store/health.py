@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from sqlalchemy import Connection, func, inspect, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from service.store.control_plane_tables import Compatibility, Installation
 from service.store.database import Store, newest_revision
 from service.store.errors import StoreEmpty, StoreUnusable
 from service.store.sqlite import SqliteDatabase
-from service.store.tables import Base, Compatibility, Installation
+from service.store.tables import Base
 
 _MAKE = "`manta up` and `manta db upgrade` make one"
 _ONE_ROW = (Installation, Compatibility)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import select
 from sqlalchemy.orm import Session, load_only
 
-from service.store.tables import Installation
+from service.store.control_plane_tables import Installation
 
 
 def ray_namespace(session: Session, ray_is_new: bool) -> str:

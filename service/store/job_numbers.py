@@ -14,8 +14,9 @@ from service.ledger import Ledger
 from service.states import SUPERVISED, UNFINISHED, JobState
 from service.store import jobs, ledgers, recoveries
 from service.store.checkpoints import COMPLETE
+from service.store.control_plane_tables import ControlPlaneRow, Lease
 from service.store.leases import living
-from service.store.tables import Checkpoint, ControlPlaneRow, Event, Generation, Job, Lease, Recovery, StateChange
+from service.store.tables import Checkpoint, Event, Generation, Job, Recovery, StateChange
 
 MOST_JOBS = 500
 """So many have numbers of their own."""

@@ -113,11 +113,9 @@ def of_project(session: Session, job_ids: Collection[str], project: str) -> set[
     return set(session.scalars(select(Job.id).where(Job.id.in_(job_ids), Job.project == project)))
 
 
-def unfinished(session: Session, bound: str | None = None) -> list[Job]:
-    """All jobs that are not final, or those of the project `bound`, in the order in which they get their turn: by
-    priority, then by age."""
-    query = select(Job).where(Job.state.in_(UNFINISHED)).order_by(Job.priority.desc(), Job.id)
-    return list(session.scalars(query if bound is None else query.where(Job.project == bound)))
+def unfinished(session: Session) -> list[Job]:
+    """All jobs that are not final, in the order in which they get their turn: by priority, then by age."""
+    return list(session.scalars(select(Job).where(Job.state.in_(UNFINISHED)).order_by(Job.priority.desc(), Job.id)))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from sqlalchemy.orm import Session
 from service.leases.decisions import LEASE_SECONDS, JobInBrief, is_over, may_be_given
 from service.leases.errors import LeaseLost, OtherRay
 from service.states import UNFINISHED, JobState
+from service.store.control_plane_tables import ControlPlaneRow, Lease
 from service.store.locks import MEMBERS_LOCK
-from service.store.tables import ControlPlaneRow, Job, Lease
+from service.store.tables import Job
 
 CHANNEL = "manta"
 """Of the notifications with which control planes wake each other."""

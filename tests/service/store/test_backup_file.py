@@ -31,7 +31,8 @@ from service.store.backup_file import (
     back_up,
     restore,
 )
-from service.store.tables import Base, ControlPlaneRow, Job, Lease
+from service.store.control_plane_tables import ControlPlaneRow, Lease
+from service.store.tables import Base, Job
 
 NOW = 1_800_000_000.0
 

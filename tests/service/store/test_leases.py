@@ -11,8 +11,8 @@ from service.leases.decisions import LEASE_SECONDS
 from service.leases.errors import LeaseLost, OtherRay
 from service.states import JobState
 from service.store import Store, jobs, leases
+from service.store.control_plane_tables import Lease
 from service.store.leases import connection_name
-from service.store.tables import Lease
 
 SECONDS = 20.0
 
