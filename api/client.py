@@ -1,4 +1,5 @@
-"""The Python client: `MantaClient` for programs and the command line, `AsyncMantaClient` for event loops.
+"""The Python client: `MantaClient` for programs and the command line, `AsyncMantaClient` for event loops
+(`api/async_client.py`).
 
 Both send the calls of `api/calls.py`. They raise ApiError when the service refuses (its `problem` says why) and
 ServiceUnreachable when nobody answers.
@@ -6,11 +7,10 @@ ServiceUnreachable when nobody answers.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -18,12 +18,21 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx
 
 from api import calls, job_names
+from api.async_client import AsyncMantaClient
 from api.calls import MoreFilters, MoreOfJobs, WantedEvents, WantedLines
 from api.local_service import find_key, find_url, trust_in
 from api.patience import FollowedStream, Patience
 from api.requests import FaultRequest, NewKey, TraceRequest
-from api.rest_call import ApiError, Call, ServiceUnreachable, raise_for_problem
-from api.rest_version import HEADER, REST
+from api.rest_call import (
+    STREAM_TIMEOUT,
+    TIMEOUT,
+    ApiError,
+    Call,
+    ServiceUnreachable,
+    checked_url,
+    raise_for_problem,
+    usual_headers,
+)
 from api.schemas import (
     Checkpoint,
     Cluster,
@@ -66,24 +75,8 @@ __all__ = ["ApiError", "AsyncMantaClient", "MantaClient", "Problem", "ServiceUnr
 T = TypeVar("T")
 LONGEST_WAIT_SECONDS = 60.0
 """The longest `wait` that the service takes."""
-TIMEOUT = httpx.Timeout(30.0, connect=5.0)
-_STREAM_TIMEOUT = httpx.Timeout(60.0, connect=5.0)  # the service says something every 15 seconds
-
-
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol)
 """Errors after which the service has heard nothing."""
-
-
-def _checked_url(url: str) -> httpx.URL:
-    """`url`, if it is one. Raises ServiceUnreachable."""
-    try:
-        return httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ServiceUnreachable(url, error) from error
-
-
-def _headers(key: str | None) -> dict[str, str]:
-    return {HEADER: str(REST), **({} if key is None else {"Authorization": f"Bearer {key}"})}
 
 
 class MantaClient:
@@ -96,10 +89,10 @@ class MantaClient:
         self.url = url.rstrip("/")
         settings = Settings.from_environment()
         self._http = httpx.Client(
-            base_url=_checked_url(self.url),
+            base_url=checked_url(self.url),
             transport=transport,
             timeout=TIMEOUT,
-            headers=_headers(key or find_key(settings, self.url)),
+            headers=usual_headers(key or find_key(settings, self.url)),
             verify=transport is not None or trust_in(settings, self.url),
         )
 
@@ -162,7 +155,7 @@ class MantaClient:
 
     def _events(self, followed: FollowedStream[Any]) -> Generator[ServerEvent]:
         request = followed.call.request(self._http)
-        request.extensions["timeout"] = _STREAM_TIMEOUT.as_dict()
+        request.extensions["timeout"] = STREAM_TIMEOUT.as_dict()
         try:
             response = self._http.send(request, stream=True)
             try:
@@ -413,88 +406,3 @@ class MantaClient:
     def ready(self) -> Health:
         """Returns when the service can run jobs; ApiError `not_ready` says why it cannot."""
         return self.send(calls.ready())
-
-
-class AsyncMantaClient:
-    """Talks to a Manta service from an event loop: `await client.send(calls.job(job_id))`. Wherever a job's id is
-    taken, a name that no other job has will do."""
-
-    def __init__(
-        self,
-        url: str,
-        transport: httpx.AsyncBaseTransport | None = None,
-        key: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        """Talks to the service at `url`; an app in the same process may give an `httpx.ASGITransport`. `key`: default
-        is what `find_key` says; none where `headers` say who asks. Raises KeyFileUnsafe."""
-        self.url = url.rstrip("/")
-        settings = Settings.from_environment()
-        self._http = httpx.AsyncClient(
-            base_url=_checked_url(self.url),
-            transport=transport,
-            timeout=TIMEOUT,
-            headers=_headers(key or find_key(settings, self.url)) if headers is None else {**_headers(None), **headers},
-            verify=transport is not None or trust_in(settings, self.url),
-        )
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._http.aclose()
-
-    async def id_of(self, job: str) -> str:
-        """The id of a job, given by its id or by a name that no other job has. Raises ApiError, ServiceUnreachable."""
-        return job if is_job_id(job) else job_names.only_one(job, await self.send(job_names.lookup(job)))
-
-    async def _by_id(self, call: Call[T]) -> Call[T]:
-        name = job_names.name_in(call)
-        return call if name is None else call.about(await self.id_of(name))
-
-    async def send(self, call: Call[T]) -> T:
-        """Send a call and read its answer. Raises ApiError, ServiceUnreachable."""
-        call = await self._by_id(call)
-        try:
-            return call.read(await self._http.send(call.request(self._http)))
-        except httpx.TransportError as error:
-            raise ServiceUnreachable(self.url, error) from error
-
-    async def stream(self, call: Call[T]) -> AsyncIterator[T]:
-        """Send a call that answers with a stream, and yield its items until the job is final; see MantaClient."""
-        followed = FollowedStream(await self._by_id(call))
-        while not followed.ended:
-            try:
-                async with contextlib.aclosing(self._events(followed)) as events:
-                    async for event in events:
-                        for item in followed.take(event):
-                            yield item
-            except (ApiError, ServiceUnreachable) as error:
-                await asyncio.sleep(followed.pause_after(error))
-
-    async def _events(self, followed: FollowedStream[Any]) -> AsyncGenerator[ServerEvent]:
-        request = followed.call.request(self._http)
-        request.extensions["timeout"] = _STREAM_TIMEOUT.as_dict()
-        try:
-            response = await self._http.send(request, stream=True)
-            try:
-                if response.is_error:
-                    await response.aread()
-                raise_for_problem(response)
-                followed.begins()
-                parser = EventParser()
-                async for line in response.aiter_lines():
-                    event = parser.feed(line)
-                    if event is not None:
-                        yield event
-                followed.breaks_off(self.url)
-            finally:
-                await response.aclose()
-        except httpx.TransportError as error:
-            raise ServiceUnreachable(self.url, error) from error

@@ -13,12 +13,15 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from api import schemas
-from api.rest_version import HEADER, other_service
+from api.rest_version import HEADER, REST, other_service
 from workers.errors import MantaError
 from workers.nonfinite import spell
 from workers.spec.problems import Problem, SpecError
 
 T = TypeVar("T")
+TIMEOUT = httpx.Timeout(30.0, connect=5.0)
+STREAM_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
+"""Of streams, on which the service says something every 15 seconds."""
 
 
 class ApiError(MantaError):
@@ -101,6 +104,19 @@ class Call(Generic[T]):
             return adapter.validate_json(response.content)
         except ValidationError as error:
             raise ApiError(_foreign(response)) from error
+
+
+def checked_url(url: str) -> httpx.URL:
+    """`url`, if it is one. Raises ServiceUnreachable."""
+    try:
+        return httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ServiceUnreachable(url, error) from error
+
+
+def usual_headers(key: str | None) -> dict[str, str]:
+    """Those that go with every request of a client with this API key."""
+    return {HEADER: str(REST), **({} if key is None else {"Authorization": f"Bearer {key}"})}
 
 
 def _encoded(document: Any) -> bytes:

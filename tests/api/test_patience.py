@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from api import calls, client, patience
+from api import async_client, calls, client, patience
 from api.cli.progress import watch
 from api.client import AsyncMantaClient, MantaClient
 from api.patience import Patience
@@ -36,7 +36,7 @@ def pauses(monkeypatch):
     # Of these modules alone: there are threads that sleep in the same process.
     for module in (patience, client):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=made.append, monotonic=time.monotonic))
-    monkeypatch.setattr(client, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(async_client, "asyncio", SimpleNamespace(sleep=sleep))
     return made
 
 
