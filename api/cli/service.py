@@ -32,7 +32,6 @@ from service.store.location import file_of, parse_url, shown, url_in
 from workers.errors import MantaError
 from workers.paths import Paths
 
-NO_TLS = Tls()
 UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 120.0, 60.0, 0.1
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
@@ -90,7 +89,7 @@ def up(
         typer.echo(f"Manta runs already: {running['url']}")
         return
     refuse_without_protection(settings, host)
-    url = start_service(home, host, port, slots, ray, settings.allow_faults, settings.tls, settings.database_url)
+    url = start_service(settings, host, port, slots, ray)
     typer.echo(f"Manta is up: {url} (home: {home})")
     if settings.dashboard and read_key(home) is not None and host in LOOPBACK_HOSTS:
         with MantaClient.of_home(home) as client:
@@ -184,25 +183,16 @@ def serve_in_foreground(
         )
 
 
-def start_service(
-    home: Path,
-    host: str,
-    port: int,
-    slots: int | None,
-    ray: str | None,
-    allow_faults: bool = False,
-    tls: Tls = NO_TLS,
-    database: str | None = None,
-) -> str:
-    """Start the service of `home` in the background and return its address once it is ready. Raises HomeUnusable, and
+def start_service(settings: Settings, host: str, port: int, slots: int | None, ray: str | None) -> str:
+    """Start the service in the background and return its address once it is ready. Raises HomeUnusable, and
     NotStarted; a Ray that ran before goes on running then, with the jobs in it."""
+    home = settings.home
     ray_ran = RayHead(home).record() is not None
     log = home / "logs" / "service.log"
     with writing_in(home):
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         log.parent.mkdir(mode=0o700, exist_ok=True)
         output = open(log, "ab", opener=_private)  # noqa: SIM115 - closed below, once the service has it
-    settings = Settings(home, allow_faults=allow_faults, database_url=database, tls=tls)
     began = log.stat().st_size
     with output:
         process = subprocess.Popen(

@@ -18,6 +18,7 @@ from api.demo.placement import on_slots_where_gpus_are_few
 from api.demo.replay import replay
 from api.demo.summary import show
 from api.schemas import Job
+from service.settings import Settings
 from service.states import JobState, is_final
 from workers.config import JobSpec
 from workers.errors import MantaError
@@ -49,7 +50,7 @@ def main() -> int:
 def _demo(console: Console) -> int:
     console.print(f"Starting Manta (home {HOME.name}/, a local Ray, SQLite) ...", highlight=False)
     began = time.monotonic()
-    url = start_service(HOME, "127.0.0.1", 0, None, None)
+    url = start_service(Settings(HOME), "127.0.0.1", 0, None, None)
     with MantaClient.of_home(HOME) as client:
         up = f"Manta is up after {duration(time.monotonic() - began)}"
         console.print(f"{up}: {url}{client.link().path} (dashboard, good once)", highlight=False, soft_wrap=True)

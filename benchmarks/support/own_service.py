@@ -18,6 +18,7 @@ from api.client import MantaClient
 from api.local_service import running_service
 from api.schemas import Event, Job, Recovery
 from service.cluster.processes import wait_until_ended
+from service.settings import Settings
 from service.states import is_final
 from workers.errors import MantaError
 from workers.paths import Paths
@@ -45,7 +46,7 @@ class OwnService:
     def start(self) -> None:
         """Start it, also after its process was killed; it is ready when this returns."""
         with patch.dict(os.environ, self._environment):
-            start_service(self.home, "127.0.0.1", 0, None, None, self._allow_faults)
+            start_service(Settings(self.home, allow_faults=self._allow_faults), "127.0.0.1", 0, None, None)
         self.client = MantaClient.of_home(self.home)
 
     def kill(self) -> None:

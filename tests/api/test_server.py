@@ -104,7 +104,7 @@ def test_service_that_is_not_ready_in_time_takes_only_what_it_started_with_it(tm
     monkeypatch.setattr(service, "stop_service", stopped.append)
     monkeypatch.setattr(service.RayHead, "record", lambda head: "a record" if ray_ran else None)
     with pytest.raises(service.NotStarted):
-        service.start_service(tmp_path, "127.0.0.1", 0, None, None)
+        service.start_service(Settings(tmp_path), "127.0.0.1", 0, None, None)
     assert sleeper[0].returncode is not None
     assert stopped == ([] if ray_ran else [tmp_path])
 
@@ -189,7 +189,7 @@ def test_disk_that_is_full_at_a_start_leaves_what_the_home_knows(tmp_path, monke
 
 @pytest.mark.parametrize("begin", [
     lambda home: server.serve(Settings(home), "127.0.0.1", 0, None, None),
-    lambda home: service.start_service(home, "127.0.0.1", 0, None, None),
+    lambda home: service.start_service(Settings(home), "127.0.0.1", 0, None, None),
 ])  # fmt: skip
 def test_home_that_cannot_be_made_is_one_clear_sentence(tmp_path, begin):
     (tmp_path / "file").write_text("")
@@ -200,7 +200,7 @@ def test_home_that_cannot_be_made_is_one_clear_sentence(tmp_path, begin):
 def test_home_without_a_place_for_its_log_or_lock_is_one_clear_sentence(tmp_path):
     (tmp_path / "logs").write_text("")
     with pytest.raises(HomeUnusable, match="logs: File exists"):
-        service.start_service(tmp_path, "127.0.0.1", 0, None, None)
+        service.start_service(Settings(tmp_path), "127.0.0.1", 0, None, None)
     (tmp_path / "service.lock").mkdir()
     with pytest.raises(HomeUnusable, match=r"service\.lock: Is a directory"):
         server.lock_home(tmp_path)

@@ -21,6 +21,7 @@ from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service
 from benchmarks.support import own_processes
 from service.key_file import read_key
+from service.settings import Settings
 from service.states import is_final
 from tests.e2e.network import Network
 from tests.e2e.small_file_system import small_where_allowed
@@ -77,9 +78,8 @@ class Manta:
             patch.setenv("MANTA_NO_DASHBOARD", "0" if self._dashboard else "1")
             for name, value in self._environment.items():
                 patch.setenv(name, value)
-            self.url = start_service(
-                self.home, "127.0.0.1", 0, self._slots, self._ray, allow_faults=True, database=self.database
-            )
+            settings = Settings(self.home, allow_faults=True, database_url=self.database)
+            self.url = start_service(settings, "127.0.0.1", 0, self._slots, self._ray)
         self.client = MantaClient.of_home(self.home)
 
     @property

@@ -8,6 +8,7 @@ from api.client import MantaClient
 from api.local_service import running_service
 from benchmarks.support import own_processes
 from service.cluster.ray_head import RayHead
+from service.settings import Settings
 from tests.e2e.conftest import PAIR, SLOW_SECONDS
 from workers.paths import Paths
 
@@ -25,7 +26,8 @@ def second(manta, tmp_path, monkeypatch):
             process = psutil.Process(int(running["pid"]))
             process.kill()
             process.wait(10)
-        start_service(home, "127.0.0.1", 0, None, RayHead(manta.home).record().address, allow_faults=True)
+        ray = RayHead(manta.home).record().address
+        start_service(Settings(home, allow_faults=True), "127.0.0.1", 0, None, ray)
         return MantaClient.of_home(home)
 
     start.paths = paths
