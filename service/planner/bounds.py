@@ -275,13 +275,8 @@ class Bounds:
         """Layers of each virtual stage by the time that ranks take; `room`: most of each rank."""
         p, v = candidate.pipeline, candidate.virtual_stages
         layer, first, last = self.parts(candidate)
-        ends = {0: first, p * v - 1: last}
-        return shared_out(
-            self.job.model.layers,
-            chunks_of(candidate.schedule, p, v),
-            lambda index, layers: layers * layer + ends.get(index, 0.0),
-            room,
-        )
+        costs = [(layer, first), *[(layer, 0.0)] * (p * v - 2), (layer, last)]
+        return shared_out(self.job.model.layers, chunks_of(candidate.schedule, p, v), costs, room)
 
     def layers_of_rank(self, candidate: Candidate, rank: int) -> int:
         """How many a pipeline rank has."""
@@ -290,7 +285,8 @@ class Bounds:
     def least_seconds_with_more(self, candidate: Candidate) -> float:
         """What a step takes at least in which some rank has more layers than there are to a rank."""
         more = self.job.model.layers // candidate.pipeline + 1
-        return candidate.micro_batches(self.job) * self.stage(candidate, more).seconds
+        work = candidate.micro_batches(self.job) * self.stage(candidate, more).seconds
+        return (work + self.least_update(candidate, candidate.pipeline)) * slowest_of(candidate.data, self.cluster)
 
     def work_seconds(self, candidate: Candidate) -> float:
         """No more than `least_seconds`, however layers are shared out, from parts that are known: the work of all

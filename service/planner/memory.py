@@ -163,8 +163,8 @@ def layers_with_room(spec: JobSpec, usable: float, machine: Machine | None = Non
     """For how many layers each pipeline rank has room in so many bytes, by what it needs now and what one more on each
     of its virtual stages would need. Both are looked at for the ranks at the ends and those beside them; between those
     they change from one to the next as the number of micro-batches in flight does. `machine` as in `worst_rank`."""
-    stages = spec.layout.pipeline
-    known = {rank: _growth(spec, rank, machine) for rank in sorted({0, 1, stages - 2, stages - 1} & set(range(stages)))}
+    stages, passes = spec.layout.pipeline, _passes(spec, machine)
+    known = {rank: _growth(passes, rank) for rank in sorted({0, 1, stages - 2, stages - 1} & set(range(stages)))}
     room = []
     for rank in range(stages):
         if rank in known:
@@ -184,12 +184,14 @@ def _within_room(spec: JobSpec, usable: float, machine: Machine) -> tuple[int, .
         return None
     chunks = chunks_of(layout.schedule, layout.pipeline, layout.virtual_stages)
     room = layers_with_room(spec, usable, machine)
-    counts = shared_out(spec.model.layers, chunks, lambda _, layers: layers, room)
+    stages = layout.pipeline * layout.virtual_stages
+    counts = shared_out(spec.model.layers, chunks, [(1.0, 0.0)] * stages, room)
     return None if counts == layer_counts(spec.model.layers, layout) else counts
 
 
-def _growth(spec: JobSpec, rank: int, machine: Machine | None) -> tuple[float, float]:
+def _growth(passes: StepPeak, rank: int) -> tuple[float, float]:
     """Bytes that a rank needs without layers, and for each, by a line through what it needs with two numbers."""
+    spec = passes.spec
     layout, counts = spec.layout, list(layer_counts(spec.model.layers, spec.layout))
     now = sum(_layers_of(spec, rank))
     for chunk in range(layout.virtual_stages):
@@ -197,8 +199,8 @@ def _growth(spec: JobSpec, rank: int, machine: Machine | None) -> tuple[float, f
     model = spec.model.model_copy(update={"layers": sum(counts)})
     more = layout.model_copy(update={"stage_layers": tuple(counts)})
     larger = spec.model_copy(update={"model": model, "parallel": more})
-    needs = memory_of(spec, rank, machine).total
-    each = (memory_of(larger, rank, machine).total - needs) / layout.virtual_stages
+    needs = _memory(passes, rank).total
+    each = (_memory(passes.with_stages(larger), rank).total - needs) / layout.virtual_stages
     return needs - now * each, each
 
 

@@ -267,15 +267,10 @@ class _Stages:
 
     def _shared_out(self, room: Sequence[int] | None) -> Counts | None:
         parts = {part: self._rates.timed[part].parts(self.mixed.shape) for part in self.mixed.frame.order}
-        layer = {index: parts[part][0] for index, part in self._part.items()}
-        last = len(layer) - 1
-        ends = {0: parts[self._part[0]][1], last: parts[self._part[last]][2]}
-        return shared_out(
-            self._job.model.layers,
-            self._chunks,
-            lambda index, layers: layers * layer[index] + ends.get(index, 0.0),
-            room,
-        )
+        last = len(self._part) - 1
+        besides = {0: parts[self._part[0]][1], last: parts[self._part[last]][2]}
+        costs = [(parts[self._part[index]][0], besides.get(index, 0.0)) for index in range(last + 1)]
+        return shared_out(self._job.model.layers, self._chunks, costs, room)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ class Pipeline:
         p, busy = self.stages, (1 - ROUNDING) * self._busy()
         few, more = (4 * p, 2 * p) if p <= 8 else (3 * p, p)
         while (count := few + micro_batches % more) + more < micro_batches:
-            first, second = self.simulated_seconds(count), self.simulated_seconds(count + more)
+            first, second = self._simulated_twice(count, count + more)
             each = (second - first) / more
             if each >= busy:
                 return first + each * (micro_batches - count)
@@ -121,6 +121,28 @@ class Pipeline:
         if self.cores is not None:
             return self._on_shared_cores(micro_batches, self.cores, spans)
         ranks = self._orders(micro_batches)
+        return self._advance(_Clocks.of(self, micro_batches), ranks, [len(passes) for passes in ranks], spans)
+
+    def _simulated_twice(self, fewer: int, more: int) -> tuple[float, float]:
+        """The same with two numbers of micro-batches; how ranks begin, which is the same, is simulated once."""
+        if self.cores is not None:
+            return self.simulated_seconds(fewer), self.simulated_seconds(more)
+        shape = self.kind, self.stages, self.virtual_stages, fewer, more, self.trains
+        clocks = _Clocks.of(self, more)
+        self._advance(clocks, self._orders(more), _alike(*shape))
+        ends = [[len(passes) for passes in self._orders(each)] for each in (fewer, more)]
+        first = self._advance(clocks.copy(), self._orders(fewer), ends[0])
+        return first, self._advance(clocks, self._orders(more), ends[1])
+
+    def _advance(
+        self,
+        clocks: _Clocks,
+        ranks: Sequence[Sequence[tuple[int, int, int]]],
+        ends: Sequence[int],
+        spans: list[tuple[int, int, float, float]] | None = None,
+    ) -> float:
+        """Let each rank do its passes up to number `ends`, as far as nothing that they need is missing. Returns when
+        the last of them is done."""
         count = len(self.times)
         seconds = [
             [each.forward for each in self.times],
@@ -133,14 +155,12 @@ class Pipeline:
         delays = [[0.0] * count] * 2 if self.blocking else arriving
         if not self.blocking:
             arriving = leaving = [[0.0] * count] * 2
-        # When the pass of each micro-batch on each virtual stage is done: [backward or not][virtual stage].
-        done = [[[-1.0] * micro_batches for _ in range(count)] for _ in range(2)]
-        now, reached = [0.0] * self.stages, [0] * self.stages
+        now, reached, done = clocks.now, clocks.reached, clocks.done
         waiting = True
         while waiting:
             waiting = False
             for rank, passes in enumerate(ranks):
-                at, clock, end = reached[rank], now[rank], len(passes)
+                at, clock, end = reached[rank], now[rank], ends[rank]
                 while at < end:
                     kind, index, micro_batch = passes[at]
                     begin = clock
@@ -222,6 +242,39 @@ class Pipeline:
         between = [self.messages[i] if ranks[i] != ranks[i + 1] else 0.0 for i in range(count - 1)]
         before, behind = [0.0, *between], [*between, 0.0]
         return [before, behind], [behind, before]
+
+
+@dataclass
+class _Clocks:
+    """How far a simulation is."""
+
+    now: list[float]
+    """Of each rank."""
+    reached: list[int]
+    """Passes that each has done."""
+    done: list[list[list[float]]]
+    """When the pass of each micro-batch on each virtual stage is done, below zero if it is not: [backward or
+    not][virtual stage][micro-batch]."""
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, micro_batches: int) -> _Clocks:
+        """At the beginning."""
+        done = [[[-1.0] * micro_batches for _ in pipeline.times] for _ in range(2)]
+        return cls([0.0] * pipeline.stages, [0] * pipeline.stages, done)
+
+    def copy(self) -> _Clocks:
+        """From which another simulation goes on."""
+        return _Clocks([*self.now], [*self.reached], [[[*each] for each in way] for way in self.done])
+
+
+@lru_cache(maxsize=64)
+def _alike(kind: str, stages: int, virtual_stages: int, fewer: int, more: int, trains: bool) -> tuple[int, ...]:
+    """With how many passes each rank begins in the same way whichever of two numbers of micro-batches there are."""
+    both = (_orders(kind, stages, virtual_stages, count, trains) for count in (fewer, more))
+    return tuple(
+        next((at for at, (a, b) in enumerate(zip(*passes, strict=False)) if a != b), len(passes[0]))
+        for passes in zip(*both, strict=True)
+    )
 
 
 @lru_cache(maxsize=64)

@@ -8,15 +8,15 @@ is done first with it, which makes the busiest rank's time the least there is.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 
 from workers.parallel.pipeline.stages import virtual_stage
 
-Seconds = Callable[[int, int], float]
-"""What virtual stage `index` takes with so many layers: all passes of one micro-batch. It may be another machine's time
-for each stage, as long as a layer more takes longer."""
+Cost = tuple[float, float]
+"""Seconds that a virtual stage takes for each layer, above zero, and besides: all passes of one micro-batch. It may be
+on another kind of machine than others."""
 Counts = tuple[int, ...]
 """Layers of each virtual stage, in the model's order."""
 
@@ -34,38 +34,63 @@ def chunks_of(kind: str, pipeline: int, virtual_stages: int) -> tuple[tuple[int,
 
 
 def shared_out(
-    layers: int, chunks: Sequence[Sequence[int]], seconds: Seconds, room: Sequence[int] | None = None
+    layers: int, chunks: Sequence[Sequence[int]], costs: Sequence[Cost], room: Sequence[int] | None = None
 ) -> Counts | None:
     """Layers of each virtual stage, at least one, with which the busiest rank has least to do. `chunks`: as from
     `chunks_of`; `room`: most layers of each rank. None where there is no room for all. Of ranks that would be done at
     the same time the first takes the layer, so that the last ones, which hold up nobody, have less."""
-    counts = [1] * sum(map(len, chunks))
-    left = layers - len(counts)
-    free = [
-        layers if room is None else most - len(own) for most, own in zip(room or [0] * len(chunks), chunks, strict=True)
-    ]
-    if left < 0 or min(free) < 0:
+    left = layers - len(costs)
+    free = [layers] * len(chunks) if room is None else [most - len(own) for most, own in zip(room, chunks, strict=True)]
+    if left < 0 or min(free) < 0 or sum(free) < left:
         return None
-
-    def after(rank: int) -> tuple[float, int, int]:
-        """When `rank` is done with a layer more, itself, and the virtual stage that would take it: its shortest."""
-        own = [seconds(index, counts[index]) for index in chunks[rank]]
-        at = own.index(min(own))
-        index = chunks[rank][at]
-        return sum(own) - own[at] + seconds(index, counts[index] + 1), rank, index
-
-    heap = [after(rank) for rank in range(len(chunks)) if free[rank] > 0]
+    counts = [1] * len(costs)
+    alike = [_Alike(ranks, chunks, costs, free) for ranks in _runs(chunks, costs)]
+    heap = [(each.done, number) for number, each in enumerate(alike) if each.ranks]
     heapq.heapify(heap)
-    while left and heap:
-        _, rank, index = heap[0]
-        counts[index] += 1
-        free[rank] -= 1
-        left -= 1
-        if free[rank] > 0:
-            heapq.heapreplace(heap, after(rank))
+    while left:
+        number = heap[0][1]
+        left -= alike[number].take(left, counts)
+        if alike[number].ranks:
+            heapq.heapreplace(heap, (alike[number].done, number))
         else:
             heapq.heappop(heap)
-    return None if left else tuple(counts)
+    return tuple(counts)
+
+
+def _runs(chunks: Sequence[Sequence[int]], costs: Sequence[Cost]) -> Iterator[list[int]]:
+    """Ranks that follow one another and take equally long with equally many layers."""
+    for _, ranks in groupby(range(len(chunks)), lambda rank: [costs[index] for index in chunks[rank]]):
+        yield list(ranks)
+
+
+class _Alike:
+    """Ranks that are done at the same time, and so take layers in turn, as long as they have room for more."""
+
+    def __init__(self, ranks: list[int], chunks: Sequence[Sequence[int]], costs: Sequence[Cost], free: Sequence[int]):
+        self._chunks, self._free, self._rounds = chunks, free, 0
+        self._costs = [costs[index] for index in chunks[ranks[0]]]
+        self._counts = [1] * len(self._costs)
+        self.ranks = [rank for rank in ranks if free[rank] > 0]
+        """Those that have room."""
+        self._next()
+
+    def _next(self) -> None:
+        own = [layers * layer + besides for layers, (layer, besides) in zip(self._counts, self._costs, strict=True)]
+        self._at = at = own.index(min(own))
+        layer, besides = self._costs[at]
+        self.done = sum(own) - own[at] + ((self._counts[at] + 1) * layer + besides)
+        """When each is done with a layer more, which its shortest chunk takes."""
+
+    def take(self, left: int, counts: list[int]) -> int:
+        """Each of them takes one of the layers that are left, as far as these go; returns how many they were."""
+        taking = self.ranks[:left]
+        for rank in taking:
+            counts[self._chunks[rank][self._at]] += 1
+        self._counts[self._at] += 1
+        self._rounds += 1
+        self.ranks = [rank for rank in self.ranks if self._free[rank] > self._rounds]
+        self._next()
+        return len(taking)
 
 
 def moves(counts: Counts) -> Iterator[Counts]:

@@ -155,16 +155,14 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     policy = layout.recompute if recompute else "none"
     modules = layout.recompute_modules if policy == "selective" else ()
     count, first = layout.pipeline * layout.virtual_stages, first_trained_layer(model, spec.train.frozen)
-    total, alike = 0, not spec.train.frozen and not layout.offload_layers
-    known: dict[int, int] = {}
-    for place, layer in enumerate(layers_of(model.layers, layout, index)):
-        if layer < first:
+    total, layers = 0, layers_of(model.layers, layout, index)
+    kinds = len(layers) if spec.train.frozen or layout.offload_layers else min(layout.recompute_every, len(layers))
+    for place in range(kinds):
+        alike = layers[place::kinds]
+        if alike[0] < first:
             continue  # no backward comes there
-        kind = layer % layout.recompute_every if alike else layer
-        if kind not in known:
-            terms = kept_terms(spec, layer, policy, modules)
-            known[kind] = sum(terms.values()) - sum(offloaded(spec, index, place, terms))
-        total += known[kind]
+        terms = kept_terms(spec, alike[0], policy, modules)
+        total += len(alike) * (sum(terms.values()) - sum(offloaded(spec, index, place, terms)))
     if index == 0 and first < 0:
         total += _embedding_bytes(spec)
     if index == count - 1:

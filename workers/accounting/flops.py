@@ -32,7 +32,7 @@ from workers.config import JobSpec, ModelConfig, ParallelConfig
 from workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
 from workers.parallel.data.tree_sum import buffers
 from workers.parallel.pipeline.schedules import schedule
-from workers.parallel.pipeline.stages import layers_of, stages_of_rank
+from workers.parallel.pipeline.stages import layer_counts, layers_of, stages_of_rank
 from workers.parallel.recompute.policy import recomputed
 from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, padded_rows
 
@@ -123,7 +123,8 @@ def layer_matrices(model: ModelConfig, tensor: int) -> dict[str, int]:
 
 def layers_of_rank(spec: JobSpec, rank: int) -> int:
     """How many layers pipeline rank `rank` has."""
-    return sum(len(layers_of(spec.model.layers, spec.layout, index)) for index in stages_held(spec, rank))
+    counts = layer_counts(spec.model.layers, spec.layout)
+    return sum(counts[index] for index in stages_held(spec, rank))
 
 
 def parameters_of_rank(spec: JobSpec, rank: int) -> int:

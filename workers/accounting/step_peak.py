@@ -47,9 +47,17 @@ class StepPeak:
         self.sums_apart = sums_apart and several and self.output_trained and self.sizes.width < WIDE
         self._layers: dict[tuple[int, tuple[str, ...]], LayerPasses] = {}
         self._of_layers: dict[tuple[Callable[..., Pass], int, bool], Pass] = {}
+        self._ranges: dict[int, range] = {}
         scatters = layout.tensor > 1 and not layout.sequence_parallel_on
         self.message = self.sizes.residual // (layout.tensor if scatters else 1)
         """What is received, which may be a part that has to be gathered."""
+
+    def with_stages(self, spec: JobSpec) -> StepPeak:
+        """Of a job with such layers, of which stages have others; it goes on with what is known of them."""
+        other = StepPeak(spec, self.gpu, self.sums_apart)
+        if not spec.train.frozen and spec.model.sliding_window is None:  # else a layer is known by its number
+            other._layers, other._of_layers = self._layers, self._of_layers
+        return other
 
     def of_rank(self, rank: int, micro_batches: int) -> int:
         """Bytes beside the state, of pipeline rank `rank` in a step of so many micro-batches."""
@@ -104,7 +112,9 @@ class StepPeak:
             tape.free(self.message)
 
     def _indices(self, index: int) -> range:
-        return layers_of(self.spec.model.layers, self.spec.layout, index)
+        if index not in self._ranges:
+            self._ranges[index] = layers_of(self.spec.model.layers, self.spec.layout, index)
+        return self._ranges[index]
 
     def _is_last(self, index: int) -> bool:
         return index == self.stages * self.chunks - 1

@@ -14,9 +14,14 @@ from workers.parallel.pipeline.stages import even_counts, place
 KINDS = {"1f1b": 1, "interleaved": 2, "zb-v": 2}
 
 
-def busiest(counts, chunks, seconds) -> float:
+def seconds_of(own, counts, costs) -> list[float]:
+    """Of each of a rank's chunks."""
+    return [counts[index] * costs[index][0] + costs[index][1] for index in own]
+
+
+def busiest(counts, chunks, costs) -> float:
     """Seconds of the rank that has most to do."""
-    return max(sum(seconds(index, counts[index]) for index in own) for own in chunks)
+    return max(sum(seconds_of(own, counts, costs)) for own in chunks)
 
 
 @given(
@@ -33,10 +38,8 @@ def test_no_other_list_leaves_the_busiest_rank_less(kind, pipeline, more, layer,
     chunks, layers = chunks_of(kind, pipeline, KINDS[kind]), count + more
     limits = None if room is None else room[:pipeline]
 
-    def seconds(index: int, number: int) -> float:
-        return number * layer + extra[index]
-
-    counts = shared_out(layers, chunks, seconds, limits)
+    costs = [(layer, besides) for besides in extra[:count]]
+    counts = shared_out(layers, chunks, costs, limits)
     lists = [
         each
         for each in itertools.product(range(1, more + 2), repeat=count)
@@ -46,7 +49,38 @@ def test_no_other_list_leaves_the_busiest_rank_less(kind, pipeline, more, layer,
     assert (counts is None) == (not lists)
     if counts is not None:
         assert counts in lists
-        assert busiest(counts, chunks, seconds) <= min(busiest(each, chunks, seconds) for each in lists) * (1 + 1e-9)
+        assert busiest(counts, chunks, costs) <= min(busiest(each, chunks, costs) for each in lists) * (1 + 1e-9)
+
+
+def one_by_one(layers, chunks, costs, room):
+    """The same, layer by layer."""
+    counts = [1] * len(costs)
+    for _ in range(layers - len(costs)):
+        after = []
+        for rank, own in enumerate(chunks):
+            if sum(counts[index] for index in own) < room[rank]:
+                seconds = seconds_of(own, counts, costs)
+                at = seconds.index(min(seconds))
+                index = own[at]
+                more = (counts[index] + 1) * costs[index][0] + costs[index][1]
+                after.append((sum(seconds) - seconds[at] + more, rank, index))
+        if not after:
+            return None
+        counts[min(after)[2]] += 1
+    return tuple(counts)
+
+
+@given(st.data())
+def test_ranks_that_are_alike_take_layers_in_turn(data):
+    kind, pipeline = data.draw(st.sampled_from(list(KINDS))), data.draw(st.integers(2, 7))
+    count, drawn = pipeline * KINDS[kind], st.sampled_from([1.0, 1.5, 2.0])
+    machines, border = (data.draw(drawn), data.draw(drawn)), data.draw(st.integers(0, pipeline))
+    costs = [(machines[place(kind, pipeline, KINDS[kind], index)[0] < border], 0.0) for index in range(count)]
+    for end in (0, -1):
+        costs[end] = costs[end][0], data.draw(st.sampled_from([0.0, 1.0, 1.7, 6.0]))
+    layers, chunks = count + data.draw(st.integers(0, 25)), chunks_of(kind, pipeline, KINDS[kind])
+    room = data.draw(st.lists(st.integers(KINDS[kind], 12), min_size=pipeline, max_size=pipeline))
+    assert shared_out(layers, chunks, costs, room) == one_by_one(layers, chunks, costs, room)
 
 
 def test_chunks_are_where_the_engine_has_them():
@@ -59,15 +93,16 @@ def test_chunks_are_where_the_engine_has_them():
 
 def test_stages_of_slower_machines_have_fewer_layers():
     speeds = (1.0, 1.0, 2.0, 2.0)
-    counts = shared_out(12, chunks_of("1f1b", 4, 1), lambda index, layers: layers / speeds[index])
+    counts = shared_out(12, chunks_of("1f1b", 4, 1), [(1 / speed, 0.0) for speed in speeds])
     assert counts == (2, 2, 4, 4)
 
 
 def test_of_equal_ranks_the_first_ones_have_the_layers_that_are_left_over():
-    assert shared_out(6, chunks_of("1f1b", 4, 1), lambda _, layers: layers) == (2, 2, 1, 1)
-    with_logits = shared_out(32, chunks_of("1f1b", 4, 1), lambda index, layers: layers + 3.4 * (index == 3))
+    three = [(1.0, 0.0)] * 3
+    assert shared_out(6, chunks_of("1f1b", 4, 1), [*three, (1.0, 0.0)]) == (2, 2, 1, 1)
+    with_logits = shared_out(32, chunks_of("1f1b", 4, 1), [*three, (1.0, 3.4)])
     assert with_logits == (9, 9, 9, 5) and even_counts(32, 4) == (8, 8, 8, 8)
-    held = shared_out(8, chunks_of("zb-v", 2, 2), lambda index, layers: layers + 2 * (index == 3))
+    held = shared_out(8, chunks_of("zb-v", 2, 2), [*three, (1.0, 2.0)])
     assert held == (2, 3, 2, 1), "the logits are on rank 0, and what it has fewer is of that chunk"
 
 
