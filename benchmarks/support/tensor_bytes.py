@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
+
+if TYPE_CHECKING:
+    from torch.distributed._tools.mem_tracker import MemTracker
 
 
 def tracker_of_bytes() -> MemTracker:
     """A MemTracker that does not say in which module what was made: it cannot where, as in a pipeline, a module runs
     forward for one micro-batch before its backward for another."""
+    from torch.distributed._tools.mem_tracker import MemTracker  # brings all of torch's compiler: seconds
+
     tracker = MemTracker()
     tracker._mod_tracker = mock.MagicMock(is_bw=False, parents=())
     return tracker

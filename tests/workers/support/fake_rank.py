@@ -18,10 +18,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.support.tensor_bytes import tracker_of_bytes
 from workers.comm import process_groups
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
@@ -121,14 +121,6 @@ def host_memory_apart() -> Iterator[HostMemory]:
         for name in ("bring", "take_back", "end", "__init__"):
             stack.enter_context(mock.patch.object(offloaded._Queue, name, lambda *_: None))
         yield host
-
-
-def tracker_of_bytes() -> MemTracker:
-    """A MemTracker that does not say in which module what was made: it cannot where, as in a pipeline, a module runs
-    forward for one micro-batch before its backward for another."""
-    tracker = MemTracker()
-    tracker._mod_tracker = mock.MagicMock(is_bw=False, parents=())
-    return tracker
 
 
 class FakeRank:

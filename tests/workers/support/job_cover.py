@@ -91,13 +91,16 @@ def covering(corpus: str, factors: Factors = FACTORS) -> list[tuple[Row, JobSpec
     rows: list[tuple[Row, JobSpec]] = []
     while left:
         wanted = min(left, key=repr)
-        candidates = [(row, job) for row, job in _drawn(wanted, factors, draw, corpus)]
-        if not candidates:
+        drawn = [
+            {name: draw.choice(values) for name, values in factors.items()} | dict(wanted) for _ in range(_CANDIDATES)
+        ]
+        by_gain = sorted(drawn, key=lambda row: len(_pairs(row) & left), reverse=True)
+        found = next(((row, job) for row in by_gain if (job := _job_if_any(row, corpus)) is not None), None)
+        if found is None:
             left.discard(wanted)  # no job has both
             continue
-        row, job = max(candidates, key=lambda each: len(_pairs(each[0]) & left))
-        left -= _pairs(row)
-        rows.append((row, job))
+        left -= _pairs(found[0])
+        rows.append(found)
     return rows
 
 
@@ -105,12 +108,8 @@ def _pairs(row: Row) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     return set(itertools.combinations(sorted(row.items()), 2))
 
 
-def _drawn(wanted: Any, factors: Factors, draw: random.Random, corpus: str) -> list[tuple[Row, JobSpec]]:
-    candidates = []
-    for _ in range(_CANDIDATES):
-        row = {name: draw.choice(values) for name, values in factors.items()} | dict(wanted)
-        try:
-            candidates.append((row, job_of(row, corpus)))
-        except (SpecError, NotWanted):
-            continue
-    return candidates
+def _job_if_any(row: Row, corpus: str) -> JobSpec | None:
+    try:
+        return job_of(row, corpus)
+    except (SpecError, NotWanted):
+        return None

@@ -6,7 +6,6 @@ import pytest
 import torch
 from engine_specs import spec
 from one_layer import lone_rank
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from workers.config import OptimizerConfig
 from workers.engine import Engine
@@ -92,6 +91,8 @@ def test_values_are_rounded_where_they_are_wanted_in_16_bits(not_compiled):
 
 
 def test_it_is_compiled_once_for_pieces_of_all_lengths_and_all_steps():
+    from torch._dynamo.testing import CompileCounterWithBackend  # seconds, for who only collects tests
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(adamw.one_pass(CONFIG.beta1, CONFIG.beta2, CONFIG.epsilon), dynamic=True, backend=counter)
