@@ -46,6 +46,7 @@ their own."""
 def pytest_configure(config: pytest.Config) -> None:
     """Remember what is skipped. Several processes have a network each, and the one that takes longest goes before the
     others."""
+    gc.disable()  # until all is collected, of which nothing is garbage: to look for some takes a quarter of the time
     config.pluginmanager.register(_Skips(config), "manta-skips")
     process = getattr(config, "workerinput", {}).get("workerid")
     if process is None:
@@ -70,6 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What was imported and collected stays until the end."""
     _keep_what_is_there()
+    gc.enable()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
