@@ -62,10 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "e2e" in item.path.parts or "ray_head" in getattr(item, "fixturenames", ()):
             item.add_marker("cluster")
     wanted = bool(config.getoption("--soak"))
-    left_out = [item for item in items if (item.get_closest_marker("soak") is not None) != wanted]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    parted: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        parted[item.get_closest_marker("soak") is not None].append(item)
+    if parted[not wanted]:
+        config.hook.pytest_deselected(items=parted[not wanted])
+        items[:] = parted[wanted]
 
 
 def pytest_collection_finish() -> None:
