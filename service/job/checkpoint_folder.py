@@ -22,14 +22,15 @@ class FolderReader:
         self._under_way: Future[Listing] | None = None
         self._began = 0.0
 
-    async def list(self, folder: Place) -> Listing:
-        """What `folder` holds; where nothing is heard in time that is the answer's `problem`. One that has had its time
-        is not waited for again: a job recovers as often as its ranks die, whatever its checkpoints lie on."""
+    async def list(self, folder: Place, seconds: float = LOOK_SECONDS) -> Listing:
+        """What `folder` holds; where nothing is heard in so many seconds that is the answer's `problem`. One that has
+        had its time is not waited for again: a job recovers as often as its ranks die, whatever its checkpoints lie
+        on."""
         if self._under_way is None or self._under_way.done():
             self._began = time.monotonic()
             self._under_way = in_daemon_thread("checkpoint folder", lambda: list_checkpoints(folder))
         try:
-            async with asyncio.timeout(self._began + LOOK_SECONDS - time.monotonic()):
+            async with asyncio.timeout(self._began + seconds - time.monotonic()):
                 return await asyncio.wrap_future(self._under_way)
         except TimeoutError:
-            return Listing(folder, problem=f"the folder {folder} cannot be listed: no answer in {LOOK_SECONDS:g} s")
+            return Listing(folder, problem=f"the folder {folder} cannot be listed: no answer in {seconds:g} s")

@@ -181,6 +181,10 @@ class JobRecord:
         rows: list[Checkpoint] = await self.read(lambda s: checkpoints.complete_ones(s, self.id))
         return rows
 
+    async def saved_checkpoints(self) -> list[tuple[int, str]]:
+        """(Step, path) of those that are complete, or may be, as far as was told; in the order of their making."""
+        return await self.read(lambda s: checkpoints.told_of(s, self.id))
+
     async def wanted_traces(self) -> list[StepTrace]:
         """Traces that were asked for and have not begun, the oldest first."""
         rows: list[StepTrace] = await self.read(lambda s: step_traces.wanted(s, self.id))

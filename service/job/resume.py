@@ -12,6 +12,7 @@ from service.backups import rank_backups
 from service.backups.other_layouts import spread, whole_states
 from service.cluster.agent_client import AgentClient, within
 from service.cluster.sizes import resized, shapes_of, sizes_of
+from service.job.checkpoint_folder import LOOK_SECONDS
 from service.job.context import JobContext
 from service.job.gang import Gang
 from service.recovery.decisions import choose_resume, unusable_sources
@@ -31,6 +32,8 @@ T = TypeVar("T")
 DEPARTING_SECONDS = 30.0
 # How long it may take to bring all snapshots to where they are needed.
 MEMORY_SECONDS = 150.0
+# For how long ranks at rest wait to hear which checkpoints there are, where memory has a state as new as all of them.
+AT_REST_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,12 @@ async def newest_state(job: JobContext, last_kind: str | None, last_step: int | 
     async with asyncio.timeout(MEMORY_SECONDS):  # for the agents alone: the database may take as long as it likes
         brought, foreign = await _in_memory(job, generation)
     held = [{*steps, *_in_process(gang, rank)} for rank, steps in enumerate(brought.steps)]
-    durable = await known_checkpoints(job)
     unusable = unusable_sources(await job.record.generations(), last_kind, last_step)
+    told = await job.record.saved_checkpoints()
+    is_in_memory = choose_resume(held, told, unusable, foreign).source in ("snapshot", "memory")
+    # Whoever rests has been heard in this generation: the database is no backup that the folder could be ahead of.
+    rests = any(step is not None for step in gang.held_steps.values())
+    durable = await known_checkpoints(job, AT_REST_SECONDS if is_in_memory and rests else LOOK_SECONDS)
     resume = choose_resume(held, durable.checkpoints, unusable, foreign)
     durable.refuse_unknown(job.id, resume)
     taken = {kind for rank, kind in brought.taken.items() if resume.step in brought.steps[rank]}
@@ -80,9 +87,10 @@ async def _in_memory(job: JobContext, generation: int) -> tuple[rank_backups.Bro
     return brought, foreign
 
 
-async def known_checkpoints(job: JobContext) -> DurableState:
-    """The job's checkpoints; its rows say the same from now on. For a job whose gang is at rest."""
-    listing = await job.folder_reader.list(job.checkpoint_folder)
+async def known_checkpoints(job: JobContext, seconds: float = LOOK_SECONDS) -> DurableState:
+    """The job's checkpoints; its rows say the same from now on, unless their folder does not answer within so many
+    seconds. For a job whose gang is at rest."""
+    listing = await job.folder_reader.list(job.checkpoint_folder, seconds)
     durable = durable_state(listing, await job.record.reconcile_checkpoints(listing))
     newest = max((generation_of(path) or 0 for _, path in durable.checkpoints), default=0)
     if newest > (await job.record.job()).generation:  # the database is a backup, and what follows is newer than that

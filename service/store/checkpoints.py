@@ -106,6 +106,13 @@ def complete_ones(session: Session, job_id: str) -> list[Checkpoint]:
     return list(session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc())))
 
 
+def told_of(session: Session, job_id: str) -> list[tuple[int, str]]:
+    """(Step, path) of a job's checkpoints that are complete, or being saved, in the order of their making."""
+    query = select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state.in_((SAVING, COMPLETE)))
+    rows = session.scalars(query.order_by(Checkpoint.generation, Checkpoint.step))
+    return [(row.step, row.path) for row in rows]
+
+
 def kept_because(session: Session, job: Job) -> dict[str, str]:
     """Why complete checkpoints of a job are kept, by id: sentences about those of which it is known."""
     made_last_first = sorted(complete_ones(session, job.id), key=lambda row: (row.generation, row.step), reverse=True)

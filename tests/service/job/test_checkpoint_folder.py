@@ -19,16 +19,14 @@ def test_folder_that_does_not_answer_is_asked_once_until_it_does(tmp_path, monke
         return Listing(folder)
 
     monkeypatch.setattr(checkpoint_folder, "list_checkpoints", look)
-    monkeypatch.setattr(checkpoint_folder, "LOOK_SECONDS", 0.001)
     reader = FolderReader()
 
     async def body():
         for _ in range(3):
-            listing = await reader.list(tmp_path)
+            listing = await reader.list(tmp_path, 0.001)
             assert listing.problem == f"the folder {tmp_path} cannot be listed: no answer in 0.001 s"
         assert asked == [tmp_path]
         answers.set()
-        monkeypatch.setattr(checkpoint_folder, "LOOK_SECONDS", 20.0)
         assert await reader.list(tmp_path) == Listing(tmp_path)
 
     asyncio.run(body())
@@ -37,15 +35,13 @@ def test_folder_that_does_not_answer_is_asked_once_until_it_does(tmp_path, monke
 def test_folder_that_has_had_its_time_is_not_waited_for_again(tmp_path, monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr(checkpoint_folder, "list_checkpoints", lambda folder: answers.wait(60))
-    monkeypatch.setattr(checkpoint_folder, "LOOK_SECONDS", 0.001)
     reader = FolderReader()
 
     async def body():
-        await reader.list(tmp_path)
-        monkeypatch.setattr(checkpoint_folder, "LOOK_SECONDS", 1000.0)
+        await reader.list(tmp_path, 0.001)
         reader._began -= 1000.0
         async with asyncio.timeout(60):
-            assert (await reader.list(tmp_path)).problem is not None
+            assert (await reader.list(tmp_path, 1000.0)).problem is not None
 
     try:
         asyncio.run(body())

@@ -9,6 +9,7 @@ import pytest
 from service.cluster.agent_client import AgentError
 from service.cluster.sizes import resized, shapes_of
 from service.job import resume
+from service.job.checkpoint_folder import LOOK_SECONDS
 from service.job.context import JobContext
 from service.job.gang import AgentSet
 from service.job.resume import known_checkpoints, newest_state
@@ -97,6 +98,27 @@ def test_process_at_rest_without_a_state_adds_nothing(job):
     holds(job, 1, 3)
     job.gang.held_steps = {1: None}
     assert resume_of(job) == (Resume("snapshot", 3), "snapshot")
+
+
+@pytest.mark.parametrize(
+    ("at_rest", "complete", "waits"),
+    [(3, 3, resume.AT_REST_SECONDS), (None, 3, LOOK_SECONDS), (3, 4, LOOK_SECONDS)],
+)
+def test_ranks_at_rest_wait_for_a_folder_only_for_what_they_need(job, monkeypatch, at_rest, complete, waits):
+    """One that does not answer may hold something newer where nobody rests: the database may be a backup."""
+    completed(job, complete)
+    holds(job, 0, 3)
+    holds(job, 1, 3)
+    job.gang.held_steps = {1: at_rest}
+    asked, listed = [], job.folder_reader.list
+
+    async def listing(folder, seconds):
+        asked.append(seconds)
+        return await listed(folder)
+
+    monkeypatch.setattr(job.folder_reader, "list", listing)
+    resume_of(job)
+    assert asked == [waits]
 
 
 @pytest.mark.parametrize(("step", "source"), [(4, "checkpoint"), (3, "snapshot"), (2, "snapshot")])

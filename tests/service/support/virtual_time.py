@@ -75,7 +75,7 @@ async def _write(self: Store, operation: Callable[[Any], Any]) -> Any:
     return self.write(operation)
 
 
-async def _list(self: FolderReader, folder: Any) -> Any:
+async def _list(self: FolderReader, folder: Any, seconds: float = 0.0) -> Any:
     return list_checkpoints(folder)
 
 
