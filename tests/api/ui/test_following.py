@@ -113,7 +113,9 @@ def test_jobs_are_resized_and_deleted_and_nodes_drained(followed, browser):
     page.get_by_role("button", name="Resize").click()
     page.get_by_role("dialog").get_by_label("Replicas").first.fill("7")
     page.get_by_role("dialog").get_by_role("button", name="Resize").click()
-    expect(page.locator(".notice")).to_contain_text("7")
+    expect(page.locator("dialog :invalid").last).to_have_value("7")
+    page.get_by_role("button", name="Leave it").click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
 
     page.goto(followed.page(f"jobs/{followed.others['tiny-llama']}"))
     page.get_by_role("button", name="Delete").click()

@@ -106,6 +106,20 @@ def test_axes_have_short_numbers(call, value, text):
     assert call("core/format.js", "compact", value) == text
 
 
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0, 500, 1000], ["0", "500", "1000"]),
+        ([1_234_000, 1_234_500, 1_235_000], ["1.234 M", "1.2345 M", "1.235 M"]),
+        ([2.00001, 2.00002], ["2.00001", "2.00002"]),
+        ([1.0001e-5, 1.0002e-5], ["1.0001e-5", "1.0002e-5"]),
+        ([0.1, 0.1], ["0.1", "0.1"]),
+    ],
+)
+def test_ticks_that_are_near_each_other_are_told_apart(call, values, texts):
+    assert call("charts/scale.js", "tickTexts", values) == texts
+
+
 DOCUMENTS = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6, allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
@@ -243,6 +257,20 @@ def test_charts_mark_what_happened_at_a_step_once(call):
         {"step": 5, "label": "recovery", "tone": "warn"},
         {"step": 5, "label": "step skipped", "tone": "bad"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "cost"),
+    [
+        (0, 0, "It has not done a step yet."),
+        (1, 0, "It has no complete checkpoint: 1 step is lost."),
+        (90, 0, "It has no complete checkpoint: 90 steps are lost."),
+        (90, 50, "Its newest complete checkpoint is of step 50 and stays on disk; the 40 steps since then are lost."),
+        (50, 50, "Its newest complete checkpoint is of step 50 and stays on disk; no step is lost."),
+    ],
+)
+def test_whoever_cancels_a_job_is_told_what_is_lost(call, step, saved, cost):
+    assert call("parts/actions.js", "costOfCancelling", step, saved) == cost
 
 
 def test_labels_that_are_left_out_are_taken_away(call):

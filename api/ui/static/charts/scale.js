@@ -72,9 +72,14 @@ export function timeTicks(low, high, most) {
   return found;
 }
 
-/** Texts for tick values, all alike. */
+const MOST_DIGITS = 16;
+
+/** Texts for tick values, with as many digits as tell them apart: of some steps beyond a million, four do not. */
 export function tickTexts(values) {
-  return values.map((value) => compact(value));
+  for (let digits = 4; ; digits += 1) {
+    const texts = values.map((value) => compact(value, digits));
+    if (digits === MOST_DIGITS || new Set(texts).size === values.length) return texts;
+  }
 }
 
 /**

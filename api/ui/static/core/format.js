@@ -27,12 +27,12 @@ export function number(value, digits = 0) {
   return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
-/** A number in as few characters as say it: 1.2 M, 3.4e-5. */
-export function compact(value) {
+/** A number in as few characters as say it, with at most so many digits: 1.2 M, 3.4e-5. */
+export function compact(value, digits = 4) {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? UNKNOWN : value > 0 ? "inf" : "-inf";
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size < 1e-3 || size >= 1e15) return value.toExponential(1).replace("+", "");
+  if (size < 1e-3 || size >= 1e15) return value.toExponential(digits - 3).replace("+", "");
   for (const [unit, factor] of [
     ["T", 1e12],
     ["B", 1e9],
@@ -40,19 +40,24 @@ export function compact(value) {
     ["k", 1e4],
   ]) {
     const divisor = unit === "k" ? 1e3 : factor;
-    if (size >= factor) return `${trimmed(value / divisor)} ${unit}`;
+    if (size >= factor) return `${trimmed(value / divisor, digits)} ${unit}`;
   }
-  return trimmed(value);
+  return trimmed(value, digits);
 }
 
-function trimmed(value) {
-  return String(Number(value.toPrecision(4)));
+function trimmed(value, digits) {
+  return String(Number(value.toPrecision(digits)));
 }
 
 /** A ratio as a percentage. */
 export function percent(value, digits = 1) {
   const ratio = numberOf(value);
   return Number.isFinite(ratio) ? `${(100 * ratio).toFixed(digits)}%` : UNKNOWN;
+}
+
+/** A difference, as a ratio, as a percentage with its sign. */
+export function signed(ratio) {
+  return `${ratio > 0 ? "+" : ""}${percent(ratio)}`;
 }
 
 /** Bytes in binary units. */
@@ -132,9 +137,19 @@ export function ledgerTone(name) {
   return { queue: "idle", pause: "idle", start: "busy" }[name] ?? "warn";
 }
 
-/** A code such as re_form as words. */
+/** A code such as state_changed as words. */
 export function words(code) {
-  return code.replaceAll("_", " ");
+  return code === "re_form" ? "re-form" : code.replaceAll("_", " ");
+}
+
+/** A text as a sentence: with a capital at its beginning, and an end. */
+export function sentence(text) {
+  return `${text.charAt(0).toUpperCase()}${text.slice(1)}${/[.?!]$/.test(text) ? "" : "."}`;
+}
+
+/** As much of a node's id as tells it from others; commands take that, too. */
+export function nodeName(id) {
+  return id ? id.slice(0, 12) : UNKNOWN;
 }
 
 /** The colour class of an event. */

@@ -21,14 +21,32 @@ export function notify(text, tone = "warn") {
 
 /**
  * Ask before something is done. `what` are nodes or texts that say what it costs. Resolves to what `read` returns of the
- * dialog, or to null where the viewer thinks better of it.
+ * dialog, or to null where the viewer thinks better of it. It stays open while a field of it says no: what was typed is
+ * not lost.
  */
 export function confirmed(title, what, { yes = "Yes", no = "Keep it", danger = false, read = () => true } = {}) {
   return new Promise((resolve) => {
-    const answer = (value) => () => {
+    const say = (answer) => {
       dialog.close();
-      resolve(value ? read(dialog) : null);
+      resolve(answer);
     };
+    const form = h(
+      "form",
+      {
+        onsubmit: (event) => {
+          event.preventDefault();
+          say(read(dialog));
+        },
+      },
+      h("h2", { id: "confirm-title" }, title),
+      h("div", { class: "confirm-what" }, what),
+      h(
+        "div",
+        { class: "confirm-buttons" },
+        h("button", { class: "button", type: "button", onclick: () => say(null) }, no),
+        h("button", { class: `button ${danger ? "danger" : "primary"}` }, yes),
+      ),
+    );
     const dialog = h(
       "dialog",
       {
@@ -37,14 +55,7 @@ export function confirmed(title, what, { yes = "Yes", no = "Keep it", danger = f
         oncancel: () => resolve(null),
         onclose: () => dialog.remove(),
       },
-      h("h2", { id: "confirm-title" }, title),
-      h("div", { class: "confirm-what" }, what),
-      h(
-        "div",
-        { class: "confirm-buttons" },
-        h("button", { class: "button", onclick: answer(false) }, no),
-        h("button", { class: `button ${danger ? "danger" : "primary"}`, onclick: answer(true) }, yes),
-      ),
+      form,
     );
     document.body.append(dialog);
     dialog.showModal();

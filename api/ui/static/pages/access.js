@@ -25,7 +25,7 @@ export async function open(root, { shell, viewer }) {
       "p",
       {},
       me
-        ? `Key ${me.key_name}${me.user ? ` of ${me.user}` : ""}: ${me.scope} in ${me.installation ? "all projects" : `project ${me.project}`}; new jobs belong to ${me.project}.`
+        ? `Key ${me.key_name}${me.user ? ` of ${me.user}` : ""}: ${me.scope} in ${me.installation ? "all projects" : `project ${me.project}`}${atMost(me)}; new jobs belong to ${me.project}.`
         : "The service does not say who you are.",
     ),
   );
@@ -56,15 +56,21 @@ export async function open(root, { shell, viewer }) {
     fill(
       projects.body,
       tableOf(
+        "Projects",
         ["Project", "Since"],
         known.map((project) => [project.name, when(project.created_at)]),
       ),
     );
     fill(
       keys.body,
-      tableOf(
-        ["Key", "For", "Scope", "Project", "Made", "Expires", "State", ""],
-        all_keys.map((key) => keyRow(key, show)),
+      h(
+        "div",
+        { class: "tall" },
+        tableOf(
+          "Keys",
+          ["Key", "For", "Scope", "Project", "Made", "Expires", "State", ""],
+          all_keys.map((key) => keyRow(key, show)),
+        ),
       ),
     );
     fill(
@@ -73,6 +79,7 @@ export async function open(root, { shell, viewer }) {
         "div",
         { class: "tall" },
         tableOf(
+          "Audit",
           ["Time", "Who", "What", "About", "From", "Answer"],
           (entries?.items ?? []).map((each) => [
             when(each.time),
@@ -91,8 +98,8 @@ export async function open(root, { shell, viewer }) {
   return { close() {} };
 }
 
-function tableOf(headings, rows) {
-  const { element, body } = table(headings, { label: headings[0] });
+function tableOf(label, headings, rows) {
+  const { element, body } = table(headings, { label });
   fill(
     body,
     rows.map((row) =>
@@ -107,7 +114,12 @@ function tableOf(headings, rows) {
 }
 
 function when(moment) {
-  return moment ? h("span", { class: "mono", title: utc(moment) }, clock(moment)) : UNKNOWN;
+  return moment ? h("span", { class: "mono moment", title: utc(moment) }, clock(moment)) : UNKNOWN;
+}
+
+/** The highest priority that a key gives, behind what else it allows; nothing where it gives any. */
+function atMost(key) {
+  return key.highest_priority === null ? "" : `, priority ${key.highest_priority} at most`;
 }
 
 /** Whether a key is good, and why not. */
@@ -126,7 +138,7 @@ function keyRow(key, changed) {
   return [
     h("b", {}, key.name),
     key.user ?? UNKNOWN,
-    `${key.scope}${key.installation ? ", all projects" : ""}`,
+    `${key.scope}${key.installation ? ", all projects" : ""}${atMost(key)}`,
     key.project,
     when(key.created_at),
     when(key.expires_at),
@@ -140,23 +152,24 @@ async function attempt(act, changed) {
     await act();
   } catch (error) {
     if (!(error instanceof Problem || error instanceof Unreachable)) throw error;
-    notify([error.message, ...(error.errors ?? []).map((each) => `${each.path} ${each.rule}`)].join("; "), "bad");
+    notify(error.message, "bad");
   }
   await changed();
 }
 
 async function makeProject() {
-  const name = h("input", { "aria-label": "Name", autofocus: true });
+  const name = h("input", { "aria-label": "Name", autofocus: true, required: true });
   const wanted = await confirmed(
     "New project",
-    [h("label", { class: "field" }, "Name: small letters, digits, hyphens", name)],
+    [h("label", { class: "field" }, "Name: lower-case letters, digits, hyphens", name)],
     { yes: "Make it", no: "Cancel", read: () => name.value },
   );
   if (wanted) await send("POST", "/v1/projects", { name: wanted });
 }
 
 async function makeKey(me) {
-  const [name, user] = [h("input", { "aria-label": "Name", autofocus: true }), h("input", { "aria-label": "User" })];
+  const name = h("input", { "aria-label": "Name", autofocus: true, required: true });
+  const user = h("input", { "aria-label": "User" });
   const project = h("input", { value: me.project, "aria-label": "Project" });
   const scope = h(
     "select",
@@ -164,6 +177,10 @@ async function makeKey(me) {
     ["read", "submit", "admin"].map((each) => h("option", {}, each)),
   );
   const days = h("input", { type: "number", min: 1, "aria-label": "Days", placeholder: "never" });
+  const highest = h("input", {
+    ...{ type: "number", min: -1000, max: me.highest_priority ?? 1000, "aria-label": "Highest priority" },
+    placeholder: me.highest_priority ?? "any",
+  });
   const wanted = await confirmed(
     "New key",
     [
@@ -171,6 +188,7 @@ async function makeKey(me) {
       h("label", { class: "field" }, "Whom it is for", user),
       h("label", { class: "field" }, "Project", project),
       h("label", { class: "field" }, "Scope", scope),
+      h("label", { class: "field" }, "Highest priority that it gives jobs", highest),
       h("label", { class: "field" }, "Expires in days", days),
     ],
     {
@@ -182,6 +200,7 @@ async function makeKey(me) {
         project: project.value || null,
         user: user.value || null,
         expires_in_days: days.value ? days.valueAsNumber : null,
+        highest_priority: highest.value ? highest.valueAsNumber : null,
       }),
     },
   );

@@ -4,7 +4,7 @@ import { ChartGroup, X_AXES } from "../charts/group.js";
 import { LineChart } from "../charts/line_chart.js";
 import { seriesColor } from "../charts/colors.js";
 import { get, optional } from "../core/api.js";
-import { fill, h, panel, table } from "../core/dom.js";
+import { fill, h, panel, setText, setVisible, table } from "../core/dom.js";
 import { duration, layout, number, percent } from "../core/format.js";
 import { Live } from "../core/live.js";
 import { notify } from "../core/notices.js";
@@ -29,7 +29,7 @@ export async function open(root, context) {
 
 class ComparePage {
   constructor(root, { router, query, facts }, ids) {
-    Object.assign(this, { ids, router, facts, turn: 0, jobs: new Map(), curves: new Map() });
+    Object.assign(this, { ids, router, facts, turn: 0, jobs: new Map(), curves: new Map(), missing: new Set() });
     this.group = new ChartGroup({
       axis: X_AXES[query.get("x")] ? query.get("x") : "step",
       onView: (view) => this.looked(view),
@@ -43,6 +43,7 @@ class ComparePage {
       "aria-label": "Add a job",
       onchange: (event) => this.go([...this.ids, event.target.value]),
     });
+    this.gone = h("p", { class: "why tone-warn", role: "status", hidden: true });
     this.figures = h("div");
     this.different = h("div");
     const figures = panel("Figures");
@@ -52,6 +53,7 @@ class ComparePage {
     fill(
       root,
       h("div", { class: "title-row" }, h("h1", {}, "Compare"), this.chips, this.add),
+      this.gone,
       h("div", { class: "toolbar" }, chartControls({ group: this.group, measureBy: (axis) => this.measureBy(axis) })),
       h(
         "div",
@@ -79,8 +81,10 @@ class ComparePage {
     const job = await optional(get(`/v1/jobs/${id}`, {}, { signal }));
     if (job === null) {
       this.jobs.delete(id);
+      this.missing.add(id);
       return;
     }
+    this.missing.delete(id);
     const before = this.jobs.get(id);
     this.jobs.set(id, job);
     const metrics = [...this.charts.flatMap(({ lines }) => lines.map(([, metric]) => metric)), ...SHARED];
@@ -139,6 +143,9 @@ class ComparePage {
       );
     };
     fill(this.chips, jobs.map(chip));
+    const missing = this.ids.filter((id) => this.missing.has(id));
+    setText(this.gone, `There is no such job: ${missing.join(", ")}.`);
+    setVisible(this.gone, missing.length > 0);
     for (const { chart, lines } of this.charts) {
       const [, metric] = lines[0];
       chart.show(

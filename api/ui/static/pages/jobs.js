@@ -268,6 +268,7 @@ class JobLine {
   show(job) {
     const latest = job.metrics.latest;
     setText(this.name, job.name);
+    setAttribute(this.name, "title", job.name);
     this.badge.show(job.state, stateTone(job.state));
     const reason = why(job);
     setText(this.why, reason);
@@ -286,6 +287,7 @@ class JobLine {
       age(job.created_at),
     ];
     texts.forEach((text, place) => setText(this.cells[place], text));
+    setAttribute(this.cells[4], "title", texts[4]);
     setAttribute(this.cells[5], "title", `${clock(job.created_at)} (${utc(job.created_at)})`);
   }
 

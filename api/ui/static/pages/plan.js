@@ -3,7 +3,7 @@
 import { Lanes } from "../charts/lanes.js";
 import { send } from "../core/api.js";
 import { fill, h, panel, setText, setVisible, table } from "../core/dom.js";
-import { bytes, duration, layout, number, percent } from "../core/format.js";
+import { bytes, duration, layout, number, percent, sentence, signed } from "../core/format.js";
 import { budgetTable } from "../parts/budget_table.js";
 import { memoryBars } from "../parts/memory_bars.js";
 import { problemList } from "../parts/problems.js";
@@ -131,7 +131,7 @@ class PlanPage {
     fill(
       this.says,
       plans.length ? element : h("p", {}, "Nothing fits."),
-      note ? h("p", { class: "note" }, note) : "",
+      note ? h("p", { class: "note" }, sentence(note)) : "",
       rejected.length ? lost : "",
     );
     this.showExplanation(explanation, plans[0]);
@@ -156,7 +156,7 @@ class PlanPage {
           h(
             "td",
             { class: "number" },
-            `${duration(each.step_seconds)} (${percent(each.step_seconds / plan.step_seconds - 1)})`,
+            `${duration(each.step_seconds)} (${signed(each.step_seconds / plan.step_seconds - 1)})`,
           ),
           h("td", { class: "number" }, bytes(each.memory_bytes)),
           h("td", {}, each.fits ? "" : "does not fit"),

@@ -2,7 +2,7 @@
 
 import { Problem, Unreachable, get, optional, send } from "../core/api.js";
 import { fill, h, panel } from "../core/dom.js";
-import { counted, duration, layout, number, percent } from "../core/format.js";
+import { counted, duration, layout, number, percent, sentence } from "../core/format.js";
 import { notify } from "../core/notices.js";
 import { link } from "../core/router.js";
 import { may } from "../core/shell.js";
@@ -99,7 +99,7 @@ class SubmitPage {
     this.says.lastElementChild.remove();
     if (!best) {
       const why = dry.plan ? "The planner cannot say how long it takes on this cluster." : dry.plan_note;
-      this.says.append(h("p", { class: "note" }, why));
+      this.says.append(h("p", { class: "note" }, sentence(why)));
       fill(this.bars.element);
       return;
     }
@@ -115,7 +115,7 @@ class SubmitPage {
         {},
         (plan.explanation?.sentences ?? []).map((each) => h("li", {}, each)),
       ),
-      plan.note ? h("p", { class: "note" }, plan.note) : "",
+      plan.note ? h("p", { class: "note" }, sentence(plan.note)) : "",
     );
     this.bars.show(
       (plan.explanation?.memory_by_stage ?? []).map((memory, stage) => [

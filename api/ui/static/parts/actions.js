@@ -52,10 +52,7 @@ export async function run(action, job, context) {
     return true;
   } catch (error) {
     if (!(error instanceof Problem || error instanceof Unreachable)) throw error;
-    notify(
-      `${name}: ${[error.message, ...(error.errors ?? []).map((each) => `${each.path} ${each.rule}`)].join("; ")}`,
-      "bad",
-    );
+    notify(`${name}: ${error.message}`, "bad");
     return false;
   }
 }
@@ -109,17 +106,22 @@ function askPause(job) {
 }
 
 async function askCancel(job) {
-  const saved = await lastCheckpoint(job);
-  const lost = Math.max(0, job.step - saved);
-  const cost =
-    saved === 0
-      ? `It has no complete checkpoint: all ${counted(job.step, "step")} are lost.`
-      : `Its newest complete checkpoint is of step ${number(saved)} and stays on disk; ${lost ? `the ${counted(lost, "step")} since then are lost` : "no step is lost"}.`;
+  const cost = costOfCancelling(job.step, await lastCheckpoint(job));
   return confirmed(
     "Cancel this job?",
-    [h("p", {}, "Its ranks are stopped for good; a cancelled job cannot be resumed."), h("p", {}, cost)],
+    [h("p", {}, "It is stopped for good: a cancelled job cannot be resumed."), h("p", {}, cost)],
     { yes: "Cancel the job", no: "Keep it", danger: true },
   );
+}
+
+/** What of `step` steps is lost where the newest complete checkpoint is of step `saved`; 0: there is none. */
+export function costOfCancelling(step, saved) {
+  if (step === 0) return "It has not done a step yet.";
+  const lost = Math.max(0, step - saved);
+  const [steps, are] = [counted(lost, "step"), lost === 1 ? "is" : "are"];
+  if (saved === 0) return `It has no complete checkpoint: ${steps} ${are} lost.`;
+  const since = lost === 0 ? "no step is lost" : `the ${steps} since then ${are} lost`;
+  return `Its newest complete checkpoint is of step ${number(saved)} and stays on disk; ${since}.`;
 }
 
 function askResize(job) {

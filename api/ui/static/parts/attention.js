@@ -1,6 +1,6 @@
 /** What somebody should know of a job without looking for it. Pure functions. */
 
-import { counted, duration, number } from "../core/format.js";
+import { counted, duration, number, sentence } from "../core/format.js";
 
 /**
  * Sentences about a job as it is now, of its ranks and events: `[{text, tone, tab}]`, the worst first. `tab` is where more
@@ -15,7 +15,7 @@ export function attention(job, ranks, events) {
 function slowRanks(ranks) {
   return ranks
     .filter((rank) => rank.straggler)
-    .map((rank) => ({ text: `${capital(rank.straggler.sentence)}.`, tone: "bad", tab: "ranks" }));
+    .map((rank) => ({ text: sentence(rank.straggler.sentence), tone: "bad", tab: "ranks" }));
 }
 
 function missingRanks(job, ranks) {
@@ -54,8 +54,4 @@ export function slownessOf(rank, usual) {
   const ratio = rank.own_seconds / usual;
   const text = `its own work takes ${duration(rank.own_seconds)} a step, the median of its stage ${duration(usual)}`;
   return ratio > 1.2 ? `${text}: ${ratio.toFixed(1)} times as long` : text;
-}
-
-function capital(text) {
-  return text.charAt(0).toUpperCase() + text.slice(1);
 }

@@ -1,7 +1,7 @@
 /** Where a step goes, part by part: measured and planned, how it is known, what would help. */
 
 import { bar, fill, h } from "../core/dom.js";
-import { duration, percent, words } from "../core/format.js";
+import { duration, percent, sentence, words } from "../core/format.js";
 
 /** `{element, show(budget)}`; parts are `{name, seconds, fraction, how, help}`. */
 export function budgetTable() {
@@ -39,8 +39,4 @@ function rowOf(part, planned, step) {
     h("span", { class: "number" }, percent(part.seconds / step)),
     texts ? h("div", { class: "budget-how" }, texts) : null,
   );
-}
-
-function sentence(text) {
-  return `${text.charAt(0).toUpperCase()}${text.slice(1)}${/[.?!]$/.test(text) ? "" : "."}`;
 }

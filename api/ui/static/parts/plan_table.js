@@ -1,7 +1,7 @@
 /** What a step was planned to take beside what steps take. */
 
 import { fill, h, table } from "../core/dom.js";
-import { bytes, counted, duration, layout, number, percent, words } from "../core/format.js";
+import { bytes, counted, duration, layout, number, percent, sentence, signed, words } from "../core/format.js";
 
 /** `{element, show(plan)}`, of `GET /v1/jobs/{id}/plan`. */
 export function planTable() {
@@ -13,7 +13,8 @@ export function planTable() {
       const text = JSON.stringify(plan);
       if (text === shown) return;
       shown = text;
-      if (!plan.planned) fill(element, h("p", { class: "empty-note" }, plan.problem ?? "Nothing is planned yet."));
+      if (!plan.planned)
+        fill(element, h("p", { class: "empty-note" }, sentence(plan.problem ?? "Nothing is planned yet.")));
       else fill(element, contents(plan));
     },
   };
@@ -55,8 +56,4 @@ function contents({ planned, measured, compared, drift, generation }) {
         )
       : null,
   ];
-}
-
-function signed(ratio) {
-  return `${ratio > 0 ? "+" : ""}${percent(ratio)}`;
 }

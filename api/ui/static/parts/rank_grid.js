@@ -6,7 +6,7 @@
 import { color, onColorsChanged } from "../charts/colors.js";
 import { CanvasPen } from "../charts/pen.js";
 import { h, setText, setVisible } from "../core/dom.js";
-import { bytes, counted, duration } from "../core/format.js";
+import { bytes, counted, duration, nodeName } from "../core/format.js";
 import { slownessOf } from "./attention.js";
 
 /** What ranks are coloured by: `value(rank)` in `format`; state has none. */
@@ -227,7 +227,7 @@ export function describe(rank, usual) {
   return [
     `rank ${rank.rank}: ${rank.state}`,
     place,
-    `node ${rank.node ?? "–"}, ${rank.device ?? "–"}, pid ${rank.pid ?? "–"}, generation ${rank.generation}`,
+    `node ${nodeName(rank.node)}, ${rank.device ?? "–"}, pid ${rank.pid ?? "–"}, generation ${rank.generation}`,
     slownessOf(rank, usual?.get(rank.pipeline)),
     rank.straggler ? `straggler: ${rank.straggler.sentence}` : "",
   ].filter(Boolean);

@@ -73,7 +73,11 @@ export class RankHistory {
       }),
     );
     for (let rank = 0; rank < count; rank += Math.max(1, Math.ceil(count / 12)))
-      pen.text(LEFT - 6, (rank + 0.5) * this.box.h, String(rank), { color: color("dim"), align: "right", size: 10 });
+      pen.text(LEFT - 6, Math.max(6, (rank + 0.5) * this.box.h), String(rank), {
+        color: color("dim"),
+        align: "right",
+        size: 10,
+      });
     pen.text(LEFT, HEIGHT - 6, `step ${this.steps[0]}`, { color: color("dim"), size: 10 });
     pen.text(width, HEIGHT - 6, `step ${this.steps.at(-1)}`, { color: color("dim"), size: 10, align: "right" });
   }

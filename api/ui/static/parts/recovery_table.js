@@ -1,7 +1,7 @@
 /** What failures cost: one line a recovery, newest first. */
 
 import { KeyedRows, emptyNote, fill, h, setVisible, table } from "../core/dom.js";
-import { UNKNOWN, clock, counted, duration, number, utc, words } from "../core/format.js";
+import { UNKNOWN, clock, counted, duration, nodeName, number, utc, words } from "../core/format.js";
 
 /** Seconds of a recovery, times the ranks that waited: what it cost, in device hours. */
 function lostHours(recovery) {
@@ -52,13 +52,11 @@ function row() {
           "td",
           { class: "message" },
           recovery.cause,
-          recovery.node
-            ? h("div", { class: "note", title: recovery.node }, `node ${recovery.node.slice(0, 12)}`)
-            : null,
+          recovery.node ? h("div", { class: "note", title: recovery.node }, `node ${nodeName(recovery.node)}`) : null,
         ),
         h("td", {}, `${recovery.forked.length} of ${all}`),
         h("td", {}, `${recovery.source}, step ${number(recovery.resume_step)}`),
-        h("td", {}, phaseBar(recovery)),
+        h("td", { class: "phases" }, phaseBar(recovery)),
         h("td", { class: "number" }, number(recovery.steps_redone)),
         h("td", { class: "number" }, duration(recovery.total_seconds)),
         h("td", { class: "number" }, duration(recovery.total_seconds === null ? null : recovery.total_seconds * all)),

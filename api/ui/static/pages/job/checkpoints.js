@@ -109,7 +109,7 @@ export function create({ id, viewer, refreshNow }) {
       await followExport(begun);
     } catch (error) {
       if (!(error instanceof Problem || error instanceof Unreachable)) throw error;
-      notify([error.message, ...(error.errors ?? []).map((each) => `${each.path} ${each.rule}`)].join("; "), "bad");
+      notify(error.message, "bad");
     }
   }
 

@@ -121,7 +121,7 @@ class LogsTab {
       setText(this.problem, "");
     } catch (error) {
       if (!(error instanceof Problem) || error.status !== 422) throw error;
-      setText(this.problem, [error.message, ...error.errors.map((each) => each.rule)].join(": "));
+      setText(this.problem, error.message);
       this.settled = true;
     }
     if (reading === this.reading && (this.lines.length !== before || !this.drawn)) this.draw();

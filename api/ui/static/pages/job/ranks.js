@@ -1,8 +1,8 @@
 /** The ranks of a job: who is where, how long each works and waits, who is slow, who waits for whom. */
 
 import { all, get } from "../../core/api.js";
-import { fill, h, panel, setText, setVisible, table, KeyedRows } from "../../core/dom.js";
-import { bytes, clock, duration, number, numberOf } from "../../core/format.js";
+import { fill, h, panel, setAttribute, setText, setVisible, table, KeyedRows } from "../../core/dom.js";
+import { bytes, clock, duration, nodeName, number, numberOf, sentence } from "../../core/format.js";
 import { link } from "../../core/router.js";
 import { slownessOf } from "../../parts/attention.js";
 import { COLOURINGS, RankGrid, describe, usualOf } from "../../parts/rank_grid.js";
@@ -83,12 +83,13 @@ class RanksTab {
           duration(now.own_seconds),
           duration(now.wait_seconds),
           bytes(now.memory_bytes),
-          now.node ?? "–",
+          nodeName(now.node),
           now.device ?? "–",
           now.pid ?? "–",
           now.generation,
         ];
         texts.forEach((text, place) => setText(cells[place + 1], String(text)));
+        setAttribute(cells[8], "title", now.node);
       },
     };
   }
@@ -114,7 +115,9 @@ class RanksTab {
   verdictText() {
     const slow = this.ranks.find((rank) => rank.straggler);
     if (slow)
-      return `${slow.straggler.sentence[0].toUpperCase()}${slow.straggler.sentence.slice(1)}, on node ${slow.node ?? "–"} (${slow.device ?? "–"}, pid ${slow.pid ?? "–"}).`;
+      return sentence(
+        `${slow.straggler.sentence}, on node ${nodeName(slow.node)} (${slow.device ?? "–"}, pid ${slow.pid ?? "–"})`,
+      );
     const known = this.ranks.filter((rank) => Number.isFinite(rank.own_seconds));
     if (known.length === 0) return "Nothing is known of the ranks' own times yet.";
     const worst = known.reduce((one, other) =>

@@ -100,10 +100,7 @@ class StepTab {
       this.wanted = trace.id;
       await this.refreshNow();
     } catch (error) {
-      notify(
-        `Trace: ${[error.message, ...(error.errors ?? []).map((each) => `${each.path} ${each.rule}`)].join("; ")}`,
-        "bad",
-      );
+      notify(`Trace: ${error.message}`, "bad");
     }
   }
 
