@@ -14,6 +14,9 @@ from service.key_file import read_key
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 from workers.errors import MantaError
 
+DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+"""Where a service answers that nothing else was said to."""
+
 
 class HomeUnusable(MantaError):
     """A service cannot write in its home."""
@@ -70,7 +73,7 @@ def find_url(settings: Settings) -> str:
         url = json.loads(settings.service_file.read_text(encoding="utf-8"))["url"]
     except (OSError, ValueError, KeyError, TypeError):
         url = None  # not running here, or just being written
-    return url if isinstance(url, str) else f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+    return url if isinstance(url, str) else DEFAULT_URL
 
 
 def find_key(settings: Settings, url: str) -> str | None:

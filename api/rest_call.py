@@ -13,6 +13,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from api import schemas
+from api.local_service import DEFAULT_URL
 from api.rest_version import HEADER, REST, other_service
 from workers.errors import MantaError
 from workers.nonfinite import spell
@@ -109,9 +110,13 @@ class Call(Generic[T]):
 def checked_url(url: str) -> httpx.URL:
     """`url`, if it is one. Raises ServiceUnreachable."""
     try:
-        return httpx.URL(url)
+        checked = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ServiceUnreachable(url, error) from error
+    if checked.scheme not in ("http", "https") or not checked.host:
+        example = f"http://{url}" if url and "://" not in url else DEFAULT_URL
+        raise ServiceUnreachable(url, ValueError(f"an address begins with http:// or https://, such as {example}"))
+    return checked
 
 
 def usual_headers(key: str | None) -> dict[str, str]:

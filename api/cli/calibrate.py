@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from api import schemas
-from api.cli import render
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
+from api.cli.tables import table
 from service.machines import Calibrated, forget_jobs_before_now, measure, save
 from service.settings import Settings
 from workers.paths import Paths
@@ -107,7 +107,7 @@ def _table(console: Console, machines: Sequence[schemas.Machine]) -> None:
         for each in machines
     ]
     heads = ("TYPE", "DEVICE", "REFINED", "BY JOBS", "PROBLEM")
-    render.table(console, heads, rows, "nothing was calibrated, and no jobs have refined anything")
+    table(console, heads, rows, "nothing was calibrated, and no jobs have refined anything")
 
 
 def _lines(calibration: Calibrated) -> list[str]:

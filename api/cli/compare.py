@@ -12,10 +12,12 @@ import typer
 from api.cli import render
 from api.cli.jobs import Filters
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, console, fail
-from api.schemas import Job
+from api.cli.tables import table
+from api.schemas import Items, Job
 from workers.nonfinite import spell
 
-MOST_JOBS = 100
+MOST_JOBS = 1000
+"""Of a label: as many as a page of the list has."""
 FIGURES = ("loss", "validation_loss", "tokens_per_second")
 _ABSENT = object()
 
@@ -39,8 +41,14 @@ def compare(
     if bool(jobs) == bool(label):
         raise fail("say which jobs: JOB JOB ..., or --label KEY=VALUE", EXIT_BAD_INPUT)
     with connect(url) as client:
-        known = [client.job(job) for job in jobs] if jobs else client.jobs(labels=label, limit=MOST_JOBS).items
-    known = best_first(known)
+        page = (
+            client.jobs(labels=label, limit=MOST_JOBS)
+            if label
+            else Items(items=[client.job(job) for job in jobs or ()])
+        )
+    if page.next_cursor is not None:
+        typer.echo(f"The newest {len(page.items)} of the jobs with that label are compared, and no others.", err=True)
+    known = best_first(page.items)
     differences = differing([job.spec for job in known])
     if as_json:
         rows = [_row(job, each) for job, each in zip(known, differences, strict=True)]
@@ -48,7 +56,7 @@ def compare(
         return
     paths = list(differences[0]) if differences else []
     heads = ("JOB", "NAME", "STATE", "STEP", "LOSS", "VALIDATION", "TOKENS/S", *paths)
-    render.table(console(), heads, [_cells(*each) for each in zip(known, differences, strict=True)], "no job matches")
+    table(console(), heads, [_cells(*each) for each in zip(known, differences, strict=True)], "no job matches")
 
 
 def best_first(jobs: Iterable[Job]) -> list[Job]:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, fail
+from api.cli.render import counted
 from api.cli.service import Database, settings_with
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service
@@ -52,7 +53,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({"items": [asdict(each) for each in seen], "counts": counts}))
     else:
-        typer.echo(f"{counts['problem']} problems, {counts['warning']} warnings")
+        typer.echo(f"{counted(counts['problem'], 'problem')}, {counted(counts['warning'], 'warning')}")
     if counts["problem"]:
         raise typer.Exit(EXIT_FAILED)
 
@@ -113,4 +114,5 @@ def _ways(client: MantaClient) -> Iterator[Finding]:
     for warning in seen.warnings:
         yield Finding("cluster", "warning", warning)
     if seen.tries and not seen.problems:
-        yield Finding("ports", "ok", f"{seen.nodes} nodes reach each other, in {seen.tries} tries")
+        nodes = f"{counted(seen.nodes, 'node')} {'reaches itself' if seen.nodes == 1 else 'reach each other'}"
+        yield Finding("ports", "ok", f"{nodes}, in {counted(seen.tries, 'try', 'tries')}")

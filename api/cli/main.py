@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -18,7 +19,7 @@ from api.cli import render
 from api.cli.panels import name_of, put_in_order
 from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
 from api.requests import FaultRequest
-from api.schemas import FieldProblem, Items, JobPlan
+from api.schemas import FieldProblem, Items, JobPlan, MetricSeries
 from api.schemas import Job as JobView
 from service.settings import Settings
 from workers.errors import MantaError
@@ -153,10 +154,24 @@ def metrics(
     """Show a job's metrics over its steps."""
     with connect(url) as client:
         answer = client.metrics(job, names.split(",") if names else None, after_step, max_points)
-    show(answer, as_json, lambda console: render.metric_table(console, answer, after_step))
-    without = [name for name, values in answer.series.items() if all(value is None for value in values)]
-    if names and without and answer.steps and not as_json:
-        typer.echo(f"no value of {', '.join(without)}: `manta metrics {job}` shows what there is", err=True)
+        unknown = [] if as_json or not names else _without_value(answer)
+        near = _nearest(unknown, client.metrics(job, None, after_step, 1).series) if unknown else ""
+    if not (unknown and len(unknown) == len(answer.series)):
+        show(answer, as_json, lambda console: render.metric_table(console, answer, after_step))
+    if unknown:
+        hint = f"no value of {', '.join(unknown)}{near}: `manta metrics {job}` shows what there is"
+        typer.echo(hint, err=True)
+
+
+def _without_value(points: MetricSeries) -> list[str]:
+    """Of those that were asked for; none while there is no step."""
+    return [name for name, values in points.series.items() if points.steps and all(value is None for value in values)]
+
+
+def _nearest(unknown: Iterable[str], there_are: Collection[str]) -> str:
+    """What may have been meant by names that are none."""
+    meant = [each for name in unknown for each in get_close_matches(name, set(there_are) - {name}, 2, cutoff=0.5)]
+    return f" (did you mean {' or '.join(dict.fromkeys(meant))}?)" if meant else ""
 
 
 @app.command()

@@ -12,6 +12,7 @@ from api import schemas
 from api.cli import render
 from api.cli.job_files import Changes, read_file
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
+from api.cli.tables import table
 from service.machines import measured_gpus, this_node
 from service.planner.answer import to_json
 from service.planner.hardware import Cluster
@@ -111,7 +112,7 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
         for each in answer.plans
     ]
     heads = ("LAYOUT", "SCHEDULE", "MICRO-BATCH", "RECOMPUTE", "STEP", "TOKENS/S", "MFU", "BUBBLE", "MEMORY")
-    render.table(console, heads, rows, "no layout fits")
+    table(console, heads, rows, "no layout fits", spare=("BUBBLE", "RECOMPUTE"))
     for number, plan in enumerate(answer.plans, start=1):
         if plan.parallel.get("stage_layers"):
             counts = in_words(plan.parallel["stage_layers"])
@@ -156,7 +157,7 @@ def _sizes(console: Console, sizes: list[schemas.PlanSize]) -> None:
     if any(each.nodes for each in sizes):
         heads = ["NODES", *heads]
         rows = [(_nodes(each.nodes or {}), *row) for each, row in zip(sizes, rows, strict=True)]
-    render.table(console, heads, rows, "its size is fixed")
+    table(console, heads, rows, "its size is fixed")
 
 
 def _nodes(nodes: dict[str, int]) -> str:
@@ -168,7 +169,7 @@ def _explanation(console: Console, explanation: schemas.PlanExplanation, step: f
     shares = [
         (each.name, f"{each.seconds / step:.1%}", f"{each.seconds:.4g} s", each.what) for each in explanation.shares
     ]
-    render.table(console, ("PART", "SHARE", "TIME", "WHAT"), shares, "")
+    table(console, ("PART", "SHARE", "TIME", "WHAT"), shares, "")
     for sentence in explanation.sentences:
         console.print(sentence, highlight=False)
     if explanation.run is not None:
@@ -183,7 +184,7 @@ def _explanation(console: Console, explanation: schemas.PlanExplanation, step: f
         )
         for each in explanation.changes
     ]
-    render.table(console, ("CHANGE", "STEP", "DIFFERENCE", "MEMORY"), changes, "no other layout is possible")
+    table(console, ("CHANGE", "STEP", "DIFFERENCE", "MEMORY"), changes, "no other layout is possible")
 
 
 def _run(run: schemas.PlannedRun) -> str:

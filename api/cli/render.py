@@ -9,11 +9,11 @@ from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from api import schemas
 from api.cli.progress import duration, figure, percent, progress_line
+from api.cli.tables import table
 from api.schemas import access as access_schemas
 from service.byte_counts import byte_count
 from workers import metric_names
@@ -39,19 +39,6 @@ def size(count: float | None) -> str:
 def counted(number: int, one: str, many: str | None = None) -> str:
     """So many of something."""
     return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:
-    """Print `rows` under `headings`, or the sentence `empty` when there are none."""
-    if not rows:
-        console.print(empty, markup=False)
-        return
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        grid.add_column(heading, overflow="fold")
-    for row in rows:
-        grid.add_row(*(Text(str(cell)) for cell in row))
-    console.print(grid)
 
 
 def value_in_words(value: Any) -> str:
@@ -82,7 +69,7 @@ def job_list(console: Console, jobs: Sequence[schemas.Job], filtered: bool = Fal
     ]
     headings = ("JOB", "NAME", "STATE", "STEP", "LOSS", "TOKENS/S", "TxPxD", "RESTARTS", "SUBMITTED")
     none = "no job matches" if filtered else "no jobs yet; submit one with `manta submit FILE`"
-    table(console, headings, rows, none)
+    table(console, headings, rows, none, spare=("RESTARTS", "TxPxD"))
 
 
 def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = None) -> None:
@@ -194,7 +181,11 @@ def metric_table(console: Console, points: schemas.MetricSeries, after_step: int
         for place, step in enumerate(points.steps)
     ]
     none = f"no step above {after_step} is committed yet" if after_step else "no step is committed yet"
-    table(console, ("STEP", *(name.upper() for name in shown)), rows, none)
+    table(console, ("STEP", *(name.upper() for name in shown)), rows, none, spare=_SPARE_METRICS)
+
+
+_SPARE_METRICS = ("HFU_FULL", "MFU_CAUSAL", "LEARNING_RATE", "TOKENS", "MEMORY_BYTES", "GRAD_NORM", "STEP_SECONDS")
+"""Those that are left out first where there is no room; `--names` asks for any."""
 
 
 _FORMATS: dict[str, Callable[[float | None], str]] = {
@@ -215,13 +206,14 @@ def _metric(name: str, value: float | None) -> str:
 def rank_table(console: Console, ranks: Sequence[schemas.Rank]) -> None:
     """The table of `manta ranks`."""
     rows = [
-        (rank.rank, rank.tensor, rank.pipeline, rank.data, rank.state, rank.node or "-", rank.device or "-",
+        (rank.rank, rank.tensor, rank.pipeline, rank.data, rank.state, node_name(rank.node), rank.device or "-",
          rank.pid or "-", rank.generation, figure(rank.own_seconds, 3), figure(rank.wait_seconds, 3),
          size(rank.memory_bytes), "yes" if rank.straggler else "")
         for rank in ranks
     ]  # fmt: skip
-    headings = ("RANK", "TENSOR", "PIPELINE", "DATA", "STATE", "NODE", "DEVICE", "PID", "GENERATION")
-    table(console, (*headings, "OWN S", "WAIT S", "MEMORY", "STRAGGLER"), rows, "the job has no ranks yet")
+    headings = ("RANK", "TENSOR", "PIPELINE", "DATA", "STATE", "NODE", "DEVICE", "PID", "GENERATION", "OWN S", "WAIT S",
+                "MEMORY", "STRAGGLER")  # fmt: skip
+    table(console, headings, rows, "the job has no ranks yet", spare=("GENERATION", "MEMORY", "DEVICE", "WAIT S"))
 
 
 def waits_page(console: Console, waits: schemas.Waits) -> None:
@@ -268,12 +260,17 @@ def recovery_table(console: Console, recoveries: Sequence[schemas.Recovery]) -> 
     ]  # fmt: skip
     headings = ("GEN", "TIME", "CAUSE", "REPLACED", "FROM", "REDONE", "DETECT", "REST", "RE-FORM", "RESTORE", "REDO",
                 "TOTAL")  # fmt: skip
-    table(console, headings, rows, "no recoveries")
+    table(console, headings, rows, "no recoveries", spare=("REST", "RE-FORM", "RESTORE", "DETECT", "REDO"))
 
 
 def replaced(entry: schemas.Recovery) -> str:
     """How many ranks got a new process."""
     return f"{len(entry.forked)} of {len(entry.forked) + entry.kept}"
+
+
+def node_name(node: str | None) -> str:
+    """As much of a node's id as tells it from others; commands take that, too."""
+    return "-" if node is None else node[:12]
 
 
 def node_state(node: schemas.Node) -> str:
@@ -294,7 +291,7 @@ def _beside_slots(node: schemas.Node, places: float, slots: float) -> str:
 def node_table(console: Console, cluster: schemas.Cluster) -> None:
     """The table of `manta nodes`."""
     rows = [
-        (node.id, node.address, node_state(node), node.accelerator,
+        (node_name(node.id), node.address, node_state(node), node.accelerator,
          _beside_slots(node, node.free, node.slots_free), _beside_slots(node, node.total, node.slots_total),
          ", ".join(sorted({entry.job for entry in node.ranks})) or "-")
         for node in cluster.nodes
@@ -302,7 +299,7 @@ def node_table(console: Console, cluster: schemas.Cluster) -> None:
     table(console, ("NODE", "ADDRESS", "STATE", "PLACES", "FREE", "TOTAL", "JOBS"), rows, "the cluster has no nodes")
     for node in cluster.nodes:
         if node.problem is not None:
-            console.print(f"nothing is placed on {node.id[:12]}: {node.problem}", style="yellow")
+            console.print(f"nothing is placed on {node_name(node.id)}: {node.problem}", style="yellow")
 
 
 def key_table(console: Console, keys: Sequence[access_schemas.ApiKey]) -> None:
@@ -344,4 +341,4 @@ def audit_table(console: Console, entries: Sequence[access_schemas.AuditEntry]) 
         for entry in entries
     ]
     headings = ("TIME", "USER", "KEY", "PROJECT", "WHAT", "OF", "FROM", "ANSWER")
-    table(console, headings, rows, "Nobody has changed anything.")
+    table(console, headings, rows, "Nobody has changed anything.", spare=("FROM", "PROJECT"))

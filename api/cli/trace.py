@@ -12,6 +12,7 @@ from rich.console import Console
 from api import calls
 from api.cli import render
 from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, JobId, Json, Url, connect, fail, show
+from api.cli.tables import table
 from api.client import MantaClient
 from api.requests import TraceRequest
 from api.schemas import traces as trace_schemas
@@ -124,7 +125,7 @@ def _budget_table(console: Console, known: trace_schemas.StepBudget) -> None:
         for part in known.parts
     ]
     console.print(f"\nWhere a step of {known.step_seconds:.4g} s goes, by {known.measured_from}:", highlight=False)
-    render.table(console, ("PART", "SHARE", "TIME", "PLANNED", "LESS WITH"), rows, "")
+    table(console, ("PART", "SHARE", "TIME", "PLANNED", "LESS WITH"), rows, "")
 
 
 def traces(job: JobId, url: Url = None, as_json: Json = False) -> None:
@@ -144,9 +145,7 @@ def traces(job: JobId, url: Url = None, as_json: Json = False) -> None:
         for each in page.items
     ]
     heads = ("TRACE", "STATE", "FIRST STEP", "STEPS", "BUBBLE", "REQUESTED", "WHY")
-    show(
-        page, as_json, lambda console: render.table(console, heads, rows, "no traces; make one with `manta trace JOB`")
-    )
+    show(page, as_json, lambda console: table(console, heads, rows, "no traces; make one with `manta trace JOB`"))
 
 
 def budget(job: JobId, url: Url = None, as_json: Json = False) -> None:

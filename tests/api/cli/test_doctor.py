@@ -34,13 +34,13 @@ def test_each_finding_is_a_line_and_what_is_wrong_has_its_advice(doctor, tmp_pat
         "WARN  limits: few",
         "      -> raise them",
         f"-     service: none runs with home {tmp_path}/home",
-        "0 problems, 1 warnings",
+        "0 problems, 1 warning",
     ]
 
 
 def test_a_problem_is_the_exit_code(doctor):
     output = doctor(seen=[Finding("torch", "problem", "no", "install it")], code=1)
-    assert "FAIL  torch: no" in output and output.endswith("1 problems, 0 warnings\n")
+    assert "FAIL  torch: no" in output and output.endswith("1 problem, 0 warnings\n")
 
 
 def test_programs_get_all_of_it(doctor):
@@ -64,7 +64,7 @@ def test_closed_ports_and_what_is_not_known_are_named(doctor, service):
         "FAIL  ports: port 7 of node a cannot be reached from node b",
         "      -> open it",
         "WARN  cluster: Ray's head forgets: give it a Redis",
-        "1 problems, 1 warnings",
+        "1 problem, 1 warning",
     ]
 
 

@@ -240,7 +240,13 @@ def test_where_nothing_is_found_people_are_told_why_and_programs_nothing(manta, 
     assert manta("ps", "--state", "paused").stdout == "no job matches\n"
     assert manta("ps", "--state", "paused", "--json").stderr == ""
     assert manta("metrics", job, "--after-step", 10).stdout == "no step above 10 is committed yet\n"
-    assert "no value of lose: `manta metrics" in manta("metrics", job, "--names", "loss,lose").stderr
+    some = manta("metrics", job, "--names", "loss,lose,mfu")
+    assert some.stderr.startswith("no value of lose, mfu (did you mean loss or mfu_full?)")
+    assert some.stdout.split()[:2] == ["STEP", "LOSS"]
+    none = manta("metrics", job, "--names", "unlike_any_other")
+    assert none.stderr == f"no value of unlike_any_other: `manta metrics {job}` shows what there is\n"
+    assert none.stdout == "", "no table of no values"
+    assert list(json.loads(manta("metrics", job, "--names", "lose", "--json").stdout)["series"]) == ["lose"]
     assert manta("logs", job, "--rank", 9).stderr == "no line matches\n"
     assert manta("events", job, "--type", "recoverd").stderr == "no event matches\n"
     assert manta("events", job, "--type", "recoverd", "--json").stderr == ""
@@ -377,6 +383,8 @@ def test_what_is_wrong_is_named_as_it_was_typed(manta, job):
     assert "No such command 'veryfy'. Did you mean 'verify'?" in manta("checkpoints", "veryfy", job, code=2).stderr
     nobody = manta("ps", code=3, MANTA_URL="http://127.0.0.1:9").stderr
     assert "(Connection refused)" in nobody and "Errno" not in nobody
+    for given, example in (("localhost:8400", "http://localhost:8400"), ("ftp://there", "http://127.0.0.1:8400")):
+        assert f"begins with http:// or https://, such as {example})" in manta("ps", code=3, MANTA_URL=given).stderr
 
 
 def test_failure_of_the_service_is_no_bad_input(manta, service, monkeypatch):

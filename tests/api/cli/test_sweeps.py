@@ -78,9 +78,10 @@ def test_relative_paths_of_a_sweep_are_of_where_the_command_runs(document, tmp_p
     assert [each.document["data"]["paths"] for each in made] == [[f"{tmp_path}/a.txt"], [f"{tmp_path}/b.txt"]]
 
 
-def test_jobs_are_compared_by_what_differs_the_best_first(manta, service):
+def test_jobs_are_compared_by_what_differs_the_best_first(manta, service, monkeypatch):
     for rate, loss in ((0.001, 3.5), (0.003, float("nan")), (0.002, 2.5), (0.004, None)):
-        job = service.submit(name=f"rate {rate}", train={"steps": 10, "optimizer": {"learning_rate": rate}})["id"]
+        train = {"steps": 10, "optimizer": {"learning_rate": rate}}
+        job = service.submit(name=f"rate {rate}", train=train, labels={"of": "rates"})["id"]
         if loss is not None:
             service.move(job, "STARTING", "RUNNING")
             service.report(job, [{"step": 3, "loss": loss}])
@@ -93,6 +94,11 @@ def test_jobs_are_compared_by_what_differs_the_best_first(manta, service):
     assert heads.split()[-2:] == ["TOKENS/S", "train.optimizer.learning_rate"]
     assert first.split()[-1] == "0.002" and "2.5000" in first
     assert manta("compare", "--label", "a=b").stdout == "no job matches\n"
+    assert manta("compare", "--label", "of=rates").stderr == ""
+    monkeypatch.setattr(compare, "MOST_JOBS", 3)
+    cut = manta("compare", "--label", "of=rates", "--json")
+    assert {row["name"] for row in json.loads(cut.stdout)["items"]} == {"rate 0.002", "rate 0.003", "rate 0.004"}
+    assert cut.stderr == "The newest 3 of the jobs with that label are compared, and no others.\n"
     for nothing in ([], [names[0], "--label", "a=b"]):
         assert "say which jobs" in manta("compare", *nothing, code=2).stderr
 

@@ -1,0 +1,101 @@
+"""Tables on a terminal, of which no word is broken: half an id cannot be copied, and half a number is another one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+GAP = 2
+SHORT = 20
+"""Cells of so many characters stay on one line as long as there is room."""
+
+
+def table(
+    console: Console, headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: str, spare: Sequence[str] = ()
+) -> None:
+    """Print `rows` under `headings`, or the sentence `empty` when there are none.
+
+    Where a terminal is too narrow, the columns `spare` are left out, one after the other, which a line below says; then
+    cells are folded between their words. What does not fit even so is longer than the terminal's lines, which it folds
+    itself."""
+    if not rows:
+        console.print(empty, markup=False)
+        return
+    columns = [[heading, *(str(row[at]) for row in rows)] for at, heading in enumerate(headings)]
+    left_out = spared(columns, spare, console.width) if console.is_terminal else []
+    columns = [column for column in columns if column[0] not in left_out]
+    widths = widths_of(columns, console.width)
+    if _total(widths) > console.width:
+        _print_lines(console, columns)
+    else:
+        _print_folded(console, columns, widths)
+    if left_out:
+        console.print(f"Left out for lack of room: {', '.join(left_out)}.", style="dim", highlight=False)
+
+
+def _print_folded(console: Console, columns: Sequence[Sequence[str]], widths: Sequence[int]) -> None:
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for (heading, *_), width in zip(columns, widths, strict=True):
+        grid.add_column(heading, overflow="fold", width=width)
+    for cells in zip(*(column[1:] for column in columns), strict=True):
+        grid.add_row(*map(Text, cells))
+    console.print(grid)
+
+
+def _print_lines(console: Console, columns: Sequence[Sequence[str]]) -> None:
+    """Each row on one line, however long it is."""
+    padded = [[set_cell_size(cell, max(map(cell_len, column))) for cell in column] for column in columns]
+    for at, cells in enumerate(zip(*padded, strict=True)):
+        console.print(Text((" " * GAP).join(cells).rstrip(), "bold" if at == 0 else ""), soft_wrap=True)
+
+
+def spared(columns: Sequence[Sequence[str]], spare: Sequence[str], width: int) -> list[str]:
+    """Headings of the columns that are left out of a table so that it fits into `width` characters."""
+    left_out: list[str] = []
+    for heading in spare:
+        if _fits([column for column in columns if column[0] not in left_out], width):
+            break
+        left_out.append(heading)
+    return left_out
+
+
+def widths_of(columns: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Characters of each of the columns (heading and cells): with the gaps between them `width` at most, unless a word
+    would be broken."""
+    whole = [max(map(cell_len, column)) for column in columns]
+    least = [_unbroken(column) for column in columns]
+    if not _fits(columns, width):
+        words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+        least = words if _total(words) <= width else least
+    return _widened(least, whole, width - _total(least))
+
+
+def _fits(columns: Collection[Sequence[str]], width: int) -> bool:
+    return _total([_unbroken(column) for column in columns]) <= width
+
+
+def _unbroken(column: Sequence[str]) -> int:
+    """What a column takes whose short cells are on one line, and of whose others no word is broken."""
+    lengths = map(cell_len, column)
+    words = (cell_len(word) for cell in column for word in cell.split())
+    return max(*(length for length in lengths if length <= SHORT), *words, 0, 0)
+
+
+def _total(widths: Collection[int]) -> int:
+    return sum(widths) + GAP * (len(widths) - 1)
+
+
+def _widened(least: Sequence[int], whole: Sequence[int], room: int) -> list[int]:
+    """`least`, and what there is room for beyond it, up to `whole`: first for those that lack the least."""
+    widths = [*least]
+    lacking = sorted(range(len(widths)), key=lambda at: whole[at] - least[at])
+    for done, at in enumerate(lacking):
+        more = min(whole[at] - least[at], max(0, room) // (len(lacking) - done))
+        widths[at] += more
+        room -= more
+    return widths
