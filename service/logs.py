@@ -7,10 +7,11 @@ kept elsewhere too (`service/kept_logs/`) each line has the same position there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -90,23 +91,30 @@ class LogFiles:
 
     def ranks(self) -> list[int]:
         """See `LogSource`."""
-        return ranks_in(self._folder)
+        with reading_files():
+            return ranks_in(self._folder)
 
     def read(self, rank: int, start: int, size: int) -> LogBytes:
         """See `LogSource`."""
-        try:
-            with log_file(self._folder, rank).open("rb") as file:
-                file.seek(start)
-                return LogBytes(start, file.read(size), bool(file.read(1)))
-        except FileNotFoundError:
-            return LogBytes(start, b"", False)
+        with reading_files(), contextlib.suppress(FileNotFoundError), log_file(self._folder, rank).open("rb") as file:
+            file.seek(start)
+            return LogBytes(start, file.read(size), bool(file.read(1)))
+        return LogBytes(start, b"", False)
 
     def end(self, rank: int) -> int:
         """See `LogSource`."""
-        try:
+        with reading_files(), contextlib.suppress(FileNotFoundError):
             return log_file(self._folder, rank).stat().st_size
-        except FileNotFoundError:
-            return 0
+        return 0
+
+
+@contextlib.contextmanager
+def reading_files() -> Iterator[None]:
+    """A log that cannot be read now is not known to be gone. Raises LogsUnavailable."""
+    try:
+        yield
+    except OSError as error:
+        raise LogsUnavailable(error) from error
 
 
 class LogsInHome:

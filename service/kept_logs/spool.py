@@ -16,7 +16,7 @@ from service.job.received_lines import ReceivedLines
 from service.kept_logs.kept_log import KeptLog
 from service.kept_logs.line_marks import end_of, end_of_reports, last_mark
 from service.kept_logs.parts import Mark, Piece
-from service.logs import LogBytes, ranks_in
+from service.logs import LogBytes, ranks_in, reading_files
 
 CHUNK_BYTES = 16 * 1024
 """At least so many bytes of each rank are taken for one part."""
@@ -183,11 +183,13 @@ class SpooledLog:
 
     def ranks(self) -> list[int]:
         """See `LogSource`."""
-        return sorted(self._spool.ranks())
+        with reading_files():
+            return sorted(self._spool.ranks())
 
     def read(self, rank: int, start: int, size: int) -> LogBytes:
         """See `LogSource`."""
-        here = self._spool.read(rank, start, size)
+        with reading_files():
+            here = self._spool.read(rank, start, size)
         if here is not None:
             return here
         if self._spool.is_retired:
@@ -199,5 +201,6 @@ class SpooledLog:
 
     def end(self, rank: int) -> int:
         """See `LogSource`."""
-        here = self._spool.end(rank)
+        with reading_files():
+            here = self._spool.end(rank)
         return self._kept.look().end(rank) if here is None else here

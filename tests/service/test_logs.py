@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.logs import LogCursors, LogFiles, log_file, log_folder, read_page
+from service.logs import LogCursors, LogFiles, LogsUnavailable, log_file, log_folder, read_page
 from service.store import InvalidCursor
 from service.store.errors import ForeignCursor
 
@@ -38,6 +38,16 @@ def test_a_job_that_printed_nothing_has_an_empty_page(tmp_path):
     page = read_page(LogFiles(tmp_path / "nowhere"), {})
     assert (page.lines, page.more) == ([], False)
     assert read_page(LogFiles(tmp_path), {}, rank=3).lines == []
+
+
+def test_log_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path):
+    log_file(tmp_path, 0).mkdir()
+    not_there, source = LogFiles(tmp_path / "nothing"), LogFiles(tmp_path)
+    assert (not_there.ranks(), not_there.read(0, 0, 9).content, not_there.end(0), source.ranks()) == ([], b"", 0, [0])
+    with pytest.raises(LogsUnavailable, match="nothing of it is lost"):
+        read_page(source, {})
+    with pytest.raises(LogsUnavailable):
+        LogFiles(log_file(tmp_path, 0) / ("x" * 300)).ranks()
 
 
 def test_one_rank_alone(tmp_path):
