@@ -75,6 +75,8 @@ class Scheduler:
         self._leases = leases
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
         self._data_looks = DataLooks(self._look_at_data)
+        self._queue: list[QueuedJob] = []
+        """As it was when it was last looked at."""
         self._good_data: set[str] = set()
         """Jobs in the queue whose data could be trained on when they had their turn first: it is looked at again before
         they are placed, and not every second until then."""
@@ -129,7 +131,7 @@ class Scheduler:
 
     async def _admit(self) -> bool:
         waiting, behind = False, set[Unit]()
-        queued = await self._store.read_async(jobs.queued)
+        queued = self._queue = await self._store.read_async(partial(jobs.queued, before=self._queue))
         self._keep_only({each.id for each in queued})
         has_gpus = await self._cluster.nodes.has_gpus() if queued else False
         could_be = [await self._cluster.nodes.at_most(unit) for unit in UNITS] if queued else []

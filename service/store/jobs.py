@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,10 @@ _QUEUED = select(func.count()).select_from(Job.__table__).where(_COLUMNS.state =
 _AHEAD = select(
     _QUEUED.where(_COLUMNS.priority > bindparam("priority")).scalar_subquery()
     + _QUEUED.where(_COLUMNS.priority == bindparam("priority"), _COLUMNS.id < bindparam("id")).scalar_subquery()
+)
+_JOBS_AT_ONCE = 1000
+_ACCELERATORS = select(_COLUMNS.id, type_coerce(_COLUMNS.spec, JSON())["resources"]["accelerator"].as_string()).where(
+    _COLUMNS.id.in_(bindparam("ids", expanding=True))
 )
 
 
@@ -129,13 +133,19 @@ class QueuedJob:
     """When anything about it changed last."""
 
 
-def queued(session: Session) -> list[QueuedJob]:
+def queued(session: Session, before: Iterable[QueuedJob] = ()) -> list[QueuedJob]:
     """All QUEUED jobs in the order in which they get their turn. Of specs, which another release may have stored and
-    this one may not understand, nothing else is read."""
-    said = type_coerce(_COLUMNS.spec, JSON())["resources"]["accelerator"].as_string()
-    query = select(_COLUMNS.id, said, _COLUMNS.updated_at).where(_COLUMNS.state == JobState.QUEUED.value)
-    rows = session.execute(query.order_by(_COLUMNS.priority.desc(), _COLUMNS.id))
-    return [QueuedJob(job_id, accelerator or "auto", updated_at) for job_id, accelerator, updated_at in rows]
+    this one may not understand, nothing else is read; nor that of jobs that are as they were `before`, since for
+    thousands of them PostgreSQL would take longer for that than for all else."""
+    query = select(_COLUMNS.id, _COLUMNS.updated_at).where(_COLUMNS.state == JobState.QUEUED.value)
+    rows = session.execute(query.order_by(_COLUMNS.priority.desc(), _COLUMNS.id)).all()
+    known = {(each.id, each.updated_at): each for each in before}
+    new = [job_id for job_id, updated_at in rows if (job_id, updated_at) not in known]
+    said: dict[str, Accelerator] = {}
+    for first in range(0, len(new), _JOBS_AT_ONCE):
+        some = session.execute(_ACCELERATORS, {"ids": new[first : first + _JOBS_AT_ONCE]})
+        said |= {row[0]: row[1] for row in some}
+    return [known.get((job, at)) or QueuedJob(job, said.get(job) or "auto", at) for job, at in rows]
 
 
 def unfinished_in_brief(session: Session) -> list[Job]:

@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from service.ids import is_job_id, next_job_id
 from service.states import JobState
-from service.store import IdempotencyConflict, IllegalTransition, JobNotFound, events, generations, jobs
+from service.store import IdempotencyConflict, IllegalTransition, JobNotFound, edits, events, generations, jobs
 from service.store.tables import Job
 
 times = st.floats(min_value=1_800_000_000, max_value=3_000_000_000)
@@ -153,6 +153,34 @@ def test_the_queue_is_read_in_brief_whoever_stored_its_specs(store, submit, star
     with store.read() as session:
         queued = [(each.id, each.accelerator) for each in jobs.queued(session)]
     assert queued == [(first.id, "cpu"), (foreign.id, "auto"), (low.id, "auto")]
+
+
+def test_of_jobs_that_are_in_the_queue_as_before_no_spec_is_read_again(store, submit, monkeypatch):
+    monkeypatch.setattr(jobs, "_JOBS_AT_ONCE", 2)
+    asked, some = [], [submit(resources={"accelerator": "cpu"}) for _ in range(3)]
+
+    def note(*about):
+        asked.append("spec" in about[2])
+
+    def queue(before):
+        asked.clear()
+        event.listen(store.database.readers, "before_cursor_execute", note)
+        with store.read() as session:
+            read = jobs.queued(session, before)
+        event.remove(store.database.readers, "before_cursor_execute", note)
+        return read
+
+    first = queue([])
+    assert ([each.accelerator for each in first], asked.count(True)) == (["cpu"] * 3, 2)
+    assert (queue(first), asked.count(True)) == (first, 0)
+    store.write(lambda session: jobs.transition(session, some[0].id, JobState.STARTING))
+    store.write(lambda session: edits.edit(session, some[1].id, name="another"))
+    added = submit()
+    then = queue(first)
+    assert [(each.id, each.accelerator) for each in then] == [
+        (some[1].id, "cpu"), (some[2].id, "cpu"), (added.id, "auto")
+    ]  # fmt: skip
+    assert (then[1], asked.count(True)) == (first[2], 1)
 
 
 def test_a_waiting_job_says_what_it_lacks_until_it_starts(store, submit):
