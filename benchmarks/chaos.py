@@ -169,11 +169,17 @@ class Soak:
 
 def weights_of(path: Path) -> str:
     """A hash of all tensors of the checkpoint at `path`, by name."""
-    import torch.distributed.checkpoint as dcp  # takes a second, also for a test that is only collected
+    # These take a second, also for a test that is only collected.
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     reader = dcp.FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in sorted(entries.items())}
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in sorted(entries.items())
+        if isinstance(entry, TensorStorageMetadata)
+    }
     with warnings.catch_warnings(action="ignore"):  # one process is what is meant
         dcp.load(state, storage_reader=reader, no_dist=True)
     digest = hashlib.sha256()
