@@ -257,7 +257,7 @@ class Scheduler:
         """Whether not even its smallest layout would fit if nobody else held anything, and all were there that can be
         added."""
         shortage = missing(smallest(spec).layout, await self._cluster.nodes.at_most(await self._unit(spec)))
-        return shortage is not None and shortage.possible < shortage.needed
+        return shortage is not None and shortage.waits_in_vain
 
     async def _growth_in_words(self, job: Job, spec: JobSpec, unit: Unit) -> str:
         """What is asked of an autoscaler for a job that waits, or why nothing is; empty where there is none."""
@@ -282,7 +282,9 @@ class Scheduler:
 
     async def _let_wait(self, job: Job, spec: JobSpec, shortage: Shortage) -> None:
         kind = plural_of(shortage.unit).lower()
-        waiting_for = {"unit": kind, "needed": shortage.needed, "available": shortage.available}
+        # A job that waits for another cluster is looked at now and then alone: it says nothing of what others hold.
+        available = shortage.possible if shortage.waits_in_vain else shortage.available
+        waiting_for = {"unit": kind, "needed": shortage.needed, "available": available}
         growth = await self._growth_in_words(job, spec, shortage.unit) or await self._other_unit_in_words(spec)
         why = _why(f"{shortage}{self._closed_in_words()}{growth}", list(self._cluster.nodes.problems.values()))
         reason = insufficient(shortage.unit)
@@ -299,7 +301,7 @@ class Scheduler:
             return ""
         slots = await self._cluster.nodes.at_most("manta_slot")
         shortage = missing(smallest(spec).layout, slots)
-        if shortage is not None and shortage.possible < shortage.needed:
+        if shortage is not None and shortage.waits_in_vain:
             return ""
         return "; with resources.accelerator: cpu it would take slots, of which there are enough"
 

@@ -56,7 +56,7 @@ class Shortage:
     available: int
     """Units that are free in pieces large enough for its tensor-parallel groups."""
     possible: int
-    """Units that would be available if nobody else held any; below `needed`, waiting alone does not help."""
+    """Units that would be available if nobody else held any."""
     group: int
     """Units that must lie on one node."""
     type: str | None = None
@@ -66,7 +66,14 @@ class Shortage:
         together = f" in groups of {self.group} on one node" if self.group > 1 else ""
         typed = f" on nodes with {self.type}" if self.type is not None else ""
         needed = f"needs {self.needed} {plural_of(self.unit)}{typed}{together}"
+        if self.waits_in_vain:
+            return f"{needed}, of which there are {self.possible}"
         return f"{needed}, {self.available} of {self.possible} are free"
+
+    @property
+    def waits_in_vain(self) -> bool:
+        """Whether it would not fit either if nobody else held any."""
+        return self.possible < self.needed
 
 
 def unit_of(accelerator: Accelerator, cluster_has_gpus: bool) -> Unit:

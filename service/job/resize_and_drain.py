@@ -140,7 +140,7 @@ class ElasticityPlanner:
         except (JobNotFound, SpecNotUnderstood):  # it is gone by now, or waits for another release
             return False
         shortage = missing(smallest(spec).layout, capacity)
-        return shortage is None or shortage.possible >= shortage.needed
+        return shortage is None or not shortage.waits_in_vain
 
     def _draining(self) -> tuple[int, ...]:
         """The replicas that have ranks on nodes that are to be left."""

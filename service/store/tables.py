@@ -99,7 +99,8 @@ class Job(Base):
     body_digest: Mapped[str | None] = mapped_column(String(64))
     """SHA-256 of the submitted body, to tell a repeated request from another one with the same key."""
     waiting_for: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """What a queued job lacks, such as `{"needed": 8, "available": 4, "resource": "manta_slot"}`."""
+    """What a queued job lacks, such as `{"unit": "slots", "needed": 8, "available": 4}`: how much is free, or there at
+    all where the cluster could never hold the job."""
     metrics: Mapped[dict[str, Any]] = mapped_column(Numbers, default=dict)
     """Latest known value of every metric, with the `step` of the newest row."""
     report_cursor: Mapped[dict[str, int]] = mapped_column(Document, default=dict)

@@ -83,7 +83,7 @@ def test_tensor_groups_stay_on_a_node_and_what_an_odd_one_has_left_is_for_others
     assert manta.client.cluster().totals["free"] == 0
     whole = manta.submit(manta.spec(STEPS, (4, 1, 1)))
     waiting = manta.until("why it waits", lambda: (seen := manta.client.job(whole)).message and seen)
-    assert waiting.message == "needs 4 GPUs in groups of 4 on one node, 0 of 0 are free"
+    assert waiting.message == "needs 4 GPUs in groups of 4 on one node, of which there are 0"
     (cpu,) = [each for each in manta.client.cluster().nodes if each.id == none.id]
     assert (cpu.accelerator, cpu.total) == ("cpu", SLOTS)
     on_slots = running(manta, (1, 1, 4 * SLOTS), train={"global_batch_size": 4 * SLOTS}, resources=CPU)

@@ -113,7 +113,7 @@ def test_job_without_a_free_gpu_says_what_is_missing_and_holds_back_none_that_ta
 def test_job_with_more_ranks_than_gpus_waits_and_holds_back_none(manta, clean):
     job = manta.submit(manta.spec(STEPS, (2, 2, 1)))
     why = (
-        "needs 4 GPUs in groups of 2 on one node, 2 of 2 are free; "
+        "needs 4 GPUs in groups of 2 on one node, of which there are 2; "
         "with resources.accelerator: cpu it would take slots, of which there are enough"
     )
     manta.until("why it waits", lambda: manta.client.job(job).message == why)  # Ray's own view lags a little
@@ -128,7 +128,7 @@ def test_stages_on_gpus_of_a_type_wait_for_nodes_that_have_it(manta, clean):
     job = manta.submit(manta.spec(STEPS, (1, 2, 1), parallel=typed))
     manta.until_state(job, "SUCCEEDED")
     waiting = manta.submit(manta.spec(STEPS, (1, 2, 1), parallel=typed | {"stage_accelerators": ["A100", "V100"]}))
-    why = "needs 1 GPUs on nodes with V100, 0 of 0 are free"
+    why = "needs 1 GPUs on nodes with V100, of which there are 0"
     manta.until("why it waits", lambda: manta.client.job(waiting).message == why)
 
 

@@ -137,11 +137,11 @@ def test_stages_take_nodes_of_their_own_type():
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"data": 3}, "needs 12 GPUs on nodes with A100 in groups of 2 on one node, 8 of 8 are free"),
+        ({"data": 3}, "needs 12 GPUs on nodes with A100 in groups of 2 on one node, of which there are 8"),
         ({"stage_accelerators": ("A100", "V100", "V100")}, "needs 8 GPUs on nodes with V100 in groups of 2 on one "
          "node, 4 of 8 are free"),
         ({"stage_accelerators": ("A100", "A100", "H100")}, "needs 4 GPUs on nodes with H100 in groups of 2 on one "
-         "node, 0 of 0 are free"),
+         "node, of which there are 0"),
     ],
 )  # fmt: skip
 def test_what_is_free_on_nodes_of_another_type_does_not_help(changed, sentence):

@@ -29,7 +29,7 @@ def test_waiting_job_asks_for_its_bundles_and_says_so(store, submit, look, growi
     stored = job_now(store, job)
     assert stored.reason == "insufficient_slots"
     assert stored.message == (
-        "needs 6 slots in groups of 2 on one node, 0 of 0 are free; nodes for 6 of them are asked for: "
+        "needs 6 slots in groups of 2 on one node, of which there are 0; nodes for 6 of them are asked for: "
         "the autoscaler can have 2 small of 4 slots"
     )
 

@@ -214,7 +214,7 @@ def test_waiting_job_says_what_is_wrong_with_nodes(store, submit, look, cluster)
     job = submit()
     assert look() == []
     message = job_now(store, job).message
-    assert "0 of 0 are free; node " in message and "has no Manta" in message
+    assert "of which there are 0; node " in message and "has no Manta" in message
     if len(cluster.nodes.slots) > 1:
         assert f"(and {len(cluster.nodes.slots) - 1} more nodes with problems)" in message
 
@@ -250,6 +250,16 @@ def test_job_that_never_fits_steps_aside(store, submit, look, nodes):
     never, small = submit(parallel={"tensor": 2}), submit()
     assert look() == [(small.id, 1)]
     assert job_now(store, never).state == "QUEUED"
+
+
+def test_job_that_never_fits_says_nothing_that_is_another_while_nobody_looks_at_it(store, submit, look, nodes):
+    job = submit(parallel={"data": 12}, train=LARGE)
+    for unused in (8, 3):
+        has(nodes, 8, free=unused)
+        assert look() == []
+        said = job_now(store, job)
+        assert said.message == "needs 12 slots, of which there are 8"
+        assert said.waiting_for == {"unit": "slots", "needed": 12, "available": 8}
 
 
 def test_job_that_steps_aside_is_looked_at_again_though_the_one_behind_it_was_placed(store, submit, cluster, nodes):
@@ -391,8 +401,9 @@ def test_job_for_which_there_will_never_be_gpus_is_told_of_slots_where_there_are
     neither = submit(parallel={"data": 12}, train=LARGE, resources=resources)
     assert look() == []
     advice = "; with resources.accelerator: cpu it would take slots, of which there are enough"
-    assert job_now(store, slots_would_do).message == f"needs 4 GPUs in groups of 2 on one node, 2 of 2 are free{advice}"
-    assert job_now(store, neither).message == "needs 12 GPUs, 3 of 3 are free"
+    lacks = "needs 4 GPUs in groups of 2 on one node, of which there are 2"
+    assert job_now(store, slots_would_do).message == f"{lacks}{advice}"
+    assert job_now(store, neither).message == "needs 12 GPUs, of which there are 3"
 
 
 def test_job_that_waits_for_gpus_holds_back_those_that_take_gpus_and_no_others(store, submit, look, nodes):
@@ -489,7 +500,7 @@ def test_job_that_waits_says_that_nodes_are_to_be_left(store, submit, look, clus
     nodes.drain("node", 60.0)
     assert look() == []
     assert job_now(store, job).message == (
-        "needs 2 slots in groups of 2 on one node, 0 of 0 are free; a node that is to be left takes no job"
+        "needs 2 slots in groups of 2 on one node, of which there are 0; a node that is to be left takes no job"
     )
 
 
