@@ -14,10 +14,14 @@ from workers.timing.trace_orders import MOST_STEPS
 from workers.weights.formats import Dtype, Format
 
 
-class Resize(BaseModel):
-    """How large a job shall be."""
+class Body(BaseModel):
+    """Base of all bodies."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class Resize(Body):
+    """How large a job shall be."""
 
     data: Annotated[int, Field(strict=True, ge=1)]
     """Number of data-parallel replicas, within the spec's elastic.min_data..max_data."""
@@ -27,10 +31,8 @@ def _without_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
 
 
-class PlannedNodes(BaseModel):
+class PlannedNodes(Body):
     """Nodes of one kind."""
-
-    model_config = ConfigDict(extra="forbid")
 
     accelerator: str | None = None
     """Such as a100-80gb or h100-80gb."""
@@ -66,10 +68,8 @@ class PlanDocument(BaseModel):
     """Whether to find the best layout for every smaller number of GPUs too."""
 
 
-class JobChanges(BaseModel):
+class JobChanges(Body):
     """What shall be different about a job; what is left out stays."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: JobName = Field("", json_schema_extra=_without_default)
     """Its name."""
@@ -86,10 +86,8 @@ class JobChanges(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
-class ExportRequest(BaseModel):
+class ExportRequest(Body):
     """Weights to be written for others."""
-
-    model_config = ConfigDict(extra="forbid")
 
     to: Annotated[str, Field(min_length=1, max_length=4000, pattern=r"^[^\x00]*$")]
     """Folder on the service's machine, where nothing may be yet: below one of those that exports may be written to; a
@@ -100,10 +98,8 @@ class ExportRequest(BaseModel):
     """Of the numbers; default: that of the weights that the job began with, or fp32."""
 
 
-class FaultRequest(BaseModel):
+class FaultRequest(Body):
     """A fault to be made in a job."""
-
-    model_config = ConfigDict(extra="forbid")
 
     kind: FaultKind
     """kill: SIGKILL to the rank's process; stop: SIGSTOP to it; hang: it never goes on; oom: it gets no more memory;
@@ -133,10 +129,8 @@ class FaultRequest(BaseModel):
         return self
 
 
-class TraceRequest(BaseModel):
+class TraceRequest(Body):
     """Steps of a job that are to be recorded."""
-
-    model_config = ConfigDict(extra="forbid")
 
     steps: Annotated[int, Field(strict=True, ge=1, le=MOST_STEPS)] = 1
     """How many."""
@@ -152,19 +146,15 @@ PersonalName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\
 """A name of anything or anybody, on one line."""
 
 
-class NewProject(BaseModel):
+class NewProject(Body):
     """A project to be made."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: ProjectName
     """Its name, for good."""
 
 
-class NewKey(BaseModel):
+class NewKey(Body):
     """An API key to be made."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: PersonalName
     """What it is for."""
@@ -182,10 +172,8 @@ class NewKey(BaseModel):
     """The highest priority that it gives jobs; default: that of the key that makes it."""
 
 
-class DrainRequest(BaseModel):
+class DrainRequest(Body):
     """The body of a drain."""
-
-    model_config = ConfigDict(extra="forbid")
 
     deadline_seconds: float = Field(default=120.0, ge=0, le=604_800, allow_inf_nan=False)
     """How long the node can still be counted on, in seconds."""
