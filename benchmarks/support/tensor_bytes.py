@@ -21,6 +21,6 @@ def tracker_of_bytes() -> MemTracker:
     return tracker
 
 
-def peak_bytes(tracker: MemTracker, device: str = "cpu") -> int:
-    """Most that was held at once while it counted."""
-    return int(tracker.get_tracker_snapshot("peak")[torch.device(device)]["Total"])
+def peak_bytes(tracker: MemTracker) -> int:
+    """Most that was held on the CPU at once while it counted."""
+    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])

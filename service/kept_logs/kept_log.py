@@ -63,9 +63,9 @@ class Blocks:
 class KeptLog:
     """The log of one job: a `LogSource`. For several threads."""
 
-    def __init__(self, folder: Place, blocks: Blocks, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, folder: Place, blocks: Blocks):
         """`folder`: of its parts."""
-        self._folder, self._blocks, self._clock = folder, blocks, clock
+        self._folder, self._blocks = folder, blocks
         self._parts: list[PartName] = []
         self._listed_at = float("-inf")
         self._listing: Future[None] | None = None
@@ -75,7 +75,7 @@ class KeptLog:
     def look(self, oldest: float = 0.0) -> KeptLog:
         """Know which parts there are, as it was `oldest` seconds ago at most. Whoever asks waits for a place that does
         not answer for a moment, and those after that not at all. Raises LogsUnavailable."""
-        since = self._clock() - oldest
+        since = time.monotonic() - oldest
         while self._listed_at < since:
             try:
                 self._ask().result(ANSWER_SECONDS)
@@ -86,9 +86,9 @@ class KeptLog:
     def _ask(self) -> Future[None]:
         with self._lock:
             if self._listing is None or self._listing.done():
-                self._asked_at = self._clock()
+                self._asked_at = time.monotonic()
                 self._listing = in_daemon_thread("parts of a log", self._list)
-            elif self._clock() - self._asked_at > ANSWER_SECONDS:
+            elif time.monotonic() - self._asked_at > ANSWER_SECONDS:
                 raise OSError(f"{self._folder}: no answer")
             return self._listing
 
@@ -129,7 +129,7 @@ class KeptLog:
 
     def _list(self) -> None:
         for _ in range(TRIES):
-            at = self._clock()
+            at = time.monotonic()
             try:
                 names = files_of(self._folder).names(self._folder)
             except FileNotFoundError:

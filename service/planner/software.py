@@ -117,21 +117,6 @@ MANTA_ON_CPU = replace(
 of gradients are added to by the products; the update reads and writes what AdamW needs (28 bytes), the norm (4) and
 clipping (8)."""
 
-PROFILES = {
-    each.name: each
-    for each in (
-        MEGATRON_2020,
-        MEGATRON_2021,
-        MEGATRON_2021_SCATTER,
-        MEGATRON_2022,
-        MEGATRON_DEEPSPEED_2021,
-        MANTA,
-        MANTA_ON_MEASURED_GPU,
-        MANTA_ON_CPU,
-    )
-}
-"""By name."""
-
 
 def engine_on(machine: Machine) -> Software:
     """This engine as it runs on such a machine."""

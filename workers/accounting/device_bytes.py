@@ -41,9 +41,9 @@ class DeviceBytes:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.workspace
 
 
-def device_bytes(spec: JobSpec, gpu: bool = True) -> tuple[DeviceBytes, ...]:
-    """Of a rank of each pipeline stage. `gpu`: as `StepPeak` has it."""
-    passes = StepPeak(spec, gpu)
+def device_bytes(spec: JobSpec) -> tuple[DeviceBytes, ...]:
+    """Of a rank of each pipeline stage, on GPUs."""
+    passes = StepPeak(spec)
     return tuple(bytes_of_stage(passes, stage, spec.micro_batches) for stage in range(spec.layout.pipeline))
 
 

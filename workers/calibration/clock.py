@@ -37,7 +37,7 @@ def median_seconds(run: Run, device: torch.device, seconds: float = SECONDS) -> 
     return _median(taken)
 
 
-def back_to_back_seconds(run: Run, device: torch.device, rounds: int = ROUNDS) -> float:
+def back_to_back_seconds(run: Run, device: torch.device) -> float:
     """What `run` takes of a device that has more of them queued behind it, so that no host is waited for, and that was
     busy with large products before: the median of some rounds. On a CPU as `median_seconds`, only shorter."""
     if device.type != "cuda":
@@ -50,7 +50,7 @@ def back_to_back_seconds(run: Run, device: torch.device, rounds: int = ROUNDS) -
         run()
     queueing = time.perf_counter() - began  # at least what the host needs for it
     torch.cuda.synchronize(device)
-    return _median([_queued(run, times, queueing, device) for _ in range(rounds)])
+    return _median([_queued(run, times, queueing, device) for _ in range(ROUNDS)])
 
 
 def _median(taken: list[float]) -> float:

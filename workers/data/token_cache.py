@@ -18,7 +18,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -296,19 +296,18 @@ class _Progress:
         shards: Sequence[Shard],
         done: dict[int, ShardResult],
         watcher: Watcher,
-        clock: Callable[[], float] = time.monotonic,
     ):
-        self._watcher, self._clock, self._where = watcher, clock, in_words(data)
+        self._watcher, self._where = watcher, in_words(data)
         self._all = max(1, sum(section.bytes for shard in shards for section in shard))
         self._before = sum(result.bytes for result in done.values())
-        self._began = self._reported_at = clock()
+        self._began = self._reported_at = time.monotonic()
         again = f", of which {len(done)} shards are done already" if done else ""
         message = f"tokenizes {len(files)} files ({self._all / 1e6:.1f} MB) of {self._where}{again}"
         watcher.tell("data_preparing", message, {"files": len(files), "bytes": self._all})
 
     def note(self, counts: Counts) -> None:
         """What was done by now, beside what an earlier try has done."""
-        now = self._clock()
+        now = time.monotonic()
         pause = max(self._watcher.tell_seconds, self._watcher.tell_growth * (now - self._began))
         if now - self._reported_at < pause:
             return

@@ -105,11 +105,11 @@ def choices(model: LoadedModel, tokens: TextTokens, questions: Sequence[Question
     return Accuracy(right / len(questions), len(questions), by_length=right_by_length / len(questions))
 
 
-def read_texts(path: Path, key: str = "text") -> list[str]:
-    """The documents of a file: of JSONL one a line, under `key`; of any other file the whole. Raises BadTask."""
+def read_texts(path: Path) -> list[str]:
+    """The documents of a file: of JSONL the `text` of each line; of any other file the whole. Raises BadTask."""
     if path.suffix != ".jsonl":
         return [_content(path)]
-    return [_string(each.get(key), f"{path}, line {line}: {key!r}") for line, each in _lines(path)]
+    return [_string(each.get("text"), f"{path}, line {line}: 'text'") for line, each in _lines(path)]
 
 
 def read_questions(path: Path) -> list[Question]:

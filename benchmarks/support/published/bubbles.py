@@ -14,8 +14,8 @@ from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
 from workers.parallel.pipeline.schedules.zero_bubble_h2 import zero_bubble_h2
 
 COLUMNS = {"1F1B": "1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2", "1F1B-I": "interleaved"}
-STAGES, REPLICA_SIZE = 8, 64
-"""Figure 8: pipeline 8 x tensor 8."""
+STAGES = 8
+"""Of the pipeline of figure 8."""
 
 
 def rows(tables: Tables) -> Iterator[Row]:
