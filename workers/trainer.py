@@ -35,9 +35,8 @@ class Trainer:
     """One rank of a job: its stage of the model, its part of the optimizer, its share of every batch."""
 
     def __init__(self, spec: JobSpec, comm: Comm, reporter: Reporter, peak_flops: float, places: Places = NO_PLACES):
-        """`peak_flops`: peak FLOP/s of this rank's device, for MFU. Raises DataError when the corpus does not do, or
-        is not what it was when the job began,
-        SharedMemoryError when there is no room for the snapshots."""
+        """`peak_flops`: peak FLOP/s of this rank's device, for MFU. Raises DataError when the corpus cannot be trained
+        on, or is not what it was when the job began, SharedMemoryError when there is no room for the snapshots."""
         self.spec, self.comm, self.reporter = spec, comm, reporter
         self.clock = comm.step.clock
         self.engine = Engine(spec, comm)

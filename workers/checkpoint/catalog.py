@@ -55,7 +55,7 @@ class Manifest:
     block_bytes: int = BLOCK_BYTES
     """Bytes of a block."""
     numbers: dict[str, Any] | None = None
-    """What the judgement of later steps' numbers and the order of samples depend on (`bad_numbers.Numbers`)."""
+    """What the judgement of later steps' numbers and the order of samples depend on (`bad_numbers.NumericsHistory`)."""
 
     @property
     def bytes(self) -> int:

@@ -77,6 +77,8 @@ class Comm:
         self._work_links: Links | None = None
         self._over = -1
         self._last_to_rest = self._last_to_save = -1
+        self.saving = False
+        """Whether this rank is writing a checkpoint, which it tells the others with the step's agreement."""
         self._cut_until = 0.0
         self._lock = threading.Lock()
 
@@ -139,9 +141,6 @@ class Comm:
         """Called by another thread: the ranks of the generations up to this one are to leave them after a step, all
         after the same. One rank that is asked tells the others with the step's agreement."""
         self._last_to_rest = max(self._last_to_rest, generation)
-
-    saving = False
-    """Whether this rank is writing a checkpoint, which it too tells the others with the step's agreement."""
 
     @property
     def asked_to_rest(self) -> bool:
