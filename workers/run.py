@@ -75,10 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         trace = TraceFile(options.trace, options.trace_steps, options.trace_first_step) if options.trace else None
         train(spec, launcher, options.metrics, options.checkpoints, options.stop_after_step, options.cache, trace)
     except SpecError as error:
-        for problem in error.problems:
-            tail = f" (try: {problem.suggestion})" if problem.suggestion else ""
-            where = f"{options.config}: {problem.path}" if problem.path else str(options.config)
-            print(f"{where}: {problem.rule.removeprefix(f'{options.config} ')}{tail}", file=sys.stderr)
+        print(*error.lines(options.config), sep="\n", file=sys.stderr)
         return 2
     except (MantaError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -19,12 +19,12 @@ from api.cli import render
 from api.cli.panels import name_of, put_in_order
 from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
 from api.requests import FaultRequest
-from api.schemas import FieldProblem, Items, JobPlan, MetricSeries
+from api.schemas import Items, JobPlan, MetricSeries
 from api.schemas import Job as JobView
 from service.settings import Settings
 from workers.errors import MantaError
 from workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
-from workers.spec.problems import SpecError
+from workers.spec.problems import Problem, SpecError
 
 T = TypeVar("T")
 MOST_RECOVERIES = 1000
@@ -59,12 +59,7 @@ def _sentence_of(error: ApiError) -> str:
     """A refused spec as a list of everything wrong with it; anything else as the service said it."""
     if error.problem.code not in ("invalid_spec", "unsupported"):
         return str(error)
-    return "\n".join(_problem_line(entry) for entry in error.problem.errors)
-
-
-def _problem_line(entry: FieldProblem) -> str:
-    tail = f" (try: {entry.suggestion})" if entry.suggestion else ""
-    return f"{entry.path}: {entry.rule}{tail}" if entry.path else f"{entry.rule}{tail}"
+    return "\n".join(Problem(each.path, each.rule, each.suggestion).sentence for each in error.problem.errors)
 
 
 app = typer.Typer(

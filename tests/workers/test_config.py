@@ -10,20 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
-from engine_specs import TINY, document, spec
+from engine_specs import TINY, document, problems_of, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.config import JobSpec, ParallelConfig
 from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import load_job_spec, parse_job_spec, read_document, with_absolute_paths
-
-
-def problems_of(spec: Any) -> list[Problem]:
-    """What is wrong with a document."""
-    with pytest.raises(SpecError) as caught:
-        parse_job_spec(spec)
-    return caught.value.problems
 
 
 def with_value(path: str, value: Any) -> dict[str, Any]:
@@ -158,16 +151,7 @@ def test_wrong_values_name_the_field_the_rule_and_what_works(path, value, rule, 
     assert suggestion is None or problem.suggestion == suggestion
     if problem.suggestion is not None and path not in ("name", "elastic", "parallel.tensor"):
         parsed = advised(with_value(path, value), problem)
-        assert not [other for other in problems_if_any(parsed) if other.path == path and not other.unsupported]
-
-
-def problems_if_any(spec: dict[str, Any]) -> list[Problem]:
-    """What is wrong with a document; nothing when it parses."""
-    try:
-        parse_job_spec(spec)
-    except SpecError as error:
-        return error.problems
-    return []
+        assert not [other for other in problems_of(parsed) if other.path == path and not other.unsupported]
 
 
 def test_frequencies_that_do_not_fall_are_refused():
@@ -389,3 +373,9 @@ def test_a_number_that_may_also_be_auto_is_reported_once(value, rule):
 def test_a_number_of_threads_is_auto_or_at_least_one(value, rule, suggestion):
     assert problems_of(with_value("resources.threads", value)) == [Problem("resources.threads", rule, suggestion)]
     assert spec().resources.threads == "auto"
+
+
+def test_problems_of_a_file_are_a_line_each_and_name_it_once():
+    error = SpecError([Problem("model.heads", "must be at least 1, not 0", "1"), Problem("", "a.yaml is no YAML")])
+    lines = ["a.yaml: model.heads: must be at least 1, not 0 (try: 1)", "a.yaml: is no YAML"]
+    assert error.lines(Path("a.yaml")) == lines

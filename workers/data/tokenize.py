@@ -114,9 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         watcher = ProgressLines(sys.stdout, options.processes)
         corpus = tokenize(load_job_spec(options.config), cache, watcher, options.to)
     except SpecError as error:
-        for problem in error.problems:
-            tail = f" (try: {problem.suggestion})" if problem.suggestion else ""
-            print(f"{options.config}: {problem.path}: {problem.rule}{tail}", file=sys.stderr)
+        print(*error.lines(options.config), sep="\n", file=sys.stderr)
         return 2
     except (MantaError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

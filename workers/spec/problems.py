@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -29,18 +30,23 @@ class Problem:
     unsupported: bool = False
     """True when the value is valid but its feature is not built."""
 
+    @property
+    def sentence(self) -> str:
+        """For people: where, the rule, and what would work."""
+        tail = f" (try: {self.suggestion})" if self.suggestion else ""
+        return f"{self.path}: {self.rule}{tail}" if self.path else f"{self.rule}{tail}"
+
 
 class SpecError(ValueError):
     """A spec that cannot be used; `problems` lists every reason."""
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems
-        super().__init__("; ".join(_sentence(problem) for problem in problems))
+        super().__init__("; ".join(problem.sentence for problem in problems))
 
-
-def _sentence(problem: Problem) -> str:
-    tail = f" (try: {problem.suggestion})" if problem.suggestion else ""
-    return f"{problem.path}: {problem.rule}{tail}" if problem.path else f"{problem.rule}{tail}"
+    def lines(self, file: Path) -> list[str]:
+        """One for each problem of the spec in `file`, which some of them name already."""
+        return [f"{file}: {problem.sentence.removeprefix(f'{file} ')}" for problem in self.problems]
 
 
 _UNION_MEMBERS = ("ParallelConfig", "constrained-int", "constrained-float", "literal['auto']", "[key]")

@@ -8,22 +8,12 @@ from typing import Any
 import pytest
 import yaml
 from broken_specs import ALLOWED, NOT_BUILT, RAMP, RULES, SETS
-from engine_specs import document
+from engine_specs import document, problems_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from workers.spec import rules
-from workers.spec.problems import Problem, SpecError
-from workers.spec.reading import parse_job_spec
-
-
-def problems_of(spec: dict[str, Any]) -> list[Problem]:
-    """What is wrong with a document; nothing when it parses."""
-    try:
-        parse_job_spec(spec)
-    except SpecError as error:
-        return error.problems
-    return []
+from workers.spec.problems import Problem
 
 
 def follow(spec: dict[str, Any], problem: Problem) -> dict[str, Any]:

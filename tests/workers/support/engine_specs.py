@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from workers.config import JobSpec, ParallelConfig
+from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import parse_job_spec
 
 TINY: dict[str, Any] = {
@@ -39,3 +40,12 @@ def axes(layout: tuple[int, int, int]) -> dict[str, int]:
 def layout_of(tensor: int = 1, pipeline: int = 1, data: int = 1) -> ParallelConfig:
     """A layout without a job."""
     return ParallelConfig(tensor=tensor, pipeline=pipeline, data=data)
+
+
+def problems_of(document: Any) -> list[Problem]:
+    """What is wrong with a document; nothing when it parses."""
+    try:
+        parse_job_spec(document)
+    except SpecError as error:
+        return error.problems
+    return []
