@@ -20,9 +20,9 @@ from workers.checkpoint import catalog, durable, pruning
 from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.catalog import Condition, Manifest
 from workers.checkpoint.checksums import FileSums
-from workers.checkpoint.rectangles import rectangles_of
 from workers.checkpoint.save import Look, Save
 from workers.checkpoint.shared_room import SharedRoom
+from workers.checkpoint.state_parts import needed_rectangles, owned_rectangles, part_lengths
 from workers.checkpoint.uploads import Uploads
 from workers.comm.comm import Comm
 from workers.comm.shared_work import WORLD
@@ -70,16 +70,8 @@ class Checkpointer:
         self.engine, self.optimizer, self.loss_scale = engine, engine.optimizer, engine.loss_scale
         self.comm, self.event = comm, event
         self._snapshots, self._note = snapshots, note
-        optimizer = engine.optimizer
-        flat, held, tensor_index = optimizer.flat, optimizer.held, comm.index("tensor")
-        owned = rectangles_of(flat, held, optimizer.owned, owned_only=True, tensor_index=tensor_index)
-        needed = rectangles_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
-        self._owned = dict.fromkeys(durable.KINDS, owned)
-        self._needed = dict.fromkeys(durable.KINDS, needed)
-        self._lengths = dict.fromkeys(durable.KINDS, len(optimizer.exp_avg)) | {durable.FROZEN: len(optimizer.frozen)}
-        held, mine = [optimizer.frozen_held], [optimizer.frozen_owned]
-        self._owned[durable.FROZEN] = rectangles_of(flat, held, mine, owned_only=True, tensor_index=tensor_index)
-        self._needed[durable.FROZEN] = rectangles_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
+        self._owned, self._needed = owned_rectangles(engine), needed_rectangles(engine)
+        self._lengths = part_lengths(engine)
         self._writer = _new_thread()
         self._under_way: Future[str | None] | None = None
         self._save: Save | None = None

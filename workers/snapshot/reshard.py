@@ -7,7 +7,7 @@ layout takes what it needs from the files of all ranks of the old one, and check
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -17,8 +17,9 @@ import torch
 
 from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.checksums import BLOCK_BYTES
-from workers.checkpoint.durable import FROZEN, KINDS
-from workers.checkpoint.rectangles import Rectangle, rectangles_of
+from workers.checkpoint.durable import FROZEN, KINDS, Rectangles
+from workers.checkpoint.rectangles import Rectangle
+from workers.checkpoint.state_parts import needed_rectangles, part_lengths
 from workers.comm.comm import Comm
 from workers.comm.grid import state_peers
 from workers.engine import Engine
@@ -45,27 +46,16 @@ def describe(job: str, layout: dict[str, Any], engine: Engine, comm: Comm) -> di
         length, dtype = sum(len(tensor) for tensor in whole), whole[0].dtype
         parts[kind] = {"at": at, "length": length, "dtype": str(dtype).removeprefix("torch.")}
         at += length * dtype.itemsize
+    rectangles = needed_rectangles(engine)
     return {
         "job": job,
         "rank": state_peers(engine.spec.layout, comm.rank)[0],
         "world_size": comm.size("world"),
         "layout": layout,
         "parts": parts,
-        "pieces": [astuple(rectangle) for rectangle in needed_rectangles(engine, comm)],
-        "frozen": [astuple(rectangle) for rectangle in frozen_rectangles(engine, comm)],
+        "pieces": [astuple(rectangle) for rectangle in rectangles[KINDS[0]]],
+        "frozen": [astuple(rectangle) for rectangle in rectangles[FROZEN]],
     }
-
-
-def needed_rectangles(engine: Engine, comm: Comm) -> list[Rectangle]:
-    """The rectangles of all that a rank keeps of parameters that are trained."""
-    held = engine.optimizer.held
-    return rectangles_of(engine.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
-
-
-def frozen_rectangles(engine: Engine, comm: Comm) -> list[Rectangle]:
-    """The same of frozen parameters."""
-    held = [engine.optimizer.frozen_held]
-    return rectangles_of(engine.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
 
 
 @dataclass(frozen=True)
@@ -80,36 +70,30 @@ class ReshardedState:
 
 
 def load_from_snapshots(
-    paths: Sequence[str | Path],
-    step: int,
-    rectangles: Iterable[Rectangle],
-    length: int,
-    frozen: Iterable[Rectangle] = (),
-    frozen_length: int = 0,
+    paths: Sequence[str | Path], step: int, rectangles: Rectangles, lengths: Mapping[str, int]
 ) -> ReshardedState:
     """What the snapshot files at `paths`, of any ranks of one layout, hold of `rectangles` at `step`, in new parts of
-    `length` elements, and of those of `frozen` parameters.
+    so many elements. Those of all KINDS are the same.
 
     Raises DamagedCheckpoint naming file and byte, CheckpointError when they do not hold the step, are of another
     model, or lack something, which it names.
     """
-    parts = {kind: torch.zeros(length) for kind in KINDS}
-    frozen_part = {FROZEN: torch.zeros(frozen_length)}
+    parts = {kind: torch.zeros(lengths[kind]) for kind in rectangles}
     with ExitStack() as stack:
         sources = [_Source(stack, Path(path), step) for path in paths]
         if not sources:
             raise CheckpointError(f"no snapshot files to read step {step} from")
-        for wanted, into in ((rectangles, parts), (frozen, frozen_part)):
-            for rectangle in wanted:
+        for kinds in (KINDS, (FROZEN,)):
+            for rectangle in rectangles[kinds[0]]:
                 for source, stored, box in _cover(rectangle, sources, step):
-                    for kind, part in into.items():
+                    for kind in kinds:
                         there = _within(stored, source.view(kind, stored), box)
-                        _within(rectangle, rectangle.view(part), box).copy_(there)
+                        _within(rectangle, rectangle.view(parts[kind]), box).copy_(there)
         first = min(sources, key=lambda source: source.rank)
         scale, note = first.tensor("loss_scale").tolist(), first.note() if first.rank == 0 else b""
         for source in sources:
             source.check_unchanged()
-    return ReshardedState(parts | frozen_part, scale, note)
+    return ReshardedState(parts, scale, note)
 
 
 class _Source:
@@ -230,9 +214,7 @@ def restore_from_snapshots(engine: Engine, comm: Comm, paths: Sequence[str], ste
     """
     problem: CheckpointError | None = None
     try:
-        trained, frozen = needed_rectangles(engine, comm), frozen_rectangles(engine, comm)
-        lengths = len(engine.optimizer.exp_avg), len(engine.optimizer.frozen)
-        state = load_from_snapshots(paths, step, trained, lengths[0], frozen, lengths[1])
+        state = load_from_snapshots(paths, step, needed_rectangles(engine), part_lengths(engine))
     except CheckpointError as error:
         problem = error
     agree(comm, problem)

@@ -17,13 +17,13 @@ from checkpoint_programs import RankOutcome, fail_to_load_from_memory, job, load
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.checkpoint.durable import KINDS
+from workers.checkpoint.durable import FROZEN, KINDS
 from workers.checkpoint.rectangles import Rectangle
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError
 from workers.snapshot.files import snapshot_files
 from workers.snapshot.note import read_note
-from workers.snapshot.reshard import intersection, load_from_snapshots, rest
+from workers.snapshot.reshard import ReshardedState, intersection, load_from_snapshots, rest
 from workers.snapshot.snapshot_file import SnapshotFile
 from workers.snapshot.snapshots import Snapshots
 
@@ -198,9 +198,15 @@ def test_damage_is_named_and_nothing_is_half_used(written, ranks, corpus, tmp_pa
     assert failed(source, ranks, corpus).startswith(f"the snapshot file {path} is damaged at byte {where}: ")
 
 
+def load(paths: Any, step: int, rectangles: Any, length: int) -> ReshardedState:
+    """Trained parameters alone."""
+    lengths = dict.fromkeys(KINDS, length) | {FROZEN: 0}
+    return load_from_snapshots(paths, step, dict.fromkeys(KINDS, rectangles) | {FROZEN: []}, lengths)
+
+
 def test_no_files_are_said_to_be_none():
     with pytest.raises(CheckpointError, match="no snapshot files to read step 3 from"):
-        load_from_snapshots([], 3, [], 5)
+        load([], 3, [], 5)
 
 
 boxes = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), min_size=2, max_size=2).map(
@@ -238,10 +244,10 @@ def test_a_step_that_is_overwritten_while_it_is_read_is_refused(tmp_path):
         for step in range(8, 8 + overwrites):
             snapshots.save(step)
 
-    read = load_from_snapshots([snapshots.path], 7, rectangles(1), 6)
+    read = load([snapshots.path], 7, rectangles(1), 6)
     assert read.parts["exp_avg"].tolist() == [1.0] * 6
     with pytest.raises(CheckpointError, match="was overwritten while step 7 was being read"):
-        load_from_snapshots([snapshots.path], 7, rectangles(2), 6)
+        load([snapshots.path], 7, rectangles(2), 6)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +259,7 @@ def test_a_file_that_does_not_say_what_it_holds_is_named(tmp_path, table):
     snapshots.save(7)
     snapshots.wait_for_sums()
     with pytest.raises(CheckpointError, match=f"{snapshots.path} does not say what it consists of"):
-        load_from_snapshots([snapshots.path], 7, [Rectangle("weight", (2, 3), (0, 0), (2, 3), 0, 3)], 6)
+        load([snapshots.path], 7, [Rectangle("weight", (2, 3), (0, 0), (2, 3), 0, 3)], 6)
 
 
 @pytest.mark.parametrize(("layout", "named"), [("d2", [0, 1]), ("d2 zero 0", [0, 0]), ("t4", [0, 1, 2, 3])])
@@ -269,6 +275,6 @@ def test_a_file_is_named_by_the_first_rank_that_holds_the_same(written, layout, 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_note_is_that_of_rank_0_in_whichever_order_the_files_are_given(written, first):
     paths = written["t4"].paths
-    loaded = load_from_snapshots([*paths[first:], *paths[:first]], STEPS, [], 0)
+    loaded = load([*paths[first:], *paths[:first]], STEPS, [], 0)
     rows, _ = read_note(loaded.note)
     assert [row["step"] for row in rows] == [1, 2]
