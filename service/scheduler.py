@@ -75,7 +75,7 @@ class Scheduler:
         self._leases = leases
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
         self._data_looks = DataLooks(self._look_at_data)
-        self._queue: list[QueuedJob] = []
+        self._queue: list[jobs.QueuedJob] = []
         """As it was when it was last looked at."""
         self._good_data: set[str] = set()
         """Jobs in the queue whose data could be trained on when they had their turn first: it is looked at again before

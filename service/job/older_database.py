@@ -39,8 +39,7 @@ async def catch_up(record: JobRecord, cluster: Cluster, job: Job) -> bool:
     if gang is None:
         return False
     log.warning("%s is at generation %d, and the database knows %d", job.id, gang.generation, job.generation)
-    taken: bool = await record.write(lambda s: restored.take_over(s, job.id, gang))
-    return taken
+    return await record.write(lambda s: restored.take_over(s, job.id, gang))
 
 
 def newer_gang(known: int, about: Mapping[str, AgentDescription]) -> NewerGang | None:

@@ -5,9 +5,11 @@ does not answer is waited for: nothing that happens to it ends a job."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
+
+from sqlalchemy.orm import Session
 
 from service.cluster.placement import insufficient, unit_of
 from service.job.incident import Incident
@@ -34,9 +36,9 @@ from workers.config import ParallelConfig
 from workers.protocol.messages import Resume
 from workers.protocol.reports import REPAIR_SELF_TEST
 
+T = TypeVar("T")
 Outcome = Mapping[str, Any]
 """How a job ends: `state`, `reason`, `message`."""
-
 
 NO_ROOM = "nodes_to_be_left"
 """The reason code of a job that waits, or is about to wait, since its nodes are to be left and there is no room
@@ -55,8 +57,7 @@ class JobRecord:
 
     async def generations(self) -> list[Generation]:
         """All of them, in order."""
-        rows: list[Generation] = await self.read(lambda s: generations.of_job(s, self.id))
-        return rows
+        return await self.read(lambda s: generations.of_job(s, self.id))
 
     async def state_changes(self) -> list[StateEntry]:
         """Its entries into states, oldest first."""
@@ -91,8 +92,7 @@ class JobRecord:
 
     async def decide_threads(self, threads: int) -> int:
         """Note with how many threads its ranks compute, unless that is decided; the number that goes for it."""
-        decided: int = await self.write(lambda s: jobs.decide_threads(s, self.id, threads))
-        return decided
+        return await self.write(lambda s: jobs.decide_threads(s, self.id, threads))
 
     async def event(
         self,
@@ -111,7 +111,7 @@ class JobRecord:
     async def note_state(self, state: JobState) -> None:
         """Note that the job is in `state`, unless it is where no way leads there."""
 
-        def note(session: Any) -> None:
+        def note(session: Session) -> None:
             if can(JobState(jobs.get(session, self.id, lock=True).state), state):
                 jobs.transition(session, self.id, state)
 
@@ -140,7 +140,7 @@ class JobRecord:
         data = {"failure": failure, "resume_path": resume.path}
         data_of_event = {"resume_source": resume.source, "resume_step": resume.step}
 
-        def begin(session: Any) -> int:
+        def begin(session: Session) -> int:
             reached = jobs.get(session, self.id).step
             step_traces.interrupt(session, self.id, cause)
             number = generations.begin(session, self.id, cause, counts, resume.source, resume.step, data)
@@ -157,14 +157,13 @@ class JobRecord:
                 events.append(session, self.id, "state_lost", lost, data={"steps": reached}, **about)
             return number
 
-        number: int = await self.write(begin)
-        return number
+        return await self.write(begin)
 
     async def launched(self, generation: int, at: float, rows: list[dict[str, Any]], kept: Sequence[int]) -> None:
         """Note the ranks of a generation that was launched `at` Unix seconds; those in `kept` kept their process."""
         forked = [row["rank"] for row in rows if row["rank"] not in set(kept)]
 
-        def note(session: Any) -> None:
+        def note(session: Session) -> None:
             ranks.replace(session, self.id, rows)
             recoveries.note_latest(session, self.id, generation, launched_at=at)
             recoveries.note_replaced(session, self.id, generation, forked, len(kept))
@@ -178,8 +177,7 @@ class JobRecord:
     async def reconcile_checkpoints(self, listing: Listing) -> list[Checkpoint]:
         """Let the rows say what the folder is known to hold; those that are complete then."""
         await self.write(lambda s: checkpoints.reconcile(s, self.id, listing))
-        rows: list[Checkpoint] = await self.read(lambda s: checkpoints.complete_ones(s, self.id))
-        return rows
+        return await self.read(lambda s: checkpoints.complete_ones(s, self.id))
 
     async def saved_checkpoints(self) -> list[tuple[int, str]]:
         """(Step, path) of those that are complete, or may be, as far as was told; in the order of their making."""
@@ -187,8 +185,7 @@ class JobRecord:
 
     async def wanted_traces(self) -> list[StepTrace]:
         """Traces that were asked for and have not begun, the oldest first."""
-        rows: list[StepTrace] = await self.read(lambda s: step_traces.wanted(s, self.id))
-        return rows
+        return await self.read(lambda s: step_traces.wanted(s, self.id))
 
     async def fail_trace(self, number: int, why: str) -> None:
         """Note that a trace cannot begin."""
@@ -197,7 +194,7 @@ class JobRecord:
     async def note_held(self, why: str) -> None:
         """Say why the next generation is not begun, unless that was said since a step was committed."""
 
-        def note(session: Any) -> None:
+        def note(session: Session) -> None:
             if not events.said_since(session, self.id, "held", why, since="first_step"):
                 events.append(session, self.id, "held", why, step=jobs.get(session, self.id).step)
 
@@ -207,7 +204,7 @@ class JobRecord:
         """Note with what the job is about to end."""
         outcome = {"state": state.value, "reason": reason, "message": message}
 
-        def note(session: Any) -> None:
+        def note(session: Session) -> None:
             generations.end(session, self.id, jobs.get(session, self.id, lock=True).generation, outcome=outcome)
 
         await self.write(note)
@@ -218,7 +215,7 @@ class JobRecord:
         """The job is final; a cancelled one whatever else would have come of it. `memory_kept_until`: Unix seconds,
         where its snapshots are still there."""
 
-        def end(session: Any) -> None:
+        def end(session: Session) -> None:
             job = jobs.get(session, self.id, lock=True)
             ranks.set_all(session, self.id, "exited")
             if state != JobState.CANCELLED and job.state == JobState.CANCELLING:
@@ -237,19 +234,18 @@ class JobRecord:
     async def pause(self) -> bool:
         """The job, which holds no places any more, is PAUSED; False where it was cancelled meanwhile."""
 
-        def pause(session: Any) -> bool:
+        def pause(session: Session) -> bool:
             job = jobs.get(session, self.id, lock=True)
             ranks.set_all(session, self.id, "exited")
             return job.state != JobState.CANCELLING and _pause(session, job)
 
-        paused: bool = await self.write(pause)
-        return paused
+        return await self.write(pause)
 
     async def note_no_room(self, why: str) -> None:
         """Note that the job is about to save its state and to wait in the queue, for the reason that `why` says; for
         the control plane after this one, too."""
 
-        def note(session: Any) -> None:
+        def note(session: Session) -> None:
             if can(JobState(jobs.get(session, self.id, lock=True).state), JobState.RESIZING):
                 jobs.transition(session, self.id, JobState.RESIZING, NO_ROOM, why)
 
@@ -259,7 +255,7 @@ class JobRecord:
         """The job, which has saved its state and holds no places any more, waits in the queue; or is PAUSED, where its
         user wants that. False where it was cancelled meanwhile."""
 
-        def queue(session: Any) -> bool:
+        def queue(session: Session) -> bool:
             job = jobs.get(session, self.id, lock=True)
             ranks.set_all(session, self.id, "exited")
             if job.state == JobState.CANCELLING:
@@ -271,14 +267,13 @@ class JobRecord:
             jobs.transition(session, self.id, JobState.QUEUED, NO_ROOM, why)
             return True
 
-        waits: bool = await self.write(queue)
-        return waits
+        return await self.write(queue)
 
     async def back_to_queue(self, message: str) -> bool:
         """The job has no place, which `message` says: it waits for some, or is PAUSED, where its user wants that. False
         where it was cancelled meanwhile."""
 
-        def queue(session: Any) -> bool:
+        def queue(session: Session) -> bool:
             job = jobs.get(session, self.id, lock=True)
             ranks.set_all(session, self.id, "exited")
             if job.state == JobState.CANCELLING:
@@ -288,14 +283,13 @@ class JobRecord:
             jobs.transition(session, self.id, target, reason=reason, message=message)
             return True
 
-        waits: bool = await self.write(queue)
-        return waits
+        return await self.write(queue)
 
-    async def read(self, query: Any) -> Any:
+    async def read(self, query: Callable[[Session], T]) -> T:
         """What `query` makes of a session."""
         return await until_done(lambda: self.store.read_async(query))
 
-    async def write(self, operation: Any) -> Any:
+    async def write(self, operation: Callable[[Session], T]) -> T:
         """Do `operation` with a session that is committed."""
         return await until_done(lambda: self.store.write_async(operation))
 
@@ -306,7 +300,7 @@ def _lacks(job: Job) -> str:
     return insufficient(unit_of(jobs.accelerator_of(job), cluster_has_gpus=False))
 
 
-def _pause(session: Any, job: Job) -> bool:
+def _pause(session: Session, job: Job) -> bool:
     message = f"paused by the user at step {job.step}; `manta resume {job.id}` has it go on"
     jobs.transition(session, job.id, JobState.PAUSED, "paused_by_user", message)
     return True

@@ -23,7 +23,6 @@ from service.job.generation import RunningGeneration
 from service.job.launch import order_for
 from service.job.time_to_save import time_to_save
 from service.store import JobNotFound, jobs
-from service.store.jobs import QueuedJob
 from service.stored_specs import SpecNotUnderstood, stored_spec
 from workers.config import JobSpec
 from workers.protocol.messages import LaunchOrder
@@ -45,7 +44,7 @@ class ElasticityPlanner:
         self._job, self._gang = job, job.gang
         self._sizes, self._shapes = sizes_of(job.submitted), shapes_of(job.submitted)
         self._reported_waiting = False
-        self._queue: list[QueuedJob] = []
+        self._queue: list[jobs.QueuedJob] = []
         """As it was when it was last looked at."""
         self._never_fitting: dict[str, object] = {}
         """Jobs in the queue that the cluster could never hold: of which job and cluster that is known."""
@@ -115,8 +114,7 @@ class ElasticityPlanner:
     async def _others_wait(self) -> bool:
         """Whether jobs stand in the queue, to whom what is free belongs; not those that take something else, nor those
         that the cluster could never hold, who wait for another cluster."""
-        waiting: list[QueuedJob] = await self._job.record.read(partial(jobs.queued, before=self._queue))
-        self._queue = waiting
+        waiting = self._queue = await self._job.record.read(partial(jobs.queued, before=self._queue))
         nodes = self._job.cluster.nodes
         has_gpus = await nodes.has_gpus() if waiting else False
         unit = unit_of(self._gang.spec.resources.accelerator, has_gpus)

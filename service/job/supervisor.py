@@ -51,7 +51,7 @@ from service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, 
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState, is_final
 from service.store import ranks
-from service.store.tables import Job, Rank
+from service.store.tables import Job
 from service.tasks import BackgroundTasks, log_failure
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import BETWEEN_STEPS, AgentDescription, Fault
@@ -224,7 +224,7 @@ class Supervisor:
     async def _adopt(self, job: Job) -> Action:
         """Find the gang by the names of its agents and go on from wherever the control plane before this one was. Its
         trainers are kept: those that train are watched, those at rest go on in the next generation."""
-        rows: list[Rank] = await self._record.read(lambda s: ranks.of_job(s, job.id))
+        rows = await self._record.read(lambda s: ranks.of_job(s, job.id))
         after = {row.rank: job.report_cursor.get(str(row.rank), 0) for row in rows}
         if self._job.logs is not None:  # agents still have the lines that are not kept yet; all else is known again
             after = {}

@@ -20,7 +20,7 @@ SPARE_SECONDS = 10.0
 
 async def time_to_save(record: JobRecord) -> float:
     """Seconds that the job needs to have its state saved, going by its last saves and steps."""
-    saves: list[float] = await record.read(lambda s: checkpoints.latest_seconds(s, record.id, LATEST))
+    saves = await record.read(lambda s: checkpoints.latest_seconds(s, record.id, LATEST))
     return seconds_to_save(saves, (await record.job()).metrics.get("step_seconds"))
 
 
