@@ -11,10 +11,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from service.checkpoint_deletion import delete_checkpoint
 from service.cluster.cluster import Cluster
@@ -59,6 +58,7 @@ from workers.system.ports import PortRange
 from workers.system.process_end import ended
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CALL_SECONDS = 30.0
 # How long it may take to try the ports between the nodes: less than clients wait.
@@ -318,14 +318,12 @@ class ControlPlane:
     def waits(self, job_id: str) -> SeenWaits:
         """Who waits for whom in a job that runs. Raises JobNotFound, NoRanks, SpecNotUnderstood,
         ClusterUnavailable."""
-        waits: SeenWaits = self._call(self._running_ranks().waits(job_id))
-        return waits
+        return self._call(self._running_ranks().waits(job_id))
 
     def stack(self, job_id: str, rank: int) -> RankStack:
         """Where a rank's trainer is now. Raises JobNotFound, NoRanks, RankNotFound, RankSilent,
         ClusterUnavailable."""
-        stack: RankStack = self._call(self._running_ranks().stack(job_id, rank))
-        return stack
+        return self._call(self._running_ranks().stack(job_id, rank))
 
     def _running_ranks(self) -> RunningRanks:
         if self._ranks is None:
@@ -388,9 +386,7 @@ class ControlPlane:
         assert self._cluster is not None
         if not self._cluster.is_elsewhere:
             return self.data_roots.problem_of_data(spec)
-        asked = self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self.data_roots.names)
-        problem: str | None = self._call(asked)
-        return problem
+        return self._call(self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self.data_roots.names))
 
     def measurements(self) -> Measurements:
         """What is known here of this control plane and of the nodes. Raises ClusterUnavailable where the control
@@ -438,8 +434,9 @@ class ControlPlane:
         except Exception:  # then others find out by themselves
             log.exception("could not tell other control planes that this one leaves")
 
-    def _call(self, coroutine: Any, seconds: float = CALL_SECONDS) -> Any:
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _call(self, coroutine: Coroutine[Any, Any, T], seconds: float = CALL_SECONDS) -> T:
+        """What `coroutine` answers on the control plane's thread. Raises ClusterUnavailable where that takes longer."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(seconds)
         except TimeoutError as error:
