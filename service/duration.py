@@ -9,7 +9,7 @@ from service.ledger import StateEntry
 from service.states import SUPERVISED, JobState
 
 
-def seconds_taken(changes: Sequence[StateEntry], now: float, since: float = 0.0) -> float:
+def seconds_taken(changes: Sequence[StateEntry], now: float, since: float) -> float:
     """Seconds up to `now` that a job was in states in which it may hold places, not counting those before `since`.
     `changes`: its entries into states, in order; times are Unix seconds."""
     following = [*(change.at for change in changes[1:]), now]

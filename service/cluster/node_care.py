@@ -25,7 +25,7 @@ class NodeCare:
         self,
         cluster: Cluster,
         over: Callable[[Collection[str]], Awaitable[set[str]]],
-        answered: Callable[[], None] = lambda: None,
+        answered: Callable[[], None],
     ):
         """`over`: which of these jobs are over for certain, so that what is left of them can go; `answered` is called
         when jobs can be placed on one more node."""

@@ -40,7 +40,7 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """The least that Ray takes: nothing goes through it."""
 
 
-def ensure_raylet(address: str, paths: Paths, ports: PortRange | None = None) -> None:
+def ensure_raylet(address: str, paths: Paths, ports: PortRange | None) -> None:
     """Have a raylet of the Ray at `address` on this machine: the one that runs here, else a new one, which outlives
     this process (`end_raylet`); it and its processes, this one among them, listen on `ports`. Raises RayUnavailable."""
     if any(listens for _, listens in _here(address)):

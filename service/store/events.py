@@ -135,7 +135,7 @@ def page_back(
     return Page.of(rows, limit, cursors(job_id, wanted, newest_first=True), lambda event: str(event.id))
 
 
-def cursors_of_all(job_id: str | None = None, type: str | None = None) -> Cursors:
+def cursors_of_all(job_id: str | None, type: str | None) -> Cursors:
     """Of the events of all jobs. What they hold is the id of an event."""
     return Cursors("all events", job=job_id, type=type)
 

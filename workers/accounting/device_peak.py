@@ -30,7 +30,7 @@ class Peak:
     """table: the maker's dense peak; measured: the best of several matrix products on this machine."""
 
 
-def measure_peak_flops(device: str = "cpu", precision: str | None = None) -> Peak:
+def measure_peak_flops(device: str, precision: str | None = None) -> Peak:
     """Peak FLOP/s of `device` ("cpu" or "cuda[:n]") at `precision` ("fp32" or "bf16").
 
     The default precision is fp32 on a CPU and bf16 on a GPU. A CPU is measured with one thread, of which a

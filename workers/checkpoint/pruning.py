@@ -38,7 +38,7 @@ def to_prune(
     return [*to_delete, *(each for each in not_whole if each.generation < generation)]
 
 
-def to_undo(listed: Sequence[ListedCheckpoint], step: int, began: int = 0) -> list[ListedCheckpoint]:
+def to_undo(listed: Sequence[ListedCheckpoint], step: int, began: int) -> list[ListedCheckpoint]:
     """Of the checkpoints `listed` the whole ones of steps above `step`, by generation `began` and those after it."""
     whole = [each for each in listed if each.condition is Condition.WHOLE]
     return [each for each in whole if each.step > step and each.generation >= began]

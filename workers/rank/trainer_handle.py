@@ -41,12 +41,12 @@ class TrainerHandle:
         process: ForkedProcess,
         reports: ReportBuffer,
         log: LineSink,
-        prepared: bool = False,
-        struck: set[str] | None = None,
+        prepared: bool,
+        struck: set[str],
     ):
         """`prepared`: the process was forked to get ready for such an order, and waits for one; `struck`: takes the
         ids of faults that have struck."""
-        self._struck = set() if struck is None else struck
+        self._struck = struck
         self.process, self.generation = process, 0 if prepared else order.generation
         self._rank, self._reports, self._log = order.rank, reports, log
         self._resting = asyncio.Event()

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path("/")
 
 
-def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
+def control_groups(controller: str, root: Path) -> Iterator[Path]:
     """The groups in which `controller` (cpu, memory) shares out to this process, and those that they are in. In a
     container the path may be one that only the machine outside knows; then the topmost is the container's own. `root`:
     where proc and sys are."""

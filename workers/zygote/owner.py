@@ -24,9 +24,7 @@ END_SECONDS = 10.0
 class ZygoteOwner:
     """Owns the zygote that listens on `socket_path`. It ends with this process, by the pipe between the two."""
 
-    def __init__(
-        self, socket_path: Path, log: Path, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
-    ):
+    def __init__(self, socket_path: Path, log: Path, options: Sequence[str], environment: Mapping[str, str] | None):
         """`options`: further arguments of `workers.zygote`; `environment`: additions to this process's own."""
         self._socket_path, self._log = socket_path, log
         self._options, self._environment = tuple(options), dict(environment or {})
