@@ -172,7 +172,7 @@ def _page_of_project(
     if len(rows) <= limit and newest(session) > end:
         of_project = select(Job.id).where(Job.project == project)
         rows = list(session.scalars(query.where(Event.job_id.in_(of_project))))
-    return Page.of(rows, limit, cursors_of_all(type=type), lambda event: str(event.id))
+    return Page.of(rows, limit, cursors_of_all(None, type), lambda event: str(event.id))
 
 
 def _is_of(project: str) -> ColumnElement[bool]:
