@@ -88,10 +88,10 @@ def test_body_that_takes_longer_than_a_head_may_is_not_cut_off(service, monkeypa
     ],
     ids=["a stranger", "a key"],
 )
-def test_body_that_never_arrives_holds_its_connection_no_longer_than_it_may(own_service, monkeypatch, head):
+def test_body_that_never_arrives_holds_its_connection_no_longer_than_it_may(service, monkeypatch, head):
     """A stranger too may send one, to what answers without a key: nobody else would get a connection any more."""
     monkeypatch.setattr(request_guard, "BODY_SECONDS", 0.2)
-    with connected(httpx.URL(own_service.url)) as slow:
+    with connected(httpx.URL(service.url)) as slow:
         slow.sendall(head + b"Connection: close\r\nContent-Length: 10\r\n\r\n{")
         said = answer(slow)
     assert said.startswith(b"HTTP/1.1 408 Request Timeout") and b"body_too_slow" in said
