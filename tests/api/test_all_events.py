@@ -120,6 +120,15 @@ def test_stream_does_not_look_again_at_what_is_not_wanted(service, two):
     assert tail.look(10**9).position == 10**9, "of a database that is older than the reader"
 
 
+def test_stream_that_is_far_behind_leaves_nothing_out(service, two, monkeypatch):
+    monkeypatch.setattr(all_events, "_STREAM_PAGE", 3)
+    tail, position, seen = all_events._Tail(service.store, None, None, None), 0, []
+    while (batch := tail.look(position)).entries:
+        seen += [entry.id for entry in batch.entries]
+        position = batch.position
+    assert seen == [event["id"] for event in service.http.get("/v1/events").json()["items"]]
+
+
 def test_client_reads_and_follows(service, two):
     with MantaClient(service.url) as client:
         page = client.all_events(type="kind_0", limit=1)

@@ -141,4 +141,6 @@ def test_one_command_makes_what_is_needed_and_again_changes_nothing(tmp_path):
     assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
     assert (tmp_path / "deploy/compose/tls").stat().st_mode & 0o077 == 0, "nobody else reaches the private key"
     assert make() == made
+    files = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()}
+    assert files == {".env", "deploy/compose/tls/manta.pem"}, "and no half of one"
     yaml.safe_load(compose_file.substituted(TEXT, variables))

@@ -1,6 +1,7 @@
 """What the gateway of docker-compose.yml does with requests, with HAProxy in front of servers that are none of ours."""
 
 import http.server
+import re
 import socket
 import subprocess
 import threading
@@ -9,6 +10,9 @@ import urllib.request
 
 import pytest
 
+from api.sse_server import KEEPALIVE_SECONDS
+from api.state_waits import LONGEST_SECONDS
+from api.threads import FILE_SECONDS
 from tests.deploy.compose_file import ROOT
 from tests.e2e.images import missing_programs
 
@@ -89,6 +93,11 @@ def until(seen, wanted):
             return answer
         threading.Event().wait(0.05)
     raise AssertionError(answer)
+
+
+def test_gateway_waits_for_longer_than_the_service_takes_or_is_silent():
+    (seconds,) = re.findall(r"^ *timeout server (\d+)s$", CONFIGURATION.read_text(encoding="utf-8"), re.MULTILINE)
+    assert int(seconds) > max(LONGEST_SECONDS, FILE_SECONDS, KEEPALIVE_SECONDS)
 
 
 def test_who_is_ready_is_asked_and_where_nobody_is_whoever_lives(planes, ask):
