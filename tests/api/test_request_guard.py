@@ -65,6 +65,7 @@ def test_page_of_another_site_changes_nothing_by_whatever_name_the_service_is_ca
 def test_our_own_pages_may():
     assert code(origin="http://127.0.0.1:8400") is None
     assert code(host="trainer7:8400", origin="http://TRAINER7:8400") is None
+    assert code(host="[FE80::1]:8400", origin="http://[fe80::1]:8400") is None
     assert code(host="trainer7:8400", origin="https://manta.example.org") is None, "a proxy that ends TLS before us"
 
 

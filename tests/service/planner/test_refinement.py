@@ -19,6 +19,8 @@ from service.planner.refinement import (
     MOST_FACTOR,
     MOST_JOBS,
     ON_CORES,
+    Observation,
+    Row,
     constants_of,
     movable,
     moved,
@@ -191,6 +193,13 @@ def test_no_part_of_a_data_sheet_becomes_more_than_all_of_it():
     assert constants_of(refined(OF_H100.machine, seen))["product"] == 1.0
 
 
+def test_what_a_core_moves_is_in_bytes_and_no_part_of_anything():
+    row = Row(measured=0.5, rest=0.0, by_constant={"memory": 1.0}, share=1.0)
+    before = movable(OF_CORES.machine)
+    seen = [Observation(f"job_{i}", 0.0, before, (row,)) for i in range(LEAST_JOBS)]
+    assert moved(refined(OF_CORES.machine, seen))["memory"] == pytest.approx(2.0, rel=0.1)
+
+
 def test_steps_that_were_disturbed_say_nothing():
     plan = planned(SPEC, OF_CORES)
     assert observation("job_1", 0.0, plan, took(SPEC, OF_CORES)) is not None
@@ -204,6 +213,9 @@ def test_a_small_part_of_a_step_says_nothing():
     rows = observed(SPEC, OF_CORES, OF_CORES).rows
     assert [row.planned == pytest.approx(row.measured) for row in rows] == [True]
     assert rows[0].share > 0.9
+    step = took(SPEC, OF_CORES)
+    waited = step.parts | {"forward": 0.01 * step.step_seconds, "bubble": 0.99 * step.step_seconds}
+    assert observation("job_1", 0.0, planned(SPEC, OF_CORES), replace(step, parts=waited)) is None, "small as it was"
 
 
 def test_what_was_measured_stays_as_it_is():
