@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,3 +135,17 @@ def test_a_layout_whose_ranks_wait_for_one_says_for_which():
     bubble = next(each for each in explain(alike, a100s(1, 4)).shares if each.name == "bubble")
     assert layer_counts(8, alike.spec.layout) == (2,) * 4
     assert ("stage_layers" in bubble.help) == ("of which rank" in bubble.what)
+
+
+def test_room_that_is_a_layer_too_small_for_all_is_tried_with_one_more():
+    asked = []
+    model, cluster = SimpleNamespace(layers=4), SimpleNamespace(machine=None)
+    bounds = SimpleNamespace(
+        job=SimpleNamespace(model=model),
+        cluster=cluster,
+        least_seconds_with_more=lambda _: 0.0,
+        room=lambda *_: (1, 2),
+        shared_out=lambda _, room: asked.append(room),
+    )
+    assert fitted(SimpleNamespace(pipeline=2), 1.0, bounds, 1.0) is None
+    assert asked == [[2, 3]]
