@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 import time
+from http import HTTPStatus
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 from sqlalchemy.orm import Session
 
 from api import views
@@ -18,7 +19,7 @@ from api.permissions import DASHBOARD_PATH, LINK_PATH
 from api.problem_codes import anonymous, changes
 from api.schemas import access as access_schemas
 from service.identity import digest_of, new_browser_token
-from service.store import audit, browser_tokens, keys
+from service.store import LinkNotGood, audit, browser_tokens, keys
 from service.store.access_tables import BrowserToken
 from service.store.audit import AuditRecord
 
@@ -46,11 +47,13 @@ def create_link(response: Response, control: Control, caller: Caller) -> access_
     response_class=HTMLResponse,
     responses={
         200: {"description": "Signed in: a page that leads on to the dashboard"},
+        303: {"description": "To a browser whose link is not good: to the dashboard, or to how one signs in"},
         **anonymous("link_not_good", "database_unavailable"),
     },
 )
 def open_link(request: Request, control: Control, token: Annotated[str, Path(description="The secret")]) -> Response:
-    """Sign this browser in, and lead it to the dashboard."""
+    """Sign this browser in, and lead it to the dashboard. A browser that comes a second time is led there, too."""
+    dashboard = f"{request.scope.get('root_path', '')}{DASHBOARD_PATH}/"
     secret, address = new_browser_token(), request_of_caller(request).address
 
     def operation(session: Session) -> BrowserToken:
@@ -58,9 +61,13 @@ def open_link(request: Request, control: Control, token: Annotated[str, Path(des
         audit.append(session, keys.identity_of(key), AuditRecord("open_link", None, address, 200))
         return begun
 
-    begun = control.store.write(operation)
-    dashboard = html.escape(f"{request.scope.get('root_path', '')}{DASHBOARD_PATH}/")
-    answer = HTMLResponse(_ONWARD.format(address=dashboard), headers=_KEPT_PRIVATE)
+    try:
+        begun = control.store.write(operation)
+    except LinkNotGood:
+        if "text/html" not in request.headers.get("accept", ""):
+            raise
+        return RedirectResponse(dashboard, HTTPStatus.SEE_OTHER, headers=_KEPT_PRIVATE)
+    answer = HTMLResponse(_ONWARD.format(address=html.escape(dashboard)), headers=_KEPT_PRIVATE)
     answer.set_cookie(
         cookie_name(request.headers.get("host", "")),
         secret,

@@ -420,6 +420,8 @@ def test_link_signs_a_browser_in_once_with_the_rights_of_its_key(theirs, service
     service.http.cookies.clear()
     again = service.http.get(asked["path"])
     assert (again.status_code, again.json()["code"]) == (404, "link_not_good")
+    person = service.http.get(asked["path"], headers={"Accept": "text/html,*/*;q=0.8"}, follow_redirects=False)
+    assert (person.status_code, person.headers["Location"]) == (303, "/ui/")
     audited = theirs.audited()
     assert [line[1] for line in audited] == ["create_link", "open_link", "cancel_job"]
     service.store.write(lambda session: keys.revoke(session, None, theirs.key))

@@ -185,7 +185,8 @@ def test_two_viewers_see_what_their_keys_may_see(followed, browser):
     me = sign_in(browser, followed, followed.link)
     mine = me.open()
     expect(mine.locator("tbody tr", has_text="quickstart")).to_be_visible()
-    assert nobody.goto(followed.link).status == 404, "a link is good once"
+    assert nobody.goto(followed.link).status == 401, "a link is good once"
+    expect(nobody.get_by_text("This browser is not signed in.")).to_be_visible()
     (cookie,) = me.context.cookies()
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
     assert cookie["value"] not in mine.content() and cookie["value"] not in mine.evaluate("document.cookie")

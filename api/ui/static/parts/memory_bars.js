@@ -18,7 +18,8 @@ export function memoryBars() {
       const key = PARTS.map((name, place) => h("span", { class: "key" }, mark(place), `${name} `));
       fill(
         element,
-        h("p", { class: "note" }, key, usable ? h("span", {}, `A device has ${bytes(usable)} for them.`) : null),
+        h("p", { class: "note" }, key),
+        usable ? h("p", { class: "note" }, `A device has ${bytes(usable)} for them.`) : null,
         rows.map(([name, memory, own]) => line(name, memory, most, own ?? usable)),
       );
     },
