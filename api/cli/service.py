@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import typer
 from sqlalchemy.exc import SQLAlchemyError
 
+from api.cli.main import Json
 from api.cli.restarts import run_again_when_ended_by_ray
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service, writing_in
@@ -80,16 +82,23 @@ def up(
     tls_key: TlsKey = None,
     tls_terminated: TlsTerminated = False,
     database: Database = None,
+    as_json: Json = False,
 ) -> None:
     """Start the service in the background."""
     settings = _with_options(settings_with(database), allow_faults, tls_cert, tls_key, tls_terminated)
     home = settings.home
     running = running_service(home)
-    if running is not None:
-        typer.echo(f"Manta runs already: {running['url']}")
+    if running is None:
+        refuse_without_protection(settings, host)
+        url = start_service(settings, host, port, slots, ray)
+    else:
+        url = str(running["url"])
+    if as_json:
+        typer.echo(json.dumps({"url": url, "home": str(home), "started": running is None}))
         return
-    refuse_without_protection(settings, host)
-    url = start_service(settings, host, port, slots, ray)
+    if running is not None:
+        typer.echo(f"Manta runs already: {url}")
+        return
     typer.echo(f"Manta is up: {url} (home: {home})")
     if settings.dashboard and read_key(home) is not None and host in LOOPBACK_HOSTS:
         with MantaClient.of_home(home) as client:
@@ -115,14 +124,19 @@ def settings_with(database: str | None) -> Settings:
     return settings
 
 
-def down(database: Database = None) -> None:
+def down(database: Database = None, as_json: Json = False) -> None:
     """Stop the service and everything it runs, and say what that was."""
     settings = settings_with(database)
     home, looked_at = settings.home, shown(parse_url(url_in(settings.home, settings.database_url)))
     used = (running_service(home) or {}).get("database", looked_at)
     jobs = running_jobs(home, settings.database_url) if used == looked_at else []
     own_ray = Paths.of(home).ray_record.exists()
-    if not stop_service(home):
+    stopped = stop_service(home)
+    if as_json:
+        ran = [{"id": job.id, "name": job.name, "state": job.state, "step": job.step} for job in jobs]
+        typer.echo(json.dumps({"home": str(home), "database": used, "stopped": stopped, "jobs": ran}))
+        return
+    if not stopped:
         typer.echo(f"No service runs with home {home}.")
         return
     typer.echo("Manta is down.")

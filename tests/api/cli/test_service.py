@@ -1,5 +1,6 @@
 """`manta up`, `down`, `serve`: what they are told is what the service gets, and what `down` takes with it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -138,6 +139,8 @@ def test_down_of_a_service_with_another_database_says_where_its_jobs_are(manta, 
 def test_up_starts_no_second_service(manta, started, tmp_path):
     local_service.announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234", "sqlite:///there")
     assert manta("up") == "Manta runs already: http://127.0.0.1:1234\n"
+    answer = {"url": "http://127.0.0.1:1234", "home": str(tmp_path), "started": False}
+    assert json.loads(manta("up", "--json")) == answer
     assert started == []
 
 
@@ -229,6 +232,9 @@ def test_down_says_what_becomes_of_the_jobs(manta, home, store, database_url, do
     assert said[0] == "Manta is down."
     assert set(said[1:3]) == {f"  {running} (small) {fate}", f"  {queued} (small) waits in the queue"}
     assert over not in "".join(said)
+    answer = json.loads(manta("down", "--database", database_url, "--json"))
+    states = {running: ("STARTING", 3), queued: ("QUEUED", 0)}
+    assert {each["id"]: (each["state"], each["step"]) for each in answer["jobs"]} == states and answer["stopped"]
     monkeypatch.setattr(service, "stop_service", lambda home: False)
     assert manta("down") == f"No service runs with home {home.home}.\n"
 
