@@ -21,8 +21,8 @@ from workers.errors import MantaError
 
 DAY_SECONDS = 86_400.0
 
-keys_app = typer.Typer(cls=MantaGroup, no_args_is_help=True, help="API keys: make, list, revoke.")
-projects_app = typer.Typer(cls=MantaGroup, no_args_is_help=True, help="Projects: make, list.")
+keys_app = typer.Typer(cls=MantaGroup, no_args_is_help=True, help="API keys: create, add, list, revoke.")
+projects_app = typer.Typer(cls=MantaGroup, no_args_is_help=True, help="Projects: create, list.")
 
 Limit = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Most lines shown.")]
 Days = Annotated[float | None, typer.Option("--days", min=0.001, help="Good for that many days; default: for good.")]

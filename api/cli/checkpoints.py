@@ -53,12 +53,13 @@ class JobOrCommand(MantaGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the command that is meant in front."""
         other_command = len(args) > 1 and not any(word.startswith("-") for word in args[:2])  # such as veryfy JOB
-        if args[:1] != ["--help"] and not set(args[:1]) & self.commands.keys() and not other_command:
+        is_complete = not ctx.resilient_parsing  # else a shell asks how it may go on
+        if is_complete and args[:1] != ["--help"] and not set(args[:1]) & self.commands.keys() and not other_command:
             args = ["list", *args]
         return super().parse_args(ctx, args)
 
 
-checkpoints_app = typer.Typer(cls=JobOrCommand, help="A job's durable checkpoints: list, verify, pull, push.")
+checkpoints_app = typer.Typer(cls=JobOrCommand, help="A job's durable checkpoints: list, verify, pull, push, delete.")
 
 Source = Annotated[
     str, typer.Argument(metavar="WHAT", help="A job's id or name, or the folder or URL of a checkpoint or of several.")

@@ -65,7 +65,6 @@ def _sentence_of(error: ApiError) -> str:
 app = typer.Typer(
     cls=MantaGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Elastic 3D-parallel training on Ray.",
 )

@@ -387,6 +387,15 @@ def test_what_is_wrong_is_named_as_it_was_typed(manta, job):
         assert f"begins with http:// or https://, such as {example})" in manta("ps", code=3, MANTA_URL=given).stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("manta che", "checkpoints"), ("manta metrics --na", "--names"), ("manta checkpoints ver", "verify")],
+)
+def test_commands_and_options_are_completed_by_the_shell(words, found):
+    asked = {"_MANTA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    assert CliRunner().invoke(app, [], prog_name="manta", env=asked).stdout.split() == [found]
+
+
 def test_failure_of_the_service_is_no_bad_input(manta, service, monkeypatch):
     """A script must be able to tell what it has to mend from what it may try again."""
 
