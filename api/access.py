@@ -28,11 +28,12 @@ _MOST_KNOWN = 10_000
 class Unauthenticated(MantaError):
     """A request without a key that is good."""
 
-    def __init__(self) -> None:
+    def __init__(self, ended: str | None = None) -> None:
+        """`ended`: which key was shown, and why it is not good any more."""
         super().__init__(
-            "send a key that is good: `Authorization: Bearer KEY`. The command and the client take it from "
-            "MANTA_API_KEY, or from `api.key` in the home of a service on the same machine; "
-            "for a browser `manta link` prints a link"
+            f"{'' if ended is None else f'the key {ended}: '}send a key that is good: `Authorization: Bearer KEY`. The "
+            "command and the client take it from MANTA_API_KEY, or from `api.key` in the home of a service on the same "
+            "machine; for a browser `manta link` prints a link"
         )
 
 

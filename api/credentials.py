@@ -83,6 +83,18 @@ class Identities:
             self._known[credential] = known
         return known.who if self._now() < known.until else None
 
+    async def why_ended(self, credential: Credential) -> str | None:
+        """Of a key that was good once, for who has it: which it is, and why it is not good any more; None of any other
+        credential. Raises what the database does when it does not answer."""
+        return await run_in_threadpool(self._look_why, credential) if credential.is_key else None
+
+    def _look_why(self, credential: Credential) -> str | None:
+        with self._store().read() as session:
+            key = keys.by_digest(session, credential.digest)
+        if key is None:
+            return None
+        return f"{key.name!r} ({key.id}) {'has expired' if key.revoked_at is None else 'was revoked'}"
+
     def forget(self) -> None:
         """Ask the database about everybody again: a key was revoked."""
         self._known.clear()

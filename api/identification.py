@@ -41,8 +41,10 @@ class Identification:
         credential = credential_in(Headers(scope=scope))
         try:
             who = None if credential is None else await self._identities.of(credential)
+            ended = None
             if who is None:
                 self._limits.anonymous(address or "")
+                ended = None if credential is None else await self._identities.why_ended(credential)
             else:
                 self._limits.begin_request(who.key_id)
         except TooManyRequests as error:  # before the audit, which it would fill
@@ -59,7 +61,7 @@ class Identification:
             attach(scope, RequestOfCaller(None, address))
             await self._app(scope, receive, send)
         else:
-            await _unauthenticated(scope["path"])(scope, receive, send)
+            await _unauthenticated(scope["path"], ended)(scope, receive, send)
 
     async def _of_a_caller(
         self, who: Identity, about: RequestOfCaller, scope: Scope, receive: Receive, send: Send
@@ -76,8 +78,8 @@ class Identification:
                 self._limits.end_stream(who.key_id)
 
 
-def _unauthenticated(path: str) -> Response:
-    """Browsers are told what a person can do."""
+def _unauthenticated(path: str, ended: str | None) -> Response:
+    """Browsers are told what a person can do; `ended`: why the key that was shown is not good any more."""
     if path in ("/", DASHBOARD_PATH) or path.startswith(f"{DASHBOARD_PATH}/"):
         return HTMLResponse(_SIGN_IN, 401, headers={"Cache-Control": "no-store"})
-    return problem("unauthenticated", str(Unauthenticated()))
+    return problem("unauthenticated", str(Unauthenticated(ended)))

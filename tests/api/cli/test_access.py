@@ -49,7 +49,9 @@ def test_project_with_a_key_for_it(manta, service):
     assert "of ada" in shown and "vision" in shown and key not in shown
     (known,) = [each for each in json.loads(manta("keys", "list", "--json").stdout)["items"] if each["user"] == "ada"]
     assert manta("keys", "revoke", known["id"]).stdout == f"{known['id']} (of ada) is revoked\n"
-    assert "send a key that is good" in manta("ps", code=2, MANTA_API_KEY=key).stderr
+    ended = manta("ps", code=2, MANTA_API_KEY=key).stderr
+    assert ended.startswith(f"the key 'of ada' ({known['id']}) was revoked: send a key that is good")
+    assert manta("ps", code=2, MANTA_API_KEY=f"{key}x").stderr.startswith("send a key that is good")
     assert "revoked" in manta("keys", "list").stdout
     assert "manta keys list" in manta("keys", "revoke", "key_000000000000", code=2).stderr
 
