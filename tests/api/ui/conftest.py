@@ -2,6 +2,7 @@
 running in the thread meanwhile, which tests of other files could not bear."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,9 @@ def viewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sample]:
 
 
 @pytest.fixture
-def followed(tmp_path: Path) -> Iterator[Sample]:
+def followed(tmp_path: Path, empty_database: Path) -> Iterator[Sample]:
     """One whose jobs are changed."""
+    shutil.copy(empty_database, tmp_path / "manta.db")
     with served(tmp_path) as sample:
         yield sample
 
