@@ -151,16 +151,14 @@ def search(
     software: Software = MANTA,
     limit: int = 5,
     ranks: int | None = None,
-    bounds: Bounds | None = None,
 ) -> Answer:
     """The `limit` fastest layouts that the rules allow and that fit, over tensor, pipeline, virtual stages, data,
-    micro-batch, recomputation and schedule; of so many `ranks`, where that is given. `bounds`: those of a search on
-    more or fewer of the same nodes, which take what they know along. Deterministic: between equals the simpler layout
-    comes first."""
+    micro-batch, recomputation and schedule; of so many `ranks`, where that is given. Deterministic: between equals the
+    simpler layout comes first."""
     problem = no_products(job, cluster)
     if problem is not None:
         return Answer((), tuple(Rejected(each.spec(job), problem) for each in islice(candidates(job, cluster), 1)))
-    bounds, usable = bounds or Bounds(job, cluster, software), usable_bytes(cluster)
+    bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
     no_state: dict[tuple[int, int], tuple[float, Candidate]] = {}
     left: list[Candidate] = []
     for candidate in candidates(job, cluster):
@@ -171,16 +169,19 @@ def search(
             left.append(candidate)
         else:
             _keep_least(no_state, candidate, least)
-    best = fastest(left, bounds, limit)
+    best = fastest(left, bounds, limit, notes_slower=True)
     for least, candidate in no_state.values():
         _keep_least(best.too_large, candidate, least)
     plans = best.plans()
     return Answer(plans, tuple(_rejected(job, cluster, plans, best.slower, best.too_large)))
 
 
-def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float = math.inf) -> Best:
+def fastest(
+    left: Iterable[Candidate], bounds: Bounds, limit: int, most: float = math.inf, notes_slower: bool = False
+) -> Best:
     """The `limit` fastest of these layouts that the rules allow and that fit, with even stages or others, if they take
-    less than `most` seconds. Where `most` leaves none out, the nearest of the others are noted."""
+    less than `most` seconds. `bounds`: those of a search on more or fewer of the same nodes will do, and take what they
+    know along; `notes_slower`: whether the nearest of the others are looked for too."""
     job, usable = bounds.job, usable_bytes(bounds.cluster)
     best = Best(limit, most, max(MORE, MORE_BY_LAYERS // job.model.layers))
     no_room = []
@@ -203,7 +204,7 @@ def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float =
         else:
             _keep_least(best.too_large, candidate, memory.total)
             no_room.append((candidate, memory.total))
-    if most == math.inf:
+    if notes_slower:
         _note_slower(best, waiting, bounds)
     for candidate, needed in no_room:
         other = fitted(candidate, needed, bounds, usable, best.most)

@@ -13,7 +13,7 @@ from service.planner.candidates import Candidate, candidates, is_complete
 from service.planner.hardware import Cluster
 from service.planner.memory import Fit, tightest, usable_bytes
 from service.planner.mixed_search import best_layouts
-from service.planner.search import Plan, fastest, no_place, plan_of, search
+from service.planner.search import Plan, fastest, no_place, plan_of
 from service.planner.software import Software
 from workers.config import JobSpec
 
@@ -114,9 +114,8 @@ def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Pla
     """The best of each number of ranks that is faster than the best of all smaller ones."""
     bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
     groups: dict[int, list[Candidate]] = defaultdict(list)
-    for candidate in candidates(job, cluster):
-        if bounds.least_bytes(candidate) <= usable:
-            groups[candidate.ranks].append(candidate)
+    for candidate in _with_room(job, cluster, bounds, usable):
+        groups[candidate.ranks].append(candidate)
     most = float("inf")
     for ranks in sorted(groups):
         for plan in fastest(groups[ranks], bounds, 1, MOVED * most).plans():
@@ -125,11 +124,17 @@ def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Pla
                 yield plan
 
 
+def _with_room(job: JobSpec, cluster: Cluster, bounds: Bounds, usable: float) -> Iterator[Candidate]:
+    """Layouts that may find room in so many bytes of a device."""
+    return (each for each in candidates(job, cluster) if bounds.least_bytes(each) <= usable)
+
+
 def _by_nodes(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[SizedPlan]:
-    left, lost, bounds = cluster.nodes, 1, Bounds(job, cluster, software)
+    left, lost = cluster.nodes, 1
+    bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
     while left >= 1:
         smaller = replace(cluster, nodes=left)
-        plans = search(job, smaller, software, limit=1, bounds=bounds).plans
+        plans = fastest(_with_room(job, smaller, bounds, usable), bounds, 1).plans()
         if not plans:
             return
         yield SizedPlan(smaller.gpus, plans[0], smaller)
