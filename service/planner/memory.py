@@ -231,8 +231,8 @@ class Fit:
         largest = max((name for name in parts if name != "total"), key=lambda name: parts[name])
         advice = f" (try: {self.change})" if self.change else ""
         return (
-            f"{self.missing / GIB:.1f} GiB more than the {self.usable / GIB:.1f} GiB that a GPU has; the largest part "
-            f"is {largest}, {parts[largest] / GIB:.1f} GiB{advice}"
+            f"{self.missing / GIB:.1f} GiB more than the {self.usable / GIB:.1f} GiB that a rank may take; the largest "
+            f"part is {largest}, {parts[largest] / GIB:.1f} GiB{advice}"
         )
 
 

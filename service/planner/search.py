@@ -138,11 +138,16 @@ def _no_room(spec: JobSpec, parts: Sequence[Cluster], stages: int) -> str | None
     if needed <= groups:
         return None
     kinds = [(part, "" if part.type is None else f" with {part.type}") for part in parts]
-    nodes = " and ".join(f"{part.nodes} nodes{typed} of {part.gpus_per_node}" for part, typed in kinds)
+    nodes = " and ".join(f"{_count(part.nodes, 'node')}{typed} of {part.gpus_per_node}" for part, typed in kinds)
+    places, has = "GPU" if parts[0].machine.has_gpus else "slot", "has" if sum(p.nodes for p in parts) == 1 else "have"
     return (
-        f"needs {needed * layout.tensor} GPUs in groups of {layout.tensor} on one node; {nodes} have room for {groups} "
-        f"such groups, not {needed}"
+        f"needs {_count(needed * layout.tensor, places)} in groups of {layout.tensor} on one node; {nodes} {has} room "
+        f"for {_count(groups, 'such group')}, not {needed}"
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def search(
@@ -321,5 +326,5 @@ def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:
             if bounds.least_bytes(candidate) > usable:
                 continue
             if worst_rank(candidate.spec(job), larger.machine).total <= usable:
-                return f"{larger.nodes} nodes of {larger.gpus_per_node} ({usable / GIB:.0f} GiB a GPU) would do"
+                return f"{larger.nodes} nodes of {larger.gpus_per_node} ({usable / GIB:.0f} GiB a rank) would do"
     return None

@@ -68,7 +68,7 @@ def test_what_does_not_fit_says_by_how_much_and_in_which_part():
     answer = fits(job(96, 12288, 96, tensor=8), a100s())
     assert not answer.fits and answer.missing > 0
     assert answer.change == "parallel.pipeline: 8"
-    assert "GiB more than the 76.0 GiB that a GPU has; the largest part is optimizer" in str(answer)
+    assert "GiB more than the 76.0 GiB that a rank may take; the largest part is optimizer" in str(answer)
 
 
 @pytest.mark.parametrize(

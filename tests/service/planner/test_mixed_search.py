@@ -113,7 +113,7 @@ def test_nodes_that_are_not_there_are_named():
         parts_of(placed(OVER_BOTH, stage_accelerators=("A100", "A100", "H100", "H100")), MIXED)
     (rejected,) = evaluate(placed(OVER_BOTH, stage_accelerators=("A100", "V100", "V100", "V100")), MIXED).rejected
     assert rejected.reason == (
-        "needs 6 GPUs in groups of 2 on one node; 1 nodes with V100 of 4 have room for 2 such groups, not 3"
+        "needs 6 GPUs in groups of 2 on one node; 1 node with V100 of 4 has room for 2 such groups, not 3"
     )
 
 
@@ -234,7 +234,7 @@ def test_a_layout_that_does_not_say_where_it_is_goes_by_the_worst_and_has_the_ro
     assert plan.time == step_model(small, nodes("v100-32gb", 2, 4)).time()
     (rejected,) = evaluate(placed(small, data=5), MIXED).rejected
     assert rejected.reason == (
-        "needs 10 GPUs in groups of 2 on one node; 1 nodes with A100 of 4 and 1 nodes with V100 of 4 have room for 4 "
+        "needs 10 GPUs in groups of 2 on one node; 1 node with A100 of 4 and 1 node with V100 of 4 have room for 4 "
         "such groups, not 5"
     )
 

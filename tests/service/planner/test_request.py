@@ -281,6 +281,18 @@ def test_what_fits_nowhere_names_a_cluster_that_would_do():
     assert answer.plans == () and "nodes of 8" in answer.rejected[0].reason
 
 
+def test_where_ranks_compute_on_cores_no_sentence_speaks_of_gpus():
+    cluster = {"accelerator": "cpu", "nodes": 1, "gpus_per_node": 4}
+    deep = DOCUMENT["model"] | {"layers": 96}
+    reasons = [
+        read(cluster=cluster, **changes).answer().rejected[0].reason
+        for changes in ({"model": deep}, {"model": deep, "parallel": {}}, {"parallel": {"data": 8}})
+    ]
+    assert all("GPU" not in reason for reason in reasons), reasons
+    assert "GiB that a rank may take" in reasons[0] and "GiB a rank) would do" in reasons[0]
+    assert reasons[2] == "needs 8 slots in groups of 1 on one node; 1 node of 4 has room for 4 such groups, not 8"
+
+
 def test_a_layout_is_found_for_a_job_within_its_bounds():
     spec = job(train={"global_batch_size": 64})
     planned = with_layout(spec, ElasticConfig(min_data=2, max_data=2), a100s())
