@@ -221,8 +221,10 @@ class Pipeline:
     def _most(self, seconds: Sequence[float]) -> float:
         """Of any rank, or of all cores, of what takes each virtual stage so many seconds."""
         ranks = self._by_rank(seconds)
-        together = sum(ranks) * self.cores.ranks / self.cores.most if self.cores is not None else 0.0
-        return max(*ranks, together)
+        if self.cores is None:
+            return max(ranks)
+        # Those that do the same at the same time share cores even while nobody else computes.
+        return max(max(ranks) / self.cores.speed(1), sum(ranks) * self.cores.ranks / self.cores.most)
 
     def _by_rank(self, seconds: Sequence[float]) -> list[float]:
         total = [0.0] * self.stages

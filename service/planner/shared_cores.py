@@ -43,7 +43,7 @@ class SharedCores:
     @property
     def most(self) -> float:
         """Most work of ranks that is done in a second."""
-        return max(1.0, self.count * self.all_busy / self.threads)
+        return max(1.0, self.count * self.all_busy) / self.threads
 
 
 def simulate(

@@ -80,3 +80,10 @@ def test_no_step_beats_its_work_nor_takes_longer_than_one_core(kind, stages, rou
     assert shared.simulated_seconds(m) <= work / all_busy * (1 + 1e-9)
     one = replace(pipeline, cores=cores(1, ranks))
     assert one.simulated_seconds(m) == pytest.approx(work)
+
+
+@pytest.mark.parametrize(("threads", "ranks"), [(1, 1), (2, 1), (8, 1), (1, 5), (4, 2)])
+def test_one_stage_waits_for_no_other_however_its_ranks_share_cores(threads, ranks):
+    shared = SharedCores(2, ranks, 0.9, threads)
+    pipeline = Pipeline("1f1b", 1, 1, (StageTimes(1.0, 1.0, 1.0),), (), blocking=True, cores=shared)
+    assert pipeline.work(4) == pytest.approx(pipeline.seconds(4))
