@@ -86,7 +86,7 @@ def _times(budget: Budget, factor: float) -> Budget:
 
 def _words(name: str, model: StepModel) -> tuple[str, str]:
     """What a part is, and what would help."""
-    layout = model.spec.layout
+    layout, is_compiled = model.spec.layout, model.spec.train.compile
     replicas = f"{layout.data} replicas"
     return {
         "arithmetic": ("the model's FLOPs at the device's peak rate", ""),
@@ -94,7 +94,10 @@ def _words(name: str, model: StepModel) -> tuple[str, str]:
             "what matrix products and attention take longer than at the peak",
             "larger products: a larger micro-batch, or a smaller tensor size",
         ),
-        "elementwise": ("norms, activations, residuals and losses, at the memory's speed", "train.compile: true"),
+        "elementwise": (
+            "norms, activations, residuals and losses, at the memory's speed",
+            "" if is_compiled else "train.compile: true",
+        ),
         "recomputation": (
             f"activations that are computed again ({layout.recompute})",
             "less recomputation, where memory allows: a smaller micro-batch, or more stages",
@@ -104,7 +107,10 @@ def _words(name: str, model: StepModel) -> tuple[str, str]:
             f"activations of {layout.offload_layers} layers a stage on their way to host memory and back",
             "fewer parallel.offload_layers, or parallel.recompute: full beside them",
         ),
-        "host": ("the device waits for the host to launch its kernels", "a larger micro-batch, or train.compile: true"),
+        "host": (
+            "the device waits for the host to launch its kernels",
+            "a larger micro-batch" if is_compiled else "a larger micro-batch, or train.compile: true",
+        ),
         "bubble": _bubble(model),
         "gradients": (f"sums of gradients over {replicas} that nothing hides", "fewer replicas, or a larger batch"),
         "optimizer": _words_of_update(model, replicas),

@@ -64,6 +64,12 @@ def test_the_parts_of_a_step_are_the_step_and_none_is_below_zero(parallel, clust
         assert (seconds["bubble"] > 1e-9 * plan.time.seconds) == (plan.spec.layout.pipeline > 1)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_only_a_job_that_is_not_compiled_is_told_to_be(compile):
+    shares = explained({}, compile=compile)[1].shares
+    assert any("train.compile" in share.help for share in shares) == (not compile)
+
+
 @pytest.mark.parametrize("parallel", LAYOUTS[1:])
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_a_timeline_has_every_pass_in_order_and_ends_with_the_pipeline(parallel, cluster):
