@@ -55,7 +55,7 @@ def test_a_dry_run_whose_layout_has_no_plan_says_why(service, document):
     document["train"]["global_batch_size"] = 8
     answer = service.http.post("/v1/jobs?dry_run=true", json=document).json()
     assert answer["layout"]["world_size"] == 32
-    assert answer["plan"] is None and "needs 32 GPUs" in answer["plan_note"]
+    assert answer["plan"] is None and "needs 32 slots" in answer["plan_note"]
 
 
 def test_a_dry_run_of_a_job_for_gpus_says_where_there_are_none(service, document):
