@@ -87,7 +87,7 @@ def _times(budget: Budget, factor: float) -> Budget:
 def _words(name: str, model: StepModel) -> tuple[str, str]:
     """What a part is, and what would help."""
     layout, is_compiled = model.spec.layout, model.spec.train.compile
-    replicas = f"{layout.data} replicas"
+    replicas = f"{layout.data} replicas" if layout.data > 1 else "one replica"
     return {
         "arithmetic": ("the model's FLOPs at the device's peak rate", ""),
         "products": (
