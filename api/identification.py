@@ -44,7 +44,8 @@ class Identification:
             ended = None
             if who is None:
                 self._limits.anonymous(address or "")
-                ended = None if credential is None else await self._identities.why_ended(credential)
+                if credential is not None:
+                    ended = await self._identities.why_ended(credential)
             else:
                 self._limits.begin_request(who.key_id)
         except TooManyRequests as error:  # before the audit, which it would fill
