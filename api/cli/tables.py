@@ -58,7 +58,7 @@ def spared(columns: Sequence[Sequence[str]], spare: Sequence[str], width: int) -
     """Headings of the columns that are left out of a table so that it fits into `width` characters."""
     left_out: list[str] = []
     for heading in spare:
-        if _fits([column for column in columns if column[0] not in left_out], width):
+        if _total([_unbroken(column) for column in columns if column[0] not in left_out]) <= width:
             break
         left_out.append(heading)
     return left_out
@@ -67,16 +67,9 @@ def spared(columns: Sequence[Sequence[str]], spare: Sequence[str], width: int) -
 def widths_of(columns: Sequence[Sequence[str]], width: int) -> list[int]:
     """Characters of each of the columns (heading and cells): with the gaps between them `width` at most, unless a word
     would be broken."""
-    whole = [max(map(cell_len, column)) for column in columns]
-    least = [_unbroken(column) for column in columns]
-    if not _fits(columns, width):
-        words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
-        least = words if _total(words) <= width else least
-    return _widened(least, whole, width - _total(least))
-
-
-def _fits(columns: Collection[Sequence[str]], width: int) -> bool:
-    return _total([_unbroken(column) for column in columns]) <= width
+    words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    unbroken = _widened(words, [_unbroken(column) for column in columns], width)
+    return _widened(unbroken, [max(map(cell_len, column)) for column in columns], width)
 
 
 def _unbroken(column: Sequence[str]) -> int:
@@ -90,12 +83,12 @@ def _total(widths: Collection[int]) -> int:
     return sum(widths) + GAP * (len(widths) - 1)
 
 
-def _widened(least: Sequence[int], whole: Sequence[int], room: int) -> list[int]:
-    """`least`, and what there is room for beyond it, up to `whole`: first for those that lack the least."""
-    widths = [*least]
-    lacking = sorted(range(len(widths)), key=lambda at: whole[at] - least[at])
+def _widened(least: Sequence[int], most: Sequence[int], width: int) -> list[int]:
+    """`least`, and what there is room for beyond it in `width`, up to `most`: first for those that lack the least."""
+    widths, room = [*least], max(0, width - _total(least))
+    lacking = sorted(range(len(widths)), key=lambda at: most[at] - least[at])
     for done, at in enumerate(lacking):
-        more = min(whole[at] - least[at], max(0, room) // (len(lacking) - done))
+        more = min(most[at] - least[at], room // (len(lacking) - done))
         widths[at] += more
         room -= more
     return widths
