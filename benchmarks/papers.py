@@ -17,9 +17,9 @@ from benchmarks.support.published.rows import Row
 from benchmarks.support.published.tables import Tables
 from benchmarks.support.report import ROOT, Report, deliver, parser
 
-MARKDOWN_HEAD = """Written by `python -m benchmarks.papers --markdown docs/planner_tables.md`; what the rows mean, and
-why some are missed, is in `docs/planner.md`. Errors are relative to what was published, or differences where they have
-no percent sign."""
+MARKDOWN_HEAD = """Written by `python -m benchmarks.papers --markdown docs/planner_tables.md`; `docs/planner.md`
+explains the rows, and why some are missed. Errors are relative to the published value, or absolute differences if they
+have no percent sign."""
 FAMILIES: dict[str, Callable[[Tables], Iterator[Row]]] = {
     "arithmetic": arithmetic.rows,
     "memory": memory.rows,
@@ -67,7 +67,7 @@ def add_summary(report: Report, family: str, rows: list[Row]) -> None:
 
 def as_markdown(samples: dict[str, list[dict[str, Any]]]) -> str:
     """Every row, a table each family and published table."""
-    text = ["# Published figures beside ours\n", MARKDOWN_HEAD]
+    text = ["# Published and predicted results\n", MARKDOWN_HEAD]
     for family, rows in samples.items():
         for reference in dict.fromkeys(row["reference"] for row in rows):
             text.append(f"\n## {reference}: {family}\n")
