@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from workers.errors import PeerLost
 
-TURN = timedelta(seconds=0.1)
+TURN = timedelta(seconds=0.05)
 _SHORT_TURN = timedelta(milliseconds=10)  # to torch, less than a millisecond is no time-out at all
-END_SECONDS = 0.3
+END_SECONDS = 0.1
 """How long what was broken off may take to end, before it counts as one that does not."""
 _NOT_YET = "Operation timed out"
 
