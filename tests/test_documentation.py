@@ -1,0 +1,56 @@
+"""Names of files and headings that the documentation, its pictures and error messages refer to."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("api", "service", "workers")
+FOLDERS = (*PACKAGES, "benchmarks", "deploy", "docs", "examples", "helm", "tests")
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FILES = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")}
+ENDINGS = {file[start:] for file in FILES for start in [0, *(at.end() for at in re.finditer("/", file))]}
+"""Of their paths, from each folder on: pages leave out what the text before says."""
+OF_OTHERS = {"preprocess_data.py", "benchmark/alpa/suite_auto_gpt.py"}
+"""Files of Megatron-LM and of Alpa."""
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def headings(page: str) -> set[str]:
+    """Those of a page, given its path from the root, and the words in bold that begin a paragraph."""
+    return set(re.findall(r"^(?:#+ |\*\*)(.+?)\.?(?:\*\*.*)?$", (ROOT / page).read_text(), re.MULTILINE))
+
+
+@by_page
+def test_links_of_a_page_lead_to_files(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@by_page
+def test_python_files_that_a_page_names_exist(page):
+    named = set(re.findall(r"`([\w./-]+\.py)(?:::\w+)?`", page.read_text())) - OF_OTHERS
+    assert named - ENDINGS == set()
+
+
+@by_page
+def test_headings_that_a_page_names_exist(page):
+    named = re.findall(r"`(docs/[\w/]+\.md)`, ([A-Z][^);|.]+)", re.sub(r"\s+", " ", page.read_text()))
+    assert [(other, heading) for other, heading in named if heading.strip() not in headings(other)] == []
+
+
+def test_headings_that_messages_name_exist():
+    sources = (path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    whole = (re.sub(r'"\s*\n\s*f?"', "", source) for source in sources)
+    named = {found for text in whole for found in re.findall(r"\((docs/[\w/]+\.md), ([A-Z][\w ]+)\)", text)}
+    assert named
+    assert [(page, heading) for page, heading in sorted(named) if heading not in headings(page)] == []
+
+
+def test_modules_in_the_picture_of_the_packages_exist():
+    texts = re.findall(r">([^<>]+)</text>", (ROOT / "docs" / "images" / "architecture.svg").read_text())
+    modules = {word for text in texts for word in re.findall(r"[a-z]+(?:_[a-z]+)+", text)}
+    assert modules - {Path(file).stem for file in FILES} == set()
