@@ -18,8 +18,7 @@ from workers.calibration.kernels import attention_times, product_times
 from workers.calibration.links import collective_times
 from workers.calibration.local_ranks import LocalRanks
 from workers.calibration.measurements import Measurements
-from workers.calibration.steps import BUSY as BUSY_SHAPE
-from workers.calibration.steps import as_busy, busy_seconds, document_of, step_times
+from workers.calibration.steps import as_busy, busy_seconds, layout_document, step_times
 from workers.system.cores import usable_cores
 from workers.system.host_memory import keep_freed_memory
 from workers.system.others import OtherWork
@@ -61,12 +60,10 @@ def measure(kind: str, say: Callable[[str], None]) -> Measurements:
     measurements = _with_disturbances(measurements, others)
     say("several ranks")
     gangs = LocalRanks()
-    document = document_of(BUSY_SHAPE, "fp32")
     for ranks in sorted({1, cores, min(MOST_RANKS, 4 * cores)}):
-        together = document | {"parallel": {"data": ranks}}
-        measurements.busy.append(as_busy(gangs.run(busy_seconds, together)))
+        measurements.busy.append(as_busy(gangs.run(busy_seconds, layout_document(data=ranks))))
     for ranks in (2, 4, MOST_RANKS):
-        measurements.collectives.extend(gangs.run(collective_times, document | {"parallel": {"tensor": ranks}})[0])
+        measurements.collectives.extend(gangs.run(collective_times, layout_document(tensor=ranks))[0])
     return measurements
 
 

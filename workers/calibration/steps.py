@@ -51,6 +51,12 @@ def document_of(shape: Shape, precision: str) -> dict[str, Any]:
     }
 
 
+def layout_document(**parallel: int) -> dict[str, Any]:
+    """A job that only says along which axes how many ranks are: what they do, a program says."""
+    layers, batch = parallel.get("pipeline", 1), parallel.get("data", 1)
+    return document_of((layers, 64, 8, 16, 1, batch, 256), "fp32") | {"parallel": parallel}
+
+
 def random_batch(spec: JobSpec, device: torch.device) -> list[MicroBatch]:
     """A replica's micro-batches, of any tokens."""
     size, length = spec.train.micro_batch_size, spec.model.sequence_length

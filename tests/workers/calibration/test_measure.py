@@ -13,6 +13,7 @@ from workers.calibration.clock import median_seconds
 from workers.calibration.links import collective_times
 from workers.calibration.local_ranks import LocalRanks
 from workers.calibration.measurements import Measurements, step_job
+from workers.spec.reading import parse_job_spec
 from workers.system.others import OtherWork
 
 CPU = torch.device("cpu")
@@ -59,8 +60,13 @@ def test_what_a_calibration_was_disturbed_by_is_kept_with_it(monkeypatch):
     assert Measurements.from_json(of_before).spread is None
 
 
+@pytest.mark.parametrize("parallel", [{"data": 192}, {"tensor": 8}, {"pipeline": 16}])
+def test_ranks_of_any_number_have_a_layout(parallel):
+    """On a machine with 192 cores as many compute together."""
+    assert parse_job_spec(steps.layout_document(**parallel)).layout.world_size == next(iter(parallel.values()))
+
+
 @pytest.mark.soak
 def test_collectives_are_measured_between_processes():
-    document = steps.document_of(steps.BUSY, "fp32") | {"parallel": {"tensor": 2}}
-    rows = LocalRanks().run(collective_times, document)[0]
+    rows = LocalRanks().run(collective_times, steps.layout_document(tensor=2))[0]
     assert {row.kind for row in rows} == {"all_gather", "reduce_scatter"} and {row.ranks for row in rows} == {2}
