@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,8 @@ class Calibrated:
     @classmethod
     def from_json(cls, document: Any) -> Calibrated:
         """What `to_json` made. Raises KeyError, TypeError, ValueError."""
+        if not isinstance(document, dict):
+            raise TypeError("a calibration is an object")
         core, gpu = document.get("core"), document.get("gpu")
         if (core is None) == (gpu is None):
             raise ValueError("a core's constants, or a GPU's")
@@ -217,16 +220,22 @@ def calibrated(measurements: Measurements) -> Calibrated:
 
 
 def _measurements(device: str, say: Callable[[str], None]) -> Any:
-    with subprocess.Popen(
-        (*_COMMAND, "--device", device), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        last = ""
-        for line in process.stderr:
-            last = line.strip() or last
-            if line.startswith("measuring: "):
-                say(last)
-        text = process.stdout.read()
+    """What the process has printed last, in a file: a pipe would hold it up as long as nobody reads from it."""
+    last = ""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
+        with subprocess.Popen(
+            (*_COMMAND, "--device", device), stdout=out, stderr=subprocess.PIPE, text=True, errors="replace"
+        ) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                last = line.strip() or last
+                if line.startswith("measuring: "):
+                    say(last)
+        out.seek(0)
+        printed = out.read().splitlines()
     if process.returncode:
         raise CalibrationFailed(f"this machine could not be measured: {last}")
-    return json.loads(text)
+    try:
+        return json.loads(printed[-1])  # libraries print too, such as NCCL its version
+    except (IndexError, ValueError) as error:
+        raise CalibrationFailed("this machine could not be measured: what was printed is no measurement") from error

@@ -74,6 +74,7 @@ def test_this_node_is_assumed_until_it_is_calibrated(tmp_path):
     [
         lambda document: "no JSON",
         lambda document: json.dumps({}),
+        lambda document: json.dumps([]),
         lambda document: json.dumps(document | {"core": document["core"] | {"memory": 0.0}}),
         lambda document: json.dumps(document | {"core": document["core"] | {"speed": 1.0}}),
     ],
@@ -96,7 +97,23 @@ def test_gpus_are_kept_by_their_type_and_are_no_nodes_of_cores(tmp_path):
         measured_gpus(tmp_path)
 
 
-def test_a_machine_that_cannot_be_measured_says_why(monkeypatch):
-    monkeypatch.setattr(machines, "_COMMAND", (sys.executable, "-c", "raise SystemExit('no memory left')"))
-    with pytest.raises(CalibrationFailed, match="could not be measured: no memory left"):
+def measures_by(monkeypatch, program):
+    """This machine is measured by another program."""
+    monkeypatch.setattr(machines, "_COMMAND", (sys.executable, "-S", "-c", program))
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [("raise SystemExit('no memory left')", "no memory left"), ("print('NCCL')", "what was printed is no measurement")],
+)
+def test_a_machine_that_cannot_be_measured_says_why(monkeypatch, program, why):
+    measures_by(monkeypatch, program)
+    with pytest.raises(CalibrationFailed, match=f"could not be measured: {why}"):
         machines.measure("auto", print)
+
+
+def test_measurements_are_what_is_printed_last_however_much_it_is(monkeypatch):
+    """More than a pipe holds, while what is said is read first."""
+    measures_by(monkeypatch, "import sys; print('NCCL'); print([0] * 10**5); print('measuring: all', file=sys.stderr)")
+    said = []
+    assert machines._measurements("auto", said.append) == [0] * 10**5 and said == ["measuring: all"]

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import statistics
 import sys
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,8 @@ from workers.calibration.links import collective_times
 from workers.calibration.local_ranks import LocalRanks
 from workers.calibration.measurements import Measurements
 from workers.calibration.steps import as_busy, busy_seconds, layout_document, step_times
+from workers.comm.lost_peers import first_line
+from workers.errors import MantaError
 from workers.system.cores import usable_cores
 from workers.system.host_memory import keep_freed_memory
 from workers.system.others import OtherWork
@@ -35,7 +38,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--device", choices=("auto", *DEVICES), default="auto", help="auto (the default): a GPU where there is one"
     )
     chosen = options.parse_args(arguments)
-    measurements = measure(chosen.device, lambda part: print(f"measuring: {part}", file=sys.stderr, flush=True))
+    try:
+        measurements = measure(chosen.device, lambda part: print(f"measuring: {part}", file=sys.stderr, flush=True))
+    except (MantaError, OSError, RuntimeError) as error:
+        traceback.print_exc()
+        print(first_line(error), file=sys.stderr)  # torch says more behind it, of which the last line helps nobody
+        return 1
     print(json.dumps(dataclasses.asdict(measurements)))
     return 0
 

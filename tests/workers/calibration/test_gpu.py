@@ -12,6 +12,7 @@ from service.planner.hardware import MACHINES
 from workers.calibration import __main__ as program
 from workers.calibration import gpu
 from workers.calibration.measurements import SMALL, Measurements, StepSeconds, step_job
+from workers.errors import MantaError
 
 CPU = torch.device("cpu")
 SHAPES = dataclasses.replace(gpu.TINY, steps=gpu.TINY.steps[:1])
@@ -58,3 +59,19 @@ def test_a_gpu_is_what_is_measured_where_there_is_one(monkeypatch, kind, there, 
     monkeypatch.setattr(program, "product_times", lambda *_: (_ for _ in ()).throw(LookupError))
     with pytest.raises(Chosen if measured else LookupError):
         program.measure(kind, print)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`.\n"), "CUDA error: out of memory"),
+        (MantaError("no GPU is there"), "no GPU is there"),
+    ],
+)
+def test_a_failure_ends_with_the_sentence_that_says_what_it_was(monkeypatch, capsys, error, said):
+    def fails(*_: object) -> Measurements:
+        raise error
+
+    monkeypatch.setattr(program, "measure", fails)
+    assert program.main([]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == said
