@@ -19,6 +19,7 @@ from service.job.older_database import catch_up
 from service.job.record import JobRecord
 from service.leases.decisions import HOUSEKEEPING
 from service.leases.held import HeldLease, Leases
+from service.pauses import growing_pauses
 from service.retention import Retention, SeenExpired
 from service.scheduler import Placed, Scheduler
 from service.states import SUPERVISED, JobState, is_final
@@ -29,7 +30,8 @@ from workers.protocol.messages import ProtocolMismatch
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1.0
+# Between two tries to release what jobs have left.
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
 # How often it is looked for failed jobs whose snapshots were kept for long enough.
 MEMORY_SECONDS = 30.0
 # For how long that must have been so by a clock that nobody sets, however long they were to be kept by one that may be.
@@ -111,7 +113,9 @@ class Housekeeping:
         self.scheduler = scheduler = Scheduler(store, self._cluster, self._placed, self._data_roots, self._leases)
         await self._have_nodes_swept()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._admit(scheduler, care))
+            looked = asyncio.Event()
+            group.create_task(self._release_leftovers(scheduler, looked))
+            group.create_task(self._admit(scheduler, care, looked))
             group.create_task(self._let_go_of_memory())
             group.create_task(IdleNodes(self._cluster, self.needing_memory).run())
             if self._retention is not None:
@@ -125,35 +129,53 @@ class Housekeeping:
             except ClusterUnavailable as error:
                 log.warning("nodes are not swept anew: %s", error)
 
-    async def _admit(self, scheduler: Scheduler, care: NodeCare) -> None:
-        """Place queued jobs, once nothing is left of jobs that are over, and the nodes have had time to answer."""
-        await self._release_leftovers()
+    async def _admit(self, scheduler: Scheduler, care: NodeCare, looked: asyncio.Event) -> None:
+        """Place queued jobs, once it was looked what is left of jobs, and the nodes have had time to answer."""
+        await looked.wait()
         await care.first_answers()
         await scheduler.run()
 
-    async def _release_leftovers(self) -> None:
-        """Release what jobs hold that are over, paused or in the queue. Until Ray has said what there is."""
-        while True:
+    async def _release_leftovers(self, scheduler: Scheduler, looked: asyncio.Event) -> None:
+        """Release what jobs hold that are over, paused or in the queue. `looked`: set once Ray has said what there is.
+        A job of which something cannot be released is tried again, and waits for that alone."""
+        of: Collection[str] | None = None
+        pauses = growing_pauses(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
+        while of is None or of:
             try:
-                await self._release_those_without_owner()
-                return
+                of = scheduler.not_released = await self._release_those_without_owner(of)
+                looked.set()
+                scheduler.wake()
             except Exception:  # Ray may not answer for a while
                 log.exception("what is left of jobs could not be released; it is tried again")
+            if of is None:
                 await asyncio.sleep(RETRY_SECONDS)
+            elif of:
+                await asyncio.sleep(next(pauses))
 
-    async def _release_those_without_owner(self) -> None:
-        held = await self._cluster.jobs()
+    async def _release_those_without_owner(self, of: Collection[str] | None) -> set[str]:
+        """`of`: these jobs alone, None: all. Those of which something cannot be released."""
+        there = await self._cluster.jobs()
+        held = there if of is None else [job for job in there if job in of]
         states, deleted = await self._fates(held)
         keeping = await self._store.read_async(partial(failed_jobs.holding_memory, job_ids=held))
+        stay = set()
         for job in held:
             if job not in states and job not in deleted:
                 log.error(UNKNOWN_JOB, job)
             elif job in deleted or states[job] not in SUPERVISED:
-                async with self._leases.borrowed(job) as lease:
-                    if lease is not None and (job in deleted or not await self._runs_in_spite_of_that(job, lease)):
-                        # One that waits, is paused, or may be tried again, goes on from its snapshots.
-                        await self._cluster.release(job, keep_snapshots=job in keeping)
-                        log.warning("released what was left of %s", job)
+                try:
+                    await self._release_without_owner(job, job in deleted, job in keeping)
+                except Exception:  # of this job's agents or rows, most likely: the others do not wait for it
+                    log.exception("what is left of %s could not be released; it is tried again", job)
+                    stay.add(job)
+        return stay
+
+    async def _release_without_owner(self, job_id: str, is_deleted: bool, keeps: bool) -> None:
+        async with self._leases.borrowed(job_id) as lease:
+            if lease is not None and (is_deleted or not await self._runs_in_spite_of_that(job_id, lease)):
+                # One that waits, is paused, or may be tried again, goes on from its snapshots.
+                await self._cluster.release(job_id, keep_snapshots=keeps)
+                log.warning("released what was left of %s", job_id)
 
     async def _runs_in_spite_of_that(self, job_id: str, lease: HeldLease) -> bool:
         """Whether a job that holds nothing according to the database runs all the same, and is taken over: the database

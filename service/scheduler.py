@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -88,6 +88,8 @@ class Scheduler:
         """How long something in the queue has waited to be looked at."""
         self._demand: Demand | None = None
         """What the jobs that wait in this look at the queue need; None: there is none, or no autoscaler."""
+        self.not_released: Collection[str] = ()
+        """Jobs of which something that they held before they were in the queue cannot be released yet."""
         self.placing: set[str] = set()
         """Jobs that are STARTING and have no owner yet, because they are being placed."""
 
@@ -168,6 +170,10 @@ class Scheduler:
     async def _look_at(self, job: Job) -> Look:
         spec = await self._read_spec(job)
         if spec is None:
+            return Look.STEPS_ASIDE
+        if job.id in self.not_released:
+            why = "what it held before it was in the queue cannot be released, as the service's log says; tried again"
+            await self._say_why(job, None, "not_released", why)
             return Look.STEPS_ASIDE
         # Thousands that never fit, such as all in the queue while no node answers, would hold up those behind them.
         needs_no_look = job.id in self._good_data or await self._never_fits(spec)

@@ -238,16 +238,50 @@ def test_snapshots_whose_time_is_over_are_looked_for_again_after_a_failure(kept,
 
 def test_leftovers_are_released_once_ray_answers(kept, monkeypatch):
     monkeypatch.setattr(housekeeping, "RETRY_SECONDS", 0.001)
-    keeping, tries = kept(True, True), []
+    keeping, tries, placing = kept(True, True), [], SimpleNamespace(wake=lambda: None)
 
-    async def release():
-        tries.append(1)
+    async def release(of):
+        tries.append(looked.is_set())
         if len(tries) < 3:
             raise ClusterUnavailable(TimeoutError("no answer"))
+        return set()
 
     monkeypatch.setattr(keeping, "_release_those_without_owner", release)
-    asyncio.run(asyncio.wait_for(keeping._release_leftovers(), 20))
-    assert len(tries) == 3
+    looked = asyncio.Event()
+    asyncio.run(asyncio.wait_for(keeping._release_leftovers(placing, looked), 20))
+    assert tries == [False] * 3 and looked.is_set()
+
+
+def test_job_of_which_something_cannot_be_released_keeps_no_other_one_waiting(
+    start, cluster, submit, store, monkeypatch
+):
+    monkeypatch.setattr(housekeeping, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(housekeeping, "LONGEST_RETRY_SECONDS", 0.001)
+    stuck, over, release, released = submit(), submit(), cluster.release, asyncio.Event()
+    for job in (stuck, over):
+        hold(cluster, job)
+    finish(store, over)
+
+    async def refuse(job_id, keep_snapshots=False):
+        if job_id == stuck.id and not released.is_set():
+            raise RuntimeError("an agent says what nobody understands")
+        await release(job_id, keep_snapshots)
+
+    monkeypatch.setattr(cluster, "release", refuse)
+    behave(cluster, train_to_the_end)
+    plane, other = start(), submit()
+    plane.submitted(other.id)
+    until(plane, other, "SUCCEEDED")
+    waiting = plane._job(stuck.id)
+    assert (waiting.state, waiting.reason) == ("QUEUED", "not_released")
+    assert {agent.job for agent in cluster.agents.living.values()} == {stuck.id}
+
+    async def give_way():
+        released.set()
+
+    plane._call(give_way())
+    until(plane, stuck, "SUCCEEDED")
+    assert plane._job(stuck.id).generation == 1
 
 
 def test_what_is_done_for_all_jobs_is_begun_again_after_a_failure(kept, monkeypatch):
