@@ -68,7 +68,7 @@ TIME_LIMITS: dict[JobState, float] = {
     _S.STARTING: 300.0,
     _S.RECOVERING: 300.0,
     _S.RESIZING: 480.0,  # as PAUSING, where it saves its state for the queue
-    _S.PAUSING: 480.0,  # `service.job.time_to_save.SAVE_SECONDS`, and what it takes to release everything
+    _S.PAUSING: 480.0,  # `service.job.time_to_save.SAVE_SECONDS`, unless saves take longer, and to release everything
     _S.CANCELLING: 120.0,
 }
 """Seconds in which a job leaves a state, given a database, a Ray and checkpoints that answer and places for its ranks:

@@ -32,6 +32,8 @@ class JobContext:
     submitted: JobSpec
     record: JobRecord
     gang: Gang
+    has_launched: bool = False
+    """Whether a generation was begun here, so that the database is not older than what its folder holds."""
     threads: int | None = None
     """With how many its ranks compute; None: that is decided when it first starts."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)

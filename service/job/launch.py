@@ -81,6 +81,7 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     generation = await record.begin(
         launch.cause, launch.counts, resume, start.source, gang.layout, launch.incident, expected
     )
+    job.has_launched = True
     roll_backs = await record.rolled_back()
     repair = RepairOverGroups(next_one == 1, await record.repair_works())
     secret = secrets.token_hex(SECRET_LENGTH // 2)

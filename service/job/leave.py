@@ -3,7 +3,7 @@ be left and there is no room elsewhere.
 
 Any one rank is asked, and tells the others with the agreement of the step under way; all save the state of that step,
 in memory and on disk, and end. A rank that dies meanwhile is recovered from like any other, and the next generation is
-asked again. All that has `SAVE_SECONDS`: after them the job leaves with what is saved by then.
+asked again. All that has several times what a save usually takes: after that the job leaves with what is saved by then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service.job.actions import End
 from service.job.context import JobContext
 from service.job.generation import RunningGeneration
 from service.job.resume import known_checkpoints
-from service.job.time_to_save import SAVE_SECONDS, time_to_save
+from service.job.time_to_save import seconds_allowed, time_to_save
 from service.ledger import StateEntry
 from service.states import JobState
 
@@ -48,11 +48,13 @@ async def keep_time(job: JobContext) -> None:
 async def _seconds_to_save(job: JobContext, before: Sequence[StateEntry]) -> float:
     """How long the job, which is to leave, has for it. `before`: its entries into states when it was taken up here."""
     asked, changes = JobState.RESIZING if job.no_room else JobState.PAUSING, await job.record.state_changes()
+    needed = await time_to_save(job.record)
+    # What is in memory goes with nodes that are about to.
+    allowed = seconds_allowed(needed, bool(job.no_room) or job.submitted.checkpoint.snapshots == "off")
     if changes[-1].state != asked or len(changes) > len(before):
-        return SAVE_SECONDS
+        return allowed
     # Another control plane has begun. By how much their clocks differ is not known: it is as long as a save takes.
-    left = changes[-1].at + SAVE_SECONDS - time.time()
-    return min(SAVE_SECONDS, max(left, await time_to_save(job.record)))
+    return min(allowed, max(changes[-1].at + allowed - time.time(), needed))
 
 
 async def ask_to_save(job: JobContext, running: RunningGeneration) -> None:

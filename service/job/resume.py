@@ -32,8 +32,8 @@ T = TypeVar("T")
 DEPARTING_SECONDS = 30.0
 # How long it may take to bring all snapshots to where they are needed.
 MEMORY_SECONDS = 150.0
-# For how long ranks at rest wait to hear which checkpoints there are, where memory has a state as new as all of them.
-AT_REST_SECONDS = 2.0
+# For how long it is waited to hear which checkpoints there are, where memory has a state as new as all that are known.
+IN_MEMORY_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ async def newest_state(job: JobContext, last_kind: str | None, last_step: int | 
     unusable = unusable_sources(await job.record.generations(), last_kind, last_step)
     told = await job.record.saved_checkpoints()
     is_in_memory = choose_resume(held, told, unusable, foreign).source in ("snapshot", "memory")
-    # Whoever rests has been heard in this generation: the database is no backup that the folder could be ahead of.
-    rests = any(step is not None for step in gang.held_steps.values())
-    durable = await known_checkpoints(job, AT_REST_SECONDS if is_in_memory and rests else LOOK_SECONDS)
+    # Else the database may be a backup, and the folder ahead of it. Whoever rests has been heard in this generation.
+    is_heard = job.has_launched or any(step is not None for step in gang.held_steps.values())
+    durable = await known_checkpoints(job, IN_MEMORY_SECONDS if is_in_memory and is_heard else LOOK_SECONDS)
     resume = choose_resume(held, durable.checkpoints, unusable, foreign)
     durable.refuse_unknown(job.id, resume)
     taken = {kind for rank, kind in brought.taken.items() if resume.step in brought.steps[rank]}

@@ -8,7 +8,6 @@ never notices.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Mapping
@@ -334,18 +333,23 @@ class Supervisor:
         message = f"waits {seconds:g} s before the next try: no step was committed since the last failure of this kind"
         data = {"seconds": seconds, "kind": culprit.kind}
         await self._record.event("held_back", message, rank=culprit.rank, data=data)
-        await self._wait(seconds)
+        await self._wait(seconds, self._job.cancelled)
 
     async def _hold(self, launch: Launch, why: str) -> Launch:
-        """Wait before the next try of a launch that failed by no fault of the gang's, or until the job is cancelled."""
+        """Wait before the next try of a launch that failed by no fault of the gang's, or until the job is cancelled or
+        is to leave."""
         await self._record.note_held(why)
-        await self._wait(hold_seconds(launch.holds))
+        await self._wait(hold_seconds(launch.holds), self._job.cancelled, self._job.leaving)
         return replace(launch, holds=launch.holds + 1)
 
-    async def _wait(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._job.cancelled.wait()
+    async def _wait(self, seconds: float, *signals: asyncio.Event) -> None:
+        """Until one of `signals` is set, or so long."""
+        waits = [asyncio.create_task(signal.wait()) for signal in signals]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _reacquire(self, launch: Launch) -> Launch:
         """Give up all places, keep the snapshots, and place the whole gang anew."""

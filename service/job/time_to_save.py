@@ -1,4 +1,5 @@
-"""How long before its nodes are gone a job has to begin to save its state, so that it is saved in time."""
+"""How long a job needs to have its state saved before it gives its places back: so long before its nodes are gone it
+begins. And how long it may take."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from service.job.record import JobRecord
 from service.store import checkpoints
 
 SAVE_SECONDS = 300.0
-"""How long a job may take to have its state saved before it leaves without."""
+"""How long a job may take to have its state saved before it leaves without, unless its saves always take longer."""
+PATIENCE = 6
+"""So many times what it needs it may take where its state is in memory too: a store that does not answer would hold its
+places for as long as any save may take."""
+LONGEST_SECONDS = 3600.0
+"""Of what a job is taken to need: saves that were noted late are no measure."""
 LATEST = 5
 """Of so many saves the one in the middle counts."""
 UNKNOWN_SAVE_SECONDS = 30.0
@@ -30,4 +36,10 @@ def seconds_to_save(saves: Sequence[float], step_seconds: float | str | None) ->
     step that has just begun has to end too; each may take twice as long as ever before."""
     save = median(saves) if saves else UNKNOWN_SAVE_SECONDS
     step = step_seconds if isinstance(step_seconds, int | float) else 0.0
-    return min(SAVE_SECONDS, 2 * save + 2 * step + SPARE_SECONDS)
+    return min(LONGEST_SECONDS, 2 * save + 2 * step + SPARE_SECONDS)
+
+
+def seconds_allowed(needed: float, only_there: bool) -> float:
+    """How long a job that needs `needed` seconds to have its state saved may take. `only_there`: whether that is all
+    that will be left of its state."""
+    return max(needed, SAVE_SECONDS if only_there else min(SAVE_SECONDS, PATIENCE * needed))

@@ -93,6 +93,21 @@ def test_cancel_ends_a_held_job_at_once(job, monkeypatch):
     assert job.cluster.nothing_held
 
 
+def test_held_job_is_paused_at_once_since_nothing_is_to_be_saved(job, monkeypatch):
+    monkeypatch.setattr(durable_state, "FIRST_HOLD_SECONDS", 1000.0)
+    monkeypatch.setattr(durable_state, "LONGEST_HOLD_SECONDS", 1000.0)
+
+    async def body():
+        await run_and_lose_all(job)
+        await job.waited(1)
+        job.pause()
+        await job.task
+
+    story(body)
+    assert (job.row.state, job.row.generation, states(job)) == ("PAUSED", 1, ["complete"])
+    assert not job.cluster.agents.living and not job.cluster.groups.held
+
+
 def test_next_control_plane_holds_the_job_too_and_says_no_more(job):
     async def body():
         await run_and_lose_all(job)

@@ -12,9 +12,10 @@ from service.job.actions import End, Launch, Leave, Reacquire, Rearrange, Requeu
 from service.job.changes import Stay
 from service.job.context import JobContext
 from service.job.supervisor import Supervisor
+from service.job.time_to_save import SAVE_SECONDS
 from service.ledger import StateEntry
 from service.states import JobState
-from service.store import failed_jobs, jobs, state_changes
+from service.store import checkpoints, failed_jobs, jobs, state_changes
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.supervised_job import save_checkpoint, story
 
@@ -211,7 +212,7 @@ def test_job_that_has_no_step_to_save_is_paused_at_once(job, cluster):
 
 
 def test_job_that_takes_too_long_to_save_leaves_with_what_it_has(job, monkeypatch):
-    monkeypatch.setattr(leave, "SAVE_SECONDS", 0.1)
+    monkeypatch.setattr(leave, "seconds_allowed", lambda needed, only_there: 0.1)
 
     async def body():
         await up(job, 1, 2)
@@ -428,6 +429,28 @@ def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
     assert context.overdue.is_set()
 
 
+@pytest.mark.parametrize(
+    ("snapshots", "no_room", "seconds"), [("auto", "", 84.0), ("off", "", SAVE_SECONDS), ("auto", "none", SAVE_SECONDS)]
+)
+def test_pause_waits_longest_for_a_store_where_nothing_else_will_be_left(
+    store, submit, cluster, monkeypatch, snapshots, no_room, seconds
+):
+    context, slept = JobContext.of(store, cluster, submit(checkpoint={"snapshots": snapshots, "every_steps": 1})), []
+
+    async def sleep(duration):
+        slept.append(duration)
+
+    async def body():
+        context.leaving.set()
+        context.no_room = no_room
+        monkeypatch.setattr(leave, "asyncio", SimpleNamespace(sleep=sleep))
+        await leave.keep_time(context)
+
+    monkeypatch.setattr(checkpoints, "latest_seconds", lambda session, job_id, limit: [2.0])
+    story(body)
+    assert slept == [seconds]
+
+
 def test_pause_by_a_host_whose_clock_is_slow_has_as_long_as_any(store, started, cluster, monkeypatch):
     def pause(session):
         jobs.transition(session, started.id, JobState.PAUSING)
@@ -452,7 +475,7 @@ def test_pause_by_a_host_whose_clock_is_slow_has_as_long_as_any(store, started, 
         await leave.keep_time(context)
 
     story(body)
-    assert slept == [leave.SAVE_SECONDS]
+    assert slept == [SAVE_SECONDS]
 
 
 def test_job_whose_time_is_up_has_as_long_to_save_as_one_that_is_paused(store, started, cluster, monkeypatch):
@@ -468,12 +491,12 @@ def test_job_whose_time_is_up_has_as_long_to_save_as_one_that_is_paused(store, s
 
     store.write(lambda s: setattr(state_changes.of_job(s, started.id)[-1], "time", 5.0))  # it started long ago
     story(body)
-    assert slept == [pytest.approx(leave.SAVE_SECONDS, abs=15.0)]
+    assert slept == [pytest.approx(SAVE_SECONDS, abs=15.0)]
 
 
 @pytest.mark.parametrize("limit", [None, 1000.0])
 def test_job_that_is_paused_before_its_time_is_up_is_overdue_by_its_pause(two_replicas, cluster, monkeypatch, limit):
-    monkeypatch.setattr(leave, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(leave, "seconds_allowed", lambda needed, only_there: 0.0)
     job = two_replicas(cluster, **({} if limit is None else {"max_duration": limit}))
     context = JobContext.of(job.store, cluster, job.row)
     changes = [StateEntry(time.time(), JobState.QUEUED)]

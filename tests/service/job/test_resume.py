@@ -101,11 +101,18 @@ def test_process_at_rest_without_a_state_adds_nothing(job):
 
 
 @pytest.mark.parametrize(
-    ("at_rest", "complete", "waits"),
-    [(3, 3, resume.AT_REST_SECONDS), (None, 3, LOOK_SECONDS), (3, 4, LOOK_SECONDS)],
+    ("at_rest", "has_launched", "complete", "waits"),
+    [
+        (3, False, 3, resume.IN_MEMORY_SECONDS),
+        (None, True, 3, resume.IN_MEMORY_SECONDS),
+        (None, False, 3, LOOK_SECONDS),
+        (3, True, 4, LOOK_SECONDS),
+    ],
 )
-def test_ranks_at_rest_wait_for_a_folder_only_for_what_they_need(job, monkeypatch, at_rest, complete, waits):
-    """One that does not answer may hold something newer where nobody rests: the database may be a backup."""
+def test_ranks_wait_for_a_folder_only_for_what_they_need(job, monkeypatch, at_rest, has_launched, complete, waits):
+    """One that does not answer may hold something newer where the database may be a backup: it does not say what rests,
+    nor was it written here."""
+    job.has_launched = has_launched
     completed(job, complete)
     holds(job, 0, 3)
     holds(job, 1, 3)

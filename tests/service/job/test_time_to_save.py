@@ -5,7 +5,15 @@ import asyncio
 import pytest
 
 from service.job.record import JobRecord
-from service.job.time_to_save import SAVE_SECONDS, SPARE_SECONDS, UNKNOWN_SAVE_SECONDS, seconds_to_save, time_to_save
+from service.job.time_to_save import (
+    LONGEST_SECONDS,
+    SAVE_SECONDS,
+    SPARE_SECONDS,
+    UNKNOWN_SAVE_SECONDS,
+    seconds_allowed,
+    seconds_to_save,
+    time_to_save,
+)
 from service.store import checkpoints, generations, metrics
 
 
@@ -24,8 +32,25 @@ def test_save_under_way_and_the_step_under_way_have_to_end_first(saves, step, se
     assert seconds_to_save(saves, step) == seconds + SPARE_SECONDS
 
 
-def test_it_is_never_longer_than_a_save_may_take():
-    assert seconds_to_save([1e6], 1e6) == SAVE_SECONDS
+def test_saves_that_were_noted_late_are_no_measure():
+    assert seconds_to_save([1e6], 1e6) == LONGEST_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("save", "in_memory_too", "only_there"),
+    [(0.5, 66.0, SAVE_SECONDS), (10.0, 180.0, SAVE_SECONDS), (400.0, 810.0, 810.0)],
+    ids=["a_store_that_is_quick_and_hangs", "slow", "slower_than_most"],
+)
+def test_save_that_takes_several_times_as_long_as_usual_is_waited_for_only_where_nothing_else_is_left(
+    save, in_memory_too, only_there
+):
+    needed = seconds_to_save([save], None)
+    assert seconds_allowed(needed, only_there=False) == in_memory_too
+    assert seconds_allowed(needed, only_there=True) == only_there
+
+
+def test_job_of_whose_saves_nothing_is_known_has_as_long_as_most():
+    assert seconds_allowed(seconds_to_save([], None), only_there=False) == SAVE_SECONDS
 
 
 def test_last_saves_and_the_last_step_of_the_job_count(store, started):

@@ -32,10 +32,10 @@ class _Supervisor(Supervisor):
         super()._attend(running)
         self._cluster.agents.changed()
 
-    async def _wait(self, seconds):
+    async def _wait(self, seconds, *signals):
         self.waits += 1
         self._cluster.agents.changed()
-        await super()._wait(seconds)
+        await super()._wait(seconds, *signals)
 
 
 class SupervisedJob:
