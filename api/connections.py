@@ -1,5 +1,5 @@
-"""How many connections the service holds, and for how long one may say nothing: before anybody has shown a key, that is
-all that a stranger can use up.
+"""How many connections the service holds, for how long one may say nothing, and for how long it may leave unread what
+it was answered: before anybody has shown a key, that is all that a stranger can use up.
 
 A connection that is refused is answered before anything of it is read.
 """
@@ -18,6 +18,8 @@ from workers.system.open_files import raise_limit
 
 HEAD_SECONDS = 15.0
 """How long a connection may take to say all that comes before a request's body, the first time and each time after."""
+UNREAD_SECONDS = 300.0
+"""How long a connection may take none of what it was sent. Who pages through a stream reads on where that broke off."""
 MOST_CONNECTIONS = 8192
 _OTHER_FILES = 256
 """What the service opens beside connections: its database, logs, Ray."""
@@ -35,6 +37,7 @@ class LimitedConnection(HttpToolsProtocol):
     most = MOST_CONNECTIONS
     """How many there may be at once."""
     _head_timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, or refuse what is one too many."""
@@ -53,9 +56,20 @@ class LimitedConnection(HttpToolsProtocol):
         else:
             self._await_head()
 
+    def pause_writing(self) -> None:
+        """What was sent is not read: a stream would wait for that without end, whatever becomes of its key."""
+        super().pause_writing()
+        self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Most of it is."""
+        self._end_unread()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
         self._end_wait()
+        self._end_unread()
         super().connection_lost(exc)
 
     def _reads_a_body_or_answers(self) -> bool:
@@ -69,6 +83,11 @@ class LimitedConnection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _end_unread(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def _give_up(self) -> None:
         self._head_timer = None

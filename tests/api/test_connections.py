@@ -3,13 +3,16 @@
 import contextlib
 import resource
 import socket
+import threading
 
 import httpx
 import pytest
 
 from api import connections, request_guard
 from api.connections import MOST_CONNECTIONS, connections_at_once
+from api.rate_limits import CallerLimits
 from api.rest_version import HEADER, REST
+from service.store import events
 from tests.api.conftest import FakeControl, serving
 from tests.api.support.keys import ADMIN
 
@@ -95,6 +98,27 @@ def test_body_that_never_arrives_holds_its_connection_no_longer_than_it_may(serv
         slow.sendall(head + b"Connection: close\r\nContent-Length: 10\r\n\r\n{")
         said = answer(slow)
     assert said.startswith(b"HTTP/1.1 408 Request Timeout") and b"body_too_slow" in said
+
+
+def test_stream_that_nobody_reads_is_broken_off_and_gives_its_place_back(service, monkeypatch):
+    """It would not even notice that its key was revoked."""
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
+    job, ended, end = service.submit()["id"], threading.Event(), CallerLimits.end_stream
+
+    def noted(limits, key_id):
+        end(limits, key_id)
+        ended.set()
+
+    def say_much(session):
+        for _ in range(120):
+            events.append(session, job, "told", "x" * 100_000)
+
+    monkeypatch.setattr(CallerLimits, "end_stream", noted)
+    service.store.write(say_much)
+    with connected(httpx.URL(service.url)) as silent:
+        head = f"GET /v1/jobs/{job}/events?follow=true HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {ADMIN}\r\n"
+        silent.sendall(f"{head}\r\n".encode())
+        assert ended.wait(SECONDS)
 
 
 def test_one_connection_too_many_is_told_so_and_the_next_is_served_once_there_is_room():
