@@ -1,5 +1,5 @@
-"""What a caller may do. Here alone it is decided which jobs a request may be about: those of the caller's project, or
-those of all projects where the key is of the installation. Every other job is answered as if there were none."""
+"""What a caller may do. Only this module decides which jobs a request may concern: those of the caller's project, or
+those of all projects where the key is of the installation. Every other job is answered as if it did not exist."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def refuse_priority(who: Identity, priority: int | None) -> None:
 
 @dataclass
 class RequestOfCaller:
-    """What is known about a request beside its path and body."""
+    """What is known about a request besides its path and body."""
 
     who: Identity | None
-    """None: nobody that we know, where that is allowed."""
+    """None: an anonymous caller, where that is allowed."""
     address: str | None
     """Where it comes from."""
     credential: Credential | None = None

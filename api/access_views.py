@@ -1,4 +1,4 @@
-"""Rows of who may do what, and who did, as answers of the API."""
+"""Rows of keys, projects and the audit, as answers of the API."""
 
 from __future__ import annotations
 

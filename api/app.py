@@ -89,7 +89,7 @@ def create_app(
 ) -> FastAPI:
     """The API on top of `control`. Each app has its own Prometheus registry, so that several can live in a process.
 
-    `allowed_hosts`: names of the service beside this machine's own, such as a proxy's. `limits`: of each caller;
+    `allowed_hosts`: names of the service besides this machine's own, such as a proxy's. `limits`: of each caller;
     default: the usual ones. `secure_cookies`: browsers reach the service by TLS only."""
     app = FastAPI(
         title="Manta",

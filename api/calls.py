@@ -115,7 +115,7 @@ def edit(
     labels: Mapping[str, str | None] | None = None,
 ) -> Call[schemas.Job]:
     """Change a job's name, priority or labels, of which a None takes one away; with `etag`, that of the job as it was
-    read, unless somebody has changed it."""
+    read, unless it was changed meanwhile."""
     wanted = {"name": name, "priority": priority, "labels": labels}
     body = {key: value for key, value in wanted.items() if value is not None}
     headers = {} if etag is None else {"If-Match": etag}
@@ -263,7 +263,7 @@ def ledger(job_id: str) -> Call[schemas.Ledger]:
 
 
 def job_plan(job_id: str) -> Call[schemas.JobPlan]:
-    """What was planned of a job, beside what its steps take."""
+    """A job's plan, compared with what its steps take."""
     return Call(schemas.JobPlan, "GET", _job(job_id, "/plan"))
 
 

@@ -1,6 +1,6 @@
-"""Tells live streams that there may be something new for them. However many streams there are, one look at the database
-every 0.2 seconds, on a thread of its own, finds out for all of them: a stream that has nothing to say costs neither a
-thread nor a query."""
+"""Notifies live streams that there may be something new for them. However many streams there are, one look at the
+database every 0.2 seconds, on a thread of its own, finds out for all of them: a stream that has nothing to say costs
+neither a thread nor a query."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Changes:
         self._task: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-changes")
         self.is_closed = False
-        """Whether streams are to end, since the service does: whoever follows them asks the next one."""
+        """Whether streams are to end, since the service does: their clients ask the next one."""
 
     def close(self) -> None:
         """Have all streams end."""
@@ -80,7 +80,7 @@ class Changes:
             except Exception as error:  # it is asked again, and then all may be new
                 if answers:
                     why, is_ours = getattr(error, "orig", None) or error, not isinstance(error, SQLAlchemyError)
-                    log.warning("it cannot be found out what is new for streams: %s", why, exc_info=is_ours)
+                    log.warning("what is new for streams cannot be read: %s", why, exc_info=is_ours)
                 versions, answers = {}, False
             else:
                 answers = True

@@ -2,7 +2,7 @@
 (`api/async_client.py`).
 
 Both send the calls of `api/calls.py`. They raise ApiError when the service refuses (its `problem` says why) and
-ServiceUnreachable when nobody answers.
+ServiceUnreachable when there is no answer.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class MantaClient:
         labels: Mapping[str, str | None] | None = None,
     ) -> Job:
         """Change a job's name, priority or labels, of which a None takes one away; with `etag`, that of the job as it
-        was read, unless somebody has changed it."""
+        was read, unless it was changed meanwhile."""
         return self.send(calls.edit(job_id, name, priority, etag, labels))
 
     def delete(self, job_id: str) -> DeletedJob:
@@ -319,7 +319,7 @@ class MantaClient:
         return self.send(calls.ledger(job_id))
 
     def job_plan(self, job_id: str) -> JobPlan:
-        """What was planned of a job, beside what its steps take."""
+        """A job's plan, compared with what its steps take."""
         return self.send(calls.job_plan(job_id))
 
     def machines(self) -> Items[Machine]:
@@ -345,7 +345,7 @@ class MantaClient:
         return self.send(calls.trace(job_id, trace_id))
 
     def budget(self, job_id: str, source: str | None = None) -> StepBudget:
-        """Where a job's step goes; `source`: made of a `trace`, or of `phases`."""
+        """Where the time of a job's step goes; `source`: measured from a `trace`, or from `phases`."""
         return self.send(calls.budget(job_id, source))
 
     def inject(self, job_id: str, kind: FaultKind, rank: int, at_step: int = 0, **more: Any) -> Fault:

@@ -22,7 +22,7 @@ UNREAD_SECONDS = 300.0
 """How long a connection may take none of what it was sent. Who pages through a stream reads on where that broke off."""
 MOST_CONNECTIONS = 8192
 _OTHER_FILES = 256
-"""What the service opens beside connections: its database, logs, Ray."""
+"""Files that the service opens besides connections: its database, logs, Ray."""
 
 
 def connections_at_once() -> int:

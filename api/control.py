@@ -48,10 +48,10 @@ class ControlPlane(Protocol):
         """A job was stored in state QUEUED, or may have another place in the queue: wake the scheduler."""
 
     def cancel(self, job_id: str) -> None:
-        """A job was moved to CANCELLED or CANCELLING: wake whoever owns it."""
+        """A job was moved to CANCELLED or CANCELLING: wake its owner."""
 
     def pause(self, job_id: str) -> None:
-        """A job was moved to PAUSED or PAUSING: wake whoever owns it."""
+        """A job was moved to PAUSED or PAUSING: wake its owner."""
 
     def delete(self, job_id: str) -> Deletion:
         """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
@@ -73,10 +73,10 @@ class ControlPlane(Protocol):
         ClusterUnavailable."""
 
     def resize(self, job_id: str) -> None:
-        """A job shall have another size: wake whoever owns it."""
+        """A job shall have another size: wake its owner."""
 
     def trace(self, job_id: str) -> None:
-        """A trace of a job was asked for: wake whoever owns it."""
+        """A trace of a job was asked for: wake its owner."""
 
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
         """Have all jobs leave a node; the node, in the form of `api.schemas.Node`. Raises NodeNotFound,

@@ -1,4 +1,4 @@
-"""What a request shows to prove who it comes from, and whose it is."""
+"""Credentials in requests, and whose they are."""
 
 from __future__ import annotations
 

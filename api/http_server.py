@@ -1,4 +1,4 @@
-"""The HTTP server, which ends open streams and waits when it is told to end: it would give them the time that it gives
+"""The HTTP server, which ends open streams and waits when it is asked to end: it would give them the time that it gives
 requests to be answered, and then break them off."""
 
 from __future__ import annotations

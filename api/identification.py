@@ -1,5 +1,5 @@
-"""Finds out who asks before anything else is done with a request: without a good key nothing answers, and nobody gets
-more than a key may ask for."""
+"""Identifies the caller before anything else is done with a request: without a valid key nothing answers, and no caller
+gets more than its key may ask for."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Identification:
 
 
 def _unauthenticated(path: str, ended: str | None) -> Response:
-    """Browsers are told what a person can do; `ended`: why the key that was shown is not good any more."""
+    """Browsers get a page that says what a person can do; `ended`: why the key that was shown is not good any more."""
     if path in ("/", DASHBOARD_PATH) or path.startswith(f"{DASHBOARD_PATH}/"):
         return HTMLResponse(_SIGN_IN, 401, headers={"Cache-Control": "no-store"})
     return problem("unauthenticated", str(Unauthenticated(ended)))

@@ -12,7 +12,7 @@ from api.rest_call import ApiError, Call
 from service.ids import is_job_id
 
 MOST_LISTED = 10
-"""Jobs of the same name that whoever has to choose is shown."""
+"""Most jobs of one name that a user who has to choose is shown."""
 
 
 def lookup(name: str) -> Call[schemas.Items[schemas.Job]]:

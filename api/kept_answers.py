@@ -1,4 +1,4 @@
-"""Answers kept for whoever asks again, up to so many bytes."""
+"""Answers kept for requests that repeat, up to so many bytes."""
 
 from __future__ import annotations
 

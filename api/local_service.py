@@ -1,4 +1,4 @@
-"""What a service and the commands of the same home know of each other: where it answers, its process, its key."""
+"""What commands know about the service of the same home: where it answers, its process, its key."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def find_url(settings: Settings) -> str:
 
 def find_key(settings: Settings, url: str) -> str | None:
     """The key for the service at `url`: MANTA_API_KEY, else the automatic one, if it is the service that runs in
-    MANTA_HOME; nobody else is shown that. Raises KeyFileUnsafe."""
+    MANTA_HOME; no other server is sent that. Raises KeyFileUnsafe."""
     if settings.api_key is not None:
         return settings.api_key
     return read_key(settings.home) if _runs_here(settings.home, url) is not None else None

@@ -1,4 +1,4 @@
-"""What `/openapi.json` says beyond what FastAPI finds out by itself: bodies that routes read without its help, the one
+"""What `/openapi.json` says beyond what FastAPI derives by itself: bodies that routes read without its help, the one
 form of all errors, and what is inside of a stream."""
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ LONGEST_CURSOR = 60_000  # the HTTP server takes no address of more than 64 KiB
 
 
 async def control_of(request: Request) -> ControlPlane:
-    """The control plane that the app was made with."""
+    """The control plane that the app was created with."""
     return cast(ControlPlane, request.app.state.control)
 
 
@@ -103,7 +103,9 @@ LastEventId = Annotated[
 ]
 IdempotencyKey = Annotated[
     str | None,
-    Header(min_length=1, max_length=200, description="The same key and body again is the same job, not another one"),
+    Header(
+        min_length=1, max_length=200, description="A second request with the same key and body returns the same job"
+    ),
 ]
 IfMatch = Annotated[
     str | None, Header(max_length=1000, description="Only if the job's ETag is (one of) these, or * for any")

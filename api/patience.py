@@ -1,5 +1,5 @@
-"""How whoever follows a job bears a service that does not answer for a while, since it is restarted, upgraded, or its
-database is away: the job trains on meanwhile."""
+"""How a client that follows a job waits for a service that does not answer for a while, since it is restarted,
+upgraded, or its database is away: the job trains on meanwhile."""
 
 from __future__ import annotations
 

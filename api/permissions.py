@@ -1,5 +1,5 @@
-"""What each operation needs of the key that asks for it: the one table that requests are held against, and that the
-description of the API is made from. An operation without a line here is refused to everybody."""
+"""What each operation needs of the caller's key: the one table that requests are checked against, and that the
+description of the API is generated from. An operation without a line here is always refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every code that a problem document may carry: the one table that both the answers and their description are made
-from, so that neither says what the other does not.
+"""Every code that a problem document may carry: the one table that both the answers and their description are generated
+from, so that they agree.
 
 Routes say which codes they can answer, `responses=reads("job_not_found")`; a test holds each answer against that.
 """
@@ -28,7 +28,7 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "malformed_json": Kind(400, "the body is not JSON in UTF-8"),
     "http_error": Kind(400, "the request is not one that a server can read"),
-    "other_release": Kind(400, "the client is of a release whose REST API this service does not speak"),
+    "other_release": Kind(400, "the client is of a release whose REST API this service does not support"),
     "unauthenticated": Kind(401, "there is no key with the request, or it is unknown, expired or revoked"),
     "forbidden": Kind(403, "the key does not allow this; `detail` names the scope that is needed"),
     "unknown_host": Kind(403, "the Host header names another site"),
@@ -39,7 +39,7 @@ KINDS: dict[str, Kind] = {
     "trace_not_found": Kind(404, "the job has no such trace, or nothing was recorded for it"),
     "project_not_found": Kind(404, "there is no such project"),
     "key_not_found": Kind(404, "there is no such key"),
-    "link_not_good": Kind(404, "the link was used before, has expired or was never given out"),
+    "link_not_good": Kind(404, "the link was used before, has expired or was never issued"),
     "checkpoint_not_found": Kind(404, "the job has no such checkpoint"),
     "export_not_found": Kind(404, "the job has no such export"),
     "rank_not_found": Kind(404, "the job has no such rank"),
@@ -51,25 +51,25 @@ KINDS: dict[str, Kind] = {
     "job_being_deleted": Kind(409, "the job is being deleted"),
     "job_being_exported": Kind(409, "weights of the job are being exported"),
     "files_not_removed": Kind(409, "a file cannot be removed, so what it belongs to is still there"),
-    "export_not_possible": Kind(409, "the checkpoint is not complete, or as many as may are being exported"),
+    "export_not_possible": Kind(409, "the checkpoint is not complete, or too many exports are being written already"),
     "checkpoint_needed": Kind(409, "the checkpoint is in use, or the job would go on from it"),
     "project_exists": Kind(409, "there is a project of this name already"),
     "idempotency_conflict": Kind(409, "the Idempotency-Key was used before with another body"),
-    "no_ranks": Kind(409, "the job has no ranks that run"),
-    "fault_not_possible": Kind(409, "the fault could never strike"),
-    "trace_not_possible": Kind(409, "the trace cannot be made"),
-    "nothing_measured": Kind(409, "nothing is known yet of where the job's steps go"),
+    "no_ranks": Kind(409, "the job has no running ranks"),
+    "fault_not_possible": Kind(409, "the fault could never happen"),
+    "trace_not_possible": Kind(409, "the trace cannot be recorded"),
+    "nothing_measured": Kind(409, "nothing has been measured yet of where the job's steps go"),
     "nothing_planned": Kind(409, "the job has no plan, or none that can be drawn; `detail` says why"),
     "not_understood": Kind(409, "another release stored the job's spec, and this one does not understand it"),
-    "precondition_failed": Kind(412, "the job is not any more what If-Match says"),
+    "precondition_failed": Kind(412, "the job has changed since the version that If-Match names"),
     "body_too_large": Kind(413, "the body is longer than any request needs"),
-    "unsupported_media_type": Kind(415, "the body does not say that it is JSON"),
+    "unsupported_media_type": Kind(415, "the Content-Type of the body is not JSON"),
     "invalid_parameter": Kind(422, "a parameter or a field of the body breaks a rule; `errors` has each of them"),
     "invalid_spec": Kind(422, "the JobSpec breaks rules; `errors` has each of them"),
-    "unsupported": Kind(422, "the JobSpec asks for what is not built yet; `errors` say what works"),
+    "unsupported": Kind(422, "the JobSpec uses features that are not built yet; `errors` say what works"),
     "size_out_of_bounds": Kind(422, "the job cannot have this size"),
-    "too_many_requests": Kind(429, "the caller asks for more than it may at once or in a second"),
-    "internal_error": Kind(500, "a defect of the service; its log says more"),
+    "too_many_requests": Kind(429, "the caller sends more requests than it may at once or in a second"),
+    "internal_error": Kind(500, "an error of the service itself; its log says more"),
     "too_many_connections": Kind(503, "the service holds as many connections as it can"),
     "not_ready": Kind(503, "jobs cannot run right now; `errors` has the reasons"),
     "database_unavailable": Kind(503, "the job database does not answer"),

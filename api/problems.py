@@ -241,7 +241,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 class AnswerFailures:
-    """ASGI middleware that answers what nobody has expected. Starlette's own does so too, but raises it again: the
+    """ASGI middleware that answers unexpected errors. Starlette's own does so too, but raises it again: the
     server then closes the connection, on which a client has sent its next request."""
 
     def __init__(self, app: ASGIApp):

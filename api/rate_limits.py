@@ -1,5 +1,4 @@
-"""How much one caller may ask for: requests a second, requests and streams at once. Counted in memory, for this process
-alone."""
+"""Limits of one caller: requests a second, requests and streams at once. Counted in memory, for this process alone."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class TokenBuckets:
     """A bucket for each caller, filled with `rate` tokens a second up to two seconds' worth; a request takes one."""
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic):
-        """`rate` 0: as many as one likes."""
+        """`rate` 0: no limit."""
         self._rate, self._size, self._clock = rate, max(1.0, rate * _BURST_SECONDS), clock
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 

@@ -1,4 +1,4 @@
-"""Jobs as JSON, kept for a moment: whoever watches a job or a list asks for the same again and again.
+"""Jobs as JSON, kept for a moment: a client that watches a job or a list asks for the same again and again.
 
 Every answer is checked against the jobs' rows, so that what a job's row says is never old; what is computed from other
 tables (goodput, expected end, place in the queue) may be `FRESH_SECONDS` old. Of a job that was over for a while when

@@ -1,5 +1,5 @@
-"""Pages of jobs as JSON, kept for a moment like the jobs in them (`rendered_jobs.py`): whoever watches a list asks for
-the same page again and again. Every answer is checked against the rows of its jobs."""
+"""Pages of jobs as JSON, kept for a moment like the jobs in them (`rendered_jobs.py`): a client that watches a list
+asks for the same page again and again. Every answer is checked against the rows of its jobs."""
 
 from __future__ import annotations
 

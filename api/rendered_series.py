@@ -1,5 +1,5 @@
-"""Series of metrics as JSON, kept for whoever draws the same again, as dashboards do. Every answer is checked against
-the job's row, which changes with every row of its metrics, so none is ever old."""
+"""Series of metrics as JSON, kept for clients that draw the same again, as dashboards do. Every answer is checked
+against the job's row, which changes with every row of its metrics, so none is ever old."""
 
 from __future__ import annotations
 

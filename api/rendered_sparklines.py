@@ -1,5 +1,5 @@
-"""Losses of many jobs as short series, each kept until its job has moved: whoever watches a list asks for the same
-again and again."""
+"""Losses of many jobs as short series, each kept until its job has moved: a client that watches a list asks for the
+same again and again."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What is refused before any route sees it: requests that a web page of somebody else's makes its visitor's browser
+"""Requests that are refused before any route sees them: requests that another site's page makes its visitor's browser
 send, and bodies that no request needs.
 
-A page of another site can send a form here, but cannot hide its `Origin`, nor send JSON without
-asking first. A site whose name is made to lead here (DNS rebinding) is told by its name in `Host`. A client of another
-release is told so here too, before it sends what nobody understands.
+A page of another site can send a form here, but cannot hide its `Origin`, nor send JSON without asking first. A site
+whose name is made to lead here (DNS rebinding) is recognised by its name in `Host`. A client of another release is
+refused here too, before it sends what this one does not understand.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Refusal:
 
 def refusal(method: str, path: str, headers: Mapping[str, str], own_names: Collection[str]) -> Refusal | None:
     """Why a request is refused; None where it is let through. `own_names`: host names, in
-    lower case, under which the service may be reached beside its addresses."""
+    lower case, under which the service may be reached besides its addresses."""
     host = headers.get("host", "")
     if not _is_ours(host, own_names):
         return Refusal(
@@ -110,7 +110,7 @@ class RequestGuard:
     """ASGI middleware that answers what is refused."""
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] = ()):
-        """`allowed_hosts`: names of the service beside this machine's own, such as a proxy's."""
+        """`allowed_hosts`: names of the service besides this machine's own, such as a proxy's."""
         self._app = app
         self._own_names = {name.lower() for name in ("localhost", socket.gethostname(), *allowed_hosts)}
 

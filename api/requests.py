@@ -1,5 +1,5 @@
-"""What the REST API is asked for in bodies, as data; JobSpecs are in `workers/config/`. What they do not know is an
-error: a slip of the hand is not taken for a wish."""
+"""Bodies of REST requests, as data; JobSpecs are in `workers/config/`. Unknown fields are errors, so that a typo is
+never ignored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Body(BaseModel):
 
 
 class Resize(Body):
-    """How large a job shall be."""
+    """The size that a job should have."""
 
     data: Annotated[int, Field(strict=True, ge=1)]
     """Number of data-parallel replicas, within the spec's elastic.min_data..max_data."""
@@ -39,7 +39,7 @@ class PlannedNodes(Body):
     nodes: Annotated[int, Field(strict=True, ge=1, le=100_000)] = 1
     """Number of nodes."""
     gpus_per_node: Annotated[int, Field(strict=True, ge=1, le=64)] | None = None
-    """Accelerators of a node; default: as many as such nodes have."""
+    """Accelerators of a node; default: the usual number for this type."""
 
 
 class PlannedCluster(PlannedNodes):
@@ -52,7 +52,7 @@ class PlannedCluster(PlannedNodes):
 
 
 class PlanDocument(BaseModel):
-    """What is to be planned. A job's other sections may be there too, and are checked."""
+    """A request for plans. A job's other sections may be there too, and are checked."""
 
     model: dict[str, Any]
     """As in a JobSpec."""
@@ -61,7 +61,7 @@ class PlanDocument(BaseModel):
     cluster: PlannedCluster
     """Where."""
     parallel: dict[str, Any] | Literal["auto"] = "auto"
-    """A layout, or auto: the best ones are found."""
+    """A layout, or auto: the best ones are searched for."""
     explain: bool = False
     """Whether to say where the time of the best plan goes, and what single changes would do."""
     sizes: bool = False
@@ -69,7 +69,7 @@ class PlanDocument(BaseModel):
 
 
 class JobChanges(Body):
-    """What shall be different about a job; what is left out stays."""
+    """Changes of a job; fields that are left out stay as they are."""
 
     name: JobName = Field("", json_schema_extra=_without_default)
     """Its name."""
@@ -78,16 +78,16 @@ class JobChanges(Body):
     labels: Annotated[dict[LabelKey, LabelValue | None], Field(max_length=2 * MOST_LABELS)] = Field(
         {}, json_schema_extra=_without_default
     )
-    """Those that shall be different, with null for one that goes; the others stay."""
+    """Labels to change, with null for one to remove; the others stay."""
 
     @property
     def given(self) -> dict[str, Any]:
-        """What was not left out."""
+        """The fields that were given."""
         return self.model_dump(exclude_unset=True)
 
 
 class ExportRequest(Body):
-    """Weights to be written for others."""
+    """A request to export weights."""
 
     to: Annotated[str, Field(min_length=1, max_length=4000, pattern=r"^[^\x00]*$")]
     """Folder on the service's machine, where nothing may be yet: below one of those that exports may be written to; a
@@ -95,11 +95,11 @@ class ExportRequest(Body):
     format: Format = "hf"
     """hf: weights, config and tokenizer for transformers; safetensors: weights by Manta's own names."""
     dtype: Dtype | None = None
-    """Of the numbers; default: that of the weights that the job began with, or fp32."""
+    """Data type of the weights; default: that of the weights that the job began with, or fp32."""
 
 
 class FaultRequest(Body):
-    """A fault to be made in a job."""
+    """A fault to inject into a job."""
 
     kind: FaultKind
     """kill: SIGKILL to the rank's process; stop: SIGSTOP to it; hang: it never goes on; oom: it gets no more memory;
@@ -108,7 +108,7 @@ class FaultRequest(Body):
     rank: int = Field(ge=0, le=10**8)
     """Global rank."""
     at_step: int = Field(0, ge=0, le=2**53)
-    """First step in which it may strike: at once when the job is further already, in the step that comes next."""
+    """First step in which it may happen; if the job is past it, the next step."""
     phase: FaultPhase = "data"
     """Where in the step, or start and recovery: when the next generation begins."""
     seconds: float = Field(0.0, ge=0, le=3600)
@@ -130,7 +130,7 @@ class FaultRequest(Body):
 
 
 class TraceRequest(Body):
-    """Steps of a job that are to be recorded."""
+    """A request to record steps of a job."""
 
     steps: Annotated[int, Field(strict=True, ge=1, le=MOST_STEPS)] = 1
     """How many."""
@@ -143,37 +143,37 @@ class TraceRequest(Body):
 ProjectName = Annotated[str, Field(pattern=f"^{PROJECT_PATTERN}$", min_length=1, max_length=63)]
 """Lower-case letters, digits and hyphens."""
 PersonalName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")]
-"""A name of anything or anybody, on one line."""
+"""A name on one line."""
 
 
 class NewProject(Body):
-    """A project to be made."""
+    """A project to create."""
 
     name: ProjectName
     """Its name, for good."""
 
 
 class NewKey(Body):
-    """An API key to be made."""
+    """An API key to create."""
 
     name: PersonalName
     """What it is for."""
     scope: Scope
-    """read: see jobs; submit: and submit, change and end them; admin: and look after keys and audit."""
+    """read: see jobs; submit: also submit, change and end them; admin: also manage keys and read the audit."""
     project: ProjectName | None = None
-    """Project that it is bound to; default: that of the key that makes it."""
+    """Project that it is bound to; default: that of the key that creates it."""
     user: PersonalName | None = None
-    """Whom it is for."""
+    """The user it is for."""
     expires_in_days: float | None = Field(None, gt=0, le=36_500, allow_inf_nan=False)
-    """After how many days it opens nothing any more; default: never."""
+    """Days until it expires; default: it does not."""
     installation: Annotated[bool, Field(strict=True)] = False
-    """Good for all projects. Its own is the one that it submits into."""
+    """Valid for all projects. It submits into its own."""
     highest_priority: Priority | None = None
-    """The highest priority that it gives jobs; default: that of the key that makes it."""
+    """The highest priority that jobs submitted with it may have; default: that of the key that creates it."""
 
 
 class DrainRequest(Body):
     """The body of a drain."""
 
     deadline_seconds: float = Field(default=120.0, ge=0, le=604_800, allow_inf_nan=False)
-    """How long the node can still be counted on, in seconds."""
+    """Seconds until the node goes away."""

@@ -1,5 +1,5 @@
-"""The version of the REST API. Client and service tell each other theirs with every request and answer; what does not
-say any, such as curl or a release before, is taken as it is."""
+"""The version of the REST API. Client and service send theirs with every request and answer; a client that sends none,
+such as curl or an older release, is accepted."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ PRIVATE = 0o077
 
 
 ENDED_BY_RAY = 1
-"""Exit status of a service whose Ray has gone, for whoever starts it again (`api/cli/restarts.py`)."""
+"""Exit status of a service whose Ray has gone, for `api/cli/restarts.py`, which starts it again."""
 
 
 class PortTaken(MantaError):
@@ -57,7 +57,7 @@ class OtherDatabase(MantaError):
 
 
 def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str | None, patient: bool = False) -> None:
-    """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of somebody else's Ray, which
+    """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of an existing Ray, which
     is waited for where this process is `patient`.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
@@ -141,7 +141,7 @@ def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) 
         lifespan="on",
         ssl_certfile=settings.tls.certificate,
         ssl_keyfile=settings.tls.key,
-        # Whom nobody trusts could else write any address into the audit.
+        # An untrusted peer could otherwise write any address into the audit.
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),
     )
@@ -168,7 +168,7 @@ def refuse_without_protection(settings: Settings, host: str) -> None:
     if not settings.tls.is_used:
         raise NotForOthers(
             f"on {host} others could read keys on their way here: give a certificate with --tls-cert and --tls-key, or "
-            "say --tls-terminated where a proxy speaks TLS with the clients and nobody else reaches this port; "
+            "use --tls-terminated where a proxy terminates TLS and only it can reach this port; "
             "without --host the service is for this machine only"
         )
     if not _somebody_has_a_key(settings):
@@ -229,7 +229,7 @@ def lock_database(home: Path, url: str | None) -> list[IO[str]]:
 
 def _keep_to_database(settings: Settings, location: str) -> None:
     """Note which database this home's jobs are in, without a password. Where none is named it must be the one of the
-    last time: with an empty one, nobody would look after what runs. Raises OtherDatabase, HomeUnusable."""
+    last time: with an empty one, what runs would have no owner. Raises OtherDatabase, HomeUnusable."""
     record = settings.home / "database"
     known = (record.read_text(encoding="utf-8") if record.exists() else "") or location
     if settings.database_url is None and known != location:

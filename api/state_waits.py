@@ -12,7 +12,7 @@ from service.states import is_final
 
 LOOK_SECONDS = 0.2
 LONGEST_SECONDS = 60.0
-"""Longer waits are refused; whoever wants to wait on asks again."""
+"""Longer waits are refused; a client that wants to wait longer asks again."""
 
 StatesOf = Callable[[Collection[str]], Mapping[str, str]]
 """The states of those of these jobs that there are. Runs in a thread, so it may block."""

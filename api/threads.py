@@ -50,7 +50,7 @@ class LongReads:
 
 class FileReads:
     """For the files that a JobSpec names, on file systems that may never answer: FILES at once, each on a thread that
-    nobody waits for at the end. One that hangs keeps its thread until its file system answers, and no request."""
+    nothing waits for at the end. One that hangs keeps its thread until its file system answers, and no request."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(FILES)
@@ -69,7 +69,7 @@ class FileReads:
     def _give_back(self, answer: asyncio.Future[T]) -> None:
         self._places.release()
         if not answer.cancelled():
-            answer.exception()  # whoever still waits gets it
+            answer.exception()  # a caller that still waits gets it
 
 
 class DatabaseReads:
@@ -99,11 +99,11 @@ class ReadThreads:
         """For what Ray or agents are asked, which may give no answer for half a minute."""
         self.files = FileReads()
         self.searches = LongReads(SEARCHES)
-        """For the planner, which computes for up to a minute: more at once would take turns, and what looks after jobs
+        """For the planner, which computes for up to a minute: more at once would take turns, and what supervises jobs
         in this process would wait for each."""
         self.plans = LongReads(PLANS)
         """For the planner where it has no layout to find, which takes it seconds at most: plans of single layouts,
-        pictures, and what stands beside traces."""
+        pictures, and what comes with traces."""
 
 
 def read_threads_of(request: Request) -> ReadThreads:

@@ -139,7 +139,7 @@ PLANNED_ELSEWHERE = "another release has planned this job, in a form that this o
 
 
 def job_plan_view(kept: KeptPlan | None) -> schemas.JobPlan:
-    """A job's plan beside what it takes; None: there is none yet."""
+    """A job's plan, compared with what its steps take; None: there is none yet."""
     if kept is None:
         return _no_plan(None, NOT_PLANNED_YET)
     try:

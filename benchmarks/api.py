@@ -1,8 +1,8 @@
-"""What requests cost beside a full database: 10,000 jobs, 10 million rows of metrics, and 8 clients at once.
+"""What requests cost with a full database: 10,000 jobs, 10 million rows of metrics, and 8 clients at once.
 
 The database is filled with SQL; a service without a cluster answers in a process of its own. Each kind of request is
 set against what cannot be saved: a route that does nothing (`/healthz`), asked by as many clients in the same run, plus
-the bare SQL that the answer needs. Live streams are opened beside readers of one job. `--database` names an empty
+the bare SQL that the answer needs. Live streams are opened while one job is read. `--database` names an empty
 PostgreSQL database; without it the database is an SQLite file.
 """
 
@@ -105,7 +105,7 @@ def _ask_all(report: Report, store: Store, filled: Filled, address: str, key: st
     series = [
         f"/v1/jobs/{filled.longest}/metrics?max_points={POINTS}&after_step={after}" for after in range(MOST_SERIES)
     ]
-    # By LIMIT: told to find the steps up to 1,000, PostgreSQL reads the whole table.
+    # By LIMIT: asked to find the steps up to 1,000, PostgreSQL reads the whole table.
     first_thousand = f"SELECT * FROM metrics WHERE job_id = '{filled.longest}' ORDER BY step LIMIT {POINTS}"
     fifty = "SELECT * FROM jobs ORDER BY id DESC LIMIT 50"
     one = f"SELECT * FROM jobs WHERE id = '{filled.some}'"
@@ -236,7 +236,7 @@ def _copies(job: str) -> tuple[str, ...]:
 def _streams(
     report: Report, filled: Filled, address: str, key: str, process: psutil.Process, options: argparse.Namespace
 ) -> None:
-    """Live streams of jobs that run, beside which one job is read."""
+    """Live streams of jobs that run, while one job is read."""
     read = _get(f"/v1/jobs/{filled.some}")
     with _clients(address, key) as clients:
         before = percentile(_by_all(clients, read, options.seconds), 0.95)

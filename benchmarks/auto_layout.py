@@ -1,7 +1,7 @@
-"""`parallel: auto` on a copy of the quickstart, free and with 8 ranks forced, beside ten layouts each that were chosen
-by hand: what the planner finds trains at least as fast as the best of these, within noise.
+"""`parallel: auto` on a copy of the quickstart, free and with 8 ranks forced, compared with ten layouts each that were
+chosen by hand: what the planner finds trains at least as fast as the best of these, within noise.
 
-The planner goes by a calibration of this machine; its predictions of all layouts are in a file before the first run.
+The planner uses a calibration of this machine; its predictions of all layouts are in a file before the first run.
 Then all of them train in turns, the planner's own twice in each, so that what lies between these two is noise. Times
 are those of a machine that does nothing else.
 """
@@ -139,7 +139,7 @@ def _run_all(jobs: dict[str, list[JobSpec]], options: argparse.Namespace) -> dic
 
 
 def compare(report: Report, kind: str, rows: list[dict[str, Any]]) -> None:
-    """The planner's layout, first and last of `rows`, beside the best of the others by their medians. One chosen by
+    """The planner's layout, first and last of `rows`, next to the best of the others by their medians. One chosen by
     hand that is the same layout is further turns of it."""
     chosen, *by_hand, again = rows
     same = [row for row in by_hand if all(row[key] == chosen[key] for key in ("parallel", "threads"))]

@@ -1,4 +1,4 @@
-"""Plans that other automatic systems have published, beside what the search finds for the same model, batch and
+"""Plans that other automatic systems have published, compared with what the search finds for the same model, batch and
 cluster: which of them our space contains, and what lacking the others costs at most. Nothing is run; times are the
 planner's.
 """
@@ -49,7 +49,7 @@ ALPA = (
     Case("alpa_39b", (1024, 8192, 48, 64, 51200), 1024, 64, {"tensor": 4, "pipeline": 16}, 1),
 )
 """Solutions for AWS p3.16xlarge in Alpa's own repository (github.com/alpa-projects/alpa, commit 14ad84b,
-benchmark/alpa/suite_auto_gpt.py), shapes from suite_manual_gpt.py beside it. All recompute every layer. That of 2.6
+benchmark/alpa/suite_auto_gpt.py), shapes from suite_manual_gpt.py next to it. All recompute every layer. That of 2.6
 billion has two stages of 2 GPUs with a quarter of the layers each, and one of 4 GPUs with half of them."""
 NNSCALER = Case("nnscaler_t5", (1024, 6144, 32, 96, 2_048_000), 256, 32, None)
 """The shape of nnScaler's T5 with its vocabulary of two million, as a decoder: its interlaced pipeline splits the

@@ -1,4 +1,4 @@
-"""Pipeline bubbles as the engine's runtime really has them, beside those that the schedule promises.
+"""Pipeline bubbles as the engine's runtime really has them, compared with those that the schedule promises.
 
 Four stages whose work is a timed wait run whole steps through `workers.parallel.pipeline.runtime`, messages and all;
 the step is compared with the event simulation of the same schedule, and the idle time with the papers' formulas.

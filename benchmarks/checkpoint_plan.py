@@ -1,4 +1,4 @@
-"""What rank 0 does for a checkpoint beside its own part, and what each rank does before it reads one, simulated with
+"""What rank 0 does for a checkpoint besides its own part, and what each rank does before it reads one, simulated with
 the real plans of a model of 1 trillion parameters on 3,072 ranks: tensor 8, pipeline 64, data 6, ZeRO-1.
 
 Stages are built on tensors without memory. A stage in the middle stands for all in the middle, under the names of their
@@ -34,7 +34,7 @@ from workers.spec.reading import parse_job_spec
 
 MOST_SECONDS, MOST_BYTES = 3.0, 10**9
 ARCHIVE_BYTES = 1000
-"""Of an archive, beside its elements."""
+"""Of an archive, besides its elements."""
 SHAPE = {"layers": 128, "hidden_size": 25600, "heads": 160, "sequence_length": 2048, "vocabulary_size": 51200}
 LAYOUT = {"tensor": 8, "pipeline": 64, "data": 6}
 

@@ -1,9 +1,9 @@
-"""What saving a checkpoint into an S3 store, or on disk, costs the training beside it.
+"""What saving a checkpoint into an S3 store, or on disk, costs the training meanwhile.
 
 One rank trains, its trainer in a process of its own as in a job. In turns it trains alone, while it saves a checkpoint
 to an S3 server, while a process that knows nothing of it uploads the same bytes to the same server by boto3, while it
 saves on disk, and while another process copies the same bytes there. Trainer, uploads and server share the machine's
-cores, so what counts is the step beside our upload over the step beside the plain one right before or after it. A step
+cores, so what counts is the step during our upload over the step during the plain one right before or after it. A step
 counts for what went on from its beginning to its end. The server has to be there, and is found as the environment says:
 
     npx s3rver -d /tmp/s3rver -p 4599 --configure-bucket benchmark &
@@ -30,7 +30,7 @@ LAYERS = 17
 VOCABULARY_SIZE = 65536
 """171 million parameters with so many layers: a checkpoint of 2.05 GB."""
 LIMITS = {"upload": 1.10, "wait": 0.01}
-"""The step beside our upload over that beside the plain one; what a save keeps the training waiting, over a step."""
+"""The step during our upload over that during the plain one; what a save keeps the training waiting, over a step."""
 SECONDS = 3600.0
 
 GROUPS = (("plain_upload", "upload"), ("alone", "plain_copy", "local"))

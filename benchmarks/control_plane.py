@@ -193,7 +193,7 @@ def _until_taken_over(store: Store, dead: str) -> list[float]:
         taken += [time.monotonic() - began] * len(left - waiting)
         left &= waiting
         if time.monotonic() - began > STUCK_SECONDS:
-            raise Stuck(f"nobody takes over {sorted(left)[:5]}")
+            raise Stuck(f"no control plane takes over {sorted(left)[:5]}")
         time.sleep(TAKE_OVER_LOOK_SECONDS)
     return taken
 
@@ -273,7 +273,7 @@ def _steady(report: Report, seconds: float) -> None:
 
 
 def _cost(layout: dict[str, int] | None, seconds: float) -> float:
-    """CPU seconds that a control plane spends in one second beside a running job, or none."""
+    """CPU seconds that a control plane spends in one second with a running job, or none."""
     with simulated_installation(*LARGE_NODES) as (home, cluster):
         store = Store(f"sqlite:///{home / 'manta.db'}")
         store.migrate()

@@ -1,8 +1,8 @@
 """What the dashboard costs, and how soon it is there.
 
-First Chromium opens the list of 10,000 jobs, the page of one of them and a series of a million steps, and zooms in:
-how long until it is painted, and until what was asked for is drawn. Then a real job of one rank runs on core 0 while
-20 viewers follow it, with all of the service (Ray, the rank's agent) and the viewers on core 1, in turns with nobody:
+First Chromium opens the list of 10,000 jobs, the page of one of them and a series of a million steps, and zooms in: how
+long until it is painted, and until what was asked for is drawn. Then a real job of one rank runs on core 0 while 20
+viewers follow it, with all of the service (Ray, the rank's agent) and the viewers on core 1, in turns with no viewers:
 what they cost the service, and whether the rank's steps become slower. Needs two cores and the system's Chromium.
 """
 
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace) -> Report:
         _pages(report, options)
     if options.only != "pages":
         if len(os.sched_getaffinity(0)) < 2:
-            raise CannotMeasure("viewers are measured on a core beside the rank's: this process may use only one")
+            raise CannotMeasure("viewers are measured on a core other than the rank's: this process may use only one")
         _viewers(report, options)
     return report
 
@@ -215,7 +215,7 @@ def _pin(process: psutil.Process, core: int) -> None:
 def _turns(
     service: OwnService, job: str, process: psutil.Process, options: argparse.Namespace
 ) -> tuple[list[float], list[float], dict[bool, list[float]]]:
-    """Seconds of steps with nobody looking and with viewers, and cores that the service took, in turns."""
+    """Seconds of steps without and with viewers, and cores that the service took, in turns."""
     steps: dict[bool, list[float]] = {False: [], True: []}
     cores: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(2 * options.turns):

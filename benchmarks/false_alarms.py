@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Run one job after the other beside the processes that burn time, and count alarms."""
+    """Run one job after the other next to the processes that burn time, and count alarms."""
     report = Report("false_alarms", options.seed)
     hogs = machine()["cores"] if options.hogs is None else options.hogs
     steps, alarms = max(1, options.steps // len(LAYOUTS)), dict.fromkeys(ALARMS, 0)

@@ -1,4 +1,4 @@
-"""Published throughputs that the planner was not made with, beside what it says of the same jobs.
+"""Published throughputs that the planner was not fitted to, compared with its predictions for the same jobs.
 
 The tables are in `benchmarks/support/published/later/`; nothing is fitted on them, and every row is listed under
 `samples`. Errors are those of a step's time. What they mean is in `docs/planner.md`.
@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def error_of(row: Row) -> float:
-    """Of the step's time, as a part of it: above zero where it is told too slow."""
+    """Of the step's time, as a part of it: above zero where it is predicted too slow."""
     ratio = row.predicted / row.published if row.unit == "s" else row.published / row.predicted
     return ratio - 1
 

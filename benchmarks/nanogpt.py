@@ -1,4 +1,4 @@
-"""The engine alone in one process, with nanoGPT's settings for a CPU, beside a plain PyTorch loop.
+"""The engine alone in one process, with nanoGPT's settings for a CPU, compared with a plain PyTorch loop.
 
 Both start from the same weights and see the same batches; they take turns in blocks of iterations, so that the
 machine's other work meets both. The loss is that of the whole held-out tenth of the text, in windows that do not

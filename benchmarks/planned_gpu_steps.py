@@ -1,9 +1,9 @@
 """Steps of jobs on one GPU, drawn by a seed, as the planner predicts them before and after a calibration of this GPU,
-beside what the engine takes.
+compared with what the engine takes.
 
 Predictions are all in a file before the first run; the runs then come in an order of their own. Nothing is fitted on
 them: the calibration measures single kernels, and steps of models so small that their host is what takes time. The
-report is written anew after each run (`--out`), so that one that is cut off keeps what it has.
+report is rewritten after each run (`--out`), so that one that is cut off keeps what it has.
 
 `--device cpu` rehearses every line with tiny shapes; those figures mean nothing.
 """
@@ -167,7 +167,7 @@ def _run(
     make: Callable[[], Callable[[], object]] = functools.partial(manta, spec, device)
     try:
         seconds, memory = timed(make, steps, device)
-    except Exception as error:  # noqa: BLE001 - a card that nobody has tried may fail in any way
+    except Exception as error:  # noqa: BLE001 - an untested card may fail in any way
         lines = str(error).strip().splitlines() or [""]
         report.settings["left_out"][f"job {at}"] = f"{type(error).__name__}: {lines[0]}"
         del error

@@ -1,5 +1,5 @@
 """Steps and memory of small layouts, drawn by a seed, as the planner predicts them after a calibration of this machine,
-beside what the engine takes.
+compared with what the engine takes.
 
 Predictions are all in a file before the first run; the runs then come in an order of their own. Nothing is fitted on
 them: the calibration measures single operations, steps of one rank, and collectives. Times are those of a machine that

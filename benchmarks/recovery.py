@@ -101,7 +101,7 @@ class _Stops:
     noticed: list[float] = field(default_factory=list)
     recovered: list[float] = field(default_factory=list)
     wrong: int = 0
-    """Ranks that were named and had not been stopped, and stops that named nobody."""
+    """Ranks that were named and had not been stopped, and stops that named no rank."""
 
 
 def _stops(report: Report, service: OwnService, options: argparse.Namespace, choice: random.Random) -> None:

@@ -1,4 +1,4 @@
-"""What steps of jobs make of plans on a machine that nobody has calibrated.
+"""How measured steps of jobs improve plans on a machine that was not calibrated.
 
 A service of the benchmark's own is asked for the plans of some drawn jobs, trains others, and is asked again: what it
 says then differs by what those others took (`service/planner/refinement.py`). Both answers are in a file before the
@@ -33,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parser("refined_plans", __doc__)
     options.add_argument("--seen", type=int, default=SEEN, help=f"jobs that refine (default: {SEEN})")
-    options.add_argument("--held-out", type=int, default=HELD_OUT, help=f"jobs that are told (default: {HELD_OUT})")
+    options.add_argument(
+        "--held-out", type=int, default=HELD_OUT, help=f"jobs that are only predicted (default: {HELD_OUT})"
+    )
     options.add_argument(
         "--predictions", type=Path, metavar="FILE", help="where predictions are stored before the runs"
     )

@@ -1,4 +1,4 @@
-"""How fast a job starts, how fast it goes on after kill -9 of a rank, and whether the kill shows in its losses.
+"""How fast a job starts, how fast it continues after kill -9 of a rank, and whether the kill shows in its losses.
 
 All is seen from outside, over REST, on a service of the benchmark's own. Commits are seen in the ranks' shared
 memory, where each marks a step the moment it is whole.

@@ -1,8 +1,8 @@
-"""One training step of the engine in one process on a CPU, beside the same model written plainly in PyTorch and
-beside that of `transformers`: forward, backward, clipping and AdamW (fused in all three) on the same tokens.
+"""One training step of the engine in one process on a CPU, compared with the same model written plainly in PyTorch and
+that of `transformers`: forward, backward, clipping and AdamW (fused in all three) on the same tokens.
 
 Each is a process of its own, as a user would run it: the engine tells its C library to keep freed memory, and a plain
-program does not. What is left of the difference when they are told so too is measured as well. They take turns in
+program does not. What is left of the difference when they are set to do so too is measured as well. They take turns in
 blocks of steps, in any order, so that the machine's other work meets all of them, and they are started several times:
 where a process's pages happen to lie makes it faster or slower by some percent for as long as it lives. Ratios are the
 engine's median step time over theirs: below 1 the engine is faster. Also the host's time a layer: the parallel path
@@ -50,7 +50,7 @@ from workers.system.host_memory import keep_freed_memory
 LEARNING_RATE = 1e-4
 LIMITS = {"plain": 1 / 0.97, "transformers": 1.0}
 KEEPING = "_keeping_memory"
-"""At the end of a program's name: it is told to keep freed memory, as the engine tells itself."""
+"""At the end of a program's name: it is set to keep freed memory, as the engine is."""
 
 Step = Callable[[], object]
 Block = Callable[[], list[float]]

@@ -1,17 +1,18 @@
-"""The page that the owner of a GPU runs once: what this engine does there, beside others, and which goals it meets.
+"""The page that the owner of a GPU runs once: what this engine does there, compared with others, and which goals it
+meets.
 
     python -m benchmarks.step_gpu            # writes step_gpu.json, step_gpu.txt and step_gpu-trace.json.gz
 
 One training step in bf16 of GPTs of 125 million and 1.3 billion parameters, of a Llama of 1.5 billion, and of one as
-wide as an 8 billion one with its layers cut to fit: tokens a second, MFU in both conventions, peak memory beside what
-was told before; compiled, not compiled, by kernels that give the same bits each time, with 8-bit products in the
-layers, with the logits of a few tokens at a time, and with a third of the layers' activations in host memory; beside
-the same model of `transformers` under torch.compile, of torchtitan and of Megatron Core where those are installed, and
-beside the card's own rate of matrix products. How fast products and casts of 8 bits are, and how far losses then go
-from those of bf16. What is saved by few logits and by host memory in a Llama of 1 billion with 128,256 token ids, and
-that it computes the same. Two ranks on the one card, whose messages travel through host memory: the numbers of
-one rank, and the same bits after one of them was killed. What snapshots cost. Whether process groups can be repaired in
-place. A trace of two steps, for Perfetto or chrome://tracing.
+wide as an 8 billion one with its layers cut to fit: tokens a second, MFU in both conventions, peak memory next to what
+was predicted; compiled, not compiled, by kernels that give the same bits each time, with 8-bit products in the layers,
+with the logits of a few tokens at a time, and with a third of the layers' activations in host memory; beside the same
+model of `transformers` under torch.compile, of torchtitan and of Megatron Core where those are installed, and beside
+the card's own rate of matrix products. How fast products and casts of 8 bits are, and how far losses then go from those
+of bf16. What is saved by few logits and by host memory in a Llama of 1 billion with 128,256 token ids, and that it
+computes the same. Two ranks on the one card, whose messages travel through host memory: the numbers of one rank, and
+the same bits after one of them was killed. What snapshots cost. Whether process groups can be repaired in place. A
+trace of two steps, for Perfetto or chrome://tracing.
 
 Needs no more than torch, numpy, pydantic and PyYAML. A part that fails is named on the page, and the others go on.
 `--device cpu` runs every line of it with tiny models, to try the program: those figures mean nothing.

@@ -1,4 +1,4 @@
-"""Making a corpus's tokens beside the library `tokenizers` alone, and reading them back in a training step.
+"""Tokenizing a corpus, compared with the library `tokenizers` alone, and reading them back in a training step.
 
 Both make the same tokens of the same documents with the same tokenizer, in turns, so that the machine's other work
 meets both. The library has all documents in memory and uses all cores (`encode_batch`, a thousand documents at a
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parser("tokenize", __doc__)
     options.add_argument(
-        "--texts", type=Path, default=TEXTS, help="folder of .txt files, beside which Python's library"
+        "--texts", type=Path, default=TEXTS, help="folder of .txt files, next to which Python's library"
     )
     options.add_argument(
         "--megabytes", type=float, default=MEGABYTES, help=f"size of the corpus (default: {MEGABYTES})"

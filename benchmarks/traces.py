@@ -86,7 +86,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _compare(report: Report, name: str, seen: Seen) -> None:
-    """Of steps that were recorded the median, and what they took more than those beside them that were not."""
+    """Of steps that were recorded the median, and what they took more than those next to them that were not."""
     plain, traced = statistics.median(seen.plain), statistics.median(seen.traced)
     report.add(f"beside_{name}", round(1e3 * plain, 3), "ms")
     report.add(name, round(1e3 * traced, 3), "ms")
@@ -125,7 +125,7 @@ def seconds_of_a_phase(recorder: Recorder | None) -> float:
 
 
 class _Timers:
-    """Measures the bubble of a rank's steps, beside the recorder and without it."""
+    """Measures the bubble of a rank's steps, with the recorder and without it."""
 
     def __init__(self, trainer: Trainer):
         self._comm, pipeline = trainer.comm, trainer.engine.pipeline

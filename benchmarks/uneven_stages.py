@@ -2,8 +2,8 @@
 as the planner predicts them after a calibration of this machine, and as the engine takes them.
 
 All predictions are made before the first step. The two ranks, with one thread each, hold the job under all lists, which
-take turns step by step; a list's time is the median of its steps but the first ones. Each rank needs a core that nobody
-else uses: the gain is that none of the two waits.
+take turns step by step; a list's time is the median of its steps but the first ones. Each rank needs a core that
+nothing else uses: the gain is that none of the two waits.
 """
 
 from __future__ import annotations

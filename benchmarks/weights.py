@@ -1,5 +1,5 @@
-"""A random Llama in Hugging Face's format in and out: how long that takes beside copying the same files, and how much
-memory it takes beside what a rank keeps anyway.
+"""A random Llama in Hugging Face's format in and out: how long that takes compared with copying the same files, and how
+much memory it takes besides what a rank keeps anyway.
 
 In: four ranks (tensor 2, pipeline 2) in bf16 begin with the weights, all at the same time. So that 1 billion parameters
 fit on a small machine, all of them but the last norm are frozen, in bf16 and without a gradient: 2 bytes each.
@@ -56,7 +56,7 @@ from workers.weights.safetensors_files import NewFiles, NewTensor, index_of, pla
 from workers.weights.submitted import with_shape_of_weights
 
 BEYOND = 300 * 10**6
-"""Bytes that reading may take beside a rank's own part and the largest tensor."""
+"""Bytes that reading may take besides a rank's own part and the largest tensor."""
 MOST_TIMES_COPYING = 2.0
 SHAPE = {
     "family": "llama", "hidden_size": 2048, "heads": 32, "kv_heads": 8, "ffn_hidden_size": 5632,

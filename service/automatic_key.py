@@ -1,5 +1,5 @@
-"""The key that an embedded service makes for its own user, in a file of its home (`key_file.py`). Commands and clients
-of the same home take it up by themselves."""
+"""The key that an embedded service creates for its own user, in a file of its home (`key_file.py`). Commands and
+clients of the same home use it automatically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ensure(store: Store, home: Path) -> None:
 
 
 def _is_good(session: Session, secret: str) -> bool:
-    """Whether the database takes this key. One that it does not know, since it is another database, it is told of."""
+    """Whether the database takes this key. One that it does not know, since it is another database, is added."""
     key = keys.by_digest(session, digest_of(secret))
     if key is None:
         add_for_installation(session, secret, "automatic", "the service")

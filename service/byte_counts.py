@@ -1,4 +1,4 @@
-"""Numbers of bytes for people. Pure Python."""
+"""Numbers of bytes in readable units. Pure Python."""
 
 from __future__ import annotations
 

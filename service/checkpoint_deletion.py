@@ -1,4 +1,4 @@
-"""Deletes one durable checkpoint of a job, where nobody needs it: its files first, then it is noted."""
+"""Deletes one durable checkpoint of a job, where nothing needs it: its files first, then it is noted."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _refuse_needed(session: Session, job: Job, row: Checkpoint, force: bool) -> 
     may_go_on = not is_final(state) or after_action("retry", state) is not None
     if may_go_on and not force and row.id == checkpoints.newest_id(session, job.id):
         raise CheckpointNeeded(
-            f"{row.id} is the newest whole checkpoint of {job.id}, which is {state} and would go on from it; "
+            f"{row.id} is the newest whole checkpoint of {job.id}, which is {state} and would continue from it; "
             "with force=true it is deleted all the same"
         )
 

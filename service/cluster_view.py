@@ -41,7 +41,7 @@ async def cluster_view(cluster: Cluster, store: Store) -> dict[str, Any]:
 
 
 def _places(gpus: tuple[int, int], slots: tuple[int, int]) -> dict[str, Any]:
-    """What ranks can take of these GPUs and slots, (total, free) each: GPUs where there are any, and the slots beside
+    """What ranks can take of these GPUs and slots, (total, free) each: GPUs where there are any, and the slots besides
     them for jobs that ask for the CPU."""
     total, free = gpus if gpus[0] else slots
     return {

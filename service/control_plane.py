@@ -94,14 +94,14 @@ class ControlPlane:
         export_roots: Sequence[Path] = (),
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
-        has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
+        has died, and replaces this process: Ray cannot be left and joined again in the one that used it;
         `allow_faults`: make faults in jobs on request; `memory_seconds`: how long the snapshots of a failed job are
         kept for a retry; `data_roots`: below which folders jobs may read; `model_packages`: that jobs may take models
         from; `database_url`: where the job database is, by default in the home; `kept_days`: how long jobs are kept
-        after their end; 0: until somebody deletes them;
+        after their end; 0: until a user deletes them;
         `checkpoints`: where the checkpoints of all jobs are, by default in the home; `node_notices`: who the nodes ask
         whether they are to be taken, as `notice_sources` reads it; `ports`: on which what runs on the nodes listens;
-        `logs`: where the logs of all jobs are kept beside the home; `node_shapes`: nodes that an autoscaler can add;
+        `logs`: where the logs of all jobs are kept besides the home; `node_shapes`: nodes that an autoscaler can add;
         `traces`: the collector that starts and recoveries are sent to, as `Settings.traces`; `export_roots`: below
         which folders weights may be exported, by default `exports` in the home. Raises BadDatabaseUrl,
         StoreUnusable."""
@@ -146,10 +146,10 @@ class ControlPlane:
         return LogsInHome(self.home) if self._keeper is None else self._keeper
 
     def start(self) -> None:
-        """Bring up the database and a Ray that answers; take over running jobs that no other control plane looks after.
+        """Bring up the database and a Ray that answers; take over running jobs that no other control plane owns.
         Raises RayUnavailable, StoreUnusable, CannotTakeOver, OtherRay, JobsElsewhere.
 
-        Nothing waits for the nodes: each is looked after on its own from then on.
+        Nothing waits for the nodes: each is checked on its own from then on.
         """
         # What was released uses the database as it is, so that it can go on if this release cannot.
         asks_first = self._store.shuts_out_release_before
@@ -230,8 +230,8 @@ class ControlPlane:
             return jobs.states(session, job_ids)
 
     async def _watch_ray(self) -> None:
-        """Notice the death of our Ray. All trainers died with it, and their jobs go on from their snapshots; or, on
-        somebody else's, only our own raylet did."""
+        """Notice the death of our Ray. All trainers died with it, and their jobs continue from their snapshots; or, on
+        an existing one, only our own raylet did."""
         assert self._ray_process is not None
         await ended(self._ray_process)
         log.error("Ray has died (log: %s)", Paths.of(self._home).ray_log)
@@ -284,7 +284,7 @@ class ControlPlane:
         self._pass_on(job_id, self._pause)
 
     def _pass_on(self, job_id: str, tell: Callable[[str], None]) -> None:
-        """Have the owner of a job told on its own thread, or the control plane that it is on look at the job."""
+        """Notify the owner of a job on its own thread, or the control plane that owns it."""
         self._loop.call_soon_threadsafe(tell, job_id)
         if not self._owners.has(job_id):
             self._leases.wake_others()
@@ -331,7 +331,7 @@ class ControlPlane:
         return self._ranks
 
     def resize(self, job_id: str) -> None:
-        """A job shall have another size: wake its owner."""
+        """A job is to have another size: wake its owner."""
         self._pass_on(job_id, self._resize)
 
     def trace(self, job_id: str) -> None:
@@ -432,7 +432,7 @@ class ControlPlane:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._leases.leave()
         except Exception:  # then others find out by themselves
-            log.exception("could not tell other control planes that this one leaves")
+            log.exception("other control planes could not be notified that this one leaves")
 
     def _call(self, coroutine: Coroutine[Any, Any, T], seconds: float = CALL_SECONDS) -> T:
         """What `coroutine` answers on the control plane's thread. Raises ClusterUnavailable where that takes longer."""
@@ -440,5 +440,5 @@ class ControlPlane:
         try:
             return future.result(seconds)
         except TimeoutError as error:
-            future.cancel()  # nobody waits for it any more
+            future.cancel()  # nothing waits for it any more
             raise ClusterUnavailable(TimeoutError(f"the cluster gave no answer in {seconds:g} s; try again")) from error

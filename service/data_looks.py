@@ -1,6 +1,5 @@
-"""Looks at the data of queued jobs, each beside the queue: a file system that does not answer keeps its own job
-waiting, and those behind it for a while, but not the queue. However many jobs name files there, that while passes
-once."""
+"""Checks the data of queued jobs, each apart from the queue: a file system that does not answer delays its own job, and
+those behind it for a while, but not the queue. However many jobs name files there, the others wait only once."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ class DataLooks:
         self._under_way: dict[str, _Look] = {}
 
     def keep_only(self, job_ids: Collection[str]) -> None:
-        """Nobody waits for what is found out about other jobs any more."""
+        """Forget what was learned about other jobs."""
         for job_id in self._under_way.keys() - set(job_ids):
             self._under_way.pop(job_id).answer.cancel()
 

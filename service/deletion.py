@@ -1,6 +1,6 @@
 """Deletes a job for good: what it holds on the cluster, its files, its rows, in that order.
 
-It is marked first. Whatever fails, or whoever is killed, in between: the job is still listed, says that it is being
+It is marked first. Whatever fails, or whatever is killed, in between: the job is still listed, says that it is being
 deleted, and can be deleted again.
 """
 

@@ -1,5 +1,5 @@
 """Weights of checkpoints written to folders of the service's machine, each by a process of its own
-(`python -m workers.weights.export`): arrays are no business of the service's own."""
+(`python -m workers.weights.export`): the service itself handles no arrays."""
 
 from __future__ import annotations
 

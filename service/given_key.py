@@ -1,4 +1,4 @@
-"""A key that was drawn outside, with the other secrets of an installation, before its service ever ran."""
+"""A key that was generated outside, with the other secrets of an installation, before its service ever ran."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add(session: Session, secret: str, name: str, scope: Scope) -> ApiKey:
     guessed, that was revoked or has expired, or that is known with another scope."""
     if not may_be_key(secret):
         raise GivenKeyUnusable(
-            "the key is none: it must be manta_ and 43 to 128 random letters, digits, '-' and '_', such as "
+            "the key is not valid: it must be manta_ and 43 to 128 random letters, digits, '-' and '_', such as "
             "manta_$(openssl rand -hex 32)"
         )
     known = keys.by_digest(session, digest_of(secret))

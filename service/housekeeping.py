@@ -1,5 +1,5 @@
-"""What one control plane does for all jobs, whoever looks after each of them: the queue, what is left of jobs that are
-over, and jobs and snapshots that were kept for long enough."""
+"""What one control plane does for all jobs, whichever one owns each of them: the queue, leftovers of finished jobs, and
+jobs and snapshots whose retention has ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
 # How often it is looked for failed jobs whose snapshots were kept for long enough.
 MEMORY_SECONDS = 30.0
-# For how long that must have been so by a clock that nobody sets, however long they were to be kept by one that may be.
+# For how long that must have been so by a clock that cannot be set, however long they were to be kept by one that may
+# be.
 MEMORY_CONFIRMED_SECONDS = 600.0
 # How long the owner of a job that is over may take to leave it.
 LET_GO_SECONDS = 30.0
@@ -59,7 +60,7 @@ class Housekeeping:
         retention: Retention | None = None,
     ):
         """`placed` and `data_roots`: as for `Scheduler`; `retention`: deletes jobs that ended long ago, where they are
-        not kept until somebody deletes them."""
+        not kept until a user deletes them."""
         self._store, self._cluster, self._leases = store, cluster, leases
         self._placed, self._data_roots, self._retention = placed, data_roots, retention
         self._work: asyncio.Task[None] | None = None
@@ -101,7 +102,7 @@ class Housekeeping:
                         if not self._work.cancelled():
                             self._work.result()
                 except Exception:  # jobs wait in the queue: it is tried again
-                    log.exception("what is done for all jobs has failed")
+                    log.exception("the housekeeping for all jobs has failed")
                 await asyncio.sleep(CLAIM_SECONDS)
         finally:
             if self._work is not None:
@@ -122,12 +123,12 @@ class Housekeeping:
                 group.create_task(self._retention.run(store, self.let_go))
 
     async def _have_nodes_swept(self) -> None:
-        """Whoever did it before may have died in between."""
+        """The control plane that did it before may have died in between."""
         if not self._leases.alone:
             try:
                 self._cluster.nodes.unswept.update(await self._cluster.nodes.living())
             except ClusterUnavailable as error:
-                log.warning("nodes are not swept anew: %s", error)
+                log.warning("nodes are not swept again: %s", error)
 
     async def _admit(self, scheduler: Scheduler, care: NodeCare, looked: asyncio.Event) -> None:
         """Place queued jobs, once it was looked what is left of jobs, and the nodes have had time to answer."""
@@ -146,7 +147,7 @@ class Housekeeping:
                 looked.set()
                 scheduler.wake()
             except Exception:  # Ray may not answer for a while
-                log.exception("what is left of jobs could not be released; it is tried again")
+                log.exception("leftovers of jobs could not be released; it is tried again")
             if of is None:
                 await asyncio.sleep(RETRY_SECONDS)
             elif of:
@@ -187,8 +188,9 @@ class Housekeeping:
             return False
 
     async def over(self, job_ids: Collection[str]) -> set[str]:
-        """Those of these jobs that are over, and whose snapshots nobody needs any more, where it falls to this control
-        plane to remove them. What the database does not know is not over: it may be a backup, older than the job."""
+        """Those of these jobs that are over, and whose snapshots are not needed any more, where it falls to this
+        control plane to remove them. What the database does not know is not over: it may be a backup, older than the
+        job."""
         if not (self.is_done_here or self._leases.alone):
             return set()
         states, deleted = await self._fates(job_ids)
@@ -204,7 +206,7 @@ class Housekeeping:
         return await self._store.read_async(partial(_needing_memory, job_ids=job_ids))
 
     async def let_go(self, job_id: str) -> None:
-        """Nothing of a final job is left on the cluster, and nobody looks after it. Raises ClusterUnavailable."""
+        """Nothing of a final job is left on the cluster, and no control plane owns it. Raises ClusterUnavailable."""
         async with self._leases.borrowed(job_id, LET_GO_SECONDS) as lease:  # its owner is about to leave
             if lease is None:
                 busy = TimeoutError(f"another control plane has not let go of {job_id} yet; try again")

@@ -1,4 +1,4 @@
-"""Who asks, and what that allows: scopes, and the secrets that prove who it is."""
+"""Identities of callers: scopes, and the secrets that prove an identity."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 DEFAULT_PROJECT = "default"
-"""Project of the jobs from before there were any, and of all jobs where nobody makes another."""
+"""Project of the jobs from before there were any, and of all jobs where no other is created."""
 PROJECT_PATTERN = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 """Regular expression of a project's name."""
 _SECRET_BYTES = 32
@@ -28,7 +28,7 @@ class Scope(StrEnum):
     """Make and revoke the project's keys, read its audit, make faults in its jobs."""
 
     def covers(self, needed: Scope) -> bool:
-        """Whether whoever has this scope may do what needs `needed`."""
+        """Whether this scope allows what needs `needed`."""
         order = list(Scope)
         return order.index(self) >= order.index(needed)
 
@@ -85,5 +85,6 @@ def new_browser_token() -> str:
 
 
 def digest_of(secret: str) -> str:
-    """What is kept of a secret: SHA-256 in hexadecimal. Nobody guesses 256 random bits, so it needs no slower one."""
+    """What is kept of a secret: SHA-256 in hexadecimal. 256 random bits cannot be guessed, so it needs no slower
+    one."""
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()

@@ -199,7 +199,7 @@ def _class_of_state(state: JobState, has_run: bool) -> LedgerClass:
         return "re_form" if has_run else "start"
     if state == JobState.RUNNING:
         return "detect"
-    # Whoever cancels, pauses, or retries after the end, stops the job on purpose.
+    # A user who cancels, pauses, or retries after the end, stops the job on purpose.
     on_purpose = (JobState.CANCELLING, JobState.PAUSING, JobState.PAUSED)
     return "pause" if is_final(state) or state in on_purpose else "re_form"
 

@@ -1,7 +1,7 @@
 """Regular expressions whose search takes time in proportion to the text, whatever they say: an expression is made into
 a nondeterministic automaton, and that step by step, as texts need it, into a deterministic one (K. Thompson, "Regular
-Expression Search Algorithm", CACM 11(6), 1968). Python's own go back to try again, and with the interpreter's lock held
-a bad one stops the whole process.
+Expression Search Algorithm", CACM 11(6), 1968). Python's own backtrack, and with the interpreter's lock held a bad one
+stops the whole process.
 
 Known are: characters, `.`, classes as `[a-z]`, `\\d \\w \\s` and their opposites, groups, `|`, `*`, `+`, `?`, `{m,n}`,
 `^`, `$`, and `(?i)` at the beginning. A line matches where a part of it does.
@@ -18,7 +18,7 @@ MOST_CHARACTERS = 500
 MOST_STATES = 1_000
 MOST_REPEATS = 200
 _MOST_KEPT = 20_000
-"""Steps of the deterministic automaton that are kept; then it is made anew."""
+"""Steps of the deterministic automaton that are kept; then it is rebuilt."""
 _NAMED: dict[str, Callable[[str], bool]] = {
     "d": str.isdecimal,
     "w": lambda letter: letter.isalnum() or letter == "_",

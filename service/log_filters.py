@@ -1,4 +1,4 @@
-"""Which lines of a log are wanted, and how serious a line says that it is."""
+"""Which lines of a log are wanted, and the level that a line names."""
 
 from __future__ import annotations
 

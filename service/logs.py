@@ -75,7 +75,7 @@ class JobLogs(Protocol):
         ...
 
     def version(self, job_id: str) -> object:
-        """Something that is another whenever there may be something new; found out without waiting for anybody."""
+        """Something that is another whenever there may be something new; known without any wait."""
         ...
 
     def is_whole(self, job_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""What calibrations have found, by type of node: a small JSON file for each in the service's home, where the service
+"""What calibrations have measured, by type of node: a small JSON file for each in the service's home, where the service
 and a `manta plan` without one look."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one control plane knows of itself and of the nodes that is in no database: for monitoring."""
+"""What one control plane knows about itself and the nodes that is not in the database: for monitoring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.protocol.messages import GpuReading
 
 RAY_SECONDS = 3.0
 FRESH_SECONDS = 60.0
-"""What a node has not said anew for so long is not told any more."""
+"""What a node has not reported for so long is not shown any more."""
 
 NodeState = Literal["ready", "draining", "silent", "problem", "lost"]
 NODE_STATES: tuple[NodeState, ...] = NodeState.__args__  # type: ignore[attr-defined]
@@ -42,11 +42,11 @@ class Measurements:
     loop_delay_seconds: float
     """How long the control plane's thread took to turn to the question."""
     owned_jobs: int
-    """Jobs that this control plane looks after."""
+    """Jobs that this control plane owns."""
     lag_seconds: Mapping[str, float]
     """By loop how long the oldest of what it has still to do has been due."""
     ray_answers: bool = True
-    """Whether Ray told its nodes; else the two below are empty."""
+    """Whether Ray listed its nodes; else the two below are empty."""
     nodes: tuple[NodeMeasurements, ...] = ()
     units: Mapping[Unit, tuple[int, int]] = field(default_factory=dict)
     """By what a rank takes (`GPU`, `manta_slot`) how many there are on living nodes, and how many of them are free."""
@@ -57,7 +57,7 @@ async def measured(cluster: Cluster | None, asked_at: float, owned: int, lags: M
     delay = time.monotonic() - asked_at
     try:
         if cluster is None:
-            raise ClusterUnavailable(LookupError("there is none yet"))
+            raise ClusterUnavailable(LookupError("the cluster is not connected yet"))
         async with asyncio.timeout(RAY_SECONDS):
             known = [node for node in await cluster.nodes.known() if node.alive and node.holds_ranks]
             capacities = [await cluster.nodes.capacity(unit, all_living=True) for unit in UNITS]

@@ -1,4 +1,4 @@
-"""The owners of the jobs that this control plane looks after: each job that may hold places has one, on the control
+"""The owners of the jobs that this control plane owns: each job that may hold places has one, on the control
 plane that has the job's lease."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from service.tasks import log_failure
 
 log = logging.getLogger(__name__)
 
-# How often it is made sure that every job that may hold places has an owner.
+# How often it is checked that every job that may hold places has an owner.
 CLAIM_SECONDS = 1.0
 
 _UNKNOWN = JobInBrief("", JobState.QUEUED, None, 0, None, 0)
@@ -44,13 +44,13 @@ class JobOwners:
         first_step: FirstStep | None = None,
     ):
         """`memory_seconds`: how long the snapshots of a failed job are kept for a retry; `keeper`: keeps what ranks
-        print, where that is kept elsewhere too; `first_step`: is told of that of each generation of a job."""
+        print, where that is kept elsewhere too; `first_step`: called with that of each generation of a job."""
         self._store, self.leases, self._memory_seconds, self._keeper = store, leases, memory_seconds, keeper
         self._first_step = first_step
         self.by_job: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         """Owner, and the task in which it works."""
         self.lag = Lag(CLAIM_SECONDS)
-        """How far this is behind in looking after all jobs."""
+        """How far this is behind in supervising all jobs."""
         self._seen: dict[str, JobInBrief] = {}
         self._cluster: Cluster | None = None
         self._housekeeping: Housekeeping | None = None
@@ -60,7 +60,7 @@ class JobOwners:
         self._cluster, self._housekeeping = cluster, housekeeping
 
     def has(self, job_id: str) -> bool:
-        """Whether the job is looked after here."""
+        """Whether the job is owned here."""
         return job_id in self.by_job
 
     def all(self) -> list[JobOwner]:
@@ -68,7 +68,7 @@ class JobOwners:
         return [owner for owner, _ in self.by_job.values()]
 
     def of(self, job_id: str) -> JobOwner | None:
-        """The job's; None where it is looked after elsewhere or not at all."""
+        """The job's; None where it is owned elsewhere or not at all."""
         owner, _ = self.by_job.get(job_id, (None, None))
         return owner
 
@@ -76,7 +76,7 @@ class JobOwners:
         """The owner of a job in `state` that can make faults in it. Raises FaultNotPossible."""
         owner = self.of(job_id)
         if owner is None and self._seen.get(job_id, _UNKNOWN).owner not in (None, self.leases.me):
-            raise FaultNotPossible("another control plane looks after the job: ask that one for the fault")
+            raise FaultNotPossible("another control plane owns the job: ask that one for the fault")
         if owner is None:
             raise FaultNotPossible(f"the job is {state}, and only one that runs can have a fault")
         return owner
@@ -97,8 +97,8 @@ class JobOwners:
             try:
                 await self.look()
                 self.lag.done()
-            except Exception:  # whoever is without an owner still is in a moment
-                log.exception("could not look which jobs there are")
+            except Exception:  # a job without an owner still has none in a moment
+                log.exception("the jobs could not be listed")
 
     async def look(self) -> None:
         """Give way where another control plane owns a job by now; own every job that may hold places and has no owner,

@@ -1,4 +1,4 @@
-"""What did not work is tried again after pauses that grow."""
+"""Growing pauses between retries."""
 
 from __future__ import annotations
 

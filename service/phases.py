@@ -1,4 +1,4 @@
-"""Phases that follow one another, some of whose ends nobody noted. Pure Python."""
+"""Phases that follow one another, some of whose ends were not noted. Pure Python."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The machines of a cluster as the steps of jobs have refined what is assumed of them.
 
 That is derived from the plans and measurements in the database each time, so that all control planes refine alike and
-nothing has to be kept up to date; without a service, `manta plan` goes by calibrations alone.
+nothing has to be kept up to date; without a service, `manta plan` uses calibrations alone.
 """
 
 from __future__ import annotations

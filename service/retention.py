@@ -1,4 +1,4 @@
-"""Jobs that ended long ago are deleted, where whoever runs the service has said how long they are kept.
+"""Jobs that ended long ago are deleted, where the service is configured to keep them only so long.
 
 No clock, no backup and no file system may delete what is not old. So a job goes only when every look for an hour of
 the monotonic clock has seen it past its time (the wall clock may be set), and when nothing in its folder was written

@@ -1,4 +1,4 @@
-"""What the agents of a running job say when somebody asks: who waits for whom, and the stack of one trainer. They
+"""What the agents of a running job say on request: who waits for whom, and the stack of one trainer. They
 answer every control plane, whoever owns the job."""
 
 from __future__ import annotations

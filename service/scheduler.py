@@ -116,7 +116,7 @@ class Scheduler:
             except LeaseLost:
                 raise
             except Exception:  # the owner of all queued jobs may not end: look again in a moment
-                log.exception("a look at the queue failed")
+                log.exception("checking the queue failed")
                 waiting = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_SECONDS if waiting else None):
@@ -153,7 +153,7 @@ class Scheduler:
             except Exception as error:  # one job may not keep those behind it waiting
                 if may_pass(error) or isinstance(error, ClusterUnavailable | LeaseLost):
                     raise
-                log.exception("could not look at %s", each.id)
+                log.exception("%s could not be checked", each.id)
                 waiting = True
                 continue
             waiting = waiting or outcome is not Look.DONE
@@ -208,7 +208,7 @@ class Scheduler:
         return Look.WAITS
 
     async def _asks_for(self, job: Job, spec: JobSpec) -> int | None:
-        """For how many ranks of the job nodes are asked for: for as many as it may have and could get; None where it is
+        """For how many ranks of the job nodes are requested: as many as it may have and could get; None where it is
         not asked for."""
         if not self._cluster.nodes.shapes:
             return None
@@ -396,4 +396,4 @@ def _why(shortage: str, problems: Sequence[str]) -> str:
 
 
 class _StillHeld(MantaError):
-    """Whoever looked after the job before has not quite left it."""
+    """The job's previous owner has not quite left it."""

@@ -1,5 +1,5 @@
-"""What the environment says to the service and its clients. No other module of `api` and `service` takes a setting from
-the environment; `workers/settings.py` reads what torchrun says to the engine when it runs without the service."""
+"""Settings of the service and its clients from the environment. No other module of `api` and `service` reads a setting
+from the environment; `workers/settings.py` reads what the engine needs when it runs without the service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRETS = (
 
 
 class BadSetting(MantaError):
-    """A variable of the environment says something that is none of its values."""
+    """A variable of the environment has a value that it cannot have."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Tls:
     key: Path | None = None
     """PEM file with its private key (MANTA_TLS_KEY)."""
     terminated: bool = False
-    """Somebody before the service ends it, and nobody else can reach the service (MANTA_TLS_TERMINATED=1)."""
+    """A proxy in front of the service ends it, and only that can reach the service (MANTA_TLS_TERMINATED=1)."""
 
     def __post_init__(self) -> None:
         """Raises BadSetting."""
@@ -78,7 +78,7 @@ class Settings:
     """Whether the service makes faults in jobs on request (MANTA_ALLOW_FAULTS=1, or `manta up --allow-faults`)."""
 
     allowed_hosts: tuple[str, ...] = ()
-    """Names under which the service may be reached beside this machine's own, such as a proxy's (MANTA_ALLOWED_HOSTS,
+    """Names under which the service may be reached besides this machine's own, such as a proxy's (MANTA_ALLOWED_HOSTS,
     separated by commas)."""
     failed_memory_hours: float = 24.0
     """How long the snapshots of a job that failed stay in shared memory for `manta retry`
@@ -98,17 +98,17 @@ class Settings:
     limits: RequestLimits = RequestLimits()
     """How much one caller may ask of the service."""
     jobs_kept_days: float = 0.0
-    """How long a job is kept after its end: then it is deleted, with its checkpoints (MANTA_JOBS_KEPT_DAYS); 0: until
-    somebody deletes it."""
+    """How long a job is kept after its end: then it is deleted, with its checkpoints (MANTA_JOBS_KEPT_DAYS); 0: until a
+    user deletes it."""
     checkpoints: Place | None = None
     """Where the checkpoints of all jobs are, such as `s3://bucket/manta` or a folder that all nodes share
     (MANTA_CHECKPOINTS); None: in the home."""
     logs: Place | None = None
-    """Where the logs of all jobs are kept beside the home's disk (MANTA_LOGS); where it is not set the object store of
+    """Where the logs of all jobs are kept besides the home's disk (MANTA_LOGS); where it is not set the object store of
     MANTA_CHECKPOINTS, if that is one; None, or MANTA_LOGS=home: in the home alone."""
     node_notices: str | None = None
     """Who the nodes ask whether they are to be taken (MANTA_NODE_NOTICES: aws, gcp, azure, kubernetes, slurm, several
-    with commas, as `workers.node.notice_sources` reads it); None: nobody is asked."""
+    with commas, as `workers.node.notice_sources` reads it); None: nothing is asked."""
     ports: PortRange | None = None
     """Ports on which what runs on the nodes listens, for firewalls (MANTA_PORTS, such as 20000-20999); None: any."""
     ship_code: bool = False
@@ -160,7 +160,7 @@ class Settings:
 
     def environment_of_service(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
         """`environment`, by default the process's own, for a service of this home and database: without the key of
-        whoever starts it. A database's URL has no other way there: everybody can read the arguments of a process."""
+        whoever starts it. A database's URL has no other way there: every user can read the arguments of a process."""
         source = os.environ if environment is None else environment
         database = {} if self.database_url is None else {"MANTA_DATABASE_URL": self.database_url}
         return {

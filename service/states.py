@@ -23,7 +23,7 @@ class JobState(StrEnum):
     PAUSING = "PAUSING"
     """The user asked for a pause; the state is being saved and the places are given back."""
     PAUSED = "PAUSED"
-    """Holds its snapshots and no places until the user resumes it; owned by nobody, since nothing is to be done."""
+    """Holds its snapshots and no places until the user resumes it; without an owner, since nothing is to be done."""
     CANCELLING = "CANCELLING"
     """The user asked to stop; processes are being ended."""
     SUCCEEDED = "SUCCEEDED"
@@ -62,7 +62,7 @@ SUPERVISED: frozenset[JobState] = UNFINISHED - {_S.QUEUED, _S.PAUSED}
 """States in which a job may hold places, so that its supervisor owns it."""
 
 PAUSABLE: tuple[JobState, ...] = (_S.STARTING, _S.RUNNING, _S.RECOVERING, _S.RESIZING)
-"""States from which a pause goes by way of PAUSING."""
+"""States from which a pause leads through PAUSING."""
 
 TIME_LIMITS: dict[JobState, float] = {
     _S.STARTING: 300.0,
@@ -73,7 +73,7 @@ TIME_LIMITS: dict[JobState, float] = {
 }
 """Seconds in which a job leaves a state, given a database, a Ray and checkpoints that answer and places for its ranks:
 nothing that is waited for there is waited for without a limit of its own. Not QUEUED, which waits for places, not
-PAUSED, which waits for its user, and not RUNNING, where what stands still is found by the hang detection of each
+PAUSED, which waits for its user, and not RUNNING, where what stands still is noticed by the hang detection of each
 rank."""
 
 ACTIONS: dict[str, dict[JobState, JobState]] = {
@@ -102,10 +102,10 @@ ACTIONS: dict[str, dict[JobState, JobState]] = {
 ADVICE: dict[tuple[str, JobState], str] = {
     ("resume", _S.QUEUED): "it waits for its turn and starts by itself",
     ("resume", _S.PAUSING): "wait until it is PAUSED, then resume it",
-    ("resume", _S.FAILED): "`manta retry` has it go on",
-    **{("resume", state): "it is not paused, so it goes on by itself" for state in PAUSABLE},
-    ("retry", _S.PAUSED): "`manta resume` has it go on",
-    ("pause", _S.FAILED): "it holds no places; `manta retry` has it go on",
+    ("resume", _S.FAILED): "`manta retry` continues it",
+    **{("resume", state): "it is not paused, so it continues by itself" for state in PAUSABLE},
+    ("retry", _S.PAUSED): "`manta resume` continues it",
+    ("pause", _S.FAILED): "it holds no places; `manta retry` continues it",
 }
 """By action and state: what to do instead, where there is more to say than in which states the action works."""
 

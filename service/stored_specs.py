@@ -32,7 +32,7 @@ class SpecNotUnderstood(MantaError):
         more = f" and {error.error_count() - 1} more problems" if error.error_count() > 1 else ""
         super().__init__(
             f"this release of Manta does not take the stored spec: {where}: {first['msg']}{more}; a release that does "
-            "goes on with the job, or cancel it and submit it again"
+            "continues the job, or cancel it and submit it again"
         )
 
 

@@ -1,5 +1,5 @@
-"""Whether what runs can be taken over by this release: asked before the database is brought to a schema that the
-release under which it runs cannot use. Otherwise nobody could look after it any more."""
+"""Whether this release can take over what runs: checked before the database is migrated to a schema that the release
+under which it runs cannot use. Otherwise no control plane could own it any more."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CannotTakeOver(MantaError):
             f"cannot take over {', '.join(jobs[:MOST_NAMED])}{more}: their agents speak protocol {theirs} and this "
             f"release of Manta {ours}. Nothing was changed and they train on, but their release could not use the "
             "database any more once this one had brought it up to date. Start their release again and let them finish, "
-            "or end their processes with `manta down`: this release goes on with them from their newest checkpoints "
+            "or end their processes with `manta down`: this release continues them from their newest checkpoints "
             "(docs/operations.md, Upgrades)"
         )
 

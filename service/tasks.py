@@ -1,4 +1,4 @@
-"""Tasks of an event loop that nobody waits for."""
+"""Background tasks of an event loop."""
 
 from __future__ import annotations
 

@@ -80,12 +80,12 @@ class Engine:
 
     def initialise(self, seed: int) -> None:
         """Give the parameters their first values, which depend on the seed and their names alone, and forget whatever
-        was learned before: a process that lost its peers may have to begin anew."""
+        was learned before: a process that lost its peers may have to start over."""
         self.begin_with(lambda entry, part: fill_initial(entry, part, seed))
 
     def begin_with(self, fill: Callable[[NamedShard, torch.Tensor], None]) -> None:
         """Give the parameters the first values, which `fill` puts into memory (fp32, shaped as the parameter) that it
-        is given for each, one after the other: beside the state there is never more than one of them."""
+        is given for each, one after the other: besides the state there is never more than one of them."""
         slots, device = (*self.flat.slots, *self.flat.frozen), self.comm.device
         memory = torch.empty(max(slot.end - slot.start for slot in slots), dtype=torch.float32, device=device)
         for slot, end in zip(slots, [*(following.start for following in slots[1:]), self.flat.whole], strict=True):
@@ -142,5 +142,5 @@ class Engine:
         return [*self.optimizer.state(), self.loss_scale.state]
 
     def frozen_state(self) -> list[torch.Tensor]:
-        """What a snapshot keeps beside that and no step changes."""
+        """What a snapshot keeps besides that and no step changes."""
         return [self.optimizer.frozen] if len(self.optimizer.frozen) else []

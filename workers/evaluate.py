@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None, called: str = "python -m workers.ev
     parser.add_argument(
         "--stride",
         type=positive,
-        help="with --text: tokens by which windows move on; default: as many as the model reads",
+        help="with --text: tokens from one window to the next; default: a whole window",
     )
     return run(_evaluate, parser.parse_args(arguments))
 

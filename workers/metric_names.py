@@ -1,4 +1,4 @@
-"""Names of the metrics that a job has beside those of every job. Pure Python."""
+"""Names of the metrics that a job has besides those of every job. Pure Python."""
 
 from __future__ import annotations
 

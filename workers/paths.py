@@ -24,7 +24,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class UnsafePath(MantaError):
-    """A folder that must be ours belongs to somebody else, or a name would leave its folder."""
+    """A folder that must be ours belongs to another user, or a name would leave its folder."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Paths:
     """The service's id, by which nodes see if they share its folders (`workers/node/folders.py`); empty: all do."""
 
     logs: Place | None = None
-    """Where the logs of all jobs are kept beside those in the home; None: nowhere."""
+    """Where the logs of all jobs are kept besides those in the home; None: nowhere."""
 
     @classmethod
     def of(
@@ -85,7 +85,7 @@ class Paths:
         return self.job_folder(job) / "logs"
 
     def kept_log_folder(self, job: str) -> Place | None:
-        """Folder in which the log of `job` is kept beside that in the home; None: it is not."""
+        """Folder in which the log of `job` is kept besides that in the home; None: it is not."""
         return None if self.logs is None else self.logs / safe_name(job) / "logs"
 
     def rank_log(self, job: str, rank: int) -> Path:
@@ -99,7 +99,7 @@ class Paths:
 
     @property
     def machines(self) -> Path:
-        """Folder of what calibrations have found, a file a type of node."""
+        """Folder of what calibrations have measured, a file per type of node."""
         return self.home / "machines"
 
     @property
@@ -127,7 +127,7 @@ class Paths:
         return self.home / "logs" / f"zygote-{safe_name(node)[:12]}.log"
 
     def make_runtime_folder(self) -> Path:
-        """Create the runtime folder with mode 0700. Raises UnsafePath when somebody else was there first."""
+        """Create the runtime folder with mode 0700. Raises UnsafePath when it belongs to another user."""
         folder = self.runtime_folder
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()

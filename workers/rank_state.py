@@ -52,7 +52,7 @@ class Places:
     token_cache: Path | None = None
     """Folder for tokens; None where the corpus needs none."""
     deletes_old_checkpoints: bool = True
-    """Whether no more than `checkpoint.keep` durable checkpoints stay; False: somebody else sees to that."""
+    """Whether no more than `checkpoint.keep` durable checkpoints stay; False: others see to that."""
     memory: SnapshotMemory = ANY_MEMORY
     """Where the snapshots themselves lie."""
 
@@ -190,7 +190,7 @@ class RankState:
     def _agree_on_history(self, history: NumericsHistory | None, roll_backs: Sequence[dict[str, Any]]) -> None:
         known = [RollBack.from_json(each) for each in roll_backs]
         for each in self.guard.restored(self.step, history, known):
-            # Whoever reported it may have died before it was heard.
+            # The rank that reported it may have died before that arrived.
             self._announce(each, f"step {each.step} had bad numbers")
 
     def _settle(self, step: int) -> None:
@@ -329,7 +329,7 @@ class RankState:
             raise CheckpointNotSaved(f"{reason}; it is tried again, make it possible meanwhile")
 
     def save_before_end(self) -> None:
-        """All ranks end after this step, and nobody knows when or where the job goes on: return once its state is in
+        """All ranks end after this step, and when or where the job continues is not known: return once its state is in
         memory and on disk, or cannot be written there, which is an event. Raises PeerLost."""
         with self.comm.step.phase("checkpoint"):
             self._keep_in_memory()
@@ -338,7 +338,7 @@ class RankState:
             self.comm.barrier()
 
     def rest(self) -> None:
-        """After PeerLost: end what goes on beside the training."""
+        """After PeerLost: end what runs alongside the training."""
         self._keep_in_memory()
         if self.checkpoints is not None:
             self.checkpoints.leave()

@@ -1,4 +1,4 @@
-"""Ships what a rank has to say in batches, on a thread of its own: the training thread only puts into a queue."""
+"""Ships a rank's reports in batches, on a thread of its own: the training thread only puts into a queue."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Reporter:
         self._put(Event(kind, message, step, data))
 
     def send(self, payload: Payload) -> None:
-        """Something else, for which somebody waits: it does not wait for a batch."""
+        """Something else, for which a reader waits: it does not wait for a batch."""
         self._put(payload)
         self._urgent.set()
 
     def made(self, make: Callable[[], Payload]) -> None:
-        """Something that takes a while to be made: that is done on the reporter's thread. Left out if it can't be."""
+        """Something that takes a while to be built: that is done on the reporter's thread. Left out if it can't be."""
         self._queue.put(_Unmade(make, time.time()))
 
     def _put(self, payload: Payload) -> None:
@@ -78,18 +78,18 @@ class Reporter:
                 if messages:
                     self._sink(messages)
             except OSError:
-                return  # nobody listens any more, and the process is about to end for it
+                return  # nothing listens any more, and the process is about to end for it
             if None in batch:
                 return
             self._urgent.wait(BATCH_SECONDS)
 
 
 def _made(message: Message | _Unmade) -> Message | None:
-    """The message; None where it can't be made, which keeps nothing else from being shipped."""
+    """The message; None where it can't be built, which keeps nothing else from being shipped."""
     if isinstance(message, Message):
         return message
     try:
         return Message(message.make(), message.time)
-    except Exception:  # noqa: BLE001 - whatever it is, rows and words that somebody waits for come behind it
+    except Exception:  # noqa: BLE001 - whatever it is, rows and words that others wait for come behind it
         traceback.print_exc()
         return None

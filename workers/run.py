@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--metrics",
         type=Path,
-        help="write one JSON object a step to this file; of a run that it goes on from, the steps so far stay",
+        help="write one JSON object a step to this file; of a run that it resumes, the steps so far stay",
     )
     parser.add_argument(
         "--checkpoints", type=_place, help="save durable checkpoints in, and resume from, this folder or s3:// URL"

@@ -1,7 +1,7 @@
-"""What the environment says to the engine when it runs without the service: torchrun's variables; to a node about where
-it runs: Kubernetes' and Slurm's; which of its NCCL backends torch takes; where tokens of corpora are kept on a machine;
-and, in tests, that there are no GPUs, or that ranks on slots communicate as those on GPUs do. No other module of
-`workers` takes a setting from the environment; `service/settings.py` reads that of the service."""
+"""Settings from the environment: of the engine when it runs without the service: torchrun's variables; of a node about
+where it runs: Kubernetes' and Slurm's; which of its NCCL backends torch takes; where tokens of corpora are kept on a
+machine; and, in tests, that there are no GPUs, or that ranks on slots communicate as those on GPUs do. No other module
+of `workers` reads a setting from the environment; `service/settings.py` reads that of the service."""
 
 from __future__ import annotations
 

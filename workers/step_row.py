@@ -43,7 +43,7 @@ class StepRows:
         }
 
     def _utilisation(self, sequences: int, seconds: float) -> dict[str, float]:
-        """Nothing of a model whose FLOPs nobody knows."""
+        """Nothing of a model whose FLOPs are not known."""
         if not self.spec.model.is_counted:
             return {}
         flops, available = step_flops(self.spec, sequences), seconds * self.peak_flops

@@ -23,13 +23,13 @@ OF_COMPUTATION = {
 """Environment of the zygote and of what is forked from it, which OpenMP reads when torch is loaded. One thread until a
 child says otherwise, since a pool of threads would not survive the fork, and then that number whatever the load.
 Threads that wait for others of their process look up to 1,000 times before they sleep: libgomp's own 300,000 keep the
-cores from whoever has work, and beside one other busy process a step took seven times as long or more."""
+cores from processes that have work, and next to one other busy process a step took seven times as long or more."""
 
 
 def decided_threads(spec: JobSpec, nodes: Iterable[tuple[int, int]]) -> int:
-    """The number for a job that starts for the first time: what its spec says; for auto as many as leave each rank
-    cores of its own. `nodes`: of each node with ranks on its CPU the cores, and the most ranks that the job may have
-    there. 1 where there is none, and where the number of replicas is to change no bit: another job, with other
+    """The number for a job that starts for the first time: what its spec says; for auto so many that they leave each
+    rank cores of its own. `nodes`: of each node with ranks on its CPU the cores, and the most ranks that the job may
+    have there. 1 where there is none, and where the number of replicas is to change no bit: another job, with other
     replicas, has to decide alike."""
     said = spec.resources.threads
     if said != "auto":
@@ -45,7 +45,7 @@ def with_threads(spec: JobSpec, threads: int) -> JobSpec:
 
 
 def threads_of(spec: JobSpec) -> int:
-    """What a rank with this spec computes with. Where nothing was decided that is one, as whoever made the spec knows
+    """What a rank with this spec computes with. Where nothing was decided that is one, as the author of the spec knows
     of no choice."""
     said = spec.resources.threads
     return BEFORE if said == "auto" else said

@@ -33,13 +33,13 @@ class Tracing:
         self._comm, self._reporter = comm, reporter
         self._peak_flops = peak_flops
         self.take: Take = self._report
-        """Takes what is recorded, once it is whole: it is reported, unless somebody else wants it."""
+        """Takes what is recorded, once it is whole: it is reported, unless another consumer takes it."""
         self._next: tuple[int, int] | None = None
         self._first_step = 0
         self._profile: TorchProfile | None = None
 
     def begin_with_next_step(self, number: int, steps: int) -> None:
-        """Record the next `steps` steps as trace `number`. All ranks are told the same before the same step."""
+        """Record the next `steps` steps as trace `number`. All ranks get the same order before the same step."""
         self._next = (number, steps)
 
     def begin_step(self, step: int) -> None:

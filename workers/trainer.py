@@ -165,7 +165,7 @@ class Trainer:
         if not ranks:
             return
         named = " and ".join(f"rank {rank}" for rank in ranks)
-        which = f"of {named} were changed" if certain else f"of {named} differ, and nobody can tell which are right"
+        which = f"of {named} were changed" if certain else f"of {named} differ, and which are right is not known"
         message = f"since step {self.step} parameters {which}"
         data = {"ranks": ranks, "certain": certain}
         announce(self.comm, self.reporter, "replica_differs", self.step, message, data)
@@ -208,7 +208,7 @@ class Trainer:
         return self._stragglers.named if self._stragglers is not None else []
 
     def rest(self) -> None:
-        """After PeerLost: end what goes on beside the training. What the broken step left behind is cleared by the
+        """After PeerLost: end what runs alongside the training. What the broken step left behind is cleared by the
         next one."""
         self.state.rest()
 

@@ -48,7 +48,7 @@ class Validation:
 
     def _loss_places(self) -> tuple[int, range]:
         """How many numbers make up the loss of a validation batch, and which of them this replica knows: one for every
-        micro-batch where the number of replicas shall not matter, else their sum."""
+        micro-batch where the number of replicas must not matter, else their sum."""
         if self._train.deterministic == "layout":
             return 1, range(1)
         return shared_leaves(self.engine.spec, self._train.global_batch_size, self.comm.index("data"))

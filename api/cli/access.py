@@ -25,7 +25,7 @@ keys_app = typer.Typer(cls=MantaGroup, no_args_is_help=True, help="API keys: cre
 projects_app = typer.Typer(cls=MantaGroup, no_args_is_help=True, help="Projects: create, list.")
 
 Limit = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Most lines shown.")]
-Days = Annotated[float | None, typer.Option("--days", min=0.001, help="Good for that many days; default: for good.")]
+Days = Annotated[float | None, typer.Option("--days", min=0.001, help="Days until it expires; default: it does not.")]
 
 
 class DatabaseOfOlderRelease(MantaError):
@@ -47,20 +47,20 @@ def create_key(
     project: Annotated[str | None, typer.Option("--project", help="Its project; default: your key's.")] = None,
     user: Annotated[str | None, typer.Option("--user", help="Whom it is for.")] = None,
     days: Days = None,
-    installation: Annotated[bool, typer.Option("--installation", help="Good for all projects.")] = False,
+    installation: Annotated[bool, typer.Option("--installation", help="Valid for all projects.")] = False,
     priority: Annotated[
-        int | None, typer.Option("--highest-priority", help="The highest that it gives jobs; default: your key's.")
+        int | None, typer.Option("--highest-priority", help="The highest that its jobs may have; default: your key's.")
     ] = None,
     admin: Annotated[
         bool,
         typer.Option(
-            "--admin", help="Without the service, in the database of MANTA_HOME: a key with which all may be done."
+            "--admin", help="Without the service, in the database of MANTA_HOME: a key that allows everything."
         ),
     ] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Make an API key, and print it: nobody can ever show it again."""
+    """Create an API key, and print it. It cannot be shown again."""
     if admin:
         if any(each is not None for each in (url, project, user, priority)):
             raise fail("--admin makes a key in the database of MANTA_HOME; it takes a name and --days", EXIT_BAD_INPUT)
@@ -88,8 +88,8 @@ def _create_in_database(settings: Settings, name: str, days: float | None) -> tu
 
 @contextlib.contextmanager
 def _database(settings: Settings) -> Iterator[Store]:
-    """The migrated database, without the service. Whoever can write it may make keys: they could do anything else with
-    it, too. Raises StoreUnusable, DatabaseOfOlderRelease."""
+    """The migrated database, without the service. Users who can write it may create keys: they could do anything else
+    with it, too. Raises StoreUnusable, DatabaseOfOlderRelease."""
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = Store(url_in(settings.home, settings.database_url))
     try:
@@ -110,8 +110,8 @@ def add_given_key(
     scope: Annotated[Scope, typer.Option("--scope", help="What it allows, in all projects.")] = Scope.ADMIN,
     as_json: Json = False,
 ) -> None:
-    """Have the key in MANTA_API_KEY, drawn elsewhere with other secrets, be good for all projects: in the database,
-    without the service. Again it changes nothing."""
+    """Register the key in MANTA_API_KEY, generated elsewhere with other secrets, for all projects: in the database,
+    without the service. A second time it changes nothing."""
     settings = Settings.from_environment()
     secret = settings.api_key
     if secret is None:
@@ -124,7 +124,7 @@ def add_given_key(
 
 @keys_app.command("list")
 def list_keys(limit: Limit = 50, url: Url = None, as_json: Json = False) -> None:
-    """List API keys, newest first; those that are not good any more, too."""
+    """List API keys, newest first, expired and revoked ones too."""
     with connect(url) as client:
         page = client.keys(limit)
     show_page(page, as_json, lambda console: render.key_table(console, page.items))
@@ -136,7 +136,7 @@ def revoke_key(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Have a key open nothing any more."""
+    """Revoke a key."""
     with connect(url) as client:
         answer = client.revoke_key(key)
     show(answer, as_json, lambda console: console.print(f"{answer.id} ({answer.name}) is revoked", highlight=False))
@@ -148,15 +148,15 @@ def create_project(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Make a project."""
+    """Create a project."""
     with connect(url) as client:
         answer = client.create_project(name)
-    show(answer, as_json, lambda console: console.print(f"project {answer.name} is made", highlight=False))
+    show(answer, as_json, lambda console: console.print(f"project {answer.name} is created", highlight=False))
 
 
 @projects_app.command("list")
 def list_projects(limit: Limit = 50, url: Url = None, as_json: Json = False) -> None:
-    """List the projects that your key is good for."""
+    """List the projects that your key can see."""
     with connect(url) as client:
         page = client.projects(limit)
     show_page(page, as_json, lambda console: render.project_table(console, page.items))
@@ -171,7 +171,7 @@ def audit(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """List who changed what, newest first; what was refused, too."""
+    """List who changed what, newest first, refused requests too."""
     with connect(url) as client:
         page = client.audit(key, target, limit)
     show_page(page, as_json, lambda console: render.audit_table(console, page.items))

@@ -1,7 +1,7 @@
 """`manta checkpoints`, `export`: what a job has saved, whether every byte of it is as it was written, and copies of it.
 
 Where a checkpoint lies is asked of the service, or named as a folder or a URL of an object store; its files are read
-here, with the credentials of whoever calls.
+here, with the caller's credentials.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ checkpoints_app = typer.Typer(cls=JobOrCommand, help="A job's durable checkpoint
 Source = Annotated[
     str, typer.Argument(metavar="WHAT", help="A job's id or name, or the folder or URL of a checkpoint or of several.")
 ]
-To = Annotated[str, typer.Option("--to", help="Folder or URL in which the checkpoint's own folder is made.")]
+To = Annotated[str, typer.Option("--to", help="Folder or URL in which the checkpoint's own folder is created.")]
 Step = Annotated[int | None, typer.Option("--step", min=1, help="The checkpoint of this step; default: the newest.")]
 
 
@@ -86,7 +86,7 @@ def list_of_job(job: JobId, url: Url = None, as_json: Json = False) -> None:
 def delete_one(
     job: JobId,
     step: Annotated[int, typer.Option("--step", min=1, help="The newest checkpoint of this step.")],
-    force: Annotated[bool, typer.Option("--force", help="Also the newest, from which the job would go on.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also the newest, from which the job would continue.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     url: Url = None,
     as_json: Json = False,
@@ -106,7 +106,7 @@ def delete_one(
 
 @checkpoints_app.command("verify")
 def verify_one(what: Source, step: Step = None, url: Url = None, as_json: Json = False) -> None:
-    """Read every byte of a checkpoint, and say whether it is as it was written; exit code 1 where it is not."""
+    """Check every byte of a checkpoint; exit code 1 where it is not as it was written."""
     place = source_of(what, step, url)
     try:
         manifest = verify(place)
@@ -117,7 +117,7 @@ def verify_one(what: Source, step: Step = None, url: Url = None, as_json: Json =
 
 @checkpoints_app.command()
 def pull(what: Source, to: To, step: Step = None, url: Url = None, as_json: Json = False) -> None:
-    """Copy a checkpoint here, every byte checked; it is whole once its manifest is there, which comes last."""
+    """Copy a checkpoint here and check every byte; it is complete once its manifest, written last, is there."""
     source = source_of(what, step, url)
     _copy(source, place_of(to) / source.name, as_json)
 
@@ -129,7 +129,7 @@ def push(
     step: Step = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a checkpoint from here to an object store or another folder, every byte checked."""
+    """Copy a checkpoint from here to an object store or another folder, and check every byte."""
     source = _in_place(place_of(what), step)
     _copy(source, place_of(to) / source.name, as_json)
 
@@ -139,7 +139,8 @@ def export(
     to: Annotated[str, typer.Option("--to", help="Folder, or with dcp also URL, that becomes the copy.")],
     to_format: Annotated[Format, typer.Option("--format", help=FORMATS)] = Format.dcp,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the weights; default: as those that the job began with, or fp32.")
+        Dtype | None,
+        typer.Option(help="Data type of the weights; default: that of the weights that the job began with, or fp32."),
     ] = None,
     shard_size: Annotated[
         str | None, typer.Option(help=f"Most bytes of a file, such as 500MB; default: {SHARD_SIZE}.")
@@ -148,7 +149,7 @@ def export(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a job's newest checkpoint to a folder of its own, or write its weights for others."""
+    """Copy a job's newest checkpoint to a folder of its own, or export its weights."""
     if to_format is Format.dcp:
         if dtype is not None or shard_size is not None:
             raise fail("dcp is a copy as it is: --dtype and --shard-size are for hf and safetensors", EXIT_BAD_INPUT)

@@ -1,4 +1,4 @@
-"""`manta compare`: what is different between jobs, and how well each does."""
+"""`manta compare`: what differs between jobs, and how well each performs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`manta doctor`: whether this machine, and what a service would use from here, will do."""
+"""`manta doctor`: whether this machine, and what a service would use from here, are sufficient."""
 
 from __future__ import annotations
 

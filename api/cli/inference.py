@@ -1,5 +1,5 @@
 """`manta evaluate`, `generate`: what a job has learned. The checkpoint is asked of the service, or named as a folder or
-URL, and read here, by a process of the engine's own commands, with the credentials of whoever calls."""
+URL, and read here, by a process of the engine's own commands, with the caller's credentials."""
 
 from __future__ import annotations
 

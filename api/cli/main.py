@@ -38,7 +38,7 @@ def fail(message: str, code: int) -> typer.Exit:
 
 
 class MantaGroup(TyperGroup):
-    """Turns the errors of all commands into sentences and exit codes, so that nobody sees a traceback."""
+    """Turns the errors of all commands into sentences and exit codes, so that users see no traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -74,7 +74,7 @@ Url = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, or a name that no other job has.")]
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is final.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Follow the job until it is final.")]
 RankNumber = Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")]
 
 
@@ -103,15 +103,15 @@ def show(answer: BaseModel, as_json: bool, draw: Callable[[Console], None]) -> N
 
 
 def show_page(page: Items[Any], as_json: bool, draw: Callable[[Console], None]) -> None:
-    """`show`, and for people a word where the list goes on."""
+    """`show`, and for people a hint where the list goes on."""
     show(page, as_json, draw)
     if not as_json and page.next_cursor is not None:
         typer.echo(f"These are {len(page.items)}; there are more: say --limit.", err=True)
 
 
 def show_lines(entries: Iterable[BaseModel], as_json: bool, line: Callable[[Any], str], none: str) -> None:
-    """Each entry as a line, as soon as it is there; with `as_json` one JSON object a line. `none`: what people are told
-    where there is no entry."""
+    """Each entry as a line, as soon as it is there; with `as_json` one JSON object a line. `none`: what is printed for
+    people where there is no entry."""
     entry = None
     for entry in entries:
         typer.echo(json.dumps(entry.model_dump(mode="json")) if as_json else line(entry))
@@ -170,7 +170,7 @@ def _nearest(unknown: Iterable[str], there_are: Collection[str]) -> str:
 
 @app.command()
 def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Stop a job for good. What it has saved stays."""
+    """Cancel a job for good. Its checkpoints stay."""
     with connect(url) as client:
         answer = client.cancel(job)
     _show_state(answer, as_json)
@@ -178,7 +178,7 @@ def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
 
 @app.command()
 def pause(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Have a job save its state and give back its places; `manta resume` has it go on."""
+    """Pause a job: it saves its state and gives back its places; `manta resume` continues it."""
     with connect(url) as client:
         answer = client.pause(job)
     _show_state(answer, as_json)
@@ -186,7 +186,7 @@ def pause(job: JobId, url: Url = None, as_json: Json = False) -> None:
 
 @app.command()
 def resume(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Have a paused job go on where it was."""
+    """Resume a paused job where it was paused."""
     with connect(url) as client:
         answer = client.resume(job)
     _show_state(answer, as_json)
@@ -199,7 +199,7 @@ def delete(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Delete a job that is over and all that it has: checkpoints, logs, metrics, events."""
+    """Delete a job that is over and everything it has: checkpoints, logs, metrics, events."""
     with connect(url) as client:
         if not yes:
             known = client.job(job)
@@ -212,7 +212,7 @@ def delete(
 
 @app.command()
 def retry(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Have a job that failed go on from where it failed."""
+    """Retry a failed job from where it failed."""
     with connect(url) as client:
         answer = client.retry(job)
     _show_state(answer, as_json)
@@ -225,7 +225,7 @@ def resize(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Go on with another number of replicas, at the same global batch."""
+    """Change the number of replicas, at the same global batch."""
     with connect(url) as client:
         answer = client.resize(job, data)
     show(
@@ -257,7 +257,7 @@ def recoveries(job: JobId, url: Url = None, as_json: Json = False) -> None:
 def inject(
     job: JobId,
     fault: Annotated[str, typer.Option("--fault", help=f"What happens: {', '.join(FAULT_KINDS)}.")],
-    rank: Annotated[int, typer.Option("--rank", min=0, help="To which rank.")],
+    rank: Annotated[int, typer.Option("--rank", min=0, help="The rank that it happens to.")],
     at_step: Annotated[int, typer.Option("--at-step", min=0, help="In which step; default: the next.")] = 0,
     phase: Annotated[str, typer.Option("--phase", help=f"Where in the step: {', '.join(FAULT_PHASES)}.")] = "data",
     seconds: Annotated[float, typer.Option("--seconds", help="slow: more a step; partition: how long.")] = 0.0,
@@ -266,7 +266,7 @@ def inject(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Make a fault in a running job, where the service was started with --allow-faults."""
+    """Inject a fault into a running job, where the service was started with --allow-faults."""
     words = {"kind": fault, "rank": rank, "at_step": at_step, "phase": phase}
     try:
         wanted = FaultRequest(**words, seconds=seconds, delay=delay, hold_gil=hold_gil)
@@ -302,7 +302,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "trace": ("trace", "traces", "budget"),
     "track": ("track",),
 }
-"""Which file beside this one has which commands; this one has the others."""
+"""Which file next to this one has which commands; this one has the others."""
 
 
 def command_line(wanted: str | None = None) -> typer.Typer:

@@ -56,9 +56,9 @@ def plan(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Find the best layouts of a job, or say what its own takes in time and memory, before it runs.
+    """Find the best layouts of a job, or predict time and memory of its own, before it runs.
 
-    For a cluster that the file describes no service is needed; without one the service is asked about its own."""
+    For a cluster that the file describes no service is needed; otherwise the service plans for its own cluster."""
     document = read_file(file, changes or ())
     if isinstance(document, dict) and (explain or picture_file is not None):
         document = {**document, "explain": True}

@@ -1,4 +1,5 @@
-"""`manta ranks`, `manta waits` and `manta stack`: where a job's ranks run, how they do, and who waits for whom."""
+"""`manta ranks`, `manta waits` and `manta stack`: where a job's ranks run, how they are doing, and who waits for
+whom."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A service that is started again when Ray ends it: Ray's library ends the process that uses it, without a word to that
-process, when a new head answers in the place of the one that it knew."""
+"""A service that is restarted when Ray ends it: Ray's library ends the process that uses it, without notice, when a new
+head answers in place of the one that it knew."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_again_when_ended_by_ray(run: Callable[[bool], None], service_file: Path)
             signal.signal(each, signal.SIG_DFL)
         if not (_ended_from_within(status) and _is_said_to_serve(child, service_file)):
             _end_as(status)
-        log.error("Ray has ended the service, which is started again")
+        log.error("Ray has ended the service; it is restarted")
         time.sleep(PAUSE_SECONDS)
         again = True
 

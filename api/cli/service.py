@@ -38,8 +38,12 @@ UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 120.0, 60.0, 0.1
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
-Slots = Annotated[int | None, typer.Option("--slots", min=1, help="CPU ranks that fit, beside GPUs too; default: 16.")]
-Ray = Annotated[str | None, typer.Option("--ray", metavar="HOST:PORT", help="Use this Ray cluster, not an own one.")]
+Slots = Annotated[
+    int | None, typer.Option("--slots", min=1, help="CPU ranks that fit, also next to GPUs; default: 16.")
+]
+Ray = Annotated[
+    str | None, typer.Option("--ray", metavar="HOST:PORT", help="Use this Ray cluster; default: start one.")
+]
 WaitForRay = Annotated[
     bool, typer.Option("--wait-for-ray", help="Wait until the cluster of --ray answers, however long that takes.")
 ]
@@ -49,7 +53,7 @@ AllowFaults = Annotated[
 TlsCert = Annotated[Path | None, typer.Option("--tls-cert", help="PEM file of the service's certificate.")]
 TlsKey = Annotated[Path | None, typer.Option("--tls-key", help="PEM file of its private key.")]
 TlsTerminated = Annotated[
-    bool, typer.Option("--tls-terminated", help="A proxy speaks TLS with the clients, and only it reaches this port.")
+    bool, typer.Option("--tls-terminated", help="A proxy terminates TLS, and only it can reach this port.")
 ]
 Database = Annotated[
     str | None,
@@ -219,7 +223,7 @@ def start_service(settings: Settings, host: str, port: int, slots: int | None, r
         )
     try:
         return _wait_until_ready(home, process, log, began)
-    except BaseException:  # interrupted, or too slow: nothing that nobody waits for stays behind
+    except BaseException:  # interrupted, or too slow: nothing that no one waits for stays behind
         if process.poll() is None:
             process.kill()
             process.wait()
@@ -260,7 +264,7 @@ def _is_ready(home: Path) -> bool:
 def stop_service(home: Path) -> bool:
     """End the service of `home`, its Ray, and every process and shared memory of its jobs. False: none was running."""
     paths, head = Paths.of(home), RayHead(home)
-    has_own_ray = paths.ray_record.exists()  # on somebody else's Ray the jobs run on, and need what they have
+    has_own_ray = paths.ray_record.exists()  # on an existing Ray the jobs run on, and need what they have
     running = running_service(home)
     if running is not None:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -74,7 +74,7 @@ def _follow(client: MantaClient, job: Job, as_json: bool) -> None:
     try:
         job = follow_progress(client, job.id, out)
     except KeyboardInterrupt as error:
-        hint = f"{job.id} goes on without you; `manta status {job.id}` shows it, `manta cancel {job.id}` stops it"
+        hint = f"{job.id} keeps running; `manta status {job.id}` shows it, `manta cancel {job.id}` stops it"
         raise fail(hint, EXIT_INTERRUPTED) from error
     if as_json:
         typer.echo(render.as_json(job))

@@ -1,4 +1,4 @@
-"""Tables on a terminal, of which no word is broken: half an id cannot be copied, and half a number is another one."""
+"""Tables on a terminal in which no word is broken: half an id cannot be copied, and half a number is wrong."""
 
 from __future__ import annotations
 

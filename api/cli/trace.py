@@ -1,4 +1,4 @@
-"""`manta trace` and `manta traces`: single steps of a job, recorded action by action, and where they went."""
+"""`manta trace` and `manta traces`: single steps of a job, recorded action by action, and where their time went."""
 
 from __future__ import annotations
 
@@ -42,19 +42,21 @@ def trace(
     profiled: Annotated[
         list[int] | None,
         typer.Option(
-            "--profile-rank", min=0, help="Have torch's profiler record this rank, too: beside the output, .json.gz."
+            "--profile-rank",
+            min=0,
+            help="Record this rank with torch's profiler too, into a .json.gz next to the output.",
         ),
     ] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Record a job's next steps on all of its ranks, wait for them, and say where they went."""
+    """Record a job's next steps on all of its ranks, wait for them, and show where their time went."""
     if output is not None and output.suffix not in ENDINGS:
         raise fail(f"{output}: a trace is written as {' or as '.join(ENDINGS)}", EXIT_BAD_INPUT)
     if output is not None and not output.parent.is_dir():
         raise fail(f"cannot write {output}: there is no folder {output.parent}", EXIT_BAD_INPUT)
     if profiled and output is None:
-        raise fail("--profile-rank needs --output: the profile is written beside it", EXIT_BAD_INPUT)
+        raise fail("--profile-rank needs --output: the profile is written next to it", EXIT_BAD_INPUT)
     with connect(url) as client:
         asked = client.send(
             calls.request_trace(job, TraceRequest(steps=steps, step=step, profiler_ranks=profiled or []))
@@ -62,7 +64,7 @@ def trace(
         try:
             _wait(client, asked)
         except KeyboardInterrupt as error:
-            hint = f"{asked.id} of {job} is made without you; `manta traces {job}` shows it"
+            hint = f"{asked.id} of {job} is still being recorded; `manta traces {job}` shows it"
             raise fail(hint, EXIT_INTERRUPTED) from error
         made = client.send(calls.trace(asked.job_id, asked.id))
         if output is not None and made.ranks:
@@ -149,7 +151,7 @@ def traces(job: JobId, url: Url = None, as_json: Json = False) -> None:
 
 
 def budget(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Show where a job's steps go, from the device's peak on, beside the plan."""
+    """Show where the time of a job's steps goes, from the device's peak on, next to the plan."""
     with connect(url) as client:
         answer = client.send(calls.budget(job))
     show(answer, as_json, lambda console: _budget_table(console, answer))

@@ -1,4 +1,4 @@
-"""`manta --version`: the release, and which of the others it understands."""
+"""`manta --version`: the release, and which other releases it works with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The failure that the demo makes: one rank's process is killed in the middle of the run."""
+"""The failure that the demo injects: one rank's process is killed in the middle of the run."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class ReplayFailed(MantaError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Steps of the job beside the same steps of the replay."""
+    """Steps of the job next to the same steps of the replay."""
 
     first: int
     last: int

@@ -21,7 +21,7 @@ from workers.protocol.messages import PROTOCOL
 _BUILD = gauge("manta_build_info", "1, with the release that runs", "version", "protocol", "python")
 _ANSWERS = gauge("manta_control_thread_up", "1 where the control plane's own thread answers, else 0")
 _DELAY = gauge("manta_control_thread_delay_seconds", "How long the control plane's thread took to turn to this scrape")
-_OWNED = gauge("manta_owned_jobs", "Jobs that this control plane looks after")
+_OWNED = gauge("manta_owned_jobs", "Jobs that this control plane owns")
 _LAG = gauge("manta_reconcile_lag_seconds", "How long the oldest of what a loop has still to do has been due", "loop")
 _RAY = gauge("manta_ray_up", "1 where Ray tells its nodes, else 0")
 _NODES = gauge("manta_nodes", "Nodes that can hold ranks, by state", "state")

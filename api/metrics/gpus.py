@@ -1,4 +1,4 @@
-"""Numbers of the GPUs, where nodes have some and NVML to ask."""
+"""Metrics of the GPUs, where nodes have any and NVML."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _OF_GPU: tuple[tuple[Family, Read], ...] = (
         _memory_errors,
     ),
     (
-        counter("manta_gpu_xid_errors_total", "Errors that the driver has told, by code", *_GPU, "xid"),
+        counter("manta_gpu_xid_errors_total", "Errors that the driver has reported, by code", *_GPU, "xid"),
         lambda gpu: [((xid,), count) for xid, count in gpu.xids.items()],
     ),
 )

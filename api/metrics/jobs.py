@@ -166,7 +166,7 @@ _OF_JOB: tuple[tuple[Family, Read], ...] = (
 _BY_STATE = gauge("manta_jobs", "Jobs by state", "state")
 _UNLISTED = gauge("manta_jobs_unlisted", "Unfinished jobs that have no series of their own, since there are too many")
 _FAILED = gauge("manta_jobs_failed_recently", "Jobs that failed within the last hour, by reason", "reason")
-_WITHOUT_OWNER = gauge("manta_jobs_without_owner", "Jobs that may hold places and no control plane looks after")
+_WITHOUT_OWNER = gauge("manta_jobs_without_owner", "Jobs that may hold places and that no control plane owns")
 _QUEUE_WAIT = gauge("manta_queue_oldest_wait_seconds", "How long the job that has waited longest is in the queue")
 _PLANES = gauge("manta_control_planes", "Control planes that live")
 

@@ -41,7 +41,9 @@ async def delete_checkpoint(
     control: Control,
     job_id: JobId,
     checkpoint_id: CheckpointId,
-    force: Annotated[bool, Query(description="Also the newest whole one of a job that would go on from it")] = False,
+    force: Annotated[
+        bool, Query(description="Also the newest complete one of a job that would continue from it")
+    ] = False,
 ) -> schemas.Checkpoint:
     """Delete a checkpoint and its files for good. The newest whole one of a job that may go on is refused without
     `force`, and one that is being saved or restored from in any case."""
@@ -70,8 +72,8 @@ async def export_checkpoint(
     checkpoint_id: CheckpointId,
     wanted: Annotated[requests.ExportRequest, Depends(body_as(requests.ExportRequest))],
 ) -> schemas.Export:
-    """Write the weights of a complete checkpoint to a folder of the service's machine, for others. Answers at once;
-    `get_export` says how far it is."""
+    """Export the weights of a complete checkpoint to a folder of the service's machine. Answers at once; `get_export`
+    says how far it is."""
     slow, about = read_threads_of(request).slow, (job_id, checkpoint_id, wanted.to, wanted.format, wanted.dtype)
     row = await slow.run(lambda: control.exports.begin(*about))
     return views.export_view(row, row.updated_at)

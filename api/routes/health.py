@@ -1,4 +1,4 @@
-"""Whether the service lives, whether it can work, and its numbers for Prometheus."""
+"""Whether the service is alive, whether it is ready, and its metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def get_health() -> schemas.Health:
 
 @router.get("/readyz", responses=anonymous("not_ready", "database_unavailable"))
 def get_readiness(request: Request, control: Control) -> schemas.Health:
-    """Database and cluster can be reached; else 503, with the reasons for whoever sends a key."""
+    """Database and cluster can be reached; else 503, with the reasons where a key is sent."""
     reasons = _reasons(control)
     if reasons and request_of_caller(request).who is None:
         raise NotReady(["the service cannot run jobs; ask again with a key to learn why"])

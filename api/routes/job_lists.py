@@ -1,4 +1,4 @@
-"""Many jobs at once: lists of them, how many there are, and how their losses went."""
+"""Many jobs at once: lists, counts, and sparklines of their losses."""
 
 from __future__ import annotations
 

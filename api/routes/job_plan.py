@@ -1,4 +1,4 @@
-"""What was planned of a job, and what became of it."""
+"""A job's plan, compared with what was measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SVG = "image/svg+xml"
 
 @router.get("", responses=reads(*OF_A_JOB))
 def get_job_plan(control: Control, job_id: JobId) -> schemas.JobPlan:
-    """What the job's step was planned to take when it last began or changed its layout, beside what its steps take."""
+    """What the job's step was planned to take when it last began or changed its layout, compared with what its steps
+    take."""
     with control.store.read() as session:
         return views.job_plan_view(plans.newest(session, job_id))
 

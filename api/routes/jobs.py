@@ -84,7 +84,7 @@ async def submit_job(
     layout and what a step of it takes."""
     about, digest = request_of_caller(request), digest_of(document)
     if idempotency_key is not None and not dry_run:
-        # Before it is checked: what was right then may not be any more, and whoever asks again wants their job.
+        # Before it is checked: what was right then may not be any more, and who asks again wants their job.
         earlier = await run_in_threadpool(_made_before, control, idempotency_key, digest, caller.project)
         if earlier is not None:
             about.changes_nothing = True
@@ -146,7 +146,7 @@ def edit_job(
     if_match: IfMatch = None,
 ) -> schemas.Job:
     """Change a job's name, priority or labels, whatever its state; what is left out stays, also of its labels, of which
-    a null takes one away. With `If-Match` only if nobody else has changed it."""
+    a null takes one away. With `If-Match` only if it has not changed since."""
     expected = versions_in(if_match)
     if "priority" in wanted.given:
         refuse_priority(caller, wanted.priority)
@@ -165,15 +165,15 @@ def edit_job(
     responses=changes(*OF_A_JOB, "job_not_final", "job_being_exported", "files_not_removed", "cluster_unavailable"),
 )
 async def delete_job(request: Request, control: Control, job_id: JobId) -> schemas.DeletedJob:
-    """Delete a job that is over and all that it has: rows, checkpoints, logs, snapshots in memory. Nothing of it comes
-    back. Where something cannot be removed the job stays, and can be deleted again."""
+    """Delete a job that is over and everything it has: rows, checkpoints, logs, snapshots in memory. This cannot be
+    undone. Where something cannot be removed the job stays, and can be deleted again."""
     deletion = await read_threads_of(request).slow.run(lambda: control.delete(job_id))
     return views.deletion_view(job_id, deletion)
 
 
 @router.post("/{job_id}/cancel", status_code=202, responses=_ACTION)
 def cancel_job(control: Control, job_id: JobId) -> schemas.Job:
-    """Stop a job for good. What it has saved stays."""
+    """Cancel a job for good. Its checkpoints stay."""
     job = _changed(control, lambda session: jobs.request_cancel(session, job_id))
     control.cancel(job_id)
     return job
@@ -181,8 +181,8 @@ def cancel_job(control: Control, job_id: JobId) -> schemas.Job:
 
 @router.post("/{job_id}/pause", status_code=202, responses=_ACTION)
 def pause_job(control: Control, job_id: JobId) -> schemas.Job:
-    """Have a job save its state after the step under way, in memory and as a durable checkpoint, and give back its
-    places; one in the queue leaves it."""
+    """Pause a job: it saves its state after the current step, in memory and as a durable checkpoint, and gives back its
+    places; a queued job leaves the queue."""
     job = _changed(control, lambda session: pauses.request_pause(session, job_id))
     control.pause(job_id)
     return job
@@ -190,7 +190,7 @@ def pause_job(control: Control, job_id: JobId) -> schemas.Job:
 
 @router.post("/{job_id}/resume", status_code=202, responses=_ACTION)
 def resume_job(control: Control, job_id: JobId) -> schemas.Job:
-    """Have a PAUSED job go on where it was paused, as soon as there are places for it."""
+    """Resume a PAUSED job where it was paused, as soon as there are places for it."""
     job = _changed(control, lambda session: pauses.request_resume(session, job_id))
     control.submitted(job_id)
     return job
@@ -200,7 +200,7 @@ def resume_job(control: Control, job_id: JobId) -> schemas.Job:
     "/{job_id}/retry", status_code=202, responses=changes(*OF_A_JOB, "illegal_transition", "job_being_deleted")
 )
 def retry_job(control: Control, job_id: JobId) -> schemas.Job:
-    """Have a job that failed go on from where it failed: from its snapshots in memory, while they are kept, or its
+    """Retry a failed job from where it failed: from its snapshots in memory, while they are kept, or its
     newest checkpoint."""
     job = _changed(control, lambda session: failed_jobs.request_retry(session, job_id))
     control.submitted(job_id)
@@ -218,7 +218,7 @@ def retry_job(control: Control, job_id: JobId) -> schemas.Job:
 def resize_job(
     control: Control, job_id: JobId, wish: Annotated[requests.Resize, Depends(body_as(requests.Resize))]
 ) -> schemas.Job:
-    """Go on with another number of replicas, at the same global batch, as soon as there is room for them."""
+    """Change the number of replicas, at the same global batch, as soon as there is room for them."""
     job = _changed(control, lambda session: jobs.request_resize(session, job_id, wish.data))
     control.resize(job_id)
     return job

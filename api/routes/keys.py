@@ -1,4 +1,4 @@
-"""API keys: make, list, revoke."""
+"""API keys: create, list, revoke."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def create_key(
     caller: Caller,
     wanted: Annotated[requests.NewKey, Depends(body_as(requests.NewKey))],
 ) -> access_schemas.NewApiKey:
-    """Make a key. Only this answer ever shows it. For another project than one's own, or for the whole installation, it
-    takes a key of the installation."""
+    """Create a key. Only this answer ever shows it. For another project than one's own, or for the whole installation,
+    this takes a key of the installation."""
     project = wanted.project or caller.project
     _refuse_more_than_own(caller, wanted, project)
     secret, expires_at = new_key(), None
@@ -76,8 +76,8 @@ def _refuse_more_than_own(caller: Identity, wanted: requests.NewKey, project: st
 def list_keys(
     control: Control, caller: Caller, limit: Limit = 50, cursor: Cursor = None
 ) -> schemas.Items[access_schemas.ApiKey]:
-    """The project's keys, or all where one's own is of the installation, newest first; those that were revoked or have
-    expired too. What a key itself is, nobody knows any more."""
+    """The project's keys, or all where one's own is of the installation, newest first; revoked and expired ones too.
+    The keys themselves are not stored."""
     with control.store.read() as session:
         page = keys.page(session, caller.bound, limit, cursor)
     return schemas.Items(items=[access_views.key_view(each) for each in page.items], next_cursor=page.next_cursor)
@@ -85,7 +85,7 @@ def list_keys(
 
 @router.delete("/{key_id}", responses=changes("key_not_found"))
 def revoke_key(request: Request, control: Control, caller: Caller, key_id: KeyId) -> access_schemas.ApiKey:
-    """Have a key open nothing any more, at once here and within a second in other processes; browsers that signed in
+    """Revoke a key, at once here and within a second in other processes; browsers that signed in
     with it are signed out, and its streams end. It stays in the list."""
     revoked = control.store.write(lambda session: access_views.key_view(keys.revoke(session, caller.bound, key_id)))
     request.app.state.identities.forget()

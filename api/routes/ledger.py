@@ -20,7 +20,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/ledger", tags=["ledger"])
 def get_ledger(
     control: Control,
     job_id: JobId,
-    intervals: Annotated[bool, Query(description="Whether to say when each class was, too")] = False,
+    intervals: Annotated[bool, Query(description="Whether to add the time line")] = False,
 ) -> schemas.Ledger:
     """Every second of the job by class, from its submission to its end, or to now."""
     with control.store.read() as session:

@@ -1,4 +1,4 @@
-"""How a browser signs in: a link that is good once is exchanged for a cookie."""
+"""How a browser signs in: a link that works once is exchanged for a cookie."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ONWARD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</
 
 @router.post("/v1/links", status_code=201, responses=changes())
 def create_link(response: Response, control: Control, caller: Caller) -> access_schemas.OneTimeLink:
-    """A link that signs a browser in with the rights of this key. It is good once, for ten minutes."""
+    """A link that signs a browser in with the rights of this key. It works once, within ten minutes."""
     token = new_browser_token()
     link = control.store.write(lambda session: browser_tokens.add_link(session, caller.key_id, digest_of(token)))
     response.headers["Cache-Control"] = "no-store"

@@ -57,7 +57,7 @@ def _wanted_lines(
             "(?i) at the beginning",
         ),
     ] = None,
-    level: Annotated[Level | None, Query(description="Only lines that say they are as serious, or more so")] = None,
+    level: Annotated[Level | None, Query(description="Only lines of this level or above")] = None,
 ) -> LogFilter:
     return LogFilter(stream, search, regex, level)
 

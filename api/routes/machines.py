@@ -1,4 +1,4 @@
-"""What calibrations have found."""
+"""What calibrations have measured."""
 
 from __future__ import annotations
 

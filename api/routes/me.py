@@ -17,13 +17,13 @@ router = APIRouter(tags=["access"])
 
 @router.get("/v1/me", responses=reads())
 def get_me(request: Request, caller: Caller) -> access_schemas.Me:
-    """Whose key it is that was shown, and what it allows."""
+    """Who the caller is, and what its key allows."""
     return access_views.me_view(caller, _session_of(request) is not None)
 
 
 @router.delete("/v1/session", responses=changes())
 def end_session(request: Request, response: Response, control: Control, caller: Caller) -> access_schemas.Me:
-    """Sign this browser out: what it has shown opens nothing any more. A key stays as good as it was. Who it was."""
+    """Sign this browser out, and answer who it was. The key that it signed in with stays valid."""
     session = _session_of(request)
     if session is not None:
         control.store.write(lambda store: browser_tokens.end_session(store, session))

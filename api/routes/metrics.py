@@ -53,8 +53,8 @@ async def get_metrics(
 
 
 async def _catch_up(store: Store, job_id: str) -> None:
-    """Make the bins that are missing, so that the next answer comes quickly; whoever else writes gets in between."""
-    with contextlib.suppress(JobNotFound, SQLAlchemyError):  # whoever asks next tries again
+    """Make the bins that are missing, so that the next answer comes quickly; other writes get in between."""
+    with contextlib.suppress(JobNotFound, SQLAlchemyError):  # the next request tries again
         while await store.write_async(partial(_catch_up_some, job_id=job_id)):
             pass
 

@@ -37,6 +37,6 @@ async def drain_node(
     node_id: NodeId,
     wanted: Annotated[requests.DrainRequest, Depends(body_as(requests.DrainRequest))],
 ) -> schemas.Node:
-    """Have all jobs leave the node before the deadline, without a step done again where there is room elsewhere."""
+    """Drain a node: all jobs leave it before the deadline, and redo no step where there is room elsewhere."""
     drained = await read_threads_of(request).nodes.run(lambda: control.drain(node_id, wanted.deadline_seconds))
     return schemas.Node.model_validate(drained)

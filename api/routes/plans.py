@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1/plans", tags=["plans"])
     ),
 )
 async def make_plans(request: Request, control: Control, document: Body) -> schemas.Plans:
-    """Say what a layout takes in time and memory on a cluster, or with `parallel: auto` find the best ones. Nothing is
+    """Predict time and memory of a layout on a cluster, or with `parallel: auto` find the best ones. Nothing is
     stored."""
     request_of_caller(request).changes_nothing = True
 

@@ -1,4 +1,4 @@
-"""Projects: make, list."""
+"""Projects: create, list."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def create_project(
     control: Control,
     wanted: Annotated[requests.NewProject, Depends(body_as(requests.NewProject))],
 ) -> access_schemas.Project:
-    """Make a project. Keys that are made for it see and change its jobs, and no others."""
+    """Create a project. Keys that are created for it see and change its jobs, and no others."""
     request_of_caller(request).target = wanted.name
     return control.store.write(lambda session: access_views.project_view(projects.create(session, wanted.name)))
 

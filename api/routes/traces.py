@@ -51,8 +51,8 @@ def request_trace(
     job_id: JobId,
     wanted: Annotated[requests.TraceRequest, Depends(body_as(requests.TraceRequest))],
 ) -> trace_schemas.Trace:
-    """Have all ranks of a job record their next steps, all the same ones. Of a job that waits or is paused they are
-    recorded once it trains."""
+    """Record the next steps of a job, the same ones on all ranks. For a job that waits or is paused they are recorded
+    once it trains."""
 
     def request(session: Any) -> str:
         row = trace_requests.request(session, job_id, wanted.steps, wanted.step, wanted.profiler_ranks)
@@ -75,7 +75,7 @@ def list_traces(traces: Traces, job_id: JobId) -> schemas.Items[trace_schemas.Tr
     responses=reads(*OF_A_JOB, "invalid_parameter", "trace_not_found"),
 )
 async def get_trace(request: Request, control: Control, traces: Traces, job_id: JobId, trace_id: TraceId) -> Response:
-    """One trace in full: every slice of every rank, the planner's timeline of the same step beside it."""
+    """One trace in full: every slice of every rank, with the planner's timeline of the same step."""
 
     def document() -> str:
         return json.dumps(_with_times(traces.document(job_id, trace_id, planner_cluster(control))))
@@ -121,17 +121,19 @@ async def get_budget(
     job_id: JobId,
     source: Annotated[
         Literal["trace", "phases"] | None,
-        Query(alias="from", description="What it is made of; default: the newest whole trace, or else the phases"),
+        Query(
+            alias="from", description="What it is measured from; default: the newest complete trace, or else the phases"
+        ),
     ] = None,
 ) -> trace_schemas.StepBudget:
-    """Where a job's step goes, from the device's peak on, as it was measured and as the planner expects it."""
+    """Where the time of a job's step goes, from the device's peak on, as measured and as planned."""
     wanted = {"of_trace": source != "phases", "of_phases": source != "trace"}
     budget = partial(traces.budget, job_id, **wanted, cluster=planner_cluster(control))
     return trace_schemas.StepBudget.model_validate(await read_threads_of(request).plans.run(budget))
 
 
 def planner_cluster(control: ControlPlane) -> PlannerCluster:
-    """Gives the cluster as the planner takes it; None where Ray does not answer, or nobody knows its devices."""
+    """Gives the cluster as the planner takes it; None where Ray does not answer, or its devices are not known."""
 
     def cluster(spec: JobSpec) -> Cluster | None:
         try:

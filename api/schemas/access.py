@@ -1,4 +1,4 @@
-"""What the REST API answers about who may do what, and who did, as data."""
+"""Answers of the REST API about keys, projects and the audit, as data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Project(Answer):
     name: str
     """Its name, which is its id."""
     created_at: Time
-    """When it was made."""
+    """When it was created."""
 
 
 class ApiKey(Answer):
@@ -28,19 +28,19 @@ class ApiKey(Answer):
     scope: str
     """read, submit or admin."""
     installation: bool
-    """Whether it is good for all projects."""
+    """Whether it is valid for all projects."""
     created_at: Time
-    """When it was made."""
+    """When it was created."""
     expires_at: Time | None
-    """Since when it opens nothing; null: it does not expire."""
+    """When it expires or expired; null: it does not expire."""
     revoked_at: Time | None
     """When it was revoked."""
     highest_priority: int | None = None
-    """The highest priority that it gives jobs; null: any."""
+    """The highest priority that jobs submitted with it may have; null: any."""
 
 
 class NewApiKey(ApiKey):
-    """A key that was just made."""
+    """A key that was just created."""
 
     key: str
     """The key itself. It is shown this once and kept nowhere."""
@@ -60,11 +60,11 @@ class Me(Answer):
     scope: str
     """read, submit or admin."""
     installation: bool
-    """Whether it is good for all projects."""
+    """Whether it is valid for all projects."""
     browser: bool
-    """Whether it was shown by a browser that is signed in, and not the key itself."""
+    """Whether the request came from a signed-in browser rather than with the key itself."""
     highest_priority: int | None = None
-    """The highest priority that it gives jobs; null: any."""
+    """The highest priority that jobs submitted with it may have; null: any."""
 
 
 class AuditEntry(Answer):
@@ -77,17 +77,17 @@ class AuditEntry(Answer):
     project: str
     """Project of the key."""
     key: str | None
-    """Id of the key; null: somebody on the machine itself, without the service."""
+    """Id of the key; null: a user of the machine itself, without the service."""
     key_name: str
-    """Its name then."""
+    """The key's name at that time."""
     user: str | None
     """Whom it is for."""
     operation: str
-    """What was asked for, such as cancel_job."""
+    """The operation, such as cancel_job."""
     target: str | None
-    """Id of the job, key or node, or name of the project, that it was about."""
+    """Id of the job, key or node, or name of the project, that it acted on."""
     address: str | None
-    """Where it came from."""
+    """Address that the request came from."""
     status: int
     """HTTP status of the answer."""
     code: str | None
@@ -95,9 +95,9 @@ class AuditEntry(Answer):
 
 
 class OneTimeLink(Answer):
-    """What signs a browser in, once."""
+    """A link that signs a browser in, once."""
 
     path: str
-    """Where it leads, below the service's address. Whoever opens it first is signed in."""
+    """Path below the service's address. The first browser that opens it is signed in."""
     expires_at: Time
-    """Until when."""
+    """When it expires."""

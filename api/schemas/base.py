@@ -38,11 +38,11 @@ Number = Annotated[
 
 
 Direction = Literal["asc", "desc"]
-"""Of an order."""
+"""Direction of a sort order."""
 
 
 class Answer(BaseModel):
-    """Base of all answers. A newer service may say more than this client knows."""
+    """Base of all answers. Fields that this client does not know are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
@@ -70,7 +70,7 @@ class Problem(Answer):
     detail: str
     """One sentence that says what to do next."""
     errors: list[FieldProblem] = []
-    """Every single thing that is wrong."""
+    """One entry for each thing that is wrong."""
 
 
 class Items(Answer, Generic[T]):
@@ -79,18 +79,18 @@ class Items(Answer, Generic[T]):
     items: list[T]
     """The items."""
     next_cursor: str | None = None
-    """Give this as `cursor` for the next page; null on the last one."""
+    """Pass this as `cursor` for the next page; null on the last one."""
 
 
 class Stream(Items[T], Generic[T]):
     """A page of a list that still grows."""
 
     resume_cursor: str
-    """Give this as `cursor` to read only what came after this page, also when it is the last one for now."""
+    """Pass this as `cursor` to read only what came after this page, also when it is the last one for now."""
 
 
 class Health(Answer):
-    """That the process is alive, or the service ready."""
+    """Whether the process is alive, or the service ready."""
 
     status: str
     """ok or ready."""

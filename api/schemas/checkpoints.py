@@ -1,4 +1,4 @@
-"""What is kept of a job on disk, and written for others."""
+"""A job's durable checkpoints, and exports of their weights."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ class Checkpoint(Answer):
     generation: int | None = None
     """Generation that saved it."""
     exists: bool | None = None
-    """Whether its files are there, as far as is known; null while it is being saved."""
+    """Whether its files exist, as far as is known; null while it is being saved."""
     age_seconds: float | None = None
-    """Since it was complete; null for others."""
+    """Seconds since it was complete; null unless it is."""
     kept_because: str | None = None
     """Why it is not deleted when the next one is complete, in a sentence; null where that is not known."""
 
 
 class Export(Answer):
-    """Weights of a checkpoint that are written for others, or were."""
+    """An export of a checkpoint's weights."""
 
     id: str
     """Its id."""
     job: str
     """Job id."""
     checkpoint: str
-    """Id of the checkpoint, which may be gone."""
+    """Id of the checkpoint, which may have been deleted since."""
     to: str
-    """Folder on the machine of the service that was asked."""
+    """Folder on the machine of the service that took the request."""
     format: str
     """hf or safetensors."""
     dtype: str | None
-    """Of the numbers; null: that of the weights that the job began with, or fp32."""
+    """Data type of the weights; null: that of the weights that the job began with, or fp32."""
     state: Literal["running", "done", "failed"]
-    """The folder is there as a whole once it is done, and else not at all."""
+    """The folder appears once the export is done, complete."""
     message: str | None
     """Why it failed."""
     done_bytes: int
-    """Written so far."""
+    """Bytes written so far."""
     total_bytes: int | None
-    """Of all tensors; null before that is known."""
+    """Bytes of all tensors; null before that is known."""
     created_at: Time
     """When it began."""

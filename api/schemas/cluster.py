@@ -10,7 +10,7 @@ from api.schemas.base import Answer
 
 
 class RunningRank(Answer):
-    """What occupies a place on a node."""
+    """A rank that occupies a GPU or a slot of a node."""
 
     job: str
     """Job id."""
@@ -19,10 +19,10 @@ class RunningRank(Answer):
 
 
 class Gpu(Answer):
-    """One GPU of a node, as its driver said in the last minute; null: it does not say that."""
+    """One GPU of a node, as its driver reported in the last minute; null: it does not report that."""
 
     index: int
-    """The driver's, on its machine."""
+    """The driver's index on its machine."""
     answers: bool = True
     """Whether the driver reaches it."""
     utilization: float | None = None
@@ -32,13 +32,13 @@ class Gpu(Answer):
     power_watts: float | None = None
     temperature_celsius: float | None = None
     clock_mhz: int | None = None
-    """Of its multiprocessors."""
+    """Clock of its multiprocessors."""
     xid: list[int] = Field([])
-    """Codes of the errors (XID) that the driver has told since the node's daemon began."""
+    """Codes of the errors (XID) that the driver has reported since the node's daemon started."""
     ecc_errors: int | None = None
-    """Memory errors that were not corrected, since the driver was loaded."""
+    """Uncorrected memory errors since the driver was loaded."""
     ecc_corrected: int | None = None
-    """Those that were."""
+    """Corrected memory errors since then."""
 
 
 class Node(Answer):
@@ -51,45 +51,45 @@ class Node(Answer):
     alive: bool
     """Whether it answers."""
     draining: bool = False
-    """Whether it is to be left: jobs move away from it, and none is placed there."""
+    """Whether it is being drained: jobs move away from it, and none is placed there."""
     problem: str | None = None
-    """Why none is placed there until somebody mends it, in a sentence."""
+    """Why no job is placed there until this is fixed, in a sentence."""
     accelerator: str
-    """What a rank takes there unless its job asks for the other: gpu, or cpu where there is none."""
+    """What a rank uses there by default: gpu, or cpu on a node without GPUs."""
     total: float
-    """Places for ranks, of that kind."""
+    """How many ranks fit, of that kind."""
     free: float
-    """Places that nobody has."""
+    """How many more ranks fit."""
     slots_total: float = 0
-    """CPU slots, which a node has beside GPUs too."""
+    """CPU slots, which nodes with GPUs have too."""
     slots_free: float = 0
-    """CPU slots that nobody has."""
+    """Free CPU slots."""
     gpu_type: str | None = None
-    """What Ray calls the type of its GPUs, where it has recognised them: H100."""
+    """Type of its GPUs where Ray has recognised it, such as H100."""
     gpu_memory_bytes: int | None = None
-    """Of its smallest GPU, where the node's driver has been asked."""
+    """Memory of its smallest GPU, once the node's driver has reported it."""
     gpus: list[Gpu] = Field([])
-    """Empty where there are none, or nothing is known of them."""
+    """Empty where it has none, or nothing is known about them."""
     ranks: list[RunningRank] = Field([])
-    """Who has the others."""
+    """Ranks that run there."""
 
 
 class Cluster(Answer):
     """All machines."""
 
     nodes: list[Node]
-    """One entry a machine."""
+    """One entry per node."""
     totals: dict[str, Any] = Field(default_factory=dict)
-    """Sums over living machines: total and free of GPUs, or of slots where none has any; slots_total, slots_free."""
+    """Sums over live nodes: total and free of GPUs, or of slots where none has any; slots_total, slots_free."""
 
 
 class ClusterCheck(Answer):
-    """What came out when the nodes tried each other's ports."""
+    """Result of the nodes connecting to each other's ports."""
 
     problems: list[str]
     """Closed ports, from where to where, in sentences that say what to do."""
     warnings: list[str] = Field([])
-    """Nodes of which nothing is known, and what would be lost with Ray's head."""
+    """Nodes about which nothing is known, and what would be lost with Ray's head."""
     nodes: int
     """Nodes that took part."""
     tries: int

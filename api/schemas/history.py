@@ -58,16 +58,16 @@ class LogLine(Answer):
     text: str
     """The line."""
     level: str | None = None
-    """How serious it says that it is: debug, info, warning, error or critical; null where it says nothing."""
+    """The level that it names: debug, info, warning, error or critical; null where it names none."""
 
 
 class LogLines(Stream[LogLine]):
     """Lines that ranks printed."""
 
     earlier: bool | None = None
-    """With `tail`: whether there are earlier lines, or may be, of those that are wanted."""
+    """With `tail`: whether there are, or may be, earlier lines that match."""
     earlier_cursor: str | None = None
-    """Give this as `before`, with `tail`, for these; null where there are none."""
+    """Pass this as `before`, with `tail`, to read them; null where there are none."""
 
 
 class LedgerInterval(Answer):
@@ -76,7 +76,7 @@ class LedgerInterval(Answer):
     begin: Time
     end: Time
     seconds: dict[str, float]
-    """By class, what it is made of: one class, or those of a training loop."""
+    """Seconds by class: one class, or those of a training loop."""
 
 
 class Ledger(Answer):
@@ -100,18 +100,18 @@ class Ledger(Answer):
 
 
 class Recovery(Answer):
-    """How one generation came about that a failure made necessary."""
+    """A failure, and the generation that recovered from it."""
 
     generation: int
-    """The generation that it began."""
+    """The generation that it started."""
     time: Time
     """When the failure happened."""
     kind: str
     """Kind of the failure, such as killed, hung, agent_lost or exception."""
     rank: int
-    """The culprit."""
+    """The rank that failed."""
     node: str | None
-    """Node that the culprit ran on."""
+    """Node that the failed rank ran on."""
     cause: str
     """What happened to it, in one sentence."""
     forked: list[int]
@@ -125,7 +125,7 @@ class Recovery(Answer):
     steps_redone: int | None
     """Committed steps that were done again; null before the first one of this generation."""
     wait_seconds: float
-    """How long it was held back because the same failure kept coming."""
+    """How long it was delayed because the same failure kept recurring."""
     seconds: dict[str, float | None]
     """By phase: detect, rest, re_form, restore, redo; null where a phase has not ended. `redo` ends with the next
     committed step."""

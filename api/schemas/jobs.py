@@ -36,21 +36,21 @@ class Job(Answer):
     id: str
     """Its id."""
     project: str | None = None
-    """The project that it belongs to; null from a service of a release before there were any."""
+    """The project that it belongs to; null from a service of a release without projects."""
     etag: str | None = None
-    """For If-Match: another one whenever something has changed that a PATCH can change."""
+    """For If-Match: changes whenever anything changes that a PATCH can change."""
     name: str
     """Its name, not necessarily unique."""
     labels: dict[str, str] = Field({})
     """By key."""
     owner: str | None = None
-    """The user who submitted it, else the name of the key; null of a job that a release before stored."""
+    """The user who submitted it, else the name of the key; null for a job that an older release stored."""
     state: str
-    """Where it is in its life."""
+    """Its state."""
     reason: str | None
     """Stable code that says why it is in this state."""
     message: str | None
-    """The same for people."""
+    """The same as a sentence."""
     spec: dict[str, Any]
     """The checked JobSpec with all defaults."""
     step: int
@@ -87,13 +87,13 @@ class JobCounts(Answer):
     """How many jobs there are."""
 
     total: int
-    """All together."""
+    """All jobs."""
     by_state: dict[str, int]
     """In each state, zeros included."""
 
 
 class Sparkline(Answer):
-    """How a job's loss went, in short."""
+    """A job's loss, as a short series."""
 
     job: str
     """Job id."""
@@ -105,7 +105,7 @@ class DeletedJob(Answer):
     """What was deleted with a job."""
 
     id: str
-    """The job's id, by which it is not found any more."""
+    """The id that the job had."""
     rows: dict[str, int]
     """Rows of the database, by table: events, metrics and so on."""
     checkpoints: int
@@ -137,9 +137,9 @@ class DryRun(Answer):
     layout: Layout
     """Its layout."""
     plan: Plan | None = None
-    """What a step of it takes on this cluster."""
+    """Predicted time and memory of a step on this cluster."""
     plan_note: str | None = None
-    """What to know of its times, or why there is no plan."""
+    """A caveat about its times, or why there is no plan."""
     data_problem: str | None = None
     """Why the job would fail: its data, tokenizer or weights are not where it looks for them; null where they are, or
-    that cannot be told."""
+    where that is not known."""

@@ -1,4 +1,4 @@
-"""What layouts take, and how jobs are held against that."""
+"""Plans, and how jobs compare with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from api.schemas.base import Answer
 
 
 class PlanMemory(Answer):
-    """Bytes that the rank needs which needs most."""
+    """Bytes needed by the rank that needs most."""
 
     parameters: int
     gradients: int
@@ -19,7 +19,7 @@ class PlanMemory(Answer):
     activations: int
     """Kept from forward to backward, with the logits."""
     buffers: int
-    """Beside them for a moment."""
+    """Temporary buffers at the peak."""
     total: int
 
 
@@ -29,21 +29,21 @@ class StepParts(Answer):
     pipeline: float
     """Forwards, backwards and the waiting between them."""
     gradients: float
-    """Reduction over the replicas, as far as nothing hides it."""
+    """Reduction over the replicas, as far as it is not overlapped."""
     tied_embedding: float
     """Summing the gradients of an embedding that two stages hold."""
     optimizer: float
     waiting: float
-    """For the slowest replica."""
+    """Waiting for the slowest replica."""
 
 
 class BesideSteps(Answer):
-    """What the training does beside its steps."""
+    """What the training does besides its steps."""
 
     validation_seconds: float | None
-    """Of one validation, at most; null: there is none."""
+    """Of one validation, at most; null: there are no validations."""
     validation_hours: float
-    """Of all."""
+    """Of all validations."""
     snapshot_every_steps: int | None
     """Null: none are taken."""
     snapshot_stall_seconds: float
@@ -53,13 +53,13 @@ class BesideSteps(Answer):
     checkpoint_bytes: int
     """Of a durable one."""
     checkpoint_hours: float
-    """Of updates that wait for copies of steps without a snapshot; checkpoints are written beside the training."""
+    """Of updates that wait for copies of steps without a snapshot; checkpoints are written alongside the training."""
     storage_bytes_per_second: float | None
-    """At which a checkpoint is written before the next is due; null: there is no next."""
+    """Write rate at which a checkpoint is complete before the next is due; null: there is no next."""
 
 
 class Plan(Answer):
-    """A layout that fits, and what it is expected to do."""
+    """A layout that fits, and its predicted performance."""
 
     parallel: dict[str, Any]
     """The layout, as in a JobSpec."""
@@ -84,7 +84,7 @@ class Plan(Answer):
     step_parts: StepParts
     beside_steps: BesideSteps
     hours: float
-    """For train.steps steps, and what is done beside them."""
+    """For train.steps steps, and what is done besides them."""
     gpu_hours: float
 
 
@@ -102,14 +102,14 @@ class StepShare(Answer):
     name: str
     """Stable code."""
     seconds: float
-    """Of each rank, in the mean; that of products may be below zero, where kernels leave out what FLOPs count."""
+    """Mean over the ranks; that of products may be negative, where kernels skip work that FLOPs count."""
     what: str
     help: str
     """What would make it smaller; empty where nothing does."""
 
 
 class PlanChange(Answer):
-    """What one change of a plan would do."""
+    """Predicted effect of one change of a plan."""
 
     change: str
     """As in a JobSpec."""
@@ -154,11 +154,10 @@ class PlannedRun(Answer):
 
 
 class Machine(Answer):
-    """A type of node of which `manta calibrate`, or jobs, have found what it reaches, by which plans for its kind
-    go."""
+    """A type of node that `manta calibrate` or jobs have measured; plans for such nodes use these constants."""
 
     name: str
-    """Processor and cores, or the type of GPU, as nodes are told apart."""
+    """Processor and cores, or the type of GPU, by which types of nodes are distinguished."""
     measured_at: datetime
     """When it was calibrated; where it was not, when the newest job began that refines it."""
     device: str | None
@@ -166,8 +165,8 @@ class Machine(Answer):
     cores: int | None
     """Null where it was not calibrated."""
     constants: dict[str, float] | None
-    """What a core or a GPU reaches: the eight of docs/planner.md. Where it was not calibrated, as jobs have refined
-    them."""
+    """Measured constants of a core or a GPU, as docs/planner.md lists them. Where it was not calibrated, as jobs have
+    refined them."""
     this_node: bool
     """Whether the control plane that answers is on such a node; of GPUs it does not know."""
     problem: str | None
@@ -175,18 +174,18 @@ class Machine(Answer):
     warning: str | None = None
     """Why its constants may be wrong: the calibration was disturbed."""
     refined: dict[str, float] = Field({})
-    """Constants that jobs have moved, of those that a calibration leaves assumed: how many times what they were."""
+    """Factors by which jobs have changed constants that a calibration leaves assumed."""
     refined_by_jobs: int = 0
-    """Jobs whose steps say so."""
+    """Number of jobs behind these factors."""
 
 
 class PlanSize(Answer):
-    """What to go on with on fewer GPUs."""
+    """The best layout for fewer GPUs."""
 
     gpus: int
-    """That the layout takes."""
+    """GPUs that the layout uses."""
     up_to: int
-    """It is the one for this many GPUs, and any number in between."""
+    """It is the best layout for this many GPUs, and for any number in between."""
     nodes: dict[str, int] | None
     """How many nodes of each type of GPU it is for, where they are unequal."""
     parallel: dict[str, Any]
@@ -204,7 +203,7 @@ class PlannedPart(Answer):
     name: str
     seconds: float
     fraction: float
-    """Of the step; all parts together are it."""
+    """Of the step; all parts add up to 1."""
     what: str
     help: str | None
     """What would make it smaller; null where nothing does."""
@@ -218,11 +217,11 @@ class PlannedStep(Answer):
     parts: list[PlannedPart]
     """From the device's peak down to the MFU."""
     assumed: bool
-    """Whether nothing was measured or fitted on such a machine."""
+    """Whether all constants of the machine are assumed, none measured or fitted."""
     has_gpus: bool
-    """Whether each rank has a GPU, whose memory it can be held against."""
+    """Whether each rank has a GPU, whose memory it can be compared with."""
     sizes: list[PlanSize] = Field([])
-    """The layouts that it goes on in as it loses GPUs, most first; empty where its size is fixed."""
+    """The layouts that it continues in as it loses GPUs, most first; empty where its size is fixed."""
     refined_by_jobs: int = 0
     """Jobs whose steps have refined what is assumed of such a machine; 0: none."""
 
@@ -239,7 +238,7 @@ class MeasuredStep(Answer):
     parts: dict[str, float] | None
     """Seconds by part as the engine measures them, medians; null where it measured no step in parts."""
     spread: float | None = None
-    """Between the quarters of the steps' times, of their median; null of fewer than four steps."""
+    """Interquartile range of the steps' times over their median; null for fewer than four steps."""
 
 
 class ComparedPart(Answer):
@@ -255,32 +254,32 @@ class PlanDrift(Answer):
     """How far a job is from its plan, beyond 20%."""
 
     ratio: float
-    """Of what was measured to what was planned."""
+    """Measured seconds over planned seconds."""
     part: str
-    """What makes most of the difference."""
+    """The part that accounts for most of the difference."""
     message: str
 
 
 class JobPlan(Answer):
-    """What was planned of a job when it last began or changed its layout, and what became of that."""
+    """A job's plan as of its last start or change of layout, compared with what was measured."""
 
     generation: int | None
-    """That it was planned of; null before the first."""
+    """Generation that it was planned for; null before the first."""
     parallel: dict[str, Any] | None
-    """The layout that it is about."""
+    """The planned layout."""
     planned: PlannedStep | None
     problem: str | None
     """Why nothing is planned, or not yet."""
     measured: MeasuredStep | None
     """Null before its sixth step."""
     compared: list[ComparedPart]
-    """Both by groups of parts; empty while one of them is missing."""
+    """Planned and measured by groups of parts; empty while one of them is missing."""
     drift: PlanDrift | None
     """Null within 20%, and before 25 steps."""
 
 
 class PlanExplanation(Answer):
-    """Where the step of the best plan goes, and what would change that."""
+    """Where the time of the best plan's step goes, and what would change that."""
 
     sentences: list[str]
     """The largest losses, and what helps."""
@@ -301,16 +300,16 @@ class PlanExplanation(Answer):
 
 
 class Plans(Answer):
-    """What a plan was asked for."""
+    """The answer to a request for plans."""
 
     plans: list[Plan]
     """Best first; empty where nothing fits."""
     rejected: list[RejectedPlan]
     """Of each other tensor and pipeline size the layout that came nearest."""
     note: str | None = None
-    """What to know of these times: on machines that the planner has no measurements of."""
+    """A caveat about these times, where the planner has no measurements of such machines."""
     explanation: PlanExplanation | None = None
-    """Of the first plan, where it was asked for."""
+    """Of the first plan, where requested."""
     sizes: list[PlanSize] | None = None
     """Of `parallel: auto` the best layout for every number of GPUs, from all down to the fewest; of a layout those that
-    `elastic` allows. Where they were asked for."""
+    `elastic` allows. Where requested."""

@@ -1,4 +1,4 @@
-"""Ranks of a job: where they are, how they do, who waits for whom."""
+"""Ranks of a job: where they run, how they are doing, who waits for whom."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class RankPlace(Answer):
 
 
 class Straggler(Answer):
-    """That a rank holds up the others."""
+    """A rank that slows down the others."""
 
     own_seconds: float
     """Of a step: its median over the last steps."""
     usual_seconds: float
     """The same of its peers."""
     sentence: str
-    """For people."""
+    """The same in words."""
 
 
 class Rank(RankPlace):
@@ -45,13 +45,13 @@ class Rank(RankPlace):
     state: str
     """What it is doing."""
     own_seconds: float | None = None
-    """Of a step, what it did not wait for others: the mean over the last seconds; null where that is not known."""
+    """Seconds of a step in which it did not wait for others, mean over the last few; null where that is not known."""
     wait_seconds: float | None = None
-    """Of the same steps, up to where all ranks agree, what it waited."""
+    """Seconds that it waited in the same steps, up to where all ranks agree."""
     memory_bytes: int | None = None
     """In use by it, to seven digits."""
     straggler: Straggler | None = None
-    """Null where it does not hold up the others."""
+    """Null where it does not slow down the others."""
 
 
 class WaitingRank(Answer):
@@ -63,9 +63,9 @@ class WaitingRank(Answer):
     doing: str
     """The same in words, with the communication that it waits in."""
     since_seconds: float | None
-    """For how long nothing has changed; null where nobody knows."""
+    """For how long nothing has changed; null where that is not known."""
     waits_for: list[int]
-    """Ranks without which it cannot go on, as far as that is known."""
+    """Ranks that it waits for, as far as that is known."""
     step: int | None
     """Step that it computes."""
 
@@ -78,9 +78,9 @@ class Waits(Answer):
     ranks: list[WaitingRank]
     """By number."""
     culprits: list[int]
-    """Ranks that keep the others from going on, and have stood still for longer than they may."""
+    """Ranks that block the others and have made no progress within their timeout."""
     sentence: str
-    """What that means, for people."""
+    """What that means, in words."""
 
 
 class RankStack(Answer):
@@ -92,7 +92,7 @@ class RankStack(Answer):
     at: Time
     """When it was asked."""
     text: str
-    """The Python stacks of all its threads; of a stopped process what the kernel tells."""
+    """The Python stacks of all its threads; of a stopped process what the kernel reports."""
 
 
 class RankHistory(Answer):
@@ -103,13 +103,13 @@ class RankHistory(Answer):
     times: list[Time]
     """When each was put together."""
     own_seconds: list[list[float]]
-    """Of each sample, by rank: of a step, what the rank did not wait for others."""
+    """By sample and rank: seconds of a step in which the rank did not wait for others."""
 
 
 class Fault(Answer):
-    """A fault that will be made. The event `fault_injected` tells of it, and `fault_struck` that it has struck."""
+    """A fault that will be injected. The event `fault_injected` records it, and `fault_struck` that it has happened."""
 
     id: str
-    """Names it in the job's events."""
+    """Its id in the job's events."""
     message: str
-    """What it is, for people."""
+    """What it is, in words."""

@@ -11,16 +11,16 @@ TraceState = Literal["requested", "recording", "complete", "partial", "failed"]
 
 
 class TraceClock(Answer):
-    """What the times of a trace are."""
+    """The clock behind a trace's times."""
 
     error_seconds: float | None
-    """By how much times of two ranks may be apart that are said to be the same; null before there are any."""
+    """Uncertainty of times between two ranks; null before there are any."""
     device: bool
-    """Whether they are those of the devices, by events on them; else they are the hosts'."""
+    """Whether times were taken on the devices, by events; else on the hosts."""
 
 
 class RankBubble(Answer):
-    """Of one rank."""
+    """The bubble of one rank."""
 
     rank: int
     fraction: float
@@ -28,7 +28,7 @@ class RankBubble(Answer):
 
 
 class Bubble(Answer):
-    """What the pipeline costs."""
+    """Idle time that the pipeline causes."""
 
     mean: float | None
     """Over the ranks."""
@@ -52,7 +52,7 @@ class BudgetPart(Answer):
         "rest",
     ]
     seconds: float
-    """Of each rank, in the mean; may be below zero, where the peak is reached or phases overlap."""
+    """Mean over the ranks; may be negative, where the peak is reached or phases overlap."""
     fraction: float
     """Of the step."""
     how: str
@@ -62,7 +62,7 @@ class BudgetPart(Answer):
 
 
 class StepBudget(Answer):
-    """Where a step goes, from the device's peak on; together the parts are the step."""
+    """Where a step's time goes, from the device's peak on; the parts add up to the step."""
 
     step_seconds: float
     parts: list[BudgetPart]
@@ -88,17 +88,17 @@ class Trace(Answer):
     """The layout that the job runs in."""
     first_step: int | None
     steps: int
-    """How many were asked for."""
+    """How many were requested."""
     requested_at: Time
     finished_at: Time | None
     clock: TraceClock
     bubble: Bubble | None
     """Null before something is recorded, as the budget."""
     critical_path: list[tuple[int, int]]
-    """Rank, and index of one of its slices: what the length of the steps hangs on, backwards from their end."""
+    """Pairs of a rank and an index into its slices: the critical path, backwards from the end of the steps."""
     budget: StepBudget | None
     profiles: list[int]
-    """Ranks of which there is a profile."""
+    """Ranks that have a profile."""
 
 
 class TracedStep(Answer):
@@ -110,11 +110,11 @@ class TracedStep(Answer):
 
 
 class TraceSlice(Answer):
-    """One thing that a rank did. Slices of a rank lie one within another, or apart; null is what does not apply."""
+    """One thing that a rank did. Slices of a rank are nested or disjoint; what does not apply is null."""
 
     kind: SliceKind
     name: str
-    """In a few words."""
+    """A short description."""
     start: float
     """Seconds from the trace's start."""
     end: float
@@ -123,9 +123,9 @@ class TraceSlice(Answer):
     """Virtual stage, in the model's order."""
     micro_batch: int | None
     bytes: int | None
-    """Of a message; of a collective the whole tensor's."""
+    """Bytes of a message; of a collective, those of the whole tensor."""
     axis: str | None
-    """Along which its ranks lie."""
+    """Axis of the layout along which its ranks lie."""
     wait: float | None
     """Seconds of it in which nothing moved; null where that is not known."""
 

@@ -1,1 +1,1 @@
-"""A job's metrics in other people's tools."""
+"""A job's metrics in other tools."""

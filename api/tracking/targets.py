@@ -1,4 +1,4 @@
-"""Where a job's metrics can go beside Manta: files of TensorBoard, MLflow, Weights & Biases.
+"""Where a job's metrics can go besides Manta: files of TensorBoard, MLflow, Weights & Biases.
 
 Each is a package of its own that has to be installed, and takes its servers and secrets from its own environment
 (MLFLOW_TRACKING_URI, WANDB_API_KEY, WANDB_MODE ...), never from a job or from Manta.

@@ -1,4 +1,4 @@
-"""Hangs the dashboard into a FastAPI app: one document for all its addresses, and the files that it loads."""
+"""Mounts the dashboard into a FastAPI app: one document for all its addresses, and the files that it loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML that somebody writes in the browser, as the document that REST takes. Nothing is stored."""
+"""YAML that a user writes in the browser, as the document that REST takes. Nothing is stored."""
 
 from __future__ import annotations
 

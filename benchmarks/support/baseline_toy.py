@@ -1,4 +1,5 @@
-"""The job that the other trainers run beside Manta: a GPT of the quickstart's size, data parallel over gloo on CPU.
+"""The job that the other trainers run in comparison with Manta: a GPT of the quickstart's size, data parallel over gloo
+on CPU.
 
 Plain PyTorch (DistributedDataParallel, AdamW, torch.save), without anything of Manta's, so that any Python with torch
 can run it. What happened goes to files in one folder: each rank's process id, and rank 0's completed steps.

@@ -1,6 +1,6 @@
 """How long torchrun and Ray Train take from kill -9 of a worker to the next step of the same small job.
 
-Their workers all end and start anew from the newest checkpoint. The time counts to the first step that is completed
+Their workers all end and restart from the newest checkpoint. The time counts to the first step that is completed
 after the kill, also when that one had been completed before and is done again.
 """
 
@@ -68,7 +68,7 @@ def torchrun(folder: Path, workers: int, failures: int) -> list[str]:
     """torchrun with elastic restarts."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={workers}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--max-restarts={failures}"]
-    # How often it looks after its workers; its default is 0.1 s.
+    # How often it checks its workers; its default is 0.1 s.
     return [*command, "--monitor-interval=0.1", str(baseline_toy.__file__), str(folder), *_lengths()]
 
 

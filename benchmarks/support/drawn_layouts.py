@@ -33,7 +33,7 @@ def _document(draw: random.Random) -> dict[str, Any]:
     tensor, data = draw.choice((1, 1, 2, 4)), draw.choice((1, 1, 2, 4))
     size = draw.choice((1, 2, 4))
     micro_batches = draw.choice((1, 2, 3, 4, 6, 8))
-    if schedule == "interleaved":  # which takes as many as stages at a time
+    if schedule == "interleaved":  # which takes one for each stage at a time
         micro_batches = pipeline * draw.choice((1, 2, 3))
     return {
         "model": {

@@ -1,4 +1,4 @@
-"""Models of `transformers` in the shape of a job, without dropout: another's to be measured beside."""
+"""Models of `transformers` in the shape of a job, without dropout: another implementation to compare with."""
 
 from __future__ import annotations
 

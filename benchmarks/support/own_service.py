@@ -38,7 +38,7 @@ class OwnService:
     """The service, its client and its folders."""
 
     def __init__(self, home: Path, allow_faults: bool = False, environment: Mapping[str, str] | None = None):
-        """`environment`: of the service, and so of its ranks, beside this process's."""
+        """`environment`: of the service, and so of its ranks, besides this process's."""
         self.home, self.paths = home, Paths.of(home)
         self._allow_faults, self._environment = allow_faults, environment or {}
         self.start()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def forget_peak() -> None:
-    """The peak of this process's resident memory (VmHWM) begins anew (proc(5), clear_refs)."""
+    """The peak of this process's resident memory (VmHWM) is reset (proc(5), clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 

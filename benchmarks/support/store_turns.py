@@ -1,4 +1,4 @@
-"""One rank that trains while something goes on beside it: nothing, a save of its own, or a process that brings the
+"""One rank that trains while something runs alongside it: nothing, a save of its own, or a process that brings the
 same bytes to the same place. Runs in a process of its own."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Plan:
     """What the rank is to do."""
 
     arms: tuple[str, ...]
-    """What goes on beside it, in turn: alone, local, upload, plain_copy, plain_upload."""
+    """What runs alongside it, in turn: alone, local, upload, plain_copy, plain_upload."""
     alone_steps: int
     """Steps of a turn alone."""
     store: str
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass
 class Turn:
-    """What the trainer saw while something went on beside it."""
+    """What the trainer saw while something ran alongside it."""
 
     arm: str
     steps: list[float] = field(default_factory=list)

@@ -104,7 +104,7 @@ FLEET = Dashboard(
         panel("GPU temperature", "celsius", ("max by (host, gpu) (manta_gpu_temperature_celsius)", GPU_SERIES)),
         panel("GPU power", "watt", ("max by (host, gpu) (manta_gpu_power_watts)", GPU_SERIES)),
         panel(
-            "GPU errors told by the driver",
+            "GPU errors reported by the driver",
             "short",
             ("max by (host, gpu, xid) (manta_gpu_xid_errors_total)", GPU_SERIES + " XID {{xid}}"),
         ),
@@ -264,10 +264,10 @@ CONTROL_PLANE = Dashboard(
             ("manta_ray_up", "{{instance}} Ray"),
         ),
         panel(
-            "Who looks after jobs",
+            "Owners of jobs",
             "short",
             ("manta_owned_jobs", "{{instance}}"),
-            ("max(manta_jobs_without_owner)", "nobody"),
+            ("max(manta_jobs_without_owner)", "no owner"),
         ),
         panel(
             "Jobs without series of their own",

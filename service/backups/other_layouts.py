@@ -1,4 +1,4 @@
-"""State in shared memory that ranks of another layout left: what a job goes on from after its size has changed."""
+"""State in shared memory that ranks of another layout left: what a job resumes from after its size has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank holds the backup of which, and what can be gone on from when a node is lost. Pure functions."""
+"""Which rank holds the backup of which, and which state remains when a node is lost. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Backups of the ranks' snapshots on other nodes, as a job's supervisor has them made and brought back. What fails here
-costs protection, not the job."""
+"""Backups of the ranks' snapshots on other nodes, as a job's supervisor has them taken and brought back. What fails
+here costs protection, not the job."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from workers.snapshot.backup import BackupProgress
 from workers.zygote.client import Exit
 
 T = TypeVar("T")
-_OTHER_AGENT = "a release of Manta that speaks it goes on with the job, or cancel the job"
+_OTHER_AGENT = "a release of Manta that speaks it continues the job, or cancel the job"
 _OTHER_DAEMON = "it is replaced once no job runs on its node"
 
 

@@ -1,4 +1,5 @@
-"""The agents of all jobs in Ray: one actor for each rank, detached and named, so that it is found again."""
+"""The agents of all jobs in Ray: one actor for each rank, detached and named, so that another control plane finds
+it."""
 
 from __future__ import annotations
 

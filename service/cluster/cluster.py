@@ -132,8 +132,8 @@ class Cluster:
     async def fail_calls_to(self, node: str) -> None:
         """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not when Ray finds out.
 
-        Agents of jobs that another control plane looks after are left to that one, which may still reach the node, and
-        so is the daemon beside them, with which their trainers would end."""
+        Agents of jobs that another control plane owns are left to that one, which may still reach the node, and
+        so is their node's daemon, with which their trainers would end."""
         theirs = False
         for agent in await self.agents.find(await self.agents.names_on(node)):
             try:

@@ -58,7 +58,7 @@ class RayConnection:
     def _forget(self, function: Callable[[], Any], task: asyncio.Task[Any]) -> None:
         del self._reads[function]
         if not task.cancelled():
-            task.exception()  # whoever still waits gets it
+            task.exception()  # a caller that still waits gets it
 
     async def kill(self, actor: Any) -> None:
         """Kill an actor without a word; one that is gone is no error."""
@@ -87,6 +87,6 @@ class RayConnection:
 
 
 def detached(name: str, concurrency: int) -> dict[str, Any]:
-    """Options of an actor that outlives the control plane, is found again by `name`, and answers `concurrency` calls
+    """Options of an actor that outlives the control plane, can be looked up by `name`, and answers `concurrency` calls
     at a time."""
     return {"name": name, "lifetime": "detached", "num_cpus": 0, "max_restarts": 0, "max_concurrency": concurrency}

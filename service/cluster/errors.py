@@ -1,4 +1,4 @@
-"""What can be wrong with the cluster, or with a node that a user names."""
+"""Errors of the cluster, and of a node that a user names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ClusterUnavailable(MantaError):
 
 
 class NodeNotFound(MantaError):
-    """No node, or more than one, goes by this id."""
+    """No node, or more than one, has this id."""
 
     def __init__(self, node: str, matches: int):
         """`matches`: how many do."""
@@ -31,4 +31,4 @@ class NodeUnreachable(MantaError):
     """The node's daemon does not answer."""
 
     def __init__(self, node: str):
-        super().__init__(f"the daemon of node {node} does not answer, so it could not be told; try again")
+        super().__init__(f"the daemon of node {node} does not answer, so the request did not reach it; try again")

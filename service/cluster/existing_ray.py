@@ -1,4 +1,4 @@
-"""A Ray cluster that somebody else runs: used, never started or stopped."""
+"""A Ray cluster that others operate: used, never started or stopped."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LOOK_SECONDS = 1.0
 HEAD_AWAY_SECONDS = "600"
 """How long this process, and a raylet that it starts, do without a head. Ray's own 60 are less than a pod may take to
 come back; a head that has forgotten everything ends them at once."""
-HEAD_REMEMBERS = "Ray's head keeps what it knows in a store of its own: jobs train on while it is started again"
+HEAD_REMEMBERS = "Ray's head keeps what it knows in a store of its own: jobs keep training while it is restarted"
 HEAD_FORGETS = (
-    "Ray's head keeps what it knows in its memory: when it is lost, all jobs go on from their newest checkpoints; with "
-    "an external Redis they would train on meanwhile (docs/deploy/ray.md)"
+    "Ray's head keeps what it knows in its memory: when it is lost, all jobs continue from their newest checkpoints; "
+    "with an external Redis they would train on meanwhile (docs/deploy/ray.md)"
 )
 
 
@@ -58,7 +58,7 @@ class ExistingRay:
         return connect(self._address, namespace, self._runtime_environment())
 
     def raylet(self) -> int | None:
-        """First process of the raylet that was started here; None where somebody else started it."""
+        """First process of the raylet that was started here; None where it was started by others."""
         return own_raylet(self._paths)
 
     def problem_of_head(self) -> str | None:

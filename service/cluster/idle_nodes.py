@@ -1,5 +1,5 @@
-"""Lets go of nodes that an autoscaler may take away: ends the daemon of one that has been without ranks for a while,
-and has nothing in its memory that somebody needs."""
+"""Releases nodes that an autoscaler may take away: ends the daemon of one that has been without ranks for a while,
+and has nothing in its memory that is still needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class IdleNodes:
             try:
                 await self.look(time.monotonic())
             except Exception:  # of Ray or of the database: it is looked at again
-                log.exception("idle nodes could not be looked at")
+                log.exception("idle nodes could not be checked")
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self, now: float) -> None:

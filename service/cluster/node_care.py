@@ -1,5 +1,5 @@
-"""Looks after every node on its own: gets its daemon to answer, removes what jobs that are over have left there, and
-learns the peak rate of its devices. A node that does not answer is tried again and again, and holds nothing up."""
+"""Checks every node on its own: gets its daemon to answer, removes what finished jobs have left there, and learns the
+peak rate of its devices. A node that does not answer is tried again and delays nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 ASK_SECONDS = 10.0
-# How long whoever places jobs waits for the first answers of the nodes that are there at the start.
+# How long the scheduler waits for the first answers of the nodes that are there at the start.
 FIRST_SECONDS = 10.0
 
 
@@ -58,7 +58,7 @@ class NodeCare:
         try:
             living = await self._cluster.nodes.living()
         except Exception:  # what Ray does not tell is not known: all stays as it is
-            log.exception("Ray did not tell its nodes")
+            log.exception("Ray did not list its nodes")
             return
         for node in set(living) - self._tasks.keys():
             self._unasked.add(node)
@@ -82,8 +82,8 @@ class NodeCare:
                         if not swept or node in nodes.unswept:
                             swept = await self._sweep(node, daemon)
                         await self._learn_peak(node, daemon)
-                except Exception:  # of Ray or of the database: the node is looked after again
-                    log.exception("node %s could not be looked after", node[:12])
+                except Exception:  # of Ray or of the database: the node is checked again
+                    log.exception("node %s could not be checked", node[:12])
                 if node in nodes.silent and not reported:
                     log.error("nothing is placed on node %s until its daemon answers as one of this release", node[:12])
                 reported = node in nodes.silent

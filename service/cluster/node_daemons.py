@@ -87,7 +87,7 @@ class NodeDaemons:
             await asyncio.gather(*(self.of(node) for node in resting.intersection(await self._nodes.living())))
 
     async def watched(self, node: str) -> NodeClient | None:
-        """As `of`, for whoever only looks after the node: one that comes and goes, and has neither ranks nor a daemon,
+        """As `of`, for a caller that only checks the node: one that comes and goes, and has neither ranks nor a daemon,
         is at rest."""
         may_rest = node in await self._nodes.that_come_and_go() and node in await self._nodes.unused()
         return await self._of(node, may_rest=may_rest)
@@ -97,7 +97,7 @@ class NodeDaemons:
         autoscaler keeps it. What lies in the node's memory stays as long as the node does."""
         self._nodes.at_rest.add(node)
         await self.kill(node)
-        # Whoever starts it again finds out anew.
+        # The next start finds out again.
         self._with_problem.discard(node)
         self._nodes.problems.pop(node, None)
         self._nodes.silent.discard(node)
@@ -169,7 +169,7 @@ class NodeDaemons:
 
     def _note_problem(self, node: str, problem: str | None) -> None:
         if problem is None:
-            if node in self._with_problem:  # else it is somebody else's
+            if node in self._with_problem:  # else it is another one's
                 self._with_problem.discard(node)
                 self._nodes.problems.pop(node, None)
             return
@@ -244,7 +244,7 @@ class NodeDaemons:
         await asyncio.gather(*(self._end_job(node, daemons[node], job, keep_snapshots) for node in daemons))
 
     def note_untold(self) -> None:
-        """The nodes could not be told of a job's end, since Ray did not say which there are."""
+        """The nodes could not be notified of a job's end, since Ray did not say which there are."""
         self._nodes.unswept |= self._answered.keys() | self._nodes.at_rest
 
     async def _end_job(self, node: str, daemon: NodeClient, job: str, keep_snapshots: bool) -> None:

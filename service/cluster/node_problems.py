@@ -1,4 +1,4 @@
-"""Why nothing can be placed on a node, and what somebody has to do about it: sentences for logs and waiting jobs."""
+"""Why nothing can be placed on a node, and what to do about it: sentences for logs and waiting jobs."""
 
 from __future__ import annotations
 

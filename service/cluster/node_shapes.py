@@ -1,5 +1,5 @@
-"""Nodes that an autoscaler can add: their declared shapes, how far the cluster can grow with them, and what is to be
-asked for. Pure arithmetic; `node_requests.py` asks Ray."""
+"""Nodes that an autoscaler can add: their declared shapes, how far the cluster can grow with them, and what to request.
+Pure arithmetic; `node_requests.py` asks Ray."""
 
 from __future__ import annotations
 
@@ -90,18 +90,18 @@ def with_placed(capacity: Capacity, layout: ParallelConfig) -> Capacity | None:
 
 
 class Demand:
-    """What the head of the queue needs, and those behind it that would fit beside it."""
+    """What the head of the queue needs, and those behind it that would fit as well."""
 
     def __init__(self, most: Mapping[Unit, Capacity]):
         """`most`: what the cluster could have free of each unit."""
         self._left = dict(most)
         self.is_over = False
-        """Whether a job did not fit beside those before it."""
+        """Whether a job did not fit in addition to those before it."""
         self.bundles: list[dict[str, float]] = []
         """One for each tensor-parallel group."""
 
     def left(self, unit: Unit) -> Capacity:
-        """What could be free beside those that were added."""
+        """What could be free besides those that were added."""
         return self._left[unit]
 
     def add(self, layout: ParallelConfig, unit: Unit) -> bool:

@@ -80,8 +80,8 @@ class NodeWatch:
         try:
             known = await self._cluster.nodes.known()
             living = {node.id: node for node in known if node.alive and node.holds_ranks}
-        except Exception:  # Ray may be restarting: somebody else watches over it
-            log.exception("Ray did not tell its nodes")
+        except Exception:  # Ray may be restarting: it is watched elsewhere
+            log.exception("Ray did not list its nodes")
             return
         for node in living.keys() - self._watchers.keys():
             self._watchers[node] = asyncio.create_task(self._watch(living[node]), name=node)
@@ -109,7 +109,7 @@ class NodeWatch:
 
     async def _is_there(self, node: RayNode, source: HeartbeatSource | None) -> bool:
         """Whether its daemon or its Ray takes a connection. Where for a while only its Ray does, that is a problem for
-        somebody to mend, and no loss."""
+        an operator to fix, and no loss."""
         if source is not None and await self._listens((source.host, source.port)):
             self._note_reached(node.id)
             return True
@@ -178,14 +178,14 @@ class NodeWatch:
         if heartbeat.draining and self._draining is not None:
             self._draining(heartbeat.node, heartbeat.drain_seconds, heartbeat.drain_reason)
         elif heartbeat.stays and heartbeat.node in self._cluster.nodes.draining:
-            log.warning("node %s is not to be left any more", heartbeat.node)
+            log.warning("node %s is not being drained any more", heartbeat.node)
             self._cluster.nodes.drain_no_more(heartbeat.node)
 
     async def _lose(self, node: str, why: str) -> None:
         if node in self._cluster.nodes.lost:
             return
         if node in self._cluster.nodes.at_rest:
-            log.info("node %s, on which nothing was, is gone", node)
+            log.info("node %s, on which nothing ran, is gone", node)
         else:
             log.error("node %s is lost: %s", node, why)
         self._cluster.nodes.lost.add(node)
@@ -194,7 +194,7 @@ class NodeWatch:
         try:
             await self._cluster.fail_calls_to(node)
         except Exception:  # then calls to what was there fail when Ray finds out
-            log.exception("Ray could not be told that node %s is lost", node)
+            log.exception("Ray could not be notified that node %s is lost", node)
 
 
 async def _request_heartbeats(writer: asyncio.StreamWriter, secret: str) -> None:

@@ -71,9 +71,9 @@ class Nodes:
         self.silent: set[str] = set()
         """Nodes whose daemon does not answer: nothing more is placed there until it does."""
         self.unswept: set[str] = set()
-        """Nodes where jobs that are over may have left something, since the daemon could not be told."""
+        """Nodes where jobs that are over may have left something, since the daemon could not be notified."""
         self.problems: dict[str, str] = {}
-        """By node a sentence that says why nothing is placed there and what to do, where somebody has to do it."""
+        """By node a sentence that says why nothing is placed there and what to do, where an operator has to act."""
 
         self.gpus: dict[str, GpuReadings] = {}
         """By node what it said last of the GPUs of its machine."""
@@ -185,7 +185,7 @@ class Nodes:
     def _all(self) -> list[dict[str, Any]]:
         nodes: list[dict[str, Any]] = self._ray.module.nodes()
         if not nodes:  # there is always the head
-            raise ClusterUnavailable(LookupError("Ray did not tell its nodes"))
+            raise ClusterUnavailable(LookupError("Ray did not list its nodes"))
         return nodes
 
     def _free(self) -> dict[str, dict[str, float]]:

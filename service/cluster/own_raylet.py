@@ -91,7 +91,7 @@ def _raylets(address: str) -> list[Raylet]:
     try:
         return raylets(address)
     except Exception as error:  # Ray raises its own errors, RuntimeError and what gRPC has
-        raise RayUnavailable(f"Ray at {address} does not let us in: {' '.join(str(error).split())}") from error
+        raise RayUnavailable(f"Ray at {address} refused the connection: {' '.join(str(error).split())}") from error
 
 
 def _own_addresses() -> set[str]:

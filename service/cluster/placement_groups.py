@@ -103,7 +103,7 @@ class PlacementGroups:
                 await self.remove(wanted)
         if not ready:
             units = sum(bundle[unit] for bundles in wanted.values() for bundle in bundles)
-            raise NotPlaced(f"{job} did not get {units:g} {plural_of(unit)} within {timeout:g} s; it goes on waiting.")
+            raise NotPlaced(f"{job} did not get {units:g} {plural_of(unit)} within {timeout:g} s; it keeps waiting.")
 
     async def _are_created(self, names: Collection[str], timeout: float) -> bool:
         """Whether these groups hold their resources within `timeout` seconds. No thread waits for that."""

@@ -1,5 +1,5 @@
 """Whether the nodes reach each other, before a job fails because they do not: each listens for a moment on a few of its
-ports, and others try those, and the ports of Ray. Nothing is placed or left because of what comes out."""
+ports, and others try those, and the ports of Ray. The result changes nothing about where jobs are placed."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _of_ray(node: RayNode) -> _Port:
 
 
 def _ports_of_peers(number: int, parties: Sequence[_Party]) -> list[_Port]:
-    """Of those whom the party of this number tries; each is tried by as many as it tries."""
+    """Of those whom the party of this number tries; each is tried by the same number that it tries."""
     others = min(PEERS, len(parties) - 1)
     peers = [parties[(number + distance) % len(parties)] for distance in range(1, others + 1)]
     return [port for peer in peers for port in peer.ports]

@@ -1,4 +1,4 @@
-"""Processes by identity, not by number: what is ours is ended, and nothing else."""
+"""Processes by identity, not by number: only our own are ended."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> boo
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 handle = os.pidfd_open(process.pid)
                 open_handles.callback(os.close, handle)
-                if process.is_running():  # else the number belongs to somebody else by now
+                if process.is_running():  # else the number belongs to another process by now
                     waiting.register(handle, selectors.EVENT_READ)
         while waiting.get_map():
             ready = waiting.select(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Manta's own Ray: a head that is started as separate processes, outlives this one, and is found again.
+"""Manta's own Ray: a head that is started as separate processes, outlives this one, and is reconnected to.
 
 Nothing here imports ray before its token is in the environment: Ray reads RAY_AUTH_* when it is imported.
 """
@@ -60,7 +60,7 @@ class HeadRecord:
     pid: int
     """Process id of the head's first process."""
     started: str | float
-    """When that process started, as `same_process` takes it: a pid alone may belong to somebody else by now."""
+    """When that process started, as `same_process` takes it: a pid alone may belong to another process by now."""
     session: str
     """Ray's session folder, with its logs."""
 
@@ -75,7 +75,7 @@ class RayHead:
     """The Ray head of the service whose state lies in `home`."""
 
     def __init__(self, home: str | Path, slots: int | None = None):
-        """`slots`: CPU ranks that fit, beside GPUs too, where jobs with `resources.accelerator: cpu` take them."""
+        """`slots`: CPU ranks that fit, also next to GPUs, where jobs with `resources.accelerator: cpu` take them."""
         self._paths = Paths.of(home)
         self._slots = DEFAULT_SLOTS if slots is None else slots
         self._warm = min(max(self._slots, count_gpus()), WARM_WORKERS) + 1  # one more for the node's daemon
@@ -241,12 +241,12 @@ def connect(address: str, namespace: str, runtime_environment: Mapping[str, Any]
             runtime_env=None if runtime_environment is None else dict(runtime_environment),
         )
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-        raise RayUnavailable(f"Ray at {address} does not let us in: {' '.join(str(error).split())}") from error
+        raise RayUnavailable(f"Ray at {address} refused the connection: {' '.join(str(error).split())}") from error
     return ray
 
 
 def answers(address: str) -> bool:
-    """Whether somebody listens at `address`, host:port."""
+    """Whether something listens at `address`, host:port."""
     try:
         _touch(address)
     except (OSError, ValueError):

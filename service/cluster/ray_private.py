@@ -140,5 +140,5 @@ def outlives_head(address: str) -> bool:
 
 
 def session_name(ray: Any) -> str:
-    """Which cluster this process is connected to: a name that each has anew. `ray`: the module, connected."""
+    """Which cluster this process is connected to: a name that is new for each. `ray`: the module, connected."""
     return str(ray._private.worker.global_worker.node.session_name)

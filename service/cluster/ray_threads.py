@@ -22,7 +22,7 @@ class RayThreads:
 
     @property
     def all_hang(self) -> bool:
-        """Whether every thread is in a call that somebody has given up."""
+        """Whether every thread is in a call that its caller has given up."""
         return len(self._given_up) >= self.count
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
@@ -47,6 +47,6 @@ class RayThreads:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
-                except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
+                except BaseException as error:  # noqa: BLE001 - it belongs to the caller that waits
                     future.set_exception(error)
             del future, function  # nothing is kept alive while this waits

@@ -1,2 +1,2 @@
-"""Looks at a machine and at what a service would use there, and says of each thing whether it will do, and if not, what
-would help. `findings`: the answers. `machine`, `packages`, `stores`: what is looked at. `checkup`: all."""
+"""Checks a machine and what a service would use there: for each thing, whether it is sufficient, and if not, what would
+help. `findings`: the results. `machine`, `packages`, `stores`: the checks. `checkup`: all of them."""

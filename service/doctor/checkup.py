@@ -1,4 +1,4 @@
-"""All that a doctor looks at, one after the other. A look that fails is a finding too."""
+"""All checks, one after the other. A check that fails is a finding too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a look at one thing has shown. Pure Python."""
+"""The result of one check. Pure Python."""
 
 from __future__ import annotations
 

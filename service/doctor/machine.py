@@ -121,7 +121,7 @@ def limits() -> Iterator[Finding]:
         yield Finding("limits", "ok", text)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/dev/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
-        text = f"{byte_count(locked)} of locked memory a process, beside InfiniBand"
+        text = f"{byte_count(locked)} of locked memory a process, with InfiniBand"
         yield Finding("limits", "warning", text, "NCCL registers buffers with the adapter: set memlock to unlimited")
 
 

@@ -21,7 +21,7 @@ from workers.storage.files import files_of
 from workers.storage.places import Place
 
 SKEW_SECONDS = 5.0
-"""Clocks that differ by more make times hard to read; S3 refuses whoever is off by 15 minutes."""
+"""Clocks that differ by more make times hard to read; S3 refuses clients that are off by 15 minutes."""
 
 
 def database(settings: Settings) -> Iterator[Finding]:

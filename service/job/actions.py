@@ -18,7 +18,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Launch:
-    """Begin the next generation with the agents at hand."""
+    """Begin the next generation with the agents that are there."""
 
     cause: str
     """In words."""

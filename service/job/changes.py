@@ -24,7 +24,7 @@ class Move:
     @property
     def cause(self) -> str:
         """Why the next generation begins, in words."""
-        return f"replicas {list(self.replicas)} moved: their nodes are to be left"
+        return f"replicas {list(self.replicas)} moved: their nodes are being drained"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PlaceAnew:
         """Why the next generation begins, in words."""
         layout = self.target.layout
         shape = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
-        return f"placed anew as {shape}: {self.why}"
+        return f"placed again as {shape}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class WaitInQueue:
 
 @dataclass(frozen=True)
 class Stay:
-    """All trainers come to rest and go on as they were: a change was under way, and nobody knows how far it got."""
+    """All trainers come to rest and go on as they were: a change was under way, and how far it got is not known."""
 
     cause: str
 

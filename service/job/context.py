@@ -1,4 +1,4 @@
-"""What everything that acts for one running job shares."""
+"""State that all parts of one running job's supervision share."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class JobContext:
     logs: Spool | None = None
     """Takes what it prints, where that is kept elsewhere too."""
     first_step: FirstStep | None = None
-    """Is told of the first step of each generation."""
+    """Called with the first step of each generation."""
     folder_reader: FolderReader = field(default_factory=FolderReader)
     """Reads the folder of its checkpoints."""
 

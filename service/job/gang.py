@@ -1,4 +1,4 @@
-"""Who carries out a job, and in which layout: its agents in order of rank, the placement groups of its replicas.
+"""The processes of a job, and their layout: its agents in order of rank, the placement groups of its replicas.
 
 All changes are whole: a method either does what it says, or answers False and leaves the gang as it was.
 """
@@ -22,7 +22,7 @@ from workers.snapshot.files import layout_tag
 REPLICA_SECONDS = 10.0
 """How long a replica that there should be room for may take to be placed."""
 NOWHERE = ""
-"""In the place of the placement group of a replica of which nobody is left."""
+"""In the place of the placement group of a replica that has no agent left."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Gang:
 
     async def adopt(self, names: Sequence[str], after: dict[int, int]) -> dict[int, AgentDescription] | None:
         """Take over the agents with these names, by rank; by rank how those that are left describe themselves. None
-        when none is left. The places of a replica of which nobody is left are not known any more, and freed."""
+        when none is left. The places of a replica that has no agent left are not known any more, and freed."""
         if len(names) != self.layout.world_size:
             return None
         agents = await self._cluster.agents.find(names)
@@ -218,7 +218,7 @@ class Gang:
         self.spec, self.held_steps = spec, {}
 
     def shrink(self, replicas: Sequence[int]) -> AgentSet:
-        """Go on with only these replicas, numbered anew in their order; those who leave, to be dismissed."""
+        """Go on with only these replicas, renumbered in their order; those who leave, to be dismissed."""
         staying = [rank for replica in replicas for rank in self.ranks_in([replica])]
         leaving = [replica for replica in range(len(self.groups)) if replica not in set(replicas)]
         departing = self._set_of(self.ranks_in(leaving), leaving)

@@ -98,7 +98,7 @@ class RunningGeneration:
 
     @property
     def culprit(self) -> Death:
-        """The death behind it all; a lost connection where nobody has died."""
+        """The death behind it all; a lost connection where no process has died."""
         return culprit_of([*self.deaths, *self._peers_lost])
 
     async def wait(self, *signals: asyncio.Event) -> None:

@@ -144,7 +144,7 @@ class HangWatch:
         if verdict.kind == "gang":
             evidence = [_evidence(rank, answers[rank], stacks.get(rank, "")) for rank in shown]
             await self._write_event(
-                "gang_hung", f"the whole gang is started anew: {verdict.why}", None, None, {"ranks": evidence}
+                "gang_hung", f"the whole gang is restarted: {verdict.why}", None, None, {"ranks": evidence}
             )
         for rank in verdict.ranks if verdict.kind == "ranks" else ():
             waiting = waiting_for(looks, rank, self._group)

@@ -1,4 +1,4 @@
-"""A failure between its being noticed and the generation that repairs it."""
+"""A failure, from the moment it is noticed to the generation that recovers from it."""
 
 from __future__ import annotations
 

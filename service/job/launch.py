@@ -63,9 +63,9 @@ class LaunchFailed(MantaError):
 
 
 async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneration:
-    """Begin the next generation with the agents at hand and watch it. An agent that fails once the generation has
-    begun is one of its deaths; before, it raises LaunchFailed. Raises AgentError, ClusterUnavailable and TimeoutError
-    too, and CheckpointsUnreadable where the state to go on from cannot be read now."""
+    """Begin the next generation with the agents that are there, and watch it. An agent that fails once the generation
+    has begun is one of its deaths; before, it raises LaunchFailed. Raises AgentError, ClusterUnavailable and
+    TimeoutError too, and CheckpointsUnreadable where the state to go on from cannot be read now."""
     gang, record = job.gang, job.record
     where = await _where_all_are(job)
     if job.threads is None:
@@ -93,7 +93,7 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     try:
         await _give_orders(job, running, orders, where)
     except BaseException:
-        await running.close()  # nobody else knows of it yet
+        await running.close()  # nothing else knows of it yet
         raise
     return running
 

@@ -100,7 +100,7 @@ async def _give_back(
 
 
 async def _newest_checkpoint(job: JobContext) -> int | None:
-    """The step of the newest durable checkpoint, 0 where there is none; None where that cannot be told."""
+    """The step of the newest durable checkpoint, 0 where there is none; None where that is not known."""
     try:
         durable = await known_checkpoints(job)
     except Exception as error:  # noqa: BLE001 - whatever it is, the places are given back

@@ -13,7 +13,7 @@ from service.recovery.budgets import PastFailure, avoided_nodes
 
 async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, failures: Sequence[PastFailure]) -> bool:
     """Find agents of `generation` for the ranks `lost`: in their own places, else by placing their replicas elsewhere,
-    else by going on without those replicas, where `elastic` allows it. False when the whole gang must be placed anew.
+    else by going on without those replicas, where `elastic` allows it. False when the whole gang must be placed again.
     `failures`: all that the job has survived, and this one."""
     gang = job.gang
     if len(lost) == len(gang.agents):
@@ -31,7 +31,7 @@ async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, fa
     if len(staying) not in sizes_of(job.submitted):
         return False
     gang.shrink(staying)
-    await job.record.event("shrunk", f"goes on with {len(staying)} replicas: there is no room for more")
+    await job.record.event("shrunk", f"continues with {len(staying)} replicas: there is no room for more")
     return True
 
 

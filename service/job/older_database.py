@@ -1,4 +1,4 @@
-"""A database that is older than what runs: what runs is taken over, not swept and not fought.
+"""A database that is older than what runs: what runs is taken over, neither swept nor killed.
 
 It shows by facts, not by who has restored it and how: no agent and no checkpoint has a generation above its job's
 unless the database has forgotten.
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 async def catch_up(record: JobRecord, cluster: Cluster, job: Job) -> bool:
-    """Have the database say what runs of `job`, which nobody looks after yet; whether it knew less. A job that its
+    """Have the database say what runs of `job`, which no control plane owns yet; whether it knew less. A job that its
     database has forgotten and of which nothing runs is paused. Raises ClusterUnavailable, ProtocolMismatch."""
     names = [name for name in await cluster.agents.names() if job_of(name) == job.id]
     agents = dict(zip(names, await cluster.agents.find(names), strict=True)) if names else {}

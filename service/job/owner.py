@@ -1,4 +1,4 @@
-"""Who owns a job that may hold places: always somebody, whatever goes wrong while it is looked after.
+"""The owner of a job that may hold places: there always is one, whatever goes wrong while it is supervised.
 
 A supervisor that fails by an error of ours, of Ray's or of a disk's has said nothing about the job: its ranks train on,
 and another supervisor takes it up from what the database says.
@@ -47,7 +47,7 @@ class JobOwner:
         first_step: FirstStep | None = None,
     ):
         """`memory_seconds`: how long the snapshots of a job that fails are kept for a retry; `logs`: takes what it
-        prints, where that is kept elsewhere too; `first_step`: is told of that of each generation."""
+        prints, where that is kept elsewhere too; `first_step`: called with that of each generation."""
         self._memory_seconds, self._logs, self._first_step = memory_seconds, logs, first_step
         self._store, self._cluster, self.id = store, cluster, job_id
         self._record = JobRecord(store, job_id)
@@ -68,7 +68,7 @@ class JobOwner:
             except LeaseLost:
                 raise
             except LeaseUncertain as error:
-                log.warning("%s is taken up again: %s", self.id, error)
+                log.warning("%s is supervised again: %s", self.id, error)
             except Exception as error:
                 log.exception("supervisor of %s", self.id)
                 if time.monotonic() - began > STEADY_SECONDS:
@@ -162,7 +162,7 @@ class JobOwner:
             self._resize_wanted = True
 
     def trace(self) -> None:
-        """A trace of the job may be wanted; one that nobody looks after at the moment is asked about it later."""
+        """A trace of the job may be wanted; one that no control plane owns at the moment is asked about it later."""
         if self._supervisor is not None:
             self._supervisor.trace()
 
@@ -172,7 +172,7 @@ class JobOwner:
             self._supervisor.node_lost(node, why)
 
     def node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
-        """A node is to be left within `seconds`, None where nobody knows."""
+        """A node is to be left within `seconds`, None where that is not known."""
         if self._supervisor is not None:
             self._supervisor.node_draining(node, seconds, reason)
         else:
@@ -181,5 +181,5 @@ class JobOwner:
     async def inject(self, fault: Fault) -> None:
         """Have the agent of the fault's rank make it. Raises FaultNotPossible."""
         if self._supervisor is None:
-            raise FaultNotPossible("nobody looks after the job at the moment; try again")
+            raise FaultNotPossible("no control plane owns the job at the moment; try again")
         await self._supervisor.inject(fault)

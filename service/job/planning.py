@@ -1,5 +1,5 @@
-"""What a job's step is planned to take, as soon as it is known where it runs and in which layout: beside the training,
-and whatever comes of it, the job goes on."""
+"""What a job's step is planned to take, as soon as it is known where it runs and in which layout: alongside the
+training, and whatever its result, the job continues."""
 
 from __future__ import annotations
 

@@ -34,10 +34,10 @@ class ReceivedLines:
         """`folder`: of the job's log files."""
         self.folder = folder
         self.lock = threading.Lock()
-        """Held by whoever changes a file."""
+        """Held while a file is changed."""
         self._written: dict[int, Mark] = {}
         self._overdue: set[asyncio.Future[None]] = set()
-        """Those under way for which nobody waits any more."""
+        """Those under way for which nothing waits any more."""
 
     async def take(self, report: Report, printed: Printed) -> None:
         """Append what a rank has printed."""

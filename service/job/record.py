@@ -1,6 +1,6 @@
 """One running job in the database, as its supervisor reads and writes it. The rows are the truth: whatever happens is
 written here before the next thing is done, so that another control plane can take over at any point. A database that
-does not answer is waited for: nothing that happens to it ends a job."""
+does not answer is waited for: no failure of it ends a job."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class JobRecord:
             recoveries.note_latest(session, self.id, generation, launched_at=at)
             recoveries.note_replaced(session, self.id, generation, forked, len(kept))
             if kept:
-                message = f"generation {generation} goes on with {len(kept)} of {len(rows)} processes"
+                message = f"generation {generation} continues with {len(kept)} of {len(rows)} processes"
                 data = {"kept": list(kept), "started": forked}
                 events.append(session, self.id, "ranks_replaced", message, generation=generation, data=data)
 
@@ -180,7 +180,7 @@ class JobRecord:
         return await self.read(lambda s: checkpoints.complete_ones(s, self.id))
 
     async def saved_checkpoints(self) -> list[tuple[int, str]]:
-        """(Step, path) of those that are complete, or may be, as far as was told; in the order of their making."""
+        """(Step, path) of those that are complete, or may be, as far as was reported; in the order of their making."""
         return await self.read(lambda s: checkpoints.told_of(s, self.id))
 
     async def wanted_traces(self) -> list[StepTrace]:
@@ -226,7 +226,7 @@ class JobRecord:
             job.memory_kept_until = memory_kept_until
             if memory_kept_until is not None:
                 until = datetime.fromtimestamp(memory_kept_until, UTC).strftime("%Y-%m-%d %H:%M UTC")
-                kept = f"its snapshots stay in memory until {until}; `manta retry` goes on from where it failed"
+                kept = f"its snapshots stay in memory until {until}; `manta retry` continues from where it failed"
                 events.append(session, self.id, "memory_kept", kept, data={"until": memory_kept_until})
 
         await self.write(end)
@@ -301,6 +301,6 @@ def _lacks(job: Job) -> str:
 
 
 def _pause(session: Session, job: Job) -> bool:
-    message = f"paused by the user at step {job.step}; `manta resume {job.id}` has it go on"
+    message = f"paused by the user at step {job.step}; `manta resume {job.id}` continues it"
     jobs.transition(session, job.id, JobState.PAUSED, "paused_by_user", message)
     return True

@@ -81,7 +81,7 @@ class ReportWriter:
         try:
             await self._take(report)
         except LeaseLost:
-            raise  # whoever has it now gets the report
+            raise  # its owner gets the report now
         except Exception as error:
             log.exception("report %d of rank %d of %s cannot be stored", report.sequence, report.rank, self._job_id)
             await self._write_once(self._left_out, report, error)
@@ -239,7 +239,7 @@ class ReportWriter:
                     checkpoints.mark_deleted(session, old.id)
             return
         if kind in ("checkpoint_saved", "checkpoint_failed"):
-            # A store that was long in answering may have kept it from being told before the next generation began.
+            # A store that was long in answering may have kept it from being reported before the next generation began.
             made_by = generation_of(data["path"]) or self._generation
             row = checkpoints.find(session, self._job_id, made_by, step)
             if row is not None and kind == "checkpoint_saved":

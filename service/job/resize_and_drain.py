@@ -1,5 +1,5 @@
 """Whether a job should run on other nodes or with another number of replicas than it does, and the preparations for
-that, which are made while it trains on. What comes of it is a `Change`, which is carried out later."""
+that, which run while it trains. The result is a `Change`, which is carried out later."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 # How long trainers of standby agents may take to be ready.
 PREPARE_SECONDS = 120.0
-NO_ROOM = "its nodes are to be left and there is no room elsewhere; it goes on when there is"
-TOO_SOON = "its nodes are to be left sooner than it could move; it goes on elsewhere"
+NO_ROOM = "its nodes are being drained and there is no room elsewhere; it continues when there is"
+TOO_SOON = "its nodes go away sooner than it could move; it continues elsewhere"
 # How often a job that is smaller than it should be looks for room to grow.
 ROOM_SECONDS = 2.0
 
@@ -75,7 +75,7 @@ class ElasticityPlanner:
                 if await self.may_change():
                     self._job.change_possible.set()
             except Exception:  # what is only a look must not end the job: look again in a moment
-                log.exception("a look for room for %s failed", self._job.id)
+                log.exception("looking for room for %s failed", self._job.id)
 
     async def may_change(self) -> bool:
         """Whether a change of place or size has become possible."""
@@ -100,7 +100,7 @@ class ElasticityPlanner:
         return await self._fitting(larger) if larger else None
 
     async def _elsewhere(self) -> JobSpec | None:
-        """The layout that the job could have if it were placed anew."""
+        """The layout that the job could have if it were placed again."""
         return await self._fitting(self._shapes)
 
     async def _fitting(self, shapes: Sequence[JobSpec]) -> JobSpec | None:
@@ -132,7 +132,7 @@ class ElasticityPlanner:
         return False
 
     async def _fits_some_time(self, job_id: str, capacity: Capacity) -> bool:
-        """Whether the cluster could hold a job that stands in the queue, if nobody else held anything."""
+        """Whether the cluster could hold a job that stands in the queue, if no other job held anything."""
         try:
             spec = stored_spec(await self._job.record.read(partial(jobs.get, job_id=job_id))).spec
         except (JobNotFound, SpecNotUnderstood):  # it is gone by now, or waits for another release
@@ -145,7 +145,7 @@ class ElasticityPlanner:
         return tuple(self._gang.replicas_of(self._gang.on(self._job.cluster.nodes.draining)))
 
     def _seconds_left(self) -> float:
-        """How long all nodes that ranks are on can still be counted on; infinite where nobody has said it."""
+        """How long all nodes that ranks are on can still be counted on; infinite where that is not known."""
         leave_by = self._job.cluster.nodes.leave_by
         deadlines = [at for node, at in leave_by.items() if self._gang.on([node])]
         return min(deadlines, default=math.inf) - time.monotonic()
@@ -169,12 +169,12 @@ class ElasticityPlanner:
             return None
         staying = tuple(replica for replica in range(self._gang.layout.data) if replica not in draining)
         if len(staying) in self._sizes:
-            return Shrink(staying, f"went on without replicas {list(draining)}: their nodes are to be left")
+            return Shrink(staying, f"went on without replicas {list(draining)}: their nodes are being drained")
         elsewhere, spare = await self._elsewhere(), await self._spare_seconds()
-        if spare <= 0:  # to place it anew would leave its newest state on nodes that may be gone any moment
+        if spare <= 0:  # to place it again would leave its newest state on nodes that may be gone any moment
             return WaitInQueue(NO_ROOM if elsewhere is None else TOO_SOON)
         if elsewhere is not None:
-            return PlaceAnew(elsewhere, "its nodes are to be left")
+            return PlaceAnew(elsewhere, "its nodes are being drained")
         if not self._reported_waiting:
             more = f"for {spare:.0f} s; then it saves its state and waits in the queue"
             how_long = "until the end" if math.isinf(spare) else more
@@ -190,9 +190,9 @@ class ElasticityPlanner:
         size = size_within(self._sizes, wanted, held, 0 if others_wait else await self._room(gang.spec))
         if size is None or size == held:
             if wanted > held:
-                message = f"there is no room for more than {held} replicas; it goes on waiting"
+                message = f"there is no room for more than {held} replicas; it keeps waiting"
                 if others_wait:
-                    message = f"jobs in the queue come first: it stays at {held} replicas, and goes on waiting"
+                    message = f"jobs in the queue come first: it stays at {held} replicas, and keeps waiting"
                 await self._job.record.event("resize_waiting", message)
             return None
         cause = f"resized from {held} to {size} replicas"

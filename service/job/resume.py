@@ -1,4 +1,4 @@
-"""From which state the next generation goes on: what is in shared memory of which node, what is on disk."""
+"""From which state the next generation resumes: what is in shared memory of which node, what is on disk."""
 
 from __future__ import annotations
 

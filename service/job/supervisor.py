@@ -124,7 +124,7 @@ class Supervisor:
                 self._running.lose(rank, f"was on node {node[:12]}, which is lost")
 
     def node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
-        """A node is to be left within `seconds`, None where nobody knows; `reason`: why, in words, where that was
+        """A node is to be left within `seconds`, None where that is not known; `reason`: why, in words, where that was
         said."""
         there = self._gang.on([node])
         if there:
@@ -247,7 +247,7 @@ class Supervisor:
             self._job.change_possible.set()
             return Rearrange(Stay("the control plane was restarted during a change of size"))
         if not lost:
-            await self._record.event("adopted", "another control plane looks after it now; the job never noticed")
+            await self._record.event("adopted", "another control plane owns it now; the training was not interrupted")
         return Watch()
 
     async def _watch_adopted(self, generation: int, lost: list[int], where: Mapping[int, AgentDescription]) -> None:
@@ -352,7 +352,7 @@ class Supervisor:
                 wait.cancel()
 
     async def _reacquire(self, launch: Launch) -> Launch:
-        """Give up all places, keep the snapshots, and place the whole gang anew."""
+        """Give up all places, keep the snapshots, and place the whole gang again."""
         failures = self._job.failures(await self._record.generations(), launch.incident)
         holders = await self._gang.release()  # on all nodes that it has been on, so that no others are needed
         self._dismiss_departing()
@@ -382,14 +382,14 @@ class Supervisor:
         return Launch(action.change.cause, counts=False)
 
     async def _launch(self, launch: Launch) -> Action:
-        """Start the next generation on the agents at hand."""
+        """Start the next generation on the agents that are there."""
         try:
             running = await launch_generation(self._job, launch)
         except CheckpointsUnreadable as error:
             self._job.failed_launches = []  # all agents have answered
             return await self._hold(launch, str(error))
         except ClusterUnavailable as error:
-            return await self._hold(launch, f"Ray does not do what it is asked ({error}); it is asked again")
+            return await self._hold(launch, f"Ray refused a request ({error}); it is tried again")
         except (AgentError, LaunchFailed, TimeoutError) as error:
             log.warning("launch of %s failed: %s", self._job.id, error)
             death, lost = await self._launch_failure(error)

@@ -12,9 +12,9 @@ REST_SECONDS = 5.0
 
 
 def time_to_rest(spec: JobSpec) -> float:
-    """Seconds after which a trainer of the job that is not at rest is killed, and its rank forked anew. Before it rests
-    it has its snapshot whole, and summed, for others to read, which takes one of 100 GB a minute. What a model takes
-    that is not counted here its agent knows (`TrainerSlot.rest`)."""
+    """Seconds after which a trainer of the job that is not at rest is killed, and its rank forked again. Before it
+    rests it has its snapshot whole, and summed, for others to read, which takes one of 100 GB a minute. What a model
+    takes that is not counted here its agent knows (`TrainerSlot.rest`)."""
     if spec.checkpoint.snapshots == "off" or not spec.model.is_counted:
         return REST_SECONDS
     owners = spec.layout.data if spec.layout.zero else 1

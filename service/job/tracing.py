@@ -1,4 +1,4 @@
-"""Traces that users want of a job: passed on to its ranks, of which the first tells the others.
+"""Requested traces of a job: passed on to its ranks, of which the first notifies the others.
 
 What is recorded comes back as reports. A generation that ends before a trace has begun leaves it to the next one.
 """

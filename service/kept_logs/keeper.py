@@ -1,7 +1,7 @@
 """Keeps the logs of the jobs of one control plane beyond its disk, and reads those of all jobs (decision 0016).
 
 What a job prints is appended to files here first, and every few seconds what is new is written to the job's parts by
-whoever looks after the job. A place that does not answer holds up nothing: the files grow meanwhile, and agents
+the job's owner. A place that does not answer holds up nothing: the files grow meanwhile, and agents
 remember the lines that are not kept yet for whoever takes the job over.
 """
 
@@ -59,7 +59,7 @@ class _Job:
     spool: Spool
     writer: PartWriter
     lease: HeldLease | None
-    """Under which it is looked after here; None: it is not any more."""
+    """Under which it is owned here; None: it is not any more."""
     shipping: Future[None] | None = None
     failures: int = 0
     again_at: float = 0.0
@@ -92,7 +92,7 @@ class LogKeeper:
         self._jobs: dict[str, _Job] = {}
         """Those of which this control plane reads its own files."""
         self._left: set[str] = set()
-        """Those that have files here and are not looked after here."""
+        """Those that have files here and are not owned here."""
         self._kept = _KeptLogs(self._folder)
         self._at_once = asyncio.Semaphore(AT_ONCE)
         self._wake = asyncio.Event()
@@ -139,8 +139,8 @@ class LogKeeper:
         return _Job(job_id, Spool(log_folder(self._home, job_id)), PartWriter(self._folder(job_id)), lease)
 
     def lose(self, job_id: str, spool: Spool) -> None:
-        """What `open` has answered is not used any more. Where the job was not finished another control plane looks
-        after it, or will."""
+        """What `open` has answered is not used any more. Where the job was not finished another control plane owns it,
+        or will."""
         job = self._jobs.get(job_id)
         if job is not None and job.spool is spool and job.lease is not None:
             self._let_go(job_id)
@@ -247,10 +247,10 @@ class LogKeeper:
             raise OSError(f"it is not certain that {job.id} is still looked after here")
 
     async def _settle(self, job_id: str) -> None:
-        """See to a job that has files here and is not looked after here."""
+        """See to a job that has files here and is not owned here."""
         try:
             state, is_deleted = await self._fate(job_id)
-            if job_id not in self._left:  # it is looked after here again
+            if job_id not in self._left:  # it is owned here again
                 return
             if is_deleted:
                 self.forget(job_id)
@@ -262,8 +262,8 @@ class LogKeeper:
             log.debug("the rest of %s is not kept yet", job_id, exc_info=True)
 
     async def _keep_rest(self, job_id: str, closes: bool) -> None:
-        """Keep what is left of a job that nobody looks after; others wait for its lease, so the place is asked before
-        whether it answers."""
+        """Keep what is left of a job that no control plane owns; others wait for its lease, so the place is asked
+        before whether it answers."""
         folder = self._folder(job_id)
         async with asyncio.timeout(SHIP_SECONDS):
             await asyncio.wrap_future(in_daemon_thread("job logs", partial(_answers, folder)))

@@ -1,4 +1,4 @@
-"""Writes the parts of one job's log, for whoever looks after the job.
+"""Writes the parts of one job's log, for the job's owner.
 
 A control plane that has lost the job without knowing it may have one part under way, no more: it makes sure that it
 still has the job before each. Whoever comes next writes a part of the same number with a higher stamp, which counts.

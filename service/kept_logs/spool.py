@@ -22,7 +22,7 @@ CHUNK_BYTES = 16 * 1024
 """At least so many bytes of each rank are taken for one part."""
 KEPT_SECONDS = 10.0
 SHRINK_BYTES = 64 * 1024 * 1024
-"""Files that have grown so large, and are kept, begin anew."""
+"""Files that have grown so large, and are kept, are started over."""
 Chunks = dict[int, tuple[Piece, bytes]]
 
 
@@ -175,7 +175,7 @@ def _read(file: BinaryIO, at: int, start: int, size: int) -> LogBytes:
 
 
 class SpooledLog:
-    """A `LogSource` of a job that is looked after here: its files, and what was printed before from where it is
+    """A `LogSource` of a job that is owned here: its files, and what was printed before from where it is
     kept."""
 
     def __init__(self, spool: Spool, kept: KeptLog):

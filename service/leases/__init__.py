@@ -1,1 +1,1 @@
-"""Who of several control planes looks after what."""
+"""Which of several control planes owns what."""

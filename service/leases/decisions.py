@@ -1,4 +1,4 @@
-"""What follows from who holds what: pure functions over data."""
+"""Decisions about leases, from who holds which: pure functions over data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOUSEKEEPING = "housekeeping"
 
 @dataclass(frozen=True)
 class JobInBrief:
-    """A job that is not final, and who looks after it."""
+    """A job that is not final, and which control plane owns it."""
 
     id: str
     state: JobState
@@ -57,14 +57,15 @@ def lost(held: Collection[str], owned: Collection[str]) -> set[str]:
 
 def strays(owned: Collection[str], held: Container[str], jobs: Sequence[JobInBrief]) -> set[str]:
     """What is to be given back: the database says that a control plane owns it, which does not know that, since it
-    broke off while it gave it back, and nobody has to look after it."""
+    broke off while it gave it back, and no control plane has to own it."""
     supervised = {job.id for job in jobs if job.state in SUPERVISED}
     return {name for name in owned if name not in held and name not in supervised}
 
 
 def to_claim(jobs: Sequence[JobInBrief], held: Container[str], me: str, living: int) -> list[str]:
-    """The jobs that `me` takes now, one of `living` control planes: of those that nobody looks after its share, so that
-    all that live get some of a dead one's; and those that the database says are its own, but that it does not know."""
+    """The jobs that `me` takes now, one of `living` control planes: of those that no control plane owns its share, so
+    that all that live get some of a dead one's; and those that the database says are its own, but that it does not
+    know."""
     unowned = [job.id for job in jobs if job.state in SUPERVISED and job.owner is None and job.id not in held]
     share = -(-len(unowned) // max(1, living))
     own = [job.id for job in jobs if job.state in SUPERVISED and job.owner == me and job.id not in held]

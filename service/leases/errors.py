@@ -1,4 +1,4 @@
-"""Why a control plane may not do what it was about to."""
+"""Errors of a control plane that does not, or not certainly, hold a lease."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ class LeaseLost(MantaError):
     def __init__(self, name: str):
         """`name`: of the lease."""
         self.name = name
-        super().__init__(f"{name} is not looked after by this control plane any more")
+        super().__init__(f"{name} is no longer owned by this control plane")
 
 
 class LeaseUncertain(MantaError):
-    """The time until which this control plane looks after it may be over: give no order before that is known."""
+    """The time until which this control plane owns it may be over: send no order before that is known."""
 
     def __init__(self, name: str):
         """`name`: of the lease."""
         self.name = name
-        super().__init__(f"it is not certain that this control plane still looks after {name}: the database is away")
+        super().__init__(f"it is not certain that this control plane still owns {name}: the database does not answer")
 
 
 class OtherRay(MantaError):

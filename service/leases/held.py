@@ -1,4 +1,4 @@
-"""What this control plane looks after: what it holds, whether that is certain, and how it takes and gives it back."""
+"""The leases of this control plane: which it holds, whether that is certain, and how it takes and releases them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAUSES = 0.05, 1.0
 
 @dataclass(eq=False)
 class HeldLease:
-    """The `Fence` of a store for whoever looks after `name`."""
+    """The `Fence` of a store for the owner of `name`."""
 
     name: str
     epoch: int
@@ -105,7 +105,7 @@ class Leases:
             self._asked_at = asked_at
             self._wake_waiting()
         elif self._removed == self._looked_after_removal:
-            log.error("this control plane was taken for dead; it looks what is left to it")
+            log.error("this control plane was declared dead; it checks which jobs it still owns")
             self._removed += 1
             self.changed.set()
 
@@ -214,7 +214,7 @@ class Leases:
         raise AssertionError("the pauses have no end")
 
     def is_borrowed(self, job_id: str) -> bool:
-        """Whether the lease of the job is held, but by nobody who looks after it."""
+        """Whether the lease of the job is held, but has no owner that supervises it."""
         lock = self._borrowing.get(job_id)
         return lock is not None and lock.locked()
 
@@ -230,21 +230,21 @@ class Leases:
             self._store.write_later(leases.wake_others)
 
     async def hand_over(self, job_id: str, epoch: int, to: str) -> None:
-        """Have `to` look after the job, after whoever did it here, with `epoch`, has stopped. Raises LeaseLost."""
+        """Have `to` own the job, after its owner here, with `epoch`, has stopped. Raises LeaseLost."""
         self._held.pop(job_id, None)
         await self._store.write_async(lambda session: leases.hand_over(session, job_id, self.me, epoch, to))
 
     async def look(self, is_busy: Callable[[str], bool] = lambda job: False) -> tuple[list[JobInBrief], dict[str, str]]:
         """All jobs that are not final, and by job to whom it is to be handed over. What is not held any more is let go;
-        of what nobody looks after, this control plane's share is taken. `is_busy`: whether a job's lease is being taken
-        already, so that it is held in a moment; asked on any thread."""
+        of what no control plane owns, this control plane's share is taken. `is_busy`: whether a job's lease is being
+        taken already, so that it is held in a moment; asked on any thread."""
         removals, names = self._removed, set(self._held)
         if removals != self._looked_after_removal:
             await self._store.write_async(lambda session: leases.join(session, self.me, self._place, self._ray, False))
         seen = await self._store.read_async(self._look)
         if not self.alone:
             for name in decisions.lost(names & self._held.keys(), seen.owned):
-                log.warning("%s is looked after by another control plane now", name)
+                log.warning("%s is owned by another control plane now", name)
                 del self._held[name]
         self._looked_after_removal = removals
         self._wake_waiting()

@@ -1,5 +1,4 @@
-"""Says again and again that this control plane lives: on a thread and a connection of its own, which nothing else that
-it does holds up."""
+"""Renews the lease of this control plane, on a thread and a connection of its own that nothing else delays."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class BesideSteps:
             said.append(f"{part}: an update waits {stall} for the snapshot before it, every {every} steps.")
         if self.storage_rate is not None:
             size, rate = _gigabytes(self.checkpoint_bytes), _gigabytes(self.storage_rate)
-            said.append(f"Checkpoints of {size} are written beside the training, for which storage needs {rate}/s.")
+            said.append(f"Checkpoints of {size} are written alongside the training, for which storage needs {rate}/s.")
         return tuple(said)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How often a job may fail, how long it is held back when nothing helps, and which nodes are not trusted any more.
+"""How often a job may fail, how long it is delayed when retries do not help, and which nodes are avoided.
 
 Pure functions of the failures that the job has survived, which are rows: a control plane that is restarted decides as
 the one before it would have. What is asked for (a resize, a drain, a pause) is no failure and costs nothing.

@@ -177,9 +177,9 @@ def unusable_sources(
     """What no generation can resume from, as `choose_resume` takes it.
 
     That is what a generation resumed from that ended because it could not read it; `last_kind` is the kind of death
-    that has ended the last one, `last_step` the step that was computed then. Snapshots are made anew, so that they are
-    good again once a step was committed. A checkpoint that the system did not give out (`unreadable_checkpoint`) is not
-    among them: it is waited for.
+    that has ended the last one, `last_step` the step that was computed then. Snapshots are taken again, so that they
+    are good again once a step was committed. A checkpoint that the system did not give out (`unreadable_checkpoint`) is
+    not among them: it is waited for.
 
     Where ranks that ought to be equal differ twice at one step, they differed in their snapshots already.
     """

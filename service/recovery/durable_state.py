@@ -1,4 +1,4 @@
-"""Which durable checkpoints a job could go on from, and which of them cannot be read now. Pure functions.
+"""Which durable checkpoints a job could resume from, and which of them cannot be read now. Pure functions.
 
 The choice of a state counts a checkpoint that cannot be read as if it could be: where it falls on one, the job is held
 until it can, instead of going further back and losing steps that are there.
@@ -71,10 +71,11 @@ def durable_state(listing: Listing, complete: Sequence[CompleteCheckpoint]) -> D
 
 def hold_sentence(job_id: str, step: int, problem: str, older: bool) -> str:
     """Why the job does not go on, and what would help. `older`: whether another checkpoint can be read."""
-    instead = "; to go on from an older checkpoint instead, delete its folder" if older else ""
+    instead = "; to continue from an older checkpoint instead, delete its folder" if older else ""
     return (
         f"held: the newest state is the checkpoint of step {step}, which cannot be read now: {problem}. Mount or move "
-        f"the folder back, or make it readable, and the job goes on by itself{instead}. `manta cancel {job_id}` ends it"
+        f"the folder back, or make it readable, and the job continues by itself{instead}. `manta cancel {job_id}` ends "
+        "it"
     )
 
 

@@ -1,4 +1,4 @@
-"""Whose fault it is that a job stands still: a pure function of what all agents see of their ranks.
+"""Which rank makes a job stand still: a pure function of what all agents see of their ranks.
 
 Ranks that wait name the rank that they wait for, so what they say is a graph, and the culprit is where its paths end:
 a rank that waits for nobody, or whose process is stopped, and has stood still for longer than its own agent allows.
@@ -70,7 +70,7 @@ class Look:
     def _with_device(self, device: DeviceRecord) -> Look:
         known = replace(self, on_device=True, counts=device.counts, waits_for=None)
         if not device.fresh or device.channel is None:
-            return known  # what it waited for when somebody looked may be over
+            return known  # what it waited for at the last look may be over
         if device.waits_for is not None:
             return replace(known, waits_for=device.waits_for)
         return replace(known, waits_in=(AXES[device.channel], device.number))
@@ -204,7 +204,7 @@ def _reason(look: Look, awaited: bool) -> str:
         return "others wait for it, and its agent does not answer"
     if look.stopped:
         return "its process is stopped"
-    return "others wait for it, and it waits for nobody" if awaited else "it stands still and waits for nobody"
+    return "others wait for it, and it waits for no rank" if awaited else "it stands still and waits for no rank"
 
 
 def _least(looks: Sequence[Look], ranks: list[int], why: str) -> Verdict:
@@ -214,7 +214,7 @@ def _least(looks: Sequence[Look], ranks: list[int], why: str) -> Verdict:
     if len(last) == 1:
         return Verdict("ranks", tuple(last), f"of {_names(ranks)} it got least far, and {why}")
     everybody = tuple(look.rank for look in looks)
-    return Verdict("gang", everybody, f"{_names(last)} stand still and {why}; which of them is at fault cannot be told")
+    return Verdict("gang", everybody, f"{_names(last)} stand still and {why}; which of them is at fault is not known")
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -14,7 +14,8 @@ their state; until the next step, usually the interrupted one, is committed."""
 
 @dataclass
 class RecoveryTimeline:
-    """Unix seconds; None for what has not happened or is not known. Whoever lives through a recovery fills it in."""
+    """Unix seconds; None for what has not happened or is not known. The code that carries out a recovery fills it
+    in."""
 
     noticed_at: float
     """The control plane heard of it."""

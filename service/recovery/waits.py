@@ -53,7 +53,7 @@ def waits_now(answers: Sequence[TrainerStatus | None], silent: frozenset[int], g
     verdict = find_culprits(looks, group)
     culprits = verdict.ranks if verdict.kind == "ranks" else ()
     if verdict.kind != "nobody":
-        who = _names(culprits) if culprits else "nobody in particular"
+        who = _names(culprits) if culprits else "no rank in particular"
         return Waits(ranks, culprits, f"the job stands still because of {who}: {verdict.why}")
     return Waits(ranks, (), _sentence(ranks, edges, verdict.why))
 
@@ -76,7 +76,7 @@ def _sentence(ranks: Sequence[WaitingRank], edges: dict[int, int], why: str) -> 
 def _rank(rank: int, answer: TrainerStatus | None, silent: bool, waits_for: int | None) -> WaitingRank:
     peers = () if waits_for is None else (waits_for,)
     if answer is None:
-        doing = "nobody knows what: its agent does not answer" if silent else "nothing: no trainer runs"
+        doing = "unknown: its agent does not answer" if silent else "nothing: no trainer runs"
         return WaitingRank(rank, "unknown" if silent else "exited", doing, None, peers, None)
     record = answer.record
     place = record.device if record is not None and record.device is not None and record.device.pending else record

@@ -1,6 +1,6 @@
 """Where a step went: measured, from a device's peak on down. Pure Python.
 
-The parts are those of a planned step (`service/planner/budget.py`) as far as they can be told apart by measuring; each
+The parts are those of a planned step (`service/planner/budget.py`) as far as measurements can distinguish them; each
 is a mean over the ranks, and all of them together are the step.
 """
 
@@ -135,7 +135,7 @@ def _part_of(each: Slice, around: Sequence[Slice]) -> str:
 
 
 def _ideal_seconds(spec: JobSpec, sequences: float, peak_flops: float | None) -> float | None:
-    """What the model's FLOPs of a step take at the peak of all ranks; None where nobody knows."""
+    """What the model's FLOPs of a step take at the peak of all ranks; None where that is not known."""
     if peak_flops is None or not spec.model.is_counted:
         return None
     flops = step_flops(spec, round(sequences))
@@ -187,7 +187,7 @@ def of_ledger(step_seconds: float, waits: Mapping[str, float], mfu: float | None
     how = {
         "loader": "waits for samples, mean of the generation's steps",
         "snapshot": "stalls by snapshots and checkpoints, mean of the generation's steps",
-        "rest": "all that is not told apart: a trace does, and train.time_parts_every",
+        "rest": "all that is not distinguished: a trace does that, and train.time_parts_every",
     }
     return _parts(known, step_seconds, None if mfu is None else mfu * step_seconds, how)
 

@@ -51,7 +51,8 @@ class ReadTrace:
 
     row: Row
     spec: JobSpec | None
-    """Of the job, in the layout of the trace; None where nothing was recorded, or nobody understands it."""
+    """Of the job, in the layout of the trace; None where nothing was recorded, or this release does not understand
+    it."""
     trace: StepTrace | None
     """None where nothing was recorded."""
     profiles: tuple[int, ...] = ()

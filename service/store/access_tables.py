@@ -1,4 +1,4 @@
-"""The tables of who may do what, and who did. Times are Unix seconds."""
+"""The tables of keys, projects and the audit. Times are Unix seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All queries about the audit: who changed what, when, from where, and whether they were let."""
+"""All queries about the audit: who changed what, when, from where, and whether it was allowed."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ ROWS_AT_ONCE = 5_000
 CLOSING_SECONDS, LOOK_SECONDS = 2.0, 0.05
 """How long a connection that was closed may be shown as open, and how often that is looked at."""
 EVENT_IDS_SKIPPED = 10**9
-"""Whoever follows the events has seen ids that the backup does not know: none of them is given again."""
+"""Clients that follow the events have seen ids that the backup does not know: none of them is given again."""
 
 
 class NotABackup(MantaError):
@@ -41,7 +41,7 @@ class NotABackup(MantaError):
 
 
 class DatabaseInUse(MantaError):
-    """Somebody uses the database that is to be replaced."""
+    """The database that is to be replaced is in use."""
 
 
 class DatabaseNotEmpty(MantaError):
@@ -90,7 +90,7 @@ def restore(url: str, file: Path, replace: bool, now: float) -> int:
 
 @contextlib.contextmanager
 def _beside(file: Path) -> Iterator[Path]:
-    """A file in a new folder beside `file`, for its owner alone."""
+    """A file in a new folder next to `file`, for its owner alone."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
         yield Path(folder) / "manta.db"

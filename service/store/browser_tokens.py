@@ -1,5 +1,5 @@
-"""All queries about how browsers sign in: links that are good once, and the sessions that they begin. Both are known by
-their digests, and good only as long as the key that asked for the link."""
+"""All queries about how browsers sign in: links that work once, and the sessions that they begin. Both are stored as
+digests, and valid only as long as the key that requested the link."""
 
 from __future__ import annotations
 

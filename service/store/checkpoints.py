@@ -20,7 +20,7 @@ SAVING, COMPLETE, FAILED, DELETED = "saving", "complete", "failed", "deleted"
 def begin(session: Session, job_id: str, generation: int, step: int, path: str) -> Checkpoint | None:
     """Note that `generation` saves the state of committed step `step` in folder `path`.
 
-    Saving the same step again in the same generation begins it anew. Returns None when the job is in a higher
+    Saving the same step again in the same generation starts it over. Returns None when the job is in a higher
     generation. Raises JobNotFound.
     """
     if generation < jobs.get(session, job_id, lock=True).generation:
@@ -124,7 +124,7 @@ def kept_because(session: Session, job: Job) -> dict[str, str]:
     }
     if made_last_first:
         over = job.state == JobState.SUCCEEDED
-        newest = "it has the job's last state" if over else "it is the newest: the job would go on from it"
+        newest = "it has the job's last state" if over else "it is the newest: the job would continue from it"
         sentences[made_last_first[0].id] = newest
     return sentences
 

@@ -32,7 +32,7 @@ class Compatibility(Base):
 
 
 class ControlPlaneRow(Base):
-    """A control plane that lives, or has died and was not yet found to have."""
+    """A control plane that lives, or has died and was not yet declared dead."""
 
     __tablename__ = "control_planes"
 
@@ -47,7 +47,7 @@ class ControlPlaneRow(Base):
 
 
 class Lease(Base):
-    """Who looks after a job, or after what concerns all of them."""
+    """Which control plane owns a job, or what concerns all of them."""
 
     __tablename__ = "leases"
 

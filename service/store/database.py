@@ -129,7 +129,7 @@ class Store:
         current = self.revision
         if revision == "head" and current is not None:
             if current == newest_revision():
-                return  # a control plane that is restarted has jobs to look after, and alembic takes long to import
+                return  # a control plane that is restarted has jobs to supervise, and alembic takes long to import
             if current > newest_revision():
                 self._use_newer(current)
                 return
@@ -285,7 +285,7 @@ def _in_use(engine: Engine) -> int:
 def _log_failure(written: Future[None]) -> None:
     error = None if written.cancelled() else written.exception()
     if error is not None:
-        log.warning("a write that nobody waits for has failed (%s)", getattr(error, "orig", None) or error)
+        log.warning("a write in the background has failed (%s)", getattr(error, "orig", None) or error)
 
 
 def newest_revision() -> str:

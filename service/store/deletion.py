@@ -1,4 +1,4 @@
-"""All queries that delete jobs. A job is marked first and its rows go last, so that whatever happens in between, it is
+"""All queries that delete jobs. A job is marked first and its rows go last, so that after any failure in between, it is
 still there and can be deleted again."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the job database refuses, in sentences that say what to do next."""
+"""Errors of the job database, in sentences that say what to do next."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class JobBeingExported(MantaError):
 
 
 class JobChanged(MantaError):
-    """A job is not any more what whoever changes it has read."""
+    """A job has changed since the caller that changes it has read it."""
 
     def __init__(self, job_id: str, version: str):
         self.job_id, self.version = job_id, version
         super().__init__(
-            f"somebody else has changed job {job_id} since it was read (its version is {version} now): read it again, "
+            f"job {job_id} has changed since it was read (its version is {version} now): read it again, "
             "and repeat the change if it still makes sense"
         )
 

@@ -1,4 +1,4 @@
-"""All queries about exports: weights of checkpoints that are written for others."""
+"""All queries about exports of checkpoints' weights."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def of_job(session: Session, job_id: str, limit: int = 100) -> list[Export]:
 
 
 def is_running(row: Export, now: float) -> bool:
-    """Whether somebody is writing it at `now`, by the database's clock: who asks may be on another machine."""
+    """Whether it is being written at `now`, by the database's clock: who asks may be on another machine."""
     return row.state == RUNNING and now - row.updated_at < SILENT_SECONDS
 
 

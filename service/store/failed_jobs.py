@@ -1,4 +1,4 @@
-"""What becomes of a job that failed: it can be tried again, and what it has in shared memory is kept for that."""
+"""Failed jobs: they can be retried, and what they have in shared memory is kept for that."""
 
 from __future__ import annotations
 

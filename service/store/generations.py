@@ -51,8 +51,8 @@ def begin(
 ) -> int:
     """Open the job's next generation and return its number; from here on, reports of lower ones are refused.
 
-    Ends the generation before it, if that is still open. The report cursor starts anew, since the reports that it
-    counted are fenced now and new agents number theirs from 1. Raises JobNotFound.
+    Ends the generation before it, if that is still open. The report cursor starts again from zero, since the reports
+    that it counted are fenced now and new agents number theirs from 1. Raises JobNotFound.
     """
     job = jobs.get(session, job_id, lock=True)
     now = time.time()

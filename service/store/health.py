@@ -1,4 +1,4 @@
-"""Whether a job database is whole, and is what this release takes it for."""
+"""Whether a job database is intact, and has the schema that this release expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which installation this is. Made once, with the database."""
+"""Which installation this is. Written once, with the database."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def ray_namespace(session: Session, ray_is_new: bool) -> str:
 
     A database of a release before keeps the namespace that all shared then, so that what runs there is taken over,
     until Ray is a new one in which nothing can run yet (`ray_is_new`). Raises NoResultFound where the row is missing:
-    with another id nobody would find what runs.
+    with another id what runs would not be found.
     """
     known_to_all = load_only(Installation.id, Installation.ray_namespace)  # the database may be of a release before
     installation = session.scalars(select(Installation).options(known_to_all)).one()

@@ -1,5 +1,5 @@
 """Which jobs a list is to show, in which order, and where its next page begins: parts of statements that
-`job_rows.py` runs. Statements are made once for each combination, since that takes longer than to run them."""
+`job_rows.py` runs. Statements are built once for each combination, since that takes longer than to run them."""
 
 from __future__ import annotations
 

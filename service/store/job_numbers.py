@@ -1,4 +1,4 @@
-"""What monitoring is told of all jobs, in a number of queries that does not grow with them."""
+"""Monitoring's numbers of all jobs, in a number of queries that does not grow with them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class FleetNumbers:
     recent_failures: Mapping[str, int]
     """By reason how many jobs failed within RECENT_SECONDS."""
     without_owner: int
-    """Jobs that may hold places and that no living control plane looks after."""
+    """Jobs that may hold places and that no live control plane owns."""
     control_planes: int
     """How many live."""
     listed: Sequence[JobNumbers]
@@ -187,7 +187,7 @@ def _saved(session: Session, ids: Collection[str]) -> dict[str, Saved]:
 def _recent_events(session: Session, ids: Collection[str], now: float) -> dict[str, dict[str, int]]:
     newest = session.scalar(select(func.max(Event.id))) or 0
     recent = and_(Event.id > newest - _MOST_EVENTS, Event.time > now - RECENT_SECONDS, Event.type.in_(RECENT_TYPES))
-    # Counted here: told to group them by job, SQLite goes through all events that there are.
+    # Counted here: asked to group them by job, SQLite reads all events that there are.
     wanted, by_job = set(ids), dict[str, dict[str, int]]()
     for job, kind in session.execute(select(Event.job_id, Event.type).where(recent)):
         if job in wanted:

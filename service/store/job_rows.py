@@ -1,5 +1,5 @@
-"""What is shown of jobs as plain rows, which cost little: to find out whether anything is another than it was, nothing
-of them has to be understood."""
+"""What is shown of jobs as plain rows, which cost little: comparing them shows whether anything has changed, without
+parsing them."""
 
 from __future__ import annotations
 

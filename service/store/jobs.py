@@ -90,7 +90,7 @@ def set_labels(session: Session, job_id: str, labels: Mapping[str, str]) -> None
 
 def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
     """The job. Raises JobNotFound. With `lock`, nobody else changes it until this transaction ends."""
-    # With a lock it is read anew: what this session knows of it may be what it was before others let go of it.
+    # With a lock it is read again: what this session knows of it may be what it was before others let go of it.
     locking: dict[str, Any] = {"with_for_update": {"key_share": True}, "populate_existing": True} if lock else {}
     job = session.get(Job, job_id, **locking) if is_job_id(job_id) else None
     if job is None:

@@ -67,7 +67,7 @@ def by_digest(session: Session, digest: str) -> ApiKey | None:
 
 
 def may_administrate(session: Session, now: float) -> bool:
-    """Whether somebody has a good key with which the installation can be looked after."""
+    """Whether there is a valid key with which the installation can be administered."""
     query = select(ApiKey).where(ApiKey.installation, ApiKey.scope == Scope.ADMIN.value, ApiKey.revoked_at.is_(None))
     return any(is_good(key, now) for key in session.scalars(query))
 

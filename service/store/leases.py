@@ -1,4 +1,4 @@
-"""All queries about control planes and what each of them looks after (decision 0012)."""
+"""All queries about control planes and what each of them owns (decision 0012)."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def remove_dead(session: Session) -> None:
 
 
 def leave(session: Session, me: str) -> None:
-    """`me` looks after nothing any more, and says so to the others."""
+    """`me` owns nothing any more, and notifies the others."""
     session.execute(delete(ControlPlaneRow).where(ControlPlaneRow.id == me))
     session.execute(update(Lease).where(Lease.owner == me).values(owner=None))
     wake_others(session)
 
 
 def living(session: Session) -> list[str]:
-    """The ids of all control planes that were not found dead."""
+    """The ids of all control planes that were not declared dead."""
     return list(session.scalars(select(ControlPlaneRow.id)))
 
 
@@ -75,14 +75,14 @@ def well(session: Session) -> list[str]:
 
 
 def hand_over(session: Session, name: str, me: str, epoch: int, to: str) -> None:
-    """Have `to` find that it is to look after `name`. Raises LeaseLost."""
+    """Have `to` find that it is to own `name`. Raises LeaseLost."""
     check(session, name, me, epoch)
     session.execute(update(Lease).where(Lease.name == name).values(owner=to))
     wake_others(session)
 
 
 def claim(session: Session, name: str, me: str) -> int | None:
-    """Have `me` look after `name`; the epoch of that, or None where another one that lives does."""
+    """Have `me` own `name`; the epoch of that, or None where another one that lives does."""
     _lock(session, shared=True)
     session.execute(text("INSERT INTO leases (name, epoch) VALUES (:name, 0) ON CONFLICT DO NOTHING"), {"name": name})
     lease = session.scalars(
@@ -96,7 +96,7 @@ def claim(session: Session, name: str, me: str) -> int | None:
 
 
 def check(session: Session, name: str, me: str, epoch: int) -> None:
-    """Make sure that `me` looks after `name` with this `epoch`, and go on to do so until the transaction ends. Raises
+    """Make sure that `me` owns `name` with this `epoch`, and continues to until the transaction ends. Raises
     LeaseLost."""
     current = select(Lease.epoch).where(Lease.name == name, Lease.owner == me).with_for_update(read=True)
     if session.scalar(current) != epoch:
@@ -104,7 +104,7 @@ def check(session: Session, name: str, me: str, epoch: int) -> None:
 
 
 def raise_epoch(session: Session, name: str, me: str, epoch: int, above: int) -> int:
-    """Go on looking after `name` with an epoch higher than `above` too, which an agent knows of a time that this
+    """Continue to own `name` with an epoch higher than `above` too, which an agent knows of a time that this
     database has forgotten; the new one. Raises LeaseLost."""
     check(session, name, me, epoch)
     higher = max(epoch, above) + 1
@@ -152,12 +152,12 @@ def release_all(session: Session, names: Collection[str], me: str) -> None:
 
 
 def forget(session: Session, name: str) -> None:
-    """There is nothing to look after any more."""
+    """There is nothing to own any more."""
     session.execute(delete(Lease).where(Lease.name == name))
 
 
 def forget_owners(session: Session) -> None:
-    """In a database that was restored nobody looks after anything; epochs stay."""
+    """In a restored database no control plane owns anything; epochs stay."""
     session.execute(delete(ControlPlaneRow))
     session.execute(update(Lease).values(owner=None))
 
@@ -193,7 +193,8 @@ def _end_connections(session: Session, ids: list[str]) -> None:
 
 
 def _lock(session: Session, shared: bool) -> None:
-    """To the end of the transaction nobody joins or is removed; with `shared` others may look who is there too."""
+    """To the end of the transaction no control plane joins or is removed; with `shared` others may look who is there
+    too."""
     if session.get_bind().dialect.name == "postgresql":
         kind = "_shared" if shared else ""
         session.execute(text(f"SELECT pg_advisory_xact_lock{kind}({MEMBERS_LOCK})"))

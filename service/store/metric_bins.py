@@ -3,7 +3,7 @@ equally wide, and FANOUT of them make one of the next. Whatever part of a series
 bins for each point.
 
 Bins are made once their range is complete, in the transaction that stores its last row; rows that change below
-`Job.binned_until` have the bins above them made anew there. Everything in them follows from the rows: where bins are
+`Job.binned_until` have the bins above them rebuilt there. Everything in them follows from the rows: where bins are
 missing, the rows are read. Decision 0013.
 """
 

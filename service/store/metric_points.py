@@ -1,5 +1,5 @@
-"""Which rows of a job's metrics are drawn as its series, and the statements that fetch them. Those are made once: to
-put one together takes longer than to run it."""
+"""Which rows of a job's metrics are drawn as its series, and the statements that fetch them. Those are built once:
+building one takes longer than running it."""
 
 from __future__ import annotations
 

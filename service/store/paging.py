@@ -1,5 +1,5 @@
-"""Pages of a list, and the opaque cursors between them. A cursor is good for the list that gave it out, with the same
-filter: in another it would leave things out, or show them twice, without anybody noticing."""
+"""Pages of a list, and the opaque cursors between them. A cursor is valid for the list that issued it, with the same
+filter: in another it would silently leave things out, or show them twice."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""All queries about what was planned of a job's generations, and what they took. Both are kept in the generation's
-row."""
+"""All queries about plans of a job's generations, and what these measured. Both are kept in the generation's row."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def newest(session: Session, job_id: str) -> KeptPlan | None:
 
 def settle(session: Session, job_id: str, generation: int, step: int) -> bool:
     """Once enough steps of a generation are there, keep what they took, and where that is far from its plan, append an
-    event, unless one has told so of the same layout. False while there are too few steps or the plan is still being
+    event, unless one has said so of the same layout. False while there are too few steps or the plan is still being
     made; then nothing is written. `step`: the last one committed."""
     row = session.get(Generation, (job_id, generation))
     if row is None or MEASURED in row.data:

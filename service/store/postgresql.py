@@ -1,5 +1,5 @@
-"""The job database in PostgreSQL (psycopg 3). What is different there from SQLite, whose promises the rest of the
-service counts on, is made up for here: decision 0010."""
+"""The job database in PostgreSQL (psycopg 3). Where it differs from SQLite, whose guarantees the rest of the service
+relies on, this compensates: decision 0010."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TRUSTED_SECONDS = 1.0
 """How long a connection that was not used counts as one that the server can still be reached on."""
 KEPT_READERS, MOST_EXTRA_READERS = 5, 25
 KEPT_WRITERS, MOST_EXTRA_WRITERS = 1, 1
-"""Connections that stay open, and that are opened beside them at most."""
+"""Connections that stay open, and how many more are opened at most."""
 READS_AT_ONCE = 8
 """The work is the server's."""
 _CONFLICTS = ("40001", "40P01")
@@ -137,7 +137,7 @@ class PostgresDatabase:
         except DBAPIError as error:
             if number is None or not error.connection_invalidated or not self._was_committed(str(number), error):
                 raise
-            log.warning("a commit was not answered, but made (transaction %s)", number)
+            log.warning("a commit was not answered, but took effect (transaction %s)", number)
 
     def _was_committed(self, number: str, error: DBAPIError) -> bool:
         deadline = time.monotonic() + OUTCOME_SECONDS
@@ -161,7 +161,7 @@ class PostgresDatabase:
             yield connection
 
     def wait_for_notification(self, connection: Connection, seconds: float) -> bool:
-        """Whether somebody notifies within `seconds` of what `connection` listens to."""
+        """Whether a notification arrives within `seconds` of what `connection` listens to."""
         driver = _driver(connection)
         bound, driver.answer_seconds = driver.answer_seconds, None
         try:

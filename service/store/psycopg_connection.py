@@ -1,4 +1,4 @@
-"""A connection to PostgreSQL that waits for an answer only so long."""
+"""A connection to PostgreSQL with a time limit for every answer."""
 
 from __future__ import annotations
 

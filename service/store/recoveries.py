@@ -1,4 +1,4 @@
-"""All queries about recoveries: how generations came about that a failure made necessary."""
+"""All queries about recoveries: the generations that followed failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Beginning:
 
 
 def begin(session: Session, job_id: str, generation: int, known: Beginning) -> None:
-    """Note that `generation` is begun to recover from a failure; in the transaction that begins it."""
+    """Note that `generation` starts to recover from a failure; in the transaction that starts it."""
     row = Recovery(
         job_id=job_id,
         generation=generation,

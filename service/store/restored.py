@@ -101,7 +101,7 @@ def pause(session: Session, job_id: str) -> bool:
     if job.state != JobState.PAUSING:
         return False
     message = (
-        f"it ran when the backup was made, and nothing of it runs now: `manta resume {job_id}` has it go on from its "
+        f"it ran when the backup was made, and nothing of it runs now: `manta resume {job_id}` continues it from its "
         "newest state, where it is not over"
     )
     ranks.set_all(session, job_id, "exited")

@@ -1,4 +1,4 @@
-"""A database that is locked, gone, full or read-only is so for a while: what has to be done is tried again."""
+"""A database that is locked, unreachable, full or read-only is so for a while: operations are retried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job database in one SQLite file: readers beside one writer, waiting instead of failing."""
+"""The job database in one SQLite file: readers alongside one writer, waiting instead of failing."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class SqliteDatabase:
         """Statements have no limit here."""
 
     def keep_copy(self, current: str, newest: str) -> None:
-        """Copy the database, which is at revision `current`, to a file beside it, for those who want to go back. Raises
-        StoreUnusable."""
+        """Copy the database, which is at revision `current`, to a file next to it, for those who want to go back.
+        Raises StoreUnusable."""
         copy = self.file.with_name(f"{self.file.name}.{current}")
         try:
             copy.unlink(missing_ok=True)
@@ -108,7 +108,8 @@ def copy_to(file: Path, copy: Path) -> None:
 
 
 def _configure(connection: Any, _record: Any) -> None:
-    """Readers beside the writer (WAL), waiting instead of failing, foreign keys, and transactions by our own BEGIN."""
+    """Readers alongside the writer (WAL), waiting instead of failing, foreign keys, and transactions by our own
+    BEGIN."""
     connection.isolation_level = None
     for pragma in (
         "journal_mode=WAL",

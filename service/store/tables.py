@@ -344,7 +344,7 @@ class RankNumbers(Base):
 
 
 class Event(Base):
-    """Something that happened to a job and that a person would want to be told."""
+    """Something that happened to a job and that a user would want to know of."""
 
     __tablename__ = "events"
     # Whoever has read up to an id would miss an event that got it a second time.

@@ -1,5 +1,5 @@
-"""Column types that keep what databases lose or refuse: NaN in real columns, non-finite numbers in JSON, characters
-that are none in texts."""
+"""Column types that keep what databases lose or refuse: NaN in real columns, non-finite numbers in JSON, invalid
+characters in texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the spans of a job are made from: a part of its rows. Pure Python."""
+"""The part of a job's rows that its spans are computed from. Pure Python."""
 
 from __future__ import annotations
 

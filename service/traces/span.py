@@ -12,7 +12,8 @@ Value = str | int | float | Sequence[int]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time and is over. The same thing always has the same numbers, whoever sends it."""
+    """Something that took time and is over. The same thing always has the same numbers, whichever control plane sends
+    it."""
 
     name: str
     trace_id: int

@@ -1,4 +1,4 @@
-"""The spans that a job's history gives rise to. Pure Python."""
+"""The spans of a job's history. Pure Python."""
 
 from __future__ import annotations
 

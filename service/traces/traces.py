@@ -1,4 +1,4 @@
-"""Has the starts and recoveries of jobs sent to a collector. Nothing of a job waits for it or fails by it."""
+"""Sends the starts and recoveries of jobs to a collector. No job waits for it, or fails because of it."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_ranks_and_checkpoints_are_shown_as_stored(service):
     assert [(entry["step"], entry["state"], entry["bytes"]) for entry in saved] == [(5, "complete", 123)]
     assert saved[0].pop("age_seconds") >= 0
     assert (saved[0]["generation"], saved[0]["exists"]) == (1, True)
-    assert saved[0]["kept_because"] == "it is the newest: the job would go on from it"
+    assert saved[0]["kept_because"] == "it is the newest: the job would continue from it"
 
 
 def test_checkpoints_say_why_they_are_kept(service):
@@ -152,7 +152,7 @@ def test_checkpoints_say_why_they_are_kept(service):
     service.store.write(save)
     shown = service.http.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
     assert [(each["step"], each["exists"], each["kept_because"]) for each in shown] == [
-        (20, None, None), (15, True, "it is the newest: the job would go on from it"),
+        (20, None, None), (15, True, "it is the newest: the job would continue from it"),
         (10, True, "checkpoint.keep asks for the newest 2"), (5, True, None),
     ]  # fmt: skip
     assert (shown[0]["age_seconds"], shown[1]["age_seconds"] >= 0) == (None, True)

@@ -248,7 +248,7 @@ def test_service_for_this_machine_only_makes_its_user_a_key(tmp_path, monkeypatc
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.7.3", "trainer7", "::"])
 def test_service_that_others_reach_wants_tls_and_a_key_before_it_touches_anything(tmp_path, host):
     home = tmp_path / "home"
-    with pytest.raises(server.NotForOthers, match=r"--tls-cert and --tls-key, or say --tls-terminated"):
+    with pytest.raises(server.NotForOthers, match=r"--tls-cert and --tls-key, or use --tls-terminated"):
         server.serve(Settings(home), host, 0, None, None)
     with pytest.raises(server.NotForOthers, match="make one with `manta keys create --admin`"):
         server.serve(Settings(home, tls=Tls(terminated=True)), host, 0, None, None)

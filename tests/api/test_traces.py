@@ -228,7 +228,7 @@ def test_the_command_waits_for_its_own_trace_and_who_interrupts_it_is_told_what_
     monkeypatch.setattr(MantaClient, "follow_events", interrupted)
     left = manta(service, "trace", job)
     assert left.exit_code == 130
-    assert f"trace_2 of {job} is made without you; `manta traces {job}` shows it" in left.output
+    assert f"trace_2 of {job} is still being recorded; `manta traces {job}` shows it" in left.output
 
 
 def test_the_command_writes_profiles_beside_the_trace(service, job, tmp_path, monkeypatch):

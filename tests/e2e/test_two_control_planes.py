@@ -52,7 +52,7 @@ def goes_on(manta, job):
 def gives_way(manta, job):
     """Whether it says so: at its next write, or when it looks who owns what, whichever comes first."""
     said = (manta.home / "logs" / "service.log").read_text()
-    sentences = ("is not looked after by this control plane any more", "is looked after by another control plane now")
+    sentences = ("is no longer owned by this control plane", "is owned by another control plane now")
     return any(f"{job} {sentence}" in said for sentence in sentences)
 
 

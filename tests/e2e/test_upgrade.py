@@ -1,5 +1,5 @@
 """The last release's job, and this release on the same home and Ray: the job is taken over without a step lost, or it
-is left running, and the last release goes on with it as if nothing had happened."""
+is left running, and the last release continues it as if nothing had happened."""
 
 import json
 import os

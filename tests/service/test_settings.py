@@ -58,7 +58,7 @@ def test_notices_are_asked_for_where_the_operator_says_of_which_cloud():
     assert read({"MANTA_NODE_NOTICES": "aws"}).node_notices == "aws"
     several = "gcp=http://there:80,kubernetes=example.com/sold:90,slurm"
     assert read({"MANTA_NODE_NOTICES": several}).node_notices == several
-    with pytest.raises(BadSetting, match="MANTA_NODE_NOTICES: 'ibm' names nobody whose notices are known: use aws,"):
+    with pytest.raises(BadSetting, match="MANTA_NODE_NOTICES: 'ibm' is no known source of notices: use aws,"):
         read({"MANTA_NODE_NOTICES": "ibm"})
 
 

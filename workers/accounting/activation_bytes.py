@@ -31,7 +31,7 @@ from workers.spec.parameters import (
 )
 
 WIDE = 4
-"""Bytes of an element of what kernels keep in fp32 beside 16-bit activations: statistics of norms, log-sums of
+"""Bytes of an element of what kernels keep in fp32 besides 16-bit activations: statistics of norms, log-sums of
 softmax. (On a CPU, statistics have the activations' precision.)"""
 
 
@@ -83,14 +83,14 @@ def layer_terms(spec: JobSpec, modules: Collection[str] = ()) -> dict[str, int]:
 
 
 def core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
-    """What is kept of core attention beside its inputs and its result."""
+    """What is kept of core attention besides its inputs and its result."""
     model, width = spec.model, width_of(spec)
     heads = spec.train.micro_batch_size * model.heads // spec.layout.tensor
     if not spec.attention_is_explicit:
         if recompute:
             return {}
         kept = {"log_sums": heads * model.sequence_length * WIDE}
-        if spec.data.documents == "apart":  # each document's result beside all of them in a row
+        if spec.data.documents == "apart":  # each document's result besides all of them in a row
             kept["context_by_document"] = tokens_of(spec)[0] * model.attention_width // spec.layout.tensor * width
         return kept
     terms = {"dropout_keys": heads * 4} if model.dropout > 0 else {}
@@ -181,7 +181,7 @@ def kept_terms(spec: JobSpec, layer: int, policy: str, modules: Collection[str])
 def offloaded(spec: JobSpec, index: int, place: int, terms: dict[str, int]) -> list[int]:
     """Bytes of what goes to host memory of the `terms` that a layer keeps, the one at `place` in virtual stage
     `index`. What comes as a message from another stage stays, and what the first trained layer takes from frozen ones:
-    whoever wants the gradient of such a tensor keeps it."""
+    it is kept for the gradient of such a tensor."""
     layout = spec.layout
     layers = layers_of(spec.model.layers, layout, index)
     if not layout.offload_layers or not waits_on_host(place, len(layers), layout.offload_layers):
@@ -304,7 +304,7 @@ def put_off_layer_bytes(spec: JobSpec) -> int:
     model, t, h = spec.model, spec.layout.tensor, spec.model.hidden_size
     tokens, outside = tokens_of(spec)
     inner = model.ffn_size // t
-    own = outside * h if spec.layout.sequence_parallel_on else 0  # beside the whole of it
+    own = outside * h if spec.layout.sequence_parallel_on else 0  # besides the whole of it
     heads = (_heads(spec) + value_heads_of(spec)) * model.head_size
     attention = own + outside * h + tokens * (heads + model.attention_width // t + h)
     mlp = own + outside * h + tokens * (inner * (3 if model.parts.gated_mlp else 2) + h)

@@ -33,7 +33,7 @@ class DeviceBytes:
     activations: int
     """Most that is kept for backward at once."""
     workspace: int
-    """Most that a pass or an update needs beside all of these, at the moment of the peak."""
+    """Most that a pass or an update needs besides all of these, at the moment of the peak."""
 
     @property
     def total(self) -> int:

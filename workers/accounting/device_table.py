@@ -20,7 +20,7 @@ class DevicePeak:
 
     @property
     def fp8(self) -> float | None:
-        """Tensor cores with 8-bit floats: twice as many as with bfloat16 on all that have them, which those before Ada
+        """Tensor cores with 8-bit floats: twice the rate with bfloat16 on all that have them, which those before Ada
         and Hopper do not."""
         return 2 * self.bf16 if self.name.startswith(WITH_8_BITS) else None
 

@@ -1,4 +1,5 @@
-"""What 8-bit products make beside their results (`workers/parallel/tensor/fp8_products.py`), in bytes. Pure Python.
+"""What 8-bit products allocate besides their results (`workers/parallel/tensor/fp8_products.py`), in bytes. Pure
+Python.
 
 A matrix of 16 bits is half as large in 8. Where casts are not compiled, it is first multiplied with its scale in 16.
 """

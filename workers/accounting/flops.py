@@ -140,7 +140,7 @@ def parameters_of_rank(spec: JobSpec, rank: int) -> int:
 
 def waiting_gradient_buffers(spec: JobSpec) -> int:
     """With `train.deterministic: elastic`: most buffers as large as a rank's gradients that hold partial sums while a
-    replica's micro-batches are added in the tree, beside the gradients' own; fp32, 4 bytes an element each."""
+    replica's micro-batches are added in the tree, besides the gradients' own; fp32, 4 bytes an element each."""
     if spec.train.deterministic == "layout":
         return 0
     most = 0

@@ -145,7 +145,7 @@ class LayerPasses:
         self._leave(tape, context)
 
     def _core(self, tape: Tape) -> None:
-        """What core attention makes beside its result stays."""
+        """What core attention allocates besides its result stays."""
         terms = core_attention_terms(self.spec, False)
         if self.spec.attention_is_explicit:
             tape.for_a_moment(self._scores, self._scores)

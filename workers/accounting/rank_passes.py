@@ -94,7 +94,7 @@ def _blocks(
 
 
 _Same = tuple[tuple[str, int], bool, int]
-"""As `Kind`, and made sooner."""
+"""As `Kind`, and allocated sooner."""
 
 
 def _in_blocks(passes: list[_Same]) -> Iterator[tuple[tuple[Kind, ...], int]]:

@@ -1,6 +1,6 @@
 """Most memory that the passes of a step take on one rank, walked through in the order of its schedule. Pure Python.
 
-Layers as in `layer_passes.py`; here are what the ends of the model have beside them, messages between stages, and what
+Layers as in `layer_passes.py`; here are what the ends of the model have besides them, messages between stages, and what
 products for weights hold until their turn.
 """
 
@@ -60,7 +60,7 @@ class StepPeak:
         return other
 
     def of_rank(self, rank: int, micro_batches: int) -> int:
-        """Bytes beside the state, of pipeline rank `rank` in a step of so many micro-batches."""
+        """Bytes besides the state, of pipeline rank `rank` in a step of so many micro-batches."""
         return self.walk(rank, micro_batches)[0]
 
     def walk(self, rank: int, micro_batches: int) -> tuple[int, int]:
@@ -313,7 +313,7 @@ class StepPeak:
 
     @property
     def _table(self) -> int:
-        """The embedding's gradient in fp32, which a GPU adds to the sum as a whole, beside those of its rows."""
+        """The embedding's gradient in fp32, which a GPU adds to the sum as a whole, besides those of its rows."""
         sizes, h = self.sizes, self.spec.model.hidden_size
         rows = sizes.whole // sizes.width * WIDE if sizes.width < WIDE else 0
         return rows + (WIDE * self._columns * h if self.gpu else 0)

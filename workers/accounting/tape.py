@@ -29,16 +29,16 @@ class Tape:
         self.now = self.most = 0
 
     def take(self, *sizes: int) -> None:
-        """Tensors that are made."""
+        """Tensors that are allocated."""
         self.now += sum(sizes)
         self.most = max(self.most, self.now)
 
     def free(self, *sizes: int) -> None:
-        """Tensors that nobody holds any more."""
+        """Tensors that nothing holds any more."""
         self.now -= sum(sizes)
 
     def for_a_moment(self, *sizes: int) -> None:
-        """Tensors that are made and gone again."""
+        """Tensors that are allocated and freed again."""
         self.most = max(self.most, self.now + sum(sizes))
 
     def run(self, other: Pass) -> None:

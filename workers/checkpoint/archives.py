@@ -1,4 +1,4 @@
-"""Where in an archive of torch.save the elements of its one tensor lie, found without torch, so that they can be used
+"""Where in an archive of torch.save the elements of its one tensor lie, located without torch, so that they can be used
 as they are.
 
 Such an archive is a zip file of stored records: `data.pkl`, a pickle of how the tensor is made of a storage, and

@@ -94,7 +94,7 @@ class ListedCheckpoint:
     manifest: Manifest | None = None
     """Of a whole one."""
     problem: str = ""
-    """One sentence: why it is not whole, or why nobody knows."""
+    """One sentence: why it is not whole, or why that is not known."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Listing:
     problem: str | None = None
     """Why the folder, which may be there, cannot be listed; None: it was, or there is none."""
     exists: bool = True
-    """Whether there is such a folder, where it can be told."""
+    """Whether there is such a folder, where that can be known."""
 
     @property
     def whole(self) -> list[tuple[Place, Manifest]]:
@@ -164,7 +164,7 @@ def _own_sum(text: bytes) -> bytes:
 
 def manifest_of(path: Place) -> Manifest:
     """The manifest of the checkpoint at `path`, whatever state its files are in. Raises DamagedCheckpoint when there
-    is none in the folder, or it is not what was written; UnreadableCheckpoint when that cannot be told."""
+    is none in the folder, or it is not what was written; UnreadableCheckpoint when that cannot be known."""
     file = path / MANIFEST
     try:
         content = files_of(file).read(file)
@@ -197,7 +197,7 @@ def _is_valid(manifest: Manifest) -> bool:
     """Whether the fields of a manifest, which may be without a checksum, have values of the right types."""
     if not isinstance(manifest.files, dict) or not isinstance(manifest.spec, dict):
         return False
-    if any(name in ("", ".", "..") or "/" in name for name in manifest.files):  # whoever copies it stays in its folder
+    if any(name in ("", ".", "..") or "/" in name for name in manifest.files):  # a copy of it stays in its folder
         return False
     if manifest.numbers is not None and not isinstance(manifest.numbers, dict):
         return False
@@ -225,7 +225,7 @@ def look_at(path: Place) -> tuple[Condition, Manifest | None, str]:
 
 def _check_size(file: Place, size: int | OSError, expected: int) -> None:
     """Raise DamagedCheckpoint where `file` is missing or has not the `expected` bytes, UnreadableCheckpoint where that
-    cannot be told or it cannot be opened."""
+    cannot be known or it cannot be opened."""
     if isinstance(size, OSError):
         raise unreadable(file, size) from size
     if size != expected:

@@ -1,4 +1,4 @@
-"""Saves durable checkpoints beside the training: a thread writes the state from its snapshot. Where none are kept it
+"""Saves durable checkpoints alongside the training: a thread writes the state from its snapshot. Where none are kept it
 copies the state aside while the next step's forward and backward leave it alone, and writes that.
 
 A save that fails is an event, never a dead job; the next one tries again.
@@ -119,8 +119,8 @@ class Checkpointer:
         return self._delayed or self._look is not None or self.due(step)
 
     def begin(self, step: int, numbers: dict[str, Any] | None = None) -> None:
-        """`start`, unless some rank is still writing the save before: then the one that is `wanted` waits, beside the
-        training, for the first step at which none is. That of the last step is not delayed. Raises PeerLost."""
+        """`start`, unless some rank is still writing the save before: then the one that is `wanted` waits, alongside
+        the training, for the first step at which none is. That of the last step is not delayed. Raises PeerLost."""
         look, is_last = self._look, step == self.spec.train.steps
         is_due = self._delayed or (self.due(step) and (look is None or step != look.step))
         if is_last:
@@ -139,7 +139,7 @@ class Checkpointer:
         """`begin` where of the saves from the last one that was due up to committed step `step` none is whole on disk:
         a rank died meanwhile. Rank 0 looks, and tells the others: all files of all checkpoints are looked at, which no
         more ranks than one should do to a store that they share, and what one finds there another may not. It looks
-        beside the training, which does not wait for a store that does not answer. Raises PeerLost."""
+        alongside the training, which does not wait for a store that does not answer. Raises PeerLost."""
         every = self.spec.checkpoint.every_steps
         due = step if self.due(step) else step - step % every if every else 0
         if not due:
@@ -195,7 +195,7 @@ class Checkpointer:
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
         self._report("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
         loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
-        then = if_it_fails or ("training goes on" if step < self.spec.train.steps else "it is tried again")
+        then = if_it_fails or ("training continues" if step < self.spec.train.steps else "it is tried again")
         self._save = save = Save(step, path, self.comm.generation, self.comm.shared_work, loss_scale, numbers, then)
         self._under_way = self._writer.submit(self._write, save, self._begin_parts(save))
 
@@ -320,8 +320,8 @@ class Checkpointer:
         return manifest.numbers
 
     def make_room(self) -> None:
-        """Have the memory in which what is saved lies, and the process that uploads it, before the first save, beside
-        the training."""
+        """Have the memory in which what is saved lies, and the process that uploads it, before the first save,
+        alongside the training."""
         if self.spec.checkpoint.every_steps > 0:
             self._writer.submit(self._prepare)
 
@@ -392,7 +392,7 @@ class Checkpointer:
             return reason
         finally:
             save.copied.set()
-        # Generations after it may have begun anew, and must not lose what was there by it.
+        # Generations after it may have started over, and must not lose what was there by it.
         if self.comm.rank == 0 and self.deletes_old and not save.left_behind:
             self._prune(save)
         return None

@@ -1,4 +1,4 @@
-"""Files whose damage is found: a CRC-32 a block is taken of what is written, and checked in what is read.
+"""Files whose damage is noticed: a CRC-32 per block is taken of what is written, and checked in what is read.
 
 The sums are of the bytes handed to the kernel, not of a file read back, so whatever changes on the way to the disk, on
 it, or on the way back differs from them.
@@ -32,7 +32,7 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class UnreadableCheckpoint(CheckpointError):
-    """The system cannot read a checkpoint now, so that nobody knows whether it is whole: its folder is not there (moved
+    """The system cannot read a checkpoint now, so that whether it is whole is not known: its folder is not there (moved
     away, not mounted), may not be read, or its medium does not answer. It may be read later."""
 
 

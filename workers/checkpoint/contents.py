@@ -1,10 +1,10 @@
 """What a checkpoint contains and where: which rectangle of which tensor lies where in which of its files.
 
 It is written as `contents.json`, which the manifest's checksums cover like any other file, and is all that loading
-needs to know. Nothing in it can run, whoever wrote it. Pure Python.
+needs to know. Nothing in it can run. Pure Python.
 
-A gang of thousands of ranks writes a million rectangles. So what a rank says of its own stays text until somebody asks
-for that tensor: rank 0 joins texts, and a rank that loads reads those of its own stage.
+A gang of thousands of ranks writes a million rectangles. So what a rank says of its own stays text until it is asked
+for for that tensor: rank 0 joins texts, and a rank that loads reads those of its own stage.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ FROZEN = "frozen"
 """Parameters that are not trained, which have no moments. In a checkpoint they are called `model.NAME` as well."""
 
 MOST_IN_METADATA = 100_000
-"""Rectangles of a checkpoint up to which `.metadata` is written: whoever reads it has torch make objects of them, and a
+"""Rectangles of a checkpoint up to which `.metadata` is written: its readers have torch make objects of them, and a
 million take minutes and gigabytes. `python -m workers.checkpoint.dcp_metadata` writes it later."""
 
 Rectangles = Mapping[str, Sequence[Rectangle]]
@@ -146,7 +146,7 @@ def load(
 
     Every byte that is used is checked as it is read: the manifest, the contents, and of the data files those blocks
     (4 MiB) in which something lies that the rank needs. That costs a CRC-32 of them, 0.3 s a GB, and no reading of
-    its own; what only other ranks need is left to them. Nothing of what is read is run, whoever wrote it.
+    its own; what only other ranks need is left to them. Nothing of what is read is run.
 
     Raises DamagedCheckpoint naming file and byte, CheckpointError when it holds another model or cannot be read.
     """

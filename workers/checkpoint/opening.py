@@ -29,7 +29,7 @@ def explained(file: Place, manifest: Manifest, stream: CheckedFile) -> Iterator[
     except CheckpointError:
         raise
     except Exception as error:
-        if manifest.blocks is None:  # nobody has looked at these bytes before
+        if manifest.blocks is None:  # these bytes were never checked
             raise damaged(file, f"makes no sense at byte {stream.tell()} ({sentence(error)})") from None
         raise CheckpointError(f"{file} is as it was written, but cannot be read: {sentence(error)}") from error
 

@@ -1,6 +1,6 @@
 """Which durable checkpoints are deleted. The rules are pure functions of what a folder holds.
 
-Deleted is only what was read: a checkpoint of which nobody knows whether it is whole is neither deleted nor counted.
+Deleted is only what was read: a checkpoint of which it is not known whether it is whole is neither deleted nor counted.
 And nothing is deleted for the sake of a training that began at step 0 meanwhile: `began` is the generation that did,
 and what generations before it have saved is older, but may be further.
 """

@@ -28,7 +28,7 @@ class Save:
     copied: threading.Event = field(default_factory=threading.Event)
     """Set once the state may change, which is being copied aside until then."""
     left_behind: bool = False
-    """Whether its ranks have left each other and nobody waits for it any more."""
+    """Whether its ranks have left each other and nothing waits for it any more."""
 
 
 @dataclass

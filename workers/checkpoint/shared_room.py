@@ -11,7 +11,7 @@ import torch
 
 
 class Room(Protocol):
-    """Memory as an open file, of which whoever is given that sees every byte."""
+    """Memory as an open file: a process that gets the file sees every byte."""
 
     bytes: int
     """Its size."""

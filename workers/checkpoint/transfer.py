@@ -19,7 +19,7 @@ class PlaceTaken(CheckpointError):
 
 def copy(source: Place, target: Place, progress: Callable[[int, int], None] = lambda done, of: None) -> Manifest:
     """Copy the whole checkpoint at `source` to `target`, where nothing may be yet; what a copy before has broken off is
-    replaced. `progress` is told how many bytes of how many are there.
+    replaced. `progress` is called with how many bytes of how many are there.
 
     Like any checkpoint the copy has its manifest last, so that it is whole or none. Raises DamagedCheckpoint,
     UnreadableCheckpoint, PlaceTaken, OSError.

@@ -36,7 +36,7 @@ class _Over(Exception):
 
 
 def main(descriptor: int, size: int, options: dict[str, Any]) -> None:
-    """Upload what is asked for until nothing more can be."""
+    """Upload what is requested until nothing more can be."""
     os.nice(NICER_BY)
     signal.signal(signal.SIGTERM, lambda *_: _leave())
     object_files.OPTIONS.update(options)
@@ -44,7 +44,7 @@ def main(descriptor: int, size: int, options: dict[str, Any]) -> None:
 
 
 def _leave() -> NoReturn:
-    """Exit, by which an upload under way is aborted. Whoever asked does not wait until the store has answered that."""
+    """Exit, by which an upload under way is aborted. The requester does not wait until the store has answered that."""
     null = os.open(os.devnull, os.O_RDWR)
     for ours in (sys.stdin.fileno(), sys.stdout.fileno()):
         os.dup2(null, ours)

@@ -1,4 +1,4 @@
-"""Files that a process beside this one uploads (`upload_process.py`): a step of the training is not held up by what
+"""Files that a child process uploads (`upload_process.py`): a step of the training is not held up by what
 sums and sends them. What lies in the memory that both see is not copied."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Uploads:
         sums[file.name] = self._answer(process, wrote)
 
     def give_up(self) -> None:
-        """From any thread: whoever uploads a file gets an OSError, whatever the store does."""
+        """From any thread: the caller that uploads a file gets an OSError, whatever the store does."""
         self._end()
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class Uploads:
         return OSError(f"the process that uploads has ended{code}")
 
     def _end(self) -> None:
-        """An upload under way is aborted, beside this thread: who leaves a generation has less time than a store may
+        """An upload under way is aborted, on another thread: who leaves a generation has less time than a store may
         take for that."""
         with self._lock:
             process, self._process = self._process, None
@@ -125,7 +125,7 @@ class Uploads:
 
 
 def _see_out(process: subprocess.Popen[bytes]) -> None:
-    """Return once a process that was told to end has ended; it is killed when that takes too long."""
+    """Return once a process that was asked to end has ended; it is killed when that takes too long."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(ABORT_SECONDS)
     process.kill()

@@ -20,7 +20,7 @@ class Handle(Protocol):
     """A communication under way; its tensors must not be touched before `wait` has returned.
 
     On a CPU `wait` raises PeerLost when the other side is gone. With NCCL only the compute stream waits: a lost peer is
-    noticed by its agent, and whoever has waited for the device asks `Backend.confirm`.
+    noticed by its agent, and a caller that has waited for the device asks `Backend.confirm`.
     """
 
     def wait(self) -> None: ...
@@ -82,7 +82,7 @@ class Backend(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Called by another thread: whoever waits here, and whoever will, gets PeerLost; who waits for a device goes
+        """Called by another thread: threads that wait here, now or later, get PeerLost; who waits for a device goes
         on, and learns it from `confirm`. On a CPU the peers notice at once."""
         ...
 

@@ -1,5 +1,5 @@
-"""Collectives over the CPU links: every rank's part goes straight to whoever needs it, which moves the least bytes
-possible, and sums are added in the order of ranks, so that the same layout always gives the same bits.
+"""Collectives over the CPU links: every rank's part goes straight to the ranks that need it, which moves the least
+bytes possible, and sums are added in the order of ranks, so that the same layout always gives the same bits.
 
 On GPUs NCCL's own are used instead.
 """

@@ -55,9 +55,9 @@ class Comm:
     ):
         """`backend`: our links, through host memory where `device` is a GPU, which several ranks may then share; or
         process groups of torch.distributed. Where none is named, the links on a CPU and process groups on a GPU.
-        `progress`: record of where this rank stands, for whoever watches it; private where there is none; `ports`: on
-        which our links listen, None: any; `in_place`: whether the process is to survive the loss of a peer over NCCL,
-        which it does over everything else."""
+        `progress`: record of where this rank stands, for the agent that watches it; private where there is none;
+        `ports`: on which our links listen, None: any; `in_place`: whether the process is to survive the loss of a peer
+        over NCCL, which it does over everything else."""
         self.grid, self.rank, self.device, self._ports = grid, rank, device, ports
         self.generation = 0
         self._kind = backend or ("links" if device.type == "cpu" else "process_groups")
@@ -83,7 +83,7 @@ class Comm:
         self._lock = threading.Lock()
 
     def connect(self, store: dist.Store, generation: int, store_host: str, secret: str) -> None:
-        """Meet the other ranks of `generation` through `store` on `store_host`. `secret`: what they know too and nobody
+        """Meet the other ranks of `generation` through `store` on `store_host`. `secret`: what they know too and no one
         else, see `Secret`; process groups do not ask for it. Raises PeerLost."""
         self.progress.belongs_to(generation)
         self.step.enter("connecting")
@@ -130,7 +130,7 @@ class Comm:
         self._backend = links if self.device.type == "cpu" else HostStaged(links)
 
     def end(self, generation: int) -> None:
-        """Called by another thread: all generations up to this one are over. Whoever communicates in one gets
+        """Called by another thread: all generations up to this one are over. A thread that communicates in one gets
         PeerLost, at the latest with the next micro-batch, and cannot connect to one."""
         with self._lock:
             self._over = max(self._over, generation)

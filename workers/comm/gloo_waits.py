@@ -44,7 +44,7 @@ class GlooWaits:
         """Wait for a collective. Raises PeerLost, RuntimeError."""
         while not _ended_within(work, TURN):
             self._raise_if_interrupted()
-        work.wait()  # it may have ended right after its turn: what it ended with is told now
+        work.wait()  # it may have ended right after its turn: what it ended with is raised now
         self._collectives.discard(work)
 
     def by_thread(self, work: dist.Work) -> None:

@@ -174,7 +174,7 @@ class Links:
                 waiting[descriptor].pull()
 
     def interrupt(self) -> None:
-        """Called by another thread: whoever waits here, and whoever will, gets PeerLost. The peers notice at once."""
+        """Called by another thread: threads that wait here, now or later, get PeerLost. The peers notice at once."""
         for link in list(self._links.values()):
             with contextlib.suppress(OSError):  # the peer was faster
                 link.connection.shutdown(socket.SHUT_RDWR)

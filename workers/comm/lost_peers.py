@@ -18,7 +18,7 @@ import torch.distributed as dist
 from workers.errors import PeerLost
 
 _OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""A device's own: they stay what they are, whoever else is gone."""
+"""A device's own: they stay what they are, whichever peer is gone."""
 _OF_THE_STORE = (dist.DistNetworkError, dist.DistStoreError)
 """The rendezvous store, or a rank that was waited for there, does not answer."""
 
@@ -35,7 +35,7 @@ _OWN = re.compile(
     r"ncclinvalidargument|ncclinvalidusage|ncclunhandledcudaerror|duplicate gpu|out of memory|enforce fail",
     re.IGNORECASE,
 )
-"""What is this rank's own although such words may stand beside it."""
+"""What is this rank's own although such words may stand next to it."""
 _ANY_REASON = re.compile(r"ncclsystemerror|ncclinternalerror", re.IGNORECASE)
 """Sockets, memory, libraries: what it was stands in NCCL's last error."""
 _LAST_ERROR = re.compile(r"last error:(.*)", re.IGNORECASE | re.DOTALL)

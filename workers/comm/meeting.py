@@ -8,7 +8,7 @@ call prove that they know the generation's secret, with numbers used once (nonce
     caller -> called    proof
 
 One loop carries on all calls at once, so that all of it takes a round trip. Anybody may write to the store and reach
-the port: what they say there is not believed, and they can make nobody wait. What is said later over a connection is
+the port: what they say there is not believed, and they cannot make a rank wait. What is said later over a connection is
 neither hidden nor proved: who can change packets on their way is not kept out.
 """
 
@@ -41,7 +41,7 @@ PATIENCE_SECONDS = 20.0
 REACH_SECONDS = 20.0
 """After which a port that does not take a call counts as closed: kernels take calls for processes that are busy."""
 DISBELIEF_SECONDS = 10.0
-"""How long a rank's address may be somebody else's words, before its reader gives up."""
+"""How long a rank's address may be another process's words, before its reader gives up."""
 _HELLO = struct.Struct(f"<QQ{NONCE_BYTES}s")  # generation, rank, nonce
 _BACKLOG = 4096
 # How often a rank that waits to be connected looks whether its generation is over: nothing else can wake it there.
@@ -111,7 +111,7 @@ class _Call(_Conversation):
             self.greeted = True
 
     def unreached(self, why: str) -> PeerLost:
-        """The error of a call that nobody takes."""
+        """The error of a call that is not taken."""
         return PeerLost(f"rank {self.peer} cannot be reached at {self._address} from {self._here}: {why}")
 
     def go_on(self) -> bool:
@@ -136,7 +136,7 @@ class _Call(_Conversation):
 
 
 class _Caller(_Conversation):
-    """Somebody who has called, and may be anybody."""
+    """A process that has connected, and may be any."""
 
     def __init__(self, rank: int, connection: socket.socket, secret: Secret):
         super().__init__(connection)
@@ -153,7 +153,7 @@ class _Caller(_Conversation):
                 return None
             generation, peer, nonce = _HELLO.unpack(hello)
             if generation != self._secret.generation or peer not in awaited:
-                raise _HungUp("a process of another generation, or nobody that is expected")
+                raise _HungUp("a process of another generation, or one that is not expected")
             self._answer(peer, nonce)
         proof = self._hear(PROOF_BYTES)
         if proof is None:
@@ -225,7 +225,7 @@ class Meeting:
 
     def _keep_saying_where(self) -> None:
         if time.monotonic() >= self._say_again_at:
-            with contextlib.suppress(RuntimeError):  # a store that is gone is missed by whoever still needs it
+            with contextlib.suppress(RuntimeError):  # a store that is gone is missed by those that still need it
                 self._say_where()
 
     def _address_of(self, peer: int) -> str:
@@ -244,7 +244,7 @@ class Meeting:
             if self._secret.proves(proof, "address", peer, said):
                 return said
             if disbelieved > DISBELIEF_SECONDS:
-                raise PeerLost(f"somebody else than rank {peer} says in the rendezvous store where it is")
+                raise PeerLost(f"the address of rank {peer} in the rendezvous store was not written by it")
             time.sleep(_LOOK.total_seconds())
             disbelieved += _LOOK.total_seconds()
 

@@ -52,7 +52,7 @@ class ProcessGroups:
     def __init__(
         self, grid: RankGrid, rank: int, device: torch.device, regroup: Regroup, progress: Progress | None = None
     ):
-        """`regroup`: makes the groups; it stays, where `connect` to a later generation shall follow. `progress` learns
+        """`regroup`: makes the groups; it stays, where `connect` to a later generation may follow. `progress` learns
         who is waited for before that."""
         self._grid, self._rank, self._device, self._regroup = grid, rank, device, regroup
         self._progress = progress or Progress()

@@ -1,9 +1,9 @@
 """The process groups of one rank, through the generations that its process survives: made, broken off by another
-thread, and made anew.
+thread, and made again.
 
 torch.distributed has no public way to do that, so this module alone uses what is private or experimental in it. Tried
-means: with these versions, by the tests. Nothing of NCCL has been tried, since no GPU was at hand; the names are those
-of torch 2.11, 2.13 and 2.14.
+means: with these versions, by the tests. Nothing of NCCL has been tried, since no GPU was available; the names are
+those of torch 2.11, 2.13 and 2.14.
 
 - NCCL: `ProcessGroup.abort` between `ProcessGroupNCCL._group_start` and `_group_end` ends communicators whose kernels
   wait, all of them together; `_abort_process_group` does that and forgets them. `Options.config.blocking`: a
@@ -39,11 +39,11 @@ from workers.system.connections import Connection, break_connections, open_conne
 MEETING_TIMEOUT = timedelta(seconds=20)
 """All members are there when a group is made, so who does not answer then is dead or stopped."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""A dead peer is noticed through its process long before this; it only bounds a wait that nobody supervises."""
+"""A dead peer is noticed through its process long before this; it only bounds a wait that nothing supervises."""
 _REPORTED_ONLY = "0"
 _RECORDED_OPERATIONS = "8000"
-"""Of NCCL's flight recorder, unless somebody has said how many: a step of a large model has 2,000, which is torch's own
-number. Measured over gloo with torch 2.13: 10 MB."""
+"""Of NCCL's flight recorder, unless the environment says how many: a step of a large model has 2,000, which is torch's
+own number. Measured over gloo with torch 2.13: 10 MB."""
 _END_SECONDS = 0.5
 
 Members = Mapping[str, Sequence[int]]
@@ -67,8 +67,8 @@ class Breaking(Protocol):
         ...
 
     def break_off(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
-        """Called by any thread: free whoever waits in one of `groups`, or is about to make them. `store`: through which
-        they are being made; None once they are."""
+        """Called by any thread: free the threads that wait in one of `groups`, or is about to make them. `store`:
+        through which they are being made; None once they are."""
         ...
 
     def drain(self) -> None:
@@ -90,7 +90,7 @@ class GlooBreaking:
         self._before, self._own = open_connections(), None
 
     def made(self) -> None:
-        """No more are opened: later ones belong to somebody else."""
+        """No more are opened: later ones belong to others."""
         self._own = open_connections() - self._before
 
     def options(self) -> Any:
@@ -170,7 +170,8 @@ class Regroup(Protocol):
         ...
 
     def break_off(self) -> None:
-        """Called by any thread: whoever waits in a group, or makes them, gets an error; a device's kernels end."""
+        """Called by any thread: a thread that waits in a group, or makes them, gets an error; a device's kernels
+        end."""
         ...
 
     def leave(self, all_ended: bool = True) -> None:

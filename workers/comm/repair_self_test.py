@@ -2,7 +2,7 @@
 it.
 
 They make groups, wait in a sum in which the last rank takes no part, break it off from another thread, make the groups
-anew in the same processes, and compare a sum. What can go wrong with drivers, NCCL and the network of a machine then
+again in the same processes, and compare a sum. What can go wrong with drivers, NCCL and the network of a machine then
 does so before the first step, where it costs nothing but the repair in place.
 """
 
@@ -94,7 +94,7 @@ def try_repair(
 
     def anew(groups: ProcessGroups) -> str:
         right = _sum(groups, rank + 1.0, device) == world * (world + 1) / 2
-        return "" if right else "the sum over the groups that were made anew is wrong"
+        return "" if right else "the sum over the new groups is wrong"
 
     problem, usable = over_new_groups(broken_off, "broken-off")
     if not problem:

@@ -1,4 +1,4 @@
-"""What the ranks of one generation know and nobody else, and how they prove that they do. Pure Python."""
+"""What only the ranks of one generation know, and how they prove that they do. Pure Python."""
 
 from __future__ import annotations
 

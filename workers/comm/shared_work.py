@@ -1,4 +1,4 @@
-"""Work that all ranks do together beside the training, on a thread and over connections of their own: each does its
+"""Work that all ranks do together alongside the training, on a thread and over connections of their own: each does its
 part, rank 0 combines the results, and everybody gets its share of what came out or learns what went wrong.
 
 What they tell each other is JSON, of types that both ends name (`workers/protocol/json_codec.py`): nothing that a rank
@@ -104,13 +104,13 @@ class SharedWork:
         if progress is not None:
             progress.moved()
         if not 0 <= int(length) <= _MESSAGE_BYTES:
-            return None, f"rank {rank} said what makes no sense: that its message has {int(length)} bytes"
+            return None, f"rank {rank} sent an invalid length: {int(length)} bytes"
         content = torch.empty(int(length), dtype=torch.uint8)
         self._links.receive(rank, _CHANNEL, content).wait()
         try:
             return _decoded(json.loads(content.numpy().tobytes()), kind)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MalformedMessage) as error:
-            return None, f"rank {rank} said what makes no sense: {_sentence(error)}"
+            return None, f"rank {rank} sent an invalid message: {_sentence(error)}"
 
 
 _Outcome = tuple[Any, str | None]

@@ -1,4 +1,4 @@
-"""JobSpec: what a user asks for. Pure Python, imports in milliseconds, shared by all three rooms.
+"""JobSpec: what a user submits. Pure Python, imports in milliseconds, shared by all three packages.
 
 Documents are read and checked by `workers/spec/reading.py`; rules across fields live in `workers/spec/rules.py`.
 """

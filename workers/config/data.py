@@ -1,4 +1,4 @@
-"""`data`: the corpus, and what is held out of it or beside it."""
+"""`data`: the corpus, and what is held out of it or measured besides it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workers.config.fields import (
 
 
 class ValidationSet(Section):
-    """A text of its own that is not trained on, and whose loss is measured beside that of the corpus's last part."""
+    """A text of its own that is not trained on, and whose loss is measured besides that of the corpus's last part."""
 
     name: Annotated[str, Field(min_length=1, max_length=40, pattern=PART_OF_A_NAME)]
     """Its loss is called validation_loss_NAME."""
@@ -63,12 +63,13 @@ class DataConfig(Section):
     with chat its messages (default: `messages`)."""
     template: Annotated[str, Field(min_length=1)] | None = None
     """chat: how a conversation becomes text, as the path of a template in Jinja, or `chatml`, which is built in;
-    default: what lies beside the tokenizer's file."""
+    default: what lies next to the tokenizer's file."""
     loss: Literal["answers", "all"] | None = None
     """Which tokens are learned. answers (default of chat): those of the assistant's messages, with what ends them; all:
     every token."""
     validation_fraction: Fraction = 0.05
-    """Last part of the corpus (with weights: of each path), held out for the validation loss; 0: none is."""
+    """Last part of the corpus (with weights: of each path), held out for the validation loss; 0: nothing is held
+    out."""
     validation: Annotated[tuple[ValidationSet, ...], Field(max_length=32)] = ()
     """More texts whose loss is measured, each by itself, every train.validate_every steps."""
 

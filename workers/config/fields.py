@@ -72,7 +72,7 @@ class Section(BaseModel):
 
 
 class FixedMapping(dict[str, T]):
-    """A mapping that nobody changes, so that specs can be told apart by their hashes."""
+    """An immutable mapping, so that specs can be hashed."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))

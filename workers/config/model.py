@@ -70,7 +70,7 @@ class ModelConfig(Section):
     options: Annotated[
         dict[str, bool | int | float | str], AfterValidator(FixedMapping), Field(default_factory=FixedMapping)
     ]
-    """custom: what the model is told beside the keys that all have."""
+    """custom: options of the model, besides the keys that all models have."""
     layers: Layers
     """Number of transformer layers (L in the papers)."""
     hidden_size: Width
@@ -78,7 +78,7 @@ class ModelConfig(Section):
     heads: Heads
     """Number of attention heads (a); divides hidden_size unless head_dim is given."""
     kv_heads: Heads | None = None
-    """Number of key-value heads (grouped-query attention, arXiv:2305.13245); divides heads; default: as many as
+    """Number of key-value heads (grouped-query attention, arXiv:2305.13245); divides heads; default: the number of
     heads."""
     head_dim: Width | None = None
     """Width of one attention head, in elements; default: hidden_size / heads."""

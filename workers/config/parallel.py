@@ -49,10 +49,10 @@ class ParallelConfig(Section):
     """Split norms and residuals along the sequence over the tensor group (arXiv:2205.05198, section 4.2.2);
     default: exactly when tensor > 1."""
     forward_chunks: Chunks = 1
-    """Chunks along the sequence in which, forward, products run beside their communication over the tensor group: one
+    """Chunks along the sequence in which, forward, products overlap their communication over the tensor group: one
     is gathered or summed while another is computed (docs/parallelism.md). Nothing changes with tensor 1. 1: first all
     of one, then all of the other; the default, because smaller products and more messages may cost more than they hide,
-    and nobody has measured it on several GPUs."""
+    and it has not been measured on several GPUs."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in backward. selective: those of recompute_modules; full: whole layers, of which only
     the input is kept (arXiv:2205.05198, section 5)."""
@@ -66,7 +66,7 @@ class ParallelConfig(Section):
     (arXiv:2205.05198, appendix C)."""
     offload_layers: Count = 0
     """Of the layers of each virtual stage, how many, evenly spread, have what they keep for backward in pinned host
-    memory meanwhile; with recomputation, what that keeps. The same numbers. Copies run beside the layers between; where
+    memory meanwhile; with recomputation, what that keeps. The same numbers. Copies overlap the layers between; where
     they take longer than those, the device waits (docs/parallelism.md). 0: none, which is fastest where they fit."""
     zero: Literal[0, 1, 3] = 1
     """ZeRO stage (arXiv:1910.02054). 0: every replica holds the whole optimizer state; 1: it is split over the data
@@ -89,7 +89,7 @@ class ParallelConfig(Section):
 
     @property
     def micro_batch_unit(self) -> int:
-        """What the number of a replica's micro-batches is a multiple of: interleaving takes as many as stages at a
+        """What the number of a replica's micro-batches is a multiple of: interleaving takes one for each stage at a
         time."""
         return self.pipeline if self.schedule == "interleaved" else 1
 

@@ -30,7 +30,7 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 1.0e-3
     """Highest learning rate, reached at the end of the warm-up."""
     min_learning_rate: NonNegativeFloat = 1.0e-4
-    """Learning rate of the last step; inverse-sqrt falls no lower, constant takes no notice of it."""
+    """Learning rate of the last step; inverse-sqrt falls no lower, constant ignores it."""
     schedule: Literal["cosine", "linear", "wsd", "inverse-sqrt", "constant"] = "cosine"
     """How the learning rate goes on after the warm-up (workers/learning_rate.py has the formulas). cosine, linear: down
     to min_learning_rate at the last step; wsd: it stays until the decay at the end of the job (arXiv:2404.06395);
@@ -93,10 +93,10 @@ class TrainConfig(Section):
     to come, so that the curve is the same but for rounding. With deterministic: elastic they are always such. CPUs have
     no others."""
     deterministic: Literal["layout", "elastic"] = "layout"
-    """What the bits of a job depend on. layout: the same layout gives the same bits. elastic: the number of replicas
-    does not matter either, at the same tensor and pipeline size: gradients are added in a fixed tree over the global
-    batch's micro-batches, which replicas share as wholes. Takes up to 2 log2(m) more gradient buffers a rank for m
-    micro-batches of a replica, and no reduction runs beside backward (docs/parallelism.md)."""
+    """What the bits of a job's results depend on. layout: the same layout gives the same bits. elastic: the number of
+    replicas does not matter either, at the same tensor and pipeline size: gradients are added in a fixed tree over the
+    global batch's micro-batches, which replicas share as wholes. Takes up to 2 log2(m) more gradient buffers a rank for
+    m micro-batches of a replica, and no reduction overlaps backward (docs/parallelism.md)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of compute. bf16 and fp16 keep fp32 master weights, moments and gradient sums; fp16 also scales
     the loss dynamically."""
@@ -104,7 +104,7 @@ class TrainConfig(Section):
     """Whether the products of the linear layers inside of the transformer layers take 8-bit matrices, forward and
     backward; with precision bf16. Embedding, output layer, norms and attention stay as they are, and so do master
     weights, gradient sums and what is kept for backward. tensorwise: each matrix has one scale, gradients are e5m2;
-    rowwise: each row has its own, gradients are e4m3, more is computed beside the products. Needs a GPU of compute
+    rowwise: each row has its own, gradients are e4m3, more is computed besides the products. Needs a GPU of compute
     capability 8.9 or above, or a CPU, where it is slow. Takes 2 bytes more for each weight (docs/parallelism.md)."""
     attention: Literal["auto", "sdpa", "explicit"] = "auto"
     """How attention is computed: sdpa: torch's fused kernels, which never hold the s x s scores; explicit: batched

@@ -91,9 +91,8 @@ class Batches:
         watcher: Watcher = SILENT,
     ):
         """`reads_tokens`: whether this rank's stage is the first or the last, else it reads them only to see where
-        documents end; `record`: file that says what the corpus
-        was when the job began; `records`: whether this rank makes it; `cache`: folder for tokens; `watcher`: is told
-        what goes on while they are made."""
+        documents end; `record`: file that says what the corpus was when the job began; `records`: whether this rank
+        makes it; `cache`: folder for tokens; `watcher`: observes how they are prepared."""
         self.spec, self.replica, self.device = spec, replica, device
         self._apart = spec.data.documents == "apart"
         self.reads_tokens = reads_tokens or self._apart

@@ -1,5 +1,5 @@
 """Chat templates: Jinja text that turns a conversation into the text a model reads. They come with weights, from
-whoever made these, so they run in Jinja's sandbox (`render_bounds.py` bounds what they take).
+others wrote these, so they run in Jinja's sandbox (`render_bounds.py` bounds what they take).
 
 A template is given what those of Hugging Face's `transformers` rely on: messages, tools, add_generation_prompt, the
 special tokens by name, raise_exception, strftime_now, tojson, loop controls, `{% generation %}`. What it writes depends
@@ -65,7 +65,7 @@ class TemplateFailed(Exception):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template, and what it is told beside the conversation."""
+    """A template, and its variables besides the conversation."""
 
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
@@ -131,7 +131,7 @@ class ChatTemplate:
 
 
 def open_template(data: DataConfig) -> ChatTemplate:
-    """The template of a job's conversations: the one that is named, else what lies beside the tokenizer's file. Raises
+    """The template of a job's conversations: the one that is named, else what lies next to the tokenizer's file. Raises
     DataError where there is none, or it is no template."""
     folder = None if data.tokenizer_file is None else tokenizer_path(data.tokenizer_file).parent
     tokens = () if folder is None else _special_tokens(folder)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from workers.data.conversations import Conversation
 
 MOST_WHOLE_BYTES = 2**30
-"""Of a text that must not be cut: its tokens take up to a hundred times as much memory while they are made."""
+"""Of a text that must not be cut: its tokens take up to a hundred times as much memory while it is tokenized."""
 
 
 @dataclass(frozen=True)

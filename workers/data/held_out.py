@@ -38,12 +38,12 @@ class HeldOut:
         return (self.tokens - 1) // length
 
     def batches(self, spec: JobSpec) -> int:
-        """Global batches in one validation: as many as are asked for, or fewer where the text is short."""
+        """Global batches in one validation: the requested number, or fewer where the text is short."""
         whole = max(1, self.windows(spec.model.sequence_length) // spec.train.global_batch_size)
         return min(self.most_batches, whole)
 
     def start(self, sample: int, length: int) -> int:
-        """First token of sequence number `sample`; past the end of the text it begins anew."""
+        """First token of sequence number `sample`; past the end of the text it starts over."""
         return self.first + (sample % self.windows(length)) * length
 
 
@@ -61,7 +61,7 @@ class BlendedHeldOut(HeldOut):
         return sum((tokens - 1) // length for _, tokens in self.parts)
 
     def start(self, sample: int, length: int) -> int:
-        """As of one text; past the end of its text a part begins anew."""
+        """As of one text; past the end of its text a part starts over."""
         part, number = self.blend.place(sample)
         first, tokens = self.parts[part]
         return first + (number % ((tokens - 1) // length)) * length
@@ -71,7 +71,7 @@ def validation_sets(
     spec: JobSpec, record: Place | None, records: bool, cache: Path | None = None, watcher: Watcher = SILENT
 ) -> list[HeldOut]:
     """The validation sets of a job. `record`: the file that says what the training corpus was when the job began; those
-    of validation sets lie beside it; the others as for `open_corpus`. Raises DataError where one does not do."""
+    of validation sets lie next to it; the others as for `open_corpus`. Raises DataError where one does not do."""
     sets = []
     for each in spec.data.validation:
         own = None if record is None else record.parent / f"validation-{each.name}.json"

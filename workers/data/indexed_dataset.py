@@ -1,5 +1,5 @@
 """Megatron-LM's indexed datasets (`megatron/core/datasets/indexed_dataset.py`): tokens end to end in a .bin file, and
-in an .idx file beside it where each sequence and each document begins.
+in an .idx file next to it where each sequence and each document begins.
 
 The .idx, all little-endian: MMIDIDX and two zero bytes; version 1 (u64); type of the tokens (u8); number of sequences
 (u64); number of document boundaries (u64); tokens in each sequence (i32 each); byte at which each begins (i64 each);
@@ -71,7 +71,7 @@ def read_index(prefix: str | Path) -> Index:
     if len(wrong) or (lengths < 0).any():
         raise DataError(
             f"{path}: sequence {wrong[0] if len(wrong) else int(np.argmin(lengths))} does not begin where the one "
-            "before it ends; write the dataset anew with its sequences end to end"
+            "before it ends; rewrite the dataset with its sequences end to end"
         )
     return Index(dtype, lengths, documents)
 
@@ -163,7 +163,7 @@ class IndexedTokens:
         """Let go of the mapping."""
         self._tokens = np.frombuffer(b"", self._dtype)
         if self._memory is not None:
-            with contextlib.suppress(BufferError):  # somebody still holds a view: it goes with that
+            with contextlib.suppress(BufferError):  # a view is still held: the memory goes with that
                 self._memory.close()
 
 

@@ -34,7 +34,7 @@ def lines_of(section: Section) -> Iterator[bytes]:
 
 
 def object_in(line: bytes, key: str, where: str) -> dict[str, Any]:
-    """The object of a line of JSON, in which something is to be found at `key`. Raises DataError."""
+    """The object in a line of JSON, which must have `key`. Raises DataError."""
     try:
         entry = json.loads(line)
     except UnicodeDecodeError as error:

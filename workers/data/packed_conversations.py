@@ -28,7 +28,7 @@ FILLER = 0
 
 @dataclass(frozen=True)
 class Marks:
-    """What is said of some tokens beside their ids."""
+    """What is known of some tokens besides their ids."""
 
     learned: npt.NDArray[np.bool_]
     """Of each whether it is to be predicted."""

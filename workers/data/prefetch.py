@@ -1,4 +1,4 @@
-"""The next step's micro-batches, made on a thread while a step computes, so that none waits for a disk."""
+"""The next step's micro-batches, built on a thread while a step computes, so that none waits for a disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Prefetch:
     """Hands out the micro-batches of steps; each time it begins with those of the next one. For one thread."""
 
     def __init__(self, batches: Batches, last_step: int):
-        """`last_step`: after it nothing is made ahead."""
+        """`last_step`: after it nothing is built ahead."""
         self._batches, self._last_step = batches, last_step
         self._thread = ThreadPoolExecutor(1, "prefetch")
         self._ahead: tuple[int, SkippedSamples, Future[list[MicroBatch]]] | None = None

@@ -87,7 +87,7 @@ class Corpus:
         return part.read(first, length)
 
     def marks(self, start: int, length: int) -> Marks | None:
-        """What is said of those tokens beside their ids: None of all but conversations. Raises IndexError."""
+        """What is known of those tokens besides their ids: None of all but conversations. Raises IndexError."""
         part, first = self._place(start)
         return part.marks(first, length) if isinstance(part, PackedConversations) else None
 
@@ -204,7 +204,7 @@ class _Tokenized:
         return _Made(packed, info, is_new)
 
     def _are_there(self, parts: Parts) -> bool:
-        """Whether nothing has to be made. Raises DataError."""
+        """Whether nothing has to be prepared. Raises DataError."""
         trained = None
         if self.spec.data.tokenizer == "bpe":
             trained = tokenizer_file(self.cache, self._tokenizers_files(), self.spec.data)

@@ -1,4 +1,4 @@
-"""Below which folders jobs may read their data, and weights: whoever may submit a job could otherwise have any file
+"""Below which folders jobs may read their data, and weights: a user who may submit a job could otherwise have any file
 read that the service's user can read, and learn what is there from the errors."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DataRoots:
 
     @property
     def names(self) -> list[str] | None:
-        """The folders, as nodes are told them."""
+        """The folders, in the form sent to nodes."""
         return None if self.folders is None else [str(folder) for folder in self.folders]
 
     def problems(self, spec: JobSpec) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Which files a corpus is made of. Pure Python, so that the control plane checks a job's data before placing it."""
+"""Which files a corpus consists of. Pure Python, so that the control plane checks a job's data before placing it."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def check_data(spec: JobSpec) -> None:
 
 
 def _known_tokens(data: DataConfig) -> int | None:
-    """Tokens in a corpus; None where they have to be made first. Raises DataError where its files do not do."""
+    """Tokens in a corpus; None where it has to be tokenized first. Raises DataError where its files do not do."""
     files = corpus_files(data)
     if data.is_read_in_place:
         return sum(file.size for file in files)

@@ -1,7 +1,7 @@
 """Tokens of a corpus, made once and kept: a folder for each corpus, tokenizer and way of reading it.
 
 ROOT/KEY/plan.json      what the tokens are made of; KEY is its SHA-256
-ROOT/KEY/shard-N.*      what is done of it, while it is being made: whoever goes on takes what is there
+ROOT/KEY/shard-N.*      what is done of it, while it is being made: the next process takes what is there
 ROOT/KEY/tokens.bin, tokens.idx
                         the tokens (`indexed_dataset.py`)
 ROOT/KEY/marks.bin      of conversations: a byte a token, 1 where it is learned
@@ -63,12 +63,12 @@ class TokenInfo:
 
 
 class Watcher:
-    """Who is told what goes on while data is prepared. This one does nothing."""
+    """Observer of the preparation of data. This one does nothing."""
 
     processes: int | None = None
     """How many processes tokenize at once; None: one a core."""
     tell_seconds: float = 10.0
-    """How often at most it is told how far the work is."""
+    """How often at most it is called with the progress."""
     tell_growth: float = 0.05
     """The same, as a part of the time that it takes already."""
 
@@ -120,7 +120,7 @@ def locked(folder: Path, watcher: Watcher) -> Iterator[None]:
         raise DataError(f"the tokens cannot be kept in {folder} ({error.strerror}): make it writable") from error
     try:
         _wait_for(descriptor, folder, watcher)
-        with suppress(OSError):  # a full disk: then nobody knows who it is
+        with suppress(OSError):  # a full disk: then others do not know which process it is
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
@@ -185,7 +185,7 @@ def read_info(folder: Path) -> TokenInfo | None:
 
 
 def cached_marks(tokens: IndexedTokens, info: TokenInfo) -> IndexedTokens:
-    """The marks of conversations beside their `tokens`. Raises DataError."""
+    """The marks of conversations next to their `tokens`. Raises DataError."""
     return IndexedTokens(Path(tokens.prefix).with_name(MARKS), ("uint8", info.tokens))
 
 
@@ -306,7 +306,7 @@ class _Progress:
         watcher.tell("data_preparing", message, {"files": len(files), "bytes": self._all})
 
     def note(self, counts: Counts) -> None:
-        """What was done by now, beside what an earlier try has done."""
+        """What was done by now, besides what an earlier try has done."""
         now = time.monotonic()
         pause = max(self._watcher.tell_seconds, self._watcher.tell_growth * (now - self._began))
         if now - self._reported_at < pause:

@@ -154,7 +154,7 @@ class _Work:
             self._progress(self._done)
 
     def _ended(self, worker: _Worker) -> None:
-        """Somebody killed it, or it has failed in a way that it could not say."""
+        """It was killed, or has failed in a way that it could not report."""
         self._selector.unregister(worker.answers)
         self._workers.discard(worker)
         worker.process.communicate()

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 FILE_NAME = "tokenizer.json"
 KEPT_CHAT = "chat.json"
-"""Under which a job keeps its chat template beside that."""
+"""Under which a job keeps its chat template next to that."""
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 BESIDE_TOKENIZER = (TEMPLATE, SETTINGS, SPECIAL_TOKENS)
-"""Files beside it in which chat templates, and what these are told, are looked for."""
+"""Files next to it in which chat templates, and their variables, are looked for."""
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|endofdocument|>", "[SEP]")
 """Special tokens that are known to end a document, in the order in which one is looked for."""
 _WHOLE_TEXTS = (

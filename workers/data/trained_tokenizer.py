@@ -1,5 +1,5 @@
 """A byte-level BPE tokenizer that is trained on a job's own corpus (Sennrich et al. 2016, arXiv:1508.07909; over bytes
-as in Radford et al. 2019), once, and kept beside the tokens.
+as in Radford et al. 2019), once, and kept next to the tokens.
 
 Deterministic: pairs are merged by their count, and of those that are as frequent the one with the lowest ids first. A
 large corpus is not read as a whole: of each shard as much as its share of `TRAINING_BYTES`, from its start.

@@ -51,7 +51,7 @@ class End:
 
 
 def template_of(spec: JobSpec, checkpoint: Place, named: str | None = None) -> ChatTemplate:
-    """The template `named` (a file, or `chatml`), else that which was kept beside the record of the job's corpus, else
+    """The template `named` (a file, or `chatml`), else the one that was kept with the record of the job's corpus, else
     what its spec says. Raises DataError where there is none."""
     if named is not None:
         return open_template(spec.data.model_copy(update={"template": named}))

@@ -84,7 +84,7 @@ class FileTokens:
 
 
 def text_tokens_of(spec: JobSpec, checkpoint: Place) -> TextTokens:
-    """The tokenizer that a job was trained with: that which was kept beside the record of its corpus, else the file
+    """The tokenizer that a job was trained with: the one that was kept with the record of its corpus, else the file
     that its spec names. Raises DataError where there is none."""
     data = spec.data
     if data.tokenizer == "bytes" and data.source != "megatron":
@@ -94,5 +94,5 @@ def text_tokens_of(spec: JobSpec, checkpoint: Place) -> TextTokens:
             content = files_of(folder).read(folder / FILE_NAME)
             return FileTokens(file_tokenizer(data, str(folder / FILE_NAME), content))
     if data.tokenizer_file is None:
-        raise DataError(f"the tokenizer of this job is not kept beside {checkpoint}: there is no {FILE_NAME}")
+        raise DataError(f"the tokenizer of this job is not kept next to {checkpoint}: there is no {FILE_NAME}")
     return FileTokens(file_tokenizer(data, tokenizer_path(data.tokenizer_file)))

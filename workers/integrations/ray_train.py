@@ -56,7 +56,7 @@ Row = dict[str, Any]
 
 
 class RayTrainError(MantaError):
-    """The job and what Ray Train was told do not fit together; the message says what would."""
+    """The job and the options of Ray Train do not fit together; the message says what would."""
 
 
 def torch_trainer(
@@ -113,7 +113,7 @@ def train(job: Mapping[str, Any], report_every_steps: int = 0, on_row: Callable[
             checkpoints=str(folder),
             corpus_record=folder / CORPUS_RECORD,
             token_cache=read_token_cache(),
-            deletes_old_checkpoints=False,  # Ray Train does, which knows what it was told of
+            deletes_old_checkpoints=False,  # Ray Train does, of those that were reported to it
         )
         trainer = Trainer(spec, comm, rows, peak_of_rank(comm.device, spec), places)
         restore_newest(trainer, folder)

@@ -1,7 +1,7 @@
 """How far a GPU has come with what its host has asked of it.
 
 Over NCCL a host queues a step's work and runs ahead, so its own record says what was queued last, and is alike on all
-ranks of a gang that hangs. So events go into the compute stream beside the work: at every phase, at the start of every
+ranks of a gang that hangs. So events go into the compute stream between the work: at every phase, at the start of every
 communication, and before and after the stream waits for one. They are asked from another thread whether the device has
 passed them; that never waits for the device. What has been passed goes into the progress record.
 
@@ -120,7 +120,7 @@ class DeviceTrail:
     def _mark(self, passed: Callable[..., None], *about: Any) -> None:
         with self._lock:
             if self._stop is None:
-                return  # nobody looks
+                return  # it is not followed
             event = self._free.pop() if self._free else self._new_event()
             event.record()
             self._marks.append(_Mark(event, passed, about))

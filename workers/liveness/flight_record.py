@@ -1,7 +1,7 @@
 """What NCCL's flight recorder, which torch keeps in each process, says of the communications of one rank.
 
 torch writes a rank's last operations as JSON (`_dump_nccl_trace_json`, format 2.10 of torch 2.13 and 2.14; the
-other form is a pickle, which whoever reads it would run). Of that this keeps what two ranks are compared by: of each
+other form is a pickle, which a reader would run). Of that this keeps what two ranks are compared by: of each
 group the last numbers, and the operations around the first one that is not over. Pure Python.
 """
 

@@ -1,4 +1,4 @@
-"""How long a rank may stand still before somebody asks why: pure functions of what is known about it.
+"""How long a rank may stand still before its agent reports that: pure functions of what is known about it.
 
 A false alarm kills a healthy rank, so every doubt lengthens the wait: phases that are long by nature have rules of
 their own, a process that computes gets more time than one that stands still, and time in which the machine gave it no
@@ -38,9 +38,9 @@ LONG: Mapping[str, float] = {
 }
 """Seconds of phases that are long by nature. Data that is prepared, also by another process, says so all the time; a
 model is built without a word, and the memory of a large state takes minutes to be had. Rest has no end of its own:
-whoever ordered it watches over it."""
+the process that ordered it watches over it."""
 SNAPSHOT_BYTES_A_SECOND = 200e6
-"""At least so many of a snapshot are copied, also by eight GPUs beside each other from memory that is not pinned."""
+"""At least so many of a snapshot are copied, also by eight GPUs at the same time from memory that is not pinned."""
 KEPT_BYTES_A_SECOND = 1e9
 """At least so many of a snapshot are copied and summed before its rank rests: 8 GB/s and 3 GB/s are what one core of a
 busy machine does."""
@@ -129,7 +129,7 @@ class Standstill:
 def _starved(passed: float, before: ProcessState, now: ProcessState) -> float:
     """In how many of `passed` seconds the process was kept from running: for want of a processor, or by a debugger."""
     if now.letter == "t":
-        return passed  # somebody looks at it through a debugger
+        return passed  # a debugger is attached
     delayed = now.delay_seconds - before.delay_seconds
     # The kernel books a delay only when it is over.
     if now.letter == "R" and now.main_cpu_seconds - before.main_cpu_seconds < 0.2 * passed:

@@ -63,8 +63,8 @@ def progress_path(folder: str | Path, rank: int) -> Path:
 
 
 class Progress:
-    """The writer's end. One thread writes, and whoever follows the device (`device_trail.py`) what is said of that.
-    Without a file the record is private memory, which nobody reads."""
+    """The writer's end. One thread writes, and the one that follows the device (`device_trail.py`) writes what concerns
+    that. Without a file the record is private memory, which nothing reads."""
 
     __slots__ = ("_began", "_count_at", "_idle_before", "_step_bits", "_words", "idle_seconds", "memory")
 
@@ -193,7 +193,7 @@ class Progress:
 
     def device_waits(self, channel: int, number: int, peer: int, sending: bool) -> None:
         """The device does nothing more before communication `number` along the axis of number `channel` is over;
-        `peer`: who alone is needed for that, or NOBODY."""
+        `peer`: the only rank that is needed for that, or NOBODY."""
         waiting = 1 + peer | channel << PEER_BITS | sending << PEER_BITS + CHANNEL_BITS
         self._words[DEVICE_NUMBER] = number
         self._words[DEVICE_WAITING] = waiting | 1 << PEER_BITS + CHANNEL_BITS + SENDING_BITS
@@ -203,14 +203,14 @@ class Progress:
         self._words[DEVICE_WAITING] = 0
 
     def device_looked_at(self, moves: int, pending: int) -> None:
-        """Somebody has looked at the device: it has come `moves` marks further, and has `pending` before it."""
+        """The device was looked at: it has come `moves` marks further, and has `pending` before it."""
         words = self._words
         words[DEVICE_MOVES] += moves
         words[DEVICE_PENDING] = pending
         words[DEVICE_LOOKED_AT] = time.monotonic_ns()
 
     def device_unknown(self) -> None:
-        """Nobody looks at the device any more, and it begins anew."""
+        """The device is not followed any more, and its record starts over."""
         words = self._words
         words[DEVICE_LOOKED_AT] = words[DEVICE_PENDING] = words[DEVICE_WAITING] = 0
         for number in range(len(COUNTED)):
@@ -240,7 +240,7 @@ class DeviceRecord:
     counts: dict[str, int]
     """Communications of this generation that it was ready for, by the names of COUNTED."""
     fresh: bool = True
-    """Whether somebody has looked lately. Otherwise the process may be unable to, and it has come as far at least."""
+    """Whether it was looked at lately. Otherwise the process may be unable to, and it has come as far at least."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class Record:
     torn: bool
     """Whether the process was in the middle of a change during every look: fields may not fit each other."""
     device: DeviceRecord | None = None
-    """None where nobody looks at one."""
+    """None where no device is followed."""
     looked_at: float = 0.0
     """CLOCK_MONOTONIC of the last look at the device, in seconds."""
 

@@ -75,7 +75,7 @@ class DeviceWait(ctypes.Structure):
 
 
 class Device(ctypes.Structure):
-    """How far the device has come; `looked_at` is 0 where nobody looks."""
+    """How far the device has come; `looked_at` is 0 where it is not followed."""
 
     _fields_ = (
         ("looked_at", ctypes.c_int64),

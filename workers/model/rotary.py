@@ -53,7 +53,8 @@ class Rotary:
 class _Turn(torch.autograd.Function):
     """A turn in place; its backward turns the gradient back and needs nothing that forward computed.
 
-    Autograd is not told of the place: it refuses where x is a view of what a product wrote. Nobody else may hold x.
+    Autograd is not told that this is in place: it refuses where x is a view of what a product wrote. Nothing else may
+    hold x.
     """
 
     @staticmethod
@@ -94,7 +95,7 @@ def _turned_in_new_memory(
 
 
 def frequencies_of(rope: RopeConfig, head_size: int) -> tuple[torch.Tensor, float]:
-    """Angles in radians a token, fp64 [d/2], and what queries and keys are multiplied with beside."""
+    """Angles in radians a token, fp64 [d/2], and what queries and keys are multiplied with in addition."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
     frequencies = rope.theta**-exponents
     scaling = rope.scaling

@@ -139,7 +139,7 @@ def _understood(read: Callable[..., Notice | None], content: str, *about: Any) -
     try:
         return read(json.loads(content), *about)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise MetadataUnavailable(f"the metadata service says what is not known: {content[:200]!r}") from error
+        raise MetadataUnavailable(f"the metadata service gave an unknown answer: {content[:200]!r}") from error
 
 
 def _ask_aws(service: _Service, now: datetime) -> Notice | None:

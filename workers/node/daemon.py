@@ -259,7 +259,7 @@ class NodeDaemon:
                     line = await process.control.readline()
             finally:
                 process.close()
-        except (ZygoteUnavailable, TimeoutError):  # the zygote's log, or whoever forks next, says why
+        except (ZygoteUnavailable, TimeoutError):  # the zygote's log, or the next fork, says why
             return None
         return from_json(PeakRate, json.loads(line)) if line else None
 

@@ -52,7 +52,7 @@ class GpuWatch:
         try:
             self._watch(library)
         except library.NVMLError as error:
-            log.warning("the GPUs of this machine are watched no more: %s", error)
+            log.warning("the GPUs of this machine are not watched any more: %s", error)
         finally:
             library.nvmlShutdown()
 
@@ -66,7 +66,7 @@ class GpuWatch:
                 if errors is None:
                     self._stopped.wait(due - time.monotonic())
                 elif self._count_error(library, errors):
-                    break  # it is told at once
+                    break  # it is reported at once
 
     def _count_error(self, library: Any, errors: Any) -> bool:
         """Whether an error came within a moment."""
@@ -135,6 +135,6 @@ def _errors_of(library: Any, gpus: list[Any]) -> Any:
         for gpu in gpus:
             library.nvmlDeviceRegisterEvents(gpu, library.nvmlEventTypeXidCriticalError, errors)
     except library.NVMLError as error:
-        log.info("this driver does not tell errors of GPUs: %s", error)
+        log.info("this driver does not report errors of GPUs: %s", error)
         return None
     return errors

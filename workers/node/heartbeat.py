@@ -1,8 +1,9 @@
 """A node's heartbeat: a port on which its daemon answers every ping, and says at once when the node is to be left.
 
-A ping is a line with a secret, which the daemon gives to whoever may ask it where the port is: strangers who reach the
-port learn nothing, and cannot fill it up. It is said in the clear. The answers come from a thread of their own, so that
-they do not wait for the daemon's event loop; and when the daemon is gone, the kernel says so by closing the connection.
+A ping is a line with a secret, which the daemon gives to those that may ask it where the port is: strangers who reach
+the port learn nothing, and cannot fill it up. It is said in the clear. The answers come from a thread of their own, so
+that they do not wait for the daemon's event loop; and when the daemon is gone, the kernel says so by closing the
+connection.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class HeartbeatServer:
 
     def drain(self, seconds: float | None, reason: str = "", source: str = "") -> None:
         """The node is to be left within `seconds`, None where nobody knows: say so, and why, to all who are connected.
-        The last word of each `source` counts."""
+        The latest statement of each `source` counts."""
         until = math.inf if seconds is None else time.monotonic() + seconds
         with self._changing:
             self._drains[source] = _Drain(until, reason)
@@ -142,7 +143,7 @@ class HeartbeatServer:
             self._authenticate(connection)  # it may have spoken already
 
     def _authenticate(self, connection: Any) -> None:
-        """Whoever pings once is none any more; what comes on the connection later is taken for pings, too."""
+        """A peer that pings once is authenticated; what comes on the connection later is taken for pings, too."""
         received = self._received(connection)
         if received is None:
             return

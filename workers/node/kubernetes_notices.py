@@ -1,7 +1,7 @@
 """What Kubernetes says before a node is taken: taints and conditions of the node that the pod runs on.
 
-The pod reads its own Node object, with its service account, which must be allowed to. Whoever drains a node taints it
-first and evicts its pods soon after; Kubernetes then gives them a grace period, 30 s by default. A cordon alone
+The pod reads its own Node object, with its service account, which must be allowed to. A tool that drains a node taints
+it first and evicts its pods soon after; Kubernetes then gives them a grace period, 30 s by default. A cordon alone
 (`node.kubernetes.io/unschedulable`) ends nothing by itself: such a node is left where there is room elsewhere.
 """
 
@@ -77,7 +77,7 @@ class KubernetesSource:
         try:
             return node_notice(document, {**TAINTS, **self.further_taints})
         except (TypeError, KeyError, AttributeError) as error:
-            raise SourceUnavailable(f"the Kubernetes API says what is not known about node {pod.node}") from error
+            raise SourceUnavailable(f"the Kubernetes API gave an unknown answer about node {pod.node}") from error
 
     def _node(self, pod: Pod) -> Any:
         """The Node object, as the API server remembers it: it need not look it up for each of many who ask."""

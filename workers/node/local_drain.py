@@ -1,8 +1,8 @@
 """How a node is made to be left from the machine itself: a pod's preStop hook or a batch script has neither the
 service's address nor a key, and should have none where jobs run. Pure Python.
 
-Each daemon listens on a socket in its runtime folder, which its own user alone may enter. Whoever connects says within
-how many seconds the node is to be left, as a line of JSON, and is told the node's id.
+Each daemon listens on a socket in its runtime folder, which its own user alone may enter. A client that connects says
+within how many seconds the node is to be left, as a line of JSON, and gets the node's id as answer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ async def serve_drains(path: Path, node: str, drain: Callable[[float], None]) ->
     """Listen at `path`, in the place of who did before, and have `drain` called with the seconds that are said."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # whoever says something else gets nothing
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError
+        ):  # a client that says something else gets nothing
             seconds = float(json.loads(await reader.readline())["seconds"])
             if 0 <= seconds < math.inf:
                 drain(seconds)
@@ -60,7 +62,7 @@ def _sockets() -> Iterator[Path]:
     parent, pattern = RUNTIME_FOLDERS
     for folder in sorted(parent.glob(pattern.format(user=os.getuid(), tag="*"))):
         status = folder.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():  # else somebody else would answer
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():  # else another user would answer
             yield from sorted(folder.glob(f"{_START}*.sock"))
 
 

@@ -52,7 +52,7 @@ class NoticeWatch:
             notice = self._source.notice(datetime.now(UTC))
         except SourceUnavailable as error:
             if not self._problem:
-                log.warning("%s; it is asked again and again", error)
+                log.warning("%s; it is asked again", error)
             self._problem = str(error)
             return
         if self._problem:
@@ -62,7 +62,7 @@ class NoticeWatch:
         if notice is not None and (known is None or notice.id != known.id):
             self._pass_on(notice)
         elif notice is None and known is not None:
-            log.warning("this machine stays: what was said does not hold any more (%s)", known.reason)
+            log.warning("this machine stays: the notice was withdrawn (%s)", known.reason)
             self._withdrawn()
 
     def _pass_on(self, notice: Notice) -> None:

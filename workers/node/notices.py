@@ -26,7 +26,7 @@ class Notice:
 
 
 class NoticeSource(Protocol):
-    """Somebody who knows whether the machine is to be taken."""
+    """A service that knows whether the machine is to be taken away."""
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
 """What the control plane, agents, node daemons and trainers say to each other. Pure Python.
 
 All of it crosses process borders as JSON (`json_codec.py`). A `LaunchOrder` goes down: control plane -> agent ->
-trainer. It carries the generation, by which whoever gets one that was replaced refuses it. What comes up is in
+trainer. It carries the generation, by which a receiver refuses one that was replaced. What comes up is in
 `reports.py`; the other classes here are what agents and daemons answer.
 """
 
@@ -18,7 +18,7 @@ PROTOCOL = 2
 """Version of all messages between processes. Raised by a change that the other end must know of."""
 SPOKEN: tuple[int, ...] = (2,)
 """Protocols of processes of other releases that this one works with, and its own. One stays in here for as long as
-ranks of both can meet in one generation; whoever speaks several answers in that of the other end."""
+ranks of both can meet in one generation; a process that speaks several answers in that of the other end."""
 SAME_RELEASE = "run the same release of Manta on all nodes"
 
 
@@ -114,7 +114,7 @@ class TraceOrder:
     first_step: int = 0
     """None before this one; 0: as soon as possible."""
     profiler_ranks: tuple[int, ...] = ()
-    """Ranks that run torch's profiler meanwhile; they are told, too."""
+    """Ranks that run torch's profiler meanwhile; they get the order, too."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class GpuReading:
     ecc_uncorrected: int | None = None
     """The same of those that were not."""
     xids: dict[str, int] = field(default_factory=dict)
-    """Errors that the driver has told since the daemon began, by their code (XID)."""
+    """Errors that the driver has reported since the daemon started, by their code (XID)."""
     clock_mhz: int | None = None
     """Of its multiprocessors, now."""
 
@@ -381,7 +381,7 @@ class NodeDescription:
     heartbeat_port: int
     """At `address`: where the daemon sends heartbeats from."""
     heartbeat_secret: str = ""
-    """What whoever asks for one has to say."""
+    """What a request for one has to contain."""
     zygote_pid: int | None = None
     shared_memory_bytes: int = 0
     shared_memory_free_bytes: int = 0

@@ -11,7 +11,7 @@ from workers.protocol.json_codec import JsonObject
 
 EPOCH = "owner_epoch"
 READS = frozenset({"describe", "progress", "stacks", "snapshot_steps", "snapshot_files", "backup_progress"})
-"""Calls that change nothing, and are answered whoever asks."""
+"""Calls that change nothing, and are answered to every caller."""
 
 
 class StaleOwner(MantaError):

@@ -16,7 +16,7 @@ EXIT_ORPHANED = 76
 
 
 def exit_orphaned() -> None:
-    """End this process at once: its agent is gone, and nobody would hear of its work."""
+    """End this process at once: its agent is gone, and its work would reach no one."""
     os._exit(EXIT_ORPHANED)
 
 

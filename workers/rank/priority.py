@@ -1,4 +1,4 @@
-"""Who goes first where there are fewer cores than processes."""
+"""Scheduling priorities of processes, for when there are fewer cores than processes."""
 
 from __future__ import annotations
 

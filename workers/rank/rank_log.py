@@ -44,7 +44,7 @@ class RankLog:
             self._file.write(text)
             self._file.flush()
         except OSError:
-            self.close()  # tried anew with the next line: the disk may have room again by then
+            self.close()  # tried again with the next line: the disk may have room again by then
 
     def close(self) -> None:
         """Close the file."""
@@ -60,7 +60,7 @@ class LineSplitter:
     def __init__(self) -> None:
         self._rest = b""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        """The last lines that were made."""
+        """The last lines that were printed."""
 
     def feed(self, chunk: bytes) -> list[str]:
         """The lines that `chunk` completes. An empty chunk is the end of the stream and completes what is left."""

@@ -95,8 +95,8 @@ class ReportBuffer:
         """Reports with a sequence above `after`, at most REPORTS_PER_READ, as soon as there are any.
 
         Those up to `after` are forgotten: the reader has them. With `kept` printed lines are only forgotten up to that:
-        whoever reads from an earlier sequence on gets the others again. An empty list after `timeout` seconds without
-        any, and as soon as anybody else reads: whoever asked before may be gone, and need not be waited for.
+        a reader that asks from an earlier sequence on gets the others again. An empty list after `timeout` seconds
+        without any, and as soon as another reader asks: the one before may be gone, and need not be waited for.
         """
         self._reader += 1
         me = self._reader

@@ -70,7 +70,7 @@ class SnapshotSharing:
 
     async def begin(self, rank: int) -> None:
         """A generation begins, in which this agent's is `rank`. What was sent to a partner is not any more: it may be
-        somebody else's by now, or nobody's. Backups that were taken, and that nobody needs any more, are removed."""
+        another rank's by now, or no rank's. Backups that were taken, and are not needed any more, are removed."""
         await self.stop_sending()
         if self._server is not None:
             with contextlib.suppress(OSError):  # they cost memory, and the generation has begun

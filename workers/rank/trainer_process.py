@@ -151,7 +151,7 @@ class TrainerProcess:
             while not self._train():
                 self._rest()
         except SystemExit as request:
-            # Of somebody else's code: with its status, 0 perhaps, it would look like a job that is done.
+            # Of a user's code: with its status, 0 perhaps, it would look like a job that is done.
             error = RuntimeError(f"something in this process asked for its end (status {request.code})")
             error.__cause__ = request
             return self._fail(error)
@@ -173,7 +173,7 @@ class TrainerProcess:
             trainer = self._trainer
             assert trainer is not None
             self._report(Started(os.getpid(), self._connected_at))
-            self._print(f"goes on after step {trainer.step}")
+            self._print(f"continues after step {trainer.step}")
             if self.order.device == "cpu":
                 give_way()
             trainer.train()
@@ -186,7 +186,8 @@ class TrainerProcess:
         return True
 
     def _rest(self) -> None:
-        """Leave the generation at once, so that whoever waits for this rank is freed; then wait for the next order."""
+        """Leave the generation at once, so that those that wait for this rank are freed; then wait for the next
+        order."""
         if self._comm is not None:
             self._comm.close()
         step = None
@@ -356,7 +357,7 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
     if backend is None and (backend := read_backend()) is not None:
         print(f"rank {order.rank} communicates over process groups, since a test wants that", flush=True)
     comm = Comm(RankGrid(spec.layout), order.rank, device, backend, progress, order.ports, in_place)
-    comm.step.enter("preparing")  # memory for the state and its snapshots is had by some GB a second
+    comm.step.enter("preparing")  # memory for the state and its snapshots is allocated at some GB a second
     peak = peak_of_rank(device, spec, order.peak_flops)
     record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
     cache = Path(order.token_cache) if order.token_cache else None

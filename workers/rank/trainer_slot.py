@@ -1,5 +1,5 @@
-"""The place of a rank's trainer under its agent: which process is in it, what watches that process, which faults wait
-for it, and the next one that is made ready when it is killed."""
+"""The slot of a rank's trainer under its agent: which process is in it, what watches that process, which faults are
+pending for it, and the next one that is prepared when it is killed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workers.zygote.client import Exit, ZygoteUnavailable, fork
 ZYGOTE_WAIT_SECONDS = 60.0
 """How long a launch waits for a zygote that still imports torch."""
 PREPARE_WAIT_SECONDS = 1.0
-"""How long a trainer that nobody has asked for yet may hold up a launch."""
+"""How long a standby trainer that is not needed yet may hold up a launch."""
 
 
 class StaleGeneration(MantaError):
@@ -117,7 +117,7 @@ class TrainerSlot:
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
         """Bring the trainer of `generation` to rest; see `TrainerHandle.rest`. `grace` is at least what its snapshot
-        takes, which may be larger than whoever asks can know."""
+        takes, which may be larger than the caller can know."""
         async with self._lock:
             if (occupant := self._occupant) is None:
                 return False
@@ -232,7 +232,7 @@ class TrainerSlot:
         return [fault for fault in self._faults.values() if fault.id not in self._struck]
 
     def _become(self, rank: int) -> None:
-        """Be another rank from now on: the ranks of a smaller layout are numbered anew."""
+        """Be another rank from now on: the ranks of a smaller layout are renumbered."""
         if rank != self.rank:
             self._log.close()
             self.rank, self._log = rank, self._log_of(rank)

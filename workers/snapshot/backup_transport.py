@@ -122,7 +122,7 @@ def _mac(token: str, nonce: bytes, request: JsonObject) -> str:
 
 
 def introduce(connection: socket.socket, token: str, request: BackupRequest) -> None:
-    """Prove to know `token` and say what is asked for. Raises BackupError with the other end's reason when it
+    """Prove to know `token` and send the request. Raises BackupError with the other end's reason when it
     refuses."""
     nonce, wish = _bytes(connection, NONCE_BYTES), to_json(request)
     send_message(connection, to_json(_Introduction(wish, _mac(token, nonce, wish))))

@@ -2,7 +2,8 @@
 bad numbers depend on. Pure Python.
 
 A note is lines of JSON, one a row, the oldest first, and then `{"numbers": history}` where the job needs one. A rank
-that is killed takes the rows with it that it had not shipped yet; whoever restores its snapshot ships them again.
+that is killed takes the rows with it that it had not shipped yet; the process that restores its snapshot ships them
+again.
 """
 
 from __future__ import annotations

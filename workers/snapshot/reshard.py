@@ -137,7 +137,7 @@ class _Source:
         return self._file.note(self._slot)
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where somebody overwrote the step meanwhile."""
+        """Raise CheckpointError where the step was overwritten meanwhile."""
         if self._file.step(self._slot) != self._step:
             raise CheckpointError(f"{self._file.path} was overwritten while step {self._step} was being read")
 

@@ -1,4 +1,4 @@
-"""The file of one rank's snapshots: what lies where, which steps are whole, and whether they are as they were written.
+"""The file of one rank's snapshots: what lies where, which steps are complete, and whether they are intact.
 For agents, which have no torch.
 
     head      magic, version, identity, sizes, sums of itself and of the table; markers and seals of the slots
@@ -251,7 +251,7 @@ class SnapshotFile:
     # Content.
 
     def write_note(self, slot: int, note: bytes) -> None:
-        """Put a note of at most NOTE_BYTES beside the state."""
+        """Put a note of at most NOTE_BYTES next to the state."""
         at = self.form.note_at(slot)
         _WORD.pack_into(self.memory, at, len(note))
         self.memory[at + _WORD.size : at + _WORD.size + len(note)] = note

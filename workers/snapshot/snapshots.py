@@ -3,7 +3,7 @@
 A rank has one file with two slots (`snapshot_file.py`). The state rests during forward and backward: a thread copies
 it then, and before the next update `finish` makes sure of the copy. All ranks do so before they agree on that update,
 so once any rank updates for step s + 1, every rank's snapshot of s is whole, and two slots always hold a common step.
-Another thread sums each copy after that, for whoever reads it.
+Another thread then computes checksums of each copy, for its readers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from workers.system.pinned import PinnedMemory
 
 class _Constants:
     """What of the state no step changes, at the end of each slot: which slots have it, and the sums of the blocks that
-    hold nothing else. These are taken once, so that what changes them later by itself is found."""
+    hold nothing else. These are taken once, so that corruption after that is noticed."""
 
     def __init__(self, changing: int, state: Sequence[torch.Tensor]):
         """The first `changing` tensors of the state do change."""
@@ -118,9 +118,9 @@ class Snapshots:
         self.stall_seconds = 0.0
         """For how long the last snapshot held the training up: the thread, on a GPU the device."""
         self.copy_seconds = 0.0
-        """What the last copy took, beside the training."""
+        """What the last copy took, alongside the training."""
         self.sum_seconds = 0.0
-        """What the last sums took, beside the training."""
+        """What the last checksums took, alongside the training."""
         self._copier = StateCopier("snapshot")
         self._summer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot-sums")
         self._summing: Future[None] | None = None
@@ -262,7 +262,7 @@ class Snapshots:
         return None if slot is None else self._slots[slot]
 
     def hold(self, step: int, make_note: Callable[[], bytes]) -> HeldSlot:
-        """The snapshot of committed step `step`, which is begun now where it was not yet, with the note that
+        """The snapshot of committed step `step`, which is started now where it was not yet, with the note that
         `make_note` makes. Until `let_go` its slot is not overwritten, and snapshots take turns in the other one."""
         slot = self._slot_of(step)
         if slot is None:
@@ -345,7 +345,7 @@ class Snapshots:
             self._summing.result()
 
     def clear(self) -> None:
-        """Forget everything: the job starts from another state than these. A file that was removed is made anew."""
+        """Forget everything: the job starts from another state than these. A file that was removed is created again."""
         self.finish()
         if not self._is_at_its_path():
             self._go_on_in(self._memory.create(self.path, self._file.form))

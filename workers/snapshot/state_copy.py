@@ -1,4 +1,4 @@
-"""Copies of a rank's state that are made beside the training, on a thread, while the state rests.
+"""Copies of a rank's state that are taken alongside the training, on a thread, while the state does not change.
 
 On a GPU they are made on a stream of their own, the one of the process: torch hands out streams from a pool of 32 again
 and again, so that a new one for each copy would sooner or later be one that something else waits for. What is copied
@@ -90,7 +90,7 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], ready: Ready) -> Done:
     """Copy each source into its target, and return once that is done, with what it was done at.
 
-    With `ready` this is waited for on a stream beside that of the training thread, so that no copy waits for the
+    With `ready` this is waited for on a stream other than that of the training thread, so that no copy waits for the
     forward pass that was queued before it; the copies are queued together, and the host waits once, for the last.
     """
     with torch.no_grad():

@@ -21,21 +21,21 @@ MOST_COMBINATIONS = 100
 def with_changes(document: Any, changes: Mapping[str, Any]) -> Any:
     """`document` with the values of `changes` at their paths, one after the other; a section that is not there is made,
     and a number is a place in a list. What is no mapping stays as it is. Raises SpecError for a path that leads beyond
-    a list. Whether there are such keys is for whoever checks the document."""
+    a list. Whether there are such keys is for the check of the document."""
     for path, value in changes.items() if isinstance(document, dict) else ():
         document = _with(document, path.split("."), value, path)
     return document
 
 
 def changes_in(texts: Iterable[str]) -> dict[str, Any]:
-    """Changes that somebody writes as KEY=VALUE, with values as in YAML; of one that is there twice the last counts.
+    """Changes that a user writes as KEY=VALUE, with values as in YAML; of one that is there twice the last counts.
     Raises SpecError."""
     pairs = (split_change(text) for text in texts)
     return {path: value_in(path, value) for path, value in pairs}
 
 
 def combinations_in(texts: Iterable[str]) -> list[dict[str, Any]]:
-    """Every combination of the values that somebody writes as KEY=VALUE,VALUE; those of the last key go by fastest.
+    """Every combination of the values that a user writes as KEY=VALUE,VALUE; those of the last key vary fastest.
     Raises SpecError, also for more than MOST_COMBINATIONS."""
     sweeps: dict[str, list[Any]] = {}
     for path, text in map(split_change, texts):

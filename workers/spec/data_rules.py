@@ -27,7 +27,7 @@ def _documents_end(spec: JobSpec) -> Iterator[Problem]:
         problem = "with documents apart a token must say where each ends"
         yield Problem("data.end_of_document", problem, END_OF_TEXT if data.tokenizer == "bytes" else "null")
     if spec.train.compile:
-        yield Problem("train.compile", "with documents apart each micro-batch would be compiled anew", "false")
+        yield Problem("train.compile", "with documents apart each micro-batch would be compiled again", "false")
 
 
 def _vocabulary_holds_tokenizer(spec: JobSpec) -> Iterator[Problem]:

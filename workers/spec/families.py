@@ -1,4 +1,4 @@
-"""What arithmetic and rules have to know of a model family. Pure Python; the modules themselves: workers/model/."""
+"""What arithmetic and rules need to know about a model family. Pure Python; the modules themselves: workers/model/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The one door for JobSpecs: a document comes in, a checked JobSpec or a SpecError with every problem comes out."""
+"""The only way to read a JobSpec: a document comes in, a checked JobSpec or a SpecError with every problem comes
+out."""
 
 from __future__ import annotations
 

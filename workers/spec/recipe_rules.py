@@ -82,7 +82,7 @@ def _frozen_parts_are_there(spec: JobSpec) -> Iterator[Problem]:
     if not patterns or spec.model.family not in FAMILIES:
         return  # the family is wrong first
     if not spec.model.is_counted:
-        problem = "what a user's model is made of is not known; only all of it is trained"
+        problem = "the parts of a user's model are not known; only all of it is trained"
         yield Problem("train.frozen", problem, "[]", unsupported=True)
         return
     names = parameter_names(spec.model)

@@ -215,7 +215,7 @@ def _every_replica_has_whole_micro_batches(spec: JobSpec) -> Iterator[Problem]:
         return
     unit, what = layout.micro_batch_unit * size, "micro-batches"
     if unit > size:
-        what = f"groups of {layout.micro_batch_unit} micro-batches (interleaving takes as many as stages at a time)"
+        what = f"groups of {layout.micro_batch_unit} micro-batches (interleaving takes one for each stage at a time)"
     most, rule = -(-smallest // unit), f"with train.deterministic elastic replicas share whole {what}"
     if most < layout.data:
         problem = f"a batch of {smallest} has only {most} for parallel.data ({layout.data}): {rule}"
@@ -372,7 +372,7 @@ def _sizes_that_may_not_fit(spec: JobSpec) -> range:
 def _some_state_is_kept(spec: JobSpec) -> Iterator[Problem]:
     keeps = spec.checkpoint
     if keeps.snapshots == "off" and keeps.every_steps == 0:
-        rule = "without snapshots a job goes on from checkpoints alone, so every_steps must be above 0"
+        rule = "without snapshots a job resumes from checkpoints alone, so every_steps must be above 0"
         yield Problem("checkpoint.every_steps", rule, "50")
 
 

@@ -1,4 +1,4 @@
-"""YAML as people write it in job files."""
+"""YAML as users write it in job files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How the clocks of several machines stand to each other, from what their ranks did together.
+"""Offsets between the clocks of several machines, from what their ranks did together.
 
-Nobody ends a communication before everybody has begun it. So of each collective over all ranks the end on one machine
+No rank ends a communication before all ranks have begun it. So of each collective over all ranks the end on one machine
 bounds the beginning on another, and the other way round; what all of them allow is an interval, whose middle is taken
-and whose half is the error. That needs no messages of its own, and no clock that somebody sets.
+and whose half is the error. That needs no messages of its own, and no clock that can be set.
 """
 
 from __future__ import annotations

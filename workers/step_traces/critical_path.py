@@ -1,4 +1,4 @@
-"""What the length of the traced steps hangs on: the chain of slices backwards from the end of the last one.
+"""The critical path of the traced steps: the chain of slices backwards from the end of the last one.
 
 On a rank it goes from what ended last to what came before. Where the rank waited for another one, for its message or
 for it to come to a collective, it goes on there, at the moment at which that one began the communication.
@@ -100,7 +100,7 @@ class _Meetings:
         return axis, self._grid.group(axis, rank)[0], each.number
 
     def held_up_by(self, rank: int, each: Slice) -> tuple[int, float] | None:
-        """Who began the communication after `rank` was ready for it, so that it waited, and when; None: nobody."""
+        """Who began the communication after `rank` was ready for it, so that it waited, and when; None: no rank."""
         if each.kind == "receive":
             if each.peer is None or each.number is None:
                 return None

@@ -49,7 +49,7 @@ class Files(Protocol):
         ...
 
     def is_there(self, folder: Place) -> bool:
-        """Whether there is `folder`. Raises OSError where nobody knows."""
+        """Whether there is `folder`. Raises OSError where that is not known."""
         ...
 
     def bytes_in(self, folder: Place) -> int:

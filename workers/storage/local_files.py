@@ -80,7 +80,7 @@ class LocalFiles:
             os.fsync(opened.fileno())
 
     def write_whole(self, file: Place, content: bytes) -> None:
-        """By a file beside it that takes its name; the folder, and the one that it is in, survive a power cut too."""
+        """By a file next to it that takes its name; the folder, and the one that it is in, survive a power cut too."""
         path = _path(file)
         temporary = path.with_name(f".{path.name}")
         with temporary.open("wb") as opened:

@@ -115,7 +115,7 @@ class ObjectFiles:
         return max((each["LastModified"].timestamp() for each in details.values()), default=None)
 
     def make_folder(self, folder: Place) -> None:
-        """A prefix need not be made."""
+        """A prefix need not be created."""
 
     def read(self, file: Place) -> bytes:
         """All of it."""

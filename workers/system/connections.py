@@ -1,4 +1,4 @@
-"""TCP connections of this process that code of others has opened, and how they are broken from another thread."""
+"""TCP connections of this process that libraries have opened, and how they are shut down from another thread."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def open_connections() -> set[Connection]:
 
 
 def break_connections(wanted: Callable[[Connection], bool]) -> int:
-    """Shut those that are `wanted`, in both directions: whoever waits on one of them here or at its other end learns
-    at once that it is closed. Their descriptors stay with whom they belong to. Returns how many there were."""
+    """Shut those that are `wanted`, in both directions: a thread that waits on one of them here or at its other end
+    learns at once that it is closed. Their descriptors stay with whom they belong to. Returns how many there were."""
     broken = 0
     for connection, own in _connected():
         if wanted(connection):
@@ -40,7 +40,7 @@ def break_connections(wanted: Callable[[Connection], bool]) -> int:
 
 def _connected() -> Iterator[tuple[Connection, socket.socket]]:
     """Each connection with a descriptor of its own for it, good until the next one: the number of the other one may
-    have been closed, and given to somebody else, before it is used."""
+    have been closed, and reused, before it is used."""
     for entry in list(_DESCRIPTORS.iterdir()):
         own = _socket_behind(int(entry.name))
         if own is None:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def in_daemon_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """The answer of `work`, or what it raises. Nobody who stops waiting for it cancels it."""
+    """The answer of `work`, or what it raises. A caller that stops waiting for it does not cancel it."""
     answer: Future[T] = Future()
     answer.set_running_or_notify_cancel()
 

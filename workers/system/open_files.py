@@ -7,7 +7,7 @@ import resource
 from workers.errors import OpenFilesError
 
 OTHERS = 256
-"""What a process opens beside its connections: files of data and snapshots, libraries, the store."""
+"""What a process opens besides its connections: files of data and snapshots, libraries, the store."""
 
 
 def raise_limit(wanted: int) -> int:
@@ -21,7 +21,7 @@ def raise_limit(wanted: int) -> int:
 
 
 def make_room(connections: int) -> None:
-    """See to it that so many can be held beside everything else. Raises OpenFilesError."""
+    """See to it that so many can be held besides everything else. Raises OpenFilesError."""
     wanted = connections + OTHERS
     allowed = raise_limit(wanted)
     if allowed < wanted:

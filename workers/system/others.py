@@ -1,4 +1,4 @@
-"""How much of this machine's cores others take, meanwhile."""
+"""How much of this machine's cores other processes use meanwhile."""
 
 from __future__ import annotations
 

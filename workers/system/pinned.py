@@ -1,6 +1,6 @@
 """Host memory that a GPU copies to and from by itself: registered with the driver, which keeps its pages where they
-are. Copies into other memory go through a buffer of the driver's, at a tenth of the speed, and hold up whoever asks for
-them. And the streams of the training thread's own copies."""
+are. Copies into other memory go through a buffer of the driver's, at a tenth of the speed, and hold up the thread that
+asks for them. And the streams of the training thread's own copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def copy_streams(device: torch.device) -> Streams:
 
 
 def _take_back_error() -> None:
-    """The runtime keeps an error of this thread until somebody asks for it, and torch asks behind each kernel: the next
+    """The runtime keeps an error of this thread until it is asked for, and torch asks behind each kernel: the next
     one would fail in its place. So one is run that may."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda").add_(1)

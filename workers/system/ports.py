@@ -39,7 +39,7 @@ class PortRange:
 
 
 def listen(host: str, ports: PortRange | None = None, backlog: int = BACKLOG) -> socket.socket:
-    """A socket that listens at `host`, an IP address or a name, on a port of `ports` that nobody uses; None: on any.
+    """A socket that listens at `host`, an IP address or a name, on a free port of `ports`; None: on any.
     Raises OSError, which says so where all of them are in use."""
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     if ports is None:

@@ -1,4 +1,4 @@
-"""How processes on this machine are ended, and how their end is waited for. Pure Python."""
+"""Ending processes on this machine, and waiting for their end. Pure Python."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class Recorder:
         most_slices: int = MOST_SLICES,
     ):
         """`number`: of the trace; `steps`: how many to record; `idle_seconds`: how long this rank has waited for others
-        so far, without anything that moved; None where nobody knows."""
+        so far, without anything that moved; None where that is not known."""
         self.number, self._left, self.moments = number, steps, moments
         self._idle_seconds, self._most = idle_seconds, most_slices
         self.open: list[_Open] = []
@@ -244,7 +244,7 @@ class Recorder:
         return (self.open[-1].stage, self.open[-1].micro_batch) if self.open else (None, None)
 
     def waited(self) -> float | None:
-        """How long this rank has waited so far; None: nobody knows."""
+        """How long this rank has waited so far; None: not known."""
         return None if self._idle_seconds is None else self._idle_seconds()
 
     def recording(self) -> Recording:

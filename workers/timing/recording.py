@@ -1,6 +1,6 @@
 """What one rank did in the steps of a trace, and how that travels: as JSON, compressed. Pure Python.
 
-Times are those of CLOCK_MONOTONIC on the rank's machine, in seconds; whoever puts several ranks together knows how the
+Times are those of CLOCK_MONOTONIC on the rank's machine, in seconds; the code that merges several ranks knows how the
 clocks of their machines stand to each other (`service/step_traces/clocks.py`).
 """
 
@@ -37,11 +37,11 @@ SliceKind = Literal[
 """What a slice may be; docs/tracing.md says what each is."""
 KINDS: tuple[SliceKind, ...] = SliceKind.__args__  # type: ignore[attr-defined]
 INTERRUPTED = "the recording was broken off"
-"""Problem of a recording that ends with its generation: whoever ends that knows why."""
+"""Problem of a recording that ends with its generation: the code that ends it knows why."""
 _TICK = 1e-7
 """Seconds: times travel as whole numbers of these."""
 _ABOUT = ("clock", "device", "error_seconds", "problem", "peak_flops")
-"""What travels beside steps and slices as it is."""
+"""What travels with steps and slices as it is."""
 
 
 class Slice(NamedTuple):

@@ -26,7 +26,7 @@ class StepClock:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the first lap anew: what was before belongs to nobody."""
+        """Begin the first lap again: what was before counts for no phase."""
         self._began = self._since = self._clock()
         self._waits: dict[Wait, float] = dict.fromkeys(WAITS, 0.0)
 

@@ -1,4 +1,4 @@
-"""What a rank does at every moment, said once: `with step.phase("backward", micro_batch=3)`.
+"""What a rank does at every moment, marked once: `with step.phase("backward", micro_batch=3)`.
 
 Four readers follow from it: the record in shared memory by which the rank's agent knows where it stands
 (`liveness/progress.py`), the clock that tells computing from waiting (`step_clock.py`), and, in the steps that are
@@ -139,7 +139,8 @@ class StepPhases:
         clock: Callable[[], float] = time.perf_counter,
         trail: DeviceTrail | None = None,
     ):
-        """`clock`: a monotonic one, in seconds; `trail`: where the host runs ahead of its device, is told too."""
+        """`clock`: a monotonic one, in seconds; `trail`: where the host runs ahead of its device, gets the phases
+        too."""
         self.record = record
         """What the rank's agent reads."""
         self._trail = trail

@@ -1,4 +1,4 @@
-"""Traces that somebody wants of this rank's job: they wait here until the step before their first one. Pure Python."""
+"""Requested traces of this rank's job: they wait here until the step before their first one. Pure Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files that lie beside exported weights: config.json, generation_config.json and the tokenizer's. Pure Python."""
+"""The files that lie next to exported weights: config.json, generation_config.json and the tokenizer's. Pure Python."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _of_source(source: Keys | None) -> tuple[int | None, dict[str, Any]]:
 
 
 def add_tokenizer(spec: JobSpec, checkpoint: Place, folder: Path) -> None:
-    """Bring the tokenizer that the job was trained with into `folder`: the one of bytes; that which was kept beside the
+    """Bring the tokenizer that the job was trained with into `folder`: the one of bytes; the one that was kept with the
     record of its corpus, from the `checkpoint` up, as its chat template was; or the file that its spec names, whose
     other files come along. Where none is known, as for tokens that others have made, there is none. Raises OSError."""
     named, content = _named(spec), _tokenizer(spec, checkpoint)

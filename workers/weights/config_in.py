@@ -91,7 +91,7 @@ class _Defaults:
     """Of a class of transformers."""
 
     kv_heads: int | None
-    """None: as many as heads."""
+    """None: the number of heads."""
     head_dim: int | None
     """None: hidden_size / heads."""
     positions: int

@@ -1,10 +1,10 @@
-"""The weights of a durable checkpoint of any layout, for others:
+"""Exports the weights of a durable checkpoint of any layout:
 `python -m workers.weights.export CHECKPOINT --to FOLDER`.
 
-`--format hf` writes what transformers reads: config.json, safetensors, generation_config.json, the tokenizer.
-`--format safetensors` writes our own tensors by our own names, with the JobSpec. Either is written beside its place and
-renamed at the end. Of the tensors a few bands of rows are in memory at a time (`stream_out.py`). Nothing here needs
-torch, whose loading would take longer than a small model.
+`--format hf` writes what transformers reads: config.json, safetensors, generation_config.json, the tokenizer. `--format
+safetensors` writes our own tensors by our own names, with the JobSpec. Either is written next to its place and renamed
+at the end. Of the tensors a few bands of rows are in memory at a time (`stream_out.py`). Nothing here needs torch,
+whose loading would take longer than a small model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Exported:
     dtype: str
 
     def to_json(self, target: Path) -> dict[str, object]:
-        """What a program is told, of weights that were written to `target`."""
+        """What the command prints for programs, of weights that were written to `target`."""
         about = {"step": self.manifest.step, "files": self.files, "bytes": self.bytes, "dtype": self.dtype}
         return {"path": str(target), "job": self.manifest.job, "generation": self.manifest.generation, **about}
 
@@ -68,9 +68,9 @@ def export(
 ) -> Exported:
     """Write the weights of the `checkpoint` (folder or URL) to `target`, where nothing may be yet.
 
-    `dtype`: default: that of the weights that the job began with, else fp32. `progress` is told how many bytes of how
-    many are written. Raises CheckpointError where the checkpoint cannot be read, WeightsError where transformers has no
-    such model or a number does not fit the dtype, OSError.
+    `dtype`: default: that of the weights that the job began with, else fp32. `progress` is called with how many bytes
+    of how many are written. Raises CheckpointError where the checkpoint cannot be read, WeightsError where transformers
+    has no such model or a number does not fit the dtype, OSError.
     """
     place = place_of(checkpoint)
     manifest = manifest_of(place)

@@ -71,7 +71,7 @@ def _listed(folder: Path, pattern: str) -> list[Path]:
 
 def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
     """Where each of `their_tensors(spec)` lies in the folder `spec.model.from_`, by its name there. Raises WeightsError
-    where one is missing, has another shape or a dtype that cannot be read, or nobody knows what it is for."""
+    where one is missing, has another shape or a dtype that cannot be read, or what it is for is not known."""
     folder = Path(spec.model.from_ or "")
     headers = read_headers(folder)
     wanted = their_tensors(spec)

@@ -1,4 +1,4 @@
-"""What weights can be written as."""
+"""Formats that weights can be written in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A folder that is there as a whole or not at all: made under another name beside its place, and renamed at the end."""
+"""A folder that is there as a whole or not at all: written under another name next to its place, and renamed at the
+end."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _END = ".unfinished"
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `target` when the block ends without an error. Nothing may be there yet but
-    an empty folder. What attempts that were killed have left beside it is removed; those that go on are not.
+    an empty folder. What killed attempts have left next to it is removed; what others still write is not.
 
     Raises WeightsError where something is there, OSError.
     """
@@ -28,7 +29,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_END, dir=target.parent))
     try:
         lock = _locked(folder)
-        assert lock is not None, "nobody else knows the folder"
+        assert lock is not None, "no other process knows the folder"
         try:
             yield folder
             folder.chmod(0o777 & ~_umask())

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Of the dtypes that are written, in a file's header, by what torch calls them."""
 FLUSH_BYTES = 64 * 2**20
-"""Of a file, after which those so far are sent to the disk, beside the writing: else it would stand still meanwhile."""
+"""Of a file, after which those so far are sent to the disk, while writing goes on: else it would stand still
+meanwhile."""
 _ALIGNMENT = 8
 
 
@@ -68,7 +69,7 @@ def index_of(files: dict[str, list[NewTensor]], dtype: str) -> str:
 
 class NewFiles:
     """Files (by `plan_files`) that are made in a folder, as long as a `with` block lasts. What is not written is zero.
-    Everything is on the disk when the block has ended without an error; with one nobody should use the files."""
+    Everything is on the disk when the block has ended without an error; with one the files should not be used."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class NewFiles:
         dtype: str,
         wrote: Callable[[int], object] = lambda count: None,
     ):
-        """`wrote` is told the bytes of each piece, never by two threads at once."""
+        """`wrote` is called with the bytes of each piece, never by two threads at once."""
         self._folder, self._files, self._dtype, self._wrote = folder, files, dtype, wrote
         self._at: dict[str, tuple[IO[bytes], int, int]] = {}
         """File, first byte in it and number of bytes, by tensor."""

@@ -26,7 +26,7 @@ from workers.weights.safetensors_files import NewFiles
 BAND_BYTES = 2 * 2**20
 """Of a tensor's rows as the checkpoint has them, that are cast and written at a time, unless a row is larger."""
 MEMORY_BYTES = 240 * 10**6
-"""That all threads together may take, beside what one takes anyway."""
+"""Memory that all threads together may take, besides what one takes anyway."""
 MOST_THREADS = 4
 
 
@@ -46,7 +46,7 @@ class Source:
 
 
 Uses = dict[str, list[tuple[TheirTensor, Piece]]]
-"""By our names, what is made of each."""
+"""By our names, what each is converted into."""
 
 
 def write_tensors(source: Source, tensors: Sequence[TheirTensor], dtype: str, files: NewFiles, processors: int) -> None:
@@ -79,7 +79,7 @@ def write_tensors(source: Source, tensors: Sequence[TheirTensor], dtype: str, fi
             for done in [pool.submit(work, part) for part in _shares(names, stored, threads)]:
                 done.result()
         except BaseException:
-            stop.set()  # also where somebody interrupts the wait
+            stop.set()  # also where the wait is interrupted
             raise
 
 

@@ -1,5 +1,5 @@
 """`model: {from: FOLDER}` of a submitted JobSpec: the shape that the folder's config.json names, filled in once, so
-that whoever reads the spec later knows the whole model without the folder. Pure Python.
+that a later reader of the spec knows the whole model without the folder. Pure Python.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SHAPE = frozenset(ModelConfig.model_fields) - {"from_", "dropout", "sequence_le
 
 
 def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Problem]:
-    """Keys beside `from` that are not what config.json says."""
+    """Keys next to `from` that differ from what config.json says."""
     length = model.get("sequence_length")
     if isinstance(length, int) and length > shape.positions:
         rule = f"{length} tokens are more than the model has positions for: {where} says {shape.positions_name} "
@@ -70,7 +70,7 @@ def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Pr
 
 
 def _read(section: dict[str, Any], positions: int) -> dict[str, Any]:
-    """The section with all defaults, as JSON; as it is where it cannot be read, which is found later."""
+    """The section with all defaults, as JSON; as it is where it cannot be read, which is reported later."""
     try:
         return ModelConfig.model_validate({"sequence_length": positions, **section}).model_dump(mode="json")
     except ValidationError:

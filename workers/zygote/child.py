@@ -81,6 +81,6 @@ def _leave(exit_code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     except (OSError, ValueError):
-        exit_code = exit_code or 1  # nobody reads our output any more; there is no one left to tell
+        exit_code = exit_code or 1  # nothing reads our output any more; there is no one left to tell
     finally:
         os._exit(exit_code & 0xFF)

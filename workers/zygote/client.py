@@ -102,7 +102,7 @@ async def fork(
 
 
 async def _connect(path: str | Path) -> socket.socket:
-    """Connect, again and again while nobody listens: there is no event for a socket that does not exist yet."""
+    """Connect, again and again while nothing listens: there is no event for a socket that does not exist yet."""
     loop = asyncio.get_running_loop()
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -137,7 +137,7 @@ async def _request(connection: socket.socket, line: bytes) -> ForkedProcess:
         if sent < len(line):  # else it may have answered and hung up already, and even sending nothing fails then
             await asyncio.get_running_loop().sock_sendall(connection, line[sent:])
         replies, requests = await asyncio.open_connection(sock=connection)
-        undo.callback(requests.close)  # by asyncio, or it would listen on when the number is somebody else's
+        undo.callback(requests.close)  # by asyncio, or it would listen on when the number is another file's
         pid = _pid_of(await replies.readline())
         undo.pop_all()
     control, control_writer = await asyncio.open_connection(sock=ours, limit=CONTROL_LINE_BYTES)

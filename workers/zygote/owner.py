@@ -73,7 +73,7 @@ class ZygoteOwner:
             self._spawn()
         except OSError as error:
             self._close_pipe()
-            log.warning("the zygote cannot be started again: %s; it is tried again and again", error)
+            log.warning("the zygote cannot be started again: %s; it is tried again", error)
             return False
         return True
 

@@ -28,7 +28,7 @@ STEPS, STEPS_OF_A_REHEARSAL = 60, 12
 SMOOTHED, WARM_UP, LEARNING_RATE = 10, 20, 2e-4
 """A steep beginning would make much of any rounding, bf16's too."""
 GOAL_LOSS, GOAL_PRODUCT = 0.01, 0.01
-"""Most that the smoothed loss, and a product beside the same of what its casts stand for, may differ, relatively."""
+"""Most that the smoothed loss, and a product and the same of what its casts stand for, may differ, relatively."""
 KINDS = ("tensorwise", "rowwise")
 
 

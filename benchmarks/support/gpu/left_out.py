@@ -1,4 +1,4 @@
-"""What does not run, and why: a card that nobody has tried may fail in any way."""
+"""What does not run, and why: an untested card may fail in any way."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def going_on(report: Report, name: str) -> Iterator[None]:
     """What fails inside is noted under `name`, and is no reason to lose the rest."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - a card that nobody has tried may fail in any way
+    except Exception as error:  # noqa: BLE001 - an untested card may fail in any way
         lines = str(error).strip().splitlines() or [""]
         report.settings["left_out"][name] = f"{type(error).__name__}: {lines[0]}"

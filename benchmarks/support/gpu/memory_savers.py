@@ -1,6 +1,6 @@
 """What takes less memory on a device, in a Llama with many token ids: the logits of a few tokens at a time, and
-activations or the optimizer's state in host memory. Peak memory, beside what is told, time of a step, and whether the
-numbers are the same.
+activations or the optimizer's state in host memory. Peak memory, next to what is predicted, time of a step, and whether
+the numbers are the same.
 
 Each computes the same steps by kernels that give the same bits each time, from the same weights: what waited elsewhere
 must give the very bits, fewer logits at once the numbers to rounding.

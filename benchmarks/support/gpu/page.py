@@ -52,7 +52,7 @@ def page_of(report: Report) -> str:
         "GOALS",
         *(f"  {line}" for line in _verdicts(report)),
         "",
-        "STEP, bf16 or fp8                   ms   tokens/s  MFU causal  MFU full  of products  peak GB  told GB",
+        "STEP, bf16 or fp8                   ms   tokens/s  MFU causal  MFU full  of products  peak GB told GB",
         *(f"  {line}" for line in _steps(report)),
         "",
         "EVERYTHING ELSE",

@@ -40,7 +40,7 @@ MEGATRON_CORE = replace(
     forwards_inside=True,
     shards_optimizer=True,
 )
-"""Since 2023: messages, sums of gradients and gathering of parameters run beside the passes."""
+"""Since 2023: messages, sums of gradients and gathering of parameters overlap the passes."""
 NANOTRON = replace(MANTA, name="nanotron", overlaps_tensor=0.0, blocks_on_messages=True, fused=True)
 DEEPSPEED_2022 = replace(MEGATRON_DEEPSPEED_2021, name="megatron-deepspeed-2022", shards_optimizer=True)
 DEEPSPEED_2022_FP16 = replace(DEEPSPEED_2022, gradient_bytes=2, accumulation_bytes=8.0)
@@ -173,7 +173,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron-15b": _gpt(32, 6144, 48, 256000, kv_heads=8, tie_embeddings=False, bias=False),
     "nemotron-340b": _gpt(96, 18432, 96, 256000, kv_heads=8, tie_embeddings=False, bias=False),
 }
-"""What the tables, or the scripts and configurations beside them, say of the models."""
+"""What the tables, or the scripts and configurations next to them, say of the models."""
 
 
 def model_of(name: str) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def lines_of(name: str) -> list[dict[str, str]]:
 
 
 def rows(name: str) -> Iterator[Row]:
-    """Every line of a table beside what the planner says of it."""
+    """Every line of a table next to the planner's prediction."""
     table = TABLES[name]
     for line in lines_of(name):
         spec, seconds = predicted(table, line)

@@ -1,4 +1,4 @@
-"""One published number beside ours, and whether they agree."""
+"""One published number next to ours, and whether they agree."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Channel:
             document = json.loads(line)
             waiting = self._waiting.get(document["id"])
             if waiting is None or waiting.done():
-                continue  # nobody waits any more
+                continue  # nothing waits any more
             if "error" in document:
                 kind, message = document["error"]
                 waiting.set_exception(self._errors.get(kind, RuntimeError)(message))
@@ -67,7 +67,7 @@ async def serve_requests(path: str, answer: Answer) -> asyncio.Server:
     async def reply(request: JsonObject, writer: asyncio.StreamWriter) -> None:
         try:
             said = {"answer": await answer(request["agent"], request["method"], request["arguments"])}
-        except Exception as error:  # noqa: BLE001 - whoever asked gets to know it
+        except Exception as error:  # noqa: BLE001 - the caller gets it
             said = {"error": [type(error).__name__, str(error)]}
         if not writer.is_closing():
             writer.write(json.dumps({"id": request["id"], **said}).encode() + b"\n")

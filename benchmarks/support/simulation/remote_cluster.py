@@ -273,7 +273,7 @@ class SimulatedDaemons:
             await daemon.end_job(job, keep_snapshots)
 
     def note_untold(self) -> None:
-        """All simulated nodes are told."""
+        """All simulated nodes are notified."""
 
     def keep_only(self, there: Collection[str]) -> None:
         """Nothing is kept of nodes."""

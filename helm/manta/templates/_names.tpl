@@ -22,7 +22,7 @@ app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
-{{/* Labels of Ray's pods, beside KubeRay's own, by one of which (app.kubernetes.io/name) the head's Service finds it. Takes
+{{/* Labels of Ray's pods, besides KubeRay's own, by one of which (app.kubernetes.io/name) the head's Service finds it. Takes
      (root, component). */}}
 {{- define "manta.rayLabels" -}}
 app.kubernetes.io/part-of: manta

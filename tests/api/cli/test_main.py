@@ -182,7 +182,7 @@ def test_whoever_stops_following_is_told_that_the_job_goes_on(manta, service, sp
     monkeypatch.setattr(submit_commands, "follow_progress", stopped_by_hand)
     shown = manta("submit", spec_file, "--follow", code=main.EXIT_INTERRUPTED).output
     [(_, job_id)] = service.control.asked
-    assert f"{job_id} goes on without you; `manta status {job_id}` shows it, `manta cancel {job_id}` stops it" in shown
+    assert f"{job_id} keeps running; `manta status {job_id}` shows it, `manta cancel {job_id}` stops it" in shown
     assert service.http.get(f"/v1/jobs/{job_id}").json()["state"] == "QUEUED"
 
 

@@ -144,7 +144,7 @@ def test_looks_at_the_nodes_share_one_call(ray):
 
 def test_no_nodes_at_all_is_no_answer(ray):
     ray.nodes = list
-    with pytest.raises(ClusterUnavailable, match="did not tell its nodes"):
+    with pytest.raises(ClusterUnavailable, match="did not list its nodes"):
         go(Nodes(RayConnection(ray)).known)
 
 

@@ -134,7 +134,7 @@ def test_ray_that_lets_nobody_in_is_one_clear_sentence(tmp_path, monkeypatch):
         raise RuntimeError("wrong\ntoken")
 
     monkeypatch.setattr(module, "raylets", refuse)
-    with pytest.raises(RayUnavailable, match=f"Ray at {ADDRESS} does not let us in: wrong token"):
+    with pytest.raises(RayUnavailable, match=f"Ray at {ADDRESS} refused the connection: wrong token"):
         ensure(tmp_path)
 
 

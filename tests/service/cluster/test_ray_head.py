@@ -180,7 +180,7 @@ def test_ray_that_lets_nobody_in_is_one_clear_sentence(monkeypatch, error):
 
     # Not the real one: it reads what says how to come in when it is imported, and is needed by other tests.
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=refuse, exceptions=SimpleNamespace(RayError=RayError)))
-    with pytest.raises(RayUnavailable, match=r"Ray at 127\.0\.0\.1:1 does not let us in: no entry"):
+    with pytest.raises(RayUnavailable, match=r"Ray at 127\.0\.0\.1:1 refused the connection: no entry"):
         module.connect("127.0.0.1:1", "manta")
 
 

@@ -87,7 +87,7 @@ def test_resize_that_there_is_no_room_for_is_said_and_changes_nothing(two_replic
 
     story(body)
     assert job.log == [*UP, "resize_requested", "resize_waiting", "SUCCEEDED"]
-    assert job.message("resize_waiting") == "there is no room for more than 2 replicas; it goes on waiting"
+    assert job.message("resize_waiting") == "there is no room for more than 2 replicas; it keeps waiting"
     assert len(job.generations) == 1
 
 
@@ -266,7 +266,7 @@ def test_replica_on_a_node_that_is_to_be_left_moves_with_its_state(two_replicas,
     story(body)
     assert job.log == [*UP, "node_draining", *CHANGED, "SUCCEEDED"]
     assert job.message("node_draining") == "node two is to be left within 60 s; 2 ranks are there"
-    assert job.generations[1] == ("replicas [1] moved: their nodes are to be left", "snapshot", 2)
+    assert job.generations[1] == ("replicas [1] moved: their nodes are being drained", "snapshot", 2)
     assert not cluster.agents.living and not cluster.groups.held
 
 
@@ -291,7 +291,7 @@ def test_replica_that_moves_leaves_behind_what_only_its_processes_held(two_repli
         await job.finish()
 
     story(body)
-    assert job.generations[1] == ("replicas [1] moved: their nodes are to be left", "snapshot", 1)
+    assert job.generations[1] == ("replicas [1] moved: their nodes are being drained", "snapshot", 1)
 
 
 def test_elastic_job_leaves_a_node_by_going_on_without_the_replica(two_replicas, tmp_path):
@@ -311,7 +311,7 @@ def test_elastic_job_leaves_a_node_by_going_on_without_the_replica(two_replicas,
 
     story(body)
     assert job.log == [*UP, "node_draining", *CHANGED, "SUCCEEDED"]
-    assert job.generations[1] == ("went on without replicas [0]: their nodes are to be left", "memory", 1)
+    assert job.generations[1] == ("went on without replicas [0]: their nodes are being drained", "memory", 1)
     assert job.message("node_draining") == "node one is to be left within 60 s (it is sold); 2 ranks are there"
 
 
@@ -363,7 +363,7 @@ def test_job_in_a_smaller_layout_is_placed_anew_when_there_is_room_again(two_rep
     story(body)
     assert len(job.ranks) == (2 if taken else 4)
     cause, _, resume_step = job.generations[1]
-    assert (cause, resume_step) == ("placed anew as tensor 2 x pipeline 2 x data 1: there is room again", 1)
+    assert (cause, resume_step) == ("placed again as tensor 2 x pipeline 2 x data 1: there is room again", 1)
     holders = cluster.agents.holders
     assert {holder.node for holder in holders} == {"one"}, "who hands out the snapshots that were left there"
     assert all(holder in cluster.agents.ended for holder in holders)

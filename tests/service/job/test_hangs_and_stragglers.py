@@ -171,7 +171,7 @@ def test_where_nobody_can_be_named_the_whole_gang_goes(watch):
     agents = [agent(waits_for=1, overdue=True), agent(waits_for=0, overdue=True)]
     (hung,), _ = watch(agents, lambda events, lost: all(each.kills for each in agents))
     assert hung.kind == "gang_hung"
-    assert "cannot be told" in hung.message
+    assert "is not known" in hung.message
     assert [each["rank"] for each in hung.data["ranks"]] == [0, 1]
 
 
@@ -226,7 +226,7 @@ def test_a_straggler_whose_agent_is_gone_keeps_no_other_from_being_replaced(watc
 def test_a_gang_that_hangs_is_ended_as_a_whole_though_the_evidence_is_of_some(watch):
     agents = [agent(waits_for=(rank + 1) % 18, overdue=True) for rank in range(18)]
     (hung,), lost = watch(agents, lambda events, lost: all(each.kills for each in agents))
-    assert (hung.kind, hung.rank, hung.message.split(":")[0]) == ("gang_hung", None, "the whole gang is started anew")
+    assert (hung.kind, hung.rank, hung.message.split(":")[0]) == ("gang_hung", None, "the whole gang is restarted")
     assert [each["rank"] for each in hung.data["ranks"]] == list(range(16))
     assert [each["stacks"] for each in hung.data["ranks"]] == ["stacks of 100"] * 16
     assert lost == []

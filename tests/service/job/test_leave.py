@@ -61,7 +61,7 @@ def test_paused_job_holds_its_snapshots_alone_and_goes_on_from_them(job, cluster
         job.pause()
         await gone(job)
         assert (job.row.state, job.row.reason) == ("PAUSED", "paused_by_user")
-        assert job.row.message == f"paused by the user at step 2; `manta resume {job.id}` has it go on"
+        assert job.row.message == f"paused by the user at step 2; `manta resume {job.id}` continues it"
         assert not cluster.agents.living and not cluster.groups.held
         assert job.rank_states == ["exited"] * 4
         assert all(cluster.agents.memory["one"].values())

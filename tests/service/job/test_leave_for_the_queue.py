@@ -84,7 +84,9 @@ def test_state_is_saved_and_kept_and_goes_on_where_there_is_room(job, cluster):
         drain(job, 10.0)
         await job.task
         assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
-        assert job.row.message == "its nodes are to be left and there is no room elsewhere; it goes on when there is"
+        assert (
+            job.row.message == "its nodes are being drained and there is no room elsewhere; it continues when there is"
+        )
         assert not cluster.agents.living and not cluster.groups.held
         assert job.rank_states == ["exited"] * 4
         assert all(all(memory.values()) for memory in cluster.agents.memory.values())
@@ -188,7 +190,7 @@ def test_room_elsewhere_is_used_while_it_can_be_ready_in_time(two_replicas, tmp_
 
     story(body)
     assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
-    assert job.row.message == "its nodes are to be left sooner than it could move; it goes on elsewhere"
+    assert job.row.message == "its nodes go away sooner than it could move; it continues elsewhere"
 
 
 def test_rank_that_dies_while_the_state_is_saved_is_recovered_from_and_all_are_asked_again(job, cluster):

@@ -192,7 +192,7 @@ def test_agents_of_another_release_train_on_until_a_release_that_speaks_to_them_
             other_release(agent)
         owned.supervise(None)
         await reached(lambda: "not_understood" in owned.log)
-        await asyncio.sleep(0.05)  # it is tried again and again
+        await asyncio.sleep(0.05)  # it is tried again
         assert owned.row.state == "RUNNING" and all(agent.running for agent in agents)
         assert not owned.task.done() and len(cluster.groups.held) == 2
         for agent in agents:
@@ -365,7 +365,7 @@ def test_ray_that_does_not_answer_during_a_launch_costs_no_agent(owned, cluster,
     story(body)
     assert owned.row.state == "SUCCEEDED"
     assert left == []
-    assert owned.log.count("held") == 1 and "Ray does not do what it is asked (no answer)" in owned.message("held")
+    assert owned.log.count("held") == 1 and "Ray refused a request (no answer)" in owned.message("held")
     assert owned.row.restarts == 1
 
 
@@ -448,7 +448,7 @@ def test_wish_ends_the_pause_at_hand_and_no_later_one(store, submit, cluster, wi
 
 def test_fault_is_refused_while_nobody_looks_after_the_job(store, submit, cluster):
     owner = JobOwner(store, cluster, submit().id)
-    with pytest.raises(FaultNotPossible, match="nobody looks after the job at the moment; try again"):
+    with pytest.raises(FaultNotPossible, match="no control plane owns the job at the moment; try again"):
         asyncio.run(owner.inject(Fault("fault_1", "kill", 0)))
 
 

@@ -142,7 +142,7 @@ def test_launch_tells_who_kept_its_process_and_who_was_started(record):
     assert [pid for _, pid, _ in ranks_of(record)] == [300, 301, 302]
     (entry,) = events_of(record, "ranks_replaced")
     assert (entry.generation, entry.data) == (number, {"kept": [0, 2], "started": [1]})
-    assert entry.message == "generation 1 goes on with 2 of 3 processes"
+    assert entry.message == "generation 1 continues with 2 of 3 processes"
 
 
 def test_launch_that_kept_nobody_says_nothing_of_it(record):
@@ -189,7 +189,7 @@ def test_job_is_paused_unless_it_was_cancelled_meanwhile(record, cancelled):
     assert ranks_of(record) == [("a", None, "exited")]
     if not cancelled:
         assert job.reason == "paused_by_user"
-        assert job.message == f"paused by the user at step 7; `manta resume {record.id}` has it go on"
+        assert job.message == f"paused by the user at step 7; `manta resume {record.id}` continues it"
 
 
 @pytest.mark.parametrize("until", [None, 86400.0])

@@ -308,9 +308,9 @@ def test_job_that_can_neither_move_nor_shrink_leaves_its_nodes_in_another_layout
         context.cluster.nodes.used["two"] = 0
         assert await planner.may_change(), "though it was said that there is no room"
         change = await planner.plan(running)
-        assert isinstance(change, PlaceAnew) and change.why == "its nodes are to be left"
+        assert isinstance(change, PlaceAnew) and change.why == "its nodes are being drained"
         assert (change.target.layout.tensor, change.target.layout.pipeline) == (2, 1)
-        assert change.cause == "placed anew as tensor 2 x pipeline 1 x data 1: its nodes are to be left"
+        assert change.cause == "placed again as tensor 2 x pipeline 1 x data 1: its nodes are being drained"
 
     async def full_at_first(planner, running, context):
         context.cluster.nodes.used["two"] = 2

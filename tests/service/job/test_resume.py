@@ -269,7 +269,7 @@ def test_newest_checkpoint_that_cannot_be_read_is_not_gone_back_behind(job, monk
         resume_of(job)
     holds(job, 0, 4)
     holds(job, 1, 4)
-    with pytest.raises(CheckpointsUnreadable, match="to go on from an older checkpoint instead, delete its folder"):
+    with pytest.raises(CheckpointsUnreadable, match="to continue from an older checkpoint instead, delete its folder"):
         resume_of(job)
     holds(job, 0, 5)
     holds(job, 1, 5)

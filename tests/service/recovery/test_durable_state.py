@@ -55,7 +55,7 @@ def test_folder_that_is_not_there_makes_all_that_was_saved_unknown():
 
 
 def test_an_older_checkpoint_is_advised_only_where_one_can_be_read():
-    advice = "; to go on from an older checkpoint instead, delete its folder"
+    advice = "; to continue from an older checkpoint instead, delete its folder"
     for older, advised in ((Condition.WHOLE, True), (Condition.UNKNOWN, False), (Condition.NOT_WHOLE, False)):
         listing = Listing(FOLDER, (stored(4, older), stored(5, Condition.UNKNOWN)))
         state = durable_state(listing, [row(4), row(5)])

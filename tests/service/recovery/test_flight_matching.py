@@ -190,7 +190,7 @@ def test_what_devices_say_comes_first_and_only_a_gang_is_looked_at_more_closely(
     gang = Verdict("gang", (0, 1, 2, 3), "the network")
     assert refined(gang, records, everybody).ranks == (2,)
     assert refined(gang, records, everybody).kind == "ranks"
-    for verdict in (Verdict("ranks", (1,), "waits for nobody"), Verdict("nobody")):
+    for verdict in (Verdict("ranks", (1,), "waits for no rank"), Verdict("nobody")):
         assert refined(verdict, records, everybody) == verdict
     assert refined(gang, gang_of(SUM, SUM, SUM, SUM), everybody) == gang
     torn = refined(gang, gang_of(SUM, GATHER, GATHER, SUM), everybody)

@@ -150,7 +150,7 @@ def test_in_a_circle_of_equals_the_whole_gang_goes():
     looks = [Look(0, overdue=True, waits_for=1), Look(1, overdue=True, waits_for=0), Look(2, waits_for=0)]
     verdict = find_culprits(looks, grid_of((1, 1, 4)).group)
     assert (verdict.kind, verdict.ranks) == ("gang", (0, 1, 2))
-    assert "cannot be told" in verdict.why
+    assert "is not known" in verdict.why
 
 
 def test_all_standing_in_the_same_place_is_nobodys_fault_in_particular():
@@ -235,8 +235,8 @@ def test_those_of_whom_the_culprits_are_chosen_are_named_in_order():
 @pytest.mark.parametrize(
     ("looks", "why"),
     [
-        ([Look(0, overdue=True, waits_for=1), Look(1, overdue=True)], "others wait for it, and it waits for nobody"),
-        ([Look(0, overdue=True), Look(1)], "it stands still and waits for nobody"),
+        ([Look(0, overdue=True, waits_for=1), Look(1, overdue=True)], "others wait for it, and it waits for no rank"),
+        ([Look(0, overdue=True), Look(1)], "it stands still and waits for no rank"),
         ([Look(0, overdue=True, stopped=True, waits_for=1), Look(1)], "its process is stopped"),
         (
             [Look(0, overdue=True, waits_for=1), Look(1, answered=False)],

@@ -30,7 +30,7 @@ def test_rank_that_stands_still_while_the_others_wait_is_the_culprit():
         at("data", 1, DATA),
     )
     assert waits.culprits == (0,)
-    assert waits.sentence == ("the job stands still because of rank 0: others wait for it, and it waits for nobody")
+    assert waits.sentence == ("the job stands still because of rank 0: others wait for it, and it waits for no rank")
     first, second, third = waits.ranks
     assert (first.phase, first.doing, first.since_seconds) == ("forward", "forward of micro-batch 3", 9.0)
     assert (first.waits_for, first.step, second.waits_for, third.waits_for) == ((), 7, (0,), (1,))
@@ -56,12 +56,12 @@ def test_rank_that_may_yet_go_on_is_said_to():
 def test_nobody_in_particular_where_all_wait_for_each_other():
     waits = seen(at("agreement", 1, DATA, overdue=True), at("agreement", 0, DATA, overdue=True))
     assert waits.culprits == ()
-    assert waits.sentence.startswith("the job stands still because of nobody in particular: ")
+    assert waits.sentence.startswith("the job stands still because of no rank in particular: ")
 
 
 def test_agents_that_do_not_answer_and_trainers_that_are_gone():
     waits = seen(None, None, at("data", 0, DATA, overdue=True), silent=[0])
-    assert (waits.ranks[0].phase, waits.ranks[0].doing) == ("unknown", "nobody knows what: its agent does not answer")
+    assert (waits.ranks[0].phase, waits.ranks[0].doing) == ("unknown", "unknown: its agent does not answer")
     assert (waits.ranks[1].phase, waits.ranks[1].since_seconds) == ("exited", None)
     assert waits.culprits == (0,)
 

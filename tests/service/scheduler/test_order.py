@@ -46,7 +46,7 @@ def test_stored_spec_that_this_release_does_not_take_waits_for_one_that_does_and
     assert [job for job, _ in look()] == [fine.id]
     stored = job_now(store, old)
     assert (stored.state, stored.reason) == ("QUEUED", "invalid_spec")
-    assert "model.heads" in stored.message and "a release that does goes on with the job" in stored.message
+    assert "model.heads" in stored.message and "a release that does continues the job" in stored.message
 
 
 def test_job_that_cannot_be_looked_at_holds_up_no_other(store, submit, look, monkeypatch):

@@ -40,9 +40,9 @@ def test_a_second_pause_changes_nothing(store, submit):
     ("states", "request_", "advice"),
     [
         (["CANCELLING"], pauses.request_pause, "pause works only while it is QUEUED or STARTING"),
-        (["FAILED"], pauses.request_pause, "`manta retry` has it go on"),
+        (["FAILED"], pauses.request_pause, "`manta retry` continues it"),
         (["PAUSING"], pauses.request_resume, "wait until it is PAUSED, then resume it"),
-        (["RUNNING"], pauses.request_resume, "it is not paused, so it goes on by itself"),
+        (["RUNNING"], pauses.request_resume, "it is not paused, so it continues by itself"),
         (["CANCELLING"], pauses.request_resume, "resume works only while it is PAUSED"),
     ],
 )

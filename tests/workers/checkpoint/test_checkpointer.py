@@ -398,7 +398,7 @@ def test_a_save_that_failed_leaves_nothing_that_would_keep_a_full_disk_full(trai
         assert list(Path(trainer.state.checkpoints.folder).iterdir()) == []
         save(trainer, trainer.spec.train.steps)
     failed = [message for kind, message in noted if kind == "checkpoint_failed"]
-    assert [message.rpartition("; ")[2] for message in failed] == ["training goes on", "it is tried again"]
+    assert [message.rpartition("; ")[2] for message in failed] == ["training continues", "it is tried again"]
 
 
 def test_what_a_later_generation_saves_takes_the_place_of_what_was_interrupted_before_it(trainer):

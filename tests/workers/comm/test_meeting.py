@@ -255,7 +255,7 @@ def test_who_writes_to_the_store_all_the_time_is_named_in_the_end(monkeypatch, s
     monkeypatch.setattr(meeting, "DISBELIEF_SECONDS", 0.2)
     store = dist.HashStore()
     store.set("address/0", at(stranger))
-    with pytest.raises(PeerLost, match="somebody else than rank 0 says in the rendezvous store where it is"):
+    with pytest.raises(PeerLost, match="the address of rank 0 in the rendezvous store was not written by it"):
         rank_links(1, store)
 
 

@@ -83,7 +83,7 @@ def tries(comm: Comm, kind: str, port: int) -> RepairSelfTest:
     ("kind", "problem"),
     [
         ("returns", "rank 1: a sum did not wait for a rank that took no part (it returned)"),
-        ("wrong", "the sum over the groups that were made anew is wrong"),
+        ("wrong", "the sum over the new groups is wrong"),
     ],
 )
 def test_what_is_wrong_on_one_rank_all_ranks_know(ranks, kind, problem):

@@ -139,7 +139,7 @@ def test_a_rank_that_says_what_makes_no_sense_is_named_and_nothing_of_it_runs(tm
         return json.loads(answer).get("problem", "")
 
     said = connected(2, body)
-    assert said[1 - sender].startswith(f"rank {sender} said what makes no sense: ")
+    assert said[1 - sender].startswith(f"rank {sender} sent an invalid message: ")
     assert said[sender] == (said[0] if sender == 1 else ""), "all ranks learn what one of them said"
     assert not trap.exists()
 
@@ -151,7 +151,7 @@ def test_a_length_that_makes_no_sense_fills_no_memory(length):
             links.send(0, 0, torch.tensor([length])).wait()
             hear(links, 0)
             return
-        with pytest.raises(SharedWorkFailed, match=f"rank 1 said what makes no sense: that its message has {length} "):
+        with pytest.raises(SharedWorkFailed, match=f"rank 1 sent an invalid length: {length} "):
             SharedWork(links, 2).together(lambda: Part(0), lambda parts: [parts] * 2, KINDS)
 
     connected(2, body)

@@ -29,7 +29,7 @@ def test_the_kept_tokenizer_comes_before_the_file_that_the_spec_names(tmp_path, 
 def test_without_one_it_is_the_file_of_the_spec_or_none(tmp_path):
     file = byte_level(tmp_path / "t.json")
     assert text_tokens_of(job(file), tmp_path / "checkpoints" / "step-3").end == 0
-    with pytest.raises(DataError, match="the tokenizer of this job is not kept beside "):
+    with pytest.raises(DataError, match="the tokenizer of this job is not kept next to "):
         text_tokens_of(job("bpe"), tmp_path / "checkpoints" / "step-3")
 
 

@@ -90,7 +90,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "documents apart in compiled blocks",
         {"data": {"documents": "apart", "end_of_document": "<|endoftext|>"}, "train": {"compile": True}},
-        "train.compile", "with documents apart each micro-batch would be compiled anew", "false",
+        "train.compile", "with documents apart each micro-batch would be compiled again", "false",
     ),
     (
         "a template of texts",
@@ -119,7 +119,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "conversations in compiled blocks",
         {"data": {"source": "chat", "template": "chatml"}, "train": {"compile": True}},
-        "train.compile", "with documents apart each micro-batch would be compiled anew", "false",
+        "train.compile", "with documents apart each micro-batch would be compiled again", "false",
     ),
     (
         "layers without a window",
@@ -375,7 +375,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "state that is kept nowhere",
         {"checkpoint": {"snapshots": "off", "every_steps": 0}},
-        "checkpoint.every_steps", "without snapshots a job goes on from checkpoints alone", "50",
+        "checkpoint.every_steps", "without snapshots a job resumes from checkpoints alone", "50",
     ),
     (
         "fused dropout",

@@ -2,7 +2,7 @@
 gradient multiplied by a factor (clipping, the loss scale), nothing changed where the step is refused.
 
 By torch's fused kernel, after a pass over the gradient for the factor and before one that rounds 16-bit parameters; or
-all of it in one pass, made by torch.compile: 30 bytes of a GPU's memory are moved for each element instead of 42.
+all of it in one pass, by torch.compile: 30 bytes of a GPU's memory are moved for each element instead of 42.
 
 Shapes: n elements.
 """
@@ -71,7 +71,7 @@ def update_in_one_pass(
     scales = factor, learning_rate / (1.0 - config.beta1**done), (1.0 - config.beta2**done).rsqrt()
     run = compiled_pass(config.beta1, config.beta2, config.epsilon)
     for decay, pieces in groups.items():
-        # Numbers that differ between calls are tensors: as Python's they would be compiled anew.
+        # Numbers that differ between calls are tensors: as Python's they would be compiled again.
         exact = *scales, torch.full_like(done, 1.0 - learning_rate * decay)
         numbers = [number.to(pieces[0].values.dtype) for number in exact]
         for piece in pieces:

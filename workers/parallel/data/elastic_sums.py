@@ -39,7 +39,7 @@ class ElasticReduction(GradientReduction):
         super().__init__(flat, comm, shared, {})
         self.spec = spec
         self.waiting = WaitingBuffers(flat.gradients)
-        """Where sums of micro-batches wait for others, beside the flat buffer."""
+        """Where sums of micro-batches wait for others, besides the flat buffer."""
         self._by_pass = leaf_sums(flat, chunks, spec.layout.schedule in SPLIT_BACKWARD, self.waiting)
         self._leaf_sums = list(dict.fromkeys(each for sums in self._by_pass.values() for each in sums))
         self.leaves, self.mine = 0, range(0)
@@ -48,7 +48,7 @@ class ElasticReduction(GradientReduction):
     def begin(self, micro_batches: int, sequences: int) -> None:
         """A step begins, whatever became of the one before. Raises ValueError where this replica does not run so many
         `micro_batches` of a global batch of `sequences`."""
-        self.flat.gradients.zero_()  # a leaf is made from zero
+        self.flat.gradients.zero_()  # a leaf begins at zero
         self.leaves, self.mine = shared_leaves(self.spec, sequences, self.comm.index("data"))
         if len(self.mine) != micro_batches:
             raise ValueError(f"of {self.leaves} micro-batches this replica runs {self.mine}, not {micro_batches}")

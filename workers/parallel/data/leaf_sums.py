@@ -1,8 +1,8 @@
 """Gradients of a replica's micro-batches, one by one, added in a fixed tree (tree_sum.py) as far as the replica's share
 of the tree goes.
 
-A micro-batch's gradient is a leaf. It is made in the flat gradient buffer, from zero; sums that wait for their right
-neighbour lie in further buffers of the same size, number i of them in buffer i.
+A micro-batch's gradient is a leaf. It is computed in the flat gradient buffer, from zero; sums that wait for their
+right neighbour lie in further buffers of the same size, number i of them in buffer i.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class LeafSum:
 
     @property
     def complete(self) -> bool:
-        """Whether all leaves have been made."""
+        """Whether all leaves have been computed."""
         return self._next == self._leaves.stop
 
 

@@ -3,11 +3,11 @@ GPU copies them.
 
 An update brings the state to the device a slice at a time, into one of PLACES there. The kernel that updates it where
 it stays updates the slice; its weights are rounded into the parameters, and it goes back. On a GPU slices come and go
-on two streams beside the compute stream, and each of the three waits for the others by events, so that the link is busy
-both ways. The places are taken and given back on the compute stream and for the update alone, when no activations are
-left. On a CPU the same happens without streams.
+on two streams next to the compute stream, and each of the three waits for the others by events, so that the link is
+busy both ways. The places are taken and given back on the compute stream and for the update alone, when no activations
+are left. On a CPU the same happens without streams.
 
-The host waits for the end of the update: whoever reads the state between two of them is no stream but a thread.
+The host waits for the end of the update: what reads the state between two of them is a thread, not a stream.
 """
 
 from __future__ import annotations

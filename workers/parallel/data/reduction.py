@@ -1,4 +1,4 @@
-"""Reduction of gradients over the data group, a bucket at a time, beside the backward passes that still run.
+"""Reduction of gradients over the data group, a bucket at a time, overlapping the backward passes that still run.
 
 A bucket is started once every weight in it has the gradients of all micro-batches. Buckets start in one fixed order,
 from the last layers to the first, so that all replicas agree on it; a sum is over replicas in their order, so its

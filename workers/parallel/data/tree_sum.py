@@ -2,8 +2,9 @@
 
 The leaves are the micro-batches of a global batch, in order. A node of level l is the sum of up to 2^l neighbouring
 leaves: node (l, k) of leaves k 2^l to (k + 1) 2^l - 1, as far as there are any. It is the sum of nodes (l - 1, 2k) and
-(l - 1, 2k + 1), or the first of them where the second has no leaves. Whoever holds neighbouring leaves adds what lies
-wholly within them; the nodes that are left are added by whoever has them all. Either way each addition is the tree's.
+(l - 1, 2k + 1), or the first of them where the second has no leaves. A rank that holds neighbouring leaves adds what
+lies wholly within them; the nodes that are left are added by a rank that has them all. Either way each addition is the
+tree's.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class TreeSum(Generic[Value]):
 
     def push(self, node: Node, value: Value, add: Callable[[Value, Value], Value]) -> None:
         """Take the node right behind the last one; `add` takes the values of a left and a right node. It is not kept:
-        as a method of whoever holds this sum it would keep its buffers from being freed at once."""
+        as a method of the object that holds this sum it would keep its buffers from being freed at once."""
         while True:
             if node.index % 2:
                 if not self.nodes or self.nodes[-1][0] != Node(node.level, node.index - 1):
@@ -75,7 +76,8 @@ def cover(leaves: int, first: int, stop: int) -> tuple[Node, ...]:
 @cache
 def buffers(leaves: int, first: int, stop: int) -> int:
     """Most nodes that wait at once while leaves `first` to `stop` - 1 are pushed one by one, but for the last one's:
-    how many buffers it takes to add them, beside the one that each leaf is made in. At most 2 log2(stop - first)."""
+    how many buffers it takes to add them, besides the one that each leaf is computed in. At most 2 log2(stop -
+    first)."""
     tree: TreeSum[None] = TreeSum(leaves)
     most = 0
     for leaf in range(first, stop - 1):

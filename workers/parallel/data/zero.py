@@ -53,7 +53,7 @@ class ZeroOptimizer:
         """Frozen parameters whose values this rank keeps, in the precision of compute."""
         narrow = flat.parameters.dtype != flat.gradients.dtype
         self.has_masters = narrow or config.offload
-        """Whether the weights that are updated are kept beside the parameters."""
+        """Whether the weights that are updated are kept in addition to the parameters."""
         self.one_pass = one_pass
         self.rounds_at_once = one_pass and narrow and self.holds_everything
         """Whether the kernel of the update rounds the parameters too."""
@@ -230,8 +230,8 @@ class ZeroOptimizer:
             self.arriving.start(parts)
 
     def gather_beside_forward(self) -> ArrivingParameters | None:
-        """From now on the update does not wait for the parameters: whoever computes with some does. None where nothing
-        is gathered, or where what is gathered is the state itself, which snapshots read meanwhile."""
+        """From now on the update does not wait for the parameters: the computation that uses them does. None where
+        nothing is gathered, or where what is gathered is the state itself, which snapshots read meanwhile."""
         if self.has_masters and self.held == self.owned and self.comm.size("data") > 1:
             self.arriving = ArrivingParameters(self.flat, self.comm)
         return self.arriving

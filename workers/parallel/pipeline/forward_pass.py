@@ -13,7 +13,7 @@ from workers.parallel.tensor.key_value_cache import KeyValueCache
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a stage needs to know about one micro-batch beside its input."""
+    """What a stage needs to know about one micro-batch besides its input."""
 
     keys_b: torch.Tensor | None = None
     """Dropout keys of the samples (workers/parallel/tensor/dropout.py); None: no dropout."""

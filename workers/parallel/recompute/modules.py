@@ -50,7 +50,7 @@ def _kept(x: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def again(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Again:
-    """Computes function(x) once more, for whoever takes function(x) and does not keep it."""
+    """Computes function(x) once more, for consumers of function(x) that do not keep it."""
     kept = _kept(x)
     return lambda: function(kept())
 

@@ -3,11 +3,11 @@
 What autograd keeps of a layer is copied out when the layer's forward has been queued, while the layers up to the next
 such one compute, and is let go of on the device once that one has been queued too, after the copies. Backward has each
 one's brought back while the next such layer behind it, and those between, compute. On a GPU copies go to and from
-pinned memory, on two streams beside the compute stream, which waits for them by events; memory of the device is taken
+pinned memory, on two streams next to the compute stream, which waits for them by events; memory of the device is taken
 and given back on the compute stream alone, so no block waits for another stream, and the most that there is at once
 does not depend on how far the host runs ahead. On a CPU the same happens without streams.
 
-Whatever lies in the same memory is copied once. Small tensors stay, and what somebody else keeps anyway: parameters,
+Whatever lies in the same memory is copied once. Small tensors stay, and what is kept elsewhere anyway: parameters,
 tables that layers share, the input of a stage that came as a message.
 """
 
@@ -37,7 +37,7 @@ class HostBlocks:
     """Host memory of one rank's activations, which is used again and again: in powers of two, as torch takes pinned
     memory anyway.
 
-    A block that is given back may still be read by a copy to the device. Whoever takes it next writes to it after what
+    A block that is given back may still be read by a copy to the device. Its next user writes to it after what
     the compute stream has been given by then, which has waited for that copy.
     """
 
@@ -51,7 +51,7 @@ class HostBlocks:
         return block[: like.nbytes].view(like.dtype)
 
     def give_back(self, taken: torch.Tensor) -> None:
-        """Nobody needs it any more."""
+        """It is not needed any more."""
         whole = taken.view(torch.uint8)
         size = block_bytes(len(whole))
         self._free[size].append(whole.as_strided((size,), (1,)))
@@ -74,7 +74,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 class _Stored:
-    """Memory that autograd keeps something in; gone when nobody keeps any more."""
+    """Memory that autograd keeps something in; gone when nothing in it is kept any more."""
 
     def __init__(self, layer: OffloadedLayer, whole: torch.Tensor):
         self.layer = layer
@@ -175,7 +175,7 @@ class OffloadedLayer:
         self._here = False
 
     def fetch(self) -> None:
-        """Begin to bring it back, where nobody has."""
+        """Begin to bring it back, unless that has begun."""
         if self._here:
             return
         self._here, pairs = True, []
@@ -213,7 +213,7 @@ class OffloadedPass:
 
     def run(self, layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """layer(x) of the next layer."""
-        if x.is_leaf and x.requires_grad:  # whoever wants its gradient keeps it
+        if x.is_leaf and x.requires_grad:  # it is kept for its gradient
             self._stays.add(memory_of(x))
         wanted = [self._before] if self._before is not None else []
         if policy.waits_on_host(self._place, self._layers, self._count):
@@ -221,7 +221,7 @@ class OffloadedPass:
             with kept_through(offloaded.keep, offloaded.give):
                 y = layer(x)
             offloaded.leave()
-            # The one below comes and goes beside all that lies between, so that the link is never idle.
+            # The one below is copied while all that lies between computes, so that the link is never idle.
             wanted = [offloaded]
             if self._below is not None:
                 wanted.append(self._below)

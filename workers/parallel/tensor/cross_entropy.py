@@ -37,7 +37,7 @@ class LossKernels:
 
 
 Kept = tuple[torch.Tensor | None, ...]
-"""What the logits' gradient is made of: the logits' memory, and a few numbers a token."""
+"""What the logits' gradient is computed from: the logits' memory, and a few numbers a token."""
 
 
 def token_losses(

@@ -1,5 +1,5 @@
-"""Tensor-parallel communication beside the product that depends on it, forward, in chunks (Wang et al., ASPLOS 2023,
-"Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models").
+"""Overlap of tensor-parallel communication with the product that depends on it, forward, in chunks (Wang et al., ASPLOS
+2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models").
 
 A product and its communication are cut along the sequence into c chunks: while one chunk is computed, the next one of
 what enters the region is gathered, or the last one of what leaves it is summed. With sequence parallelism a chunk is
@@ -65,7 +65,8 @@ def _of_each_rank(whole: torch.Tensor, rows: Rows, ranks: int) -> torch.Tensor:
 
 
 def row_sum_in_chunks(x: torch.Tensor, weight: torch.Tensor, region: Region) -> torch.Tensor:
-    """The sum over ranks of x W^T, [s, b, i/t] -> [s or s/t, b, o], each chunk summed beside the next one's product."""
+    """The sum over ranks of x W^T, [s, b, i/t] -> [s or s/t, b, o], each chunk summed while the next one's product
+    runs."""
     x, ranks = x.contiguous(), region.sequence_split
     total = x.new_empty((len(x) // ranks, *x.shape[1:-1], len(weight)))
     summing: Handle = DONE

@@ -3,7 +3,7 @@ up to 448) or 5 and 2 (e5m2, up to 57,344). Each matrix, or each of its rows, is
 rounded, so that its largest element comes near to the format's.
 
 Scales are powers of two (decision 0027): they move exponents and round nothing, so another scale gives other numbers
-only where elements are so small beside the largest that they fall out of the format.
+only where elements are so small compared with the largest that they fall out of the format.
 
 Shapes: m rows, k columns along which a product sums.
 """

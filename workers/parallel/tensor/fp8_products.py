@@ -1,6 +1,6 @@
 """Linear layers whose products take 8-bit matrices and sum in fp32, on kernels that do twice as many a second as with
 16 bits. Weights, what is kept for backward and all that leaves a product stay as they are without: only what enters a
-product is cast, with a scale that is found anew each time (dynamic scaling), so nothing has to be kept with the state.
+product is cast, with a scale that is computed each time (dynamic scaling), so nothing has to be kept with the state.
 
 Inputs and weights are e4m3. With one scale a matrix gradients are e5m2, since what the tokens of a batch have as
 gradients lies many powers of two apart; with one scale a row they are e4m3 too, since each row has its own range.
@@ -35,7 +35,7 @@ class _Weight:
 
 
 class Fp8Products(TorchProducts):
-    """8-bit products for the weights that it is told of, torch's own for all others."""
+    """8-bit products for the weights that were registered, torch's own for all others."""
 
     def __init__(self, kind: Kind, device: torch.device, compiled: bool = False):
         """`compiled`: whether casts are compiled. Raises ModelError for a GPU without 8-bit products."""
@@ -144,7 +144,7 @@ class Fp8Products(TorchProducts):
                 product(left, right, self._wide, out=total_oi)
 
     def _columns_of(self, grad_no: torch.Tensor) -> Cast:
-        """Of a gradient whose rows have just been multiplied, or where products for weights are put off, anew."""
+        """Of a gradient whose rows have just been multiplied, or where products for weights are put off, again."""
         for number, (known_no, columns) in enumerate(self._gradients):
             if known_no is grad_no:
                 self._gradients.pop(number)

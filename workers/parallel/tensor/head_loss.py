@@ -78,10 +78,10 @@ class HeadLoss:
             if grad is not None:
                 grad.view(-1, grad.shape[-1])[tokens] = region.products.input_gradient([grad_mv], [self.weight])
                 if is_last:
-                    grad, reducing = start_sum(grad, region)  # beside the last product for the weight
+                    grad, reducing = start_sum(grad, region)  # overlaps the last product for the weight
             if self.weight.requires_grad:
                 region.weight_gradients.add_product(self.weight, grad_mv, x_nh[tokens], is_last)
-            del grad_mv  # before the next logits are made
+            del grad_mv  # before the next logits are computed
         if reducing is not None:
             reducing.wait()
         return Losses(results_2n[0], results_2n[1].square() if z_weight else None, grad)

@@ -56,7 +56,7 @@ def column_backward(
     if region.tensor_size == 1 and len(weights) == 1:
         return _backward_alone(grads[0], x, weights[0], biases[0], region)
     grads_no = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-    # Nobody needs the input of frozen weights. What is kept for later leaves the graph, which would keep more.
+    # The input of frozen weights is not needed. What is kept for later leaves the graph, which would keep more.
     needed = x.detach() if x is not None and _trained(weights) else None
     gathered = None if store.keeping or needed is None else start_gather(needed, region)
     grad_x = region.products.input_gradient(grads_no, weights).view(*grads[0].shape[:-1], -1)
@@ -111,7 +111,8 @@ def row_backward(
     region: Region,
 ) -> torch.Tensor:
     """The gradient of the input, which `input_of` gives where the weight is trained (it may have to be computed again,
-    beside the gathering of the gradient); those of weight and bias, where trained, go to `region.weight_gradients`."""
+    overlapping the gathering of the gradient); those of weight and bias, where trained, go to
+    `region.weight_gradients`."""
     store = region.weight_gradients
     if region.tensor_size == 1:
         return _backward_alone(local_grad, input_of() if weight.requires_grad else None, weight, bias, region)
@@ -136,7 +137,7 @@ def row_backward(
 def _backward_alone(
     grad: torch.Tensor, x: torch.Tensor | None, weight: nn.Parameter, bias: nn.Parameter | None, region: Region
 ) -> torch.Tensor:
-    """The gradient of the input of a whole product, with nobody to talk to. A product of matrices leaves the caches
+    """The gradient of the input of a whole product, without communication. A product of matrices leaves the caches
     without a trace of the interpreter, so as much as possible is done before the first one."""
     store, grad_no = region.weight_gradients, grad.reshape(-1, weight.shape[0])
     # Apart from the graph, which would keep the pass's input as long as this waits for its turn.
@@ -165,7 +166,7 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        again, ctx.again = ctx.again, None  # it holds what nobody needs any more
+        again, ctx.again = ctx.again, None  # it holds what is not needed any more
         computes_again = again is not None and _trained(ctx.weights)
         x = in_backward(again, ctx.region.comm) if computes_again else ctx.saved_tensors[0]
         grad_x = column_backward(grads, x, ctx.weights, ctx.biases, ctx.region)

@@ -19,4 +19,4 @@ class Region:
         self.sequence_split = self.tensor_size if sequence_parallel else 1
         """Ranks over which the sequence is split outside of the region."""
         self.forward_chunks = forward_chunks if self.tensor_size > 1 else 1
-        """In how many chunks a forward product and its communication run beside each other (`forward_chunks.py`)."""
+        """In how many chunks a forward product overlaps its communication (`forward_chunks.py`)."""

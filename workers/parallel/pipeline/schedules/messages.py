@@ -19,7 +19,7 @@ _MESSAGES: dict[str, tuple[Kind, Kind, Kind]] = {
 def with_messages(passes: list[list[Action]], kind: str, virtual_stages: int) -> list[list[Action]]:
     """The compute of every rank with its sends and receives.
 
-    A receive is posted one compute ahead of the one that needs it, so that the transfer runs beside compute and few
+    A receive is posted one compute ahead of the one that needs it, so that the transfer overlaps compute and few
     buffers wait; the receives that come before it in the queue from the same sender are posted with it.
     """
     stages = len(passes)
