@@ -14,7 +14,7 @@ from service.backups.other_layouts import FilesByHost
 from service.backups.partners import partners, reachable
 from service.backups.transfer import address_of
 from service.cluster.agent_client import AgentClient
-from workers.protocol.messages import BackupAddress
+from workers.protocol.messages import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ async def begin(
         *(agents[receiver].receive_backups(token, generation) for receiver in receivers), return_exceptions=True
     )
     pairs = zip(receivers, answers, strict=True)
-    addresses = {receiver: address for receiver, address in pairs if isinstance(address, BackupAddress)}
+    addresses = {receiver: address for receiver, address in pairs if isinstance(address, Endpoint)}
     ranks = [rank for rank, partner in sorted(wanted.items()) if partner in addresses]
     begun = await asyncio.gather(
         *(agents[rank].send_backups(addresses[wanted[rank]], token, generation, layout) for rank in ranks),

@@ -8,12 +8,12 @@ import secrets
 from collections.abc import Mapping
 
 from service.cluster.agent_client import AgentClient, AgentError
-from workers.protocol.messages import BackupAddress
+from workers.protocol.messages import Endpoint
 
 log = logging.getLogger(__name__)
 
 
-async def address_of(holder: AgentClient, token: str, generation: int) -> BackupAddress:
+async def address_of(holder: AgentClient, token: str, generation: int) -> Endpoint:
     """Where `holder` gives out snapshots. Raises AgentError, also where it has no shared memory."""
     address = await holder.receive_backups(token, generation)
     if address is None:

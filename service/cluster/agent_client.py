@@ -19,14 +19,12 @@ from workers.protocol.json_codec import JsonObject
 from workers.protocol.messages import (
     PROTOCOL,
     AgentDescription,
-    BackupAddress,
     Endpoint,
     Fault,
     Launched,
     LaunchOrder,
     ListeningPorts,
     NodeDescription,
-    StoreAddress,
     StoredSnapshot,
     TraceOrder,
     check_protocol,
@@ -123,14 +121,12 @@ class AgentClient(Protocol):
         """The job's snapshot files on the agent's node."""
         ...
 
-    async def receive_backups(self, token: str, generation: int) -> BackupAddress | None:
+    async def receive_backups(self, token: str, generation: int) -> Endpoint | None:
         """Take backups from callers who know `token` and are of `generation` or later, and give snapshots out; where.
         None without shared memory."""
         ...
 
-    async def send_backups(
-        self, partner: BackupAddress, token: str, generation: int, layout: str, every: int = 1
-    ) -> None:
+    async def send_backups(self, partner: Endpoint, token: str, generation: int, layout: str, every: int = 1) -> None:
         """Stream the rank's snapshots to the agent at `partner` from now on; only steps that are a multiple of
         `every`."""
         ...
@@ -144,7 +140,7 @@ class AgentClient(Protocol):
         ...
 
     async def fetch_snapshot(
-        self, rank: int, holder: BackupAddress, token: str, generation: int, layout: str, of: int | None = None
+        self, rank: int, holder: Endpoint, token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
         """Bring the snapshots of `rank`, or those of `of`, which has the same state, from the agent at `holder`; the
         steps that came whole."""
@@ -180,7 +176,7 @@ class NodeClient(Protocol):
         """Say from now on that the node is to be left within `seconds`."""
         ...
 
-    async def start_store(self, job: str, generation: int, one_machine: bool = False) -> StoreAddress:
+    async def start_store(self, job: str, generation: int, one_machine: bool = False) -> Endpoint:
         """Serve a rendezvous store for the job's generation, all of which may be on this `one_machine`; where."""
         ...
 
@@ -313,12 +309,10 @@ class RayAgent(RayActor):
     async def snapshot_files(self) -> list[StoredSnapshot]:
         return await self._call(AgentClient.snapshot_files)
 
-    async def receive_backups(self, token: str, generation: int) -> BackupAddress | None:
+    async def receive_backups(self, token: str, generation: int) -> Endpoint | None:
         return await self._call(AgentClient.receive_backups, token=token, generation=generation)
 
-    async def send_backups(
-        self, partner: BackupAddress, token: str, generation: int, layout: str, every: int = 1
-    ) -> None:
+    async def send_backups(self, partner: Endpoint, token: str, generation: int, layout: str, every: int = 1) -> None:
         await self._call(
             AgentClient.send_backups, partner=partner, token=token, generation=generation, layout=layout, every=every
         )
@@ -330,7 +324,7 @@ class RayAgent(RayActor):
         return await self._call(AgentClient.backup_progress)
 
     async def fetch_snapshot(
-        self, rank: int, holder: BackupAddress, token: str, generation: int, layout: str, of: int | None = None
+        self, rank: int, holder: Endpoint, token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
         return await self._call(
             AgentClient.fetch_snapshot,
@@ -364,7 +358,7 @@ class RayNodeDaemon(RayActor):
     async def drain(self, seconds: float) -> None:
         await self._call(NodeClient.drain, seconds=seconds)
 
-    async def start_store(self, job: str, generation: int, one_machine: bool = False) -> StoreAddress:
+    async def start_store(self, job: str, generation: int, one_machine: bool = False) -> Endpoint:
         return await self._call(NodeClient.start_store, job=job, generation=generation, one_machine=one_machine)
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:

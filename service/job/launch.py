@@ -26,7 +26,7 @@ from workers.comm.grid import RankGrid
 from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.errors import MantaError
-from workers.protocol.messages import AgentDescription, LaunchOrder, Resume, StoreAddress
+from workers.protocol.messages import AgentDescription, Endpoint, LaunchOrder, Resume
 from workers.protocol.reports import Report
 from workers.threads import decided_threads, threads_of, with_threads
 
@@ -170,7 +170,7 @@ def order_for(
     spec: JobSpec,
     generation: int,
     resume: Resume = FROM_THE_START,
-    store: StoreAddress | None = None,
+    store: Endpoint | None = None,
     roll_backs: Sequence[dict[str, Any]] = (),
     secret: str | None = None,
     repair: RepairOverGroups = UNTRIED,
@@ -221,7 +221,7 @@ async def _threads_for(job: JobContext, where: Mapping[int, AgentDescription]) -
     return decided_threads(spec, [(cores, min(most, units.get(node) or most)) for node, cores in on_cpu.items()])
 
 
-async def _start_store(job: JobContext, where: Mapping[int, AgentDescription], generation: int) -> StoreAddress | None:
+async def _start_store(job: JobContext, where: Mapping[int, AgentDescription], generation: int) -> Endpoint | None:
     """Where the ranks of `generation`, the next one, meet; on the node of rank 0."""
     if job.gang.layout.world_size == 1:
         return None

@@ -36,7 +36,6 @@ from workers.protocol.messages import (
     ListeningPorts,
     NodeDescription,
     PeakRate,
-    StoreAddress,
     StoreArgument,
     StorePort,
 )
@@ -149,7 +148,7 @@ class NodeDaemon:
         the same, with NOTICE_SECONDS."""
         self._heartbeat.drain(seconds)
 
-    async def start_store(self, job: str, generation: int, one_machine: bool = False) -> StoreAddress:
+    async def start_store(self, job: str, generation: int, one_machine: bool = False) -> Endpoint:
         """Serve a rendezvous store for `job`: the one that it has here, where it still runs, since every generation
         has keys of its own in it. Where all ranks are on this `one_machine` only processes here can reach it.
 
@@ -166,7 +165,7 @@ class NodeDaemon:
             host = LOOPBACK if one_machine else this_host().address
             if current is not None and not current.process.ended and current.host == host:
                 current.generation = generation
-                return StoreAddress(host, current.port)
+                return Endpoint(host, current.port)
             await self._end_store(job)
             process = await fork(self._socket_path, "store", to_json(StoreArgument(host, self._ports)))
             self._stores[job] = store = _Store(generation, process, host)
@@ -177,7 +176,7 @@ class NodeDaemon:
                     await _last_words(process, f"The rendezvous store of {job} did not start on {host}")
                 )
             store.port = from_json(StorePort, json.loads(line)).port
-            return StoreAddress(host, store.port)
+            return Endpoint(host, store.port)
 
     async def stop_store(self, job: str) -> None:
         """End the rendezvous store of `job`, if there is one here."""

@@ -238,16 +238,8 @@ class StoredSnapshot:
 
 
 @dataclass(frozen=True)
-class BackupAddress:
-    """Where an agent takes backups of other ranks' snapshots, and gives snapshots out."""
-
-    host: str
-    port: int
-
-
-@dataclass(frozen=True)
 class Endpoint:
-    """Where somebody may listen."""
+    """A port of a host: where a server listens, or may."""
 
     host: str
     port: int
@@ -259,14 +251,6 @@ class ListeningPorts:
 
     host: str
     ports: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StoreAddress:
-    """Where a job's rendezvous store listens."""
-
-    host: str
-    port: int
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from workers.paths import memory_socket
 from workers.protocol.json_codec import JsonObject
 from workers.protocol.messages import (
     AgentDescription,
-    BackupAddress,
+    Endpoint,
     Fault,
     Launched,
     LaunchOrder,
@@ -149,15 +149,13 @@ class Agent:
         """The job's snapshot files on this node, of all ranks and layouts."""
         return self._sharing.files()
 
-    async def receive_backups(self, token: str, generation: int) -> BackupAddress | None:
+    async def receive_backups(self, token: str, generation: int) -> Endpoint | None:
         """Take backups of other ranks' snapshots, from callers who know `token` and are of `generation` or later, and
         give snapshots out. Answers where; None without shared memory, where there is nothing. Raises BackupError for
         an older generation than before."""
         return self._sharing.receive(token, generation)
 
-    async def send_backups(
-        self, partner: BackupAddress, token: str, generation: int, layout: str, every: int = 1
-    ) -> None:
+    async def send_backups(self, partner: Endpoint, token: str, generation: int, layout: str, every: int = 1) -> None:
         """Stream this rank's snapshots of the layout with tag `layout` to the agent at `partner`, from now on and
         instead of any other. `every`: see BackupSender. Raises StaleGeneration."""
         rank, current = self._slot.rank, self._slot.generation
@@ -174,7 +172,7 @@ class Agent:
         return self._sharing.progress
 
     async def fetch_snapshot(
-        self, rank: int, holder: BackupAddress, token: str, generation: int, layout: str, of: int | None = None
+        self, rank: int, holder: Endpoint, token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
         """Bring the snapshots of `rank` that the agent at `holder` has to this node, or those of the rank `of`, which
         has the same state; the steps that came whole. Raises BackupError, SharedMemoryError, OSError."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from workers.node.host import this_host
 from workers.paths import rank_stem
-from workers.protocol.messages import BackupAddress, StoredSnapshot
+from workers.protocol.messages import Endpoint, StoredSnapshot
 from workers.snapshot.backup import BackupError, BackupProgress, BackupSender, BackupServer, fetch
 from workers.snapshot.files import snapshot_files, steps_kept
 from workers.snapshot.node_memory import SnapshotMemory
@@ -41,7 +41,7 @@ class SnapshotSharing:
             for file in files
         ]
 
-    def receive(self, token: str, generation: int) -> BackupAddress | None:
+    def receive(self, token: str, generation: int) -> Endpoint | None:
         """From now on take backups from callers who know `token` and are of `generation` or later, and give snapshots
         out to them; where. Raises BackupError for an older generation than before."""
         if self._folder is None:
@@ -50,10 +50,10 @@ class SnapshotSharing:
             host = this_host().address
             self._server = BackupServer(self._folder, host, token, generation, self._ports, self._memory)
         self._server.expect(token, generation)
-        return BackupAddress(*self._server.address)
+        return Endpoint(*self._server.address)
 
     async def send(
-        self, rank: int, partner: BackupAddress, token: str, generation: int, layout: str, every: int = 1
+        self, rank: int, partner: Endpoint, token: str, generation: int, layout: str, every: int = 1
     ) -> None:
         """Stream the snapshots of `rank` in the layout with tag `layout` to `partner`, from now on and instead of any
         other. `every`: see BackupSender."""
@@ -82,7 +82,7 @@ class SnapshotSharing:
         return self._sender.state if self._sender is not None else None
 
     async def fetch(
-        self, rank: int, holder: BackupAddress, token: str, generation: int, layout: str, of: int | None = None
+        self, rank: int, holder: Endpoint, token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
         """Bring the snapshots of `rank` that the agent at `holder` has to this node, or those of the rank `of`, which
         has the same state; the steps that came whole. Raises BackupError, SharedMemoryError, OSError."""

@@ -17,7 +17,7 @@ from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.simulated_training import SimulatedTraining
 from workers.config import ParallelConfig
 from workers.protocol.json_codec import JsonObject, to_json
-from workers.protocol.messages import Heartbeat, StoreAddress
+from workers.protocol.messages import Endpoint, Heartbeat
 from workers.protocol.ownership import Ownership, StaleOwner
 from workers.protocol.remote_call import serve
 
@@ -94,7 +94,7 @@ class SimulatedCluster:
         """Let them end their trainers, and kill them."""
         await self.cluster.agents.end(await self.cluster.agents.find(agents), keep_snapshots)
 
-    async def start_store(self, node: str, job: str, generation: int) -> StoreAddress:
+    async def start_store(self, node: str, job: str, generation: int) -> Endpoint:
         """A rendezvous store."""
         return await (await self._daemon(node)).start_store(job, generation)
 

@@ -19,7 +19,7 @@ from service.cluster.placement_groups import NotPlaced
 from workers.config import ParallelConfig
 from workers.paths import Paths
 from workers.protocol.json_codec import JsonObject, MalformedMessage
-from workers.protocol.messages import NodeDescription, StoreAddress
+from workers.protocol.messages import Endpoint, NodeDescription
 from workers.protocol.ownership import StaleOwner
 from workers.protocol.remote_call import call
 
@@ -225,7 +225,7 @@ class SimulatedDaemon:
     async def drain(self, seconds: float) -> None:
         """No simulated node is left."""
 
-    async def start_store(self, job: str, generation: int, one_machine: bool = False) -> StoreAddress:
+    async def start_store(self, job: str, generation: int, one_machine: bool = False) -> Endpoint:
         """A rendezvous store."""
         return await self._asking.ask(SimulatedCluster.start_store, node=self._node, job=job, generation=generation)
 

@@ -26,7 +26,6 @@ from workers.protocol import messages
 from workers.protocol.json_codec import JsonObject
 from workers.protocol.messages import (
     AgentDescription,
-    BackupAddress,
     Endpoint,
     Fault,
     Launched,
@@ -115,7 +114,7 @@ def test_all_that_an_agent_or_a_daemon_is_given_arrives_there(protocol, client, 
     made = {
         int: lambda: next(numbers), float: lambda: next(numbers) / 2, str: lambda: f"text {next(numbers)}",
         bool: lambda: True, int | None: lambda: next(numbers), str | None: lambda: f"text {next(numbers)}",
-        Fault: lambda: Fault("f", "kill", 3), BackupAddress: lambda: BackupAddress("there", 7000),
+        Fault: lambda: Fault("f", "kill", 3), Endpoint: lambda: Endpoint("there", 7000),
         LaunchOrder: lambda: LaunchOrder("job-1", 2, 3, {"any": 1}), TraceOrder: lambda: TraceOrder(1, 2, 3, 4, (0, 2)),
         tuple[int, ...] | None: lambda: (next(numbers), next(numbers)),
         list[Endpoint]: lambda: [Endpoint("there", next(numbers))],

@@ -11,7 +11,7 @@ from workers.liveness.flight_record import FlightRecord
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.messages import (
     AgentDescription,
-    BackupAddress,
+    Endpoint,
     Fault,
     Launched,
     LaunchOrder,
@@ -73,7 +73,7 @@ class FakeAgent:
         """What `reports` was asked to go on after, call by call."""
         self.fetched: list[tuple[int, str, int | None]] = []
         """(rank, layout, of whom) of the snapshots that it was asked to fetch."""
-        self.backs_up_to: BackupAddress | None = None
+        self.backs_up_to: Endpoint | None = None
         self.asked = self.stops = self.closes = 0
         """How often `progress`, `stop` and `close` were called."""
         self.running = self.resting = False
@@ -225,13 +225,11 @@ class FakeAgent:
         await self._answer("snapshot_files")
         return list(self.files)
 
-    async def receive_backups(self, token: str, generation: int) -> BackupAddress | None:
+    async def receive_backups(self, token: str, generation: int) -> Endpoint | None:
         await self._answer("receive_backups")
-        return BackupAddress(self.description.host, 7000 + self.rank) if self.has_shared_memory else None
+        return Endpoint(self.description.host, 7000 + self.rank) if self.has_shared_memory else None
 
-    async def send_backups(
-        self, partner: BackupAddress, token: str, generation: int, layout: str, every: int = 1
-    ) -> None:
+    async def send_backups(self, partner: Endpoint, token: str, generation: int, layout: str, every: int = 1) -> None:
         await self._answer("send_backups")
         self.backs_up_to = partner
 
@@ -244,7 +242,7 @@ class FakeAgent:
         return None
 
     async def fetch_snapshot(
-        self, rank: int, holder: BackupAddress, token: str, generation: int, layout: str, of: int | None = None
+        self, rank: int, holder: Endpoint, token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
         await self._answer("fetch_snapshot")
         self.fetched.append((rank, layout, of))

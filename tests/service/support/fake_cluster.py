@@ -17,11 +17,10 @@ from service.cluster.placement_groups import NotPlaced
 from tests.service.support.fake_agents import FakeAgent
 from workers.paths import Paths
 from workers.protocol.messages import (
-    BackupAddress,
+    Endpoint,
     Launched,
     LaunchOrder,
     NodeDescription,
-    StoreAddress,
     StoredSnapshot,
 )
 from workers.protocol.reports import Report
@@ -218,7 +217,7 @@ class SimulatedAgent(FakeAgent):
         return list(self.memory.get((self.job, layout or self.layout or "", self.rank), []))
 
     async def fetch_snapshot(
-        self, rank: int, holder: BackupAddress, token: str, generation: int, layout: str, of: int | None = None
+        self, rank: int, holder: Endpoint, token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
         await super().fetch_snapshot(rank, holder, token, generation, layout, of)
         steps = self._agents.memory.get(holder.host, {}).get((self.job, layout, rank if of is None else of), [])
@@ -341,7 +340,7 @@ class FakeDaemon:
 
     async def start_store(self, job, generation, one_machine=False):
         self.stores.append((job, generation, one_machine))
-        return StoreAddress(self.node, 4000)
+        return Endpoint(self.node, 4000)
 
     async def end_job(self, job, keep_snapshots=False):
         self.ended_jobs.append(job)

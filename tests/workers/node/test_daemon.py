@@ -24,7 +24,7 @@ from workers.node.local_drain import _ask, drain_socket
 from workers.node.notice_watch import NoticeWatch
 from workers.node.preemption import NOTICE_SECONDS
 from workers.paths import Paths
-from workers.protocol.messages import StoreAddress
+from workers.protocol.messages import Endpoint
 from workers.snapshot.node_memory import SnapshotMemory, in_node_memory
 from workers.snapshot.snapshot_file import Form
 from workers.zygote.client import ZygoteUnavailable
@@ -72,7 +72,7 @@ def daemon(tmp_path):
     made._heartbeat.close()
 
 
-def ports(addresses: list[StoreAddress]) -> list[int]:
+def ports(addresses: list[Endpoint]) -> list[int]:
     return [address.port for address in addresses]
 
 
@@ -93,9 +93,9 @@ def test_a_store_listens_where_all_ranks_reach_it_and_no_further(go, daemon, sto
 
     async def body():
         inside = [await daemon.start_store("job", generation, one_machine=True) for generation in (1, 2)]
-        assert inside == [StoreAddress("127.0.0.1", 5001)] * 2
-        assert await daemon.start_store("job", 3) == StoreAddress("192.0.2.7", 5002)
-        assert await daemon.start_store("job", 4, one_machine=True) == StoreAddress("127.0.0.1", 5003)
+        assert inside == [Endpoint("127.0.0.1", 5001)] * 2
+        assert await daemon.start_store("job", 3) == Endpoint("192.0.2.7", 5002)
+        assert await daemon.start_store("job", 4, one_machine=True) == Endpoint("127.0.0.1", 5003)
         assert [store.ended for store in stores] == [True, True, False]
 
     go(body)

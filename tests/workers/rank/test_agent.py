@@ -13,7 +13,7 @@ import pytest
 from workers.node.host import Host
 from workers.paths import Paths
 from workers.protocol.json_codec import to_json
-from workers.protocol.messages import PROTOCOL, BackupAddress, Fault, Launched, LaunchOrder, ProtocolMismatch
+from workers.protocol.messages import PROTOCOL, Endpoint, Fault, Launched, LaunchOrder, ProtocolMismatch
 from workers.protocol.ownership import StaleOwner
 from workers.protocol.reports import EXIT_SAVED, Exited, Failure, KillReason
 from workers.rank import agent as module
@@ -313,11 +313,11 @@ def test_backups_go_to_nobody_in_a_new_generation_until_it_says_to_whom(make_age
         agent = make_agent()
         await agent.launch(order(1, wait=True))
         assert await agent.backup_progress() is None
-        await agent.send_backups(BackupAddress("127.0.0.1", 1), "token", 1, "0a0a0a0a")
+        await agent.send_backups(Endpoint("127.0.0.1", 1), "token", 1, "0a0a0a0a")
         assert await agent.backup_progress() is not None
         await agent.launch(order(2, wait=True))
         assert await agent.backup_progress() is None
-        await agent.send_backups(BackupAddress("127.0.0.1", 1), "token", 2, "0a0a0a0a")
+        await agent.send_backups(Endpoint("127.0.0.1", 1), "token", 2, "0a0a0a0a")
         await agent.stop_backups()
         assert await agent.backup_progress() is None
         await agent.close()
@@ -393,7 +393,7 @@ def parts(tmp_path):
 
 def test_an_agent_hands_on_what_it_is_asked_about_snapshots_for_the_rank_that_it_is_now(parts, go):
     agent, _, asked = parts
-    there = BackupAddress("192.0.2.7", 1)
+    there = Endpoint("192.0.2.7", 1)
 
     async def body():
         assert await agent.snapshot_steps("0a0a0a0a") == "steps"

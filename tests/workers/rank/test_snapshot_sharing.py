@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from workers.protocol.messages import BackupAddress, StoredSnapshot
+from workers.protocol.messages import Endpoint, StoredSnapshot
 from workers.rank import snapshot_sharing
 from workers.rank.snapshot_sharing import SnapshotSharing
 from workers.snapshot.backup import BackupError
@@ -14,7 +14,7 @@ from workers.snapshot.node_memory import SnapshotMemory
 from workers.snapshot.snapshots import Snapshots
 
 LAYOUT = "0a0a0a0a"
-NOWHERE = BackupAddress("127.0.0.1", 1)
+NOWHERE = Endpoint("127.0.0.1", 1)
 
 
 def test_without_shared_memory_there_is_nothing_to_share():
@@ -82,7 +82,7 @@ def test_snapshots_are_sent_to_one_partner_at_a_time(tmp_path, monkeypatch):
         sharing = SnapshotSharing(str(tmp_path))
         for port in (1, 2):
             address = ("127.0.0.1", port)
-            await sharing.send(5, BackupAddress(*address), "token", 7, LAYOUT, every=3)
+            await sharing.send(5, Endpoint(*address), "token", 7, LAYOUT, every=3)
             assert sending == [(str(tmp_path), 5, LAYOUT, address, "token", 7, 3)]
             assert sharing.progress == f"how far {address} is"
         await sharing.begin(5)
