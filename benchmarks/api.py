@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import httpx
-import psutil  # type: ignore[import-untyped]
+import psutil
 from sqlalchemy.orm import Session
 
 from benchmarks.support.filled_database import DOCUMENT, Filled, fill

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from benchmarks.support.report import Report, deliver, parser
 from benchmarks.support.simulation.processes import ClusterProcess, ControlPlaneProcess, simulated_installation

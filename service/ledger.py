@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState, is_final
@@ -32,7 +32,7 @@ LedgerClass = Literal[
     "idle_without_capacity",
     "pause",
 ]
-CLASSES: tuple[LedgerClass, ...] = LedgerClass.__args__  # type: ignore[attr-defined]
+CLASSES: tuple[LedgerClass, ...] = get_args(LedgerClass)
 STEP_CLASSES: tuple[LedgerClass, ...] = ("compute", "data_wait", "snapshot_stall", "checkpoint_stall", "redo")
 """What the seconds of a training loop are made of."""
 

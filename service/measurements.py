@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable
@@ -19,7 +19,7 @@ FRESH_SECONDS = 60.0
 """What a node has not reported for so long is not shown any more."""
 
 NodeState = Literal["ready", "draining", "silent", "problem", "lost"]
-NODE_STATES: tuple[NodeState, ...] = NodeState.__args__  # type: ignore[attr-defined]
+NODE_STATES: tuple[NodeState, ...] = get_args(NodeState)
 
 
 @dataclass(frozen=True)

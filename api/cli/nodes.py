@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Annotated
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import typer
 
 from api.cli import render

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import typer
 from sqlalchemy.exc import SQLAlchemyError
 

@@ -3,7 +3,7 @@ over has left."""
 
 from __future__ import annotations
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from service.cluster.ray_head import MARK
 from workers.paths import Paths

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from api.cli.service import start_service, stop_service
 from api.client import MantaClient

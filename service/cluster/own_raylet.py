@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from service.cluster.processes import end_all, session_leader
 from service.cluster.ray_head import RayUnavailable, answers

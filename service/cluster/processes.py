@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 KILL_SECONDS = 10.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

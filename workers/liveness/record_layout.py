@@ -7,7 +7,7 @@ finds the others where they were.
 from __future__ import annotations
 
 import ctypes
-from typing import Literal
+from typing import Literal, get_args
 
 Phase = Literal[
     "starting",
@@ -27,7 +27,7 @@ Phase = Literal[
     "preparing",
     "done",
 ]
-PHASES: tuple[Phase, ...] = Phase.__args__  # type: ignore[attr-defined]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 COUNTED = ("tensor", "pipeline", "data", "embedding", "world", "sent", "received")
 """What is counted: collectives entered along each axis, and messages of the pipeline."""
 CONNECTING_CHANNEL = 255

@@ -8,7 +8,7 @@ trainer. It carries the generation, by which a receiver refuses one that was rep
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from workers.errors import MantaError
 from workers.protocol.json_codec import JsonObject
@@ -60,8 +60,8 @@ FaultKind = Literal["kill", "stop", "hang", "oom", "exception", "slow", "node", 
 FaultPhase = Literal[
     "data", "forward", "backward", "reduction", "optimizer", "snapshot", "checkpoint", "start", "recovery"
 ]
-FAULT_KINDS: tuple[FaultKind, ...] = FaultKind.__args__  # type: ignore[attr-defined]
-FAULT_PHASES: tuple[FaultPhase, ...] = FaultPhase.__args__  # type: ignore[attr-defined]
+FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+FAULT_PHASES: tuple[FaultPhase, ...] = get_args(FaultPhase)
 BETWEEN_STEPS = ("start", "recovery")
 """Phases of the beginning of a generation, where the number of a step means nothing."""
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from workers.liveness.progress import Phase
 from workers.protocol.messages import BETWEEN_STEPS, Fault, FaultPhase

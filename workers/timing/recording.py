@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from workers.protocol.json_codec import MalformedMessage
 
@@ -35,7 +35,7 @@ SliceKind = Literal[
     "validation",
 ]
 """What a slice may be; docs/tracing.md says what each is."""
-KINDS: tuple[SliceKind, ...] = SliceKind.__args__  # type: ignore[attr-defined]
+KINDS: tuple[SliceKind, ...] = get_args(SliceKind)
 INTERRUPTED = "the recording was broken off"
 """Problem of a recording that ends with its generation: the code that ends it knows why."""
 _TICK = 1e-7

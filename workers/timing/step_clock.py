@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 Wait = Literal["data_wait", "snapshot_stall", "checkpoint_stall"]
-WAITS: tuple[Wait, ...] = Wait.__args__  # type: ignore[attr-defined]
+WAITS: tuple[Wait, ...] = get_args(Wait)
 
 
 class StepClock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -25,7 +25,7 @@ Part = Literal[
     "optimizer",
     "other",
 ]
-PARTS: tuple[Part, ...] = Part.__args__  # type: ignore[attr-defined]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class StepParts:
