@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import uuid
 
 import pytest
 
@@ -71,21 +72,23 @@ def neighbour():
     """One that is gone afterwards; skips the test where network namespaces are not allowed."""
     if shutil.which("ip") is None:
         pytest.skip("no network namespace without the program ip (iproute2)")
+    tag = uuid.uuid4().hex[:8]  # namespaces are the machine's: other runs of the tests may have theirs
+    namespace, here, there = f"manta-neighbour-{tag}", f"mh{tag}", f"mt{tag}"
     try:
-        _ip("netns add manta-neighbour")
-        _ip("link add manta-here type veth peer name manta-there netns manta-neighbour")
+        _ip(f"netns add {namespace}")
+        _ip(f"link add {here} type veth peer name {there} netns {namespace}")
     except subprocess.CalledProcessError as error:
-        subprocess.run(["ip", "netns", "del", "manta-neighbour"], capture_output=True, check=False)
+        subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
         pytest.skip(f"a network namespace cannot be made here: {error.stderr.strip()}")
     try:
-        _ip(f"addr add {HERE}/30 dev manta-here")
-        _ip("link set manta-here up")
-        _ip(f"-n manta-neighbour addr add {THERE}/30 dev manta-there")
-        _ip("-n manta-neighbour link set manta-there up")
-        _ip(f"-n manta-neighbour route add default via {HERE}")  # to all other addresses of this machine
-        yield Neighbour("manta-neighbour")
+        _ip(f"addr add {HERE}/30 dev {here}")
+        _ip(f"link set {here} up")
+        _ip(f"-n {namespace} addr add {THERE}/30 dev {there}")
+        _ip(f"-n {namespace} link set {there} up")
+        _ip(f"-n {namespace} route add default via {HERE}")  # to all other addresses of this machine
+        yield Neighbour(namespace)
     finally:
-        _ip("netns del manta-neighbour")  # with both ends of the link
+        _ip(f"netns del {namespace}")  # with both ends of the link
 
 
 def _ip(words):

@@ -369,12 +369,13 @@ def test_a_generation_that_ended_while_the_ranks_met_is_not_begun(monkeypatch):
 
 
 def two_ranks(body, generation: int = 1):
-    """`body(comm)` on two tensor ranks that have met; neither leaves before both are done."""
+    """`body(comm)` on two tensor ranks that have both met; neither leaves before both are done."""
     store, grid, done = dist.HashStore(), RankGrid(ParallelConfig(tensor=2)), threading.Barrier(2)
 
     def run(rank: int):
         comm = Comm(grid, rank, CPU)
         comm.connect(store, generation, HOST, SECRET)
+        done.wait(20)
         try:
             return body(comm)
         finally:

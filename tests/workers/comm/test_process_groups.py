@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -118,70 +117,71 @@ def test_ranks_meet_again_in_the_next_generation(ranks, corpus, tmp_path: Path, 
         assert losses == clean
 
 
-def interrupted_wait(comm: Comm, where: str, port: int) -> tuple[str, float, float]:
+def interrupted_wait(comm: Comm, where: str, port: int) -> tuple[str, float]:
     """Waits for the last rank, which takes no part, until another thread ends the generation; then the same process
-    adds up ones in the next one. Returns what the wait said, after how many seconds, and the sum."""
-    tensor, generation = torch.zeros(4), comm.generation
-    if comm.rank == comm.size("world") - 1:
-        time.sleep(0.6)  # it lives, and says nothing
-        why, seconds = "", 0.0
+    adds up ones in the next one. Returns what the wait said, and the sum."""
+    tensor, generation, why = torch.zeros(4), comm.generation, ""
+    store = dist.PrefixStore(f"interrupted-{generation}", dist.TCPStore(HOST, port, is_master=False))
+    last = comm.size("world") - 1
+    if comm.rank == last:  # it lives, and says nothing
+        store.wait([str(rank) for rank in range(last)])
     else:
         threading.Timer(0.3, comm.end, [generation]).start()
-        began = time.monotonic()
         with pytest.raises(PeerLost) as caught:
             comm.receive(1, tensor).wait() if where == "message" else comm.all_reduce("world", tensor)
-        why, seconds = str(caught.value), time.monotonic() - began
+        why = str(caught.value)
+        store.set(str(comm.rank), "is freed")
     comm.close()
     assert dist.is_initialized() == (comm._regroup.way == "reconfigure")
     comm.connect(dist.TCPStore(HOST, port, is_master=False), generation + 1_000_000, HOST, SECRET)
     tensor.fill_(1.0)
     comm.all_reduce("world", tensor)
-    return why, seconds, tensor[0].item()
+    comm.barrier()
+    return why, tensor[0].item()
 
 
 @pytest.mark.parametrize(("where", "layout"), [("message", (1, 2, 1)), ("sum", (2, 1, 2))])
 def test_a_wait_is_ended_by_another_thread_and_the_process_goes_on(ranks, where, layout):
     program = (interrupted_wait, where, ranks.port)
-    results = ranks.run(ParallelConfig(**axes(layout)), *program, backend="process_groups", seconds=30)
-    for why, seconds, total in results:
+    results = ranks.run(ParallelConfig(**axes(layout)), *program, backend="process_groups", seconds=60)
+    for rank, (why, total) in enumerate(results):
         assert total == len(results)
-        if why:
+        if rank < len(results) - 1:
             assert why.startswith(("communication failed: ", "communication was broken off"))
-            assert 0.25 < seconds < 5.0
 
 
-def waits_for_nobody(comm: Comm, at: str, port: int) -> tuple[str, float]:
-    """In the next generation rank 1 does not come, or stops after it has come."""
-    generation, stop = comm.generation + 1_000_000, threading.Event()
+def waits_for_nobody(comm: Comm, at: str, port: int) -> str:
+    """In the next generation rank 1 does not come, or stops after it has come, until rank 0 is freed."""
+    generation = comm.generation + 1_000_000
     comm.close()
     store = dist.TCPStore(HOST, port, is_master=False)
+    freed = f"freed-{generation}"
     if comm.rank == 1:
         if at == "groups":
             absent = ProcessGroups(comm.grid, 1, comm.device, comm._regroup)
             absent._wait_for_all(dist.PrefixStore(f"generation-{generation}", store))
-        stop.wait(1.0)
-        return "", 0.0
+        store.wait([freed])
+        return ""
     threading.Timer(0.5, comm.end, [generation]).start()
-    began = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         comm.connect(store, generation, HOST, SECRET)
     comm.close()
-    return str(caught.value), time.monotonic() - began
+    dist.TCPStore(HOST, port, is_master=False).set(freed, "")  # the other connection to it was broken off, too
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("at", ["the meeting", "groups"])
 def test_who_waits_for_a_rank_to_join_is_freed_too(ranks, at):
     layout = ParallelConfig(**axes((1, 2, 1)))
-    (why, seconds), _ = ranks.run(layout, waits_for_nobody, at, ranks.port, backend="process_groups", seconds=30)
-    assert why and 0.4 < seconds < 5.0
+    why, _ = ranks.run(layout, waits_for_nobody, at, ranks.port, backend="process_groups", seconds=60)
+    assert why
 
 
-def cut_in_the_middle(comm: Comm, kind: str, port: int) -> float:
+def cut_in_the_middle(comm: Comm, kind: str, port: int) -> None:
     """The last rank goes away in the middle of one of many large exchanges; the others are told later."""
     generation, large = comm.generation, torch.ones(20_000_000)
     comm.barrier()
     threading.Timer(0.02 if comm.rank == 1 else 0.8, comm.end, [generation]).start()
-    began = time.monotonic()
     with pytest.raises(PeerLost):
         while True:  # a fast machine is done with one before anybody goes
             if kind == "sum":
@@ -192,20 +192,18 @@ def cut_in_the_middle(comm: Comm, kind: str, port: int) -> float:
                 comm.send(0, large).wait()
             else:
                 comm.receive(1, large).wait()
-    seconds = time.monotonic() - began
     comm.close()
     comm.connect(dist.TCPStore(HOST, port, is_master=False), generation + 1_000_000, HOST, SECRET)
     comm.barrier()
-    return seconds
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"), [("message", (1, 2, 1)), ("sum", (2, 1, 1)), ("parts of a sum", (2, 1, 1))]
 )
 def test_a_message_that_was_half_there_holds_nobody_up(ranks, kind, layout):
+    """Nor the next generation: all meet again."""
     program = (cut_in_the_middle, kind, ranks.port)
-    for seconds in ranks.run(ParallelConfig(**axes(layout)), *program, backend="process_groups", seconds=30):
-        assert seconds < 5.0
+    ranks.run(ParallelConfig(**axes(layout)), *program, backend="process_groups", seconds=60)
 
 
 def gathers_into_too_little(comm: Comm) -> str:

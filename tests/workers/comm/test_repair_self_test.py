@@ -24,16 +24,10 @@ from workers.config import ParallelConfig
 FOUR = ParallelConfig(**axes((2, 1, 2)))
 
 
-def leave(comm: Comm) -> None:
-    """The generation in which the test began, once all ranks are in it: an early leaver would be a lost peer."""
-    comm.barrier()
-    comm.close()
-
-
 def goes_on_after_the_self_test(comm: Comm, port: int) -> tuple[RepairSelfTest, float]:
     """The self-test in the generation after this one, then a sum of ones there."""
     generation = comm.generation + 1_000_000
-    leave(comm)
+    comm.close()
     store = dist.TCPStore(HOST, port, is_master=False)
     result = comm.try_repair(store, generation)
     comm.connect(store, generation, HOST, SECRET)
@@ -67,7 +61,7 @@ class Spoiled(ProcessGroups):
 
 def tries(comm: Comm, kind: str, port: int) -> RepairSelfTest:
     """The self-test over spoiled groups."""
-    leave(comm)
+    comm.close()
     numbers = count(1)
 
     def make() -> ProcessGroups:

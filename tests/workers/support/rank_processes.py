@@ -1,8 +1,8 @@
 """Eight processes that take turns at being the ranks of small layouts, so that torch is imported once for all tests.
 
-`RankProcesses.run` gives every rank of a layout a connected `Comm` of a generation of its own and a program (a
-function of a module that the processes can import), and returns what each rank returned. A run that does not end is
-killed, and the failure says where each rank stood.
+`RankProcesses.run` gives every rank of a layout a `Comm` of a generation of its own, once all are connected, and a
+program (a function of a module that the processes can import), and returns what each rank returned. A run that does not
+end is killed, and the failure says where each rank stood.
 """
 
 from __future__ import annotations
@@ -44,6 +44,13 @@ def join_default_group(comm: Comm, port: int) -> None:
     the store."""
     store = dist.PrefixStore(f"default-group-{comm.generation}", dist.TCPStore(HOST, port, is_master=False))
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size("world"))
+
+
+def meet(store: dist.Store, rank: int, world: int) -> None:
+    """Wait until all of `world` ranks are here: one that leaves its generation before another one has connected is a
+    lost peer to that."""
+    store.set(str(rank), "")
+    store.wait([str(each) for each in range(world)])
 
 
 class RankFailure(AssertionError):
@@ -166,7 +173,9 @@ def _outcome(order: bytes) -> tuple[str, Any]:
         rank, layout, port, generation, program, arguments, backend = pickle.loads(order)
         comm = Comm(RankGrid(layout), rank, torch.device("cpu"), backend, in_place=True)
         if layout.world_size > 1:
-            comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST, SECRET)
+            store = dist.TCPStore(HOST, port, is_master=False)
+            comm.connect(store, generation, HOST, SECRET)
+            meet(dist.PrefixStore(f"met-{generation}", store), rank, layout.world_size)
         return "returned", program(comm, *arguments)
     except PeerLost:
         return "lost its peer", traceback.format_exc()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+import torch.distributed as dist
 from engine_specs import document, layout_of
-from rank_processes import RankFailure
+from rank_processes import RankFailure, meet
 from rank_programs import fail_on_rank_one, hang, initial_parameters
 
 
@@ -19,3 +22,15 @@ def test_a_hang_is_ended_and_says_where_everybody_stood(ranks):
     assert "in hang" in str(caught.value)
     assert "links.py" in str(caught.value)
     assert len(ranks.run(layout_of(pipeline=2), initial_parameters, document(parallel={"pipeline": 2}))) == 2
+
+
+def test_nobody_begins_before_all_have_connected():
+    """Whoever leaves before would be a lost peer to the others."""
+    store, begun = dist.HashStore(), []
+    first = threading.Thread(target=lambda: begun.append(meet(store, 0, 2)))
+    first.start()
+    store.wait(["0"])
+    assert begun == []
+    meet(store, 1, 2)
+    first.join(20)
+    assert begun == [None]
