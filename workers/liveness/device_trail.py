@@ -48,7 +48,8 @@ class _Mark(NamedTuple):
 
 
 class DeviceTrail:
-    """The marks of one device. Those that queue work set them; any thread may `poll`."""
+    """The marks of one device. The thread that queues work sets them, one at a time; any thread may `poll`, which waits
+    for neither the device nor that thread."""
 
     def __init__(self, new_event: Callable[[], DeviceEvent], progress: Progress):
         self._new_event, self._progress = new_event, progress
@@ -122,8 +123,11 @@ class DeviceTrail:
             if self._stop is None:
                 return  # it is not followed
             event = self._free.pop() if self._free else self._new_event()
-            event.record()
-            self._marks.append(_Mark(event, passed, about))
+        # Where the device's queue is full this waits for the device, and who polls must not.
+        event.record()
+        with self._lock:
+            if self._stop is not None:
+                self._marks.append(_Mark(event, passed, about))
 
     def _be_at(self, event: DeviceEvent, position: int) -> None:
         self._progress.device_at(position)

@@ -203,6 +203,21 @@ def test_a_thread_looks_until_the_generation_is_over(tmp_path, monkeypatch):
     assert not looking.is_alive()
 
 
+def test_who_looks_does_not_wait_for_a_mark_that_waits_for_the_device(tmp_path):
+    """A device with a full queue holds its host up in whatever that puts there next, a mark too."""
+    looked = threading.Event()
+
+    class Full(Asked):
+        def record(self):
+            threading.Thread(target=lambda: (trail.poll(), looked.set()), daemon=True).start()
+            assert looked.wait(20.0), "poll waits for the host, which waits for the device"
+
+    with no_thread():
+        trail = DeviceTrail(lambda: Full(lambda: False), Progress())
+        trail.begin_step()
+    assert looked.is_set()
+
+
 def test_a_device_that_has_failed_says_so_to_whoever_trains_and_ends_the_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(device_trail, "POLL_SECONDS", 0.001)
 
