@@ -19,6 +19,9 @@ from workers.parallel.data.zero import ZeroOptimizer
 
 BLOCK_WORDS = 2**17
 """Words of 8 bytes that are hashed at once."""
+BLOCK_ELEMENTS = 2**22
+"""Of a rank's weights that are compared with another copy of them at once: a whole one would take as much memory of a
+GPU again, in a step that comes long after those by which memory is judged."""
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 UNKNOWN, SOUND, UNSOUND = 0, 1, 2
 
@@ -126,8 +129,7 @@ class ReplicaCheck:
         """Whether what this rank has published of its own part is still what its state says, and that what was kept
         of it."""
         published = [self.flat.parameters[start:end] for start, end in self.optimizer.held]
-        held = [part.to(self.flat.parameters.dtype) for part in self.optimizer.parameters]
-        if any(not same_bits(a, b) for a, b in zip(published, held, strict=True)):
+        if any(not same_bits(a, b) for a, b in zip(published, self.optimizer.parameters, strict=True)):
             return UNSOUND
         frozen = [self.optimizer.frozen] if len(self.optimizer.frozen) else []
         if kept is None:  # without masters the parameters are the state: nothing to compare them with
@@ -137,5 +139,6 @@ class ReplicaCheck:
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two vectors have the same bits, whatever these mean."""
-    return torch.equal(first.detach().view(torch.uint8), second.detach().to(first.device).view(torch.uint8))
+    """Whether two vectors have the same bits, whatever these mean, the second one in the type of the first."""
+    pairs = zip(first.detach().split(BLOCK_ELEMENTS), second.detach().split(BLOCK_ELEMENTS), strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.to(a.dtype).to(a.device).view(torch.uint8)) for a, b in pairs)

@@ -6,9 +6,20 @@ from engine_specs import axes, document
 from hypothesis import given
 from hypothesis import strategies as st
 from number_programs import flip, train
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.config import ParallelConfig
-from workers.parallel.data.replica_check import BLOCK_WORDS, SOUND, UNKNOWN, UNSOUND, hash_of, multipliers, odd_ones
+from workers.parallel.data import replica_check
+from workers.parallel.data.replica_check import (
+    BLOCK_WORDS,
+    SOUND,
+    UNKNOWN,
+    UNSOUND,
+    hash_of,
+    multipliers,
+    odd_ones,
+    same_bits,
+)
 from workers.protocol.messages import Resume
 
 WEIGHTS = multipliers(torch.device("cpu"))
@@ -56,6 +67,38 @@ def test_hash_is_the_sum_that_it_is_said_to_be():
 ])  # fmt: skip
 def test_who_is_named(hashes, sound, odd, certain):
     assert odd_ones(hashes, sound) == (odd, certain)
+
+
+class Copies(TorchDispatchMode):
+    """Elements of the largest copy that is made within the block."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("place", [None, 0, 150, 299])
+def test_weights_are_compared_a_few_at_a_time(monkeypatch, place):
+    """Beside a large state a GPU has no memory for another copy of it."""
+    monkeypatch.setattr(replica_check, "BLOCK_ELEMENTS", 64)
+    masters = torch.linspace(-1.0, 1.0, 300)
+    published = masters.bfloat16()
+    if place is not None:
+        published.view(torch.int16)[place] ^= 1
+    with Copies() as copies:
+        assert same_bits(published, masters) == (place is None)
+    assert 0 < copies.most <= 64
+
+
+def test_not_a_number_has_bits_and_zero_has_a_sign():
+    nan = torch.tensor([float("nan")])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.zeros(1), -torch.zeros(1))
+    assert same_bits(torch.zeros(0), torch.zeros(0))
 
 
 @pytest.fixture(scope="module")
