@@ -22,8 +22,8 @@ class Death:
     rank: int
     kind: str
     """exception, peer_lost, no_shared_memory, bad_data, bad_checkpoint, unreadable_checkpoint, not_saved, not_finite,
-    spike, corrupt (as the trainer said), killed (a signal or an exit without a word), hung or straggler (ended by its
-    agent for that), agent_lost (its agent or node is gone) or stopped (by us)."""
+    spike, corrupt, device_lost (as the trainer said), killed (a signal or an exit without a word), hung or straggler
+    (ended by its agent for that), agent_lost (its agent or node is gone) or stopped (by us)."""
     step: int | None = None
     """Step that was being computed, where known."""
     exception: str | None = None

@@ -210,6 +210,7 @@ class TrainerProcess:
 
     def _fail(self, error: Exception) -> int:
         """Say why the process ends before that."""
+        error = gpu.as_lost(error)
         text = "".join(traceback.format_exception(error))
         print(text, file=sys.stderr, flush=True)
         kind = next((name for cls, name in _KINDS.items() if isinstance(error, cls)), "exception")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -11,13 +12,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import deterministic
 
 from workers.config import JobSpec
-from workers.errors import ModelError
+from workers.errors import DeviceLost, ModelError
 
 _NO_KERNEL = "No available kernel"
 """In what torch says where no attention kernel that is allowed takes its inputs."""
 
 _CHOSEN = ExitStack()
 """Holds the choice of attention kernels, which ends with the block that torch offers for it."""
+
+_HARDWARE = re.compile(
+    r"uncorrectable (ECC|NVLink) error|hardware stack error|or a hardware error|busy or unavailable|"
+    r"no CUDA-capable device|No CUDA GPUs are available|system not yet initialized|GPU is lost",
+    re.IGNORECASE,
+)
+"""How CUDA, torch and NCCL say that a GPU, its memory or its link has failed, or is not there: no program does that."""
 
 
 def use(device: torch.device, same_bits: bool = False) -> None:
@@ -77,3 +85,15 @@ def named(error: RuntimeError) -> Exception:
         "no fused attention kernel of this GPU takes this model's attention (head size, precision, window): set "
         "train.attention: explicit, which keeps s x s numbers a head, or change model.head_dim or train.precision"
     )
+
+
+def as_lost(error: Exception) -> Exception:
+    """`error`; where it says that the GPU itself has failed, DeviceLost in its place: the machine's fault, which
+    another GPU does not have."""
+    lines = str(error).splitlines() if isinstance(error, RuntimeError) else []
+    said = next((line.strip() for line in lines if _HARDWARE.search(line)), None)
+    if said is None:
+        return error
+    lost = DeviceLost(f"the GPU has failed: {said}")
+    lost.__cause__ = error
+    return lost

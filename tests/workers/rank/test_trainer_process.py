@@ -78,6 +78,20 @@ def test_whatever_ends_it_is_reported_by_its_kind(rig, capfd, error, kind):
     assert failure.exception in capfd.readouterr().err
 
 
+def test_a_gpu_that_has_failed_is_no_exception_of_the_users(rig):
+    def fail(trainer):
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors may be asynchronous")
+
+    run = rig(fail)
+    run.start(order())
+    run.hear()
+    failure = run.hear().payload
+    assert (failure.kind, failure.exception) == ("device_lost", "DeviceLost")
+    assert failure.message == "the GPU has failed: CUDA error: uncorrectable ECC error encountered"
+    assert "may be asynchronous" in failure.traceback
+    assert run.ended() == EXIT_FAILED
+
+
 def test_a_model_that_asks_for_the_end_of_the_process_has_not_ended_the_job_well(rig):
     def leave(trainer):
         trainer.step = 4

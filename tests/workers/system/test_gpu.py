@@ -6,10 +6,11 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from engine_specs import spec
 
-from workers.errors import ModelError
+from workers.errors import DataError, DeviceLost, ModelError
 from workers.model.core_attention import Visible, cached_attention
 from workers.system import gpu
 
@@ -99,3 +100,38 @@ def test_where_no_kernel_is_left_the_way_out_is_named(monkeypatch):
 def test_other_errors_stay_what_they_are():
     error = RuntimeError("CUDA error: misaligned address")
     assert gpu.named(error) is error
+
+
+HARDWARE = [
+    torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronous"),
+    torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+    RuntimeError("No CUDA GPUs are available"),
+    dist.DistBackendError(
+        "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.29.7\nncclUnhandledCudaError: Call to "
+        "CUDA function failed.\nLast error:\nCuda failure 220 'uncorrectable NVLink error detected during execution'"
+    ),
+]
+
+
+@pytest.mark.parametrize("error", HARDWARE, ids=str)
+def test_a_gpu_that_has_failed_is_the_machines_fault(error):
+    lost = gpu.as_lost(error)
+    assert isinstance(lost, DeviceLost)
+    assert lost.__cause__ is error
+    assert str(lost).startswith("the GPU has failed: ")
+    assert "\n" not in str(lost)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        DataError("no CUDA-capable device.txt"),
+        ValueError("GPU is lost"),
+    ],
+    ids=str,
+)
+def test_what_a_program_may_do_to_a_gpu_stays_what_it_is(error):
+    assert gpu.as_lost(error) is error
