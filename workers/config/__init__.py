@@ -1,6 +1,6 @@
-"""JobSpec: what a user submits. Pure Python, imports in milliseconds, shared by all three packages.
+"""JobSpec: the job that a user requests. Pure Python, imports in milliseconds, shared by api, service and workers.
 
-Documents are read and checked by `workers/spec/reading.py`; rules across fields live in `workers/spec/rules.py`.
+Documents are read and validated by `workers/spec/reading.py`; rules across fields are in `workers/spec/rules.py`.
 """
 
 from workers.config.data import DataConfig, ValidationSet

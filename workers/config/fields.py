@@ -1,4 +1,4 @@
-"""What the keys of all sections are made of: numbers with bounds, names, words that stand for something."""
+"""Types of the fields of all sections: bounded numbers, names, and strings with a special meaning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False
 Fraction = Annotated[float, Field(ge=0, lt=1, strict=True, allow_inf_nan=False)]
 StrictBool = Annotated[bool, Field(strict=True)]
 
-# Far above anything trainable, and small enough for exact arithmetic everywhere: past them is a slip of the hand.
+# Far above anything trainable, and small enough for exact arithmetic everywhere: a larger value is a typing mistake.
 Layers = Annotated[int, Field(gt=0, le=10_000, strict=True)]
 Width = Annotated[int, Field(gt=0, le=1_000_000, strict=True)]
 Heads = Annotated[int, Field(gt=0, le=100_000, strict=True)]
@@ -29,10 +29,10 @@ Count = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
 LABEL_KEY = r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
 LabelKey = Annotated[str, Field(max_length=317, pattern=LABEL_KEY)]
-"""As Kubernetes has them: at most 63 letters, digits, `-`, `_` and `.`, perhaps after a domain's name and a `/`."""
+"""As in Kubernetes: at most 63 letters, digits, `-`, `_` and `.`, optionally after a domain name and a `/`."""
 LABEL_VALUE = r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$"
 LabelValue = Annotated[str, Field(max_length=63, pattern=LABEL_VALUE)]
-"""At most 63 letters, digits, `-`, `_` and `.`, of which the first and the last are letters or digits; may be empty."""
+"""At most 63 letters, digits, `-`, `_` and `.`; the first and the last are letters or digits; may be empty."""
 MOST_LABELS = 64
 JOB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._ -]*$"
 MOST_CHARACTERS_OF_A_NAME = 100
@@ -45,12 +45,12 @@ T = TypeVar("T")
 
 BYTE_VOCABULARY = 256
 TRAINED_VOCABULARY = 8192
-"""Token ids of a trained tokenizer, where nothing else is said."""
+"""Default number of token ids of a trained tokenizer."""
 BUILT_IN_TOKENIZERS = ("bytes", "bpe")
-"""Those that are no file."""
+"""Tokenizers that need no file."""
 NO_TOKEN = "none"
 CHATML = "chatml"
-"""The template that is built in."""
+"""The built-in chat template."""
 END_OF_TEXT = "<|endoftext|>"
 LEAST_WINDOW = 5
 PART_OF_A_NAME = r"^[A-Za-z0-9_]+$"
@@ -62,17 +62,17 @@ Source = Literal["python-stdlib", "text", "jsonl", "parquet", "chat", "megatron"
 
 
 MayBeOff = BeforeValidator(lambda value: "off" if value is False else value)
-"""Of a word that may be `off`, which YAML reads as false where it is not in quotes."""
+"""For a string that may be `off`, which YAML reads as false unless it is quoted."""
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values never change after parsing."""
+    """Base of all sections: unknown keys are errors, and values do not change after parsing."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class FixedMapping(dict[str, T]):
-    """An immutable mapping, so that specs can be hashed."""
+    """A mapping that is never modified, so that it can be hashed and specs can be compared by their hashes."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))

@@ -1,4 +1,4 @@
-"""A job: all sections together."""
+"""JobSpec: all sections of a job."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class JobSpec(Section):
     """One training job, as submitted."""
 
     name: JobName = "job"
-    """A name for people; need not be unique."""
+    """A display name; need not be unique."""
     labels: Annotated[dict[LabelKey, LabelValue], Field(max_length=MOST_LABELS), AfterValidator(FixedMapping)] = Field(
         default_factory=FixedMapping
     )
-    """What lists of jobs can be filtered by, such as `team: vision`; nothing else follows from them."""
+    """Labels to filter lists of jobs by, such as `team: vision`; they have no other effect."""
     model: ModelConfig
     """The transformer."""
     data: DataConfig
@@ -39,31 +39,31 @@ class JobSpec(Section):
     train: TrainConfig
     """Steps, batches, optimizer."""
     parallel: ParallelConfig | Literal["auto"] = ParallelConfig()
-    """The layout. Built: explicit layouts."""
+    """The layout, or `auto`: the planner chooses one at submission."""
     elastic: ElasticConfig = ElasticConfig()
-    """Bounds for changes of size."""
+    """Bounds for resizing."""
     resources: ResourcesConfig = ResourcesConfig()
-    """Accelerators."""
+    """Accelerators, environment variables and threads."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Durable checkpoints and snapshots."""
     recovery: RecoveryConfig = RecoveryConfig()
     """Limits of automatic recovery."""
     priority: Priority = 0
-    """Higher starts first among queued jobs."""
+    """Among queued jobs, higher priorities start first."""
     max_duration: PositiveFloat | None = None
-    """Seconds that the job may take, time in the queue and in a pause aside; when they are over its state is saved as
-    for a pause, and it fails with reason max_duration. A retry has as long again. Default: no limit."""
+    """Maximum seconds that the job may take, excluding time in the queue and in pauses. When they are over, its state
+    is saved as for a pause, and it fails with reason max_duration. A retry starts a new limit. Default: no limit."""
 
     @property
     def layout(self) -> ParallelConfig:
-        """The explicit layout. Raises ValueError while it is still `auto`."""
+        """The explicit layout. Raises ValueError if it is still `auto`."""
         if isinstance(self.parallel, str):
             raise ValueError("parallel is still 'auto': plan it first")
         return self.parallel
 
     @property
     def micro_batches(self) -> int:
-        """Most micro-batches that a replica runs in a step (m), once the batch is at its full size."""
+        """Maximum number of micro-batches of a replica in a step (m), once the batch has reached its full size."""
         layout, train = self.layout, self.train
         if train.deterministic == "elastic":
             whole = -(-train.global_batch_size // train.micro_batch_size)
@@ -73,12 +73,13 @@ class JobSpec(Section):
 
     @property
     def attention_is_explicit(self) -> bool:
-        """Whether attention is written out: asked for, or needed by dropout that does not depend on the layout."""
+        """Whether attention is computed by explicit matrix products: requested, or required for dropout that does not
+        depend on the layout."""
         return self.train.attention == "explicit" or (self.train.attention == "auto" and self.model.dropout > 0)
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of token ids, without padding. Raises ValueError while it has to be taken from the tokenizer's file
+        """Number of token ids, without padding. Raises ValueError if it is only known from the tokenizer's file
         (`workers.data.vocabulary`)."""
         size = self.model.vocabulary_size or self.data.token_ids
         if size is None:

@@ -24,34 +24,35 @@ from workers.spec.families import FAMILIES, Family
 
 
 class RopeScaling(Section):
-    """How rotary positions are stretched for sequences longer than those that a model was first trained on."""
+    """Scaling of rotary positions for sequences longer than those that a model was pretrained on."""
 
     type: Literal["linear", "llama3", "yarn"]
-    """linear: all frequencies by the factor (arXiv:2306.15595); llama3: low ones alone, as Llama 3.1 does; yarn: low
-    ones alone, with sharper attention (arXiv:2309.00071)."""
+    """linear: divides all frequencies by the factor (arXiv:2306.15595); llama3: only low frequencies, as in Llama 3.1;
+    yarn: only low frequencies, with sharper attention (arXiv:2309.00071)."""
     factor: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)]
-    """How many times longer the sequences are."""
+    """Ratio of the new to the original sequence length."""
     original_length: Length | None = None
-    """Tokens in the sequences before; needed for llama3 and yarn."""
+    """Original sequence length, in tokens; required for llama3 and yarn."""
     low_frequency_factor: PositiveFloat = 1.0
-    """llama3: frequencies that turn at most so often in original_length are divided by the factor."""
+    """llama3: frequencies with at most this many rotations in original_length are divided by the factor."""
     high_frequency_factor: PositiveFloat = 4.0
-    """llama3: frequencies that turn at least so often in original_length stay; those between are blended."""
+    """llama3: frequencies with at least this many rotations in original_length are kept; those in between are
+    interpolated."""
     beta_fast: PositiveFloat = 32.0
-    """yarn: frequencies that turn at least so often in original_length stay."""
+    """yarn: frequencies with at least this many rotations in original_length are kept."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: frequencies that turn at most so often in original_length are divided by the factor."""
+    """yarn: frequencies with at most this many rotations in original_length are divided by the factor."""
     attention_factor: PositiveFloat | None = None
-    """yarn: what queries and keys are multiplied with; default: 0.1 ln(factor) + 1."""
+    """yarn: factor that queries and keys are multiplied by; default: 0.1 ln(factor) + 1."""
 
 
 class RopeConfig(Section):
     """Rotary positions (arXiv:2104.09864)."""
 
     theta: Annotated[float, Field(gt=1, strict=True, allow_inf_nan=False)] = 10_000.0
-    """Base of the frequencies: pair i of d/2 turns by theta^(-2i/d) a token."""
+    """Base of the frequencies: pair i of d/2 rotates by theta^(-2i/d) per token."""
     scaling: RopeScaling | None = None
-    """For longer sequences; default: none."""
+    """Scaling for longer sequences; default: none."""
 
 
 class ModelConfig(Section):
@@ -60,17 +61,17 @@ class ModelConfig(Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     from_: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
-    """Folder of Hugging Face weights (config.json and safetensors) that training begins with. What config.json says
-    of the shape need not be said again, and is filled in when the job is submitted. Default: random weights."""
+    """Folder of Hugging Face weights (config.json and safetensors) to start training from. The shape is read from
+    config.json when the job is submitted and need not be given here. Default: random weights."""
     family: Literal["gpt", "llama", "qwen", "moe", "bert", "custom"] = "gpt"
-    """Model family. Built: gpt; llama (Llama 2 and 3, and with sliding_window Mistral); qwen (Qwen 3); custom (a model
-    of an installed package, docs/custom_models.md)."""
+    """Model family. Supported: gpt; llama (Llama 2 and 3, and Mistral with sliding_window); qwen (Qwen 3); custom (a
+    model of an installed package, docs/custom_models.md)."""
     entrypoint: Annotated[str, Field(max_length=500, pattern=ENTRYPOINT)] | None = None
-    """custom: where the model is, `package.module:function`."""
+    """custom: the model's location, `package.module:function`."""
     options: Annotated[
         dict[str, bool | int | float | str], AfterValidator(FixedMapping), Field(default_factory=FixedMapping)
     ]
-    """custom: options of the model, besides the keys that all models have."""
+    """custom: additional options passed to the model."""
     layers: Layers
     """Number of transformer layers (L in the papers)."""
     hidden_size: Width
@@ -86,46 +87,46 @@ class ModelConfig(Section):
     """Inner width of the MLP, in elements; default: 4 * hidden_size, and for llama and qwen, whose MLPs have three
     matrices, 8/3 of hidden_size, rounded up to a multiple of 64."""
     sequence_length: Length
-    """Tokens in one training sequence (s)."""
+    """Number of tokens in a training sequence (s)."""
     vocabulary_size: Vocabulary | None = None
-    """Number of token ids (v); default: the tokenizer's. Padded inside to a multiple of parallel.tensor."""
+    """Number of token ids (v); default: the tokenizer's. Padded internally to a multiple of parallel.tensor."""
     dropout: Fraction = 0.0
-    """Probability of zeroing an activation in training: of the embedding, of attention weights, and of what a block
-    adds to the residual stream. The same elements under every layout."""
+    """Probability of zeroing an activation during training, applied to the embedding, to attention weights, and to the
+    output that a block adds to the residual stream. The same elements are zeroed under every layout."""
     bias: StrictBool = True
-    """Whether linear layers and layer norms carry biases; default: true for gpt, else false."""
+    """Whether linear layers and layer norms have biases; default: true for gpt, else false."""
     tie_embeddings: StrictBool = True
     """Whether the output layer shares the token embedding's weight; default: true for gpt, else false."""
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
-    """Of gpt's MLP. gelu: exact, by erf; gelu_tanh: its approximation by tanh, with which OpenAI trained GPT-2
-    (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2). llama and qwen have SwiGLU."""
+    """Activation function of gpt's MLP. gelu: exact, with erf; gelu_tanh: its tanh approximation, which GPT-2 uses
+    (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2). llama and qwen use SwiGLU."""
     norm_epsilon: PositiveFloat = 1.0e-5
-    """Added to the variance, or mean square, in norms."""
+    """Added to the variance or mean square in norms."""
     rope: RopeConfig | None = None
-    """Rotary positions of llama and qwen; default: theta 10000, no scaling. gpt learns its positions."""
+    """Rotary positions of llama and qwen; default: theta 10000, no scaling. gpt has learned positions."""
     sliding_window: Length | None = None
-    """Tokens that a token attends to, itself included (arXiv:2310.06825); default: all before it."""
+    """Number of tokens that a token attends to, including itself (arXiv:2310.06825); default: all preceding tokens."""
     full_attention_every: Layers | None = None
-    """With sliding_window: of each so many layers the last one attends to all tokens before; default: none does."""
+    """With sliding_window: every k-th layer attends to all preceding tokens; default: no layer does."""
     experts: Experts | None = None
-    """Not built: MLPs of a layer between which tokens are shared out (moe)."""
+    """Not supported yet: MLPs of a layer among which tokens are distributed (moe)."""
 
     @model_validator(mode="after")
     def _with_defaults_of_family(self) -> ModelConfig:
         family = FAMILIES.get(self.family)
         for key in ("bias", "tie_embeddings") if family is not None else ():
             if key not in self.model_fields_set:
-                self.__dict__[key] = getattr(family, key)  # not as what the user wrote
+                self.__dict__[key] = getattr(family, key)  # not recorded as set by the user
         return self
 
     @property
     def parts(self) -> Family:
-        """What the family's layers are made of. Raises KeyError for one that is not built."""
+        """The components of the family's layers. Raises KeyError for an unsupported family."""
         return FAMILIES[self.family]
 
     @property
     def is_counted(self) -> bool:
-        """Whether arithmetic knows its parameters and FLOPs."""
+        """Whether its parameters and FLOPs can be computed from the shape."""
         return self.family != "custom"
 
     @property
@@ -146,7 +147,7 @@ class ModelConfig(Section):
 
     @property
     def rope_or_default(self) -> RopeConfig:
-        """Rotary positions, where the family has them."""
+        """Rotary positions, for families that use them."""
         return self.rope or RopeConfig()
 
     @property
@@ -155,7 +156,7 @@ class ModelConfig(Section):
         return self.heads * self.head_size
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a token of layer `layer` attends to; None: all before it."""
+        """Number of tokens that a token attends to in layer `layer`; None: all preceding tokens."""
         if self.sliding_window is None or self.sliding_window >= self.sequence_length:
             return None
         every = self.full_attention_every

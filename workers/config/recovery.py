@@ -1,4 +1,4 @@
-"""`checkpoint`, `recovery`: what is kept of a job, and what follows from a failure."""
+"""`checkpoint`, `recovery`: which state of a job is kept, and how it responds to failures."""
 
 from __future__ import annotations
 
@@ -10,86 +10,86 @@ from workers.config.fields import LEAST_WINDOW, Count, MayBeOff, PositiveFloat, 
 
 
 class CheckpointConfig(Section):
-    """When state is kept, in memory and on disk."""
+    """When state is saved, in memory and on disk."""
 
     every_steps: StepsOrNever = 50
-    """Steps between durable checkpoints; the last step is always saved. 0: none but those of a pause. One that is due
-    while the one before is still being written waits for that, and the training does not."""
+    """Steps between durable checkpoints; the last step is always saved. 0: only when the job is paused. A checkpoint
+    that is due while the previous one is still being written is written after it; training does not wait."""
     keep: Steps = 3
-    """Newest durable checkpoints kept; older ones are deleted after a newer one is complete. Where a roll back could
-    undo all of these, up to two from before are kept too."""
+    """Number of newest durable checkpoints to keep; older ones are deleted when a newer one is complete. If a roll back
+    could undo all of these, up to two earlier ones are kept too."""
     snapshots: Annotated[Literal["auto", "shared_memory", "node_memory", "off"], MayBeOff] = "auto"
-    """Where each rank keeps its last two snapshots, 24 bytes for each parameter whose moments it has, from which a job
-    goes on after a failure. shared_memory: /dev/shm of the rank's node; node_memory: memory that the node's daemon
-    holds, which no size of /dev/shm limits and which ends with the daemon; auto: shared memory, and where that has no
-    room the daemon's, with an event; off: nowhere, so that whatever happens the job goes on from its newest durable
-    checkpoint, also after a resize or a drain (docs/recovery.md)."""
+    """Where each rank keeps its last two snapshots, from which a job continues after a failure; they take 24 bytes per
+    parameter whose moments the rank holds. shared_memory: /dev/shm of the rank's node; node_memory: memory of the
+    node's daemon, which is not limited by the size of /dev/shm and is lost with the daemon; auto: shared memory, or the
+    daemon's memory if shared memory has no room, with an event; off: no snapshots, so that the job always continues
+    from its newest durable checkpoint, also after a resize or a drain (docs/recovery.md)."""
     snapshot_every_steps: Steps | Literal["auto"] = "auto"
-    """Steps between snapshots; the most that a crash makes a job redo (more only where it has just
-    changed: `workers/snapshot/interval.py`). auto: 1, or more where making sure of each would take the training thread
-    over 1 ms and over 1% of a step's time; `snapshot_every_steps` in the metrics is what it is at a step."""
+    """Steps between snapshots: the maximum number of steps that are redone after a crash (more only just after it has
+    changed: `workers/snapshot/interval.py`). auto: 1, or more if securing each snapshot would take the training thread
+    over 1 ms and over 1% of a step's time; the metric `snapshot_every_steps` is the value at each step."""
 
 
 class SpikeConfig(Section):
-    """Steps whose loss or gradient norm is far above that of the steps before.
+    """Detection of steps whose loss or gradient norm is far above that of the preceding steps.
 
-    A number is too high when it lies more than so many deviations above the median of the last `window` steps. A
-    deviation is 1.4826 times their median distance from that median (as the standard deviation where they are
-    normally distributed), and at least 5% of it.
+    A value is a spike if it lies more than the given number of deviations above the median of the last `window` steps.
+    A deviation is 1.4826 times their median absolute deviation from that median (equal to the standard deviation if
+    they are normally distributed), and at least 5% of the median.
     """
 
     policy: Literal["ignore", "report", "skip", "roll_back", "fail"] = "ignore"
-    """What happens then. report: an event; skip, roll_back, fail: as for recovery.nonfinite, and like there the
-    weights have not been touched."""
+    """Response to a spike. report: an event; skip, roll_back, fail: as for recovery.nonfinite; as there, the weights
+    have not been updated yet."""
     window: Annotated[int, Field(ge=LEAST_WINDOW, le=500, strict=True)] = 50
-    """Steps that are looked back at; before there are as many, no step is judged."""
+    """Number of preceding steps to compare with; no step is checked until there are as many."""
     loss_deviations: PositiveFloat = 8.0
-    """By how many deviations a loss must stand out."""
+    """Number of deviations from which a loss is a spike."""
     grad_norm_deviations: PositiveFloat | None = 20.0
-    """The same for the gradient's norm before clipping, which varies more; null: it is not looked at."""
+    """The same for the gradient norm before clipping, which varies more; null: it is not checked."""
 
 
 class RecoveryConfig(Section):
-    """What failures cost before the job gives up."""
+    """Responses to failures, and the limits beyond which the job fails."""
 
     nonfinite: Literal["fail", "skip", "roll_back"] = "fail"
-    """What happens when a step's loss or gradient is not finite, which is noticed before the weights are touched. fail:
-    the job fails and names the samples; skip: the step passes without an update; roll_back: the job goes back
-    `roll_back_steps` and skips the step's samples. Each is an event."""
+    """Response to a step whose loss or gradient is not finite, which is detected before the weights are updated. fail:
+    the job fails and reports the samples; skip: the step makes no update; roll_back: the job goes back
+    `roll_back_steps` steps and skips the step's samples. Each is recorded as an event."""
 
     spike: SpikeConfig = SpikeConfig()
-    """Numbers that are finite and still stand out."""
+    """Response to spikes: finite values far above those of preceding steps."""
 
     roll_back_steps: Annotated[int, Field(gt=0, le=10_000, strict=True)] = 10
-    """How many committed steps a roll back undoes at least, as far as the process reaches back: up to twice as many
-    less one. They are done again with the same samples. With a policy of roll_back each rank keeps two copies of its
-    state in host memory, one every so many steps."""
+    """Minimum number of committed steps that a roll back undoes, as far as the trainer's copies reach back; at most
+    twice as many, less one. They are repeated with the same samples. With a policy of roll_back, each rank keeps two
+    copies of its state in host memory, taken at this interval."""
 
     max_roll_backs: Annotated[int, Field(gt=0, le=100, strict=True)] = 10
-    """Roll backs in the life of the job; the next one fails it."""
+    """Maximum number of roll backs of the job; one more fails it."""
 
     check_replicas_every: StepsOrNever = 100
-    """Steps between comparisons of all parameters that ought to have the same bits on several ranks: one that differs
-    was changed in memory or on its way, and the rank is replaced. 0: never."""
+    """Steps between comparisons of all parameters that must be bit-identical on several ranks: one that differs was
+    corrupted in memory or in transit, and the rank is replaced. 0: never."""
 
     stragglers: Literal["ignore", "report", "replace"] = "report"
-    """What happens with a rank whose own work, without the time it waits for others, takes persistently longer than
-    that of its peers in the same stage. report: an event names it with the evidence; replace: its process is also
-    ended after the next committed step and replaced like a lost one, each rank at most once in ten minutes. Own work
-    is known on CPUs only."""
+    """Response to a rank whose own work, excluding the time it waits for other ranks, persistently takes longer than
+    that of its peers in the same stage. report: an event with the evidence; replace: in addition, its process is ended
+    after the next committed step and replaced as after a failure, at most once in ten minutes for each rank. Own work
+    is measured on CPUs only."""
 
     max_restarts: Count = 20
-    """Failures that are survived within `restart_window_seconds` before the job fails with restarts_exhausted."""
+    """Maximum number of failures within `restart_window_seconds`; one more fails the job with restarts_exhausted."""
     restart_window_seconds: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 86_400.0
-    """How long a failure counts against `max_restarts`, in seconds; 0: forever. A job that runs for months meets more
-    failures than any fixed number allows and is still worth going on with; one that fails 20 times a day is not."""
+    """How long a failure counts toward `max_restarts`, in seconds; 0: forever. A job that runs for months may exceed
+    any fixed number of failures and should still continue; one that fails 20 times a day should not."""
 
     @property
     def rolls_back(self) -> bool:
-        """Whether any policy is to roll back, so that earlier states must be kept."""
+        """Whether any policy is roll_back, so that earlier states must be kept."""
         return "roll_back" in (self.nonfinite, self.spike.policy)
 
     @property
     def needs_history(self) -> bool:
-        """Whether what follows from a step depends on the steps before: on their losses or on roll backs."""
+        """Whether the response to a step depends on preceding steps: on their losses or on earlier roll backs."""
         return self.rolls_back or self.spike.policy != "ignore"

@@ -30,111 +30,116 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 1.0e-3
     """Highest learning rate, reached at the end of the warm-up."""
     min_learning_rate: NonNegativeFloat = 1.0e-4
-    """Learning rate of the last step; inverse-sqrt falls no lower, constant ignores it."""
+    """Learning rate of the last step; the lower bound for inverse-sqrt; ignored by constant."""
     schedule: Literal["cosine", "linear", "wsd", "inverse-sqrt", "constant"] = "cosine"
-    """How the learning rate goes on after the warm-up (workers/learning_rate.py has the formulas). cosine, linear: down
-    to min_learning_rate at the last step; wsd: it stays until the decay at the end of the job (arXiv:2404.06395);
-    inverse-sqrt: with the square root of warmup_steps / step; constant: it stays."""
+    """Learning rate after the warm-up (formulas in workers/learning_rate.py). cosine, linear: decays to
+    min_learning_rate at the last step; wsd: constant until the decay at the end of the job (arXiv:2404.06395);
+    inverse-sqrt: proportional to the square root of warmup_steps / step; constant: constant."""
     decay_steps: Steps | None = None
-    """wsd: steps of the decay, the last ones of the job; default: decay_fraction of them."""
+    """wsd: number of steps of the decay at the end of the job; default: given by decay_fraction."""
     decay_fraction: Annotated[float, Field(gt=0, le=1, strict=True, allow_inf_nan=False)] | None = None
-    """wsd: the decay's part of train.steps; default: a tenth, as in arXiv:2404.06395."""
+    """wsd: fraction of train.steps that the decay takes; default: 0.1, as in arXiv:2404.06395."""
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    """wsd: shape of the decay. 1-sqrt is steep at first, and best in arXiv:2405.18392."""
+    """wsd: shape of the decay. 1-sqrt is steep at first; it performed best in arXiv:2405.18392."""
     warmup_steps: StepsOrNever = 0
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, of the parameters that weight_decay_groups names."""
+    """Decoupled weight decay, applied to the parameters in weight_decay_groups."""
     weight_decay_groups: tuple[ParameterGroup, ...] = ("linear", "embedding")
-    """What is decayed. linear: weights of linear layers, an output layer of its own included; embedding: tables of
-    tokens and of positions, the output layer's where that is tied; norm: weights of norms; bias: biases of linear
-    layers and of norms."""
+    """Parameters that weight decay applies to. linear: weights of linear layers, including an untied output layer;
+    embedding: token and position embeddings, including a tied output layer; norm: weights of norms; bias: biases of
+    linear layers and of norms."""
     beta1: Fraction = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: Fraction = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     epsilon: PositiveFloat = 1.0e-8
     """Added to the square root of the second moment."""
     clip_norm: NonNegativeFloat = 1.0
-    """Largest global gradient norm (L2); larger gradients are scaled down to it. 0 turns clipping off."""
+    """Maximum global gradient norm (L2); larger gradients are scaled down to it. 0 disables clipping."""
     offload: StrictBool = False
-    """Whether the state (weights in fp32 and both moments) lies in pinned host memory and comes to the GPU for its
-    update, a slice at a time. The same numbers, and 12 bytes a parameter less on the device (8 in fp32), over the
-    replicas with parallel.zero: 1; each update takes as long as those bytes take over the GPU's link, which nothing
-    hides (docs/parallelism.md). false, since that costs where the state fits. On a CPU there is nothing to save."""
+    """Whether the optimizer state (weights in fp32 and both moments) is offloaded to pinned host memory and copied to
+    the GPU for its update, one slice at a time. Results do not change. Saves 12 bytes per parameter on the device (8 in
+    fp32), divided by the number of replicas with parallel.zero: 1. Each update takes as long as transferring those
+    bytes over the GPU's link, which is not overlapped (docs/parallelism.md); hence false, which is faster if the state
+    fits. Saves nothing on a CPU."""
 
 
 class BatchRamp(Section):
-    """A batch that grows in equal steps while the first samples are consumed (arXiv:2201.11990, section 3.2)."""
+    """A batch size that grows in equal increments while the first samples are consumed (arXiv:2201.11990, section
+    3.2)."""
 
     start: Batch
     """Sequences in the first step."""
     increment: Batch
-    """Sequences by which the batch grows each time."""
+    """Sequences by which the batch grows at each increment."""
     samples: Annotated[int, Field(gt=0, le=10**15, strict=True)]
     """Sequences consumed until the batch has reached train.global_batch_size."""
 
 
 class TrainConfig(Section):
-    """How long, how much at once, how fast."""
+    """Duration, batch sizes, precision and optimizer."""
 
     steps: Steps
-    """Optimizer steps of the whole job."""
+    """Number of optimizer steps of the job."""
     global_batch_size: Batch = 16
-    """Sequences in one step, over all data-parallel replicas."""
+    """Sequences per step, over all data-parallel replicas."""
     micro_batch_size: Batch = 1
-    """Sequences that one replica processes at once; a step accumulates over its micro-batches. The last one of a step
-    is smaller where it does not divide."""
+    """Sequences that a replica processes at once; a step accumulates gradients over its micro-batches. The last
+    micro-batch of a step is smaller if the batch does not divide evenly."""
     seed: Seed = 1234
-    """Seed of initialisation and sample order."""
+    """Seed of the initial weights and the sample order."""
     deterministic_kernels: bool = False
-    """Whether a GPU computes by kernels that give the same bits each time, so that a job that was recovered has the
-    very curve that it would have had. false: the fastest, whose attention adds in the order in which its blocks happen
-    to come, so that the curve is the same but for rounding. With deterministic: elastic they are always such. CPUs have
-    no others."""
+    """Whether a GPU uses deterministic kernels, so that a recovered job has exactly the loss curve of an undisturbed
+    one. false: the fastest kernels, whose attention adds blocks in the order in which they happen to finish, so that
+    the curve is the same except for rounding. Always on with deterministic: elastic. On a CPU all kernels are
+    deterministic."""
     deterministic: Literal["layout", "elastic"] = "layout"
-    """What the bits of a job's results depend on. layout: the same layout gives the same bits. elastic: the number of
-    replicas does not matter either, at the same tensor and pipeline size: gradients are added in a fixed tree over the
-    global batch's micro-batches, which replicas share as wholes. Takes up to 2 log2(m) more gradient buffers a rank for
-    m micro-batches of a replica, and no reduction overlaps backward (docs/parallelism.md)."""
+    """Under which changes of the layout results stay bit-identical. layout: under none; the same layout gives the same
+    bits. elastic: also with a different number of replicas, at the same tensor and pipeline sizes: gradients are added
+    in a fixed tree over the global batch's micro-batches, which are distributed over the replicas whole. Requires up to
+    2 log2(m) additional gradient buffers per rank, where m is a replica's number of micro-batches, and reductions do
+    not overlap with backward (docs/parallelism.md)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Number format of compute. bf16 and fp16 keep fp32 master weights, moments and gradient sums; fp16 also scales
-    the loss dynamically."""
+    """Number format of the computation. bf16 and fp16 keep master weights, moments and gradient sums in fp32; fp16 also
+    scales the loss dynamically."""
     fp8: Annotated[Literal["off", "tensorwise", "rowwise"], MayBeOff] = "off"
-    """Whether the products of the linear layers inside of the transformer layers take 8-bit matrices, forward and
-    backward; with precision bf16. Embedding, output layer, norms and attention stay as they are, and so do master
-    weights, gradient sums and what is kept for backward. tensorwise: each matrix has one scale, gradients are e5m2;
-    rowwise: each row has its own, gradients are e4m3, more is computed besides the products. Needs a GPU of compute
-    capability 8.9 or above, or a CPU, where it is slow. Takes 2 bytes more for each weight (docs/parallelism.md)."""
+    """Whether the linear layers inside the transformer layers multiply 8-bit matrices, forward and backward; requires
+    precision bf16. Embedding, output layer, norms and attention are unchanged, and so are master weights, gradient sums
+    and the activations saved for backward. tensorwise: one scale per matrix, gradients in e5m2; rowwise: one scale per
+    row, gradients in e4m3, with more work in addition to the products. Requires a GPU of compute capability 8.9 or
+    above, or a CPU, where it is slow. Uses 2 additional bytes per weight (docs/parallelism.md)."""
     attention: Literal["auto", "sdpa", "explicit"] = "auto"
-    """How attention is computed: sdpa: torch's fused kernels, which never hold the s x s scores; explicit: batched
-    matrix products that do. auto: sdpa, or explicit with dropout (the fused kernels' dropout depends on the layout)."""
+    """How attention is computed. sdpa: torch's fused kernels, which do not store the s x s scores; explicit: batched
+    matrix products, which do. auto: sdpa, or explicit with dropout (the dropout of the fused kernels depends on the
+    layout)."""
     compile: StrictBool = False
     """Whether each transformer block is compiled by torch.compile."""
     head_tokens: Count = 0
-    """Tokens whose logits are in memory at once: output layer, loss and their gradients are computed for so many after
-    the other (docs/parallelism.md). 0: those of a whole micro-batch. Fewer take less memory, and one pass more over the
-    gradient of the output layer's weight each time, which 1024 or more tokens outweigh on a GPU; on a CPU, and where
-    logits are no large part of the memory, there is nothing to gain. Changes roundings of that one gradient."""
+    """Number of tokens whose logits are in memory at once: output layer, loss and their gradients are computed for this
+    many tokens at a time (docs/parallelism.md). 0: all tokens of a micro-batch. Smaller values use less memory, but
+    each part adds a pass over the gradient of the output layer's weight, whose cost is small on a GPU with 1024 tokens
+    or more. No benefit on a CPU, or if logits are a small part of the memory. Changes the rounding of that gradient
+    only."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate."""
     frozen: Annotated[tuple[str, ...], Field(max_length=1000)] = ()
     """Parameters that are not trained, as patterns of their names: `embedding`, `layers.0-3`, `*.mlp`
-    (docs/training.md). They have no gradient and no moments, and backward ends where nothing before it is trained."""
+    (docs/training.md). They have no gradients and no moments, and backward stops at the first trained parameter."""
     z_loss: NonNegativeFloat = 0.0
-    """Weight of log(Z)^2 of each token, Z being the sum of exponentials of its logits, in what is minimised: it keeps
-    the logits from drifting away (arXiv:2204.02311, section 5, with 1.0e-4). 0: none. `loss` stays the cross-entropy
-    alone; `z_loss` in the metrics is what comes on top, as a mean over the same tokens."""
+    """Coefficient of an additional loss, log(Z)^2 of each token, where Z is the sum of the exponentials of its logits.
+    It keeps the logits from drifting (arXiv:2204.02311, section 5, with 1.0e-4). 0: none. The metric `loss` remains the
+    cross-entropy; the metric `z_loss` is the additional loss, as a mean over the same tokens."""
     validate_every: StepsOrNever = 0
-    """Steps between two validations; 0: never."""
+    """Steps between validations; 0: never."""
     validation_batches: Steps = 8
-    """Global batches of held-out text in one validation, at most the whole held-out part."""
+    """Global batches of held-out text per validation, at most the whole held-out part."""
     batch_ramp: BatchRamp | None = None
-    """Growth of the batch at the start of the job; default: global_batch_size from the first step."""
+    """Growth of the batch size at the start of the job; default: global_batch_size from the first step."""
     time_parts_every: StepsOrNever = 10
-    """Steps between two measurements of where a step's time goes; 0: never."""
+    """Steps between measurements of a step's time by phase; 0: never."""
 
     @property
     def dtype(self) -> str:
-        """Name of the torch dtype of compute."""
+        """Name of the torch dtype of the computation."""
         return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.precision]
