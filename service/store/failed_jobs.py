@@ -28,7 +28,9 @@ def request_retry(session: Session, job_id: str) -> Job:
     generations.forget_outcome(session, job_id, job.generation)
     message = f"tried again by the user; it had failed: {job.message}"
     jobs.transition(session, job_id, target, "retried_by_user", message)
-    job.retried_at, job.memory_kept_until, job.finished_at = job.updated_at, None, None
+    # Not before what has failed began, whose failures would count on: that may be by another clock, or one set since.
+    job.retried_at = max(job.updated_at, generations.began_at(session, job_id, job.generation))
+    job.memory_kept_until = job.finished_at = None
     return job
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,8 @@ def begin(
     """Open the job's next generation and return its number; from here on, reports of lower ones are refused.
 
     Ends the generation before it, if that is still open. The report cursor starts again from zero, since the reports
-    that it counted are fenced now and new agents number theirs from 1. Raises JobNotFound.
+    that it counted are fenced now and new agents number theirs from 1. The generation begins after the user's last
+    retry, whichever clock that was recorded by. Raises JobNotFound.
     """
     job = jobs.get(session, job_id, lock=True)
     now = time.time()
@@ -67,7 +69,7 @@ def begin(
         cause=cause,
         resume_source=resume_source,
         resume_step=resume_step,
-        started_at=now,
+        started_at=max(now, math.nextafter(job.retried_at or 0.0, math.inf)),
         data=data or {},
     )
     session.add(row)
@@ -97,6 +99,12 @@ def end(
         row.ended_at = time.time() if at is None else at
         if outcome is not None:
             row.data = {**row.data, "outcome": outcome}
+
+
+def began_at(session: Session, job_id: str, generation: int) -> float:
+    """When a generation began, Unix seconds; 0 where there is none."""
+    row = session.get(Generation, (job_id, generation))
+    return 0.0 if row is None else row.started_at
 
 
 def forget_outcome(session: Session, job_id: str, generation: int) -> None:

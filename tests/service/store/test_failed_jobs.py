@@ -1,5 +1,8 @@
 """A job that failed keeps its memory for a while, and can be tried again."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 
 from service.states import JobState
@@ -34,6 +37,24 @@ def test_retry_puts_it_back_into_the_queue_and_forgets_how_it_ended(store, faile
     with store.read() as session:
         (life,) = generations.of_job(session, failed.id)
     assert "outcome" not in life.data
+
+
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0], ids=["set_back", "set_forward"])
+def test_retry_comes_between_generations_however_the_clock_is_set(store, failed, monkeypatch, ahead):
+    """Or whatever the clock of the control plane says that is asked for it: else what was before would count on."""
+
+    def shift(session):
+        for life in generations.of_job(session, failed.id):
+            life.started_at += ahead
+
+    store.write(shift)
+    store.write(lambda s: failed_jobs.request_retry(s, failed.id))
+    real = time.time
+    monkeypatch.setattr(generations, "time", SimpleNamespace(time=lambda: real() + ahead))
+    store.write(lambda s: generations.begin(s, failed.id, "tried again by the user", False))
+    with store.read() as session:
+        before, after = generations.of_job(session, failed.id)
+    assert before.started_at <= row(store, failed).retried_at < after.started_at
 
 
 def test_only_what_failed_is_tried_again(store, submit):
