@@ -5,11 +5,11 @@ from __future__ import annotations
 from api import schemas
 from api.control import ControlPlane
 from service.cluster.errors import ClusterUnavailable
-from service.machines import BadCalibration, measured_gpus, this_node
+from service.machines import BadCalibration, measured_machines, this_node
 from service.planner.answer import to_json
 from service.planner.hardware import Cluster, CpuNode
 from service.planner.job_plan import NotPlanned, refuse_unplannable
-from service.planner.request import CurrentCluster, Gpus, PlanRequest, cluster_of_nodes, for_job
+from service.planner.request import CurrentCluster, Machines, PlanRequest, cluster_of_nodes, for_job
 from service.refining import SeenJobs
 from workers.config import JobSpec
 from workers.paths import Paths
@@ -41,10 +41,10 @@ def cpu_node(control: ControlPlane) -> CpuNode:
         raise SpecError([Problem("cluster", str(error))]) from error
 
 
-def gpus(control: ControlPlane) -> Gpus:
-    """What was measured on GPUs. Raises SpecError."""
+def gpus(control: ControlPlane) -> Machines:
+    """Those whose GPUs were measured. Raises SpecError."""
     try:
-        return measured_gpus(Paths.of(control.home).machines)
+        return measured_machines(Paths.of(control.home).machines)
     except BadCalibration as error:
         raise SpecError([Problem("cluster", str(error))]) from error
 

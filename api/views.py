@@ -186,6 +186,8 @@ def machine_view(kept: KeptCalibration, own: str, refined: Machine | None) -> sc
         this_node=kept.name == own,
         problem=kept.problem,
         warning=calibration and calibration.warning,
+        links=(calibration and calibration.between) or None,
+        links_note=calibration and calibration.links_note,
         **_refinement(refined),
     )
 

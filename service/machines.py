@@ -18,7 +18,8 @@ from typing import Any
 
 from service.planner.fitting import fit_core
 from service.planner.fitting_gpu import fit_gpu, machine_measured
-from service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Machine, measured
+from service.planner.fitting_links import fit_links
+from service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Links, Machine, measured
 from workers.calibration.measurements import Measurements
 from workers.errors import MantaError
 from workers.paths import safe_name
@@ -27,6 +28,7 @@ from workers.system.processor import node_type
 
 OTHER_CORES, SPREAD = 0.25, 0.1
 """Cores that others keep busy during a calibration, and distance of its repetitions, above which it is disturbed."""
+_MAY_BE_NOTHING = ("attention_width", "error")
 _JOBS_SINCE = "jobs_since"
 _COMMAND = (sys.executable, "-m", "workers.calibration")
 
@@ -55,6 +57,10 @@ class Calibrated:
     """Cores that others kept busy meanwhile, as a mean; None: not known."""
     spread: float | None = None
     """How far repetitions were apart, of their median; None: not known."""
+    links: Links | None = None
+    """Between GPUs, where that was ever measured."""
+    links_problem: str | None = None
+    """Why it was not measured this time; None where it was, and where nobody tried."""
 
     @property
     def warning(self) -> str | None:
@@ -67,10 +73,27 @@ class Calibrated:
         return f"{' and '.join(disturbances)}: calibrate again while nothing else runs" if disturbances else None
 
     @property
+    def links_note(self) -> str | None:
+        """What to know of what lies between its GPUs, where that was not measured."""
+        if self.links_problem is None:
+            return None
+        then = "plans go by what is assumed of it" if self.links is None else "what was measured before stays"
+        return f"what lies between its GPUs was not measured ({self.links_problem}): {then}"
+
+    @property
     def constants(self) -> dict[str, float]:
         """The eight."""
         fields = dataclasses.asdict(self.core or self.gpu)  # type: ignore[arg-type]
         return {name: value for name, value in fields.items() if not isinstance(value, bool)}
+
+    @property
+    def between(self) -> dict[str, float]:
+        """What is known of the links between its GPUs; empty where they were not measured."""
+        return {} if self.links is None else dataclasses.asdict(self.links)
+
+    def applied(self, machine: Machine) -> Machine:
+        """`machine` by what was measured of its GPUs; the same one where none were."""
+        return machine if self.gpu is None else measured(machine, self.gpu, self.links)
 
     def to_json(self) -> dict[str, Any]:
         """As it is kept."""
@@ -81,24 +104,28 @@ class Calibrated:
         """What `to_json` made. Raises KeyError, TypeError, ValueError."""
         if not isinstance(document, dict):
             raise TypeError("a calibration is an object")
-        core, gpu = document.get("core"), document.get("gpu")
+        core, gpu, links = (document.get(name) for name in ("core", "gpu", "links"))
         if (core is None) == (gpu is None):
             raise ValueError("a core's constants, or a GPU's")
         calibration = cls(
             str(document["name"]),
             str(document["device"]),
             int(document["cores"]),
-            None if core is None else Core(**{name: float(value) for name, value in core.items()}),
-            None if gpu is None else Gpu(**{name: _number(value) for name, value in gpu.items()}),
-            *(_number_or_none(document.get(name)) for name in ("other_cores", "spread")),
+            None if core is None else Core(**_numbers(core)),
+            None if gpu is None else Gpu(**_numbers(gpu)),
+            _number_or_none(document.get("other_cores")),
+            _number_or_none(document.get("spread")),
+            None if links is None else Links(**_numbers(links)),
+            document.get("links_problem"),
         )
-        if any(not 0 < value < math.inf for name, value in calibration.constants.items() if name != "attention_width"):
+        known = [*calibration.constants.items(), *calibration.between.items()]
+        if any(not (0 < value < math.inf or (value == 0 and name in _MAY_BE_NOTHING)) for name, value in known):
             raise ValueError("constants are positive")
         return calibration
 
 
-def _number(value: Any) -> Any:
-    return value if isinstance(value, bool) else float(value)
+def _numbers(document: Any) -> dict[str, Any]:
+    return {name: value if isinstance(value, bool) else float(value) for name, value in dict(document).items()}
 
 
 def _number_or_none(value: Any) -> float | None:
@@ -157,6 +184,17 @@ def save(folder: Path, calibrated: Calibrated) -> Path:
     return path
 
 
+def with_links_of_before(folder: Path, calibrated: Calibrated) -> Calibrated:
+    """Where what lies between GPUs was not measured this time, with what the last calibration of such machines knows of
+    it: another node of this type may have more GPUs."""
+    if calibrated.links_problem is None:
+        return calibrated
+    with contextlib.suppress(BadCalibration):
+        before = load(folder, calibrated.name)
+        return calibrated if before is None else dataclasses.replace(calibrated, links=before.links)
+    return calibrated
+
+
 def this_node(folder: Path) -> CpuNode:
     """This machine without GPUs, as it was calibrated, if it was. Raises BadCalibration."""
     known = load(folder, node_type())
@@ -165,10 +203,10 @@ def this_node(folder: Path) -> CpuNode:
     return CpuNode(usable_cores(), memory) if core is None else CpuNode(usable_cores(), memory, core)
 
 
-def measured_gpus(folder: Path) -> dict[str, Gpu]:
-    """The GPUs that were calibrated, by their name in the planner's MACHINES. Raises BadCalibration."""
-    by_name = {name: load(folder, name) for name in MACHINES}
-    return {name: each.gpu for name, each in by_name.items() if each is not None and each.gpu is not None}
+def measured_machines(folder: Path) -> dict[str, Machine]:
+    """Those whose GPUs were calibrated, by their name in the planner's MACHINES. Raises BadCalibration."""
+    calibrations = {name: load(folder, name) for name in MACHINES}
+    return {name: each.applied(MACHINES[name]) for name, each in calibrations.items() if each is not None}
 
 
 def machine_of_type(folder: Path, name: str) -> Machine | None:
@@ -176,8 +214,7 @@ def machine_of_type(folder: Path, name: str) -> Machine | None:
     without any. Raises BadCalibration."""
     if name in MACHINES:
         known = load(folder, name)
-        gpu = None if known is None else known.gpu
-        return MACHINES[name] if gpu is None else measured(MACHINES[name], gpu)
+        return MACHINES[name] if known is None else known.applied(MACHINES[name])
     return this_node(folder).machine(1) if name == node_type() else None
 
 
@@ -216,6 +253,9 @@ def calibrated(measurements: Measurements) -> Calibrated:
     else:
         name = machine_measured(measurements)
         made = Calibrated(name, measurements.device, measurements.cores, gpu=fit_gpu(measurements, MACHINES[name]))
+        if measurements.collectives:
+            made = dataclasses.replace(made, links=fit_links(measurements.collectives, MACHINES[name]))
+        made = dataclasses.replace(made, links_problem=measurements.links_problem)
     return dataclasses.replace(made, other_cores=measurements.other_cores, spread=measurements.spread)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from api import schemas
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
 from api.cli.tables import table
-from service.machines import Calibrated, forget_jobs_before_now, measure, save
+from service.machines import Calibrated, forget_jobs_before_now, measure, save, with_links_of_before
 from service.settings import Settings
 from workers.paths import Paths
 
@@ -37,6 +37,11 @@ _UNITS_OF_GPU = {
     "host_seconds": (1e-6, "us, an operation's launch by the host"),
     "copy": (1e9, "GB/s, to and from pinned memory of the host"),
 }
+_UNITS_OF_LINKS = {
+    "bandwidth": (1e9, "GB/s, links between GPUs"),
+    "hop_seconds": (1e-6, "us, a hop between GPUs"),
+    "error": (1e-2, "%, mean error of both beside what was measured"),
+}
 
 
 class Device(Enum):
@@ -54,7 +59,7 @@ def register(app: typer.Typer) -> None:
 
 def calibrate(
     device: Annotated[
-        Device, typer.Option("--device", help="What to measure; auto: one of its GPUs where it has any.")
+        Device, typer.Option("--device", help="What to measure; auto: its GPUs where it has any.")
     ] = Device.auto,
     listed: Annotated[
         bool, typer.Option("--list", help="Measure nothing; show what the service knows of types of machines.")
@@ -68,8 +73,9 @@ def calibrate(
 ) -> None:
     """Measure this machine for plans and for `parallel: auto`.
 
-    It takes about a minute, in which nothing else should run here. What is found is kept in MANTA_HOME, for all nodes
-    of the same processor and number of cores or of the same type of GPU, and takes the place of what was found before.
+    It takes about a minute, with several GPUs a little more, in which nothing else should run here. What is found is
+    kept in MANTA_HOME, for all nodes of the same processor and number of cores or of the same type of GPU, and takes
+    the place of what was found before.
     Needs no service."""
     folder = Paths.of(Settings.from_environment().home).machines
     if listed and forget_jobs:
@@ -83,7 +89,7 @@ def calibrate(
             answer = client.machines()
         show(answer, as_json, lambda console: _table(console, answer.items))
         return
-    calibration = measure(device.value, lambda line: typer.echo(line, err=True))
+    calibration = with_links_of_before(folder, measure(device.value, lambda line: typer.echo(line, err=True)))
     path = save(folder, calibration)
     if as_json:
         typer.echo(json.dumps(calibration.to_json()))
@@ -91,6 +97,8 @@ def calibrate(
     typer.echo(f"{calibration.name}: {calibration.device}, {calibration.cores} cores; kept in {path}")
     for line in _lines(calibration):
         typer.echo(line)
+    if calibration.links_note is not None:
+        typer.echo(f"Note: {calibration.links_note}", err=True)
     if calibration.warning is not None:
         typer.echo(f"Warning: {calibration.warning}", err=True)
 
@@ -100,16 +108,18 @@ def _table(console: Console, machines: Sequence[schemas.Machine]) -> None:
         (
             each.name,
             each.device or "not calibrated",
+            f"{each.links['bandwidth'] / 1e9:.0f} GB/s" if each.links else "-",
             ", ".join(f"{name} x {factor:.2f}" for name, factor in each.refined.items()) or "-",
             f"{each.refined_by_jobs}",
-            each.problem or each.warning or "",
+            each.problem or each.warning or each.links_note or "",
         )
         for each in machines
     ]
-    heads = ("TYPE", "DEVICE", "REFINED", "BY JOBS", "PROBLEM")
+    heads = ("TYPE", "DEVICE", "LINKS", "REFINED", "BY JOBS", "PROBLEM")
     table(console, heads, rows, "nothing was calibrated, and no jobs have refined anything")
 
 
 def _lines(calibration: Calibrated) -> list[str]:
-    units = _UNITS if calibration.gpu is None else _UNITS_OF_GPU
-    return [f"  {calibration.constants[name] / unit:10.3f} {what}" for name, (unit, what) in units.items()]
+    units = _UNITS if calibration.gpu is None else _UNITS_OF_GPU | _UNITS_OF_LINKS
+    known = calibration.constants | calibration.between
+    return [f"  {known[name] / unit:10.3f} {what}" for name, (unit, what) in units.items() if name in known]

@@ -13,7 +13,7 @@ from api.cli import render
 from api.cli.job_files import Changes, read_file
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
 from api.cli.tables import table
-from service.machines import measured_gpus, this_node
+from service.machines import measured_machines, this_node
 from service.planner.answer import to_json
 from service.planner.hardware import Cluster
 from service.planner.pictures import picture
@@ -87,7 +87,7 @@ def _answer(document: Any, url: str | None) -> schemas.Plans:
         with connect(url) as client:
             return client.plans({**document, "cluster": cluster})
     folder = Paths.of(Settings.from_environment().home).machines
-    wanted = read_request(with_shape_of_weights(document), _nowhere, this_node(folder), measured_gpus(folder))
+    wanted = read_request(with_shape_of_weights(document), _nowhere, this_node(folder), measured_machines(folder))
     return schemas.Plans.model_validate(to_json(wanted, wanted.answer()))
 
 

@@ -173,6 +173,11 @@ class Machine(Answer):
     """Why it cannot be used; then device, cores and constants are null."""
     warning: str | None = None
     """Why its constants may be wrong: the calibration was disturbed."""
+    links: dict[str, float] | None = None
+    """What was measured between the GPUs of a node: `bandwidth` (bytes/s), `hop_seconds`, and the mean `error` with
+    which both tell what was measured; null where nothing was, and without GPUs."""
+    links_note: str | None = None
+    """Why that was not measured at the last calibration, and what plans go by."""
     refined: dict[str, float] = Field({})
     """Factors by which jobs have changed constants that a calibration leaves assumed."""
     refined_by_jobs: int = 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from service.job.context import JobContext
-from service.machines import BadCalibration, measured_gpus, this_node, type_of
+from service.machines import BadCalibration, measured_machines, this_node, type_of
 from service.planner.job_plan import NotPlanned, Place, cluster_of, planned
 from service.refining import SeenJobs
 from service.store import plans
@@ -53,7 +53,7 @@ async def _plan(job: JobContext, places: list[Place]) -> dict[str, Any]:
 
 def _planned(spec: JobSpec, job: JobContext, places: list[Place], seen: SeenJobs) -> dict[str, Any]:
     folder = job.cluster.paths.machines
-    cluster = cluster_of(places, this_node(folder), measured_gpus(folder))
+    cluster = cluster_of(places, this_node(folder), measured_machines(folder))
     return {**planned(spec, seen.cluster(cluster)), "machine": type_of(cluster.machine)}
 
 

@@ -25,20 +25,31 @@ LINKS_ASSUMED = (
 )
 
 
+WAITS_ASSUMED = (
+    "what its GPUs and the links inside a node reach was measured; {what} is assumed, and was neither fitted nor "
+    "measured"
+)
+
+
 def _note(cluster: Cluster) -> str | None:
-    several = sum(part.gpus for part in cluster.parts) > 1
-    notes = {part.type: _note_of(part.machine, several) for part in cluster.parts}
+    gpus, nodes = (sum(each) for each in zip(*((part.gpus, part.nodes) for part in cluster.parts), strict=True))
+    notes = {part.type: _note_of(part.machine, gpus > 1, nodes > 1) for part in cluster.parts}
     said = [f"{type}: {note}" if cluster.others else note for type, note in notes.items() if note is not None]
     return "; ".join(said) or None
 
 
-def _note_of(machine: Machine, several: bool) -> str | None:
+def _note_of(machine: Machine, several: bool, several_nodes: bool) -> str | None:
     """`several`: whether there are several GPUs."""
     if machine.refined is not None:
         return _refined(machine)
     if machine.is_assumed:
         return ASSUMED
-    return LINKS_ASSUMED if several and machine.links_are_assumed else None
+    if not (several and machine.links_are_assumed):
+        return None
+    if machine.links is None:
+        return LINKS_ASSUMED
+    waits = "how long they wait for one another"
+    return WAITS_ASSUMED.format(what=f"what lies between nodes, and {waits}," if several_nodes else waits)
 
 
 def _refined(machine: Machine) -> str:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from service.planner.hardware import MACHINES, Cluster, Core, Gpu, Refined, cpu_machine, measured
-from service.planner.refinement import constants_of, with_constants
+from service.planner.hardware import MACHINES, Cluster, Core, Gpu, Links, Refined, cpu_machine, measured
+from service.planner.refinement import constants_of, measured_of, with_constants
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
@@ -21,8 +21,7 @@ def _one_kind(cluster: Cluster) -> dict[str, Any]:
     if (refined := machine.refined) is not None:
         record["refined"] = {"jobs": refined.jobs, "before": dict(refined.before), "after": constants_of(machine)}
     if machine.core is None:
-        gpu = None if machine.gpu is None else asdict(machine.gpu)
-        return record | {"accelerator": machine.accelerator.name, "gpu": gpu}
+        return record | {"accelerator": machine.accelerator.name} | measured_of(machine)
     memory = machine.accelerator.memory_bytes * machine.devices
     return record | {"cores": machine.cores, "slots": machine.devices, "memory": memory, "core": asdict(machine.core)}
 
@@ -35,7 +34,8 @@ def from_json(document: dict[str, Any]) -> Cluster:
     else:
         machine = MACHINES[document["accelerator"]]
         if document["gpu"] is not None:
-            machine = measured(machine, Gpu(**document["gpu"]))
+            links = document.get("links")  # earlier releases measured none
+            machine = measured(machine, Gpu(**document["gpu"]), None if links is None else Links(**links))
     if (refined := document.get("refined")) is not None:
         known = Refined(refined["jobs"], tuple(refined["before"].items()))
         machine = replace(with_constants(machine, refined["after"]), refined=known)

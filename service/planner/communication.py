@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from service.planner.hardware import BETWEEN_LATENCY, INSIDE_LATENCY, NUMA_BANDWIDTH, Cluster, Core
+from service.planner.hardware import BETWEEN_LATENCY, NUMA_BANDWIDTH, Cluster, Core, Machine
 from service.planner.software import Software
 from workers.config import ParallelConfig
 
@@ -87,15 +87,15 @@ def bus_bandwidth(group: Group, cluster: Cluster) -> float:
     return min(inside, outside)
 
 
-def _ring_latency(group: Group) -> float:
+def _ring_latency(group: Group, machine: Machine) -> float:
     """Seconds of one way round a ring for an empty tensor."""
     between = group.nodes if group.nodes > 1 else 0
-    return (group.size - between) * INSIDE_LATENCY + between * BETWEEN_LATENCY
+    return (group.size - between) * machine.hop_seconds + between * BETWEEN_LATENCY
 
 
-def _tree_latency(group: Group) -> float:
+def _tree_latency(group: Group, machine: Machine) -> float:
     """Seconds up a tree over the nodes and down again, with chains inside them."""
-    inside = (min(group.per_node, group.size) - 1) * INSIDE_LATENCY
+    inside = (min(group.per_node, group.size) - 1) * machine.hop_seconds
     return 2 * (inside + math.ceil(math.log2(group.nodes)) * BETWEEN_LATENCY)
 
 
@@ -111,7 +111,8 @@ def gather_seconds(group: Group, cluster: Cluster, size: float) -> float:
         return 0.0
     if (core := cluster.machine.core) is not None:
         return 2 * (group.size - 1) * _message_on_core(core, size / group.size)
-    return (group.size - 1) / group.size * size / bus_bandwidth(group, cluster) + _ring_latency(group)
+    latency = _ring_latency(group, cluster.machine)
+    return (group.size - 1) / group.size * size / bus_bandwidth(group, cluster) + latency
 
 
 def reduce_seconds(group: Group, cluster: Cluster, size: float) -> float:
@@ -122,7 +123,8 @@ def reduce_seconds(group: Group, cluster: Cluster, size: float) -> float:
         if group.size == 2:
             return 2 * _message_on_core(core, size)
         return 2 * gather_seconds(group, cluster, size)
-    return 2 * (group.size - 1) / group.size * size / bus_bandwidth(group, cluster) + _tree_latency(group)
+    latency = _tree_latency(group, cluster.machine)
+    return 2 * (group.size - 1) / group.size * size / bus_bandwidth(group, cluster) + latency
 
 
 def message_seconds(cluster: Cluster, size: float, same_node: bool) -> float:
@@ -131,6 +133,6 @@ def message_seconds(cluster: Cluster, size: float, same_node: bool) -> float:
         return _message_on_core(core, size) + (0.0 if same_node else size / cluster.machine.adapter_bandwidth)
     machine, constants = cluster.machine, cluster.machine.constants
     if same_node:
-        return size / (machine.accelerator.link_bandwidth * constants.inside) + INSIDE_LATENCY
+        return size / (machine.accelerator.link_bandwidth * constants.inside) + machine.hop_seconds
     bandwidth = min(1.0, machine.adapters_each) * machine.adapter_bandwidth * constants.message
     return size / bandwidth + BETWEEN_LATENCY

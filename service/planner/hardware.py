@@ -125,6 +125,19 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Links:
+    """What was measured between the GPUs of one node: two constants, in place of what is assumed of `Constants.inside`
+    and of a hop. `docs/planner.md` says what they are fitted on."""
+
+    bandwidth: float
+    """Bytes/s at which a ring goes round, and a message to its other end."""
+    hop_seconds: float
+    """What each hop of a ring, and a message, takes beside its bytes."""
+    error: float = 0.0
+    """No constant: how far measured times are from what both say, as a mean of logarithms."""
+
+
+@dataclass(frozen=True)
 class Refined:
     """What the steps of jobs have changed of a machine's constants (`refinement.py`)."""
 
@@ -156,6 +169,8 @@ class Machine:
     """Among which its accelerators are divided, with adapters of their own; 0: no matter, or not known."""
     gpu: Gpu | None = None
     """What was measured on one of its GPUs, and is in `constants` too where these have it."""
+    links: Links | None = None
+    """What was measured between its GPUs; the bandwidth is in `constants` too."""
     refined: Refined | None = None
     """Where jobs have moved some of its constants."""
 
@@ -180,9 +195,16 @@ class Machine:
         return self.gpu is not None and not self.gpu.adds_wider
 
     @property
+    def hop_seconds(self) -> float:
+        """Of one hop of a ring between its GPUs."""
+        return INSIDE_LATENCY if self.links is None else self.links.hop_seconds
+
+    @property
     def links_are_assumed(self) -> bool:
-        """Whether its GPUs were measured, one at a time, and what lies between them was not."""
-        return self.gpu is not None and replace(self.constants, **ASSUMED_OF_GPU) == HOPPER
+        """Whether its GPUs were measured, and of what lies between them at least a part was neither fitted nor
+        measured."""
+        replaced = ASSUMED_OF_GPU if self.links is None else ASSUMED_OF_GPU | {"inside": HOPPER.inside}
+        return self.gpu is not None and replace(self.constants, **replaced) == HOPPER
 
 
 @dataclass(frozen=True)
@@ -247,7 +269,7 @@ HOPPER = replace(A100, product=0.70, collective=A100.message, skew_seconds=1e-4,
 A100's collective is what is left where groups with one GPU of a node share four of its eight adapters; NCCL has each
 of them leave by the adapter beside it since 2.12, before there was a Hopper."""
 ASSUMED_OF_GPU = {name: getattr(HOPPER, name) for name in ("product", "memory", "host_seconds")}
-"""What a calibration takes the place of."""
+"""What a calibration of one GPU takes the place of."""
 
 MACHINES = {
     # DGX-2: arXiv:1909.08053, section 5 (32 GB, NVSwitch of 300 GB/s both ways, 8 adapters of 100 Gb/s).
@@ -324,12 +346,19 @@ def machine_of(name: str) -> Machine:
     return MACHINES[max(fitting, key=lambda known: MACHINES[known].accelerator.memory_bytes)]
 
 
-def measured(machine: Machine, gpu: Gpu) -> Machine:
-    """The same machine by what was measured on one of its GPUs."""
+def measured(machine: Machine, gpu: Gpu, links: Links | None = None) -> Machine:
+    """The same machine by what was measured on one of its GPUs, and between them if that was."""
     device = machine.accelerator
     product, memory = gpu.product_16bit / device.peak_16bit, gpu.memory / device.memory_bandwidth
     constants = replace(machine.constants, product=product, memory=memory, host_seconds=gpu.host_seconds)
-    return replace(machine, constants=constants, gpu=gpu)
+    known = replace(machine, constants=constants, gpu=gpu)
+    return known if links is None else linked(known, links)
+
+
+def linked(machine: Machine, links: Links) -> Machine:
+    """The same machine by what was measured between its GPUs."""
+    inside = links.bandwidth / machine.accelerator.link_bandwidth
+    return replace(machine, constants=replace(machine.constants, inside=inside), links=links)
 
 
 def named_by_driver(device: str, memory_bytes: float) -> str | None:

@@ -13,7 +13,7 @@ from service.planner.hardware import Cluster, CpuNode, UnknownMachine, known_as
 from service.planner.mixed_step import step_model
 from service.planner.pictures import picture
 from service.planner.refinement import dependence_of
-from service.planner.request import NONE_MEASURED, Gpus, cluster_of_nodes, too_large
+from service.planner.request import NONE_MEASURED, Machines, cluster_of_nodes, too_large
 from service.planner.search import plan_of
 from service.planner.sizes import elastic_sizes
 from service.planner.software import engine_on
@@ -41,8 +41,9 @@ class Place:
     gpu_memory_bytes: int | None = None
 
 
-def cluster_of(places: Sequence[Place], node: CpuNode, gpus: Gpus = NONE_MEASURED) -> Cluster:
-    """The nodes of a job, as far as they are alike. `node`: what one without GPUs is; `gpus`: those that were measured.
+def cluster_of(places: Sequence[Place], node: CpuNode, known: Machines = NONE_MEASURED) -> Cluster:
+    """The nodes of a job, as far as they are alike. `node`: what one without GPUs is; `known`: those whose GPUs were
+    measured.
     Raises SpecError where the type of the GPUs is not known."""
     most = max(place.ranks for place in places)
     if not places[0].has_gpus:
@@ -57,7 +58,7 @@ def cluster_of(places: Sequence[Place], node: CpuNode, gpus: Gpus = NONE_MEASURE
         | {"gpu_memory_bytes": each.gpu_memory_bytes}
         for each in places
     ]
-    return cluster_of_nodes(nodes, None, node, gpus)
+    return cluster_of_nodes(nodes, None, node, known)
 
 
 def refuse_unplannable(spec: JobSpec) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from service.planner.budget import step_shares
@@ -42,7 +42,7 @@ MOST_SPREAD = 0.25
 ON_CORES = ("product_fp32", "product_16bit", "memory", "operation_seconds", "link", "message_seconds")
 """What jobs move of an assumed `Core`. The other two only ever act together with these."""
 BETWEEN_GPUS = ("inside", "message", "collective", "spread", "skew_seconds")
-"""What a calibration of a GPU leaves assumed."""
+"""What a calibration of one GPU leaves assumed; that of several measures the first."""
 ON_GPUS = ("product", "memory", "host_seconds", *BETWEEN_GPUS)
 RATIOS = ("product", "memory", "inside", "message", "collective")
 """Of these, parts of what a data sheet says, which are one at most."""
@@ -61,7 +61,13 @@ def movable(machine: Machine) -> dict[str, float]:
     if machine.core is not None:
         return {name: getattr(machine.core, name) for name in ON_CORES} if machine.core == ASSUMED_CORE else {}
     names = ON_GPUS if machine.gpu is None else BETWEEN_GPUS
-    return {name: getattr(machine.constants, name) for name in names}
+    measured = ("inside",) if machine.links is not None else ()
+    return {name: getattr(machine.constants, name) for name in names if name not in measured}
+
+
+def measured_of(machine: Machine) -> dict[str, Any]:
+    """What a calibration has measured of its GPUs, and between them, as a JSON document."""
+    return {name: part and asdict(part) for name, part in (("gpu", machine.gpu), ("links", machine.links))}
 
 
 def constants_of(machine: Machine) -> dict[str, float]:
@@ -147,6 +153,8 @@ class Observation:
     rows: tuple[Row, ...]
     whole: Row | None = None
     """The step, where most of it goes by these constants."""
+    measured: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(("gpu", "links")))
+    """What a calibration had measured (`measured_of`) by which it was planned."""
 
     def tells_of(self, name: str) -> bool:
         """Whether a good part of one of its groups goes by a constant."""
@@ -175,7 +183,8 @@ def observation(job: str, at: float, planned: Mapping[str, Any], measured: Measu
     step = planned["step_seconds"]
     mostly = sum(total.values()) >= MOSTLY * step
     of_step = _row(measured.step_seconds, step, total, slower, 1.0) if mostly else None
-    return Observation(job, at, dependence["before"], tuple(rows), of_step) if rows else None
+    known = {name: planned["cluster"].get(name) for name in ("gpu", "links")}
+    return Observation(job, at, dependence["before"], tuple(rows), of_step, known) if rows else None
 
 
 def _row(took: float, whole: float, used: Mapping[str, float], slower: Mapping[str, float], share: float) -> Row:
@@ -192,9 +201,10 @@ def _slower(name: str, before: float, after: float) -> float:
 def refined(machine: Machine, seen: Sequence[Observation]) -> Machine:
     """The machine with its constants as jobs on such machines say, whatever order they are in; the same one where too
     few say something of it. `seen`: the newest of each job on such machines, newest first; those of other constants
-    without any job (before a calibration, by another release) do not count."""
-    before = movable(machine)
-    usable = sorted((each for each in seen if each.before == before), key=lambda each: each.job)[-MOST_JOBS:]
+    without any job, or of another calibration (before it, by another release), do not count."""
+    known = movable(machine), measured_of(machine)
+    usable = sorted((each for each in seen if (each.before, each.measured) == known), key=lambda each: each.job)
+    before, usable = known[0], usable[-MOST_JOBS:]
     names = [name for name in before if _is_observed(name, usable)]
     if machine.refined is not None or not names:
         return machine

@@ -13,11 +13,10 @@ from service.planner.hardware import (
     MACHINES,
     Cluster,
     CpuNode,
-    Gpu,
+    Machine,
     UnknownMachine,
     known_as,
     machine_of,
-    measured,
     ray_type,
 )
 from service.planner.mixed_search import best_layouts
@@ -33,9 +32,9 @@ CPU = "cpu"
 """The accelerator of a cluster of nodes like the one that plans, without GPUs; `gpus_per_node` are their ranks."""
 SECTIONS = ("model", "train", "data", "parallel", "cluster")
 """What is read. A job's other sections may be there too, so that its file can be planned as it is."""
-Gpus = Mapping[str, Gpu]
-"""What was measured on GPUs, by their name in MACHINES."""
-NONE_MEASURED: Gpus = MappingProxyType({})
+Machines = Mapping[str, Machine]
+"""Those whose GPUs were measured, by their name in MACHINES."""
+NONE_MEASURED: Machines = MappingProxyType({})
 WISHES = ("explain", "sizes")
 """What may be asked for beside plans."""
 MOST_LAYERS, MOST_NODES, MOST_MICRO_BATCHES = 1000, 100_000, 100_000
@@ -72,8 +71,8 @@ class PlanRequest:
         return answer
 
 
-def read_request(document: Any, current: CurrentCluster, node: CpuNode, gpus: Gpus = NONE_MEASURED) -> PlanRequest:
-    """Check `document`. `node`: the one that accelerator `cpu` means. `gpus`: those that were measured. Raises
+def read_request(document: Any, current: CurrentCluster, node: CpuNode, known: Machines = NONE_MEASURED) -> PlanRequest:
+    """Check `document`. `node`: the one that accelerator `cpu` means. `known`: those whose GPUs were measured. Raises
     SpecError with everything that is wrong with it."""
     if not isinstance(document, dict):
         raise SpecError([Problem("", f"a plan is asked for with a mapping, not {kind_of(document)}", "model: {...}")])
@@ -85,7 +84,7 @@ def read_request(document: Any, current: CurrentCluster, node: CpuNode, gpus: Gp
     ]:
         raise SpecError(problems)
     job = _job_in({key: value for key, value in document.items() if key not in WISHES})
-    cluster = read_cluster(document.get("cluster"), for_job(job, current), node, gpus)
+    cluster = read_cluster(document.get("cluster"), for_job(job, current), node, known)
     problems = too_large(job)
     if problems:
         raise SpecError(problems)
@@ -144,7 +143,7 @@ def _data_for(model: Any) -> dict[str, Any]:
     return {"source": "python-stdlib"}
 
 
-def read_cluster(document: Any, current: CurrentCluster, node: CpuNode, gpus: Gpus = NONE_MEASURED) -> Cluster:
+def read_cluster(document: Any, current: CurrentCluster, node: CpuNode, known: Machines = NONE_MEASURED) -> Cluster:
     """The cluster that `document` describes; {current: true} is the one that `current` gives, {groups: [...]} has nodes
     of several kinds. Raises SpecError."""
     example = "{accelerator: a100-80gb, nodes: 8, gpus_per_node: 8}"
@@ -152,7 +151,7 @@ def read_cluster(document: Any, current: CurrentCluster, node: CpuNode, gpus: Gp
         what = "required, but missing" if document is None else f"must be a mapping, not {kind_of(document)}"
         raise SpecError([Problem("cluster", what, example)])
     if document.get("groups") is not None:
-        return _unequal_cluster(document, node, gpus)
+        return _unequal_cluster(document, node, known)
     is_current = document.get("current", False)
     if not isinstance(is_current, bool):
         raise SpecError([Problem("cluster.current", f"must be true or false, not {kind_of(is_current)}", "true")])
@@ -162,7 +161,7 @@ def read_cluster(document: Any, current: CurrentCluster, node: CpuNode, gpus: Gp
         raise SpecError([Problem("cluster.current", problem, "false")])
     if is_current:
         return current(name)
-    return _described(name, sizes, node, gpus, "cluster")
+    return _described(name, sizes, node, known, "cluster")
 
 
 def _read_nodes(path: str, document: Mapping[Any, Any], known: set[str]) -> tuple[str | None, dict[str, int]]:
@@ -187,14 +186,14 @@ def _read_nodes(path: str, document: Mapping[Any, Any], known: set[str]) -> tupl
     return name, sizes
 
 
-def _described(name: str | None, sizes: dict[str, int], node: CpuNode, gpus: Gpus, path: str) -> Cluster:
+def _described(name: str | None, sizes: dict[str, int], node: CpuNode, known: Machines, path: str) -> Cluster:
     if name == CPU:
         slots = sizes.get("gpus_per_node", node.cores)
         return Cluster(node.machine(slots), sizes.get("nodes", 1), slots)
-    return _named_cluster(name, sizes, gpus, path)
+    return _named_cluster(name, sizes, known, path)
 
 
-def _unequal_cluster(document: Mapping[str, Any], node: CpuNode, gpus: Gpus) -> Cluster:
+def _unequal_cluster(document: Mapping[str, Any], node: CpuNode, known: Machines) -> Cluster:
     """Nodes of several kinds; those that can do most come first. Raises SpecError."""
     groups, example = document["groups"], "[{accelerator: a100-80gb, nodes: 2}, {accelerator: v100-32gb, nodes: 4}]"
     problem = None
@@ -213,7 +212,7 @@ def _unequal_cluster(document: Mapping[str, Any], node: CpuNode, gpus: Gpus) -> 
         if name == CPU and len(groups) > 1:
             problem = "a pipeline goes over nodes with GPUs alone; plan for a cluster of CPUs by itself"
             raise SpecError([Problem(f"{path}.accelerator", problem, "a100-80gb")])
-        parts.append(_described(name, sizes, node, gpus, path))
+        parts.append(_described(name, sizes, node, known, path))
     return together(parts)
 
 
@@ -233,17 +232,16 @@ def together(parts: Sequence[Cluster]) -> Cluster:
     return replace(first, others=tuple(others))
 
 
-def _named_cluster(name: str | None, sizes: dict[str, int], gpus: Gpus, path: str = "cluster") -> Cluster:
+def _named_cluster(name: str | None, sizes: dict[str, int], known: Machines, path: str = "cluster") -> Cluster:
     if name is None:
-        known = ", ".join([*MACHINES, CPU])
-        problem = f"which accelerators the nodes have must be said: {known}; or current: true"
+        names = ", ".join([*MACHINES, CPU])
+        problem = f"which accelerators the nodes have must be said: {names}; or current: true"
         raise SpecError([Problem(f"{path}.accelerator", problem, "a100-80gb")])
     try:
         machine = machine_of(name)
     except UnknownMachine as error:
         raise SpecError([Problem(f"{path}.accelerator", str(error), "a100-80gb")]) from error
-    if (gpu := gpus.get(machine.accelerator.name)) is not None:
-        machine = measured(machine, gpu)
+    machine = known.get(machine.accelerator.name, machine)
     return Cluster(machine, sizes.get("nodes", 1), sizes.get("gpus_per_node", machine.devices))
 
 
@@ -282,30 +280,30 @@ def _type_of(nodes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cluster_of_nodes(
-    nodes: Sequence[Mapping[str, Any]], accelerator: str | None, cpu_node: CpuNode, gpus: Gpus = NONE_MEASURED
+    nodes: Sequence[Mapping[str, Any]], accelerator: str | None, cpu_node: CpuNode, known: Machines = NONE_MEASURED
 ) -> Cluster:
     """The cluster of which the control plane sees `nodes` (in the form of `api.schemas.Node`), as far as those of one
     type are equal: of the size that most have. Nodes on which nothing is placed are left out, and where there are GPUs
     those without. `accelerator`: what all GPUs are taken for, or `cpu`: the slots are meant; `cpu_node`: what a node
-    without GPUs is; `gpus`: those that were measured. Raises SpecError."""
+    without GPUs is; `known`: those whose GPUs were measured. Raises SpecError."""
     alive = [node for node in nodes if node.get("alive")]
     usable = [node for node in alive if not node.get("draining") and node.get("problem") is None]
     if accelerator == CPU or (accelerator is None and not any(map(_has_gpus, alive))):
         count, size = _most_alike([node["slots_total" if _has_gpus(node) else "total"] for node in usable], "slots")
         return Cluster(cpu_node.machine(size), count, size)
     with_gpus = [node for node in usable if _has_gpus(node)]
-    if accelerator is None and len(parts := _by_type(with_gpus, gpus)) > 1:
+    if accelerator is None and len(parts := _by_type(with_gpus, known)) > 1:
         return together(parts)
     count, size = _most_alike([node["total"] for node in with_gpus], "GPUs")
     name = _type_of(with_gpus) if accelerator is None else accelerator
-    return _named_cluster(name, {"nodes": count, "gpus_per_node": size}, gpus)
+    return _named_cluster(name, {"nodes": count, "gpus_per_node": size}, known)
 
 
 def _has_gpus(node: Mapping[str, Any]) -> bool:
     return node.get("accelerator") == "gpu"
 
 
-def _by_type(nodes: Sequence[Mapping[str, Any]], gpus: Gpus) -> list[Cluster]:
+def _by_type(nodes: Sequence[Mapping[str, Any]], known: Machines) -> list[Cluster]:
     """The nodes of each type that the planner knows and that Ray has recognised."""
     parts = []
     for type in sorted({node["gpu_type"] for node in nodes if node.get("gpu_type") and node["total"] >= 1}):
@@ -313,7 +311,7 @@ def _by_type(nodes: Sequence[Mapping[str, Any]], gpus: Gpus) -> list[Cluster]:
         memory = min((node["gpu_memory_bytes"] for node in alike if node.get("gpu_memory_bytes")), default=None)
         if (name := known_as(type, memory)) is not None:
             count, size = _most_alike([node["total"] for node in alike], "GPUs")
-            parts.append(replace(_named_cluster(name, {"nodes": count, "gpus_per_node": size}, gpus), type=type))
+            parts.append(replace(_named_cluster(name, {"nodes": count, "gpus_per_node": size}, known), type=type))
     return parts
 
 

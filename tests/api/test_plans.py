@@ -1,9 +1,11 @@
 """`POST /v1/plans`, and jobs that leave their layout to the service."""
 
+from dataclasses import replace
+
 import pytest
 
 from service.machines import Calibrated, save
-from service.planner.hardware import HOPPER, MACHINES, Cluster, Core, Gpu
+from service.planner.hardware import HOPPER, MACHINES, Cluster, Core, Gpu, Links
 from service.planner.refinement import LEAST_JOBS
 from tests.api.conftest import DOCUMENT
 from tests.service.support.measured_jobs import train_on
@@ -55,13 +57,19 @@ def test_a_gpu_that_was_calibrated_is_what_plans_for_its_type_go_by(service):
     asked = PLAN | {"cluster": {"accelerator": "h100", "nodes": 1, "gpus_per_node": 1}}
     before = service.http.post("/v1/plans", json=asked).json()
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
-    path = save(Paths.of(service.control.home).machines, Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=gpu))
+    calibration = Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=gpu)
+    path = save(Paths.of(service.control.home).machines, calibration)
     try:
         after = service.http.post("/v1/plans", json=asked).json()
         assert before["note"] is not None and after["note"] is None
         assert after["plans"][0]["step_seconds"] != before["plans"][0]["step_seconds"]
         (machine,) = service.http.get("/v1/machines").json()["items"]
         assert (machine["name"], machine["this_node"], len(machine["constants"])) == ("h100-80gb", False, 8)
+        assert (machine["links"], machine["links_note"]) == (None, None)
+        save(path.parent, replace(calibration, links=Links(3.6e11, 3e-6, 0.1), links_problem="NCCL error"))
+        (machine,) = service.http.get("/v1/machines").json()["items"]
+        assert machine["links"] == {"bandwidth": 3.6e11, "hop_seconds": 3e-6, "error": 0.1}
+        assert "not measured (NCCL error): what was measured before stays" in machine["links_note"]
         path.write_text("{}")
         assert "calibrate again" in service.http.post("/v1/plans", json=asked).json()["errors"][0]["rule"]
     finally:

@@ -11,11 +11,26 @@ from unittest.mock import Mock
 import pytest
 
 from service import machines
-from service.machines import BadCalibration, Calibrated, CalibrationFailed, load, measured_gpus, save, this_node
-from service.planner.hardware import ASSUMED_CORE, Core, Gpu
+from service.machines import (
+    BadCalibration,
+    Calibrated,
+    CalibrationFailed,
+    load,
+    measured_machines,
+    save,
+    this_node,
+    with_links_of_before,
+)
+from service.planner.hardware import ASSUMED_CORE, MACHINES, Core, Gpu, Links, measured
+from tests.service.planner.test_fitting_gpu import rows as measurements_of
+from tests.service.planner.test_fitting_links import rows as links_rows
 from workers.system.processor import node_type
 
 CORE = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
+
+
+OF_GPU = Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=Gpu(6.8e14, 5e13, 5e14, 2.7e12, 2e12, 2e-6, 7e-6, 5e10, True))
+LINKS = Links(3.6e11, 3e-6, 0.1)
 
 
 def calibrated(name: str = "abacus-4") -> Calibrated:
@@ -87,14 +102,66 @@ def test_a_file_that_is_no_calibration_says_what_to_do(tmp_path, change):
 
 
 def test_gpus_are_kept_by_their_type_and_are_no_nodes_of_cores(tmp_path):
-    gpu = Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=Gpu(6.8e14, 5e13, 5e14, 2.7e12, 2e12, 2e-6, 7e-6, 5e10, True))
-    save(tmp_path, gpu)
+    save(tmp_path, OF_GPU)
     save(tmp_path, calibrated())
-    assert measured_gpus(tmp_path) == {"h100-80gb": gpu.gpu}
-    assert load(tmp_path, "h100-80gb") == gpu and len(gpu.constants) == 8
-    (tmp_path / "h100-80gb.json").write_text(json.dumps(gpu.to_json() | {"core": vars(CORE)}))
+    assert measured_machines(tmp_path) == {"h100-80gb": measured(MACHINES["h100-80gb"], OF_GPU.gpu)}
+    assert load(tmp_path, "h100-80gb") == OF_GPU and len(OF_GPU.constants) == 8
+    (tmp_path / "h100-80gb.json").write_text(json.dumps(OF_GPU.to_json() | {"core": vars(CORE)}))
     with pytest.raises(BadCalibration, match="calibrate again, or remove it"):
-        measured_gpus(tmp_path)
+        measured_machines(tmp_path)
+
+
+def test_what_was_measured_between_gpus_is_kept_with_them(tmp_path):
+    save(tmp_path, linked := replace(OF_GPU, links=LINKS))
+    assert load(tmp_path, "h100-80gb") == linked and linked.links_note is None
+    assert measured_machines(tmp_path)["h100-80gb"] == measured(MACHINES["h100-80gb"], OF_GPU.gpu, LINKS)
+
+
+def test_a_calibration_of_before_links_were_measured_is_read(tmp_path):
+    document = OF_GPU.to_json()
+    del document["links"], document["links_problem"]
+    save(tmp_path, OF_GPU).write_text(json.dumps(document))
+    assert load(tmp_path, "h100-80gb") == OF_GPU
+
+
+@pytest.mark.parametrize("links", [[], {"bandwidth": 1e11}, {"bandwidth": 1e11, "hop_seconds": 0.0}, {"speed": 1.0}])
+def test_links_that_are_none_make_a_file_no_calibration(tmp_path, links):
+    save(tmp_path, OF_GPU).write_text(json.dumps(OF_GPU.to_json() | {"links": links}))
+    with pytest.raises(BadCalibration, match="calibrate again, or remove it"):
+        load(tmp_path, "h100-80gb")
+
+
+ONE = replace(OF_GPU, device="Another", links_problem="there is one GPU")
+
+
+@pytest.mark.parametrize(
+    ("before", "note"),
+    [(None, "plans go by what is assumed"), (LINKS, "what was measured before stays")],
+)
+def test_links_that_could_not_be_measured_again_stay(tmp_path, before, note):
+    """Another node of this type has one GPU, or NCCL failed."""
+    save(tmp_path, replace(OF_GPU, links=before))
+    made = with_links_of_before(tmp_path, ONE)
+    assert made == replace(ONE, links=before)
+    assert made.links_note.startswith(f"what lies between its GPUs was not measured (there is one GPU): {note}")
+
+
+def test_links_of_another_calibration_are_none_where_there_is_none_or_they_were_measured(tmp_path):
+    assert with_links_of_before(tmp_path, ONE) is ONE
+    save(tmp_path, OF_GPU).write_text("[")
+    assert with_links_of_before(tmp_path, ONE) is ONE
+    save(tmp_path, replace(OF_GPU, links=LINKS))
+    again = replace(OF_GPU, links=replace(LINKS, bandwidth=1e11))
+    assert with_links_of_before(tmp_path, again) is again
+
+
+def test_a_gpu_is_calibrated_whether_its_links_could_be_measured_or_not():
+    rows = measurements_of(OF_GPU.gpu)
+    alone = machines.calibrated(replace(rows, links_problem="rank 1: NCCL error"))
+    assert (alone.links, alone.links_problem) == (None, "rank 1: NCCL error") and alone.gpu is not None
+    both = machines.calibrated(replace(rows, collectives=links_rows(LINKS)))
+    assert (both.gpu, both.links_problem) == (alone.gpu, None)
+    assert both.links.bandwidth == pytest.approx(LINKS.bandwidth)
 
 
 def measures_by(monkeypatch, program):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from workers.calibration import clock
+from workers.calibration.between_gpus import between_gpus, gpu_places
 from workers.calibration.gpu import ON_GPU, measure_gpu
 from workers.calibration.kernels import attention_times, product_times
 from workers.calibration.links import collective_times
@@ -49,11 +50,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(kind: str, say: Callable[[str], None]) -> Measurements:
-    """Everything, part by part; `say` is told what is measured next."""
-    others = OtherWork()
+    """Everything, part by part; `say` is told what is measured next. Raises MantaError where there is no GPU and `kind`
+    asks for one."""
     clock.spreads.clear()
-    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
-        return _with_disturbances(measure_gpu(torch.device("cuda", 0), ON_GPU, say), others)
+    has_gpus = kind != "cpu" and torch.cuda.is_available()
+    if kind == "cuda" and not has_gpus:
+        raise MantaError("torch finds no GPU here (`manta doctor` may say why)")
+    return _measure_gpus(say) if has_gpus else _measure_cores(say)
+
+
+def _measure_gpus(say: Callable[[str], None]) -> Measurements:
+    # First what lies between them: some GPUs are for one process at a time, and so far this one is on none.
+    collectives, problem = between_gpus(gpu_places(), say)
+    others = OtherWork()
+    measurements = _with_disturbances(measure_gpu(torch.device("cuda", 0), ON_GPU, say), others)
+    return dataclasses.replace(measurements, collectives=collectives, links_problem=problem)
+
+
+def _measure_cores(say: Callable[[str], None]) -> Measurements:
+    others = OtherWork()
     torch.set_num_threads(1)
     keep_freed_memory()
     device = torch.device("cpu")

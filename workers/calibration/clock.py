@@ -53,6 +53,29 @@ def back_to_back_seconds(run: Run, device: torch.device) -> float:
     return _median([_queued(run, times, queueing, device) for _ in range(ROUNDS)])
 
 
+def joint_seconds(run: Run, times: int, meet: Run, device: torch.device) -> float:
+    """What `run` takes that several processes do together: the median of some rounds of `times` each, the same number
+    for all of them. `meet` returns once all are there. On a GPU between two events, with the others of a round queued
+    behind, after one that none is timed by, so that nobody is waited for; else by the clock."""
+    run()
+    meet()
+    began = time.perf_counter()
+    for _ in range(times + 1):
+        run()
+    queueing = time.perf_counter() - began
+    taken = []
+    for _ in range(ROUNDS):
+        meet()
+        if device.type == "cuda":
+            taken.append(_queued(run, times, queueing, device, before=run))
+            continue
+        began = time.perf_counter()
+        for _ in range(times):
+            run()
+        taken.append((time.perf_counter() - began) / times)
+    return statistics.median(taken)
+
+
 def _median(taken: list[float]) -> float:
     median = statistics.median(taken)
     if len(taken) > 1:
@@ -61,10 +84,12 @@ def _median(taken: list[float]) -> float:
     return median
 
 
-def _queued(run: Run, times: int, queueing: float, device: torch.device) -> float:
-    """Seconds of one of so many runs, which are queued while the device is busy with something else."""
+def _queued(run: Run, times: int, queueing: float, device: torch.device, before: Run = lambda: None) -> float:
+    """Seconds of one of so many runs, which are queued, behind `before`, while the device is busy with something
+    else."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     _keep_busy(max(BETWEEN, int(1.5 * queueing / LEAST_OF_SQUARE)), device)
+    before()
     first.record()
     for _ in range(times):
         run()

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import secrets
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from workers.comm.comm import Comm
+from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
 from workers.comm.host_names import ask_for_none
+from workers.comm.lost_peers import first_line
 from workers.comm.secret import SECRET_LENGTH
-from workers.errors import MantaError
+from workers.errors import MantaError, PeerLost
+from workers.node.host import visible
 from workers.spec.reading import parse_job_spec
+from workers.system import gpu
+from workers.system.parent_death import ParentDeathSignal
 from workers.threads import threads_of
 
 Program = Callable[..., Any]
@@ -28,7 +36,29 @@ SECONDS = 300.0
 
 
 class RanksFailed(MantaError):
-    """A rank died or hung."""
+    """A rank died, raised or hung; the message says which, and why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank computes on, and communicates over."""
+
+    device: str = "cpu"
+    backend: BackendKind = "links"
+    visible_gpu: str | None = None
+    """The only GPU that its process sees, as CUDA_VISIBLE_DEVICES takes it; None: whatever this process sees."""
+
+
+ON_CPU = Place()
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What a rank raised."""
+
+    why: str
+    by_others: bool
+    """Whether another rank is gone, which says why itself."""
 
 
 class LocalRanks:
@@ -47,61 +77,94 @@ class LocalRanks:
         document: dict[str, Any],
         *arguments: Any,
         seconds: float = SECONDS,
-        device: str = "cpu",
+        places: Sequence[Place] = (ON_CPU,),
     ) -> list[Any]:
-        """Run `program` on every rank of a job's layout: results by rank. All ranks share `device`. Raises RanksFailed
-        when that takes more than `seconds`."""
+        """Run `program` on every rank of a job's layout: results by rank. `places`: of each, or one for all. Raises
+        RanksFailed, also when that takes more than `seconds`."""
         self._generation += 1
         world = parse_job_spec(document).layout.world_size
-        processes, connections, secret = [], [], secrets.token_hex(SECRET_LENGTH // 2)
-        for rank in range(world):
-            ours, theirs = self._context.Pipe(duplex=False)
-            place = (theirs, rank, self._store.port, self._generation, secret, device)
-            target = self._context.Process(target=_run_rank, args=(*place, program, document, arguments), daemon=True)
-            processes.append(target)
-            target.start()
-            theirs.close()
-            connections.append(ours)
+        secret, ranks = secrets.token_hex(SECRET_LENGTH // 2), []
         try:
-            return _collect(connections, time.monotonic() + seconds)
+            for rank in range(world):
+                ours, theirs = self._context.Pipe(duplex=False)
+                where = (rank, self._store.port, self._generation, secret, places[rank % len(places)])
+                target = self._context.Process(
+                    target=_run_rank, args=(theirs, where, program, document, arguments), daemon=True
+                )
+                target.start()
+                theirs.close()
+                ranks.append((target, ours))
+            return _collect(ranks, seconds)
         finally:
-            for process in processes:
+            for process, connection in ranks:
                 process.kill()
                 process.join()
+                connection.close()
 
 
-def _collect(connections: list[Connection], deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(connections):
-        missing = [connection for rank, connection in enumerate(connections) if rank not in results]
-        ready = wait(missing, max(0.0, deadline - time.monotonic()))
+def _collect(ranks: Sequence[tuple[BaseProcess, Connection]], seconds: float) -> list[Any]:
+    """The results of all ranks. Raises RanksFailed; where one says that another is gone, what that one says."""
+    deadline, results = time.monotonic() + seconds, dict[int, Any]()
+    while len(results) < len(ranks):
+        missing = {connection: rank for rank, (_, connection) in enumerate(ranks) if rank not in results}
+        ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RanksFailed("a gang of local ranks did not end in time")
-        for rank, connection in enumerate(connections):
+            late = ", ".join(map(str, missing.values()))
+            raise RanksFailed(f"after {seconds:.0f} s there was nothing from {_named(late, len(missing))}")
+        for connection, rank in missing.items():
             if connection in ready:
-                try:
-                    results[rank] = connection.recv()
-                except EOFError as error:
-                    raise RanksFailed(f"rank {rank} ended without a result") from error
-    return [results[rank] for rank in range(len(connections))]
+                results[rank] = result = _received(rank, *ranks[rank])
+                if isinstance(result, _Failed) and not result.by_others:
+                    raise RanksFailed(f"rank {rank}: {result.why}")
+    for rank, result in sorted(results.items()):
+        if isinstance(result, _Failed):
+            raise RanksFailed(f"rank {rank}: {result.why}")
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _named(ranks: str, count: int) -> str:
+    return f"rank {ranks}" if count == 1 else f"ranks {ranks}"
+
+
+def _received(rank: int, process: BaseProcess, connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except (EOFError, OSError) as error:
+        process.join(1.0)
+        code = process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else "ended"
+        raise RanksFailed(f"the process of rank {rank} {how} before it had a result") from error
 
 
 def _run_rank(
     connection: Connection,
-    rank: int,
-    port: int,
-    generation: int,
-    secret: str,
-    device: str,
+    where: tuple[int, int, int, str, Place],
     program: Program,
     document: dict[str, Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    ask_for_none()
+    ParentDeathSignal().arm(os.getppid())
+    os.dup2(2, 1)  # what libraries print there is nobody's result
     spec = parse_job_spec(document)
     torch.set_num_threads(threads_of(spec))
-    comm = Comm(RankGrid(spec.layout), rank, torch.device(device), "links")
-    if spec.layout.world_size > 1:
-        comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST, secret)
-    connection.send(program(comm, spec, *arguments))
+    try:
+        comm = _joined(RankGrid(spec.layout), *where)
+        connection.send(program(comm, spec, *arguments))
+    except Exception as error:
+        why = str(error) if isinstance(error, MantaError) else f"{type(error).__name__}: {first_line(error)}"
+        connection.send(_Failed(why, isinstance(error, PeerLost)))
+        raise
     comm.close()
+
+
+def _joined(grid: RankGrid, rank: int, port: int, generation: int, secret: str, place: Place) -> Comm:
+    """A rank that has met the others."""
+    if place.visible_gpu is not None:  # before anything here asks CUDA for something
+        os.environ.update(visible([place.visible_gpu]))
+    device = torch.device(place.device)
+    gpu.use(device)
+    ask_for_none()
+    comm = Comm(grid, rank, device, place.backend)
+    if grid.world_size > 1:
+        comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST, secret)
+    return comm

@@ -74,14 +74,17 @@ class StepSeconds:
     """Of a core's time, or of the device's."""
 
 
+ExchangeKind = Literal["all_gather", "reduce_scatter", "all_reduce", "message"]
+
+
 @dataclass(frozen=True)
 class CollectiveTime:
-    """A collective between ranks of this node that do nothing else."""
+    """A collective between ranks of this node that do nothing else, or a message from each of them to the next."""
 
-    kind: Literal["all_gather", "reduce_scatter"]
+    kind: ExchangeKind
     ranks: int
     size: int
-    """Bytes of the whole tensor."""
+    """Bytes of the whole tensor, or of each message."""
     seconds: float
 
 
@@ -106,6 +109,7 @@ class Measurements:
     attention: list[AttentionTime] = field(default_factory=list)
     steps: list[StepSeconds] = field(default_factory=list)
     collectives: list[CollectiveTime] = field(default_factory=list)
+    """Of GPUs none where they could not be measured."""
     busy: list[BusyTime] = field(default_factory=list)
     """With one rank first."""
     elements: list[ElementTime] = field(default_factory=list)
@@ -119,6 +123,8 @@ class Measurements:
     spread: float | None = None
     """How far repetitions were apart: between their quarters, of their median, and of these the median. None: not
     known."""
+    links_problem: str | None = None
+    """Of a GPU, why there are no collectives; None where there are."""
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Measurements:
@@ -136,7 +142,7 @@ class Measurements:
         others: dict[str, Any] = {
             name: document[name] for name in ("device", "cores", "gpu_memory_bytes", "adds_wider")
         }
-        others |= {name: document.get(name) for name in ("other_cores", "spread")}
+        others |= {name: document.get(name) for name in ("other_cores", "spread", "links_problem")}
         return cls(**others, **lists)
 
 

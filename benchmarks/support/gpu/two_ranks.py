@@ -22,6 +22,7 @@ from benchmarks.support.gpu.contestants import LEARNING_RATE, batch_of
 from benchmarks.support.gpu.sizes import Size
 from benchmarks.support.local_ranks import LocalRanks, RanksFailed
 from benchmarks.support.report import Report
+from workers.calibration.local_ranks import Place
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.comm.repair_self_test import RepairSelfTest
@@ -52,7 +53,7 @@ def measure_pairs(report: Report, size: Size, seed: int, device: torch.device) -
     }
     sized = replace(size, layers=4)
     gathered = {
-        name: ranks.run(_few_steps, sized.document(seed, False, parallel=layout), device=str(device))[0]
+        name: ranks.run(_few_steps, sized.document(seed, False, parallel=layout), places=[Place(str(device))])[0]
         for name, layout in layouts.items()
     }
     for name in ("tensor_2", "pipeline_2"):
@@ -87,7 +88,7 @@ def measure_kill(report: Report, size: Size, seed: int, device: torch.device) ->
     document["checkpoint"] = {"every_steps": 0, "snapshot_every_steps": 1}
 
     def train(folder: str, resume: int | None, dies_at: int) -> list[Trained]:
-        return ranks.run(_train, document, folder, resume, dies_at, device=str(device), seconds=SECONDS)
+        return ranks.run(_train, document, folder, resume, dies_at, places=[Place(str(device))], seconds=SECONDS)
 
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         undisturbed = train(f"{folder}/undisturbed", None, 0)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from api.cli import calibrate
 from api.cli.main import command_line
 from service.machines import Calibrated, CalibrationFailed, jobs_since, save
-from service.planner.hardware import Cluster, Core, CpuNode, Gpu
+from service.planner.hardware import Cluster, Core, CpuNode, Gpu, Links
 from service.planner.refinement import LEAST_JOBS
 from tests.api.conftest import DOCUMENT
 from tests.service.support.measured_jobs import train_on
@@ -21,6 +21,8 @@ from workers.spec.reading import parse_job_spec
 from workers.system.processor import node_type
 
 GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
+LINKS = Links(3.6e11, 3e-6, 0.1)
+OF_H100 = Calibrated("h100-80gb", "H100", 4, gpu=GPU)
 CORE = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
 PLAN = {
     "model": {"layers": 4, "hidden_size": 256, "heads": 4, "sequence_length": 128, "vocabulary_size": 1000},
@@ -35,7 +37,7 @@ def manta(tmp_path, monkeypatch):
     monkeypatch.setenv("MANTA_HOME", str(tmp_path / "home"))
     calibrations = {
         "auto": Calibrated(node_type(), "Abacus", 4, CORE),
-        "cuda": Calibrated("h100-80gb", "H100", 4, gpu=GPU),
+        "cuda": OF_H100,
     }
     monkeypatch.setattr(calibrate, "measure", lambda device, say: calibrations[device])
 
@@ -83,6 +85,42 @@ def test_plans_for_gpus_go_by_the_calibration_of_one(manta, file):
     assert after["note"] is None
     assert after["plans"][0]["step_seconds"] != before["plans"][0]["step_seconds"]
     assert "what lies between them is assumed" in plan(2)["note"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "note"),
+    [
+        (1, 1, None),
+        (1, 2, "what its GPUs and the links inside a node reach was measured; how long they wait for one another is"),
+        (2, 1, "reach was measured; what lies between nodes, and how long they wait for one another, is assumed"),
+    ],
+)
+def test_plans_say_what_was_measured_between_gpus_and_what_is_still_assumed(manta, file, tmp_path, nodes, gpus, note):
+    save(Paths.of(tmp_path / "home").machines, replace(OF_H100, links=LINKS))
+    cluster = {"accelerator": "h100", "nodes": nodes, "gpus_per_node": gpus}
+    file.write_text(yaml.safe_dump(PLAN | {"cluster": cluster, "parallel": {"data": nodes * gpus}}))
+    said = json.loads(manta("plan", file, "--json"))["note"]
+    assert said is None if note is None else note in said
+
+
+def test_what_lies_between_gpus_is_printed_or_why_that_was_not_measured(manta, monkeypatch):
+    def calibrate_as(made):
+        monkeypatch.setattr(calibrate, "measure", lambda device, say: made)
+        return CliRunner().invoke(command_line(), ["calibrate"])
+
+    result = calibrate_as(replace(OF_H100, links=LINKS))
+    assert result.stderr == "" and [line.split()[0] for line in result.stdout.splitlines()[-3:]] == [
+        "360.000",
+        "3.000",
+        "10.000",
+    ]
+    result = calibrate_as(replace(OF_H100, links_problem="rank 1: NCCL error"))
+    assert result.stderr == (
+        "Note: what lies between its GPUs was not measured (rank 1: NCCL error): what was measured before stays\n"
+    )
+    assert "360.000 GB/s, links between GPUs" in result.stdout
+    document = json.loads(manta("calibrate", "--json"))
+    assert (document["links"]["bandwidth"], document["links_problem"]) == (3.6e11, "rank 1: NCCL error")
 
 
 def test_a_calibration_that_was_disturbed_says_so(manta, monkeypatch):

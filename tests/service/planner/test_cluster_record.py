@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from service.planner.cluster_record import from_json, to_json
-from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, Refined, measured
+from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, Links, Refined, measured
 from service.planner.refinement import movable, with_constants
 
 GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
@@ -25,6 +25,7 @@ def refined(machine, **values):
     [
         Cluster(MACHINES["a100-40gb"], 3, 6),
         Cluster(measured(MACHINES["h100-80gb"], GPU), 2, 8),
+        Cluster(measured(MACHINES["h100-80gb"], GPU, Links(3.6e11, 3e-6, 0.1)), 2, 8),
         Cluster(CpuNode(6, 2.0**34, CORE).machine(4), 2, 4),
         Cluster(MACHINES["a100-40gb"], 3, 6, "A100", (Cluster(measured(MACHINES["h100-80gb"], GPU), 2, 8, "H100"),)),
         Cluster(refined(MACHINES["a100-40gb"], product=0.5, inside=0.3), 3, 6),
@@ -34,6 +35,13 @@ def refined(machine, **values):
 )
 def test_it_comes_back_from_json(cluster):
     assert from_json(json.loads(json.dumps(to_json(cluster)))) == cluster
+
+
+def test_what_was_kept_before_links_were_measured_comes_back():
+    cluster = Cluster(measured(MACHINES["h100-80gb"], GPU), 2, 8)
+    document = to_json(cluster)
+    del document["links"]
+    assert from_json(document) == cluster
 
 
 def test_what_another_release_kept_is_refused():

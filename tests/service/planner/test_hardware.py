@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from service.planner.hardware import MACHINES, Constants, Gpu, UnknownMachine, machine_of, measured
+from service.planner.hardware import HOPPER, MACHINES, Constants, Gpu, Links, UnknownMachine, machine_of, measured
 
 
 def test_a_machine_has_at_most_eight_constants():
@@ -45,3 +45,14 @@ def test_what_was_measured_takes_the_place_of_what_is_assumed():
     assert reached.product * machine.accelerator.peak_16bit == pytest.approx(6.8e14)
     assert reached.memory * machine.accelerator.memory_bandwidth == pytest.approx(2.7e12)
     assert (reached.host_seconds, known.gpu, known.is_assumed, known.links_are_assumed) == (7e-6, gpu, False, True)
+    assert (reached.inside, known.hop_seconds) == (HOPPER.inside, machine.hop_seconds)
+
+
+def test_what_was_measured_between_gpus_takes_the_place_of_what_is_assumed_of_it():
+    machine, gpu = machine_of("h100"), Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
+    known = measured(machine, gpu, Links(3.6e11, 5e-6))
+    assert (known.constants.inside, known.hop_seconds) == (pytest.approx(3.6e11 / 450e9), 5e-6)
+    assert known.links_are_assumed, "between nodes, and how long ranks wait"
+    assert known.constants.skew_seconds == HOPPER.skew_seconds
+    fitted = machine_of("a100")
+    assert not measured(fitted, gpu, Links(2e11, 5e-6)).links_are_assumed

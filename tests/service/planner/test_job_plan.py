@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from service.planner.hardware import CpuNode, Gpu
+from service.planner.hardware import MACHINES, CpuNode, Gpu, Links, measured
 from service.planner.job_plan import NotPlanned, Place, cluster_of, planned
 from tests.service.support.planned import a100s, job
 from workers.spec.problems import SpecError
@@ -55,9 +55,10 @@ def test_nothing_is_planned_where_some_gpus_are_of_a_type_that_is_not_known():
 
 def test_gpus_that_were_calibrated_are_what_was_measured():
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
-    calibrated = cluster_of([Place(1, 0, True, "H100", 80 * 2**30)], NODE, {"h100-80gb": gpu})
-    assert calibrated.machine.gpu == gpu and not planned(job(), calibrated)["assumed"]
-    other = cluster_of([Place(1, 0, True, "A100", 80 * 2**30)], NODE, {"h100-80gb": gpu})
+    known = {"h100-80gb": measured(MACHINES["h100-80gb"], gpu, Links(3.6e11, 3e-6))}
+    calibrated = cluster_of([Place(1, 0, True, "H100", 80 * 2**30)], NODE, known)
+    assert calibrated.machine is known["h100-80gb"] and not planned(job(), calibrated)["assumed"]
+    other = cluster_of([Place(1, 0, True, "A100", 80 * 2**30)], NODE, known)
     assert other.machine.gpu is None
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from service.planner.drift import GROUPS, Measured
-from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, measured
+from service.planner.hardware import ASSUMED_CORE, MACHINES, Cluster, CpuNode, Gpu, Links, measured
 from service.planner.job_plan import planned
 from service.planner.refinement import (
     BETWEEN_GPUS,
@@ -234,6 +234,27 @@ def test_a_calibration_forgets_what_jobs_said_before_it():
     assert refined(other, seen) is other
     seen = seen_on(3, random.Random(1))
     assert refined(OF_MEASURED.machine, seen) is OF_MEASURED.machine
+
+
+def test_jobs_move_no_bandwidth_that_was_measured():
+    linked = replace(OF_MEASURED, machine=measured(MACHINES["h100-80gb"], GPU, Links(3.6e11, 3e-6)))
+    assert set(movable(linked.machine)) == {*BETWEEN_GPUS} - {"inside"}
+    draw, true = random.Random(2), slower(linked, skew_seconds=2.0)
+    seen = [each for each in (observed(on_gpus(draw), linked, true, f"job_{i}") for i in range(6)) if each]
+    after = refined(linked.machine, seen)
+    assert set(moved(after)) == {"skew_seconds"} and moved(after)["skew_seconds"] > 1.3
+    assert after.links == linked.machine.links
+
+
+@pytest.mark.parametrize("again", [{"product_16bit": 5e14}, {"memory": 2e12}])
+def test_a_second_calibration_forgets_what_jobs_said_after_the_first(again):
+    """What they were planned to take went by constants that no longer hold."""
+    seen = seen_on(5, random.Random(2))
+    assert refined(OF_MEASURED.machine, seen).refined
+    other = measured(MACHINES["h100-80gb"], replace(GPU, **again))
+    assert refined(other, seen) is other
+    linked = measured(MACHINES["h100-80gb"], GPU, Links(3.6e11, 3e-6))
+    assert refined(linked, seen) is linked
 
 
 def test_large_messages_tell_of_the_bandwidth_and_small_ones_of_the_wait():

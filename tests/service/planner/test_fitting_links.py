@@ -1,0 +1,71 @@
+"""What lies between GPUs comes out of rows that were made with it, and of noisy ones nearly."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, replace
+
+import pytest
+
+from service.planner.communication import Group, gather_seconds, message_seconds, reduce_seconds
+from service.planner.fitting_links import exchange_seconds, fit_links
+from service.planner.hardware import MACHINES, Cluster, Links, linked
+from workers.calibration.between_gpus import SIZES
+from workers.calibration.measurements import CollectiveTime
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "message")
+
+
+def rows(links, ranks=(2, 8), machine="h100-80gb", noise=lambda: 1.0):
+    """As such links would give them."""
+    known = linked(MACHINES[machine], links)
+    made = [CollectiveTime(kind, count, size, 1.0) for count in ranks for size in SIZES for kind in KINDS]
+    return [replace(row, seconds=exchange_seconds(row, known) * noise()) for row in made]
+
+
+@pytest.mark.parametrize("links", [Links(3.6e11, 3e-6), Links(2e10, 2e-5), Links(8e11, 8e-7)])
+@pytest.mark.parametrize("ranks", [(2,), (2, 3), (2, 8)])
+def test_what_rows_were_made_with_comes_out(links, ranks):
+    fitted = fit_links(rows(links, ranks), MACHINES["h100-80gb"])
+    assert asdict(fitted) == pytest.approx(asdict(links), rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_links_come_out_of_noisy_rows_on_any_machine(seed):
+    draw = random.Random(seed)
+    links = Links(10 ** draw.uniform(9.7, 12), 10 ** draw.uniform(-6.3, -4.3))
+    name = draw.choice([*MACHINES])
+    fitted = fit_links(rows(links, machine=name, noise=lambda: draw.lognormvariate(0.0, 0.05)), MACHINES[name])
+    assert fitted.bandwidth == pytest.approx(links.bandwidth, rel=0.1)
+    assert fitted.hop_seconds == pytest.approx(links.hop_seconds, rel=0.1)
+    assert 0.01 < fitted.error < 0.08
+
+
+def test_a_row_that_something_held_up_changes_little():
+    made = rows(Links(3.6e11, 3e-6))
+    made[5] = replace(made[5], seconds=20 * made[5].seconds)
+    fitted = fit_links(made, MACHINES["h100-80gb"])
+    assert (fitted.bandwidth, fitted.hop_seconds) == (pytest.approx(3.6e11, rel=0.1), pytest.approx(3e-6, rel=0.1))
+
+
+def test_links_that_are_not_alike_say_so_by_their_error():
+    """Pairs with a bridge, and one switch for all: the larger groups are told as they are."""
+    pairs = [row for row in rows(Links(1e11, 3e-6), (2,)) if row.kind != "message"]
+    fitted = fit_links([*pairs, *rows(Links(1e10, 3e-6), (8,))], MACHINES["l40s-48gb"])
+    assert fitted.bandwidth == pytest.approx(1e10, rel=0.1) and fitted.hop_seconds == pytest.approx(3e-6, rel=0.1)
+    assert fitted.error > 0.3
+
+
+def test_rows_that_are_missing_are_said():
+    with pytest.raises(ValueError, match="too few rows"):
+        fit_links([], MACHINES["h100-80gb"])
+
+
+def test_plans_go_by_both_constants_within_a_node_and_by_the_bandwidth_that_is_less_between_nodes():
+    known, size = linked(MACHINES["h100-80gb"], Links(1e11, 1e-3)), 1e9
+    one, two = Cluster(known, 1, 8), Cluster(known, 2, 8)
+    assert gather_seconds(Group(4, 4), one, size) == pytest.approx(0.75 * size / 1e11 + 4e-3)
+    assert reduce_seconds(Group(4, 4), one, size) == pytest.approx(1.5 * size / 1e11 + 6e-3)
+    assert message_seconds(one, size, True) == pytest.approx(size / 1e11 + 1e-3)
+    assert message_seconds(two, size, False) == message_seconds(Cluster(MACHINES["h100-80gb"], 2, 8), size, False)
+    assert gather_seconds(Group(16, 8), two, size) == pytest.approx(15 / 16 * size / 1e11 + 14e-3, rel=0.01)

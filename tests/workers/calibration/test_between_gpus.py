@@ -1,0 +1,144 @@
+"""What lies between GPUs, measured between processes on CPUs over gloo; and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import local_rank_programs
+import pytest
+import torch
+
+from service.planner.fitting_links import fit_links
+from service.planner.hardware import MACHINES
+from workers.calibration import __main__ as program
+from workers.calibration import between_gpus as module
+from workers.calibration.between_gpus import between_gpus, gpu_places, of_all
+from workers.calibration.local_ranks import LocalRanks, Place, RanksFailed
+from workers.calibration.measurements import CollectiveTime, Measurements
+from workers.calibration.steps import layout_document
+from workers.errors import MantaError
+
+ON_GLOO = Place(backend="process_groups")
+TWO = layout_document(tensor=2)
+
+
+@pytest.fixture(scope="module")
+def gangs() -> LocalRanks:
+    return LocalRanks()
+
+
+def test_all_that_is_exchanged_is_measured_and_constants_come_of_it():
+    said: list[str] = []
+    rows, problem = between_gpus([ON_GLOO] * 2, said.append, (4096, 65536))
+    assert (problem, said) == (None, ["links between 2 GPUs"])
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "message")
+    assert [(row.kind, row.ranks, row.size) for row in rows] == [(k, 2, s) for s in (4096, 65536) for k in kinds]
+    links = fit_links(rows, MACHINES["h100-80gb"])
+    assert links.bandwidth > 0 and links.hop_seconds > 0
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("count", "pairs"), [(3, 0), (4, 2), (5, 2)])
+def test_pairs_are_measured_beside_each_other_and_then_all(count, pairs):
+    rows, problem = between_gpus([ON_GLOO] * count, print, (4096,))
+    kinds = ["all_gather", "reduce_scatter", "all_reduce"]
+    expected = [(kind, 2) for kind in kinds] if pairs else []
+    assert problem is None
+    assert [(row.kind, row.ranks) for row in rows] == [*expected, *((kind, count) for kind in [*kinds, "message"])]
+
+
+def test_each_process_sees_its_gpu_alone(gangs):
+    places = [Place(visible_gpu=name) for name in ("2", "GPU-5b")]
+    assert gangs.run(local_rank_programs.see, TWO, places=places) == [("2", False), ("GPU-5b", False)]
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("dies", "the process of rank 1 was killed by SIGKILL before it had a result"),
+        ("leaves", "the process of rank 1 ended before it had a result"),
+        ("says", "rank 1: nothing is here"),
+        ("raises", "rank 1: RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error"),
+    ],
+)
+def test_of_a_gang_that_fails_the_rank_is_named_that_did(gangs, how, why):
+    """The others, who lose it, are not what went wrong."""
+    with pytest.raises(RanksFailed) as raised:
+        gangs.run(local_rank_programs.fail, TWO, how, places=[ON_GLOO])
+    assert str(raised.value) == why
+    assert not multiprocessing.active_children()
+
+
+def test_a_gang_that_hangs_is_given_up(gangs):
+    with pytest.raises(RanksFailed, match="after 0 s there was nothing from ranks 0, 1"):
+        gangs.run(local_rank_programs.fail, TWO, "hangs", seconds=0.2)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RanksFailed("rank 1: no"), "rank 1: no"),
+        (BlockingIOError(11, "no more processes"), "BlockingIOError: [Errno 11] no more processes"),
+        (RuntimeError("The server socket has failed to listen\nmore"), "RuntimeError: The server socket has failed to"),
+    ],
+)
+def test_links_that_cannot_be_measured_are_none_and_why(monkeypatch, error, why):
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(LocalRanks, "run", fails)
+    rows, problem = between_gpus([ON_GLOO] * 2, print)
+    assert rows == [] and problem.startswith(why)
+
+
+def test_between_one_gpu_there_is_nothing(monkeypatch):
+    monkeypatch.setattr(module, "LocalRanks", None)
+    assert between_gpus([ON_GLOO], print) == ([], "there is one GPU")
+
+
+def test_the_slowest_rank_is_who_others_wait_for():
+    def seen(*seconds):
+        return "H100", [CollectiveTime("message", 2, 4096, each) for each in seconds]
+
+    assert [row.seconds for row in of_all([seen(1.0, 4.0), seen(2.0, 3.0)])] == [2.0, 4.0]
+    with pytest.raises(MantaError, match="of several kinds: A100, H100"):
+        of_all([seen(1.0), ("A100", seen(1.0)[1])])
+
+
+@pytest.mark.parametrize(
+    ("said", "count", "names"),
+    [("", 2, ["0", "1"]), ("3,5", 2, ["3", "5"]), ("GPU-5b, GPU-7c", 2, ["GPU-5b", "GPU-7c"]), ("1,-1,0", 1, ["1"])],
+)
+def test_gpus_are_those_that_this_process_sees(monkeypatch, said, count, names):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert gpu_places() == [Place("cuda:0", "process_groups", name) for name in names]
+
+
+@pytest.mark.parametrize("problem", [None, "rank 1: no"])
+def test_one_gpu_is_measured_whatever_came_of_its_links(monkeypatch, problem):
+    """And after them: it may be for one process at a time."""
+    order: list[str] = []
+    rows = [] if problem else [CollectiveTime("message", 2, 4096, 1.0)]
+
+    def measure_gpu(*_: object) -> Measurements:
+        order.append("gpu")
+        program.clock.spreads.append(0.01)
+        return Measurements("NVIDIA H100", 16, gpu_memory_bytes=1)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(program, "gpu_places", lambda: [ON_GLOO] * 2)
+    monkeypatch.setattr(program, "between_gpus", lambda places, say: order.append("links") or (rows, problem))
+    monkeypatch.setattr(program, "measure_gpu", measure_gpu)
+    measurements = program.measure("auto", print)
+    assert order == ["links", "gpu"]
+    assert (measurements.collectives, measurements.links_problem) == (rows, problem)
+    assert (measurements.device, measurements.spread) == ("NVIDIA H100", 0.01)
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MantaError, match="torch finds no GPU here"):
+        program.measure("cuda", print)
