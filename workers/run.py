@@ -27,7 +27,7 @@ from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.data.vocabulary import with_vocabulary
-from workers.errors import CheckpointError, MantaError
+from workers.errors import CheckpointError, MantaError, interrupted
 from workers.metric_names import VALIDATION_LOSS
 from workers.nonfinite import spell
 from workers.protocol.messages import Resume
@@ -80,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (MantaError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return interrupted()
     return 0
 
 

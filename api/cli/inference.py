@@ -59,6 +59,7 @@ def _run(command: str, what: str, step: int | None, url: str | None, arguments: 
 
 
 def _engine(command: str, *arguments: str) -> list[str]:
-    """The engine's own command of that name, which says what is wrong as ours would."""
-    code = f"import sys; from workers.{command} import main; sys.exit(main(called='manta {command}'))"
+    """The engine's own command of that name, which says what is wrong as ours would; SIGINT ends it without a word."""
+    quiet = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)"
+    code = f"{quiet}; from workers.{command} import main; sys.exit(main(called='manta {command}'))"
     return [sys.executable, "-c", code, *arguments]

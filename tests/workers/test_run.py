@@ -88,6 +88,14 @@ def test_a_file_that_holds_no_spec_is_named_once_and_no_class_is(tmp_path, capsy
     assert capsys.readouterr().err == f"{file}: is not text in UTF-8: see byte 7\n"
 
 
+def test_a_run_that_is_interrupted_ends_in_a_word(config, monkeypatch, capsys):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "train", interrupt)
+    assert (run.main([str(config)]), capsys.readouterr().err) == (130, "interrupted\n")
+
+
 def test_metrics_have_the_names_of_the_contract(config, tmp_path, capsys):
     assert run.main([str(config), "--metrics", str(tmp_path / "metrics.jsonl")]) == 0
     rows = rows_of(tmp_path / "metrics.jsonl")

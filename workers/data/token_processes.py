@@ -117,7 +117,8 @@ class _Work:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "workers.data.token_process", str(os.getpid())]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # A group of its own: whoever interrupts the command means this process, which ends the others.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         worker = _Worker(process)
         self._workers.add(worker)
         worker.ask(asdict(self._order))

@@ -21,7 +21,7 @@ from workers.data.prepare import Corpus, open_corpus, splits_of
 from workers.data.sources import check_validation_set
 from workers.data.token_cache import Watcher
 from workers.data.vocabulary import with_vocabulary
-from workers.errors import DataError, MantaError
+from workers.errors import DataError, MantaError, interrupted
 from workers.settings import read_token_cache
 from workers.spec.problems import SpecError
 from workers.spec.reading import load_job_spec
@@ -119,6 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (MantaError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return interrupted()
     print(f"{len(corpus)} tokens are in {cache} ({time.monotonic() - began:.1f} s)")
     return 0
 

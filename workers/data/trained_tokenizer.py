@@ -113,7 +113,10 @@ def _texts(shard: Sequence[Section], data: DataConfig) -> Iterator[str]:
 
 def _run(order: dict[str, Any], watcher: Watcher) -> None:
     command = [sys.executable, "-m", "workers.data.trained_tokenizer", str(os.getpid())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    # A group of its own: whoever interrupts the command means this process, which ends the other.
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+    ) as process:
         try:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # its exit code says more
