@@ -23,7 +23,7 @@ class JobState(StrEnum):
     PAUSING = "PAUSING"
     """The user asked for a pause; the state is being saved and the places are given back."""
     PAUSED = "PAUSED"
-    """Holds its snapshots and no places until the user resumes it; without an owner, since nothing is to be done."""
+    """Holds its snapshots and no places until the user resumes it; owned by nobody, since nothing is to be done."""
     CANCELLING = "CANCELLING"
     """The user asked to stop; processes are being ended."""
     SUCCEEDED = "SUCCEEDED"
@@ -62,18 +62,18 @@ SUPERVISED: frozenset[JobState] = UNFINISHED - {_S.QUEUED, _S.PAUSED}
 """States in which a job may hold places, so that its supervisor owns it."""
 
 PAUSABLE: tuple[JobState, ...] = (_S.STARTING, _S.RUNNING, _S.RECOVERING, _S.RESIZING)
-"""States from which a pause leads through PAUSING."""
+"""States from which a pause goes by way of PAUSING."""
 
 TIME_LIMITS: dict[JobState, float] = {
     _S.STARTING: 300.0,
     _S.RECOVERING: 300.0,
     _S.RESIZING: 480.0,  # as PAUSING, where it saves its state for the queue
-    _S.PAUSING: 480.0,  # `service.job.time_to_save.SAVE_SECONDS`, unless saves take longer, and to release everything
+    _S.PAUSING: 480.0,  # `service.job.time_to_save.SAVE_SECONDS`, and what it takes to release everything
     _S.CANCELLING: 120.0,
 }
 """Seconds in which a job leaves a state, given a database, a Ray and checkpoints that answer and places for its ranks:
 nothing that is waited for there is waited for without a limit of its own. Not QUEUED, which waits for places, not
-PAUSED, which waits for its user, and not RUNNING, where what stands still is noticed by the hang detection of each
+PAUSED, which waits for its user, and not RUNNING, where what stands still is found by the hang detection of each
 rank."""
 
 ACTIONS: dict[str, dict[JobState, JobState]] = {
@@ -99,15 +99,19 @@ ACTIONS: dict[str, dict[JobState, JobState]] = {
 }
 """For each action of a user: the states in which it is legal, and the state that it leads to at once."""
 
+_OVER = "it is over, and there is nothing to"
 ADVICE: dict[tuple[str, JobState], str] = {
+    **{(action, state): f"{_OVER} {action}" for action in ("cancel", "pause", "resize") for state in FINAL},
+    **{(action, _S.CANCELLING): "it is being cancelled" for action in ("pause", "resize")},
     ("resume", _S.QUEUED): "it waits for its turn and starts by itself",
     ("resume", _S.PAUSING): "wait until it is PAUSED, then resume it",
     ("resume", _S.FAILED): "`manta retry` continues it",
     **{("resume", state): "it is not paused, so it continues by itself" for state in PAUSABLE},
     ("retry", _S.PAUSED): "`manta resume` continues it",
-    ("pause", _S.FAILED): "it holds no places; `manta retry` continues it",
+    **{(action, _S.FAILED): "it holds no places; `manta retry` continues it" for action in ("pause", "resize")},
 }
-"""By action and state: what to do instead, where there is more to say than in which states the action works."""
+"""By action and state: what to do instead, or why there is nothing to do. Of an action that works in several states it
+is all that is said; of any other, what is said beside the state in which it works."""
 
 STATE_NAMES: tuple[str, ...] = tuple(JobState)
 """All state names of the REST contract."""

@@ -17,14 +17,14 @@ class JobNotFound(MantaError):
 
 
 class IllegalTransition(MantaError):
-    """A job's state does not allow what was asked for; the message names the state and what is allowed."""
+    """A job's state does not allow what was asked for; the message names the state, and says why or what to do."""
 
     def __init__(self, job_id: str, state: JobState, *, target: JobState | None = None, action: str | None = None):
         self.job_id, self.state, self.target, self.action = job_id, state, target, action
         if action is not None:
-            legal = " or ".join(ACTIONS[action])
-            advice = f": {ADVICE[action, state]}" if (action, state) in ADVICE else ""
-            super().__init__(f"job {job_id} is {state}; {action} works only while it is {legal}{advice}")
+            legal, advice = tuple(ACTIONS[action]), ADVICE.get((action, state))
+            rule = f"; {action} works only while it is {legal[0]}" if len(legal) == 1 else ""
+            super().__init__(f"job {job_id} is {state}{rule}" + (f": {advice}" if advice else ""))
         else:
             exits = ", ".join(sorted(TRANSITIONS[state])) or "nothing, it is final"
             super().__init__(f"job {job_id} is {state} and cannot become {target}; what may follow: {exits}")

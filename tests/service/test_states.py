@@ -1,5 +1,7 @@
 """The job state machine has no dead ends, one way back from the end, which only users take, and known names."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from service.states import (
     can,
     is_final,
 )
+from service.store import IllegalTransition
 
 states = st.sampled_from(JobState)
 
@@ -104,6 +107,17 @@ def test_somebody_owns_every_job_that_may_hold_places_and_it_leaves_in_limited_t
 
 def test_advice_is_given_where_an_action_is_refused():
     assert all(after_action(action, state) is None for action, state in ADVICE)
+
+
+def test_a_refusal_is_one_sentence_and_no_list_of_states():
+    refused = [(action, state) for action in ACTIONS for state in JobState if after_action(action, state) is None]
+    for action, state in refused:
+        said = str(IllegalTransition("job_1", state, action=action))
+        named = [each for each in JobState if re.search(rf"\b{each}\b", said)]
+        assert state in named and len(named) <= 2, said
+        assert re.search(r"; \w+ works only while|: ", said), said
+    over = str(IllegalTransition("job_1", JobState.SUCCEEDED, action="cancel"))
+    assert over == "job job_1 is SUCCEEDED: it is over, and there is nothing to cancel"
 
 
 def test_the_contract_names_eleven_states_and_all_of_ours_are_among_them():

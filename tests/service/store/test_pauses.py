@@ -39,7 +39,7 @@ def test_a_second_pause_changes_nothing(store, submit):
 @pytest.mark.parametrize(
     ("states", "request_", "advice"),
     [
-        (["CANCELLING"], pauses.request_pause, "pause works only while it is QUEUED or STARTING"),
+        (["CANCELLING"], pauses.request_pause, "is CANCELLING: it is being cancelled"),
         (["FAILED"], pauses.request_pause, "`manta retry` continues it"),
         (["PAUSING"], pauses.request_resume, "wait until it is PAUSED, then resume it"),
         (["RUNNING"], pauses.request_resume, "it is not paused, so it continues by itself"),
