@@ -131,10 +131,10 @@ class JobRecord:
         from, for the record of the recovery from `incident`; `expected`: its ranks, by whose agents another control
         plane would find it, whatever has become of this one."""
         words = {
-            "start": "from the start",
-            "snapshot": "from shared memory",
-            "memory": "from the shared memory of another layout",
-            "checkpoint": f"from {resume.path}",
+            "start": "begins at step 0",
+            "snapshot": f"resumes at step {resume.step} from shared memory",
+            "memory": f"resumes at step {resume.step} from the shared memory of another layout",
+            "checkpoint": f"resumes at step {resume.step} from {resume.path}",
         }
         failure = None if incident is None else incident.failure.to_json()
         data = {"failure": failure, "resume_path": resume.path}
@@ -149,7 +149,7 @@ class JobRecord:
                 ranks.replace(session, self.id, expected)
             if incident is not None:
                 recoveries.begin(session, self.id, number, incident.beginning(source, resume.step))
-            message = f"generation {number} resumes at step {resume.step} {words[resume.source]}: {cause}"
+            message = f"generation {number} {words[resume.source]}: {cause}"
             about = {"generation": number, "step": resume.step}
             events.append(session, self.id, "generation_started", message, data=data_of_event, **about)
             if resume.source == "start" and reached:

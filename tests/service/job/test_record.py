@@ -117,6 +117,8 @@ def test_generation_that_is_no_restart_costs_none_and_has_no_recovery(record):
     with record.store.read() as session:
         assert jobs.get(session, record.id).restarts == 0
         assert recoveries.of_job(session, record.id) == []
+    (began,) = events_of(record, "generation_started")
+    assert began.message == "generation 1 begins at step 0: test", "which is no resuming"
 
 
 @pytest.mark.parametrize(("actors", "kept"), [(("a", "b"), True), (("a", "c"), False)])
