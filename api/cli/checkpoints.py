@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from api import calls
-from api.cli import render
+from api.cli import pages, render
 from api.cli.exported_weights import FORMATS, SHARD_SIZE, Dtype, Format, export_weights
 from api.cli.main import (
     EXIT_BAD_INPUT,
@@ -39,8 +39,6 @@ from workers.checkpoint.checksums import DamagedCheckpoint
 from workers.checkpoint.transfer import copy
 from workers.errors import MantaError
 from workers.storage.places import Place, place_of
-
-PAGE = 200
 
 
 class NoCheckpoint(MantaError):
@@ -188,13 +186,8 @@ def _complete(client: MantaClient, job: str) -> list[Checkpoint]:
 
 
 def _all(client: MantaClient, job: str) -> list[Checkpoint]:
-    rows: list[Checkpoint] = []
-    job, cursor = client.id_of(job), None
-    while True:
-        page = client.checkpoints(job, limit=PAGE, cursor=cursor)
-        rows += page.items
-        if (cursor := page.next_cursor) is None:
-            return rows
+    job_id = client.id_of(job)
+    return [*pages.to_the_last(lambda cursor: client.checkpoints(job_id, limit=pages.PAGE, cursor=cursor))]
 
 
 def _in_place(place: Place, step: int | None) -> Place:

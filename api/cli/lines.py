@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Annotated, TypeVar
+from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 
 from api.calls import WantedEvents, WantedLines
-from api.cli import render
+from api.cli import pages, render
 from api.cli.main import EXIT_BAD_INPUT, Follow, JobId, Json, RankNumber, Url, connect, fail, show_lines
 from api.client import MantaClient
-from api.schemas import Event, Items, JobEvent
-
-T = TypeVar("T")
+from api.schemas import Event, JobEvent
 
 
 def register(app: typer.Typer) -> None:
@@ -45,7 +43,7 @@ def logs(
             lines = iter(client.logs(job, rank, **wanted).items)
         else:
             job_id = client.id_of(job)
-            lines = _to_the_last_page(lambda cursor: client.logs(job_id, rank, cursor, **wanted))
+            lines = pages.to_the_last(lambda cursor: client.logs(job_id, rank, cursor, **wanted))
         narrowed = rank is not None or any(value is not None for value in (stream, search, regex, level))
         show_lines(lines, as_json, render.log_line, _none_of("line", narrowed))
 
@@ -79,19 +77,8 @@ def _none_of(what: str, narrowed: bool) -> str:
 
 def _events_of(client: MantaClient, job: str, wanted: WantedEvents) -> Iterator[Event]:
     job_id = client.id_of(job)
-    return _to_the_last_page(lambda cursor: client.events(job_id, cursor, **wanted))
+    return pages.to_the_last(lambda cursor: client.events(job_id, cursor, **wanted))
 
 
 def _events_of_all(client: MantaClient, type: str | None) -> Iterator[JobEvent]:
-    return _to_the_last_page(lambda cursor: client.all_events(None, type, cursor, limit=1000))
-
-
-def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
-    """All items of a list, page by page."""
-    cursor: str | None = None
-    while True:
-        page = page_at(cursor)
-        yield from page.items
-        cursor = page.next_cursor
-        if cursor is None:
-            return
+    return pages.to_the_last(lambda cursor: client.all_events(None, type, cursor, limit=pages.PAGE))

@@ -15,11 +15,11 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from api import calls
-from api.cli import render
+from api.cli import pages, render
 from api.cli.panels import name_of, put_in_order
 from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
 from api.requests import FaultRequest
-from api.schemas import Items, JobPlan, MetricSeries
+from api.schemas import Items, JobPlan, MetricSeries, Recovery
 from api.schemas import Job as JobView
 from service.settings import Settings
 from workers.errors import MantaError
@@ -27,7 +27,6 @@ from workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
 from workers.spec.problems import Problem, SpecError
 
 T = TypeVar("T")
-MOST_RECOVERIES = 1000
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 
@@ -249,7 +248,9 @@ def ledger(job: JobId, url: Url = None, as_json: Json = False) -> None:
 def recoveries(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """List a job's recoveries: what failed, what was replaced, and how long each phase took."""
     with connect(url) as client:
-        page = client.recoveries(job, limit=MOST_RECOVERIES)
+        job_id = client.id_of(job)
+        items = [*pages.to_the_last(lambda cursor: client.recoveries(job_id, pages.PAGE, cursor))]
+    page = Items[Recovery](items=items)
     show(page, as_json, lambda console: render.recovery_table(console, page.items))
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from api.cli import checkpoints as checkpoint_commands
 from api.cli import jobs as job_commands
 from api.cli import lines as line_commands
-from api.cli import main
+from api.cli import main, pages
 from api.cli import nodes as node_commands
 from api.cli import plan as plan_command
 from api.cli import ranks as rank_commands
@@ -463,7 +463,7 @@ FAULT = {"kind": "kill", "rank": 0, "at_step": 0, "phase": "data", "seconds": 0.
         ("delete JOB -y", "DELETE /v1/jobs/JOB", None),
         ("retry JOB", "POST /v1/jobs/JOB/retry", None),
         ("resize JOB --data 3", "POST /v1/jobs/JOB/resize", {"data": 3}),
-        ("checkpoints JOB", "GET /v1/jobs/JOB/checkpoints?limit=200", None),
+        ("checkpoints JOB", "GET /v1/jobs/JOB/checkpoints?limit=1000", None),
         ("ranks JOB", "GET /v1/jobs/JOB/ranks", None),
         ("ledger JOB", "GET /v1/jobs/JOB/ledger", None),
         ("recoveries JOB", "GET /v1/jobs/JOB/recoveries?limit=1000", None),
@@ -561,12 +561,17 @@ def test_lists_that_go_on_say_so(manta, service):
     assert programs.stderr == "" and json.loads(programs.stdout)["next_cursor"]
 
 
-def test_all_checkpoints_are_listed(manta, service, job, monkeypatch):
+def test_all_checkpoints_and_recoveries_are_listed(manta, service, job, monkeypatch):
     def save(session):
         for step in range(10, 15):
             checkpoints.begin(session, job, 9, step, f"/somewhere/{step}")
+        for generation in range(2, 7):
+            died = Beginning("killed", 3, "killed", RecoveryTimeline(101.0), "node-a", (3,), 7, "snapshot", 40)
+            recoveries.begin(session, job, generation, died)
 
     service.store.write(save)
-    monkeypatch.setattr(checkpoint_commands, "PAGE", 2)
+    monkeypatch.setattr(pages, "PAGE", 2)
     listed = json.loads(manta("checkpoints", job, "--json").stdout)
     assert [each["step"] for each in listed["items"]] == [14, 13, 12, 11, 10, 5]
+    listed = json.loads(manta("recoveries", job, "--json").stdout)
+    assert [each["generation"] for each in listed["items"]] == [1, 2, 3, 4, 5, 6] and listed["next_cursor"] is None
