@@ -80,6 +80,14 @@ def test_jobs_are_paused_resumed_retried_and_renamed(followed, browser):
     assert page.url.endswith("state=FAILED"), "what is looked at can be shared"
     page.locator("tbody tr").get_by_role("link").click()
     expect(page.locator(".why")).to_contain_text("no such file or directory")
+    frames = "\n".join(f'  File "layer.py", line {line}, in forward' for line in range(60))
+    why = f"rank 1 failed, twice\nTraceback (most recent call last):\n{frames}\nValueError: 7"
+    followed.store.write(lambda session: setattr(jobs.get(session, followed.others["bad-data"]), "message", why))
+    page.reload()
+    printed = page.get_by_role("region", name="What was printed")
+    expect(printed).to_contain_text("ValueError: 7")
+    expect(page.locator(".why")).to_have_text("data_missing: rank 1 failed, twice")
+    assert printed.evaluate("it => it.scrollTop > 0 && it.scrollTop + it.clientHeight >= it.scrollHeight - 1")
     page.get_by_role("button", name="Retry").click()
     expect(page.locator("h1 + .badge")).to_have_text("QUEUED")
     expect(page.get_by_role("button", name="Retry")).to_be_hidden()

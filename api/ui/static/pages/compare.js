@@ -92,7 +92,9 @@ class ComparePage {
     if (before?.step !== job.step || before?.generation !== job.generation) await this.curves.get(id).poll(signal);
   }
 
+  /** Jobs that can be added. Not while somebody chooses among them: the list would be another one. */
   async offer(signal) {
+    if (document.activeElement === this.add) return;
     const { items } = await get("/v1/jobs", { limit: 100, spec: false }, { signal });
     const others = items.filter((job) => !this.ids.includes(job.id) && job.step > 0);
     fill(

@@ -36,6 +36,8 @@ export class JobHeader {
     this.labels = h("span", { class: "labels" });
     this.buttons = Object.entries(ACTIONS).map(([action, { name }]) => this.button(action, name));
     this.why = h("p", { class: "why", hidden: true });
+    const named = { role: "region", "aria-label": "What was printed" };
+    this.printed = h("pre", { class: "stack why-printed", hidden: true, tabindex: "0", ...named });
     this.bar = bar("Progress");
     this.progress = h("span", { class: "progress-text" });
     this.values = FIGURES.map(() => h("dd", { class: "value" }, UNKNOWN));
@@ -59,6 +61,7 @@ export class JobHeader {
         ),
       ),
       this.why,
+      this.printed,
       h("div", { class: "progress-row" }, this.bar.element, this.progress),
       h("dl", { class: "figures" }, FIGURES.map(figure)),
     );
@@ -88,16 +91,30 @@ export class JobHeader {
     const labels = Object.entries(job.labels ?? {}).map(([key, value]) => (value ? `${key}=${value}` : key));
     if (job.owner) labels.unshift(`by ${job.owner}`);
     setText(this.labels, labels.join("  "));
-    const reason = why(job);
-    setText(this.why, reason);
-    setAttribute(this.why, "class", `why tone-${tone}`);
-    setVisible(this.why, reason !== "");
+    this.showWhy(why(job), tone);
     this.bar.show(job.steps > 0 ? Math.min(1, job.step / job.steps) : 0, tone);
     setText(this.progress, progressText(job));
     FIGURES.forEach(([, text], place) => setText(this.values[place], text(job)));
     for (const { action, element } of this.buttons)
       setVisible(element, may(me, ACTIONS[action].scope) && ACTIONS[action].offered(job, this.context.facts));
   }
+
+  showWhy(reason, tone) {
+    const [sentence, printed] = sentenceAndPrinted(reason);
+    setText(this.why, sentence);
+    setAttribute(this.why, "class", `why tone-${tone}`);
+    setVisible(this.why, sentence !== "");
+    setVisible(this.printed, printed !== "");
+    if (this.printed.textContent === printed) return;
+    setText(this.printed, printed);
+    this.printed.scrollTop = this.printed.scrollHeight; // of a traceback the last line is what counts
+  }
+}
+
+/** The sentence of a reason, and what stands below it: a traceback, or the last that a process printed. */
+function sentenceAndPrinted(reason) {
+  const [sentence, ...lines] = reason.split("\n");
+  return [sentence, lines.join("\n").trim()];
 }
 
 /** Where a job is, in one line. */

@@ -43,7 +43,7 @@ export function create({ id }) {
       const [different, spent, failed] = await Promise.all([
         events.poll(signal),
         get(`/v1/jobs/${id}/ledger`, { intervals: true }, { signal }),
-        all(`/v1/jobs/${id}/recoveries`, {}, 1000, { signal }),
+        all(`/v1/jobs/${id}/recoveries`, {}, Infinity, { signal }),
       ]);
       if (different) {
         filters.offer(events.items);

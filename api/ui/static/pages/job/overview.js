@@ -54,7 +54,7 @@ export function create({ id, job }) {
     const [places, spent, failed] = await Promise.all([
       get(`/v1/jobs/${id}/ranks`, {}, { signal }),
       get(`/v1/jobs/${id}/ledger`, {}, { signal }),
-      all(`/v1/jobs/${id}/recoveries`, {}, 1000, { signal }),
+      all(`/v1/jobs/${id}/recoveries`, {}, Infinity, { signal }),
     ]);
     replaced.note(failed);
     grid.show(places.items, replaced.causes());
