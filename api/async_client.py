@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
 
 from api import job_names
-from api.local_service import find_key, trust_in
+from api.local_service import find_key, find_url, trust_in
 from api.patience import FollowedStream
 from api.rest_call import (
     STREAM_TIMEOUT,
@@ -35,23 +35,17 @@ class AsyncMantaClient:
     taken, a name that no other job has will do."""
 
     def __init__(
-        self,
-        url: str,
-        transport: httpx.AsyncBaseTransport | None = None,
-        key: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, url: str | None = None, transport: httpx.AsyncBaseTransport | None = None, key: str | None = None
     ):
-        """Talks to the service at `url`; an app in the same process may give an `httpx.ASGITransport`. `key`: default
-        is what `find_key` says; none where `headers` say who asks. Raises KeyFileUnsafe."""
-        self.url = url.rstrip("/")
+        """Talks to the service at `url`, by default the one that `find_url` finds; tests may give a `transport`. `key`:
+        default is what `find_key` says. Raises KeyFileUnsafe."""
         settings = Settings.from_environment()
-        if headers is None:
-            key = key or find_key(settings, self.url)
+        self.url = (url or find_url(settings)).rstrip("/")
         self._http = httpx.AsyncClient(
             base_url=checked_url(self.url),
             transport=transport,
             timeout=TIMEOUT,
-            headers={**usual_headers(None), **headers} if headers is not None else usual_headers(key),
+            headers=usual_headers(key or find_key(settings, self.url)),
             verify=transport is not None or trust_in(settings, self.url),
         )
 

@@ -1,5 +1,5 @@
-"""The Python client: `MantaClient` for programs and the command line, `AsyncMantaClient` for event loops
-(`api/async_client.py`).
+"""The Python client (docs/python.md): `MantaClient` for programs and the command line, `AsyncMantaClient` for event
+loops (`api/async_client.py`).
 
 Both send the calls of `api/calls.py`. They raise ApiError when the service refuses (its `problem` says why) and
 ServiceUnreachable when there is no answer.
@@ -83,11 +83,11 @@ class MantaClient:
     """Talks to a Manta service; blocks until it answers. Safe to share between threads; a context manager. Wherever a
     job's id is taken, a name that no other job has will do."""
 
-    def __init__(self, url: str, transport: httpx.BaseTransport | None = None, key: str | None = None):
-        """Talks to the service at `url`, such as `http://127.0.0.1:8400`; tests may give a `transport`. `key`: default
-        is what `find_key` says. Raises KeyFileUnsafe."""
-        self.url = url.rstrip("/")
+    def __init__(self, url: str | None = None, transport: httpx.BaseTransport | None = None, key: str | None = None):
+        """Talks to the service at `url`, such as `http://127.0.0.1:8400`, by default the one that `find_url` finds;
+        tests may give a `transport`. `key`: default is what `find_key` says. Raises KeyFileUnsafe."""
         settings = Settings.from_environment()
+        self.url = (url or find_url(settings)).rstrip("/")
         self._http = httpx.Client(
             base_url=checked_url(self.url),
             transport=transport,

@@ -17,11 +17,10 @@ from typer.core import TyperGroup
 from api import calls
 from api.cli import pages, render
 from api.cli.panels import name_of, put_in_order
-from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
+from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.requests import FaultRequest
 from api.schemas import Items, JobPlan, MetricSeries, Recovery
 from api.schemas import Job as JobView
-from service.settings import Settings
 from workers.errors import MantaError
 from workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
 from workers.spec.problems import Problem, SpecError
@@ -79,7 +78,7 @@ RankNumber = Annotated[int | None, typer.Option("--rank", min=0, help="Only this
 
 def connect(url: str | None) -> MantaClient:
     """A client for the service at `url`, or for the one that the environment points to."""
-    return MantaClient(url or find_url(Settings.from_environment()))
+    return MantaClient(url)
 
 
 def console() -> Console:

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import math
+import re
 from datetime import UTC, datetime
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,6 +17,8 @@ from api.sse_server import KEEPALIVE_SECONDS
 from api.state_waits import LONGEST_SECONDS
 from service.settings import Settings
 from tests.api.support.silent_service import SilentService
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -107,6 +111,18 @@ def test_event_loops_send_the_same_calls(service, document):
             return states
 
     assert asyncio.run(main()) == [None, "CANCELLED"]
+
+
+def test_what_the_page_of_the_client_shows_runs(service, monkeypatch, capsys):
+    """Jobs are over as soon as they are submitted."""
+    monkeypatch.setenv("MANTA_URL", service.url)
+    monkeypatch.setattr(service.control, "submitted", lambda job_id: service.move(job_id, "CANCELLED"))
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
+    monkeypatch.chdir(ROOT)
+    for block in blocks:
+        exec(block, {})
+    printed = capsys.readouterr().out
+    assert printed.count("CANCELLED") >= len(blocks) == 2 and "-> CANCELLED" in printed
 
 
 def test_the_address_comes_from_the_environment_then_the_home_then_the_default(tmp_path):
@@ -314,22 +330,6 @@ def test_stream_that_is_broken_off_is_one_clear_sentence(begins):
     for listen in (hear, lambda: asyncio.run(hear_in_a_loop())):
         with pytest.raises(ServiceUnreachable, match="http://here"):
             listen()
-
-
-def test_whoever_says_who_asks_sends_no_key_beside_it():
-    asked = []
-
-    def answer(request):
-        asked.append(request)
-        return httpx.Response(200, json={"status": "ready"})
-
-    async def main():
-        transport = httpx.MockTransport(answer)
-        async with AsyncMantaClient("http://here", transport, headers={"Cookie": "a=b"}) as client:
-            await client.send(calls.ready())
-
-    asyncio.run(main())
-    assert asked[0].headers["cookie"] == "a=b" and "authorization" not in asked[0].headers
 
 
 def test_client_that_is_closed_has_no_connection_left():
