@@ -16,9 +16,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from api.local_service import announce, running_service, write_whole, writing_in
 from service import automatic_key
+from service.cluster.cluster import NodeOptions
 from service.cluster.existing_ray import ExistingRay
 from service.cluster.ray_head import RayHead
 from service.control_plane import ControlPlane
+from service.control_plane_options import ControlPlaneOptions
 from service.data_roots import LOOPBACK_HOSTS, roots_of
 from service.model_packages import ModelPackages
 from service.settings import Settings
@@ -104,24 +106,24 @@ def _control_plane(
 ) -> ControlPlane:
     """As `settings` say, not started yet; the other parameters are those of `serve`, with the port that it has."""
     home = settings.home
-    return ControlPlane(
-        home,
-        ExistingRay(ray, home, settings.ship_code, patient, settings.ports) if ray else RayHead(home, slots),
-        (lambda: os._exit(ENDED_BY_RAY)) if ray else lambda: _start_over(settings, host, port, slots),
-        allow_faults=settings.allow_faults,
-        memory_seconds=settings.failed_memory_hours * 3600,
+    head = ExistingRay(ray, home, settings.ship_code, patient, settings.ports) if ray else RayHead(home, slots)
+    shapes = settings.node_shapes if ray else ()
+    options = ControlPlaneOptions(
+        database_url=settings.database_url,
+        checkpoints=settings.checkpoints,
+        logs=settings.logs,
+        export_roots=settings.export_roots,
         data_roots=roots_of(settings.data_roots, host),
         model_packages=ModelPackages(settings.model_packages),
-        database_url=settings.database_url,
+        memory_seconds=settings.failed_memory_hours * 3600,
         kept_days=settings.jobs_kept_days,
-        checkpoints=settings.checkpoints,
-        node_notices=settings.node_notices,
-        ports=settings.ports,
-        logs=settings.logs,
-        node_shapes=settings.node_shapes if ray else (),
+        allow_faults=settings.allow_faults,
         traces=settings.traces,
-        export_roots=settings.export_roots,
+        nodes=NodeOptions(settings.node_notices, settings.ports, shapes),
     )
+    if ray:
+        return ControlPlane(home, head, options, lambda: os._exit(ENDED_BY_RAY))
+    return ControlPlane(home, head, options, lambda: _start_over(settings, host, port, slots))
 
 
 def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) -> None:

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,24 +20,22 @@ from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.existing_ray import ExistingRay
 from service.cluster.node_care import NodeCare
-from service.cluster.node_shapes import NodeShape
 from service.cluster.node_watch import NodeWatch
 from service.cluster.port_check import check_ports
 from service.cluster.ray_head import RayHead
 from service.cluster_view import cluster_view
+from service.control_plane_options import DEFAULTS, ControlPlaneOptions
 from service.deletion import Deletion, delete_job
 from service.exports import Exports
 from service.faults import FaultsNotAllowed
 from service.home_of_jobs import HomeOfJobs
 from service.housekeeping import Housekeeping
-from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.kept_logs.keeper import LogKeeper
 from service.leases.decisions import LEASE_SECONDS
 from service.leases.errors import OtherRay
 from service.leases.held import Leases, new_id
 from service.logs import JobLogs, LogsInHome
 from service.measurements import Measurements, measured
-from service.model_packages import NO_MODELS, ModelPackages
 from service.owners import JobOwners
 from service.retention import Retention
 from service.running_ranks import RankStack, RunningRanks, SeenWaits
@@ -50,11 +48,8 @@ from service.takeover import refuse_what_cannot_be_taken_over
 from service.tasks import BackgroundTasks, log_failure
 from service.traces.traces import Traces
 from workers.config import JobSpec
-from workers.data.roots import ANYWHERE, DataRoots
 from workers.paths import Paths
 from workers.protocol.messages import Fault
-from workers.storage.places import Place
-from workers.system.ports import PortRange
 from workers.system.process_end import ended
 
 log = logging.getLogger(__name__)
@@ -77,47 +72,24 @@ class ControlPlane:
         self,
         home: Path,
         head: RayHead | ExistingRay,
+        options: ControlPlaneOptions = DEFAULTS,
         start_over: Callable[[], None] | None = None,
-        *,
-        allow_faults: bool = False,
-        memory_seconds: float = DEFAULT_MEMORY_SECONDS,
-        data_roots: DataRoots = ANYWHERE,
-        model_packages: ModelPackages = NO_MODELS,
-        database_url: str | None = None,
-        kept_days: float = 0.0,
-        checkpoints: Place | None = None,
-        node_notices: str | None = None,
-        ports: PortRange | None = None,
-        logs: Place | None = None,
-        node_shapes: Sequence[NodeShape] = (),
-        traces: str | None = None,
-        export_roots: Sequence[Path] = (),
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
-        has died, and replaces this process: Ray cannot be left and joined again in the one that used it;
-        `allow_faults`: make faults in jobs on request; `memory_seconds`: how long the snapshots of a failed job are
-        kept for a retry; `data_roots`: below which folders jobs may read; `model_packages`: that jobs may take models
-        from; `database_url`: where the job database is, by default in the home; `kept_days`: how long jobs are kept
-        after their end; 0: until a user deletes them;
-        `checkpoints`: where the checkpoints of all jobs are, by default in the home; `node_notices`: who the nodes ask
-        whether they are to be taken, as `notice_sources` reads it; `ports`: on which what runs on the nodes listens;
-        `logs`: where the logs of all jobs are kept besides the home; `node_shapes`: nodes that an autoscaler can add;
-        `traces`: the collector that starts and recoveries are sent to, as `Settings.traces`; `export_roots`: below
-        which folders weights may be exported, by default `exports` in the home. Raises BadDatabaseUrl,
-        StoreUnusable."""
-        self.data_roots, self.model_packages = data_roots, model_packages
-        self._home, self._head, self._start_over = home, head, start_over
-        self._allow_faults, self._kept_days = allow_faults, kept_days
+        has died, and replaces this process: Ray cannot be left and joined again in the one that used it. Raises
+        BadDatabaseUrl, StoreUnusable."""
+        self.data_roots, self.model_packages = options.data_roots, options.model_packages
+        self._home, self._head, self._options, self._start_over = home, head, options, start_over
         me = new_id()
-        self._store = Store(url_in(home, database_url), connection_name(me))
+        self._store = Store(url_in(home, options.database_url), connection_name(me))
         self._leases = Leases(self._store, me)
-        self.exports = Exports(self._store, export_roots or (home / "exports",))
-        self._traces = None if traces is None else Traces(self._store, traces)
-        self._home_of_jobs = HomeOfJobs(home, checkpoints, logs)
-        self._node_notices, self._ports, self._node_shapes = node_notices, ports, node_shapes
+        self.exports = Exports(self._store, options.export_roots or (home / "exports",))
+        self._traces = None if options.traces is None else Traces(self._store, options.traces)
+        logs = options.logs
+        self._home_of_jobs = HomeOfJobs(home, options.checkpoints, logs)
         self._keeper = None if logs is None else LogKeeper(self._store, self._leases, Paths.of(home, logs=logs))
         first_step = None if self._traces is None else self._traces.first_step
-        self._owners = JobOwners(self._store, self._leases, memory_seconds, self._keeper, first_step)
+        self._owners = JobOwners(self._store, self._leases, options.memory_seconds, self._keeper, first_step)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
@@ -174,9 +146,7 @@ class ControlPlane:
         ray, is_elsewhere = self._head.connect(namespace), isinstance(self._head, ExistingRay)
         if isinstance(self._head, ExistingRay):
             self._ray_process = self._head.raylet()
-        return Cluster.connected(
-            ray, self._home_of_jobs.paths, self._node_notices, is_elsewhere, self._ports, self._node_shapes
-        )
+        return Cluster.connected(ray, self._home_of_jobs.paths, self._options.nodes, is_elsewhere=is_elsewhere)
 
     def _join(self, ray: str) -> None:
         """Be one of the control planes of this database. Raises OtherRay: not at once, for the other one may be dead
@@ -204,7 +174,8 @@ class ControlPlane:
         self._ranks = RunningRanks(self._store, cluster)
         cluster.obey(self._leases.epoch)
         self._leases.begin()
-        retention = Retention(cluster.paths, self._kept_days) if self._kept_days else None
+        kept_days = self._options.kept_days
+        retention = Retention(cluster.paths, kept_days) if kept_days else None
         placed = self._owners.placed
         self._housekeeping = Housekeeping(self._store, cluster, self._leases, placed, self.data_roots, retention)
         self._owners.begin(cluster, self._housekeeping)
@@ -311,7 +282,7 @@ class ControlPlane:
 
     def inject(self, job_id: str, fault: Fault) -> None:
         """Make `fault` in a job that runs. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
-        if not self._allow_faults:
+        if not self._options.allow_faults:
             raise FaultsNotAllowed()
         self._call(self._owners.able_to_inject(job_id, self._job(job_id).state).inject(fault))
 

@@ -99,7 +99,7 @@ class LogFiles:
         with reading_files(), contextlib.suppress(FileNotFoundError), log_file(self._folder, rank).open("rb") as file:
             file.seek(start)
             return LogBytes(start, file.read(size), bool(file.read(1)))
-        return LogBytes(start, b"", False)
+        return LogBytes(start, b"", more=False)
 
     def end(self, rank: int) -> int:
         """See `LogSource`."""

@@ -65,7 +65,7 @@ async def measured(cluster: Cluster | None, asked_at: float, owned: int, lags: M
         return Measurements(delay, owned, lags, ray_answers=False)
     nodes = tuple(_node(cluster.nodes, node) for node in known)
     units = {capacity.unit: (capacity.total, capacity.free) for capacity in capacities}
-    return Measurements(delay, owned, lags, True, nodes, units)
+    return Measurements(delay, owned, lags, nodes=nodes, units=units)
 
 
 def gpus_of(nodes: Nodes, node: str) -> tuple[GpuReading, ...]:

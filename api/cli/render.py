@@ -282,17 +282,17 @@ def node_state(node: schemas.Node) -> str:
     return "draining" if node.draining else "alive"
 
 
-def _beside_slots(node: schemas.Node, places: float, slots: float) -> str:
-    """So many places, and the slots that a node with GPUs has beside them."""
-    beside = f" + {figure(slots, 0)} slots" if node.accelerator == "gpu" and node.slots_total else ""
-    return f"{figure(places, 0)}{beside}"
+def _places_and_slots(node: schemas.Node, places: float, slots: float) -> str:
+    """So many places, and the slots that a node with GPUs has besides them."""
+    more = f" + {figure(slots, 0)} slots" if node.accelerator == "gpu" and node.slots_total else ""
+    return f"{figure(places, 0)}{more}"
 
 
 def node_table(console: Console, cluster: schemas.Cluster) -> None:
     """The table of `manta nodes`."""
     rows = [
         (node_name(node.id), node.address, node_state(node), node.accelerator,
-         _beside_slots(node, node.free, node.slots_free), _beside_slots(node, node.total, node.slots_total),
+         _places_and_slots(node, node.free, node.slots_free), _places_and_slots(node, node.total, node.slots_total),
          ", ".join(sorted({entry.job for entry in node.ranks})) or "-")
         for node in cluster.nodes
     ]  # fmt: skip

@@ -70,8 +70,8 @@ def trace(
         if output is not None and made.ranks:
             _write(output, client, made)
             for rank in made.profiles:
-                beside = output.with_suffix(f".rank-{rank}.json.gz")
-                _write_bytes(beside, client.download(calls.profile(made.job_id, made.id, rank)))
+                profile = output.with_suffix(f".rank-{rank}.json.gz")
+                _write_bytes(profile, client.download(calls.profile(made.job_id, made.id, rank)))
     if made.state == "failed":
         raise fail(f"{made.id} has failed: {made.message}", EXIT_FAILED)
     show(made, as_json, lambda console: _page(console, made, output))

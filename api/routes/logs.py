@@ -178,7 +178,7 @@ class _Live:
             whole = is_final(job.state) and self._is_whole(job)  # so that the source, there before, has it all
             position, page = self._read(source, position)
         except LogsUnavailable:  # it goes on once they can be read
-            return Batch([], position, False, False, job.state)
+            return Batch([], position, more=False, final=False, state=job.state)
         return Batch(self._entries(position, page.lines), page.position, page.more, whole, job.state)
 
     def _read(self, source: LogSource, position: Position) -> tuple[Position, LogPage]:
@@ -187,7 +187,7 @@ class _Live:
             return position, read_page(source, position, self.rank, _STREAM_PAGE, test=self.test)
         last_lines = read_tail(source, self.tail, self.rank, self.test)
         self.tail = None
-        return last_lines.begin, LogPage(last_lines.lines, last_lines.end, True)
+        return last_lines.begin, LogPage(last_lines.lines, last_lines.end, more=True)
 
     def _is_whole(self, job: Job) -> bool:
         over_for_long = time.time() - (job.finished_at or 0.0) > _LATE_SECONDS

@@ -4,6 +4,7 @@ them at once. For asyncio: no call blocks the loop."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from service.cluster.agent_client import AgentClient, OrderEpoch
@@ -20,6 +21,22 @@ from service.cluster.ray_private import session_name
 from service.leases.errors import LeaseLost, LeaseUncertain
 from workers.paths import Paths
 from workers.system.ports import PortRange
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """What applies to all nodes of a cluster."""
+
+    notices: str | None = None
+    """Which services the nodes ask whether they are about to be taken away, as `workers.node.notice_sources` reads it;
+    None: none."""
+    ports: PortRange | None = None
+    """Ports on which what runs on the nodes listens; None: any."""
+    shapes: Sequence[NodeShape] = ()
+    """Nodes that an autoscaler can add."""
+
+
+ANY_NODES = NodeOptions()
 
 
 class Cluster:
@@ -50,21 +67,14 @@ class Cluster:
 
     @classmethod
     def connected(
-        cls,
-        ray: Any,
-        paths: Paths,
-        node_notices: str | None = None,
-        is_elsewhere: bool = False,
-        ports: PortRange | None = None,
-        node_shapes: Sequence[NodeShape] = (),
+        cls, ray: Any, paths: Paths, options: NodeOptions = ANY_NODES, *, is_elsewhere: bool = False
     ) -> Cluster:
-        """The cluster that the module `ray` is connected to. `paths`: of the embedded state; `node_notices`: as
-        NodeDaemon's; `is_elsewhere`: whether its nodes may see other files than this process does; `ports`: on which
-        what runs on the nodes listens, None: any; `node_shapes`: nodes that an autoscaler can add."""
+        """The cluster that the module `ray` is connected to. `paths`: of the embedded state; `is_elsewhere`: whether
+        its nodes may see other files than this process does."""
         connection = RayConnection(ray)
-        nodes = Nodes(connection, node_shapes)
-        agents = Agents(connection, nodes, paths, ports)
-        daemons = NodeDaemons(connection, nodes, paths, node_notices, ports)
+        nodes = Nodes(connection, options.shapes)
+        agents = Agents(connection, nodes, paths, options.ports)
+        daemons = NodeDaemons(connection, nodes, paths, options.notices, options.ports)
         requests = NodeRequests(connection)
         cluster = cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons, requests)
         cluster.identity, cluster.is_elsewhere = session_name(ray), is_elsewhere
@@ -115,7 +125,7 @@ class Cluster:
             await self.release(job, keep_snapshots)
             await self.daemons.end_job(job, keep_snapshots)
         except ClusterUnavailable:
-            self.daemons.note_untold()
+            self.daemons.note_missed_end()
             raise
 
     async def jobs(self) -> list[str]:

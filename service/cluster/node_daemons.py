@@ -243,7 +243,7 @@ class NodeDaemons:
         daemons = await self.ensure()
         await asyncio.gather(*(self._end_job(node, daemons[node], job, keep_snapshots) for node in daemons))
 
-    def note_untold(self) -> None:
+    def note_missed_end(self) -> None:
         """The nodes could not be notified of a job's end, since Ray did not say which there are."""
         self._nodes.unswept |= self._answered.keys() | self._nodes.at_rest
 

@@ -78,7 +78,7 @@ def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator
 
 def offloaded(job: JobSpec | None, gpus: int | None = None) -> Iterator[Finding]:
     """Whether activations and optimizer's state of as many ranks of `job` as there may be here fit into host memory,
-    where they are to lie there, beside their snapshots. `gpus`: of this machine; None: look."""
+    where they are to lie there, with their snapshots. `gpus`: of this machine; None: look."""
     if job is None or not job.model.is_counted or not (job.layout.offload_layers or job.train.optimizer.offload):
         return
     each = [
@@ -97,9 +97,9 @@ def offloaded(job: JobSpec | None, gpus: int | None = None) -> Iterator[Finding]
     taken = " and ".join(f"{byte_count(size)} for {what}" for what, size, _ in parts if size)
     snapshots = snapshot_bytes(job) * ranks // world
     total = ranks * (activations + state) + snapshots
-    beside = f", with {byte_count(snapshots)} for their snapshots" if snapshots else ""
+    kept = f", with {byte_count(snapshots)} for their snapshots" if snapshots else ""
     text = (
-        f"each rank of {job.name} takes {taken}, {ranks} of them {byte_count(total)}{beside}; {byte_count(had)} of "
+        f"each rank of {job.name} takes {taken}, {ranks} of them {byte_count(total)}{kept}; {byte_count(had)} of "
         "memory can be had"
     )
     if total <= had:

@@ -101,7 +101,7 @@ def launch_after(incident: Incident, cause: str, failed: Launch | None, first: b
     """The launch that follows `incident`, whose `cause` is in words. `failed`: the launch that failed by it, which
     is tried again; `first`: the job had no generation yet."""
     if failed is None:
-        return Launch(cause, True, incident)
+        return Launch(cause, counts=True, incident=incident)
     if failed.incident is not None or first:
         return failed
-    return Launch(f"{failed.cause}, and {cause}", True, incident)  # it was for a change
+    return Launch(f"{failed.cause}, and {cause}", counts=True, incident=incident)  # it was for a change

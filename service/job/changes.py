@@ -47,7 +47,7 @@ class Grow:
 
 
 @dataclass(frozen=True)
-class PlaceAnew:
+class PlaceAgain:
     """The whole gang gives up its places, and goes on in others, in another layout."""
 
     target: JobSpec
@@ -77,7 +77,7 @@ class Stay:
     cause: str
 
 
-Change = Move | Shrink | Grow | PlaceAnew | Stay
+Change = Move | Shrink | Grow | PlaceAgain | Stay
 
 
 def standby_of(change: Change) -> AgentSet | None:
@@ -99,13 +99,13 @@ async def carry_out(change: Change, job: JobContext, generation: int, resting: M
             job.departing.append(gang.shrink(staying))
         case Grow(target, standby):
             gang.grow(target, standby)
-        case PlaceAnew(target):
-            await _place_anew(target, job, generation)
+        case PlaceAgain(target):
+            await _place_again(target, job, generation)
         case Stay():
             gang.held_steps = dict(resting)
 
 
-async def _place_anew(target: JobSpec, job: JobContext, generation: int) -> None:
+async def _place_again(target: JobSpec, job: JobContext, generation: int) -> None:
     gang = job.gang
     before, avoid = gang.spec, await job.record.avoided_nodes()
     job.departing.append(await gang.release())

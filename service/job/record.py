@@ -181,7 +181,7 @@ class JobRecord:
 
     async def saved_checkpoints(self) -> list[tuple[int, str]]:
         """(Step, path) of those that are complete, or may be, as far as was reported; in the order of their making."""
-        return await self.read(lambda s: checkpoints.told_of(s, self.id))
+        return await self.read(lambda s: checkpoints.saved_or_saving(s, self.id))
 
     async def wanted_traces(self) -> list[StepTrace]:
         """Traces that were asked for and have not begun, the oldest first."""

@@ -16,7 +16,7 @@ from service.cluster.agent_client import AgentClient, AgentError, within
 from service.cluster.agents import describe
 from service.cluster.placement import Capacity, missing, replica_of, unit_of
 from service.cluster.sizes import fitting, given_back, resized, room_for, shapes_of, size_within, sizes_of, smallest
-from service.job.changes import Change, Grow, Move, PlaceAnew, Shrink, WaitInQueue
+from service.job.changes import Change, Grow, Move, PlaceAgain, Shrink, WaitInQueue
 from service.job.context import JobContext
 from service.job.gang import AgentSet
 from service.job.generation import RunningGeneration
@@ -65,7 +65,7 @@ class ElasticityPlanner:
             return await self._leave(running, draining)
         others_wait = await self._others_wait()
         larger = None if others_wait else await self._larger_shape()
-        return await self._resize(running, others_wait) if larger is None else PlaceAnew(larger, "there is room again")
+        return await self._resize(running, others_wait) if larger is None else PlaceAgain(larger, "there is room again")
 
     async def look_for_room(self) -> None:
         """Now and then, see whether the job could run where or with as many replicas as it should: no event tells."""
@@ -174,7 +174,7 @@ class ElasticityPlanner:
         if spare <= 0:  # to place it again would leave its newest state on nodes that may be gone any moment
             return WaitInQueue(NO_ROOM if elsewhere is None else TOO_SOON)
         if elsewhere is not None:
-            return PlaceAnew(elsewhere, "its nodes are being drained")
+            return PlaceAgain(elsewhere, "its nodes are being drained")
         if not self._reported_waiting:
             more = f"for {spare:.0f} s; then it saves its state and waits in the queue"
             how_long = "until the end" if math.isinf(spare) else more

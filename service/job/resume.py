@@ -57,9 +57,9 @@ async def newest_state(job: JobContext, last_kind: str | None, last_step: int | 
         brought, foreign = await _in_memory(job, generation)
     held = [{*steps, *_in_process(gang, rank)} for rank, steps in enumerate(brought.steps)]
     unusable = unusable_sources(await job.record.generations(), last_kind, last_step)
-    told = await job.record.saved_checkpoints()
-    is_in_memory = choose_resume(held, told, unusable, foreign).source in ("snapshot", "memory")
-    # Else the database may be a backup, and the folder ahead of it. Whoever rests has been heard in this generation.
+    recorded = await job.record.saved_checkpoints()
+    is_in_memory = choose_resume(held, recorded, unusable, foreign).source in ("snapshot", "memory")
+    # Else the database may be a backup, and the folder ahead of it. A rank at rest has been heard in this generation.
     is_heard = job.has_launched or any(step is not None for step in gang.held_steps.values())
     durable = await known_checkpoints(job, IN_MEMORY_SECONDS if is_in_memory and is_heard else LOOK_SECONDS)
     resume = choose_resume(held, durable.checkpoints, unusable, foreign)

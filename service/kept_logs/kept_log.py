@@ -142,7 +142,7 @@ class KeptLog:
         parts = self._parts
         end = self._end(parts[-1], rank) if parts else 0
         if start >= end:
-            return LogBytes(start, b"", False)
+            return LogBytes(start, b"", more=False)
         number = bisect_right(parts, start, key=lambda part: self._end(part, rank))
         begin, contents, count = start, [], 0
         while count < size and number < len(parts):

@@ -156,7 +156,7 @@ class Spool:
                 with self.lines.file(rank).open("rb") as file:
                     return _read(file, at, start, size)
             except FileNotFoundError:
-                return LogBytes(start, b"", False)
+                return LogBytes(start, b"", more=False)
 
     def end(self, rank: int) -> int | None:
         """As `LogSource.end`; None where the log goes on elsewhere."""
@@ -197,7 +197,7 @@ class SpooledLog:
         kept = self._kept.look(KEPT_SECONDS).read(rank, start, size)
         if not kept.content:
             kept = self._kept.look().read(rank, start, size)
-        return LogBytes(kept.start, kept.content, True)  # it goes on here
+        return LogBytes(kept.start, kept.content, more=True)  # it goes on here
 
     def end(self, rank: int) -> int:
         """See `LogSource`."""

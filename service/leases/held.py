@@ -240,7 +240,9 @@ class Leases:
         taken already, so that it is held in a moment; asked on any thread."""
         removals, names = self._removed, set(self._held)
         if removals != self._looked_after_removal:
-            await self._store.write_async(lambda session: leases.join(session, self.me, self._place, self._ray, False))
+            await self._store.write_async(
+                lambda session: leases.join(session, self.me, self._place, self._ray, alone=False)
+            )
         seen = await self._store.read_async(self._look)
         if not self.alone:
             for name in decisions.lost(names & self._held.keys(), seen.owned):

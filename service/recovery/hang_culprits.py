@@ -137,15 +137,15 @@ def _edges_of_devices(looks: Sequence[Look], group: Group) -> dict[int, int]:
     axes = {axis for axis, _ in waiting.values()}
     last = {axis: _last_of_groups(axis, looks, group) for axis in axes}
     silent = [look.rank for look in looks if not look.answered]
-    beside = {axis: {peer: rank for rank in silent for peer in group(axis, rank)} for axis in axes}
+    neighbours = {axis: {peer: rank for rank in silent for peer in group(axis, rank)} for axis in axes}
     edges = {}
     for rank, (axis, number) in waiting.items():
         peer = last[axis][rank]
         counts = looks[peer].counts
         if peer != rank and counts is not None and counts[axis] < number:
             edges[rank] = peer
-        elif rank in beside[axis]:
-            edges[rank] = beside[axis][rank]
+        elif rank in neighbours[axis]:
+            edges[rank] = neighbours[axis][rank]
     return edges
 
 

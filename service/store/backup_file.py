@@ -54,7 +54,7 @@ def back_up(store: Store, file: Path) -> None:
     if file.exists():
         raise FileExistsError(f"{file} is there already; name another file, or remove it")
     refuse_none(store)
-    with _beside(file) as working:
+    with _next_to(file) as working:
         try:
             if isinstance(store.database, SqliteDatabase):
                 copy_to(store.database.file, working)
@@ -75,7 +75,7 @@ def restore(url: str, file: Path, replace: bool, now: float) -> int:
     database = open_database(url)
     folder = database.file if isinstance(database, SqliteDatabase) else Path(tempfile.gettempdir()) / "manta.db"
     try:
-        with _beside(folder) as working:
+        with _next_to(folder) as working:
             unfinished = _prepared(file, working, now)
             if isinstance(database, SqliteDatabase):
                 _into_file(database, working, replace)
@@ -89,7 +89,7 @@ def restore(url: str, file: Path, replace: bool, now: float) -> int:
 
 
 @contextlib.contextmanager
-def _beside(file: Path) -> Iterator[Path]:
+def _next_to(file: Path) -> Iterator[Path]:
     """A file in a new folder next to `file`, for its owner alone."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
@@ -204,12 +204,12 @@ def _into_server(database: PostgresDatabase, working: Path, replace: bool) -> No
             _refuse_jobs(database.location, target.execute(select(func.count()).select_from(Job)).scalar_one(), replace)
             _copy_rows(origin, target)
             for table in Base.metadata.sorted_tables:
-                _go_on_counting(origin, target, table.name)
+                _continue_sequence(origin, target, table.name)
     finally:
         source.close()
 
 
-def _go_on_counting(origin: Connection, target: Connection, table: str) -> None:
+def _continue_sequence(origin: Connection, target: Connection, table: str) -> None:
     """Number the next row of `table` as the file would."""
     if Base.metadata.tables[table].autoincrement_column is None:
         return

@@ -106,7 +106,7 @@ def complete_ones(session: Session, job_id: str) -> list[Checkpoint]:
     return list(session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc())))
 
 
-def told_of(session: Session, job_id: str) -> list[tuple[int, str]]:
+def saved_or_saving(session: Session, job_id: str) -> list[tuple[int, str]]:
     """(Step, path) of a job's checkpoints that are complete, or being saved, in the order of their making."""
     query = select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state.in_((SAVING, COMPLETE)))
     rows = session.scalars(query.order_by(Checkpoint.generation, Checkpoint.step))

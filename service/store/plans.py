@@ -109,7 +109,7 @@ def _disturbed(session: Session, generation: Generation) -> str | None:
     if (generation.data[PLAN]["planned"] or {}).get("has_gpus", False):
         return None
     began = generation.first_step_at or generation.started_at
-    beside = (
+    neighbours = (
         select(Rank.node)
         .join(Generation, Generation.job_id == Rank.job_id)
         .where(Generation.job_id != generation.job_id)
@@ -118,7 +118,7 @@ def _disturbed(session: Session, generation: Generation) -> str | None:
         .where(or_(and_(Generation.ended_at.is_(None), Job.state != JobState.QUEUED), Generation.ended_at > began))
     )
     own = set(session.scalars(select(Rank.node).where(Rank.job_id == generation.job_id)))
-    return "shared" if own & set(session.scalars(beside.distinct())) else None
+    return "shared" if own & set(session.scalars(neighbours.distinct())) else None
 
 
 def observed(session: Session, since: float = 0.0) -> dict[str, list[Observation]]:

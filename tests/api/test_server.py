@@ -145,11 +145,12 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     made, ((hosts, limits, secure_cookies), *mounted, announced) = NotedControl.made, served
     assert (limits, secure_cookies) == (few, False)
     assert mounted == (["dashboard"] if dashboard else [])
-    assert (made.allow_faults, made.memory_seconds) == (True, seconds)
-    assert made.kept_days == 30
-    assert (made.checkpoints, made.node_notices, made.traces) == (BUCKET, "aws", "http://there")
-    assert made.data_roots.folders == (tmp_path / "data",)
-    assert (made.database_url, announced["database"]) == (database, "postgresql://me:***@there/manta")
+    options = made.options
+    assert (options.allow_faults, options.memory_seconds) == (True, seconds)
+    assert options.kept_days == 30
+    assert (options.checkpoints, options.nodes.notices, options.traces) == (BUCKET, "aws", "http://there")
+    assert options.data_roots.folders == (tmp_path / "data",)
+    assert (options.database_url, announced["database"]) == (database, "postgresql://me:***@there/manta")
     assert '--resources={"manta_slot": 3}' in made.head._command()
     assert set(hosts) == {"127.0.0.1", "manta.example.org"}
     assert announced["url"].startswith("http://127.0.0.1:") and not announced["url"].endswith(":0")

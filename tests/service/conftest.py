@@ -15,6 +15,7 @@ from service import control_plane
 from service.cluster.cluster import Cluster
 from service.cluster.ray_head import RayHead
 from service.control_plane import ControlPlane
+from service.control_plane_options import ControlPlaneOptions
 from service.leases.held import Leases
 from service.states import JobState
 from service.store import Job, Store, jobs, leases
@@ -114,7 +115,7 @@ def own_leases(store: Store) -> Leases:
 def cluster(tmp_path, monkeypatch):
     """Two simulated nodes, to which control planes of this process connect."""
     made = FakeCluster(tmp_path, node_a=4, node_b=4)
-    monkeypatch.setattr(control_plane.Cluster, "connected", classmethod(lambda cls, *anything: made))
+    monkeypatch.setattr(control_plane.Cluster, "connected", classmethod(lambda cls, *anything, **more: made))
     monkeypatch.setattr(control_plane, "NodeWatch", IdleNodeWatch)
     return made
 
@@ -126,7 +127,7 @@ def start(cluster, tmp_path, database_url):
 
     def make(**options):
         head = SimpleNamespace(connect=lambda namespace: None)
-        plane = ControlPlane(tmp_path, head, database_url=database_url, **options)
+        plane = ControlPlane(tmp_path, head, ControlPlaneOptions(database_url=database_url, **options))
         started.append(plane)
         plane.start()
         return plane

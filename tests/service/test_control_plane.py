@@ -13,6 +13,7 @@ from service.cluster import node_care
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.ray_head import RayHead
 from service.control_plane import ControlPlane
+from service.control_plane_options import ControlPlaneOptions
 from service.home_of_jobs import HomeOfJobs, JobsElsewhere
 from service.job.supervisor import Supervisor
 from service.leases.errors import OtherRay
@@ -295,7 +296,7 @@ def test_process_starts_over_when_its_own_ray_has_died(cluster, store, database_
     monkeypatch.setattr(control_plane, "ended", ended)
     now = SimpleNamespace(pid=77)
     head = OwnRay(now if same else None, now)
-    plane = ControlPlane(tmp_path, head, start_over=over.set, database_url=database_url)
+    plane = ControlPlane(tmp_path, head, ControlPlaneOptions(database_url=database_url), over.set)
     try:
         plane.start()
         plane._call(reached(lambda: watched))

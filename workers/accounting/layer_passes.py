@@ -146,7 +146,7 @@ class LayerPasses:
 
     def _core(self, tape: Tape) -> None:
         """What core attention allocates besides its result stays."""
-        terms = core_attention_terms(self.spec, False)
+        terms = core_attention_terms(self.spec, recompute=False)
         if self.spec.attention_is_explicit:
             tape.for_a_moment(self._scores, self._scores)
             tape.take(terms.pop("softmax"))
@@ -298,7 +298,7 @@ class LayerPasses:
         if self.spec.attention_is_explicit:
             tape.for_a_moment(context, 2 * keys, 2 * self._scores)
         tape.take(context, self.repeated or 2 * keys)
-        self._free(tape, *core_attention_terms(self.spec, False), "repeated", "attention_dropout_mask")
+        self._free(tape, *core_attention_terms(self.spec, recompute=False), "repeated", "attention_dropout_mask")
         tape.free(context, again)
         if self.repeated:
             tape.take(2 * keys)

@@ -209,7 +209,7 @@ class StepPeak:
         for number in reversed(self._indices(index)):
             if number < self.first:
                 break
-            for place, held in enumerate(self._layer(number, False)[0].put_off()):
+            for place, held in enumerate(self._layer(number, again=False)[0].put_off()):
                 tape.for_a_moment(sizes.gathered if place % 2 else 0)
                 tape.free(held)
         if index == 0 and self.first < 0:
@@ -227,7 +227,7 @@ class StepPeak:
     def _loss(self, tape: Tape) -> None:
         """Final norm, logits, cross-entropy: the residual stream becomes what is kept of them."""
         sizes, tokens = self.sizes, tokens_of(self.spec)[0]
-        self._layer(0, False)[0].norm(tape, sizes.residual)
+        self._layer(0, again=False)[0].norm(tape, sizes.residual)
         if self.head_tokens:
             return
         tape.for_a_moment(sizes.in_chunks, self._logits_of(tokens))
@@ -255,7 +255,7 @@ class StepPeak:
             tape.take(sizes.residual)
             tape.free(sizes.whole)
         tape.free(sizes.gathered, sizes.residual)
-        self._layer(0, False)[0].norm_gradient(tape, sizes.residual)
+        self._layer(0, again=False)[0].norm_gradient(tape, sizes.residual)
         tape.free(sizes.residual)  # the norm's input; backward's beginning is held until its end
 
     @property
@@ -281,7 +281,7 @@ class StepPeak:
             tape.free(logits)
         elif not self.split:
             tape.free(logits, sizes.residual)
-        self._layer(0, False)[0].norm_gradient(tape, sizes.residual)
+        self._layer(0, again=False)[0].norm_gradient(tape, sizes.residual)
         tape.free(sizes.residual, sizes.residual, LOSS_TOKEN * tokens_of(self.spec)[0])
 
     def _look_up(self, tape: Tape) -> None:
@@ -293,7 +293,7 @@ class StepPeak:
             tape.for_a_moment(sizes.residual, sizes.residual)
         tape.take(sizes.residual)
         if self.spec.model.dropout > 0:
-            self._layer(0, False)[0].drop_out(tape)
+            self._layer(0, again=False)[0].drop_out(tape)
             tape.take(sizes.residual // sizes.width)
 
     def _look_up_backward(self, tape: Tape) -> None:

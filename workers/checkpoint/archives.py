@@ -108,8 +108,8 @@ def _place(read: Read, record: zipfile.ZipInfo) -> tuple[int, int]:
     header = read(record.header_offset, _HEADER_BYTES).tobytes()
     if not header.startswith(_HEADER) or record.compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"{record.filename} is no stored record")
-    beside = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return record.header_offset + _HEADER_BYTES + beside, record.file_size
+    variable = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return record.header_offset + _HEADER_BYTES + variable, record.file_size
 
 
 class _Archive(ReadOnlyBytes):

@@ -94,9 +94,9 @@ class Comm:
         host = address_towards(store_host)
         with naming_lost_peers(self.is_over):
             self._connect_backend(prefixed, host, Secret(secret, generation, "training"))
-            peers, beside = linked_through_first(self.grid, self.rank), dist.PrefixStore("shared-work", prefixed)
+            peers, work_store = linked_through_first(self.grid, self.rank), dist.PrefixStore("shared-work", prefixed)
             shared = Secret(secret, generation, "shared work")
-            self._work_links = Links(self.rank, peers, beside, shared, host, self.is_over, ports=self._ports)
+            self._work_links = Links(self.rank, peers, work_store, shared, host, self.is_over, ports=self._ports)
         self.shared_work = SharedWork(self._work_links, self.size("world"))
         self.raise_if_over()
 

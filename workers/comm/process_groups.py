@@ -144,7 +144,7 @@ class ProcessGroups:
         ]
         with naming_lost_peers(self._interrupted):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return Started([_Work(self, work, False) for work in works])
+        return Started([_Work(self, work, heeds_time_outs=False) for work in works])
 
     def send(self, stage: int, tensor: torch.Tensor) -> Transfer:
         group = self._groups[_DIRECTIONS[stage < self._indices["pipeline"]]]

@@ -142,12 +142,12 @@ def open_template(data: DataConfig) -> ChatTemplate:
     elif folder is None:
         raise DataError(f"the {data.tokenizer} tokenizer has no chat template: set data.template to a file or {CHATML}")
     else:
-        template = _beside_tokenizer(folder, tokens)
+        template = _next_to_tokenizer(folder, tokens)
     template.check()
     return template
 
 
-def _beside_tokenizer(folder: Path, tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+def _next_to_tokenizer(folder: Path, tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
     """As `transformers` looks for it: a file of its own counts more than what tokenizer_config.json says."""
     if (folder / TEMPLATE).exists():
         return ChatTemplate(_text(folder / TEMPLATE), tokens, str(folder / TEMPLATE))

@@ -97,7 +97,7 @@ def _checked(text: str, where: str) -> Iterator[Text]:
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: character {error.start + 1} of the text is half of a surrogate pair") from error
     if text:
-        yield Text(text, True, where)
+        yield Text(text, ends=True, where=where)
 
 
 def _pieces(section: Section, cuts_are_exact: bool) -> Iterator[Text]:

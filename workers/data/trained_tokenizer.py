@@ -78,7 +78,7 @@ def train(files: Sequence[CorpusFile], data: DataConfig, path: Path) -> None:
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = _training_texts(shards_of(files, data, True), data)
+    texts = _training_texts(shards_of(files, data, cuts_are_exact=True), data)
     # The library asks for the next text on a thread of its own, where templates of conversations do not run.
     tokenizer.train_from_iterator(list(texts) if data.source == "chat" else texts, trainer)
     ids = tokenizer.get_vocab(with_added_tokens=True)
@@ -108,7 +108,7 @@ def _training_texts(shards: Sequence[Shard], data: DataConfig) -> Iterator[str]:
 
 
 def _texts(shard: Sequence[Section], data: DataConfig) -> Iterator[str]:
-    return (each.text for section in shard for each in texts_of(section, data, True))
+    return (each.text for section in shard for each in texts_of(section, data, cuts_are_exact=True))
 
 
 def _run(order: dict[str, Any], watcher: Watcher) -> None:

@@ -71,7 +71,7 @@ def read_conversations(path: Path, spec: JobSpec, template: ChatTemplate) -> lis
     except OSError as error:
         raise BadTask(f"cannot be read: {path} ({error.strerror})") from error
     stop = -1 if kind_of_file(str(path), "chat") == "parquet" else size
-    return list(texts_of(Section(str(path), 0, stop, size), data, False, template))
+    return list(texts_of(Section(str(path), 0, stop, size), data, cuts_are_exact=False, template=template))
 
 
 def chat(model: LoadedModel, tokens: TextTokens, conversations: Sequence[Text], batch_size: int = 8) -> ChatResult:

@@ -55,7 +55,7 @@ def _scores(model: LoadedModel, pairs: Sequence[tuple[Sequence[int], Sequence[in
     for text, (_, continuation), logs_sv in zip(texts, pairs, logs_bsv, strict=True):
         scored = min(len(continuation), len(text) - 1)
         if scored <= 0:
-            yield Score(0.0, True, 0)
+            yield Score(0.0, is_greedy=True, tokens=0)
             continue
         logs = logs_sv[len(text) - 1 - scored : len(text) - 1]
         wanted = torch.tensor(text[-scored:], device=logs.device)

@@ -78,7 +78,7 @@ class HeartbeatServer:
             return Heartbeat(self._node, stays=self._withdrawn)
         first = min(drains, key=lambda drain: drain.until)
         seconds = None if math.isinf(first.until) else max(0.0, first.until - time.monotonic())
-        return Heartbeat(self._node, True, seconds, first.reason)
+        return Heartbeat(self._node, draining=True, drain_seconds=seconds, drain_reason=first.reason)
 
     def drain(self, seconds: float | None, reason: str = "", source: str = "") -> None:
         """The node is to be left within `seconds`, None where nobody knows: say so, and why, to all who are connected.

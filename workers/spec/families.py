@@ -24,10 +24,12 @@ class Family:
 
 
 FAMILIES = {
-    "gpt": Family(False, False, False, False, True, True),
-    "llama": Family(True, True, True, False, False, False),
-    "qwen": Family(True, True, True, True, False, False),
-    # What a user's model may use of ours; what its layers are made of nobody knows.
-    "custom": Family(False, False, True, False, False, False),
+    "gpt": Family(gated_mlp=False, rms_norm=False, rotary=False, query_key_norm=False, bias=True, tie_embeddings=True),
+    "llama": Family(gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False),
+    "qwen": Family(gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=True, bias=False, tie_embeddings=False),
+    # What a user's model may use of ours; what its layers consist of is not known.
+    "custom": Family(
+        gated_mlp=False, rms_norm=False, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False
+    ),
 }
 """Those that are built, by `model.family`."""

@@ -22,7 +22,7 @@ from workers.weights.config_out import TOKENS, their_config
 
 GENERATION = "generation_config.json"
 _SETTINGS = "tokenizer_config.json"
-_BESIDE_TOKENIZER = (
+_TOKENIZER_FILES = (
     _SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
@@ -38,7 +38,7 @@ def source_config(spec: JobSpec) -> Keys | None:
         return None
 
 
-def files_beside(spec: JobSpec, dtype: str, checkpoint: Place) -> dict[str, str]:
+def companion_files(spec: JobSpec, dtype: str, checkpoint: Place) -> dict[str, str]:
     """Names and texts of the JSON files. `dtype`: of the weights, as torch calls it. Raises WeightsError where
     transformers has no model that computes the same."""
     source = source_config(spec)
@@ -50,9 +50,9 @@ def files_beside(spec: JobSpec, dtype: str, checkpoint: Place) -> dict[str, str]
     texts = {CONFIG: _json(config), GENERATION: _json(generation)}
     if source is not None and spec.model.from_ is not None:
         # How text is drawn from the model is as good a guess as before.
-        beside = Path(spec.model.from_) / GENERATION
-        if beside.is_file():
-            texts[GENERATION] = beside.read_text(encoding="utf-8")
+        theirs = Path(spec.model.from_) / GENERATION
+        if theirs.is_file():
+            texts[GENERATION] = theirs.read_text(encoding="utf-8")
     return texts
 
 
@@ -76,9 +76,9 @@ def add_tokenizer(spec: JobSpec, checkpoint: Place, folder: Path) -> None:
         return
     (folder / TOKENIZER).write_bytes(content)
     if named is not None:
-        for beside in (named.parent / name for name in _BESIDE_TOKENIZER):
-            if beside.is_file():
-                shutil.copyfile(beside, folder / beside.name)
+        for file in (named.parent / name for name in _TOKENIZER_FILES):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
     kept = _kept(checkpoint, CHAT)
     if kept is not None:  # counts more than what the settings say
         (folder / TEMPLATE).write_text(str(json.loads(kept)["template"]), encoding="utf-8")

@@ -76,7 +76,7 @@ def _gpt2(config: Keys) -> Shape:
         "ffn_hidden_size": config.whole("n_inner", 4 * hidden),
         "vocabulary_size": config.whole("vocab_size", 50257),
         "bias": True,
-        "tie_embeddings": config.flag("tie_word_embeddings", True),
+        "tie_embeddings": config.flag("tie_word_embeddings", default=True),
         "norm_epsilon": config.number("layer_norm_epsilon", 1e-5),
         "activation": _GELUS[activation],
     }
@@ -121,7 +121,7 @@ def _llama_like(config: Keys) -> Shape:
         "ffn_hidden_size": config.whole("intermediate_size"),
         "vocabulary_size": config.whole("vocab_size"),
         "bias": _bias(config),
-        "tie_embeddings": config.flag("tie_word_embeddings", False),
+        "tie_embeddings": config.flag("tie_word_embeddings", default=False),
         "norm_epsilon": config.number("rms_norm_eps", 1e-6),
         "rope": _rope(config, defaults.positions),
         **_windows(config, kind),
@@ -149,8 +149,8 @@ READERS: dict[str, Callable[[Keys], Shape]] = {
 
 
 def _bias(config: Keys) -> bool:
-    attention = config.flag("attention_bias", False)
-    mlp = config.flag("mlp_bias", False)
+    attention = config.flag("attention_bias", default=False)
+    mlp = config.flag("mlp_bias", default=False)
     if attention and config.values["model_type"] != "llama":
         raise config.wrong("attention_bias", "biases in attention alone cannot be expressed")
     if attention != mlp:
@@ -161,7 +161,7 @@ def _bias(config: Keys) -> bool:
 def _windows(config: Keys, kind: str) -> Section:
     """`sliding_window` and `full_attention_every`."""
     none: Section = {"sliding_window": None, "full_attention_every": None}
-    has_windows = kind == "mistral" or (kind == "qwen3" and config.flag("use_sliding_window", False))
+    has_windows = kind == "mistral" or (kind == "qwen3" and config.flag("use_sliding_window", default=False))
     if not has_windows or ("sliding_window" in config.values and config.values["sliding_window"] is None):
         return none
     window = config.whole("sliding_window", 4096)

@@ -28,7 +28,7 @@ from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
 from workers.storage.places import place_of
 from workers.weights.casting import DTYPES
-from workers.weights.companions import add_tokenizer, files_beside, source_config
+from workers.weights.companions import add_tokenizer, companion_files, source_config
 from workers.weights.folder import INDEX
 from workers.weights.formats import Dtype, Format
 from workers.weights.mapping import Piece, TheirTensor, their_tensors
@@ -78,7 +78,7 @@ def export(
     named = DTYPES[dtype] if dtype is not None else _source_dtype(spec)
     source = Source(place, manifest, read_contents(place, manifest))
     if to == "hf":
-        texts, tensors = files_beside(spec, named, place), their_tensors(spec)
+        texts, tensors = companion_files(spec, named, place), their_tensors(spec)
     else:
         texts, tensors = {SPEC: json.dumps(manifest.spec, indent=2) + "\n"}, _our_tensors(source.contents)
     files = plan_files([NewTensor(tensor.name, tensor.shape) for tensor in tensors], named, shard_bytes)

@@ -10,6 +10,7 @@ from benchmarks.support.simulation.remote_cluster import connected
 from service.cluster.cluster import Cluster
 from service.cluster.existing_ray import ExistingRay
 from service.control_plane import ControlPlane
+from service.control_plane_options import ControlPlaneOptions
 
 READY = "ready"
 
@@ -18,7 +19,7 @@ class SimulatedControlPlane(ControlPlane):
     """The real one, with another cluster."""
 
     def __init__(self, home: Path, socket: str, database: str | None = None):
-        super().__init__(home, ExistingRay(socket, home), database_url=database)
+        super().__init__(home, ExistingRay(socket, home), ControlPlaneOptions(database_url=database))
         self._socket = socket
 
     def _connect(self, namespace: str) -> Cluster:

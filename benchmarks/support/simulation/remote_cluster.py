@@ -272,7 +272,7 @@ class SimulatedDaemons:
         for daemon in (await self.ensure()).values():
             await daemon.end_job(job, keep_snapshots)
 
-    def note_untold(self) -> None:
+    def note_missed_end(self) -> None:
         """All simulated nodes are notified."""
 
     def keep_only(self, there: Collection[str]) -> None:

@@ -202,7 +202,7 @@ def test_nodes_are_to_be_swept_where_ray_did_not_say_who_could_be_told(made):
 
     async def body():
         await daemons.of("well")
-        daemons.note_untold()
+        daemons.note_missed_end()
         assert nodes.unswept == {"well"}
 
     asyncio.run(body())

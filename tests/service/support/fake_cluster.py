@@ -411,7 +411,7 @@ class FakeDaemons:
         for daemon in (await self.ensure()).values():
             await daemon.end_job(job, keep_snapshots)
 
-    def note_untold(self):
+    def note_missed_end(self):
         self._nodes.unswept.update(self._nodes.slots)
 
     async def kill(self, node):

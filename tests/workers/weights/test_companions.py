@@ -10,7 +10,7 @@ from engine_specs import document
 
 from workers.config import JobSpec
 from workers.weights.byte_tokenizer import byte_tokenizer
-from workers.weights.companions import add_tokenizer, files_beside
+from workers.weights.companions import add_tokenizer, companion_files
 
 
 def added(folder: Path, **data: str) -> dict[str, str]:
@@ -31,7 +31,7 @@ def test_what_ends_documents_ends_generating(tmp_path):
     transformers = pytest.importorskip("transformers")
     made = added(tmp_path, end_of_document="<|endoftext|>")
     spec = JobSpec.model_validate(document(data={"end_of_document": "<|endoftext|>"}, model={"family": "llama"}))
-    beside = files_beside(spec, "float32", tmp_path / "checkpoints" / "step")
+    beside = companion_files(spec, "float32", tmp_path / "checkpoints" / "step")
     assert json.loads(beside["config.json"])["eos_token_id"] == 256
     assert json.loads(beside["generation_config.json"])["eos_token_id"] == 256
     assert json.loads(made["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
@@ -43,7 +43,7 @@ def test_what_ends_documents_ends_generating(tmp_path):
 def test_nothing_ends_generating_where_no_end_is_known_or_the_template_says_it(tmp_path):
     for data in ({}, {"end_of_document": "none"}, {"source": "chat", "template": "chatml"}):
         spec = JobSpec.model_validate(document(data=data, model={"family": "llama"}))
-        beside = files_beside(spec, "float32", tmp_path / "checkpoints" / "step")
+        beside = companion_files(spec, "float32", tmp_path / "checkpoints" / "step")
         assert json.loads(beside["config.json"])["eos_token_id"] is None
 
 

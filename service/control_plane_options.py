@@ -1,0 +1,44 @@
+"""How a control plane is set up, beyond its home and its Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.cluster.cluster import ANY_NODES, NodeOptions
+from service.job.context import DEFAULT_MEMORY_SECONDS
+from service.model_packages import NO_MODELS, ModelPackages
+from workers.data.roots import ANYWHERE, DataRoots
+from workers.storage.places import Place
+
+
+@dataclass(frozen=True)
+class ControlPlaneOptions:
+    """What the operator of a service decides about its jobs; `service.settings` reads most of it."""
+
+    database_url: str | None = None
+    """Where the job database is; None: in the home."""
+    checkpoints: Place | None = None
+    """Where the checkpoints of all jobs are; None: in the home."""
+    logs: Place | None = None
+    """Where the logs of all jobs are kept besides the home; None: nowhere."""
+    export_roots: Sequence[Path] = ()
+    """Below which folders weights may be exported; none: `exports` in the home."""
+    data_roots: DataRoots = ANYWHERE
+    """Below which folders jobs may read."""
+    model_packages: ModelPackages = NO_MODELS
+    """Installed packages that jobs may take models from."""
+    memory_seconds: float = DEFAULT_MEMORY_SECONDS
+    """How long the snapshots of a failed job are kept for a retry."""
+    kept_days: float = 0.0
+    """How long jobs are kept after their end; 0: until a user deletes them."""
+    allow_faults: bool = False
+    """Whether faults are injected into jobs on request."""
+    traces: str | None = None
+    """The collector that starts and recoveries are sent to, as `Settings.traces`; None: they are not sent."""
+    nodes: NodeOptions = ANY_NODES
+    """What applies to all nodes."""
+
+
+DEFAULTS = ControlPlaneOptions()
