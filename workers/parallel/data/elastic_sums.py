@@ -29,6 +29,10 @@ from workers.parallel.data.tree_sum import TreeSum, cover
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 from workers.parallel.pipeline.schedules.action import Action
 
+BLOCK_ROWS = 2**16
+"""Of ALIGNMENT elements, that are squared at once: what that takes beside the gradients is 24 MB, not half of them
+again."""
+
 
 class ElasticReduction(GradientReduction):
     """The gradients of one rank's part of each bucket, summed over the data group in the tree's order."""
@@ -84,8 +88,10 @@ class ElasticReduction(GradientReduction):
         covers = [cover(self.leaves, *_ends(leaf_share(self.leaves, self.spec.layout, each))) for each in range(size)]
         own, out = self._own_nodes(len(covers[me])), self.reduced[number]
         outgoing = [[node[start:end] for node in own] for start, end in self._parts_of(number)]
-        incoming = [[out.new_empty(len(out)) for _ in nodes] for nodes in covers]
-        incoming[me] = outgoing[me]
+        incoming = [
+            outgoing[me] if replica == me else [out.new_empty(len(out)) for _ in nodes]
+            for replica, nodes in enumerate(covers)
+        ]
         self.comm.start_all_to_all("data", outgoing, incoming).wait()
         tree: TreeSum[torch.Tensor] = TreeSum(self.leaves)
         for nodes, values in zip(covers, incoming, strict=True):
@@ -157,7 +163,11 @@ def shared_leaves(spec: JobSpec, sequences: int, replica: int) -> tuple[int, ran
 
 def row_squares(values: torch.Tensor) -> torch.Tensor:
     """The sum of squares of each row of ALIGNMENT elements, whatever rows come with it."""
-    squares = values.view(-1, ALIGNMENT).square()
+    return torch.cat([_row_squares(rows) for rows in values.view(-1, ALIGNMENT).split(BLOCK_ROWS)])
+
+
+def _row_squares(rows: torch.Tensor) -> torch.Tensor:
+    squares = rows.square()
     while squares.shape[1] > 1:
         half = squares.shape[1] // 2
         squares = squares[:, :half] + squares[:, half:]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_specs import axes, document
+from made_tensors import MadeTensors
 from plain_gpt import random_weights
 from rank_programs import START, Trained, assemble, attempts, broken_off, micro_batches, run_steps, train_job
 
@@ -20,6 +21,7 @@ from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
 from workers.engine import Engine
+from workers.parallel.data import elastic_sums
 from workers.parallel.data.elastic_sums import ElasticReduction, row_squares, sum_of_halves
 from workers.parallel.pipeline.schedules import KINDS, schedule
 from workers.protocol.messages import Resume
@@ -262,6 +264,16 @@ def test_sums_of_squares_depend_on_nothing_beside_them():
         assert torch.equal(row_squares(values[64 * first : 64 * last]), rows[first:last])
     exact = values.double().square().sum()
     assert sum_of_halves(rows.double()).item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+def test_squares_are_made_of_a_few_rows_at_a_time(monkeypatch):
+    values = torch.randn(100 * 64, generator=torch.Generator().manual_seed(1))
+    whole = row_squares(values)
+    monkeypatch.setattr(elastic_sums, "BLOCK_ROWS", 7)
+    with MadeTensors() as made:
+        by_blocks = row_squares(values)
+    assert torch.equal(by_blocks, whole)
+    assert made.most == 7 * 64
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 1001])

@@ -5,8 +5,8 @@ import torch
 from engine_specs import axes, document
 from hypothesis import given
 from hypothesis import strategies as st
+from made_tensors import MadeTensors
 from number_programs import flip, train
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.config import ParallelConfig
 from workers.parallel.data import replica_check
@@ -69,18 +69,6 @@ def test_who_is_named(hashes, sound, odd, certain):
     assert odd_ones(hashes, sound) == (odd, certain)
 
 
-class Copies(TorchDispatchMode):
-    """Elements of the largest copy that is made within the block."""
-
-    most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten._to_copy.default:
-            self.most = max(self.most, result.numel())
-        return result
-
-
 @pytest.mark.parametrize("place", [None, 0, 150, 299])
 def test_weights_are_compared_a_few_at_a_time(monkeypatch, place):
     """Beside a large state a GPU has no memory for another copy of it."""
@@ -89,9 +77,9 @@ def test_weights_are_compared_a_few_at_a_time(monkeypatch, place):
     published = masters.bfloat16()
     if place is not None:
         published.view(torch.int16)[place] ^= 1
-    with Copies() as copies:
+    with MadeTensors() as made:
         assert same_bits(published, masters) == (place is None)
-    assert 0 < copies.most <= 64
+    assert 0 < made.most <= 64
 
 
 def test_not_a_number_has_bits_and_zero_has_a_sign():
