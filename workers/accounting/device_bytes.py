@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from workers.accounting.activation_bytes import bytes_of_rank
 from workers.accounting.eight_bits import weight_bytes
+from workers.accounting.elastic_exchange import arriving_bytes
 from workers.accounting.flops import frozen_parameters_of_rank, parameters_of_rank, waiting_gradient_buffers
 from workers.accounting.offloaded_state import kept_elements, places_bytes
 from workers.accounting.step_peak import StepPeak
@@ -63,7 +64,9 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
     if offload:
         copies = places_bytes(kept)
     # On CPUs every replica's part of each bucket is there before it is summed (`workers/comm/links_backend.py`).
-    incoming = 0 if passes.gpu else gradients // replicas * (replicas - 1)
+    incoming = gradients // replicas * (replicas - 1)
+    if passes.gpu or spec.train.deterministic == "elastic":
+        incoming = arriving_bytes(spec, stage, passes.gpu)
     activations = bytes_of_rank(spec, stage, micro_batches)
     most = max(passes.of_rank(stage, micro_batches), copies, incoming)
     parameters = width * held + weight_bytes(spec, stage)
