@@ -58,7 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--cache", type=Path, help="keep tokens of corpora in this folder (default: MANTA_TOKEN_CACHE)")
     parser.add_argument(
-        "--stop-after-step", type=int, help="end after this step, as if the job had been interrupted: to look at a few"
+        "--stop-after-step",
+        type=_step,
+        help="end after this step, as if the job had been interrupted: to look at a few",
     )
     parser.add_argument(
         "--trace", type=Path, help="record single steps, action by action: .json, or .pftrace for Perfetto"
@@ -98,6 +100,13 @@ def _place(text: str) -> Place:
         return place_of(text)
     except BadPlace as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _step(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"the first step is 1, not {number}")
+    return number
 
 
 def _check_world(spec: JobSpec, launcher: Launcher | None) -> None:
@@ -143,8 +152,11 @@ def train(
             places,
         )
         restore_newest(trainer, checkpoints)
+        last = min(spec.train.steps, stop_after_step or spec.train.steps)
+        if comm.rank == 0 and trainer.step >= last:
+            print(f"there is nothing left to train: step {trainer.step} is done, and the last one is {last}")
         if trace is not None:
-            trace.begin(trainer)
+            trace.begin(trainer, last)
         trainer.train(stop_after_step)
         reporter.close()
         if trace is not None:
@@ -251,15 +263,32 @@ class MetricsFile:
         self._path, self._steps = path, steps
         self._file: BinaryIO | None = None
         self._has_begun = False
+        self._failure: OSError | None = None
 
     def __enter__(self) -> MetricsFile:
+        """Raises MantaError for a file that cannot be written."""
         if self._path is not None:
-            self._file = self._path.open("ab")
+            try:
+                self._file = self._path.open("ab")
+            except OSError as error:
+                raise self._unwritable(error) from error
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close()
+        if self._failure is not None and kind is None:
+            raise self._unwritable(self._failure) from self._failure
+
+    def _unwritable(self, error: OSError) -> MantaError:
+        return MantaError(f"--metrics: {self._path} cannot be written ({error.strerror or error})")
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._failure = self._failure or error
 
     def write(self, messages: list[Message]) -> None:
         """Take a batch of the reporter's messages."""
@@ -272,11 +301,12 @@ class MetricsFile:
 
     def _metrics(self, row: dict[str, Any]) -> None:
         if self._file is not None:
-            if not self._has_begun and self._path is not None and self._path.is_file():  # and no pipe
-                self._file.truncate(_end_of_rows_before(self._path, row["step"]))
-            self._has_begun = True
-            self._file.write(json.dumps(spell(row), allow_nan=False).encode() + b"\n")
-            self._file.flush()
+            try:
+                self._add(self._file, row)
+            except OSError as error:  # a full disk: that ends no training, and words still go out
+                self._failure = error
+                self._close()
+                print(f"{self._unwritable(error)}; training goes on", file=sys.stderr, flush=True)
         losses = {name: row[name] for name in row if name.startswith(VALIDATION_LOSS)}
         utilisation = f"  mfu_causal {row['mfu_causal']:.1%}" if "mfu_causal" in row else ""
         validation = "".join(f"  {name.replace('_', ' ', 2)} {loss:.4f}" for name, loss in losses.items())
@@ -285,6 +315,13 @@ class MetricsFile:
             f"{row['tokens_per_second']:.0f} tokens/s{utilisation}{validation}",
             flush=True,
         )
+
+    def _add(self, file: BinaryIO, row: dict[str, Any]) -> None:
+        if not self._has_begun and self._path is not None and self._path.is_file():  # and no pipe
+            file.truncate(_end_of_rows_before(self._path, row["step"]))
+        self._has_begun = True
+        file.write(json.dumps(spell(row), allow_nan=False).encode() + b"\n")
+        file.flush()
 
 
 def _end_of_rows_before(path: Path, step: int) -> int:

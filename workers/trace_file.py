@@ -22,6 +22,8 @@ from workers.tracing import Make
 from workers.trainer import Trainer
 
 NUMBER = 1
+SUFFIXES = (".json", ".pftrace")
+"""Of our own form, and of Perfetto's."""
 
 
 class TraceFile:
@@ -31,15 +33,26 @@ class TraceFile:
         """`steps`: how many to record, none before `first_step`, or the job's second. Raises MantaError."""
         if steps < 1:
             raise MantaError(f"--trace-steps must be at least 1, not {steps}")
+        if path.suffix not in SUFFIXES:
+            raise MantaError(f"--trace: {path} must end with {' or '.join(SUFFIXES)}")
+        if path.is_dir() or not path.parent.is_dir():
+            problem = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
+            raise MantaError(f"--trace: {path} {problem}")
         self._path, self._steps, self._first_step = path, steps, first_step
         self._recording: Recording | None = None
 
-    def begin(self, trainer: Trainer) -> None:
-        """Have `trainer`, of one of the ranks, record."""
+    def begin(self, trainer: Trainer, last: int) -> None:
+        """Have `trainer`, of one of the ranks, record before step `last` is over. Raises MantaError where no step is
+        left to record."""
+        if max(self._first_step, trainer.step + 2) > last:  # the step before it is when ranks agree on it
+            raise self._nothing_recorded()
         trainer.tracing.take = self._take
         if trainer.comm.rank == 0:
             order = TraceOrder(NUMBER, trainer.comm.generation, self._steps, self._first_step)
             trainer.comm.trace_orders.ask(order)
+
+    def _nothing_recorded(self) -> MantaError:
+        return MantaError(f"no step is traced: from step {max(2, self._first_step)} on there is none to record")
 
     def _take(self, _number: int, make: Make) -> None:
         self._recording = make()
@@ -48,7 +61,7 @@ class TraceFile:
         """Write the file, on rank 0, after the last step. `store`: where the ranks have met. Raises MantaError where no
         step was recorded, OSError."""
         if self._recording is None:
-            raise MantaError(f"no step was traced: from step {max(2, self._first_step)} on there was none to record")
+            raise self._nothing_recorded()
         recordings = {trainer.comm.rank: self._recording}
         if store is not None:
             recordings = self._exchanged(trainer.comm.rank, trainer.comm.size("world"), store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,6 +28,7 @@ from workers.protocol.reports import Event, Finished, Message, Metrics
 from workers.settings import Launcher
 from workers.system import gpu
 from workers.threads import OF_COMPUTATION
+from workers.trace_file import TraceFile
 from workers.weights.export import export
 
 ROOT = Path(__file__).parents[2]
@@ -130,12 +132,35 @@ def test_a_trace_has_the_steps_that_were_asked_for(config, tmp_path, capsys):
     ("options", "why"),
     [
         (["--trace-steps", "0"], "--trace-steps must be at least 1, not 0"),
-        (["--trace-first-step", "9"], "no step was traced: from step 9 on there was none to record"),
+        (["--trace-first-step", "9"], "no step is traced: from step 9 on there is none to record"),
     ],
 )
 def test_a_trace_that_cannot_be_made_says_why(config, tmp_path, capsys, options, why):
     assert run.main([str(config), "--trace", str(tmp_path / "trace.json"), *options]) == 1
-    assert why in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert why in said.err
+    assert said.out == "", "nothing was trained for it"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("trace.txt", "trace.txt must end with .json or .pftrace"),
+        ("no/trace.json", "no/trace.json cannot be written: there is no folder"),
+        ("folder.json", "folder.json is a folder"),
+    ],
+)
+def test_a_trace_that_could_not_be_kept_is_refused_before_anything_is_trained(tmp_path, name, why):
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(MantaError, match=why):
+        TraceFile(tmp_path / name)
+
+
+@pytest.mark.parametrize("step", ["0", "-3"])
+def test_no_run_stops_before_its_first_step(config, capsys, step):
+    with pytest.raises(SystemExit):
+        run.main([str(config), "--stop-after-step", step])
+    assert f"the first step is 1, not {step}" in capsys.readouterr().err
 
 
 def test_a_second_run_goes_on_where_the_first_one_ended(tmp_path):
@@ -341,7 +366,7 @@ def test_the_metrics_file_is_json_line_by_line_and_at_once(tmp_path, capsys):
     ]
 
 
-def test_a_run_that_goes_on_keeps_the_rows_of_the_steps_before(tmp_path):
+def test_a_run_that_goes_on_keeps_the_rows_of_the_steps_before(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     config = [str(job_file(tmp_path, checkpoint={"every_steps": 2})), "--checkpoints", str(tmp_path / "checkpoints")]
     assert run.main([*config, "--metrics", str(path), "--stop-after-step", "3"]) == 0
@@ -351,8 +376,28 @@ def test_a_run_that_goes_on_keeps_the_rows_of_the_steps_before(tmp_path):
     assert [row["step"] for row in rows_of(path)] == [1, 2, 3, 4]
     assert rows_of(path)[:2] == before[:2] and rows_of(path)[2] != before[2], "step 3 was done again"
     whole = path.read_bytes()
+    capsys.readouterr()
     assert run.main([*config, "--metrics", str(path)]) == 0
-    assert path.read_bytes() == whole, "nothing was left to do"
+    assert path.read_bytes() == whole
+    assert capsys.readouterr().out == "there is nothing left to train: step 4 is done, and the last one is 4\n"
+
+
+@pytest.mark.parametrize(("name", "why"), [("no/metrics.jsonl", "No such file or directory"), (".", "Is a directory")])
+def test_a_file_of_metrics_that_cannot_be_made_is_named(tmp_path, name, why):
+    path = tmp_path / name
+    with pytest.raises(MantaError) as caught, run.MetricsFile(path, 9):
+        pass
+    assert str(caught.value) == f"--metrics: {path} cannot be written ({why})"
+
+
+def test_a_full_disk_keeps_metrics_from_their_file_and_ends_neither_words_nor_training(capsys):
+    sentence = "--metrics: /dev/full cannot be written (No space left on device)"
+    with pytest.raises(MantaError, match=re.escape(sentence)), run.MetricsFile(Path("/dev/full"), 9) as sink:
+        sink.write([Message(Metrics((ROW,)), 1.0)])
+        sink.write([Message(Metrics(({**ROW, "step": 3},)), 1.0)])
+    said = capsys.readouterr()
+    assert [line.split()[1] for line in said.out.splitlines()] == ["2/9", "3/9"]
+    assert said.err == f"{sentence}; training goes on\n"
 
 
 def test_without_a_file_there_are_still_words(capsys):
