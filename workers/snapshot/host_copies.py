@@ -8,6 +8,9 @@ a `StateCopier`.
 
 from __future__ import annotations
 
+import mmap
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -15,8 +18,11 @@ from typing import Generic, TypeVar
 import torch
 
 from workers.snapshot.state_copy import StateCopier, copy_tensors
+from workers.system.pinned import PinnedMemory
 
 COPIES = 2
+ALIGNMENT = 64
+"""Bytes."""
 
 Note = TypeVar("Note")
 
@@ -36,6 +42,8 @@ class HostCopies(Generic[Note]):
         self.state = state
         self._slots = [_Slot[Note]() for _ in range(COPIES)]
         self._copier = StateCopier("copies")
+        self._pinned: list[PinnedMemory] = []
+        weakref.finalize(self, _release, self._pinned).atexit = False
 
     @property
     def steps(self) -> list[int]:
@@ -49,7 +57,8 @@ class HostCopies(Generic[Note]):
         slot = min(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
         slot.step = None
         if not slot.tensors:
-            slot.tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in self.state]
+            whole, slot.tensors = _memory_for(self.state)
+            self._pinned.append(PinnedMemory(whole, on_gpu=any(tensor.is_cuda for tensor in self.state)))
         self._copier.start(self.state, partial(copy_tensors, slot.tensors, self.state))
         slot.step, slot.note = step, note
 
@@ -74,5 +83,20 @@ class HostCopies(Generic[Note]):
                 slot.step = None
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. Nothing is copied any more."""
         self._copier.close()
+        _release(self._pinned)
+
+
+def _memory_for(state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Memory for a copy of `state`: all of it in bytes, in pages of its own, since pages are what is pinned; and a
+    tensor in it for each. Not as torch pins memory, which takes up to twice as much: its sizes are powers of two."""
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in state]
+    whole = torch.frombuffer(mmap.mmap(-1, max(1, sum(sizes))), dtype=torch.uint8)
+    parts = [part[: like.nbytes] for part, like in zip(whole[: sum(sizes)].split(sizes), state, strict=True)]
+    return whole, [part.view(like.dtype).view(like.shape) for part, like in zip(parts, state, strict=True)]
+
+
+def _release(pinned: list[PinnedMemory]) -> None:
+    for each in pinned:
+        each.release()

@@ -1,10 +1,12 @@
 """Copies in host memory are of the last two states that were kept, whatever became of the state since."""
 
+import mmap
 import threading
 
 import pytest
 import torch
 
+from workers.snapshot import host_copies
 from workers.snapshot.host_copies import HostCopies
 
 
@@ -61,6 +63,32 @@ def test_memory_is_taken_once(copies):
     for step in (3, 4, 5):
         keep(copies, step)
     assert {tensor.data_ptr() for slot in copies._slots for tensor in slot.tensors} == places
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_their_memory_is_registered_as_large_as_it_is_and_let_go_of_before_it_is_given_back(monkeypatch, closed):
+    registered = {}
+
+    class Noted:
+        def __init__(self, memory, on_gpu):
+            self.address = memory.data_ptr()
+            registered[self.address] = (memory.untyped_storage().nbytes(), on_gpu)
+
+        def release(self):
+            registered.pop(self.address, None)
+
+    monkeypatch.setattr(host_copies, "PinnedMemory", Noted)
+    copies = HostCopies([torch.zeros(33), torch.zeros(5, dtype=torch.bfloat16)])
+    keep(copies, 1)
+    keep(copies, 2)
+    assert list(registered.values()) == [(192 + 64, False)] * 2
+    assert all(address % mmap.PAGESIZE == 0 for address in registered)
+    if closed:
+        copies.close()
+    else:
+        copies._copier.close()
+        del copies
+    assert not registered
 
 
 def test_a_copy_that_is_under_way_is_waited_for_before_it_is_used_or_forgotten(copies):
