@@ -3,7 +3,8 @@ be left and there is no room elsewhere.
 
 Any one rank is asked, and tells the others with the agreement of the step under way; all save the state of that step,
 in memory and on disk, and end. A rank that dies meanwhile is recovered from like any other, and the next generation is
-asked again. All that has several times what a save usually takes: after that the job leaves with what is saved by then.
+asked again. All that has `seconds_allowed`: after that the job leaves with what is saved by then, and sooner where a
+save lies with a store that does not answer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from service.job.actions import End
 from service.job.context import JobContext
 from service.job.generation import RunningGeneration
 from service.job.resume import known_checkpoints
-from service.job.time_to_save import seconds_allowed, time_to_save
+from service.job.time_to_save import PATIENCE, seconds_allowed, time_to_save
 from service.ledger import StateEntry
 from service.states import JobState
 
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 ASK_SECONDS = 10.0
 AGAIN_SECONDS = 2.0
 """Before it is asked again, where no agent could pass it on: trainers still start, or their agents do not answer."""
+LOOK_SECONDS = 2.0
+"""Between two looks which saves are under way."""
 
 
 async def keep_time(job: JobContext) -> None:
@@ -41,16 +44,30 @@ async def keep_time(job: JobContext) -> None:
                 await job.leaving.wait()
         job.leaving.set()
     await job.leaving.wait()
-    await asyncio.sleep(await _seconds_to_save(job, before))
+    seconds = await _seconds_to_save(job, before)
+    # What is in memory goes with nodes that are about to, and without snapshots there is nothing.
+    keeps_memory = not job.no_room and job.submitted.checkpoint.snapshots != "off"
+    await (_until_a_save_hangs(job, seconds) if keeps_memory else asyncio.sleep(seconds))
     job.overdue.set()
+
+
+async def _until_a_save_hangs(job: JobContext, seconds: float) -> None:
+    """Return once a save has been under way for several times as long as the job's saves take, or after so many
+    seconds."""
+    patience, since = PATIENCE * await time_to_save(job.record), dict[object, float]()
+    end = time.monotonic() + seconds
+    while (now := time.monotonic()) < end:
+        since = {save: since.get(save, now) for save in await job.record.saves_under_way()}
+        if any(now - began >= patience for began in since.values()):
+            return
+        await asyncio.sleep(min(LOOK_SECONDS, end - now))
 
 
 async def _seconds_to_save(job: JobContext, before: Sequence[StateEntry]) -> float:
     """How long the job, which is to leave, has for it. `before`: its entries into states when it was taken up here."""
     asked, changes = JobState.RESIZING if job.no_room else JobState.PAUSING, await job.record.state_changes()
     needed = await time_to_save(job.record)
-    # What is in memory goes with nodes that are about to.
-    allowed = seconds_allowed(needed, bool(job.no_room) or job.submitted.checkpoint.snapshots == "off")
+    allowed = seconds_allowed(needed)
     if changes[-1].state != asked or len(changes) > len(before):
         return allowed
     # Another control plane has begun. By how much their clocks differ is not known: it is as long as a save takes.

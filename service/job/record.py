@@ -183,6 +183,10 @@ class JobRecord:
         """(Step, path) of those that are complete, or may be, as far as was reported; in the order of their making."""
         return await self.read(lambda s: checkpoints.saved_or_saving(s, self.id))
 
+    async def saves_under_way(self) -> list[tuple[str, float]]:
+        """What tells each save that has begun, and of which nobody has heard how it ended, from any other."""
+        return await self.read(lambda s: checkpoints.under_way(s, self.id))
+
     async def wanted_traces(self) -> list[StepTrace]:
         """Traces that were asked for and have not begun, the oldest first."""
         return await self.read(lambda s: step_traces.wanted(s, self.id))

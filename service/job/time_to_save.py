@@ -12,8 +12,8 @@ from service.store import checkpoints
 SAVE_SECONDS = 300.0
 """How long a job may take to have its state saved before it leaves without, unless its saves always take longer."""
 PATIENCE = 6
-"""So many times what it needs it may take where its state is in memory too: a store that does not answer would hold its
-places for as long as any save may take."""
+"""So many times what it needs a single save may take where the state is in memory too: what takes longer most likely
+lies with a store that does not answer."""
 LONGEST_SECONDS = 3600.0
 """Of what a job is taken to need: saves that were noted late are no measure."""
 LATEST = 5
@@ -39,7 +39,6 @@ def seconds_to_save(saves: Sequence[float], step_seconds: float | str | None) ->
     return min(LONGEST_SECONDS, 2 * save + 2 * step + SPARE_SECONDS)
 
 
-def seconds_allowed(needed: float, only_there: bool) -> float:
-    """How long a job that needs `needed` seconds to have its state saved may take. `only_there`: whether that is all
-    that will be left of its state."""
-    return max(needed, SAVE_SECONDS if only_there else min(SAVE_SECONDS, PATIENCE * needed))
+def seconds_allowed(needed: float) -> float:
+    """How long a job that needs `needed` seconds to have its state saved may take."""
+    return max(needed, SAVE_SECONDS)

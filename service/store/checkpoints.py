@@ -113,6 +113,13 @@ def saved_or_saving(session: Session, job_id: str) -> list[tuple[int, str]]:
     return [(row.step, row.path) for row in rows]
 
 
+def under_way(session: Session, job_id: str) -> list[tuple[str, float]]:
+    """(Id, when it began) of each of the job's checkpoints that is being saved, as far as was told."""
+    query = select(Checkpoint.id, Checkpoint.created_at)
+    rows = session.execute(query.where(Checkpoint.job_id == job_id, Checkpoint.state == SAVING))
+    return [(row.id, row.created_at) for row in rows]
+
+
 def kept_because(session: Session, job: Job) -> dict[str, str]:
     """Why complete checkpoints of a job are kept, by id: sentences about those of which it is known."""
     made_last_first = sorted(complete_ones(session, job.id), key=lambda row: (row.generation, row.step), reverse=True)

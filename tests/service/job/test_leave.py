@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +17,7 @@ from service.states import JobState
 from service.store import checkpoints, failed_jobs, jobs, state_changes
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.supervised_job import save_checkpoint, story
+from tests.service.support.virtual_time import in_virtual_time
 
 UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
 PAUSED = ["PAUSING", "not_saved", "PAUSED"]
@@ -212,7 +212,7 @@ def test_job_that_has_no_step_to_save_is_paused_at_once(job, cluster):
 
 
 def test_job_that_takes_too_long_to_save_leaves_with_what_it_has(job, monkeypatch):
-    monkeypatch.setattr(leave, "seconds_allowed", lambda needed, only_there: 0.1)
+    monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.1)
 
     async def body():
         await up(job, 1, 2)
@@ -401,10 +401,31 @@ def test_time_that_was_up_before_anything_was_launched_launches_nothing(two_repl
     assert cluster.nothing_held
 
 
+@pytest.fixture
+def seconds_until_overdue(monkeypatch):
+    """How long a job that is to leave has for it, in virtual time. `before`: done then."""
+
+    def counted(context, before=lambda: None):
+        seconds = []
+
+        async def body():
+            before()
+            context.leaving.set()
+            began = time.monotonic()
+            await leave.keep_time(context)
+            assert context.overdue.is_set()
+            seconds.append(time.monotonic() - began)
+
+        in_virtual_time(monkeypatch, body)
+        return pytest.approx(seconds[0], abs=0.1)
+
+    return counted
+
+
 @pytest.mark.parametrize("for_the_queue", [False, True], ids=["pause", "for_the_queue"])
 @pytest.mark.parametrize(("paused_ago", "seconds"), [(0.0, 300.0), (200.0, 100.0), (400.0, 70.0), (-50.0, 300.0)])
 def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
-    store, started, cluster, monkeypatch, paused_ago, seconds, for_the_queue
+    store, started, cluster, seconds_until_overdue, paused_ago, seconds, for_the_queue
 ):
     def pause(session):
         if for_the_queue:
@@ -412,91 +433,63 @@ def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
         jobs.transition(session, started.id, JobState.RESIZING if for_the_queue else JobState.PAUSING)
         state_changes.of_job(session, started.id)[-1].time -= paused_ago
 
-    context, slept = JobContext.of(store, cluster, started), []
-
-    async def sleep(duration):
-        slept.append(max(0.0, duration))
-
-    async def body():
-        context.leaving.set()
-        context.no_room = "there is none" if for_the_queue else ""
-        monkeypatch.setattr(leave, "asyncio", SimpleNamespace(sleep=sleep))  # other threads go on to sleep
-        await leave.keep_time(context)
-
-    store.write(pause)
-    story(body)
-    assert slept == [pytest.approx(seconds, abs=15.0)]
-    assert context.overdue.is_set()
+    context = JobContext.of(store, cluster, started)
+    context.no_room = "there is none" if for_the_queue else ""
+    assert seconds_until_overdue(context, lambda: store.write(pause)) == seconds
 
 
 @pytest.mark.parametrize(
-    ("snapshots", "no_room", "seconds"), [("auto", "", 84.0), ("off", "", SAVE_SECONDS), ("auto", "none", SAVE_SECONDS)]
+    ("snapshots", "no_room", "save", "leaves_after"),
+    [
+        ("auto", "", "hangs", 84.0),
+        ("auto", "", "begun_anew", None),
+        ("auto", "", "none", None),
+        ("off", "", "hangs", None),
+        ("auto", "none", "hangs", None),
+    ],
 )
-def test_pause_waits_longest_for_a_store_where_nothing_else_will_be_left(
-    store, submit, cluster, monkeypatch, snapshots, no_room, seconds
+def test_store_that_does_not_answer_is_waited_for_longest_where_nothing_else_will_be_left(
+    store, submit, cluster, monkeypatch, seconds_until_overdue, snapshots, no_room, save, leaves_after
 ):
-    context, slept = JobContext.of(store, cluster, submit(checkpoint={"snapshots": snapshots, "every_steps": 1})), []
+    """A save has six times what the job needs for one: 2 * 2 s, and 10 s. However long a step takes meanwhile."""
+    context = JobContext.of(store, cluster, submit(checkpoint={"snapshots": snapshots, "every_steps": 1}))
+    context.no_room = no_room
 
-    async def sleep(duration):
-        slept.append(duration)
+    async def under_way():
+        return {"hangs": ["a"], "begun_anew": [time.monotonic() // 60], "none": []}[save]
 
-    async def body():
-        context.leaving.set()
-        context.no_room = no_room
-        monkeypatch.setattr(leave, "asyncio", SimpleNamespace(sleep=sleep))
-        await leave.keep_time(context)
-
+    context.record.saves_under_way = under_way
     monkeypatch.setattr(checkpoints, "latest_seconds", lambda session, job_id, limit: [2.0])
-    story(body)
-    assert slept == [seconds]
+    assert seconds_until_overdue(context) == (leaves_after or SAVE_SECONDS)
 
 
-def test_pause_by_a_host_whose_clock_is_slow_has_as_long_as_any(store, started, cluster, monkeypatch):
+def test_pause_by_a_host_whose_clock_is_slow_has_as_long_as_any(store, started, cluster, seconds_until_overdue):
     def pause(session):
         jobs.transition(session, started.id, JobState.PAUSING)
         state_changes.of_job(session, started.id)[-1].time -= 400.0
 
-    context, slept = JobContext.of(store, cluster, started), []
+    context = JobContext.of(store, cluster, started)
     read = context.record.state_changes
 
     async def state_changes_and_a_pause():
         changes = await read()
         await store.write_async(pause)
-        context.leaving.set()
         context.record.state_changes = read
         return changes
 
-    async def sleep(duration):
-        slept.append(duration)
-
-    async def body():
-        context.record.state_changes = state_changes_and_a_pause
-        monkeypatch.setattr(leave, "asyncio", SimpleNamespace(sleep=sleep))
-        await leave.keep_time(context)
-
-    story(body)
-    assert slept == [SAVE_SECONDS]
+    context.record.state_changes = state_changes_and_a_pause
+    assert seconds_until_overdue(context) == SAVE_SECONDS
 
 
-def test_job_whose_time_is_up_has_as_long_to_save_as_one_that_is_paused(store, started, cluster, monkeypatch):
-    context, slept = JobContext.of(store, cluster, started), []
-
-    async def sleep(duration):
-        slept.append(duration)
-
-    async def body():
-        context.leaving.set()
-        monkeypatch.setattr(leave, "asyncio", SimpleNamespace(sleep=sleep))
-        await leave.keep_time(context)
-
+def test_job_whose_time_is_up_has_as_long_to_save_as_one_that_is_paused(store, started, cluster, seconds_until_overdue):
+    context = JobContext.of(store, cluster, started)
     store.write(lambda s: setattr(state_changes.of_job(s, started.id)[-1], "time", 5.0))  # it started long ago
-    story(body)
-    assert slept == [pytest.approx(SAVE_SECONDS, abs=15.0)]
+    assert seconds_until_overdue(context) == SAVE_SECONDS
 
 
 @pytest.mark.parametrize("limit", [None, 1000.0])
 def test_job_that_is_paused_before_its_time_is_up_is_overdue_by_its_pause(two_replicas, cluster, monkeypatch, limit):
-    monkeypatch.setattr(leave, "seconds_allowed", lambda needed, only_there: 0.0)
+    monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.0)
     job = two_replicas(cluster, **({} if limit is None else {"max_duration": limit}))
     context = JobContext.of(job.store, cluster, job.row)
     changes = [StateEntry(time.time(), JobState.QUEUED)]

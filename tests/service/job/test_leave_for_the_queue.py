@@ -232,7 +232,7 @@ def test_nodes_that_go_too_early_leave_it_in_the_queue_with_what_was_saved_befor
 
 
 def test_saving_that_takes_too_long_ends_with_what_is_saved(job, monkeypatch):
-    monkeypatch.setattr(leave, "seconds_allowed", lambda needed, only_there: 0.1)
+    monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.1)
 
     async def body():
         await up(job, 1)

@@ -36,21 +36,9 @@ def test_saves_that_were_noted_late_are_no_measure():
     assert seconds_to_save([1e6], 1e6) == LONGEST_SECONDS
 
 
-@pytest.mark.parametrize(
-    ("save", "in_memory_too", "only_there"),
-    [(0.5, 66.0, SAVE_SECONDS), (10.0, 180.0, SAVE_SECONDS), (400.0, 810.0, 810.0)],
-    ids=["a_store_that_is_quick_and_hangs", "slow", "slower_than_most"],
-)
-def test_save_that_takes_several_times_as_long_as_usual_is_waited_for_only_where_nothing_else_is_left(
-    save, in_memory_too, only_there
-):
-    needed = seconds_to_save([save], None)
-    assert seconds_allowed(needed, only_there=False) == in_memory_too
-    assert seconds_allowed(needed, only_there=True) == only_there
-
-
-def test_job_of_whose_saves_nothing_is_known_has_as_long_as_most():
-    assert seconds_allowed(seconds_to_save([], None), only_there=False) == SAVE_SECONDS
+@pytest.mark.parametrize(("saves", "allowed"), [([], SAVE_SECONDS), ([0.5], SAVE_SECONDS), ([400.0], 810.0)])
+def test_job_whose_saves_take_longer_than_most_has_as_long_as_they_take(saves, allowed):
+    assert seconds_allowed(seconds_to_save(saves, None)) == allowed
 
 
 def test_last_saves_and_the_last_step_of_the_job_count(store, started):

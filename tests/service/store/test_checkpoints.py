@@ -155,6 +155,22 @@ def test_save_that_begins_anew_knows_nothing_of_the_one_before(store, started):
     assert again.created_at >= done.completed_at
 
 
+def test_saves_under_way_are_told_from_those_that_are_begun_anew(store, started):
+    def under_way():
+        with store.read() as session:
+            return checkpoints.under_way(session, started.id)
+
+    save(store, started, 40)
+    assert under_way() == []
+    first = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/x"))
+    assert under_way() == [(first.id, first.created_at)]
+    before = under_way()
+    store.write(lambda session: checkpoints.fail(session, first.id))
+    assert under_way() == []
+    store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/x"))
+    assert len(under_way()) == 1 and under_way() != before
+
+
 def test_checkpoints_of_one_job_are_no_other_job_s(store, started, submit):
     other = submit()
     save(store, started, 50)
