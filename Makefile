@@ -47,7 +47,7 @@ test: lint
 	wait $$checker; checked=$$?; test $$checked = 0 || cat $$types; test $$tests = 0 -a $$checked = 0
 
 # What is exhaustive and takes long: every layout with every other, many seeds, whole services through their rarer bad
-# days, upgrades, benchmarks in small, 60 drawn schedules of faults.
+# days, upgrades, benchmarks in small, 60 drawn schedules of faults; and properties, with other examples each time.
 soak: setup
 	@$(BIN)/python -m pytest --soak $(PYTEST_OPTIONS)
 	@$(BIN)/python -m benchmarks.chaos --schedules 60 --json

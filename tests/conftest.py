@@ -12,13 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
+from tests.support import examples
 from tests.support.own_network import enter_own_network
-
-# How long an example takes is the machine's load, and no property of ours.
-settings.register_profile("manta", deadline=None)
-settings.load_profile("manta")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,6 +42,7 @@ their own."""
 def pytest_configure(config: pytest.Config) -> None:
     """Remember what is skipped. Several processes have a network each, and the one that takes longest goes before the
     others."""
+    examples.begin(config.getoption("--soak"))
     gc.disable()  # until all is collected, of which nothing is garbage: to look for some takes a quarter of the time
     config.pluginmanager.register(_Skips(config), "manta-skips")
     process = getattr(config, "workerinput", {}).get("workerid")
@@ -57,17 +54,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what runs on a Ray cluster, and leave out what is exhaustive, or with --soak everything else."""
+    """Mark what runs on a Ray cluster, and leave out what is exhaustive, or with --soak everything else but properties,
+    of which more examples are drawn."""
     for item in items:
         if "e2e" in item.path.parts or "ray_head" in getattr(item, "fixturenames", ()):
             item.add_marker("cluster")
-    wanted = bool(config.getoption("--soak"))
-    parted: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    soak = bool(config.getoption("--soak"))
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    properties: list[pytest.Item] = []
     for item in items:
-        parted[item.get_closest_marker("soak") is not None].append(item)
-    if parted[not wanted]:
-        config.hook.pytest_deselected(items=parted[not wanted])
-        items[:] = parted[wanted]
+        is_exhaustive = item.get_closest_marker("soak") is not None
+        if soak and not is_exhaustive and examples.is_property(item):
+            properties.append(item)
+            kept.append(item)
+        else:
+            (kept if is_exhaustive == soak else left_out).append(item)
+    examples.draw_more(properties)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 def pytest_collection_finish() -> None:

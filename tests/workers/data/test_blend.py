@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,13 +38,12 @@ def test_weights_that_need_large_numbers_are_off_by_less_than_a_millionth(values
 @given(weights)
 def test_after_every_sample_each_part_has_had_its_share_within_less_than_one(numbers):
     blend = Blend(whole_shares([float(number) for number in numbers]))
-    taken = [0] * len(numbers)
-    for sample in range(2 * blend.period + 3):
-        part, number = blend.place(sample)
-        assert number == taken[part], "numbers of a part's samples have no gaps"
-        taken[part] += 1
-        for have, share in zip(taken, blend.shares, strict=True):
-            assert abs(have * blend.period - (sample + 1) * share) < blend.period
+    samples = np.arange(2 * blend.period + 3)
+    parts, own_numbers = np.array([blend.place(sample) for sample in samples.tolist()]).T
+    taken = np.cumsum(parts[:, None] == np.arange(len(numbers)), axis=0)  # of each part, after each sample
+    assert (own_numbers == taken[samples, parts] - 1).all(), "numbers of a part's samples have no gaps"
+    due = (samples[:, None] + 1) * np.array(blend.shares)
+    assert (abs(taken * blend.period - due) < blend.period).all()
 
 
 def test_it_is_a_function_of_the_sample_alone():

@@ -52,6 +52,7 @@ def test_what_transformers_writes_comes_back_the_same(kind, tmp_path):
     ("older", "newer"),
     [
         ({"rope_theta": 7e4}, {"rope_theta": 7e4, "rope_type": "default"}),
+        ({"rope_scaling": {"type": "linear", "factor": 1.0}}, {"rope_type": "linear", "factor": 1.0}),
         (
             {"rope_theta": 7e4, "rope_scaling": {"type": "linear", "factor": 2}},
             {"rope_theta": 7e4, "rope_type": "linear", "factor": 2.0},
@@ -91,6 +92,14 @@ def test_what_is_left_out_is_what_transformers_classes_say():
     said, config = section({"model_type": "gpt2"}), transformers.GPT2Config()
     assert (said["layers"], said["hidden_size"], said["heads"]) == (config.n_layer, config.n_embd, config.n_head)
     assert (said["activation"], said["vocabulary_size"]) == ("gelu_tanh", config.vocab_size)
+
+
+def test_windows_of_qwen_are_used_where_it_says_so_and_begin_behind_the_first_layers():
+    qwen = {**LLAMA, "model_type": "qwen3", "sliding_window": 16}
+    assert section(qwen)["sliding_window"] is None
+    assert section({**qwen, "use_sliding_window": True, "max_window_layers": 4})["sliding_window"] is None
+    in_all = section({**qwen, "use_sliding_window": True, "max_window_layers": 0})
+    assert (in_all["sliding_window"], in_all["full_attention_every"]) == (16, None)
 
 
 def test_key_value_heads_that_are_null_are_as_many_as_heads():
