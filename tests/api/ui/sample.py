@@ -102,7 +102,7 @@ class SampleControl:
 
     def cluster(self) -> dict[str, Any]:
         """One node of 16 slots, half of them taken."""
-        node = {"id": "a1b2c3", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 8}
+        node = {"id": 14 * "a1b2", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 8}
         return {"nodes": [{**node, "draining": self.draining}], "totals": {}}
 
     def waits(self, job_id: str) -> SeenWaits:

@@ -86,7 +86,7 @@ function nodePanel(me, changed, nameOf) {
             "span",
             { class: "chip" },
             h("a", { href: link(`/jobs/${job}/ranks`) }, nameOf(job)),
-            ` ${ranks.length > 6 ? counted(ranks.length, "rank") : `rank ${ranks.join(", ")}`}`,
+            ranks.length > 6 ? counted(ranks.length, "rank") : `rank ${ranks.join(", ")}`,
           ),
         ),
       );
