@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
+import select
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,13 +21,12 @@ import torch.distributed as dist
 from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
 from workers.comm.host_names import ask_for_none
-from workers.comm.lost_peers import first_line
+from workers.comm.lost_peers import in_short
 from workers.comm.secret import SECRET_LENGTH
 from workers.errors import MantaError, PeerLost
 from workers.node.host import visible
 from workers.spec.reading import parse_job_spec
 from workers.system import gpu
-from workers.system.parent_death import ParentDeathSignal
 from workers.threads import threads_of
 
 Program = Callable[..., Any]
@@ -143,7 +144,7 @@ def _run_rank(
     document: dict[str, Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    ParentDeathSignal().arm(os.getppid())
+    threading.Thread(target=end_with_reader, args=(connection,), daemon=True).start()
     os.dup2(2, 1)  # what libraries print there is nobody's result
     spec = parse_job_spec(document)
     torch.set_num_threads(threads_of(spec))
@@ -151,10 +152,19 @@ def _run_rank(
         comm = _joined(RankGrid(spec.layout), *where)
         connection.send(program(comm, spec, *arguments))
     except Exception as error:
-        why = str(error) if isinstance(error, MantaError) else f"{type(error).__name__}: {first_line(error)}"
+        why = str(error) if isinstance(error, MantaError) else f"{type(error).__name__}: {in_short(error)}"
         connection.send(_Failed(why, isinstance(error, PeerLost)))
         raise
     comm.close()
+
+
+def end_with_reader(connection: Connection) -> None:
+    """End this process once nobody can read any more what is sent into `connection`: whoever started it is gone. The
+    death of its parent says nothing of that: the server that forked it lives as long as it does."""
+    poll = select.poll()
+    poll.register(connection.fileno(), 0)  # an error is told all the same
+    poll.poll()
+    os._exit(1)
 
 
 def _joined(grid: RankGrid, rank: int, port: int, generation: int, secret: str, place: Place) -> Comm:

@@ -72,3 +72,10 @@ def first_line(error: BaseException) -> str:
     """What `error` says, without the stack that torch adds to it."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def in_short(error: BaseException) -> str:
+    """The same, of NCCL with what it calls its last error."""
+    said = _LAST_ERROR.search(str(error))
+    last = said.group(1).strip().splitlines() if said else []
+    return f"{first_line(error)} ({last[0].strip()})" if last else first_line(error)

@@ -13,7 +13,7 @@ from service.planner.hardware import MACHINES
 from workers.calibration import __main__ as program
 from workers.calibration import between_gpus as module
 from workers.calibration.between_gpus import between_gpus, gpu_places, of_all
-from workers.calibration.local_ranks import LocalRanks, Place, RanksFailed
+from workers.calibration.local_ranks import LocalRanks, Place, RanksFailed, end_with_reader
 from workers.calibration.measurements import CollectiveTime, Measurements
 from workers.calibration.steps import layout_document
 from workers.errors import MantaError
@@ -59,7 +59,10 @@ def test_each_process_sees_its_gpu_alone(gangs):
         ("dies", "the process of rank 1 was killed by SIGKILL before it had a result"),
         ("leaves", "the process of rank 1 ended before it had a result"),
         ("says", "rank 1: nothing is here"),
-        ("raises", "rank 1: RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error"),
+        (
+            "raises",
+            "rank 1: RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:1, unhandled system error (no shared memory)",
+        ),
     ],
 )
 def test_of_a_gang_that_fails_the_rank_is_named_that_did(gangs, how, why):
@@ -74,6 +77,18 @@ def test_a_gang_that_hangs_is_given_up(gangs):
     with pytest.raises(RanksFailed, match="after 0 s there was nothing from ranks 0, 1"):
         gangs.run(local_rank_programs.fail, TWO, "hangs", seconds=0.2)
     assert not multiprocessing.active_children()
+
+
+def test_a_rank_ends_once_nobody_reads_its_result(gangs):
+    """Else one that hangs on its GPU outlives a command that was killed."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = gangs._context.Process(target=end_with_reader, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    assert process.is_alive()
+    ours.close()
+    process.join(60)
+    assert process.exitcode == 1
 
 
 @pytest.mark.parametrize(

@@ -29,5 +29,7 @@ def fail(comm: Comm, _: JobSpec, how: str) -> None:
             signal.pause()
         if how == "says":
             raise DataError("nothing is here")
-        raise RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error\nLast error:\nmore")
+        raise RuntimeError(
+            "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled system error\nLast error:\nno shared memory\n"
+        )
     comm.barrier()
