@@ -83,11 +83,17 @@ def _measure_cores(say: Callable[[str], None]) -> Measurements:
     measurements = _with_disturbances(measurements, others)
     say("several ranks")
     gangs = LocalRanks()
-    for ranks in sorted({1, cores, min(MOST_RANKS, 4 * cores)}):
+    for ranks in busy_ranks(cores):
         measurements.busy.append(as_busy(gangs.run(busy_seconds, layout_document(data=ranks))))
     for ranks in (2, 4, MOST_RANKS):
         measurements.collectives.extend(gangs.run(collective_times, layout_document(tensor=ranks))[0])
     return measurements
+
+
+def busy_ranks(cores: int) -> list[int]:
+    """How many ranks compute at once: one alone, and then as many as keep all cores busy, with one each and with up to
+    four of them."""
+    return sorted({1, cores, max(cores, min(MOST_RANKS, 4 * cores))})
 
 
 def _with_disturbances(measurements: Measurements, others: OtherWork) -> Measurements:

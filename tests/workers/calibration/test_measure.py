@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from workers.calibration import clock, kernels, steps
-from workers.calibration.__main__ import _with_disturbances
+from workers.calibration.__main__ import _with_disturbances, busy_ranks
 from workers.calibration.clock import median_seconds
 from workers.calibration.links import collective_times
 from workers.calibration.local_ranks import LocalRanks
@@ -58,6 +58,12 @@ def test_what_a_calibration_was_disturbed_by_is_kept_with_it(monkeypatch):
         name: value for name, value in dataclasses.asdict(measurements).items() if name not in ("other_cores", "spread")
     }
     assert Measurements.from_json(of_before).spread is None
+
+
+@pytest.mark.parametrize(("cores", "ranks"), [(1, [1, 4]), (2, [1, 2, 8]), (6, [1, 6, 8]), (64, [1, 64])])
+def test_beside_one_alone_all_cores_are_busy(cores, ranks):
+    """Eight ranks on 64 cores would say nothing of cores that all compute."""
+    assert busy_ranks(cores) == ranks
 
 
 @pytest.mark.parametrize("parallel", [{"data": 192}, {"tensor": 8}, {"pipeline": 16}])
