@@ -45,7 +45,7 @@ def test_what_is_not_built_is_unsupported_and_says_what_works(service, document)
     document["parallel"] = {"zero": 3}
     problem = check(service.http.post("/v1/jobs", json=document), 422, "unsupported")
     assert problem["errors"] == [
-        {"path": "parallel.zero", "rule": "3 is not supported yet; what works: 1 or 0", "suggestion": "1"}
+        {"path": "parallel.zero", "rule": "3 is not supported yet; supported: 1 or 0", "suggestion": "1"}
     ]
 
 

@@ -163,7 +163,7 @@ def test_frequencies_that_do_not_fall_are_refused():
 def test_what_is_written_in_a_few_characters_has_a_sentence_of_its_own():
     (problem,) = problems_of(with_value("labels", {"Team!": "a"}))
     assert (problem.path, problem.suggestion) == ("labels.Team!", "Team")
-    assert "before it may stand a domain's name" in problem.rule
+    assert "optionally after a domain name" in problem.rule
     (problem,) = problems_of(with_value("parallel", {"stage_accelerators": ["A 100"]}))
     assert (problem.path, problem.suggestion) == ("parallel.stage_accelerators.0", "A-100")
     assert "must be a type as `manta nodes` shows it" in problem.rule
@@ -223,10 +223,10 @@ def test_an_error_says_all_of_it_in_one_line():
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "is empty: it should hold a mapping of sections"),
-        (b"# nothing but a comment\n", "is empty: it should hold a mapping of sections"),
+        (b"", "is empty: it must be a mapping of sections"),
+        (b"# nothing but a comment\n", "is empty: it must be a mapping of sections"),
         (b"name: \xe9\n", "is not text in UTF-8: see byte 7"),
-        (b"a: 1\na: 2\n", "is not valid YAML: the key a is there twice at line 2, column 1: a: 2 ^"),
+        (b"a: 1\na: 2\n", "is not valid YAML: duplicate key a at line 2, column 1: a: 2 ^"),
         (b"[" * 20_000, "is not valid YAML: it is nested too deeply"),
     ],
     ids=["empty", "comment", "latin", "twice", "deep"],

@@ -90,8 +90,8 @@ class ParallelConfig(Section):
 
     @property
     def micro_batch_unit(self) -> int:
-        """The number of a replica's micro-batches is a multiple of this: interleaving processes groups of as many
-        micro-batches as stages."""
+        """The number of a replica's micro-batches is a multiple of this: interleaving takes one micro-batch per stage
+        at a time."""
         return self.pipeline if self.schedule == "interleaved" else 1
 
     def bucket_bytes(self, on_gpu: bool) -> float:

@@ -1,5 +1,4 @@
-"""Single values that take the place of those in a job's document, each at a dotted path such as `train.steps`. Pure
-Python."""
+"""Overriding single values of a job's document at dotted paths such as `train.steps`. Pure Python."""
 
 from __future__ import annotations
 
@@ -15,54 +14,53 @@ from workers.spec.yaml import read_yaml
 
 EXAMPLE = "train.steps=100"
 MOST_COMBINATIONS = 100
-"""Of a sweep: more are a slip of the hand, or want a program of their own."""
+"""Maximum for a sweep: more is a mistake, or should be submitted by a program."""
 
 
 def with_changes(document: Any, changes: Mapping[str, Any]) -> Any:
-    """`document` with the values of `changes` at their paths, one after the other; a section that is not there is made,
-    and a number is a place in a list. What is no mapping stays as it is. Raises SpecError for a path that leads beyond
-    a list. Whether there are such keys is for the check of the document."""
+    """`document` with the values of `changes` set at their paths, in order. Missing sections are created, and a number
+    is an index into a list. A document that is not a mapping is returned unchanged. Raises SpecError for an index
+    beyond a list. Whether the keys exist is checked when the document is validated."""
     for path, value in changes.items() if isinstance(document, dict) else ():
         document = _with(document, path.split("."), value, path)
     return document
 
 
 def changes_in(texts: Iterable[str]) -> dict[str, Any]:
-    """Changes that a user writes as KEY=VALUE, with values as in YAML; of one that is there twice the last counts.
-    Raises SpecError."""
+    """Changes given as KEY=VALUE, with values in YAML; if a key is repeated, the last one counts. Raises SpecError."""
     pairs = (split_change(text) for text in texts)
     return {path: value_in(path, value) for path, value in pairs}
 
 
 def combinations_in(texts: Iterable[str]) -> list[dict[str, Any]]:
-    """Every combination of the values that a user writes as KEY=VALUE,VALUE; those of the last key vary fastest.
-    Raises SpecError, also for more than MOST_COMBINATIONS."""
+    """All combinations of values given as KEY=VALUE,VALUE; the last key varies fastest. Raises SpecError, also for more
+    than MOST_COMBINATIONS."""
     sweeps: dict[str, list[Any]] = {}
     for path, text in map(split_change, texts):
         if path in sweeps:
-            raise SpecError([Problem(path, "is swept twice: write all of its values after one another", "1,2,3")])
+            raise SpecError([Problem(path, "is swept twice: list all of its values once", "1,2,3")])
         sweeps[path] = value_in(path, f"[{text}]")
         if not sweeps[path]:
-            raise SpecError([Problem(path, "is swept over no value", "1,2")])
+            raise SpecError([Problem(path, "has no values to sweep over", "1,2")])
     if (count := math.prod(map(len, sweeps.values()))) > MOST_COMBINATIONS:
-        raise SpecError([Problem("", f"these are {count} combinations; a sweep has at most {MOST_COMBINATIONS}")])
+        raise SpecError([Problem("", f"{count} combinations; a sweep has at most {MOST_COMBINATIONS}")])
     return [dict(zip(sweeps, values, strict=True)) for values in itertools.product(*sweeps.values())]
 
 
 def split_change(text: str) -> tuple[str, str]:
-    """Path and value of a change. Raises SpecError where it is none."""
+    """Path and value of a change. Raises SpecError if the text is not KEY=VALUE."""
     path, equals, value = text.partition("=")
     if not (equals and all(path.split("."))):
-        raise SpecError([Problem("", f"{text!r} does not say which key gets which value", EXAMPLE)])
+        raise SpecError([Problem("", f"{text!r} is not KEY=VALUE", EXAMPLE)])
     return path, value
 
 
 def value_in(path: str, text: str) -> Any:
-    """What YAML makes of `text`, which is meant for `path`. Raises SpecError."""
+    """`text` parsed as YAML, as the value for `path`. Raises SpecError."""
     try:
         return read_yaml(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
-        raise SpecError([Problem(path, f"{text!r} is no value in YAML", "put it into quotes")]) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid date
+        raise SpecError([Problem(path, f"{text!r} is not a valid YAML value", "put it into quotes")]) from error
 
 
 def _with(document: Any, parts: Sequence[str], value: Any, path: str) -> Any:
@@ -71,7 +69,7 @@ def _with(document: Any, parts: Sequence[str], value: Any, path: str) -> Any:
     key, *rest = parts
     if isinstance(document, list):
         if not (key.isdecimal() and int(key) < len(document)):
-            problem = f"leads into a list of {len(document)}, whose places are counted from 0; {key} is none of them"
+            problem = f"{key} is not an index of a list of {len(document)} (they start at 0)"
             raise SpecError([Problem(path, problem, "the whole list, such as [a, b]")])
         return [_with(each, rest, value, path) if at == int(key) else each for at, each in enumerate(document)]
     section = document if isinstance(document, dict) else {}

@@ -16,10 +16,10 @@ def _only_chat_has_answers(spec: JobSpec) -> Iterator[Problem]:
     if _has_conversations(spec):
         return
     if data.template is not None:
-        problem = f"source {data.source} has texts as they are; conversations, which need a template, are source chat"
+        problem = f"source {data.source} does not use a template; only source chat does"
         yield Problem("data.template", problem, "null")
     if data.loss == "answers":
-        problem = f"nothing says which tokens of source {data.source} are answers, as source chat does"
+        problem = f"source {data.source} has no answers; only source chat does"
         yield Problem("data.loss", problem, "all")
 
 

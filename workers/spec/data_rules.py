@@ -1,4 +1,4 @@
-"""Rules across the fields of a JobSpec about texts, and how they become tokens. Pure Python.
+"""Rules across the fields of a JobSpec about the corpus and its tokenizer. Pure Python.
 
 Each rule is a function of the spec that yields problems, as in `rules.py`.
 """
@@ -19,15 +19,17 @@ def _documents_end(spec: JobSpec) -> Iterator[Problem]:
     data = spec.data
     if data.documents == "together":
         return
-    has_texts = any(each.source != "chat" for each in data.corpora)  # conversations themselves know where they end
+    has_texts = any(each.source != "chat" for each in data.corpora)  # conversations have their own ends
     if has_texts and data.source == "megatron" and data.tokenizer == "bytes":
-        problem = "with documents apart a token must say where each ends: name the file of the tokens' tokenizer"
+        problem = (
+            "documents apart requires a token that ends each: set data.tokenizer to the file of the tokens' tokenizer"
+        )
         yield Problem("data.documents", problem, "together")
     elif has_texts and data.end_of_document in ((NO_TOKEN, None) if data.tokenizer == "bytes" else (NO_TOKEN,)):
-        problem = "with documents apart a token must say where each ends"
+        problem = "documents apart requires a token that ends each document"
         yield Problem("data.end_of_document", problem, END_OF_TEXT if data.tokenizer == "bytes" else "null")
     if spec.train.compile:
-        yield Problem("train.compile", "with documents apart each micro-batch would be compiled again", "false")
+        yield Problem("train.compile", "with documents apart each micro-batch would be recompiled", "false")
 
 
 def _vocabulary_holds_tokenizer(spec: JobSpec) -> Iterator[Problem]:
@@ -35,7 +37,7 @@ def _vocabulary_holds_tokenizer(spec: JobSpec) -> Iterator[Problem]:
     if data.source == "megatron" and data.tokenizer == "bytes" and size is None:
         yield Problem(
             "model.vocabulary_size",
-            "source megatron holds tokens whose vocabulary only you know: set its size, or data.tokenizer to the file "
+            "the vocabulary of source megatron is not known: set its size, or set data.tokenizer to the file "
             "of the tokenizer that made them",
             "50257",
         )
@@ -51,7 +53,9 @@ def _vocabulary_holds_tokenizer(spec: JobSpec) -> Iterator[Problem]:
 def _tokenizer_is_whole(spec: JobSpec) -> Iterator[Problem]:
     data = spec.data
     if data.tokenizer == "bpe" and data.source == "megatron":
-        yield Problem("data.tokenizer", "source megatron holds tokens already, so none can be trained on it", "bytes")
+        yield Problem(
+            "data.tokenizer", "source megatron already has tokens, so no tokenizer can be trained on it", "bytes"
+        )
     if data.tokenizer == "bytes" and data.source == "megatron":
         for number, each in enumerate(data.validation):
             if data.corpus_of(each).source != "megatron":
@@ -67,7 +71,7 @@ def _tokenizer_is_whole(spec: JobSpec) -> Iterator[Problem]:
     if data.tokenizer == "bytes" and data.end_of_document not in (None, NO_TOKEN, END_OF_TEXT):
         yield Problem(
             "data.end_of_document",
-            f"the bytes tokenizer knows {END_OF_TEXT} (id {BYTE_VOCABULARY}) and none, not {data.end_of_document!r}",
+            f"the bytes tokenizer supports {END_OF_TEXT} (id {BYTE_VOCABULARY}) and none, not {data.end_of_document!r}",
             END_OF_TEXT,
         )
     if not data.tokenizer or "\0" in data.tokenizer:
@@ -81,7 +85,7 @@ def _paths_match_source(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _paths_match(data: DataConfig, where: str) -> Iterator[Problem]:
-    """The paths of a corpus or of a validation set, in the section at `where`."""
+    """Checks the paths of a corpus or of a validation set, in the section at `where`."""
     if data.source == "python-stdlib" and data.paths:
         yield Problem(f"{where}.paths", "source python-stdlib takes no paths (source text does)", "[]")
     if data.source != "python-stdlib" and not data.paths:
@@ -100,7 +104,7 @@ def _paths_match(data: DataConfig, where: str) -> Iterator[Problem]:
 
 
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
-_NO_URL = "{} is a URL, and files are read from folders: mount the store where the service and the nodes find it"
+_NO_URL = "{} is a URL, but files are read from folders: mount the store on the service's machine and on the nodes"
 
 
 def _tokenizer_is_no_url(spec: JobSpec) -> Iterator[Problem]:
@@ -116,7 +120,7 @@ def _weights_match_paths(spec: JobSpec) -> Iterator[Problem]:
         return
     if not weights or len(weights) != len(paths):
         each = [1.0] * len(paths) if paths else None
-        problem = f"{len(weights) or 'no'} weights for {len(paths) or 'no'} paths: each path has one"
+        problem = f"{len(weights) or 'no'} weights for {len(paths) or 'no'} paths: give one for each path"
         yield Problem("data.weights", problem, json.dumps(each))
     elif max(weights) / min(weights) > MOST_BETWEEN_WEIGHTS:
         yield Problem(

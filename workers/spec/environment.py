@@ -1,8 +1,8 @@
 """Environment variables that a job may set for its trainers. Pure Python.
 
-They are for NCCL, gloo and the GPU's allocator, which read them when they are first used, and take no settings
-otherwise. A name is allowed where its value changes how fast, or over which network: none that names a file to be
-written or a library to be loaded, since trainers have the operator's rights.
+NCCL, gloo and the GPU's allocator read them when they are first used and have no other settings. A name is allowed if
+its value affects the speed or selects the network. Names of files to write or of libraries to load are not allowed,
+since trainers have the operator's rights.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ _OTHERS = (
 ALLOWED = frozenset({*(f"NCCL_{name}" for name in _NCCL), *_OTHERS})
 """Names that `resources.environment` may have."""
 MOST_CHARACTERS = 1000
-"""Of a value."""
+"""Maximum length of a value."""
 
 
 def environment_is_allowed(spec: JobSpec) -> Iterator[Problem]:
-    """Whether all names are known to do no harm, and values are such that a process can be given."""
+    """Checks that all names are in the list of safe ones, and that values are valid in a process's environment."""
     for name, value in spec.resources.environment.items():
         path = f"resources.environment.{name}"
         if name not in ALLOWED:
             near = difflib.get_close_matches(name.upper(), sorted(ALLOWED), 1)
-            rule = "a job may set those of NCCL, gloo and the allocator that docs/parallelism.md lists, not this one"
+            rule = (
+                "not allowed; a job may set the variables of NCCL, gloo and the allocator listed in docs/parallelism.md"
+            )
             yield Problem(path, rule, near[0] if near else None)
         elif len(value) > MOST_CHARACTERS or not value.isprintable():
             yield Problem(path, f"a value has at most {MOST_CHARACTERS} characters, all of them printable")

@@ -1,4 +1,5 @@
-"""What arithmetic and rules need to know about a model family. Pure Python; the modules themselves: workers/model/."""
+"""The properties of model families that the rules and the estimates of size and time need. Pure Python; the modules are
+in workers/model/."""
 
 from __future__ import annotations
 
@@ -7,29 +8,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """How the layers of a family differ from those of the others."""
+    """Properties of a family's layers."""
 
     gated_mlp: bool
-    """SwiGLU: an MLP of three matrices (Shazeer 2020, arXiv:2002.05202); else of two, with GELU between them."""
+    """SwiGLU: an MLP with three matrices (Shazeer 2020, arXiv:2002.05202); otherwise two, with GELU in between."""
     rms_norm: bool
-    """Norms that only scale (Zhang & Sennrich 2019, arXiv:1910.07467); else layer norms."""
+    """RMS norms, which only scale (Zhang & Sennrich 2019, arXiv:1910.07467); otherwise layer norms."""
     rotary: bool
-    """Queries and keys are turned by their positions (Su et al. 2021, arXiv:2104.09864); else positions are learned."""
+    """Queries and keys are rotated by their positions (Su et al. 2021, arXiv:2104.09864); otherwise positions are
+    learned."""
     query_key_norm: bool
-    """Queries and keys are normed, each head by itself (Henry et al. 2020, arXiv:2010.04245)."""
+    """Queries and keys are normalized per head (Henry et al. 2020, arXiv:2010.04245)."""
     bias: bool
-    """Whether linear layers, and layer norms, have biases where the spec does not say."""
+    """Default for biases of linear layers and layer norms."""
     tie_embeddings: bool
-    """Whether the output layer shares the token embedding's weight where the spec does not say."""
+    """Default for sharing the token embedding's weight with the output layer."""
 
 
 FAMILIES = {
-    "gpt": Family(gated_mlp=False, rms_norm=False, rotary=False, query_key_norm=False, bias=True, tie_embeddings=True),
-    "llama": Family(gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False),
-    "qwen": Family(gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=True, bias=False, tie_embeddings=False),
-    # What a user's model may use of ours; what its layers consist of is not known.
-    "custom": Family(
-        gated_mlp=False, rms_norm=False, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False
-    ),
+    "gpt": Family(False, False, False, False, True, True),
+    "llama": Family(True, True, True, False, False, False),
+    "qwen": Family(True, True, True, True, False, False),
+    # The parts that a custom model may use; its layers are unknown.
+    "custom": Family(False, False, True, False, False, False),
 }
-"""Those that are built, by `model.family`."""
+"""Supported families, by `model.family`."""

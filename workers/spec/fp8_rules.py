@@ -1,4 +1,4 @@
-"""What 8-bit products ask of a JobSpec. Pure Python."""
+"""Requirements of 8-bit products on a JobSpec. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from workers.spec.families import FAMILIES
 from workers.spec.problems import Problem
 
 UNIT = 16
-"""What all widths of 8-bit products are multiples of."""
+"""All widths of 8-bit products must be multiples of this."""
 
 
 def fp8_fits(spec: JobSpec) -> Iterator[Problem]:
-    """The rule, as in `rules.py`. Widths of custom models are looked at by the engine."""
+    """The rule, as in `rules.py`. Widths of custom models are checked by the engine."""
     if spec.train.fp8 == "off":
         return
     if spec.train.precision != "bf16":
-        problem = f"train.fp8 needs precision bf16, of which 8-bit matrices are made, not {spec.train.precision}"
+        problem = (
+            f"train.fp8 needs precision bf16, from which it converts matrices to 8 bits, not {spec.train.precision}"
+        )
         yield Problem("train.precision", problem, "bf16")
     layout, length = spec.layout, spec.model.sequence_length
     if length % UNIT:
-        problem = f"with train.fp8 sequence_length ({length}) must be a multiple of {UNIT}, as all widths of products"
+        problem = f"with train.fp8 sequence_length ({length}) must be a multiple of {UNIT}, like all widths of products"
         unit = math.lcm(UNIT, layout.tensor if layout.sequence_parallel_on else 1)
         yield Problem("model.sequence_length", problem, str(nearest_multiple(unit, length)))
     if spec.model.family in FAMILIES and spec.model.is_counted:
@@ -31,7 +33,7 @@ def fp8_fits(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _widths_fit(model: ModelConfig, tensor: int) -> Iterator[Problem]:
-    """Of one that is split over `tensor` ranks."""
+    """Checks widths that are split over `tensor` ranks."""
     hidden, heads = model.hidden_size, model.heads
     if heads % tensor or (model.head_dim is None and hidden % heads):
         return  # the heads are wrong first

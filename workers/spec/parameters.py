@@ -1,8 +1,8 @@
-"""The parameters of a model by their layout-free names, and which of them a job trains. Pure Python.
+"""The parameters of a model by their layout-independent names, and which of them a job trains. Pure Python.
 
-`train.frozen` holds patterns of names: of a parameter, or of all below a part of the model. `*` stands for any
-characters, and `first-last` in the place of a layer's number for these layers: `embedding`, `layers.0-3`, `*.mlp`,
-`layers.7.attention.*norm`.
+`train.frozen` holds patterns of names, each for a parameter or for all parameters of a part of the model. `*` matches
+any characters, and `first-last` in place of a layer's number matches a range of layers: `embedding`, `layers.0-3`,
+`*.mlp`, `layers.7.attention.*norm`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from workers.parallel.pipeline.stages import layers_of
 from workers.spec.families import Family
 
 TOKEN_EMBEDDING = "embedding.token.weight"
-"""Layout-free name of the weight that the output layer may share."""
+"""Layout-independent name of the weight that the output layer may share."""
 _PLACES = re.compile(r"(\d+)-(\d+)")
 
 
 TILE_ROWS = 128
-"""Rows of an output layer that kernels of GPUs compute at once."""
+"""Rows of an output layer in one tile of GPU kernels."""
 _LARGE = 16
-"""A vocabulary is padded to whole tiles where it has at least so many on each tensor rank: else that costs too much."""
+"""A vocabulary is padded to whole tiles if it has at least this many tiles per tensor rank; below, padding costs too
+much."""
 
 
 def padded_rows(vocabulary_size: int, tensor: int) -> int:
     """Rows of the token embedding, and of the output layer, over `tensor` tensor ranks: a multiple of 128 t for large
-    vocabularies, as Megatron-LM has it (50257 becomes 50304, 51200 with t = 8), else of t."""
+    vocabularies, as in Megatron-LM (50257 becomes 50304, or 51200 with t = 8), otherwise of t."""
     unit = tensor * TILE_ROWS if vocabulary_size >= tensor * TILE_ROWS * _LARGE else tensor
     return -(-vocabulary_size // unit) * unit
 
 
 class _Shape(NamedTuple):
-    """What the names depend on."""
+    """The parts of the spec that the names depend on."""
 
     layers: int
     family: Family
@@ -51,7 +52,7 @@ def _shape_of(model: ModelConfig) -> _Shape:
 
 
 def parameter_names(model: ModelConfig) -> tuple[str, ...]:
-    """All parameters, in the model's order; not of a user's model, whose parameters nobody knows."""
+    """All parameters, in the model's order. Not for custom models, whose parameters are unknown."""
     return _names(_shape_of(model))
 
 
@@ -65,7 +66,7 @@ def _names(shape: _Shape) -> tuple[str, ...]:
 
 
 def _layer_names(shape: _Shape) -> Iterator[str]:
-    """Of one layer."""
+    """Parameters of one layer."""
     products = [f"attention.{name}" for name in (*(["qkv"] if shape.fused else ["q", "kv"]), "output")]
     products += [f"mlp.{name}" for name in (["gate"] if shape.family.gated_mlp else []) + ["up", "down"]]
     for product in products:
@@ -83,7 +84,7 @@ def _norm_names(shape: _Shape, norm: str) -> list[str]:
 
 
 def matching(pattern: str, names: tuple[str, ...]) -> list[str]:
-    """Those of `names` that the pattern means."""
+    """Those of `names` that match the pattern."""
     expression = _expression(pattern)
     return [name for name in names if _matches(expression, name)]
 
@@ -121,8 +122,8 @@ def _frozen(shape: _Shape, patterns: tuple[str, ...]) -> frozenset[str]:
 
 
 def first_trained_layer(model: ModelConfig, patterns: tuple[str, ...]) -> int:
-    """The first layer that a gradient reaches: all before it, and the embedding, are frozen. `model.layers` where that
-    is the final norm or the output layer; -1 where it is the embedding."""
+    """Index of the first layer with a trained parameter: all layers before it, and the embedding, are frozen.
+    `model.layers` if that is the final norm or the output layer; -1 if it is the embedding."""
     return _first_trained(_shape_of(model), patterns) if patterns else -1
 
 
@@ -136,8 +137,8 @@ def _first_trained(shape: _Shape, patterns: tuple[str, ...]) -> int:
 
 
 def takes_gradient(spec: JobSpec) -> tuple[bool, ...]:
-    """For each virtual stage, in model order, whether backward has anything to do there: it, or one before it, has
-    parameters that are trained. The last one always has, since some are."""
+    """For each virtual stage, in model order, whether backward has work there: it, or one before it, has trained
+    parameters. True for the last one, since some parameters are trained."""
     layout, model = spec.layout, spec.model
     if not spec.train.frozen:
         return (True,) * (layout.pipeline * layout.virtual_stages)

@@ -1,4 +1,4 @@
-"""Rules about how a model is cut into the stages of a pipeline."""
+"""Rules about the division of a model into pipeline stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _schedule_fits_virtual_stages(spec: JobSpec) -> Iterator[Problem]:
     elif layout.schedule in ("gpipe", "1f1b", "zb-h1") and layout.virtual_stages != 1:
         yield Problem(
             "parallel.schedule",
-            f"{layout.schedule} has one virtual stage, not {layout.virtual_stages}; interleaved has any number",
+            f"{layout.schedule} has one virtual stage, not {layout.virtual_stages}; interleaved takes any number",
             "interleaved",
         )
 
@@ -45,16 +45,16 @@ def _every_stage_has_accelerators(spec: JobSpec) -> Iterator[Problem]:
     layout = spec.layout
     types = layout.stage_accelerators
     if types is not None and spec.resources.accelerator == "cpu":
-        rule = "says on which GPUs stages are, but resources.accelerator is cpu"
+        rule = "sets the GPU types of stages, but resources.accelerator is cpu"
         yield Problem("parallel.stage_accelerators", rule, "null")
     elif types is not None and len(types) != layout.pipeline:
-        rule = f"names the nodes of {len(types)} stages, but parallel.pipeline is {layout.pipeline}: one for each stage"
+        rule = f"has types for {len(types)} stages, but parallel.pipeline is {layout.pipeline}: give one for each stage"
         repeated = (types or ("A100",)) * layout.pipeline
         yield Problem("parallel.stage_accelerators", rule, f"[{', '.join(repeated[: layout.pipeline])}]")
 
 
 def _stages_have_all_layers(spec: JobSpec) -> Iterator[Problem]:
-    """Of a list of layers; that there are enough for all stages is another rule's."""
+    """Checks stage_layers; whether there are enough layers for all stages is checked by another rule."""
     layout, layers, counts = spec.layout, spec.model.layers, spec.layout.stage_layers
     stages = layout.pipeline * layout.virtual_stages
     if counts is None or layers < stages:
@@ -68,7 +68,7 @@ def _stages_have_all_layers(spec: JobSpec) -> Iterator[Problem]:
             even,
         )
     elif sum(counts) != layers:
-        yield Problem("parallel.stage_layers", f"{sum(counts)} layers in all, not model.layers ({layers})", even)
+        yield Problem("parallel.stage_layers", f"{sum(counts)} layers in total, not model.layers ({layers})", even)
 
 
 PIPELINE_RULES = (

@@ -1,4 +1,4 @@
-"""What is wrong with a JobSpec, in words: the field's path, the rule it breaks, and a value that works. Pure Python."""
+"""Problems of a JobSpec, for users: the field's path, the rule it breaks, and a value that works. Pure Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.spec.yaml import read_yaml
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a spec."""
+    """One problem of a spec."""
 
     path: str
     """Dotted path of the field, such as `parallel.tensor`."""
@@ -28,11 +28,11 @@ class Problem:
     suggestion: str | None = None
     """The nearest value that works."""
     unsupported: bool = False
-    """True when the value is valid but its feature is not built."""
+    """True if the value is valid but its feature is not supported yet."""
 
     @property
     def sentence(self) -> str:
-        """For people: where, the rule, and what would work."""
+        """The problem as one sentence: path, rule and suggestion."""
         tail = f" (try: {self.suggestion})" if self.suggestion else ""
         return f"{self.path}: {self.rule}{tail}" if self.path else f"{self.rule}{tail}"
 
@@ -45,12 +45,12 @@ class SpecError(ValueError):
         super().__init__("; ".join(problem.sentence for problem in problems))
 
     def lines(self, file: Path) -> list[str]:
-        """One for each problem of the spec in `file`, which some of them name already."""
+        """One line per problem of the spec in `file`, each starting with the file's name."""
         return [f"{file}: {problem.sentence.removeprefix(f'{file} ')}" for problem in self.problems]
 
 
 _UNION_MEMBERS = ("ParallelConfig", "constrained-int", "constrained-float", "literal['auto']", "[key]")
-"""What pydantic adds to the path of a field that takes one thing or another, or of a key."""
+"""Components that pydantic adds to the path of a union or of a mapping's key."""
 
 _LETTERS = "must be letters, digits, '.', '_' or '-', the first and the last a letter or digit"
 _TEXTS: dict[str, tuple[str, str, str, int, str | None]] = {
@@ -63,12 +63,12 @@ _TEXTS: dict[str, tuple[str, str, str, int, str | None]] = {
         "must be a type as `manta nodes` shows it: letters, digits, '.', '_' or '-'",
         *(r"[^A-Za-z0-9._-]", "-", 64, "A100"),
     ),
-    LABEL_KEY: (f"{_LETTERS}; before it may stand a domain's name and '/'", r"[^A-Za-z0-9._-]", "-", 63, None),
+    LABEL_KEY: (f"{_LETTERS}, optionally after a domain name and '/'", r"[^A-Za-z0-9._-]", "-", 63, None),
     LABEL_VALUE: (_LETTERS, r"[^A-Za-z0-9._-]", "-", 63, None),
     ENTRYPOINT: ("must be package.module:function", r"(?s).+", "", 0, "my_models.mine:build"),
 }
-"""By pattern: the rule; which characters may not be there, what may take their place, and how many there may be; what
-works otherwise."""
+"""By pattern: the rule; a pattern of invalid characters, their replacement in a suggestion, and its maximum length; a
+default suggestion."""
 
 _TYPE_NAMES = {
     "int_type": "an integer",
@@ -85,15 +85,15 @@ _TYPE_NAMES = {
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
-    """Pydantic's findings in our words, one per field."""
+    """Pydantic's errors as problems, at most one per field."""
     problems: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
         location = [part for part in item["loc"] if part not in _UNION_MEMBERS]
         if location[:2] == ["model", "options"] and len(location) > 3:
-            location, item = location[:3], {**item, "type": "option_type"}  # which is of one of several types
+            location, item = location[:3], {**item, "type": "option_type"}  # a union of types
         path = ".".join(str(part) for part in location)
         if item["type"] == "literal_error" and location == ["parallel"]:
-            continue  # the mapping side of the union reports what is wrong
+            continue  # the mapping member of the union reports the problem
         problems.setdefault(path, _problem_of(path, item))
     return list(problems.values())
 
@@ -126,7 +126,7 @@ def _problem_of(path: str, item: Any) -> Problem:
 
 
 def rule_in_words(item: Any) -> str:
-    """The rule that one of pydantic's findings is about, as a sentence about the value."""
+    """The rule that one of pydantic's errors is about, as a sentence about the value."""
     context = item.get("ctx", {})
     for name, text in (("min_length", "at least"), ("max_length", "at most")):
         if item["type"].startswith("string_") and name in context:
@@ -137,7 +137,7 @@ def rule_in_words(item: Any) -> str:
 
 
 def _closest_literal(value: Any, known: tuple[Any, ...]) -> str | None:
-    """The one of the `known` words that is most like `value`; of numbers the nearest, of two the smaller one."""
+    """The member of `known` most similar to `value`; for numbers the nearest, and the smaller of two equally near."""
     numbers = [entry for entry in known if isinstance(entry, int)]
     if numbers and isinstance(value, int | float):
         return str(min(numbers, key=lambda entry: abs(entry - value)))
@@ -146,7 +146,7 @@ def _closest_literal(value: Any, known: tuple[Any, ...]) -> str | None:
 
 
 def kind_of(value: Any) -> str:
-    """What `value` is, for people."""
+    """The type of `value`, in words, with a short value."""
     names = {
         dict: "a mapping",
         list: "a list",
@@ -162,18 +162,18 @@ def kind_of(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """`value` as a person wrote it, if that is short."""
+    """`value` as written, shortened to 60 characters."""
     if not isinstance(value, str | int | float):
         return kind_of(value)
     try:
         text = repr(value)
     except ValueError:
-        return "a huge number"  # Python refuses to write out thousands of digits
+        return "a huge number"  # Python refuses to print thousands of digits
     return text if len(text) <= 60 else text[:56] + " ..."
 
 
 def _working(path: str, suggestion: str | None) -> str | None:
-    """`suggestion` if the field at `path` takes it, else the field's default, if it has one."""
+    """`suggestion` if the field at `path` accepts it, otherwise the field's default, if it has one."""
     parent, _, key = path.rpartition(".")
     section = _section_at(parent)
     field = section.model_fields.get(key) if section else None
@@ -181,7 +181,7 @@ def _working(path: str, suggestion: str | None) -> str | None:
         return suggestion
     if suggestion is not None:
         try:
-            # The field's constraints lie in its metadata.
+            # The field's constraints are in its metadata.
             whole: Any = Annotated[field.annotation, field]
             TypeAdapter(whole).validate_python(_as_read(suggestion))
         except ValidationError:
@@ -192,7 +192,7 @@ def _working(path: str, suggestion: str | None) -> str | None:
 
 
 def _as_read(suggestion: str) -> Any:
-    """What YAML makes of a suggestion."""
+    """A suggestion parsed as YAML."""
     try:
         return read_yaml(suggestion)
     except (yaml.YAMLError, ValueError):
@@ -200,7 +200,7 @@ def _as_read(suggestion: str) -> Any:
 
 
 def _converted(kind: str, value: Any) -> str | None:
-    """`value` read as the wanted type, where a person would see what was meant."""
+    """`value` converted to the required type, if the meaning is obvious."""
     try:
         if kind in ("int_type", "int_from_float") and not isinstance(value, bool):
             return str(round(float(value)))
@@ -217,10 +217,10 @@ def _converted(kind: str, value: Any) -> str | None:
 
 
 def _section_at(path: str) -> type[Section] | None:
-    """The section class at a dotted path, or None where there is no section."""
+    """The section class at a dotted path, or None if there is no section."""
     section: type[Section] = JobSpec
     for part in path.split("."):
-        if not part or part.isdecimal():  # a number: one of a list of sections
+        if not part or part.isdecimal():  # an index into a list of sections
             continue
         field = section.model_fields.get(part)
         inner = next((entry for entry in _sections_in(field.annotation) if _is_section(entry)), None) if field else None
@@ -237,7 +237,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def _sections_in(annotation: Any) -> tuple[Any, ...]:
-    """What a field, or one of a list, may be."""
+    """The possible types of a field, or of the entries of its list."""
     return get_args(annotation) if get_origin(annotation) is tuple else _alternatives(annotation)
 
 
@@ -259,7 +259,7 @@ def _literals_at(path: str) -> tuple[Any, ...]:
 
 
 def _closest_key(parent: str, key: str) -> str | None:
-    """The nearest known key: among the section's own, else anywhere in the spec (by its full path)."""
+    """The nearest known key: in the section, otherwise anywhere in the spec (by its full path)."""
     section = _section_at(parent)
     names = _keys_of(section) if section else []
     own = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
@@ -273,7 +273,7 @@ def _closest_key(parent: str, key: str) -> str | None:
 
 
 def _keys_of(section: type[Section]) -> list[str]:
-    """Its keys as users write them: `from`, which Python keeps for itself, has another name here."""
+    """The section's keys as users write them (`from` is reserved in Python and has another name in the class)."""
     return [field.alias or name for name, field in section.model_fields.items()]
 
 

@@ -1,5 +1,4 @@
-"""The only way to read a JobSpec: a document comes in, a checked JobSpec or a SpecError with every problem comes
-out."""
+"""Reads and validates documents: every JobSpec is created here, or a SpecError lists all problems."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from workers.weights.submitted import with_shape_of_weights
 def parse_job_spec(document: Any) -> JobSpec:
     """Check `document` (a mapping as read from YAML or JSON) and return the JobSpec.
 
-    Raises SpecError with every problem found: first shapes and types, and once those are right the rules
-    across fields.
+    Raises SpecError with all problems: first those of structure and types; if there are none, those of the rules across
+    fields.
     """
     if not isinstance(document, dict):
         raise SpecError([Problem("", f"a job spec is a mapping of sections, not {kind_of(document)}", "model: {...}")])
@@ -35,8 +34,8 @@ def parse_job_spec(document: Any) -> JobSpec:
 
 
 def load_job_spec(path: Path) -> JobSpec:
-    """Read and check the YAML file at `path`, with the shape of the weights that it begins with. Raises SpecError;
-    OSError when it cannot be read."""
+    """Read and check the YAML file at `path`, with the shape of the weights that training starts from. Raises
+    SpecError, or OSError if the file cannot be read."""
     return parse_job_spec(with_shape_of_weights(read_document(path)))
 
 
@@ -44,7 +43,7 @@ def read_document(path: Path) -> Any:
     """Parse the YAML file at `path`, with relative paths of data, tokenizer, template and weights resolved against the
     file's own folder.
 
-    Raises SpecError where it is not YAML, OSError when it cannot be read.
+    Raises SpecError if it is not YAML, OSError if it cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -54,20 +53,19 @@ def read_document(path: Path) -> Any:
 
 
 def document_in(text: str, name: str, folder: Path) -> Any:
-    """Parse YAML that came from `name`, with relative paths of data, tokenizer, template and weights resolved against
+    """Parse YAML text read from `name`, with relative paths of data, tokenizer, template and weights resolved against
     `folder`. Raises SpecError."""
     try:
         document = read_yaml(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid date
         raise _not_yaml(name, error) from error
     if document is None:
-        raise SpecError([Problem("", f"{name} is empty: it should hold a mapping of sections", "model: {...}")])
+        raise SpecError([Problem("", f"{name} is empty: it must be a mapping of sections", "model: {...}")])
     return with_absolute_paths(document, folder)
 
 
 def with_absolute_paths(document: Any, folder: Path) -> Any:
-    """`document`, a JobSpec, in which relative paths of data, tokenizer, template and weights are ones below
-    `folder`."""
+    """`document`, a JobSpec, with relative paths of data, tokenizer, template and weights resolved against `folder`."""
     if not isinstance(document, dict):
         return document
     model, data = document.get("model"), document.get("data")
@@ -82,7 +80,7 @@ def with_absolute_paths(document: Any, folder: Path) -> Any:
 
 
 def _with_absolute_files(section: Any, folder: Path) -> Any:
-    """A section that names files, as far as it does."""
+    """`section` with its relative paths resolved against `folder`."""
     if not isinstance(section, dict):
         return section
     named = dict(section)
@@ -95,7 +93,7 @@ def _with_absolute_files(section: Any, folder: Path) -> Any:
 
 
 def _absolute(named: Any, folder: Path, words: tuple[str, ...] = ()) -> Any:
-    """`named` below `folder` where it is a relative path: neither empty, nor one of the `words`, nor a URL."""
+    """`named` below `folder` if it is a relative path: not empty, not one of the `words`, and not a URL."""
     is_path = isinstance(named, str) and named and named not in words and "://" not in named
     return str(folder / named) if is_path else named
 
@@ -108,4 +106,4 @@ def _not_yaml(name: str, error: Exception) -> SpecError:
 
 
 _OF_A_TEXT = ' in "<unicode string>",'
-"""What PyYAML calls a text that it was not given as a file."""
+"""PyYAML's name for text that is not from a file."""

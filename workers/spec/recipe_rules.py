@@ -1,4 +1,5 @@
-"""Rules across the fields of a JobSpec about what is learned, and how: learning rates, validation. Pure Python.
+"""Rules across the fields of a JobSpec about training recipes: learning rates, decay, frozen parameters, validation.
+Pure Python.
 
 Each rule is a function of the spec that yields problems, as in `rules.py`.
 """
@@ -40,21 +41,21 @@ def _warmup_fits(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _decay_fits(spec: JobSpec) -> Iterator[Problem]:
-    """The keys of schedule wsd."""
+    """Checks the keys of schedule wsd."""
     optimizer, steps = spec.train.optimizer, spec.train.steps
     given = [key for key in ("decay_steps", "decay_fraction") if getattr(optimizer, key) is not None]
     given += ["decay_shape"] if optimizer.decay_shape != "linear" else []
     if optimizer.schedule != "wsd":
         if given:
-            problem = f"{optimizer.schedule} takes no {' and no '.join(given)}, which belong to wsd"
+            problem = f"{optimizer.schedule} takes no {' and no '.join(given)}, which are for wsd"
             yield Problem(f"{SECTION}.schedule", problem, "wsd")
         return
     if "decay_steps" in given and "decay_fraction" in given:
-        yield Problem(f"{SECTION}.decay_fraction", "decay_steps says already how long the decay is", "null")
+        yield Problem(f"{SECTION}.decay_fraction", "decay_steps already sets the length of the decay", "null")
         return
     decay, left = decay_steps(optimizer, steps), steps - optimizer.warmup_steps
     if left < 0 or decay <= left:
-        return  # the warm-up is wrong first
+        return  # reported by the rule about the warm-up
     what = f"the decay ({decay} steps) and warmup_steps ({optimizer.warmup_steps}) take more than train.steps ({steps})"
     if left == 0:
         yield Problem(f"{SECTION}.warmup_steps", what, str(max(0, steps - decay)))
@@ -65,7 +66,7 @@ def _decay_fits(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _fraction_of(part: int, whole: int) -> str:
-    """`part` / `whole` in as few digits as do, rounded down."""
+    """`part` / `whole`, rounded down to as few digits as suffice."""
     digits = next(n for n in range(2, 12) if round(whole * math.floor(part / whole * 10**n) / 10**n) > 0)
     return f"{math.floor(part / whole * 10**digits) / 10**digits:.{digits}f}"
 
@@ -80,9 +81,9 @@ def _decayed_once(spec: JobSpec) -> Iterator[Problem]:
 def _frozen_parts_are_there(spec: JobSpec) -> Iterator[Problem]:
     patterns = spec.train.frozen
     if not patterns or spec.model.family not in FAMILIES:
-        return  # the family is wrong first
+        return  # an unsupported family is reported by another rule
     if not spec.model.is_counted:
-        problem = "the parts of a user's model are not known; only all of it is trained"
+        problem = "not supported for custom models, whose parameters are unknown"
         yield Problem("train.frozen", problem, "[]", unsupported=True)
         return
     names = parameter_names(spec.model)
@@ -92,7 +93,7 @@ def _frozen_parts_are_there(spec: JobSpec) -> Iterator[Problem]:
             nearest = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)[0]
             yield Problem(f"train.frozen.{at}", f"the model has no parameter {pattern}", nearest)
     if len(frozen_names(spec)) == len(names):
-        yield Problem("train.frozen", "nothing would be left to train", "[embedding]")
+        yield Problem("train.frozen", "no parameter would be trained", "[embedding]")
 
 
 def _validation_has_data(spec: JobSpec) -> Iterator[Problem]:
@@ -101,13 +102,13 @@ def _validation_has_data(spec: JobSpec) -> Iterator[Problem]:
         problem = "validation needs data.validation_fraction above 0, or sets in data.validation"
         yield Problem("train.validate_every", problem, "0")
     if data.validation and not train.validate_every:
-        problem = "the losses of data.validation are measured every so many steps, and 0 means never"
+        problem = "data.validation has sets, but 0 means that their losses are never measured"
         yield Problem("train.validate_every", problem, str(max(1, train.steps // 10)))
     names = [each.name for each in data.validation]
     for at, name in enumerate(names):
         if name in names[:at]:
             free = next(f"{name}_{number}" for number in range(2, 100) if f"{name}_{number}" not in names)
-            yield Problem(f"data.validation.{at}.name", f"there is a validation set {name} before", free)
+            yield Problem(f"data.validation.{at}.name", f"an earlier validation set has the name {name}", free)
 
 
 RECIPE_RULES = (

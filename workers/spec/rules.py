@@ -1,4 +1,4 @@
-"""Rules across the fields of a JobSpec: what is not built yet, and what does not fit together.
+"""Rules across the fields of a JobSpec: unsupported features and inconsistent values.
 
 Each rule is a function of the spec that yields problems; each problem names the nearest value that works.
 """
@@ -19,14 +19,14 @@ from workers.spec.pipeline_rules import PIPELINE_RULES
 from workers.spec.problems import Problem
 from workers.spec.recipe_rules import RECIPE_RULES
 
-# More steps of a ramp than anybody looks at; each is kept in memory.
+# Far more increments than needed; each is kept in memory.
 MOST_INCREMENTS = 10_000
 
 Rule = Callable[[JobSpec], Iterator[Problem]]
 
 
 def find_problems(spec: JobSpec) -> list[Problem]:
-    """All broken rules. Unsupported values come first, since a layout cannot be judged before it is known."""
+    """All broken rules. Unsupported values come first, since a layout that is still `auto` cannot be checked."""
     problems = [problem for rule in UNSUPPORTED for problem in rule(spec)]
     if not isinstance(spec.parallel, str):
         problems += [problem for rule in FITTING for problem in rule(spec)]
@@ -34,7 +34,7 @@ def find_problems(spec: JobSpec) -> list[Problem]:
 
 
 def _not_built(path: str, value: object, *works: str) -> Problem:
-    return Problem(path, f"{value} is not supported yet; what works: {' or '.join(works)}", works[0], unsupported=True)
+    return Problem(path, f"{value} is not supported yet; supported: {' or '.join(works)}", works[0], unsupported=True)
 
 
 def _unsupported_model(spec: JobSpec) -> Iterator[Problem]:
@@ -48,7 +48,7 @@ def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
     layout = spec.parallel
     if isinstance(layout, str):
         smallest = "{tensor: 1, pipeline: 1, data: 1}"
-        rule = "the engine needs an explicit layout; `manta plan FILE` finds one, and so does the service at submission"
+        rule = "the engine needs an explicit layout; `manta plan FILE` finds one, as the service does at submission"
         yield Problem("parallel", rule, smallest, unsupported=True)
         return
     if layout.context != 1:
@@ -60,7 +60,7 @@ def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
 def _heads_divide_hidden(spec: JobSpec) -> Iterator[Problem]:
     hidden, heads, tensor = spec.model.hidden_size, spec.model.heads, spec.layout.tensor
     if hidden % heads and spec.model.head_dim is None:
-        # One that fits the layout too, where there is one.
+        # Prefer one that also fits the layout.
         unit = tensor if hidden % tensor == 0 else 1
         nearest = unit * nearest_divisor(hidden // unit, round(heads / unit))
         yield Problem("model.heads", f"heads ({heads}) must divide hidden_size ({hidden})", str(nearest))
@@ -73,19 +73,19 @@ def _positions_fit(spec: JobSpec) -> Iterator[Problem]:
     if not model.parts.rotary:
         if rope is not None:
             yield Problem(
-                "model.rope", f"{model.family} learns its positions; rotary ones are llama's and qwen's", "null"
+                "model.rope", f"{model.family} has learned positions; only llama and qwen have rotary ones", "null"
             )
         return
     if model.head_dim is None and model.hidden_size % model.heads:
-        return  # the heads are wrong first
+        return  # reported by the rule about heads
     if model.head_size % 2:
-        problem = f"rotary positions turn pairs of elements, but heads are {model.head_size} wide"
+        problem = f"rotary positions need an even head size, but it is {model.head_size}"
         yield Problem("model.head_dim", problem, str(model.head_size + 1))
     scaling = rope.scaling if rope is not None else None
     if scaling is None or scaling.type == "linear":
         return
     if scaling.original_length is None:
-        problem = f"{scaling.type} needs the length of the sequences that the model was first trained on"
+        problem = f"{scaling.type} needs the sequence length that the model was pretrained with"
         nearest = max(1, round(model.sequence_length / scaling.factor))
         yield Problem("model.rope.scaling.original_length", problem, str(nearest))
     if scaling.low_frequency_factor >= scaling.high_frequency_factor:
@@ -106,29 +106,31 @@ def _custom_models_are_named(spec: JobSpec) -> Iterator[Problem]:
     if model.family != "custom" and (model.entrypoint is not None or model.options):
         path = "model.entrypoint" if model.entrypoint is not None else "model.options"
         yield Problem(
-            path, f"{model.family} is built in; only family custom takes this", "null" if model.entrypoint else "{}"
+            path,
+            f"{model.family} is a built-in family; this is for family custom only",
+            "null" if model.entrypoint else "{}",
         )
 
 
 def _activation_fits(spec: JobSpec) -> Iterator[Problem]:
     model = spec.model
     if model.activation != "gelu" and model.family in FAMILIES and model.parts.gated_mlp:
-        yield Problem("model.activation", f"{model.family} has SwiGLU; the choice of a GELU is gpt's", "gelu")
+        yield Problem("model.activation", f"{model.family} uses SwiGLU; only gpt has a choice of activation", "gelu")
 
 
 def _windows_fit(spec: JobSpec) -> Iterator[Problem]:
     model = spec.model
     if model.full_attention_every is not None and model.sliding_window is None:
-        problem = "without sliding_window all layers attend to all tokens before"
+        problem = "has no effect without sliding_window: all layers attend to all preceding tokens"
         yield Problem("model.full_attention_every", problem, "null")
 
 
 def _tensor_divides(spec: JobSpec) -> Iterator[Problem]:
     tensor, model = spec.layout.tensor, spec.model
     if model.head_dim is None and model.hidden_size % model.heads:
-        return  # the heads are wrong first
+        return  # reported by the rule about heads
     if model.heads % tensor:
-        # One that divides all that is split, so that following the advice is enough.
+        # One that divides everything that is split, so that applying the suggestion is enough.
         split = math.gcd(model.heads, model.ffn_size)
         if spec.layout.sequence_parallel is not False:
             split = math.gcd(split, model.sequence_length)
@@ -167,14 +169,14 @@ def _chunks_have_rows(spec: JobSpec) -> Iterator[Problem]:
     if layout.tensor > 1 and layout.forward_chunks > max(1, rows):
         yield Problem(
             "parallel.forward_chunks",
-            f"{layout.forward_chunks} chunks are more than the {rows} rows of the sequence that a rank holds",
+            f"{layout.forward_chunks} chunks are more than the {rows} tokens of the sequence that a rank holds",
             str(max(1, rows)),
         )
 
 
 def _chunks_have_16_bits(spec: JobSpec) -> Iterator[Problem]:
     if spec.layout.forward_chunks > 1 and spec.train.fp8 != "off":
-        rule = "with train.fp8 products are not cut in chunks: each chunk would be cast by itself"
+        rule = "chunks are not supported with train.fp8: each chunk would be scaled separately"
         yield Problem("parallel.forward_chunks", rule, "1")
 
 
@@ -196,7 +198,7 @@ def _key_value_heads_fit(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _smallest_batch(spec: JobSpec) -> tuple[str, int]:
-    """The smallest global batch of the job, and the key that it comes from."""
+    """The path of the field that sets the smallest global batch of the job, and that batch size."""
     train = spec.train
     if train.batch_ramp is not None and train.batch_ramp.start < train.global_batch_size:
         return "train.batch_ramp.start", train.batch_ramp.start
@@ -206,7 +208,9 @@ def _smallest_batch(spec: JobSpec) -> tuple[str, int]:
 def _every_replica_has_samples(spec: JobSpec) -> Iterator[Problem]:
     data, (path, smallest) = spec.layout.data, _smallest_batch(spec)
     if smallest < data:
-        yield Problem(path, f"a batch of {smallest} leaves some of parallel.data ({data}) replicas without", str(data))
+        yield Problem(
+            path, f"a batch of {smallest} has no samples for some of parallel.data ({data}) replicas", str(data)
+        )
 
 
 def _every_replica_has_whole_micro_batches(spec: JobSpec) -> Iterator[Problem]:
@@ -215,8 +219,8 @@ def _every_replica_has_whole_micro_batches(spec: JobSpec) -> Iterator[Problem]:
         return
     unit, what = layout.micro_batch_unit * size, "micro-batches"
     if unit > size:
-        what = f"groups of {layout.micro_batch_unit} micro-batches (interleaving takes one for each stage at a time)"
-    most, rule = -(-smallest // unit), f"with train.deterministic elastic replicas share whole {what}"
+        what = f"groups of {layout.micro_batch_unit} micro-batches (interleaving takes one per stage at a time)"
+    most, rule = -(-smallest // unit), f"with train.deterministic elastic, {what} are not split between replicas"
     if most < layout.data:
         problem = f"a batch of {smallest} has only {most} for parallel.data ({layout.data}): {rule}"
         yield Problem(path, problem, str(unit * layout.data))
@@ -229,8 +233,8 @@ def _elastic_sums_are_not_compiled(spec: JobSpec) -> Iterator[Problem]:
     if spec.train.deterministic == "elastic" and spec.train.compile:
         yield Problem(
             "train.compile",
-            "with train.deterministic elastic blocks are not compiled: what the compiler makes of a micro-batch may "
-            "depend on the sizes that this replica has seen before",
+            "not supported with train.deterministic elastic: the code compiled for a micro-batch may "
+            "depend on the sizes that the replica has processed before",
             "false",
         )
 
@@ -251,23 +255,23 @@ def _ramp_reaches_the_batch(spec: JobSpec) -> Iterator[Problem]:
         fitting = min(d for d in divisors((batch - ramp.start) // unit) if d >= least)
         yield Problem(
             "train.batch_ramp.increment",
-            f"increments of {ramp.increment} make more than {MOST_INCREMENTS} of them",
+            f"an increment of {ramp.increment} takes more than {MOST_INCREMENTS} increments",
             str(fitting * unit),
         )
     elif (batch - ramp.start) % ramp.increment:
         yield Problem(
             "train.batch_ramp.increment",
-            f"increments of {ramp.increment} do not lead from {ramp.start} to global_batch_size ({batch})",
+            f"increments of {ramp.increment} from {ramp.start} do not reach global_batch_size ({batch}) exactly",
             str(_nearest_increment(spec)),
         )
 
 
 def _interleaving_unit(spec: JobSpec) -> int:
-    """What batches must be multiples of: interleaving takes as many micro-batches as stages at a time."""
+    """Batches must be multiples of this: interleaving takes one micro-batch per stage at a time."""
     layout = spec.layout
     if layout.schedule != "interleaved" or layout.pipeline == 1:
         return 1
-    # Elastic sums share whole micro-batches, so it takes no equal shares.
+    # With elastic sums replicas may have different numbers of micro-batches.
     replicas = layout.data if spec.train.deterministic == "layout" else 1
     return replicas * layout.pipeline * spec.train.micro_batch_size
 
@@ -280,7 +284,7 @@ def _unit_in_words(spec: JobSpec) -> str:
 
 
 def _nearest_increment(spec: JobSpec) -> int:
-    """The increment nearest to the ramp's that leads to the full batch in batches that fit the schedule."""
+    """The increment nearest to the ramp's that reaches the full batch and whose batches fit the schedule."""
     ramp, unit = spec.train.batch_ramp, _interleaving_unit(spec)
     assert ramp is not None
     distance = (spec.train.global_batch_size - ramp.start) // unit
@@ -301,8 +305,8 @@ def _interleaving_fits_batches(spec: JobSpec) -> Iterator[Problem]:
         if size % unit:
             yield Problem(
                 path,
-                f"{size} must be a multiple of {_unit_in_words(spec)}: interleaving takes as many micro-batches as "
-                "stages at a time",
+                f"{size} must be a multiple of {_unit_in_words(spec)}: interleaving takes one micro-batch per stage "
+                "at a time",
                 str(nearest),
             )
 
@@ -321,11 +325,11 @@ def _compiled_blocks_are_plain(spec: JobSpec) -> Iterator[Problem]:
     if not train.compile:
         return
     if train.attention == "explicit" or spec.model.dropout > 0:
-        yield Problem("train.compile", "compiled blocks know sdpa attention without dropout alone", "false")
+        yield Problem("train.compile", "compiled blocks support only sdpa attention without dropout", "false")
     elif layout.recompute == "selective" and set(layout.recompute_modules) & {"norm", "mlp_activation"}:
         yield Problem(
             "parallel.recompute_modules",
-            "in compiled blocks the compiler itself chooses which norms and activations to compute again",
+            "in compiled blocks the compiler chooses which norms and activations to recompute",
             "[core_attention]",
         )
 
@@ -360,9 +364,9 @@ def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _sizes_that_may_not_fit(spec: JobSpec) -> range:
-    """Numbers of replicas above `parallel.data` among which is the first one that breaks a rule, if any does. Batches
-    that are multiples of it are soon too small for the next one; where they need not be, one that is larger than the
-    smallest batch is the first."""
+    """Numbers of replicas above `parallel.data` that must be checked to find the first one that breaks a rule. If
+    batches must be multiples of the number, all are checked, of which an early one breaks a rule; otherwise only those
+    above the smallest batch can."""
     first, last = spec.layout.data + 1, spec.elastic.max_data or spec.layout.data
     if spec.train.deterministic == "layout" and _interleaving_unit(spec) > 1:
         return range(first, last + 1)
@@ -372,7 +376,7 @@ def _sizes_that_may_not_fit(spec: JobSpec) -> range:
 def _some_state_is_kept(spec: JobSpec) -> Iterator[Problem]:
     keeps = spec.checkpoint
     if keeps.snapshots == "off" and keeps.every_steps == 0:
-        rule = "without snapshots a job resumes from checkpoints alone, so every_steps must be above 0"
+        rule = "without snapshots a job can only continue from checkpoints, so every_steps must be above 0"
         yield Problem("checkpoint.every_steps", rule, "50")
 
 
@@ -382,7 +386,7 @@ def _spikes_can_be_seen(spec: JobSpec) -> Iterator[Problem]:
         fits = steps > LEAST_WINDOW
         yield Problem(
             "recovery.spike.window" if fits else "recovery.spike.policy",
-            f"window ({spike.window}) must be below train.steps ({steps}), else no step is ever judged",
+            f"window ({spike.window}) must be below train.steps ({steps}), or no step is ever checked",
             str(steps - 1) if fits else "ignore",
         )
 

@@ -1,4 +1,4 @@
-"""YAML as users write it in job files."""
+"""Parsing YAML of job files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-3 as a number, as people mean it (YAML 1.1 asks for a dot and a sign), and refuses a key
-    that is there twice, of which it would take the last one."""
+    """SafeLoader that reads 1e-3 as a number (YAML 1.1 requires a dot and a sign), and rejects duplicate keys, of which
+    PyYAML would use the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -18,9 +18,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value} is there twice", problem_mark=key.start_mark
-                    )
+                    raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value}", problem_mark=key.start_mark)
                 seen.add((key.tag, key.value))
         return node
 
@@ -33,26 +31,26 @@ _Loader.add_implicit_resolver(
 
 
 MOST_VALUES = 1_000_000
-"""In a document, with each alias counted as what it stands for: a few lines of them can stand for any number."""
+"""Maximum number of values in a document, with aliases expanded: a few lines of aliases can expand to any number."""
 
 
 def read_yaml(text: str) -> Any:
-    """Parse one document. Raises yaml.YAMLError, or ValueError for a date that is none."""
+    """Parse one document. Raises yaml.YAMLError, or ValueError for an invalid date."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
         if _values_in(node, {}) > MOST_VALUES:
-            raise yaml.YAMLError(f"its aliases make it more than {MOST_VALUES} values long")
+            raise yaml.YAMLError(f"it has more than {MOST_VALUES} values after expanding its aliases")
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
 def _values_in(node: yaml.Node, known: dict[yaml.Node, int | None]) -> int:
-    """Number of values in what `node` stands for; those of nodes that were counted before are `known`, and None for
-    those that are being counted."""
+    """Number of values in `node`, with aliases expanded. `known` has the numbers of nodes counted before, and None for
+    nodes being counted."""
     if node not in known:
         known[node] = None
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()

@@ -43,7 +43,7 @@ def test_others_are_refused_by_name(name, suggestion):
         parse_job_spec(environment(**{name: "x"}))
     (problem,) = refused.value.problems
     assert problem.path == f"resources.environment.{name}"
-    assert "docs/parallelism.md lists" in problem.rule
+    assert "listed in docs/parallelism.md" in problem.rule
     if suggestion is not None:
         assert problem.suggestion == suggestion
 

@@ -125,7 +125,7 @@ def test_of_a_users_model_nothing_can_be_frozen():
 
 def test_something_is_left_to_train():
     problem = problem_of(["*"])
-    assert (problem.path, problem.rule) == ("train.frozen", "nothing would be left to train")
+    assert (problem.path, problem.rule) == ("train.frozen", "no parameter would be trained")
     assert frozen_names(parse_job_spec(document(train={"frozen": ["embedding"]})))
 
 

@@ -25,7 +25,7 @@ def test_what_is_no_number_is_a_text(text):
 
 @pytest.mark.parametrize("text", ["steps: 1\nseed: 2\nsteps: 3\n", "train: {steps: 1, seed: 2, steps: 3}"])
 def test_a_key_that_is_there_twice_is_refused_with_its_place(text):
-    with pytest.raises(yaml.YAMLError, match=r"(?s)the key steps is there twice.*line [13], column"):
+    with pytest.raises(yaml.YAMLError, match=r"(?s)duplicate key steps.*line [13], column"):
         read_yaml(text)
 
 

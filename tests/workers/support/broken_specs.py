@@ -14,23 +14,23 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "positions that are learned",
         {"model": {"rope": {"theta": 5e5}}},
-        "model.rope", "gpt learns its positions; rotary ones are llama's and qwen's", "null",
+        "model.rope", "gpt has learned positions; only llama and qwen have rotary ones", "null",
     ),
     (
         "an activation that is gpt's",
         {"model": {"family": "llama", "activation": "gelu_tanh"}},
-        "model.activation", "llama has SwiGLU; the choice of a GELU is gpt's", "gelu",
+        "model.activation", "llama uses SwiGLU; only gpt has a choice of activation", "gelu",
     ),
     (
         "pairs that turn",
         {"model": {"family": "llama", "head_dim": 7}},
-        "model.head_dim", "rotary positions turn pairs of elements, but heads are 7 wide", "8",
+        "model.head_dim", "rotary positions need an even head size, but it is 7", "8",
     ),
     (
         "length before it was stretched",
         {"model": {"family": "llama", "rope": {"scaling": {"type": "yarn", "factor": 4.0}}}},
         "model.rope.scaling.original_length",
-        "yarn needs the length of the sequences that the model was first trained on", "2",
+        "yarn needs the sequence length that the model was pretrained with", "2",
     ),
     (
         "frequencies of llama 3",
@@ -59,17 +59,17 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "documents without an end",
         {"data": {"documents": "apart"}},
-        "data.end_of_document", "with documents apart a token must say where each ends", "<|endoftext|>",
+        "data.end_of_document", "documents apart requires a token that ends each document", "<|endoftext|>",
     ),
     (
         "documents whose end is none",
         {"data": {"documents": "apart", "tokenizer": "bpe", "end_of_document": "none"}},
-        "data.end_of_document", "with documents apart a token must say where each ends", "null",
+        "data.end_of_document", "documents apart requires a token that ends each document", "null",
     ),
     (
         "documents of jsonl without an end",
         {"data": {"source": "jsonl", "documents": "apart"}},
-        "data.end_of_document", "with documents apart a token must say where each ends", "<|endoftext|>",
+        "data.end_of_document", "documents apart requires a token that ends each document", "<|endoftext|>",
     ),
     (
         "texts without an end beside conversations",
@@ -80,28 +80,28 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
             },
             "train": {"validate_every": 5},
         },
-        "data.end_of_document", "with documents apart a token must say where each ends", "<|endoftext|>",
+        "data.end_of_document", "documents apart requires a token that ends each document", "<|endoftext|>",
     ),
     (
         "documents of tokens that nobody knows",
         {"data": {"source": "megatron", "documents": "apart"}, "model": {"vocabulary_size": 300}},
-        "data.documents", "name the file of the tokens' tokenizer", "together",
+        "data.documents", "the file of the tokens' tokenizer", "together",
     ),
     (
         "documents apart in compiled blocks",
         {"data": {"documents": "apart", "end_of_document": "<|endoftext|>"}, "train": {"compile": True}},
-        "train.compile", "with documents apart each micro-batch would be compiled again", "false",
+        "train.compile", "with documents apart each micro-batch would be recompiled", "false",
     ),
     (
         "a template of texts",
         {"data": {"template": "chatml"}},
-        "data.template", "source text has texts as they are; conversations, which need a template, are source chat",
+        "data.template", "source text does not use a template; only source chat does",
         "null",
     ),
     (
         "answers in texts",
         {"data": {"loss": "answers"}},
-        "data.loss", "nothing says which tokens of source text are answers, as source chat does", "all",
+        "data.loss", "source text has no answers; only source chat does", "all",
     ),
     (
         "conversations without a template",
@@ -119,12 +119,13 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "conversations in compiled blocks",
         {"data": {"source": "chat", "template": "chatml"}, "train": {"compile": True}},
-        "train.compile", "with documents apart each micro-batch would be compiled again", "false",
+        "train.compile", "with documents apart each micro-batch would be recompiled", "false",
     ),
     (
         "layers without a window",
         {"model": {"full_attention_every": 2}},
-        "model.full_attention_every", "without sliding_window all layers attend to all tokens before", "null",
+        "model.full_attention_every",
+        "has no effect without sliding_window: all layers attend to all preceding tokens", "null",
     ),
     ("tensor", {"parallel": {"tensor": 3}}, "parallel.tensor", "tensor (3) must divide model.heads (4)", "2"),
     (
@@ -158,12 +159,12 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "more chunks than rows of a rank",
         {"parallel": {"tensor": 2, "forward_chunks": 5}},
-        "parallel.forward_chunks", "5 chunks are more than the 4 rows of the sequence that a rank holds", "4",
+        "parallel.forward_chunks", "5 chunks are more than the 4 tokens of the sequence that a rank holds", "4",
     ),
     (
         "more chunks than rows",
         {"parallel": {"tensor": 2, "sequence_parallel": False, "forward_chunks": 9}},
-        "parallel.forward_chunks", "9 chunks are more than the 8 rows", "8",
+        "parallel.forward_chunks", "9 chunks are more than the 8 tokens", "8",
     ),
     (
         "chunks of 8 bits",
@@ -172,7 +173,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
             "train": {"fp8": "rowwise", "precision": "bf16"},
             "parallel": {"tensor": 2, "forward_chunks": 2},
         },
-        "parallel.forward_chunks", "with train.fp8 products are not cut in chunks", "1",
+        "parallel.forward_chunks", "chunks are not supported with train.fp8", "1",
     ),
     (
         "sequence parallel alone",
@@ -197,13 +198,13 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "GPUs of stages on cores",
         {"parallel": {"pipeline": 2, "stage_accelerators": ["A100", "A100"]}, "resources": {"accelerator": "cpu"}},
-        "parallel.stage_accelerators", "says on which GPUs stages are, but resources.accelerator is cpu", "null",
+        "parallel.stage_accelerators", "sets the GPU types of stages, but resources.accelerator is cpu", "null",
     ),
     (
         "nodes of each stage",
         {"parallel": {"pipeline": 3, "stage_accelerators": ["A100", "V100"]}},
         "parallel.stage_accelerators",
-        "names the nodes of 2 stages, but parallel.pipeline is 3: one for each stage", "[A100, V100, A100]",
+        "has types for 2 stages, but parallel.pipeline is 3: give one for each stage", "[A100, V100, A100]",
     ),
     (
         "stages of zb-v",
@@ -235,17 +236,17 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "layers of another model",
         {"parallel": {"pipeline": 3, "stage_layers": [1, 1, 1]}},
-        "parallel.stage_layers", "3 layers in all, not model.layers (4)", "[1, 2, 1]",
+        "parallel.stage_layers", "3 layers in total, not model.layers (4)", "[1, 2, 1]",
     ),
     (
         "replicas without samples",
         {"train": {"global_batch_size": 2}, "parallel": {"data": 3}},
-        "train.global_batch_size", "a batch of 2 leaves some of parallel.data (3) replicas without", "3",
+        "train.global_batch_size", "a batch of 2 has no samples for some of parallel.data (3) replicas", "3",
     ),
     (
         "ramp without samples",
         {"train": {"batch_ramp": {"start": 2, "increment": 3, "samples": 100}}, "parallel": {"data": 5}},
-        "train.batch_ramp.start", "a batch of 2 leaves some of parallel.data (5) replicas without", "5",
+        "train.batch_ramp.start", "a batch of 2 has no samples for some of parallel.data (5) replicas", "5",
     ),
     (
         "ramp without whole micro-batches",
@@ -267,12 +268,12 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "ramp that misses",
         {"train": {"batch_ramp": {"start": 2, "increment": 4, "samples": 100}}},
-        "train.batch_ramp.increment", "increments of 4 do not lead from 2 to global_batch_size (8)", "3",
+        "train.batch_ramp.increment", "increments of 4 from 2 do not reach global_batch_size (8) exactly", "3",
     ),
     (
         "ramp of too many steps",
         {"train": {"global_batch_size": 40008, "batch_ramp": {"start": 8, "increment": 1, "samples": 10**9}}},
-        "train.batch_ramp.increment", "increments of 1 make more than 10000 of them", "4",
+        "train.batch_ramp.increment", "an increment of 1 takes more than 10000 increments", "4",
     ),
     (
         "interleaving",
@@ -290,8 +291,8 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "replicas without whole micro-batches",
         {"train": {"deterministic": "elastic", "micro_batch_size": 3}, "parallel": {"data": 4}},
-        "train.global_batch_size", "a batch of 8 has only 3 for parallel.data (4): with train.deterministic elastic "
-        "replicas share whole micro-batches", "12",
+        "train.global_batch_size", "a batch of 8 has only 3 for parallel.data (4): with train.deterministic elastic, "
+        "micro-batches are not split between replicas", "12",
     ),
     (
         "replicas without groups of micro-batches",
@@ -299,8 +300,8 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
             "train": {"deterministic": "elastic"},
             "parallel": {"data": 3, "pipeline": 4, "schedule": "interleaved"},
         },
-        "train.global_batch_size", "has only 2 for parallel.data (3): with train.deterministic elastic replicas share "
-        "whole groups of 4 micro-batches", "12",
+        "train.global_batch_size", "has only 2 for parallel.data (3): with train.deterministic elastic, "
+        "groups of 4 micro-batches", "12",
     ),
     (
         "elastic interleaving",
@@ -318,12 +319,12 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "one replica more than samples",
         {"elastic": {"max_data": 9}},
-        "elastic.max_data", "9 replicas do not work: a batch of 8 leaves some of parallel.data (9)", "8",
+        "elastic.max_data", "9 replicas do not work: a batch of 8 has no samples for some of parallel.data (9)", "8",
     ),
     (
         "several replicas more than samples",
         {"elastic": {"max_data": 12}},
-        "elastic.max_data", "9 replicas do not work: a batch of 8 leaves some of parallel.data (9)", "8",
+        "elastic.max_data", "9 replicas do not work: a batch of 8 has no samples for some of parallel.data (9)", "8",
     ),
     (
         "more replicas than interleaving takes",
@@ -333,12 +334,13 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "elastic sums and the compiler",
         {"train": {"deterministic": "elastic", "compile": True}},
-        "train.compile", "with train.deterministic elastic blocks are not compiled", "false",
+        "train.compile", "not supported with train.deterministic elastic", "false",
     ),
     (
         "8 bits of 32",
         {"train": {"fp8": "tensorwise"}, "model": {"sequence_length": 16, "head_dim": 16}},
-        "train.precision", "train.fp8 needs precision bf16, of which 8-bit matrices are made, not fp32", "bf16",
+        "train.precision",
+        "train.fp8 needs precision bf16, from which it converts matrices to 8 bits, not fp32", "bf16",
     ),
     (
         "tokens of 8-bit products",
@@ -375,7 +377,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "state that is kept nowhere",
         {"checkpoint": {"snapshots": "off", "every_steps": 0}},
-        "checkpoint.every_steps", "without snapshots a job resumes from checkpoints alone", "50",
+        "checkpoint.every_steps", "without snapshots a job can only continue from checkpoints", "50",
     ),
     (
         "fused dropout",
@@ -385,12 +387,12 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "compiled dropout",
         {"train": {"compile": True}, "model": {"dropout": 0.1}},
-        "train.compile", "compiled blocks know sdpa attention without dropout alone", "false",
+        "train.compile", "compiled blocks support only sdpa attention without dropout", "false",
     ),
     (
         "compiled attention",
         {"train": {"compile": True, "attention": "explicit"}},
-        "train.compile", "compiled blocks know sdpa attention without dropout alone", "false",
+        "train.compile", "compiled blocks support only sdpa attention without dropout", "false",
     ),
     (
         "compiled recomputation of activations",
@@ -398,12 +400,12 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
             "train": {"compile": True},
             "parallel": {"recompute": "selective", "recompute_modules": ["core_attention", "mlp_activation"]},
         },
-        "parallel.recompute_modules", "the compiler itself chooses", "[core_attention]",
+        "parallel.recompute_modules", "the compiler chooses", "[core_attention]",
     ),
     (
         "compiled recomputation",
         {"train": {"compile": True}, "parallel": {"recompute": "selective", "recompute_modules": ["norm"]}},
-        "parallel.recompute_modules", "the compiler itself chooses", "[core_attention]",
+        "parallel.recompute_modules", "the compiler chooses", "[core_attention]",
     ),
     (
         "nothing to recompute",
@@ -449,12 +451,12 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "vocabulary of tokens of others",
         {"data": {"source": "megatron"}},
-        "model.vocabulary_size", "source megatron holds tokens whose vocabulary only you know", "50257",
+        "model.vocabulary_size", "the vocabulary of source megatron is not known", "50257",
     ),
     (
         "tokens of others are trained on",
         {"data": {"source": "megatron", "tokenizer": "bpe"}, "model": {"vocabulary_size": 10_000}},
-        "data.tokenizer", "source megatron holds tokens already", "bytes",
+        "data.tokenizer", "source megatron already has tokens", "bytes",
     ),
     (
         "too few tokens for the bytes",
@@ -469,7 +471,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "an end that bytes have not",
         {"data": {"end_of_document": "</s>"}},
-        "data.end_of_document", "the bytes tokenizer knows <|endoftext|> (id 256) and none, not '</s>'",
+        "data.end_of_document", "the bytes tokenizer supports <|endoftext|> (id 256) and none, not '</s>'",
         "<|endoftext|>",
     ),
     ("no tokenizer", {"data": {"tokenizer": ""}}, "data.tokenizer", "must be bytes, bpe, or the path", "bytes"),
@@ -496,7 +498,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "paths in an object store",
         {"data": {"paths": ["a", "s3://texts/a.txt"]}},
-        "data.paths", "s3://texts/a.txt is a URL, and files are read from folders: mount the store",
+        "data.paths", "s3://texts/a.txt is a URL, but files are read from folders: mount the store",
         '["a", "/mnt/texts/a.txt"]',
     ),
     (
@@ -528,12 +530,12 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "a decay where there is none",
         {"train": {"optimizer": {"decay_steps": 5, "decay_shape": "cosine"}}},
-        "train.optimizer.schedule", "cosine takes no decay_steps and no decay_shape, which belong to wsd", "wsd",
+        "train.optimizer.schedule", "cosine takes no decay_steps and no decay_shape, which are for wsd", "wsd",
     ),
     (
         "two lengths of a decay",
         {"train": {"optimizer": {"schedule": "wsd", "decay_steps": 5, "decay_fraction": 0.2}}},
-        "train.optimizer.decay_fraction", "decay_steps says already how long the decay is", "null",
+        "train.optimizer.decay_fraction", "decay_steps already sets the length of the decay", "null",
     ),
     (
         "a decay beyond the warm-up",
@@ -566,7 +568,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "sets that are never measured",
         {"data": {"validation": [{"name": "code", "paths": ["a.txt"]}]}},
-        "train.validate_every", "the losses of data.validation are measured every so many steps", "3",
+        "train.validate_every", "data.validation has sets", "3",
     ),
     ("fewest", {"elastic": {"min_data": 2}}, "elastic.min_data", "must be at most parallel.data (1)", "1"),
     (
@@ -577,17 +579,17 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "spikes that nobody sees",
         {"recovery": {"spike": {"policy": "skip", "window": 40}}},
-        "recovery.spike.window", "window (40) must be below train.steps (30), else no step is ever judged", "29",
+        "recovery.spike.window", "window (40) must be below train.steps (30), or no step is ever checked", "29",
     ),
     (
         "spikes of a job just long enough",
         {"recovery": {"spike": {"policy": "report"}}, "train": {"steps": 6}},
-        "recovery.spike.window", "window (50) must be below train.steps (6), else no step is ever judged", "5",
+        "recovery.spike.window", "window (50) must be below train.steps (6), or no step is ever checked", "5",
     ),
     (
         "spikes of a short job",
         {"recovery": {"spike": {"policy": "skip"}}, "train": {"steps": 5}},
-        "recovery.spike.policy", "window (50) must be below train.steps (5), else no step is ever judged", "ignore",
+        "recovery.spike.policy", "window (50) must be below train.steps (5), or no step is ever checked", "ignore",
     ),
 ]  # fmt: skip
 """Name, sections, path of the field that is named, part of what is said, advice."""
@@ -604,7 +606,7 @@ NOT_BUILT: list[tuple[str, str, Any]] = [
 
 SETS: list[tuple[str, list[dict[str, Any]], str, str, str | None]] = [
     ("twice the same name", [{"name": "a", "paths": ["a"]}, {"name": "a", "paths": ["b"]}],
-     "data.validation.1.name", "there is a validation set a before", "a_2"),
+     "data.validation.1.name", "an earlier validation set has the name a", "a_2"),
     ("no paths", [{"name": "a"}], "data.validation.0.paths", "needs at least one file or directory", "[corpus.txt]"),
     ("paths of the library", [{"name": "a", "source": "python-stdlib", "paths": ["b"]}],
      "data.validation.0.paths", "source python-stdlib takes no paths", "[]"),
