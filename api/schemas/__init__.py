@@ -1,4 +1,4 @@
-"""What the REST API answers, as data. The client reads answers with the models that the server writes them with."""
+"""Responses of the REST API. The client parses them with the same models that the server writes them with."""
 
 from api.schemas.base import Answer, Direction, FieldProblem, Health, Items, Number, Problem, Stream, Time, rfc3339
 from api.schemas.checkpoints import Checkpoint, Export

@@ -1,4 +1,4 @@
-"""Answers of the REST API about keys, projects and the audit, as data."""
+"""Responses of the REST API about projects, keys and the audit log."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from api.schemas import Answer, Time
 
 
 class Project(Answer):
-    """Jobs that are seen and changed together."""
+    """A group of jobs with shared access."""
 
     name: str
-    """Its name, which is its id."""
+    """Name, which is also the id."""
     created_at: Time
     """When it was created."""
 
 
 class ApiKey(Answer):
-    """What is known of an API key; not the key."""
+    """An API key, without the key itself."""
 
     id: str
-    """Its id."""
+    """Id."""
     name: str
-    """What it is for."""
+    """What the key is for."""
     user: str | None
-    """Whom it is for."""
+    """The user of the key."""
     project: str
-    """Project that it is bound to."""
+    """Project of the key."""
     scope: str
     """read, submit or admin."""
     installation: bool
@@ -32,72 +32,72 @@ class ApiKey(Answer):
     created_at: Time
     """When it was created."""
     expires_at: Time | None
-    """When it expires or expired; null: it does not expire."""
+    """When it expires; null: never."""
     revoked_at: Time | None
     """When it was revoked."""
     highest_priority: int | None = None
-    """The highest priority that jobs submitted with it may have; null: any."""
+    """Highest priority that jobs submitted with it may have; null: no limit."""
 
 
 class NewApiKey(ApiKey):
-    """A key that was just created."""
+    """A newly created key."""
 
     key: str
-    """The key itself. It is shown this once and kept nowhere."""
+    """The key itself. It is only returned once and is not stored."""
 
 
 class Me(Answer):
-    """Who asks, and what that allows."""
+    """The key of the request, and its permissions."""
 
     key: str
     """Id of the key."""
     key_name: str
     """What the key is for."""
     user: str | None
-    """Whom it is for."""
+    """The user of the key."""
     project: str
-    """Project that it submits into."""
+    """Project that it submits jobs to."""
     scope: str
     """read, submit or admin."""
     installation: bool
     """Whether it is valid for all projects."""
     browser: bool
-    """Whether the request came from a signed-in browser rather than with the key itself."""
+    """Whether the request came from a signed-in browser instead of carrying the key."""
     highest_priority: int | None = None
-    """The highest priority that jobs submitted with it may have; null: any."""
+    """Highest priority that jobs submitted with it may have; null: no limit."""
 
 
 class AuditEntry(Answer):
-    """One request that changed something, or would have."""
+    """One request to change something, whether it succeeded or not."""
 
     id: str
-    """Grows with time."""
+    """Increases with time."""
     time: Time
     """When it was answered."""
     project: str
     """Project of the key."""
     key: str | None
-    """Id of the key; null: a user of the machine itself, without the service."""
+    """Id of the key; null: a command on the service's machine, without the service."""
     key_name: str
-    """The key's name at that time."""
+    """Name of the key at that time."""
     user: str | None
-    """Whom it is for."""
+    """The user of the key."""
     operation: str
-    """The operation, such as cancel_job."""
+    """The requested operation, such as cancel_job."""
     target: str | None
-    """Id of the job, key or node, or name of the project, that it acted on."""
+    """Id of the job, key or node, or name of the project."""
     address: str | None
-    """Address that the request came from."""
+    """Address of the client."""
     status: int
     """HTTP status of the answer."""
     code: str | None
-    """Why it was refused."""
+    """Code of the error, if it was refused."""
 
 
 class OneTimeLink(Answer):
     """A link that signs a browser in, once."""
 
     path: str
-    """Path below the service's address. The first browser that opens it is signed in."""
+    """Path of the link, relative to the service's address. The first browser that opens it is signed in."""
     expires_at: Time
     """When it expires."""

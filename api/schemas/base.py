@@ -1,4 +1,4 @@
-"""What all answers have: times, numbers, problems, pages of lists."""
+"""Common parts of all responses: times, numbers, problems, pages of lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Time = Annotated[
     PlainSerializer(rfc3339, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]
-"""A moment; RFC 3339 in UTC on the wire."""
+"""A time; in JSON as RFC 3339 in UTC."""
 
 
 _NUMBER_SCHEMA = {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}, {"type": "null"}]}
@@ -34,21 +34,21 @@ Number = Annotated[
     PlainSerializer(spell, when_used="json"),
     WithJsonSchema(_NUMBER_SCHEMA),
 ]
-"""A number or null; the non-finite ones are the strings "nan", "inf" and "-inf" on the wire."""
+"""A number or null; in JSON non-finite numbers are the strings "nan", "inf" and "-inf"."""
 
 
 Direction = Literal["asc", "desc"]
-"""Direction of a sort order."""
+"""Direction of an order."""
 
 
 class Answer(BaseModel):
-    """Base of all answers. Fields that this client does not know are ignored."""
+    """Base of all responses. Unknown fields, from a newer service, are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 class FieldProblem(Answer):
-    """One thing that is wrong with a request."""
+    """One problem of a request."""
 
     path: str
     """Dotted path of the field, or name of the parameter."""
@@ -64,13 +64,13 @@ class Problem(Answer):
     code: str
     """Stable code."""
     title: str
-    """What the status means."""
+    """Meaning of the status."""
     status: int
     """HTTP status."""
     detail: str
-    """One sentence that says what to do next."""
+    """One sentence with what to do next."""
     errors: list[FieldProblem] = []
-    """One entry for each thing that is wrong."""
+    """All problems of the request."""
 
 
 class Items(Answer, Generic[T]):
@@ -79,18 +79,18 @@ class Items(Answer, Generic[T]):
     items: list[T]
     """The items."""
     next_cursor: str | None = None
-    """Pass this as `cursor` for the next page; null on the last one."""
+    """Pass this as `cursor` for the next page; null on the last page."""
 
 
 class Stream(Items[T], Generic[T]):
-    """A page of a list that still grows."""
+    """A page of a list that is still growing."""
 
     resume_cursor: str
-    """Pass this as `cursor` to read only what came after this page, also when it is the last one for now."""
+    """Pass this as `cursor` to read only what was added after this page; also set on the last page."""
 
 
 class Health(Answer):
-    """Whether the process is alive, or the service ready."""
+    """Whether the process is alive, or the service is ready."""
 
     status: str
     """ok or ready."""

@@ -1,4 +1,4 @@
-"""The machines."""
+"""Responses of the REST API about the cluster's nodes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from api.schemas.base import Answer
 
 
 class RunningRank(Answer):
-    """A rank that occupies a GPU or a slot of a node."""
+    """A rank that occupies a slot or GPU of a node."""
 
     job: str
     """Job id."""
     rank: int
-    """Global rank in it."""
+    """Global rank in the job."""
 
 
 class Gpu(Answer):
-    """One GPU of a node, as its driver reported in the last minute; null: it does not report that."""
+    """One GPU of a node, as reported by its driver in the last minute; null: not reported."""
 
     index: int
     """The driver's index on its machine."""
     answers: bool = True
-    """Whether the driver reaches it."""
+    """Whether the driver can reach it."""
     utilization: float | None = None
-    """Part of the last sample's time in which a kernel ran, 0 to 1."""
+    """Fraction of the last sample's time in which a kernel ran, 0 to 1."""
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     power_watts: float | None = None
@@ -38,59 +38,59 @@ class Gpu(Answer):
     ecc_errors: int | None = None
     """Uncorrected memory errors since the driver was loaded."""
     ecc_corrected: int | None = None
-    """Corrected memory errors since then."""
+    """Corrected memory errors since the driver was loaded."""
 
 
 class Node(Answer):
     """One machine of the cluster."""
 
     id: str
-    """Its id."""
+    """Id."""
     address: str
-    """Its address."""
+    """Address."""
     alive: bool
-    """Whether it answers."""
+    """Whether it responds."""
     draining: bool = False
-    """Whether it is being drained: jobs move away from it, and none is placed there."""
+    """Whether it is being drained: its jobs move away, and no new ranks are placed on it."""
     problem: str | None = None
-    """Why no job is placed there until this is fixed, in a sentence."""
+    """Why no ranks are placed on it until it is repaired, as a sentence."""
     accelerator: str
-    """What a rank uses there by default: gpu, or cpu on a node without GPUs."""
+    """What a rank occupies there by default: gpu, or cpu if the node has none."""
     total: float
-    """How many ranks fit, of that kind."""
+    """Number of GPUs or slots of that kind."""
     free: float
-    """How many more ranks fit."""
+    """Free GPUs or slots of that kind."""
     slots_total: float = 0
-    """CPU slots, which nodes with GPUs have too."""
+    """Number of CPU slots, which nodes with GPUs also have."""
     slots_free: float = 0
     """Free CPU slots."""
     gpu_type: str | None = None
-    """Type of its GPUs where Ray has recognised it, such as H100."""
+    """Ray's name for the type of its GPUs, if Ray has detected it, such as H100."""
     gpu_memory_bytes: int | None = None
-    """Memory of its smallest GPU, once the node's driver has reported it."""
+    """Memory of its smallest GPU, if its driver has been queried."""
     gpus: list[Gpu] = Field([])
-    """Empty where it has none, or nothing is known about them."""
+    """Its GPUs; empty if there are none or nothing is known about them."""
     ranks: list[RunningRank] = Field([])
-    """Ranks that run there."""
+    """Ranks that occupy GPUs or slots."""
 
 
 class Cluster(Answer):
-    """All machines."""
+    """All nodes."""
 
     nodes: list[Node]
-    """One entry per node."""
+    """One entry per machine."""
     totals: dict[str, Any] = Field(default_factory=dict)
-    """Sums over live nodes: total and free of GPUs, or of slots where none has any; slots_total, slots_free."""
+    """Sums over live nodes: total and free GPUs, or slots if no node has GPUs; slots_total, slots_free."""
 
 
 class ClusterCheck(Answer):
-    """Result of the nodes connecting to each other's ports."""
+    """Result of a check in which the nodes connect to each other's ports."""
 
     problems: list[str]
-    """Closed ports, from where to where, in sentences that say what to do."""
+    """Closed ports and between which nodes, as sentences with what to do."""
     warnings: list[str] = Field([])
-    """Nodes about which nothing is known, and what would be lost with Ray's head."""
+    """Nodes without a result, and what would be lost with Ray's head node."""
     nodes: int
-    """Nodes that took part."""
+    """Number of nodes that took part."""
     tries: int
-    """Connections that were tried."""
+    """Number of connections tried."""

@@ -1,4 +1,4 @@
-"""What happened to a job: metrics, events, logs, where its time went, what failed."""
+"""Responses of the REST API about a job's history: metrics, events, logs, ledger, recoveries."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ class MetricSeries(Answer):
     steps: list[int]
     """Committed steps, ascending."""
     series: dict[str, list[Number]]
-    """One value a step, by metric name."""
+    """One value per step, by metric name."""
 
 
 class Event(Answer):
     """Something that happened to a job."""
 
     id: str
-    """Grows with time."""
+    """Increases with time."""
     time: Time
     """When it happened."""
     type: str
     """Stable code."""
     generation: int | None
-    """Generation that it belongs to."""
+    """Generation of the job."""
     rank: int | None
-    """Rank that it is about."""
+    """Rank that the event is about."""
     step: int | None
-    """Step that it is about."""
+    """Step that the event is about."""
     message: str
     """One sentence."""
     data: dict[str, Any]
-    """More about it."""
+    """Details of the event."""
 
 
 class JobEvent(Event):
@@ -54,11 +54,11 @@ class LogLine(Answer):
     generation: int
     """Generation of its trainer."""
     stream: str
-    """stdout or stderr; agent for what its agent wrote."""
+    """stdout or stderr of the trainer, or agent for output of its agent."""
     text: str
     """The line."""
     level: str | None = None
-    """The level that it names: debug, info, warning, error or critical; null where it names none."""
+    """Level given in the line: debug, info, warning, error or critical; null if there is none."""
 
 
 class LogLines(Stream[LogLine]):
@@ -67,11 +67,11 @@ class LogLines(Stream[LogLine]):
     earlier: bool | None = None
     """With `tail`: whether there are, or may be, earlier lines that match."""
     earlier_cursor: str | None = None
-    """Pass this as `before`, with `tail`, to read them; null where there are none."""
+    """Pass this as `before`, with `tail`, for the earlier lines; null if there are none."""
 
 
 class LedgerInterval(Answer):
-    """A part of a job's time line."""
+    """An interval of a job's timeline."""
 
     begin: Time
     end: Time
@@ -80,7 +80,7 @@ class LedgerInterval(Answer):
 
 
 class Ledger(Answer):
-    """Where every second of a job went, from its submission to its end, or to now."""
+    """How a job spent every second from its submission to its end, or until now."""
 
     seconds: dict[str, float]
     """By class: queue, start, compute, data_wait, snapshot_stall, checkpoint_stall, detect, re_form, restore, redo,
@@ -90,44 +90,44 @@ class Ledger(Answer):
     goodput: float | None
     """Compute / (wall - queue - pause), 0 to 1; null before the first committed step."""
     closed: bool
-    """Whether the job is over, so that nothing will change any more."""
+    """Whether the job has ended, so that the ledger is final."""
     began_at: Time
     """When the job was submitted."""
     until: Time
     """When it ended, or now."""
     intervals: list[LedgerInterval] | None = None
-    """The time line, without gaps; where it was asked for."""
+    """The timeline, without gaps; only if requested."""
 
 
 class Recovery(Answer):
-    """A failure, and the generation that recovered from it."""
+    """A recovery: a failure, and the generation that it started."""
 
     generation: int
-    """The generation that it started."""
+    """The generation that the recovery started."""
     time: Time
     """When the failure happened."""
     kind: str
     """Kind of the failure, such as killed, hung, agent_lost or exception."""
     rank: int
-    """The rank that failed."""
+    """The failed rank."""
     node: str | None
     """Node that the failed rank ran on."""
     cause: str
-    """What happened to it, in one sentence."""
+    """What happened to the rank, as one sentence."""
     forked: list[int]
     """Ranks that got a new process."""
     kept: int
-    """Number of ranks that kept theirs."""
+    """Number of ranks that kept their process."""
     source: str
-    """Where the state came from, such as memory, snapshot, peer, replica or checkpoint."""
+    """Source of the state, such as memory, snapshot, peer, replica or checkpoint."""
     resume_step: int
-    """Committed step that the state belongs to."""
+    """Committed step of the state."""
     steps_redone: int | None
-    """Committed steps that were done again; null before the first one of this generation."""
+    """Committed steps that were redone; null before the first committed step of this generation."""
     wait_seconds: float
-    """How long it was delayed because the same failure kept recurring."""
+    """How long the recovery was delayed because the same failure recurred."""
     seconds: dict[str, float | None]
-    """By phase: detect, rest, re_form, restore, redo; null where a phase has not ended. `redo` ends with the next
+    """By phase: detect, rest, re_form, restore, redo; null for a phase that has not ended. `redo` ends with the next
     committed step."""
     total_seconds: float | None
-    """From the failure to the next committed step; null before that."""
+    """From the failure to the next committed step; null until then."""

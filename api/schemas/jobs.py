@@ -1,4 +1,4 @@
-"""Jobs, and lists of them."""
+"""Responses of the REST API about jobs and lists of jobs."""
 
 from __future__ import annotations
 
@@ -11,66 +11,66 @@ from api.schemas.plans import Plan
 from api.schemas.ranks import RankPlace
 
 JobSort = Literal["created", "name", "state", "step", "loss", "priority", "finished"]
-"""What jobs are ordered by."""
+"""Sort key of a list of jobs."""
 
 
 class LatestMetrics(Answer):
     """Latest known value of each metric."""
 
     latest: dict[str, Number]
-    """By metric name, `step` included; null where it is not known yet."""
+    """By metric name, including `step`; null if not known yet."""
 
 
 class Queue(Answer):
-    """A queued job's place."""
+    """A queued job's position."""
 
     position: int | None = None
-    """From 1; null for a job that is not QUEUED."""
+    """Position in the queue, starting from 1; null for a job that is not QUEUED."""
     waiting_for: dict[str, Any] | None = None
-    """What is missing, such as needed and available slots."""
+    """What the job waits for, such as needed and available slots."""
 
 
 class Job(Answer):
     """One training job."""
 
     id: str
-    """Its id."""
+    """Id."""
     project: str | None = None
-    """The project that it belongs to; null from a service of a release without projects."""
+    """Project of the job; null from a service whose release had no projects."""
     etag: str | None = None
-    """For If-Match: changes whenever anything changes that a PATCH can change."""
+    """For If-Match: changes whenever a field changes that PATCH can change."""
     name: str
-    """Its name, not necessarily unique."""
+    """Name, not necessarily unique."""
     labels: dict[str, str] = Field({})
-    """By key."""
+    """Labels by key."""
     owner: str | None = None
-    """The user who submitted it, else the name of the key; null for a job that an older release stored."""
+    """The user who submitted it, or the name of the key; null for a job stored by an earlier release."""
     state: str
-    """Its state."""
+    """State of the job."""
     reason: str | None
-    """Stable code that says why it is in this state."""
+    """Stable code of the reason for this state."""
     message: str | None
-    """The same as a sentence."""
+    """The reason as a sentence."""
     spec: dict[str, Any]
-    """The checked JobSpec with all defaults."""
+    """The validated JobSpec with all defaults."""
     step: int
     """Last committed step."""
     steps: int
-    """Steps of the whole job."""
+    """Number of steps of the job."""
     eta_seconds: float | None
-    """Expected time to the last step, from the newest steps' duration; null where nothing is running."""
+    """Estimated time to the last step, from the duration of the newest steps; null if the job is not running."""
     parallel: dict[str, Any]
-    """The layout in use, with its world_size."""
+    """The current layout, with its world_size."""
     generation: int
-    """Starts of the gang so far."""
+    """Number of starts of the gang so far."""
     restarts: int
-    """Automatic restarts so far."""
+    """Number of automatic restarts so far."""
     metrics: LatestMetrics
-    """Latest known numbers."""
+    """Latest metrics."""
     goodput: float | None
     """Compute / (wall - queue - pause) by the job's ledger, 0 to 1; null before the first committed step."""
     queue: Queue
-    """Its place in the queue."""
+    """Position in the queue."""
     created_at: Time
     """When it was submitted."""
     started_at: Time | None
@@ -78,68 +78,68 @@ class Job(Answer):
     finished_at: Time | None
     """When it reached its final state."""
     memory_kept_until: Time | None = None
-    """Of a job that failed: until when its snapshots stay in memory for a retry."""
+    """For a failed job: until when its snapshots are kept in memory for a retry."""
     deletion_began_at: Time | None = None
-    """Since when it is being deleted, where that could not be finished: delete it again."""
+    """When a deletion began that could not be finished: delete the job again."""
 
 
 class JobCounts(Answer):
-    """How many jobs there are."""
+    """Numbers of jobs."""
 
     total: int
-    """All jobs."""
+    """Number of all jobs."""
     by_state: dict[str, int]
-    """In each state, zeros included."""
+    """Number of jobs in each state, including zeros."""
 
 
 class Sparkline(Answer):
-    """A job's loss, as a short series."""
+    """A short series of a job's loss, for a sparkline."""
 
     job: str
     """Job id."""
     loss: list[Number]
-    """At most 32 values over its steps, by `get_metrics`'s choice of steps; empty before the first."""
+    """At most 32 values over its steps, selected as in `get_metrics`; empty before the first step."""
 
 
 class DeletedJob(Answer):
     """What was deleted with a job."""
 
     id: str
-    """The id that the job had."""
+    """Id of the deleted job."""
     rows: dict[str, int]
-    """Rows of the database, by table: events, metrics and so on."""
+    """Number of deleted rows of the database, by table: events, metrics and so on."""
     checkpoints: int
-    """Durable checkpoints, whole or not."""
+    """Number of durable checkpoints, complete or not."""
     logs: int
-    """Log files of ranks."""
+    """Number of log files of ranks."""
     bytes: int
-    """Size of all its files on disk."""
+    """Total size of its files on disk."""
 
 
 class Layout(Answer):
-    """How a spec would be laid out."""
+    """The layout of a spec."""
 
     parallel: dict[str, Any]
     """The layout, with its world_size."""
     world_size: int
     """Number of ranks."""
     micro_batches: int
-    """Micro-batches that one replica runs in a step."""
+    """Number of micro-batches of a replica in a step."""
     ranks: list[RankPlace] | None
-    """Every rank's place; null for more than 4096 ranks."""
+    """Position of every rank; null for more than 4096 ranks."""
 
 
 class DryRun(Answer):
-    """What a submission would have done."""
+    """Result of a dry run of a submission."""
 
     spec: dict[str, Any]
-    """The checked JobSpec with all defaults."""
+    """The validated JobSpec with all defaults."""
     layout: Layout
-    """Its layout."""
+    """Layout."""
     plan: Plan | None = None
-    """Predicted time and memory of a step on this cluster."""
+    """Estimated time and memory of a step on this cluster."""
     plan_note: str | None = None
-    """A caveat about its times, or why there is no plan."""
+    """A note about the estimated times, or why there is no plan."""
     data_problem: str | None = None
-    """Why the job would fail: its data, tokenizer or weights are not where it looks for them; null where they are, or
-    where that is not known."""
+    """Why the job would fail because its data, tokenizer or weights are missing; null if they exist or that cannot be
+    checked."""
