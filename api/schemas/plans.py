@@ -1,4 +1,5 @@
-"""Plans, and how jobs compare with them."""
+"""Responses of the REST API about plans: estimated time and memory of layouts, and their comparison with
+measurements."""
 
 from __future__ import annotations
 
@@ -11,89 +12,89 @@ from api.schemas.base import Answer
 
 
 class PlanMemory(Answer):
-    """Bytes needed by the rank that needs most."""
+    """Memory of the rank that needs the most, in bytes."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
-    """Kept from forward to backward, with the logits."""
+    """Activations saved from forward to backward, including the logits."""
     buffers: int
-    """Temporary buffers at the peak."""
+    """Temporary buffers."""
     total: int
 
 
 class StepParts(Answer):
-    """Where a step's seconds go."""
+    """Seconds of a step by part."""
 
     pipeline: float
-    """Forwards, backwards and the waiting between them."""
+    """Forward and backward passes and the waiting between them."""
     gradients: float
-    """Reduction over the replicas, as far as it is not overlapped."""
+    """Reduction over the replicas that does not overlap with other work."""
     tied_embedding: float
-    """Summing the gradients of an embedding that two stages hold."""
+    """Summing the gradients of an embedding that two stages share."""
     optimizer: float
     waiting: float
     """Waiting for the slowest replica."""
 
 
 class BesideSteps(Answer):
-    """What the training does besides its steps."""
+    """Work of the training outside its steps."""
 
     validation_seconds: float | None
-    """Of one validation, at most; null: there are no validations."""
+    """Maximum time of one validation; null: no validation."""
     validation_hours: float
-    """Of all validations."""
+    """Time of all validations."""
     snapshot_every_steps: int | None
-    """Null: none are taken."""
+    """Steps between snapshots; null: no snapshots."""
     snapshot_stall_seconds: float
-    """For how long an update waits for a copy of the state."""
+    """How long an update waits for a copy of the state."""
     snapshot_hours: float
-    """Of all that wait for snapshots."""
+    """Time of all updates that wait for snapshots."""
     checkpoint_bytes: int
-    """Of a durable one."""
+    """Size of a durable checkpoint."""
     checkpoint_hours: float
-    """Of updates that wait for copies of steps without a snapshot; checkpoints are written alongside the training."""
+    """Time of updates that wait for copies at steps without a snapshot; writing checkpoints overlaps with training."""
     storage_bytes_per_second: float | None
-    """Write rate at which a checkpoint is complete before the next is due; null: there is no next."""
+    """Rate required to write a checkpoint before the next one is due; null: there is no next one."""
 
 
 class Plan(Answer):
-    """A layout that fits, and its predicted performance."""
+    """A layout that fits, with its estimated performance and memory."""
 
     parallel: dict[str, Any]
     """The layout, as in a JobSpec."""
     micro_batch_size: int
     gpus: int
-    """Ranks of the layout."""
+    """Number of ranks."""
     step_seconds: float
     tokens_per_second: float
     tflops_per_gpu: float
-    """10^12 FLOP/s of the model, attention in full."""
+    """10^12 FLOP/s of the model, with attention counted in full."""
     hardware_tflops_per_gpu: float
-    """The same with what is recomputed."""
+    """The same, including recomputation."""
     mfu_full: float
     mfu_causal: float
     hfu_full: float
     bubble_ratio: float
-    """Part of the pipeline's time in which its busiest stage waits."""
+    """Fraction of the pipeline's time in which its busiest stage waits."""
     memory_bytes: PlanMemory
     host_memory_bytes: int
-    """Of a node, of the kind where it is most: for snapshots, and for activations and an optimizer's state that lie
-    there."""
+    """Host memory of a node, of the kind that needs the most: snapshots, and offloaded activations and optimizer
+    state."""
     step_parts: StepParts
     beside_steps: BesideSteps
     hours: float
-    """For train.steps steps, and what is done besides them."""
+    """Time of train.steps steps and of the work outside them."""
     gpu_hours: float
 
 
 class RejectedPlan(Answer):
-    """A layout that is not among the best."""
+    """A layout that was rejected."""
 
     parallel: dict[str, Any]
     reason: str
-    """Why, as a sentence."""
+    """Why it was rejected, as a sentence."""
 
 
 class StepShare(Answer):
@@ -102,20 +103,20 @@ class StepShare(Answer):
     name: str
     """Stable code."""
     seconds: float
-    """Mean over the ranks; that of products may be negative, where kernels skip work that FLOPs count."""
+    """Mean over the ranks; may be negative for products, if kernels skip work that the FLOPs include."""
     what: str
     help: str
-    """What would make it smaller; empty where nothing does."""
+    """What would reduce it; empty if nothing would."""
 
 
 class PlanChange(Answer):
-    """Predicted effect of one change of a plan."""
+    """Effect of one change of a plan."""
 
     change: str
-    """As in a JobSpec."""
+    """The changed key and value, as in a JobSpec."""
     step_seconds: float
     memory_bytes: int
-    """Of the rank that needs most."""
+    """Memory of the rank that needs the most."""
     fits: bool
 
 
@@ -129,48 +130,49 @@ class PlannedPass(Answer):
     """Virtual stage, in the model's order."""
     micro_batch: int
     begin: float
-    """Seconds from the step's start."""
+    """Seconds since the start of the step."""
     end: float
 
 
 class PlannedRun(Answer):
-    """A whole training with failures, simulated; docs/planner.md says at which rates, and what they cost."""
+    """A simulation of the whole training with failures; their rates and costs are in docs/planner.md."""
 
     hours: float
     gpu_hours: float
-    """With spares."""
+    """Including spares."""
     goodput: float
-    """Part of the time that trains."""
+    """Fraction of the time spent training."""
     failures: float
     lost_hours: dict[str, float]
-    """By reason: redone, recovering, checkpoints, waiting, slower, beside_steps."""
+    """Lost hours by reason: redone, recovering, checkpoints, waiting, slower, beside_steps."""
     spare_nodes: int
-    """With which it takes the fewest GPU-hours."""
+    """Number of spare nodes that costs the fewest GPU-hours."""
     checkpoint_seconds: float
-    """Best time between two checkpoints."""
+    """Optimal time between checkpoints."""
     goodput_with_restarts: float
-    """Of a system that starts everything again from a checkpoint after each failure."""
+    """Goodput of a system that restarts everything from a checkpoint after each failure."""
     gpu_hours_with_restarts: float
 
 
 class Machine(Answer):
-    """A type of node that `manta calibrate` or jobs have measured; plans for such nodes use these constants."""
+    """Performance constants of a type of node, measured by `manta calibrate` or from jobs, that plans for this type
+    use."""
 
     name: str
-    """Processor and cores, or the type of GPU, by which types of nodes are distinguished."""
+    """Processor and cores, or the type of GPU, which identify the type of node."""
     measured_at: datetime
-    """When it was calibrated; where it was not, when the newest job began that refines it."""
+    """When it was calibrated; if it was not, when the newest job that refines it began."""
     device: str | None
-    """Its processor, or its GPU; null where it was not calibrated."""
+    """Processor or GPU; null if it was not calibrated."""
     cores: int | None
-    """Null where it was not calibrated."""
+    """Number of cores; null if it was not calibrated."""
     constants: dict[str, float] | None
-    """Measured constants of a core or a GPU, as docs/planner.md lists them. Where it was not calibrated, as jobs have
-    refined them."""
+    """The eight performance constants of a core or GPU, described in docs/planner.md. If it was not calibrated: as
+    refined by jobs."""
     this_node: bool
-    """Whether the control plane that answers is on such a node; of GPUs it does not know."""
+    """Whether the control plane that answers runs on such a node; unknown for GPUs."""
     problem: str | None
-    """Why it cannot be used; then device, cores and constants are null."""
+    """Why the calibration cannot be used; then device, cores and constants are null."""
     warning: str | None = None
     """Why its constants may be wrong: the calibration was disturbed."""
     links: dict[str, float] | None = None
@@ -179,26 +181,26 @@ class Machine(Answer):
     links_note: str | None = None
     """Why that was not measured at the last calibration, and what plans go by."""
     refined: dict[str, float] = Field({})
-    """Factors by which jobs have changed constants that a calibration leaves assumed."""
+    """Constants that a calibration does not measure and that jobs have refined: the ratio to their assumed values."""
     refined_by_jobs: int = 0
-    """Number of jobs behind these factors."""
+    """Number of jobs whose steps were used."""
 
 
 class PlanSize(Answer):
-    """The best layout for fewer GPUs."""
+    """The layout to continue with on fewer GPUs."""
 
     gpus: int
-    """GPUs that the layout uses."""
+    """Number of GPUs of the layout."""
     up_to: int
-    """It is the best layout for this many GPUs, and for any number in between."""
+    """The layout is used from `gpus` up to this many GPUs."""
     nodes: dict[str, int] | None
-    """How many nodes of each type of GPU it is for, where they are unequal."""
+    """Number of nodes by GPU type, if the nodes are unequal."""
     parallel: dict[str, Any]
     micro_batch_size: int
     step_seconds: float
     tokens_per_second: float
     memory_bytes: int
-    """Of the rank that needs most."""
+    """Memory of the rank that needs the most."""
     fits: bool
 
 
@@ -208,113 +210,113 @@ class PlannedPart(Answer):
     name: str
     seconds: float
     fraction: float
-    """Of the step; all parts add up to 1."""
+    """Fraction of the step; all parts add up to the step."""
     what: str
     help: str | None
-    """What would make it smaller; null where nothing does."""
+    """What would reduce it; null if nothing would."""
 
 
 class PlannedStep(Answer):
-    """What a step of a job is planned to take where it runs."""
+    """Estimated time and memory of a step of a job where it runs."""
 
     step_seconds: float
     memory_bytes: PlanMemory
     parts: list[PlannedPart]
     """From the device's peak down to the MFU."""
     assumed: bool
-    """Whether all constants of the machine are assumed, none measured or fitted."""
+    """Whether the estimate is based on assumptions only, without measurements on such a machine."""
     has_gpus: bool
-    """Whether each rank has a GPU, whose memory it can be compared with."""
+    """Whether each rank has a GPU, whose memory the estimate can be compared with."""
     sizes: list[PlanSize] = Field([])
-    """The layouts that it continues in as it loses GPUs, most first; empty where its size is fixed."""
+    """The layouts that the job continues with as it loses GPUs, largest first; empty if its size is fixed."""
     refined_by_jobs: int = 0
-    """Jobs whose steps have refined what is assumed of such a machine; 0: none."""
+    """Number of jobs whose steps have refined the assumptions about such a machine; 0: none."""
 
 
 class MeasuredStep(Answer):
-    """What steps of a job took, once the first ones had settled."""
+    """Measured time and memory of a job's steps, excluding the first ones."""
 
     first_step: int
     last_step: int
     step_seconds: float
     """Median of these steps."""
     memory_bytes: int | None
-    """Most of any rank: on GPUs the peak of their memory, else all that a process has resident."""
+    """Maximum over the ranks: on GPUs the peak of allocated memory, otherwise the resident memory of the process."""
     parts: dict[str, float] | None
-    """Seconds by part as the engine measures them, medians; null where it measured no step in parts."""
+    """Median seconds by part as measured by the engine; null if no step was measured by parts."""
     spread: float | None = None
-    """Interquartile range of the steps' times over their median; null for fewer than four steps."""
+    """Interquartile range of the steps' times, as a fraction of their median; null for fewer than four steps."""
 
 
 class ComparedPart(Answer):
-    """A group of parts that means the same in a plan and in a measurement."""
+    """A group of parts with the same meaning in a plan and in a measurement."""
 
     name: str
     planned: float
-    """Seconds of a step."""
+    """Planned seconds of a step."""
     measured: float
 
 
 class PlanDrift(Answer):
-    """How far a job is from its plan, beyond 20%."""
+    """A difference of more than 20% between a job and its plan."""
 
     ratio: float
-    """Measured seconds over planned seconds."""
+    """Ratio of measured to planned time."""
     part: str
-    """The part that accounts for most of the difference."""
+    """The part with the largest difference."""
     message: str
 
 
 class JobPlan(Answer):
-    """A job's plan as of its last start or change of layout, compared with what was measured."""
+    """The plan of a job, made when it last started or changed its layout, and measurements to compare with it."""
 
     generation: int | None
-    """Generation that it was planned for; null before the first."""
+    """Generation that was planned; null before the first."""
     parallel: dict[str, Any] | None
     """The planned layout."""
     planned: PlannedStep | None
     problem: str | None
-    """Why nothing is planned, or not yet."""
+    """Why there is no plan, or not yet."""
     measured: MeasuredStep | None
-    """Null before its sixth step."""
+    """Measurements; null before the sixth step."""
     compared: list[ComparedPart]
-    """Planned and measured by groups of parts; empty while one of them is missing."""
+    """Plan and measurement by groups of parts; empty if one of them is missing."""
     drift: PlanDrift | None
-    """Null within 20%, and before 25 steps."""
+    """Null if the difference is within 20%, and before 25 steps."""
 
 
 class PlanExplanation(Answer):
-    """Where the time of the best plan's step goes, and what would change that."""
+    """Breakdown of a step of the best plan, and the effects of changes."""
 
     sentences: list[str]
-    """The largest losses, and what helps."""
+    """The largest losses, and what would reduce them."""
     shares: list[StepShare]
-    """From the device's peak on; together the step."""
+    """Parts of the step, starting from the device's peak; they add up to the step."""
     changes: list[PlanChange]
-    """Of one thing at a time: the fastest that fit first, then those that do not fit."""
+    """Single changes: those that fit first, fastest first, then those that do not fit."""
     memory_by_stage: list[PlanMemory]
-    """Of a rank of each pipeline stage."""
+    """Memory of a rank of each pipeline stage."""
     usable_bytes: int
-    """Of the memory of the largest device."""
+    """Usable bytes of the largest device's memory."""
     usable_by_stage: list[int]
-    """Of that of the devices that each stage is on."""
+    """Usable bytes of the memory of each stage's devices."""
     run: PlannedRun | None
-    """Null of a training of less than a day, or without accelerators."""
+    """The simulated training; null if it takes less than a day, or without accelerators."""
     timeline: list[PlannedPass] | None
-    """The pipeline of one step; null where it has more than 20,000 passes."""
+    """The pipeline of one step; null if it has more than 20,000 passes."""
 
 
 class Plans(Answer):
-    """The answer to a request for plans."""
+    """Result of a planning request."""
 
     plans: list[Plan]
-    """Best first; empty where nothing fits."""
+    """Plans, best first; empty if nothing fits."""
     rejected: list[RejectedPlan]
-    """Of each other tensor and pipeline size the layout that came nearest."""
+    """For each other tensor and pipeline size, the layout that came closest."""
     note: str | None = None
-    """A caveat about these times, where the planner has no measurements of such machines."""
+    """A note about the estimated times, for machines without measurements."""
     explanation: PlanExplanation | None = None
-    """Of the first plan, where requested."""
+    """Explanation of the first plan; only if requested."""
     sizes: list[PlanSize] | None = None
-    """Of `parallel: auto` the best layout for every number of GPUs, from all down to the fewest; of a layout those that
-    `elastic` allows. Where requested."""
+    """For `parallel: auto` the best layout for every number of GPUs, largest first; for a layout those that `elastic`
+    allows. Only if requested."""

@@ -1,4 +1,4 @@
-"""Ranks of a job: where they run, how they are doing, who waits for whom."""
+"""Responses of the REST API about the ranks of a job: placement, state, and which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from api.schemas.base import Answer, Time
 
 
 class RankPlace(Answer):
-    """A rank's place in the grid."""
+    """A rank's coordinates in the layout."""
 
     rank: int
     """Global rank."""
     tensor: int
-    """Place in its tensor group."""
+    """Index in its tensor group."""
     pipeline: int
     """Pipeline stage."""
     data: int
-    """Replica."""
+    """Index of its replica."""
     context: int
-    """Place in its context group."""
+    """Index in its context group."""
 
 
 class Straggler(Answer):
-    """A rank that slows down the others."""
+    """Evidence that a rank slows down the others."""
 
     own_seconds: float
-    """Of a step: its median over the last steps."""
+    """Median time per step of the rank's own work over the last steps."""
     usual_seconds: float
-    """The same of its peers."""
+    """The same for its peers."""
     sentence: str
-    """The same in words."""
+    """Description for users."""
 
 
 class Rank(RankPlace):
-    """A rank's place in the grid and on the cluster."""
+    """A rank's coordinates in the layout and its placement in the cluster."""
 
     node: str | None
     """Node that it runs on."""
@@ -43,73 +43,75 @@ class Rank(RankPlace):
     generation: int
     """Generation of its trainer."""
     state: str
-    """What it is doing."""
+    """State of the rank."""
     own_seconds: float | None = None
-    """Seconds of a step in which it did not wait for others, mean over the last few; null where that is not known."""
+    """Time per step that it did not wait for other ranks: mean over the last seconds; null if unknown."""
     wait_seconds: float | None = None
-    """Seconds that it waited in the same steps, up to where all ranks agree."""
+    """Time per step, of the same steps, that it waited for other ranks until all ranks agreed."""
     memory_bytes: int | None = None
-    """In use by it, to seven digits."""
+    """Memory in use by the rank, to seven digits."""
     straggler: Straggler | None = None
-    """Null where it does not slow down the others."""
+    """Null if it does not slow down the others."""
 
 
 class WaitingRank(Answer):
-    """Where one rank stands."""
+    """State of one rank."""
 
     rank: int
     phase: str
-    """Such as forward, backward, reduction, agreement; exited without a trainer, unknown without an answer."""
+    """Phase, such as forward, backward, reduction, agreement; exited if it has no trainer, unknown if it did not
+    answer."""
     doing: str
-    """The same in words, with the communication that it waits in."""
+    """Description of the phase, with the communication that it waits for."""
     since_seconds: float | None
-    """For how long nothing has changed; null where that is not known."""
+    """How long it has made no progress; null if unknown."""
     waits_for: list[int]
-    """Ranks that it waits for, as far as that is known."""
+    """Ranks that it waits for, as far as known."""
     step: int | None
-    """Step that it computes."""
+    """Step that it is computing."""
 
 
 class Waits(Answer):
-    """Who waits for whom."""
+    """Which ranks wait for which."""
 
     at: Time
-    """When all were asked."""
+    """When all ranks were queried."""
     ranks: list[WaitingRank]
-    """By number."""
+    """Sorted by rank."""
     culprits: list[int]
-    """Ranks that block the others and have made no progress within their timeout."""
+    """Ranks that block the others and have made no progress for longer than allowed."""
     sentence: str
-    """What that means, in words."""
+    """Summary for users."""
 
 
 class RankStack(Answer):
-    """Where a rank's trainer is."""
+    """The stack of a rank's trainer."""
 
     rank: int
     pid: int
     """Process id of its trainer."""
     at: Time
-    """When it was asked."""
+    """When it was recorded."""
     text: str
-    """The Python stacks of all its threads; of a stopped process what the kernel reports."""
+    """The Python stacks of all its threads; for a stopped process, what the kernel reports."""
 
 
 class RankHistory(Answer):
-    """How all ranks were doing over the last samples."""
+    """Time of all ranks over the last samples."""
 
     steps: list[int]
     """The last step of each sample, ascending."""
     times: list[Time]
-    """When each was put together."""
+    """Time of each sample."""
     own_seconds: list[list[float]]
-    """By sample and rank: seconds of a step in which the rank did not wait for others."""
+    """For each sample and rank: time per step that the rank did not wait for others."""
 
 
 class Fault(Answer):
-    """A fault that will be injected. The event `fault_injected` records it, and `fault_struck` that it has happened."""
+    """A fault to be injected. The event `fault_injected` reports the request, and `fault_struck` that it has
+    happened."""
 
     id: str
-    """Its id in the job's events."""
+    """Id in the job's events."""
     message: str
-    """What it is, in words."""
+    """Description for users."""

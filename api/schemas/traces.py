@@ -1,4 +1,4 @@
-"""What the REST API answers about traces and budgets, as data."""
+"""Responses of the REST API about traces and step budgets."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ TraceState = Literal["requested", "recording", "complete", "partial", "failed"]
 
 
 class TraceClock(Answer):
-    """The clock behind a trace's times."""
+    """Source and accuracy of the times of a trace."""
 
     error_seconds: float | None
-    """Uncertainty of times between two ranks; null before there are any."""
+    """Maximum error between the clocks of two ranks; null before there are any times."""
     device: bool
-    """Whether times were taken on the devices, by events; else on the hosts."""
+    """Whether the times were measured on the devices, with events; otherwise on the hosts."""
 
 
 class RankBubble(Answer):
-    """The bubble of one rank."""
+    """Bubble of one rank."""
 
     rank: int
     fraction: float
-    """Part of its steps in which it neither computes nor communicates because of the pipeline."""
+    """Fraction of its steps in which it neither computes nor communicates because of the pipeline."""
 
 
 class Bubble(Answer):
-    """Idle time that the pipeline causes."""
+    """Time lost to the pipeline."""
 
     mean: float | None
-    """Over the ranks."""
+    """Mean over the ranks."""
     ranks: list[RankBubble]
 
 
@@ -52,57 +52,58 @@ class BudgetPart(Answer):
         "rest",
     ]
     seconds: float
-    """Mean over the ranks; may be negative, where the peak is reached or phases overlap."""
+    """Mean over the ranks; may be negative if the peak is reached or phases overlap."""
     fraction: float
-    """Of the step."""
+    """Fraction of the step."""
     how: str
     """How it was measured, as a sentence."""
     help: str
-    """What would make it smaller; empty where nothing does."""
+    """What would reduce it; empty if nothing would."""
 
 
 class StepBudget(Answer):
-    """Where a step's time goes, from the device's peak on; the parts add up to the step."""
+    """Breakdown of a step, starting from the device's peak; the parts add up to the step."""
 
     step_seconds: float
     parts: list[BudgetPart]
     planned: list[BudgetPart] | None
-    """The same parts as the planner expects them; null where it cannot plan the job."""
+    """The same parts as estimated by the planner; null if it cannot plan the job."""
     measured_from: str
     """Id of a trace, or `phases`."""
 
 
 class Trace(Answer):
-    """Single steps of a job, recorded action by action; without what each rank did."""
+    """Single steps of a job, recorded action by action; without the actions of each rank."""
 
     id: str
-    """trace_ and its number in the job."""
+    """`trace_` and its number in the job."""
     job_id: str
     state: TraceState
     message: str | None
     """Why it is partial or has failed, as a sentence."""
     generation: int | None
-    """Of the ranks that record it; null before they begin, as the next three."""
+    """Generation of the ranks that record it; null before they start, like the next three fields."""
     schedule: str | None
     parallel: dict[str, Any] | None
     """The layout that the job runs in."""
     first_step: int | None
     steps: int
-    """How many were requested."""
+    """Number of requested steps."""
     requested_at: Time
     finished_at: Time | None
     clock: TraceClock
     bubble: Bubble | None
-    """Null before something is recorded, as the budget."""
+    """Null before anything is recorded, like the budget."""
     critical_path: list[tuple[int, int]]
-    """Pairs of a rank and an index into its slices: the critical path, backwards from the end of the steps."""
+    """Pairs of a rank and the index of one of its slices: the actions that determine the duration of the steps,
+    backwards from their end."""
     budget: StepBudget | None
     profiles: list[int]
-    """Ranks that have a profile."""
+    """Ranks with a profile."""
 
 
 class TracedStep(Answer):
-    """A step of a rank, in seconds from the trace's start."""
+    """A step of a rank, in seconds since the start of the trace."""
 
     step: int
     start: float
@@ -110,53 +111,53 @@ class TracedStep(Answer):
 
 
 class TraceSlice(Answer):
-    """One thing that a rank did. Slices of a rank are nested or disjoint; what does not apply is null."""
+    """One action of a rank. Slices of a rank are nested or disjoint; fields that do not apply are null."""
 
     kind: SliceKind
     name: str
-    """A short description."""
+    """Short description."""
     start: float
-    """Seconds from the trace's start."""
+    """Seconds since the start of the trace."""
     end: float
     step: int
     stage: int | None
     """Virtual stage, in the model's order."""
     micro_batch: int | None
     bytes: int | None
-    """Bytes of a message; of a collective, those of the whole tensor."""
+    """Size of the message, or of the whole tensor of a collective."""
     axis: str | None
-    """Axis of the layout along which its ranks lie."""
+    """Axis of the layout that its ranks are on."""
     wait: float | None
-    """Seconds of it in which nothing moved; null where that is not known."""
+    """Seconds in which no data was transferred; null if unknown."""
 
 
 class TracedRank(RankPlace):
-    """What one rank did."""
+    """The actions of one rank."""
 
     node: str | None
     steps: list[TracedStep]
     slices: list[TraceSlice]
-    """By their start, outer ones first."""
+    """Sorted by start, outer ones first."""
 
 
 class PlannedBubble(Answer):
-    """Of a planned step."""
+    """Bubble of a planned step."""
 
     mean: float
 
 
 class PlannedTrace(Answer):
-    """The same step, as the planner expects it."""
+    """The same step, as estimated by the planner."""
 
     step_seconds: float
     bubble: PlannedBubble
     ranks: list[TracedRank] | None
-    """A rank of each stage of one replica; null where there are more than 20,000 passes."""
+    """One rank of each stage of one replica; null if there are more than 20,000 passes."""
 
 
 class TraceDocument(Trace):
-    """A trace in full."""
+    """A trace with the actions of all ranks."""
 
     ranks: list[TracedRank]
     planned: PlannedTrace | None
-    """Null where the planner cannot plan the job."""
+    """Null if the planner cannot plan the job."""
