@@ -52,7 +52,7 @@ class PriorityTooHigh(MantaError):
     def __init__(self, who: Identity):
         super().__init__(
             f"{who.key_name!r} ({who.key_id}) gives priorities of {who.highest_priority} at most: ask for that, or "
-            "have whoever made the key (`manta keys list`) do it"
+            "have a user with such a key (`manta keys list`) do it"
         )
 
 
@@ -118,7 +118,7 @@ async def is_still_authorized(request: Request) -> bool:
 
 async def authorize(request: Request) -> None:
     """Let a request through to its route. Raises Unauthenticated, Forbidden."""
-    if is_anonymous(request.scope["path"]):  # `request.url` is made with the Host header, which anybody may write
+    if is_anonymous(request.scope["path"]):  # `request.url` is built with the Host header, which is not trusted
         return
     who = caller_of(request)
     need = needs(request.scope["route"].name)

@@ -49,7 +49,7 @@ class LimitedConnection(HttpToolsProtocol):
             self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        """Go on with a request; once its head is there nobody waits for that any more."""
+        """Go on with a request; once its head is there that wait is over."""
         super().data_received(data)
         if self._reads_a_body_or_answers():
             self._end_wait()

@@ -96,7 +96,7 @@ class Identities:
         return f"{key.name!r} ({key.id}) {'has expired' if key.revoked_at is None else 'was revoked'}"
 
     def forget(self) -> None:
-        """Ask the database about everybody again: a key was revoked."""
+        """Ask the database about all callers again: a key was revoked."""
         self._known.clear()
 
     def _look(self, credential: Credential) -> _Known | None:

@@ -94,7 +94,7 @@ what says which operations there are."""
 
 
 def needs(operation: str) -> Need | None:
-    """What an operation needs; None where nobody may."""
+    """What an operation needs; None where it is never allowed."""
     return _READ if operation in (DASHBOARD, DESCRIPTION) else NEEDS.get(operation)
 
 

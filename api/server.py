@@ -209,7 +209,7 @@ def lock_home(home: Path) -> IO[str]:
 
 
 def lock_database(home: Path, url: str | None) -> list[IO[str]]:
-    """Hold the database of `home` until the file is closed, where it is an SQLite file: nobody can share that, from
+    """Hold the database of `home` until the file is closed, where it is an SQLite file: that cannot be shared, from
     another home either. Nothing for a server. Raises AlreadyRunning, StoreUnusable."""
     database = file_of(parse_url(url_in(home, url)))
     if database is None:

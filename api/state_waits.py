@@ -77,7 +77,7 @@ class StateWaits:
             self._waits.remove(wait)
 
     async def _watch(self) -> None:
-        """Until nobody waits any more."""
+        """Until nothing waits any more."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             asked = list(self._waits)

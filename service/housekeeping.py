@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
 # How often it is looked for failed jobs whose snapshots were kept for long enough.
 MEMORY_SECONDS = 30.0
-# For how long that must have been so by a clock that cannot be set, however long they were to be kept by one that may
+# For how long that must have been so by a clock that cannot be set, however long they were to be kept by one that can
 # be.
 MEMORY_CONFIRMED_SECONDS = 600.0
 # How long the owner of a job that is over may take to leave it.

@@ -29,8 +29,8 @@ class NodeMeasurements:
     id: str
     host: str
     state: NodeState
-    """ready: ranks are placed there; draining: it is to be left; silent: its daemon does not answer; problem: somebody
-    has to do something first; lost: neither its daemon nor its Ray can be reached."""
+    """ready: ranks are placed there; draining: jobs move away from it; silent: its daemon does not answer; problem: an
+    operator has to do something first; lost: neither its daemon nor its Ray can be reached."""
     gpus: tuple[GpuReading, ...] = ()
     """Empty too where nothing is known of them."""
 

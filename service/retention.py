@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 600.0
 CONFIRMED_SECONDS = 3600.0
-"""For how long a job must have been seen past its time, by a clock that nobody sets."""
+"""For how long a job must have been seen past its time, by a clock that cannot be set."""
 JOBS_AT_ONCE = 200
 """What one look deletes, those that ended first; what cannot be deleted has its turn again an hour later."""
 DAY_SECONDS = 86400.0

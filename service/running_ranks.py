@@ -1,5 +1,5 @@
 """What the agents of a running job say on request: who waits for whom, and the stack of one trainer. They
-answer every control plane, whoever owns the job."""
+answer every control plane, whichever one owns the job."""
 
 from __future__ import annotations
 

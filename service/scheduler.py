@@ -260,7 +260,7 @@ class Scheduler:
         return missing(spec.layout, await self._cluster.nodes.capacity(await self._unit(spec)))
 
     async def _never_fits(self, spec: JobSpec) -> bool:
-        """Whether not even its smallest layout would fit if nobody else held anything, and all were there that can be
+        """Whether not even its smallest layout would fit if no other job held anything, and all were there that can be
         added."""
         shortage = missing(smallest(spec).layout, await self._cluster.nodes.at_most(await self._unit(spec)))
         return shortage is not None and shortage.waits_in_vain
@@ -329,7 +329,7 @@ class Scheduler:
         try:
             avoid = await JobRecord(self._store, job.id).avoided_nodes()
             await self._cluster.groups.acquire(job.id, generation, spec.layout, unit, PLACEMENT_SECONDS, avoid)
-        except Exception as error:  # a job that is STARTING with nobody who starts it would stay so
+        except Exception as error:  # a job that is STARTING without an owner that starts it would stay so
             if not isinstance(error, NotPlaced | ClusterUnavailable):
                 log.exception("%s could not be placed", job.id)
             if await self._transition(job, JobState.QUEUED, insufficient(unit), str(error)):
@@ -342,7 +342,7 @@ class Scheduler:
 
     def _closed_in_words(self) -> str:
         leaving = len(self._cluster.nodes.draining)
-        which = "a node that is to be left takes" if leaving == 1 else f"{leaving} nodes that are to be left take"
+        which = "a node that is being drained takes" if leaving == 1 else f"{leaving} nodes that are being drained take"
         return f"; {which} no job" if leaving else ""
 
     async def _transition(

@@ -120,7 +120,7 @@ class Settings:
     """Installed packages that jobs may take models from (MANTA_MODEL_PACKAGES, separated by commas)."""
     traces: str | None = None
     """Address of the OpenTelemetry collector that is sent the starts and recoveries of jobs by OTLP over HTTP
-    (MANTA_TRACES, such as http://collector:4318); None: nobody is."""
+    (MANTA_TRACES, such as http://collector:4318); None: they are not sent."""
     export_roots: tuple[Path, ...] = ()
     """Folders below which weights may be exported over REST (MANTA_EXPORT_ROOTS, separated by colons); none: `exports`
     in the home."""

@@ -19,7 +19,7 @@ class JobState(StrEnum):
     """Something died; the next generation is on its way."""
     RESIZING = "RESIZING"
     """Changes its number of replicas or its places, and the next generation is on its way; or saves its state, since
-    its nodes are to be left and there is no room elsewhere, and waits in the queue then."""
+    its nodes are being drained and there is no room elsewhere, and waits in the queue then."""
     PAUSING = "PAUSING"
     """The user asked for a pause; the state is being saved and the places are given back."""
     PAUSED = "PAUSED"

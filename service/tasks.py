@@ -17,7 +17,7 @@ def log_failure(task: asyncio.Task[None]) -> None:
 
 
 class BackgroundTasks:
-    """Tasks that end by themselves. The loop itself would let those be collected that nobody refers to."""
+    """Tasks that end by themselves. The loop itself would let those be collected that nothing refers to."""
 
     def __init__(self) -> None:
         self.running: set[asyncio.Task[None]] = set()

@@ -52,7 +52,7 @@ class PeerLost(MantaError):
 
 class AskedToRest(PeerLost):
     """All ranks leave the generation between two steps, since one of them was asked to. Nothing has failed: whatever
-    they communicate with, nobody waits for anybody."""
+    they communicate with, no rank waits for another."""
 
 
 class DeviceLost(MantaError):

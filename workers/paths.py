@@ -136,8 +136,8 @@ class Paths:
         return folder
 
     def make_snapshot_root(self) -> Path:
-        """Create the folder in shared memory with mode 0700, or make one of ours so. Raises UnsafePath when somebody
-        else was there first, or could have put something into it."""
+        """Create the folder in shared memory with mode 0700, or make one of ours so. Raises UnsafePath when another
+        user else was there first, or could have put something into it."""
         folder = self.snapshot_root
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()

@@ -219,7 +219,8 @@ def threads_begun_with(checkpoints: Place) -> int | None:
 
 
 def _shared_secret(store: dist.Store) -> str:
-    """The same random one on all ranks. It goes through torchrun's store, so it keeps nobody out who reaches that."""
+    """The same random one on all ranks. It goes through torchrun's store, so it does not keep out processes that reach
+    that."""
     return store.compare_set("manta/secret", "", secrets.token_hex(SECRET_LENGTH // 2)).decode()
 
 

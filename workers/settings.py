@@ -85,7 +85,8 @@ def read_computes_on_cpu() -> bool:
 
 
 def read_visible_gpus() -> str:
-    """The GPUs that the process may use, as CUDA_VISIBLE_DEVICES names them; empty: none, or all where nobody says."""
+    """The GPUs that the process may use, as CUDA_VISIBLE_DEVICES names them; empty: none, or all where it is not
+    set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 

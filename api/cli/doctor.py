@@ -95,7 +95,7 @@ def _service(settings: Settings) -> Iterator[Finding]:
         elif node.problem is not None:
             yield Finding("nodes", "problem", node.problem, "nothing is placed there until then")
         elif node.draining:
-            yield Finding("nodes", "warning", f"{node.id[:12]} ({node.address}) is to be left; {places}")
+            yield Finding("nodes", "warning", f"{node.id[:12]} ({node.address}) is being drained; {places}")
         else:
             yield Finding("nodes", "ok", f"{node.id[:12]} ({node.address}) answers; {places}")
     yield from ways

@@ -83,7 +83,7 @@ def connect(url: str | None) -> MantaClient:
 
 def console() -> Console:
     """A console for standard output as it is now; wide where it is no terminal, so that no table is cut. Names and
-    messages are anybody's: brackets in them are no markup."""
+    messages come from users: brackets in them are no markup."""
     made = Console(markup=False)
     return made if made.is_terminal else Console(width=200, markup=False)
 

@@ -64,7 +64,7 @@ class ControlPlaneCollector(Collector):
             yield from gpu_metrics(measurements.nodes)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the names are unique by construction, and registering must not ask anybody."""
+        """Nothing: the names are unique by construction, and registering must not query anything."""
         return []
 
 

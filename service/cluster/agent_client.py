@@ -173,7 +173,7 @@ class NodeClient(Protocol):
         ...
 
     async def drain(self, seconds: float) -> None:
-        """Say from now on that the node is to be left within `seconds`."""
+        """Say from now on that the node is being drained within `seconds`."""
         ...
 
     async def start_store(self, job: str, generation: int, one_machine: bool = False) -> Endpoint:

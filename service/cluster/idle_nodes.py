@@ -49,7 +49,7 @@ class IdleNodes:
 
     async def _is_needed(self, node: str) -> bool:
         daemon = await self._cluster.daemons.watched(node)
-        if daemon is None:  # at rest by now; else it does not answer, and may hold what nobody else has
+        if daemon is None:  # at rest by now; else it does not answer, and may hold the only copy of something
             return node not in self._cluster.nodes.at_rest
         try:
             return bool(await self._needed(await within(ASK_SECONDS, daemon.jobs())))

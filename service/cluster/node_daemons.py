@@ -212,7 +212,7 @@ class NodeDaemons:
         return HeartbeatSource(about.address, about.heartbeat_port, about.heartbeat_secret)
 
     async def drain(self, node: str, seconds: float) -> bool:
-        """Let the daemon of `node` say from now on that it is to be left within `seconds`; False when it does not
+        """Let the daemon of `node` say from now on that it is being drained within `seconds`; False when it does not
         answer."""
         daemon = await self.of(node)
         if daemon is None:

@@ -87,5 +87,5 @@ class NodeRequests:
         request.group = util.placement_group(
             request.bundles, strategy="PACK", name=request.name, bundle_label_selector=selectors
         )
-        if request.withdrawn.is_set():  # Ray has taken so long that nobody waits for it any more
+        if request.withdrawn.is_set():  # Ray has taken so long that nothing waits for it any more
             util.remove_placement_group(request.group)

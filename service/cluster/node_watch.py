@@ -38,8 +38,8 @@ LOOK_SECONDS = 1.0
 REFUSALS = 6
 
 THREADS = 32
-"""Of the watch's own: a connection that nobody takes keeps one for as long as it is tried. Where many nodes are gone at
-once nobody else may have to wait for that, such as who reads the database."""
+"""Of the watch's own: a connection that is not accepted keeps one for as long as it is tried. Where many nodes are gone
+at once nothing else may have to wait for that, such as who reads the database."""
 
 Address = tuple[str, int]
 
@@ -53,7 +53,7 @@ class NodeWatch:
         lost: Callable[[str, str], None],
         draining: Callable[[str, float | None, str], None] | None = None,
     ):
-        """`lost` is called with a node that is lost, and why; `draining` with one that is to be left, and within how
+        """`lost` is called with a node that is lost, and why; `draining` with one that is being drained, and within how
         many seconds and why, where that was said, with each of its heartbeats."""
         self._cluster, self._lost, self._draining = cluster, lost, draining
         self._watchers: dict[str, asyncio.Task[None]] = {}

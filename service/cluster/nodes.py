@@ -62,10 +62,10 @@ class Nodes:
         self.lost: set[str] = set()
         """Nodes that do not answer, whatever Ray says: nothing is asked of them, nothing is placed there."""
         self.draining: set[str] = set()
-        """Nodes that are to be left: nothing more is placed there."""
+        """Nodes that are being drained: nothing more is placed there."""
         self.leave_by: dict[str, float] = {}
-        """Of nodes that are to be left the moment until which they can be counted on, in seconds of the monotonic
-        clock; nothing where nobody has said it."""
+        """Of nodes that are being drained the moment until which they can be counted on, in seconds of the monotonic
+        clock; nothing where that was not said."""
         self.drain_reasons: dict[str, str] = {}
         """And why, in the words of who says so."""
         self.silent: set[str] = set()
@@ -79,8 +79,8 @@ class Nodes:
         """By node what it said last of the GPUs of its machine."""
 
     def drain(self, node: str, seconds: float | None, reason: str = "") -> bool:
-        """`node` is to be left within `seconds`, None where nobody knows; the last word counts. Whether that is news,
-        which the same reason again is not, but for how long is left."""
+        """`node` is being drained within `seconds`, None where that is not known; the latest statement counts. Whether
+        that is news, which the same reason again is not, but for how long is left."""
         is_news = self.drain_reasons.get(node) != reason
         self.draining.add(node)
         self.drain_reasons[node] = reason
@@ -146,7 +146,7 @@ class Nodes:
         return grown(await self.capacity(unit), self.shapes, (await self._types()).values())
 
     async def unused(self) -> set[str]:
-        """Living nodes of which nobody holds a unit."""
+        """Live nodes of which no unit is held."""
         nodes, free = await self._living(), await self._ray.read(self._free)
         return {
             node["NodeID"]

@@ -35,7 +35,7 @@ class Capacity:
     total: int
     """Units of all living nodes."""
     free: int
-    """Units that nobody holds."""
+    """Units that are free."""
     nodes: dict[str, tuple[int, int]]
     """Node id -> (total, free)."""
     types: dict[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Shortage:
     available: int
     """Units that are free in pieces large enough for its tensor-parallel groups."""
     possible: int
-    """Units that would be available if nobody else held any."""
+    """Units that would be available if no other job held any."""
     group: int
     """Units that must lie on one node."""
     type: str | None = None
@@ -72,7 +72,7 @@ class Shortage:
 
     @property
     def waits_in_vain(self) -> bool:
-        """Whether it would not fit either if nobody else held any."""
+        """Whether it would not fit either if no other job held any."""
         return self.possible < self.needed
 
 
@@ -131,7 +131,7 @@ def missing(layout: ParallelConfig, capacity: Capacity) -> Shortage | None:
     """What `layout` lacks on this cluster now; None when it fits.
 
     A tensor-parallel group must share a node, so free units on nodes with fewer than `tensor` of them do not count.
-    Where several types of node are too few, of the one that most is missing of even if nobody else held any.
+    Where several types of node are too few, of the one that most is missing of even if no other job held any.
     """
     shortages = list(_shortages(layout, capacity))
     return max(shortages, key=lambda each: (each.needed - each.possible, each.needed - each.available), default=None)
@@ -155,7 +155,7 @@ def without(capacity: Capacity, nodes: Collection[str]) -> Capacity:
 
 
 def avoidable(layout: ParallelConfig, capacity: Capacity, nodes: Collection[str]) -> set[str]:
-    """Those of `nodes` that `layout` can do without: all of them, where the others could hold it if nobody else held
+    """Those of `nodes` that `layout` can do without: all of them, where the others could hold it if no other job held
     any of their units; none where they could not, since a node that is not trusted is better than none."""
     living = {node for node in nodes if node in capacity.nodes}
     shortage = missing(layout, without(capacity, living))

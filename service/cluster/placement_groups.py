@@ -121,7 +121,7 @@ class PlacementGroups:
         return [states.get(name) for name in names]
 
     def _create(self, name: str, bundles: list[dict[str, float]], avoided: set[str], given_up: threading.Event) -> None:
-        """`given_up`: set when nobody waits for the group any more, which may be before Ray has made it."""
+        """`given_up`: set when nothing waits for the group any more, which may be before Ray has made it."""
         selector = anywhere_but({*avoided, *self._nodes.closed})
         self._ray.module.util.placement_group(
             bundles,

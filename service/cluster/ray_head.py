@@ -143,7 +143,7 @@ class RayHead:
         return connect(record.address, namespace)
 
     def stop(self) -> None:
-        """Kill all processes of this home's head and nobody else's, and remove Ray's temporary files.
+        """Kill all processes of this home's head and no others, and remove Ray's temporary files.
 
         SIGKILL, since Ray keeps nothing that is worth a slow end; snapshots in shared memory stay.
         """
@@ -255,7 +255,7 @@ def answers(address: str) -> bool:
 
 
 def _refuses(address: str) -> bool:
-    """Whether the machine is there and says that nobody listens at `address`, which is more than not to answer."""
+    """Whether the machine is there and says that nothing listens at `address`, which is more than not to answer."""
     try:
         _touch(address)
     except ConnectionRefusedError:

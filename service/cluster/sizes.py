@@ -122,7 +122,7 @@ def fitting(shapes: Sequence[JobSpec], wanted: int, capacity: Capacity) -> JobSp
 
 
 def given_back(capacity: Capacity, nodes: Iterable[str | None]) -> Capacity:
-    """`capacity` once a unit on each of `nodes` is free again; those that are not in it are nobody's."""
+    """`capacity` once a unit on each of `nodes` is free again; those that are not in it are free."""
     free = {node: count for node, (_, count) in capacity.nodes.items()}
     for node in nodes:
         if node in free:

@@ -143,7 +143,7 @@ def disk(home: Path, job: JobSpec | None, checkpoints_elsewhere: bool) -> Iterat
 
 
 def folders(paths: Paths) -> Iterator[Finding]:
-    """Whether the folders are this user's, and nobody else's."""
+    """Whether the folders are this user's alone."""
     ours = (("home", paths.home), ("sockets", paths.runtime_folder), ("snapshots", paths.snapshot_root))
     for what, folder in ours:
         try:

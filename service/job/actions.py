@@ -76,8 +76,8 @@ class End:
 
 @dataclass(frozen=True)
 class Leave:
-    """Give all places back and keep the snapshots: for a pause, since the job's time is up, or since its nodes are to
-    be left and there is no room elsewhere."""
+    """Give all places back and keep the snapshots: for a pause, since the job's time is up, or since its nodes are
+    being drained and there is no room elsewhere."""
 
 
 Action = Watch | Launch | Reacquire | Recover | Rearrange | Requeue | End | Leave

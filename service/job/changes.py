@@ -63,8 +63,8 @@ class PlaceAgain:
 
 @dataclass(frozen=True)
 class WaitInQueue:
-    """All ranks save their state and end, and the job waits for places in the queue. Not carried out here, since nobody
-    comes to rest for it (`leave.py`)."""
+    """All ranks save their state and end, and the job waits for places in the queue. Not carried out here, since no
+    trainer comes to rest for it (`leave.py`)."""
 
     why: str
     """In words."""

@@ -41,8 +41,8 @@ class JobContext:
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
     """It is to save its state and give its places back (`leave.py`)."""
     no_room: str = ""
-    """Why it is to wait in the queue after that: its nodes are to be left, and there is no room elsewhere. Empty where
-    it leaves for another reason, or does not leave."""
+    """Why it is to wait in the queue after that: its nodes are being drained, and there is no room elsewhere. Empty
+    where it leaves for another reason, or does not leave."""
     overdue: asyncio.Event = field(default_factory=asyncio.Event)
     """It has had long enough to save its state."""
     change_possible: asyncio.Event = field(default_factory=asyncio.Event)

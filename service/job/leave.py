@@ -1,5 +1,5 @@
-"""A job that is to give its places back before its last step: its user pauses it, its time is up, or its nodes are to
-be left and there is no room elsewhere.
+"""A job that is to give its places back before its last step: its user pauses it, its time is up, or its nodes are
+being drained and there is no room elsewhere.
 
 Any one rank is asked, and tells the others with the agreement of the step under way; all save the state of that step,
 in memory and on disk, and end. A rank that dies meanwhile is recovered from like any other, and the next generation is
@@ -110,7 +110,7 @@ async def _give_back(
 ) -> End | None:
     """Give back all places of a job that will be in `state`, `why`, once `done` has noted that. None, or how it ends
     where its user has cancelled it meanwhile."""
-    # From here on no places are known to belong to it, and whoever takes it up must not acquire others.
+    # From here on no places are known to belong to it, and the next owner must not acquire others.
     await job.record.note_outcome(state, None, why)
     await job.cluster.end_job(job.id, keep_snapshots=True)
     return None if await done() else End(JobState.CANCELLED)

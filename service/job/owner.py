@@ -172,7 +172,7 @@ class JobOwner:
             self._supervisor.node_lost(node, why)
 
     def node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
-        """A node is to be left within `seconds`, None where that is not known."""
+        """A node is being drained within `seconds`, None where that is not known."""
         if self._supervisor is not None:
             self._supervisor.node_draining(node, seconds, reason)
         else:

@@ -19,7 +19,7 @@ from workers.protocol.reports import Printed, Report
 log = logging.getLogger(__name__)
 
 _THREADS = ThreadPoolExecutor(4, thread_name_prefix="job lines")
-"""Those of all jobs, and of nobody else: a disk that does not answer keeps them, and not who reads the database."""
+"""Those of all jobs, and nothing else: a disk that does not answer keeps them, and not who reads the database."""
 
 DISK_SECONDS = 5.0
 """How long the reports of a rank wait for a disk: less than a rank is waited for that is to come to rest."""

@@ -41,7 +41,7 @@ Outcome = Mapping[str, Any]
 """How a job ends: `state`, `reason`, `message`."""
 
 NO_ROOM = "nodes_to_be_left"
-"""The reason code of a job that waits, or is about to wait, since its nodes are to be left and there is no room
+"""The reason code of a job that waits, or is about to wait, since its nodes are being drained and there is no room
 elsewhere."""
 
 

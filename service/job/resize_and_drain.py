@@ -141,7 +141,7 @@ class ElasticityPlanner:
         return shortage is None or not shortage.waits_in_vain
 
     def _draining(self) -> tuple[int, ...]:
-        """The replicas that have ranks on nodes that are to be left."""
+        """The replicas that have ranks on nodes that are being drained."""
         return tuple(self._gang.replicas_of(self._gang.on(self._job.cluster.nodes.draining)))
 
     def _seconds_left(self) -> float:

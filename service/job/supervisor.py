@@ -124,13 +124,13 @@ class Supervisor:
                 self._running.lose(rank, f"was on node {node[:12]}, which is lost")
 
     def node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
-        """A node is to be left within `seconds`, None where that is not known; `reason`: why, in words, where that was
-        said."""
+        """A node is being drained within `seconds`, None where that is not known; `reason`: why, in words, where that
+        was said."""
         there = self._gang.on([node])
         if there:
             why = f" ({reason})" if reason else ""
             soon = "" if seconds is None else f" within {seconds:.0f} s"
-            message = f"node {node[:12]} is to be left{soon}{why}; {len(there)} ranks are there"
+            message = f"node {node[:12]} is being drained{soon}{why}; {len(there)} ranks are there"
             data = {"node": node, "ranks": there, "seconds": seconds, **({"reason": reason} if reason else {})}
             self._in_background(self._record.event("node_draining", message, data=data))
             self._planner.reconsider()
@@ -217,7 +217,7 @@ class Supervisor:
         if lives and await self._record.resumed_since(lives[-1].started_at):
             return Launch("resumed by the user", counts=False)
         if ((await self._record.outcome()) or {}).get("state") == JobState.QUEUED:
-            return Launch("placed again: the nodes that it was on were to be left", counts=False)
+            return Launch("placed again: the nodes that it was on were being drained", counts=False)
         return Launch("placed again" if again else "submitted", counts=again)
 
     async def _adopt(self, job: Job) -> Action:
@@ -424,8 +424,8 @@ class Supervisor:
 
     async def _end(self, end: End) -> None:
         """Release everything, then say so: a final job holds nothing, but for the snapshots of one that failed, which
-        may be tried again. What it ended with is noted before that, since nobody could tell any more once the snapshots
-        are gone."""
+        may be tried again. What it ended with is noted before that, since it could not be determined any more once the
+        snapshots are gone."""
         if end.state == JobState.CANCELLED and self._running is not None:
             await self._running.stop()
         await self._record.note_outcome(end.state, end.reason, end.message)

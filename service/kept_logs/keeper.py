@@ -2,7 +2,7 @@
 
 What a job prints is appended to files here first, and every few seconds what is new is written to the job's parts by
 the job's owner. A place that does not answer holds up nothing: the files grow meanwhile, and agents
-remember the lines that are not kept yet for whoever takes the job over.
+remember the lines that are not kept yet for the job's next owner.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class PartWriter:
 
     def merge(self, at_least: int = SMALL_PARTS) -> None:
         """Have small parts at the end of the log be one, where there are `at_least` so many. All that is merged was
-        there when this control plane certainly had the job, so whoever has it by now counts it too."""
+        there when this control plane certainly had the job, so its next owner counts it too."""
         run = self._small_ones()
         if len(run) < at_least:
             return

@@ -49,10 +49,10 @@ class Spool:
         self._places: dict[int, _Place] | None = None
         self._planned: dict[int, tuple[int, int]] = {}
         self.is_retired = False
-        """Whether the files are somebody else's by now."""
+        """Whether the files belong to another owner by now."""
 
     def retire(self) -> None:
-        """From now on the files are somebody else's, whatever still ships."""
+        """From now on the files belong to another owner, whatever still ships."""
         with self.lines.lock:
             self.is_retired = True
 

@@ -27,9 +27,9 @@ class JobInBrief:
     wanted_replicas: int | None
     priority: int
     owner: str | None
-    """A control plane that lives; None: nobody."""
+    """A control plane that lives; None: none."""
     epoch: int
-    """0: nobody ever has."""
+    """0: never held."""
 
 
 def is_over(lease_until: float, now: float) -> bool:
@@ -45,8 +45,8 @@ def may_be_given(lease_until: float, now: float) -> bool:
 
 
 def may_order(asked_at: float, now: float) -> bool:
-    """Whether a control plane that last asked for its renewal at `asked_at`, and got it, can be sure that nobody has
-    taken over from it; both by a clock of its own that goes on while it stands still."""
+    """Whether a control plane that last asked for its renewal at `asked_at`, and got it, can be sure that no other one
+    has taken over from it; both by a clock of its own that goes on while it stands still."""
     return now - asked_at < LEASE_SECONDS - MARGIN_SECONDS
 
 

@@ -6,7 +6,7 @@ from workers.errors import MantaError
 
 
 class LeaseLost(MantaError):
-    """Another control plane looks after it by now, or nobody; leave it alone."""
+    """Another control plane owns it by now, or none; leave it alone."""
 
     def __init__(self, name: str):
         """`name`: of the lease."""

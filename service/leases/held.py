@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Between two tries to get a lease that somebody is about to give back.
+# Between two tries to get a lease that its holder is about to release.
 PAUSES = 0.05, 1.0
 
 
@@ -70,7 +70,7 @@ class Leases:
         self._place = self._ray = ""
         self._waiting: list[asyncio.Future[None]] = []
         self._borrowing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Those of jobs that somebody borrows, or waits to: each is gone with the last of them."""
+        """Those of jobs that callers borrow, or wait to: each is gone with the last of them."""
         self._claiming: set[str] = set()
 
     def join(self, place: str, ray: str) -> None:
@@ -117,7 +117,7 @@ class Leases:
 
     @property
     def certain(self) -> bool:
-        """Whether nobody can have taken over what is held."""
+        """Whether no other control plane can have taken over what is held."""
         if self.alone:
             return True
         return self._removed == self._looked_after_removal and decisions.may_order(self._asked_at, self._clock())
@@ -146,7 +146,7 @@ class Leases:
             if method in READS:
                 return None
             raise LeaseLost(job_id)
-        # Reports that an owner has stored may be forgotten whoever else asks for them.
+        # Reports that an owner has stored may be forgotten, whichever control plane asks for them next.
         if method not in READS and method != "reports" and not self.certain:
             raise LeaseUncertain(job_id)
         return lease.epoch
@@ -163,8 +163,8 @@ class Leases:
             self._claiming.discard(name)
 
     def claim_within(self, session: Session, name: str) -> int | None:
-        """Take `name` as part of another transaction, and `hold` it after its commit; None where anybody has it, this
-        control plane included."""
+        """Take `name` as part of another transaction, and `hold` it after its commit; None where it is held already, by
+        this control plane included."""
         return None if name in self._held else leases.claim(session, name, self.me)
 
     def hold(self, name: str, epoch: int) -> HeldLease:
@@ -193,8 +193,8 @@ class Leases:
 
     @contextlib.asynccontextmanager
     async def borrowed(self, job_id: str, seconds: float = 0.0) -> AsyncIterator[HeldLease | None]:
-        """Hold the lease of a job for a moment, to remove what it has. None where somebody, here or elsewhere, still
-        looks after it after `seconds`."""
+        """Hold the lease of a job for a moment, to remove what it has. None where another caller, here or elsewhere,
+        still looks after it after `seconds`."""
         lock = self._borrowing.setdefault(job_id, asyncio.Lock())
         async with lock:
             lease = await self._claim_unheld(job_id, time.monotonic() + seconds)

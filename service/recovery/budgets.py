@@ -102,7 +102,8 @@ def wait_seconds(history: Sequence[PastFailure], failure: PastFailure) -> float:
 
     Nothing, if a step was committed since the failure before, or if that was of another kind: the first repair is
     immediate, and repairs that help never wait. Otherwise twice as long each time the same comes again without any
-    progress, up to a minute. There is no jitter: one control plane owns the job, so nobody is to be kept out of step.
+    progress, up to a minute. There is no jitter: one control plane owns the job, so no others have to be kept out of
+    step.
     """
     repeats, later = 0, failure
     for earlier in reversed(history):

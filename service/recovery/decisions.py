@@ -55,7 +55,7 @@ def describe_exit(code: int | None, number: int | None, memory_kills: int | None
 
 def _by_whom(memory_kills: int | None) -> str:
     if memory_kills is None:
-        return "; if nobody sent it, the machine ran out of memory"
+        return "; unless a user sent it, the machine ran out of memory"
     if memory_kills <= 0:
         return ", not for lack of memory"
     processes = "a process" if memory_kills == 1 else f"{memory_kills} processes"

@@ -28,7 +28,7 @@ class Finding:
 
 
 def refined(verdict: Verdict, records: Mapping[int, FlightRecord], group: Group) -> Verdict:
-    """`verdict`, or where that names nobody, what `records` (by rank, of those that answered) say. `group`: ranks that
+    """`verdict`, or where that names no rank, what `records` (by rank, of those that answered) say. `group`: ranks that
     share an axis with a rank."""
     if verdict.kind != "gang":
         return verdict
@@ -42,7 +42,7 @@ def refined(verdict: Verdict, records: Mapping[int, FlightRecord], group: Group)
 
 def find_disagreement(records: Mapping[int, FlightRecord], group: Group) -> Finding | None:
     """Ranks that called something else than their peers; else those that did not come to where others wait, and wait
-    for nobody themselves. None where all came to the same; nobody named where two sides have equally many. Of ranks
+    for nobody themselves. None where all came to the same; no rank named where two sides have equally many. Of ranks
     whose record is empty nothing is known: their recorder may be off."""
     records = {rank: record for rank, record in records.items() if record.sequences}
     instances = list(_instances(records, group))
@@ -114,7 +114,7 @@ class _Instance:
 
 def _minority(calls: Mapping[int, str]) -> tuple[tuple[int, ...], str, str] | None:
     """Ranks that do not say what most say, their word and that of most; None where all say the same. Of two that are
-    said equally often nobody can tell which is right: no ranks."""
+    said equally often it is not known which is right: no ranks."""
     common = Counter(calls.values()).most_common(2)
     if len(common) < 2:
         return None

@@ -1,11 +1,11 @@
 """Which rank makes a job stand still: a pure function of what all agents see of their ranks.
 
 Ranks that wait name the rank that they wait for, so what they say is a graph, and the culprit is where its paths end:
-a rank that waits for nobody, or whose process is stopped, and has stood still for longer than its own agent allows.
+a rank that waits for no other, or whose process is stopped, and has stood still for longer than its own agent allows.
 
 Over NCCL it is the devices that wait, and for one peer alone only where that sends or takes a message. One that waits
 in a collective waits for the peer whose device was ready for the fewest of those along that axis. Where all were ready
-and it does not end, it is the network or NCCL, and nobody's fault, unless NCCL's own records tell of ranks that
+and it does not end, it is the network or NCCL, and no rank's fault, unless NCCL's own records tell of ranks that
 disagree (`flight_matching.py`). Where the backend tells nothing, a rank counts as waiting for every peer that has
 entered fewer of the collectives that they share: the culprit did not enter the one in which the others wait.
 """
@@ -81,8 +81,8 @@ class Verdict:
     """Who is at fault."""
 
     kind: Literal["nobody", "ranks", "gang"]
-    """nobody: nothing stands still that should not, or what does may yet go on; ranks: these; gang: something does,
-    and what is known names nobody, so all must go."""
+    """nobody: nothing stands still that should not, or what does may yet continue; ranks: these; gang: something does,
+    and no rank can be named, so all are restarted."""
     ranks: tuple[int, ...] = ()
     """The culprits; all ranks for `gang`."""
     why: str = ""

@@ -59,7 +59,7 @@ def waits_now(answers: Sequence[TrainerStatus | None], silent: frozenset[int], g
 
 
 def _sentence(ranks: Sequence[WaitingRank], edges: dict[int, int], why: str) -> str:
-    """While nobody has stood still for longer than it may."""
+    """While no rank has stood still for longer than it may."""
     if not edges:
         return "no rank waits for another one at this moment"
     ends = [path_from(rank, edges)[-1] for rank in edges]

@@ -33,7 +33,7 @@ class ApiKey(Base):
     name: Mapped[str] = mapped_column(String(100))
     """What it is for."""
     user: Mapped[str | None] = mapped_column("user_name", String(100))
-    """Whom it was made for; None: for nobody in particular."""
+    """The user it was created for; None: for no particular one."""
     project: Mapped[str] = mapped_column(String(64), ForeignKey("projects.name"))
     """Project that it is bound to; of one for the installation, the project that it submits into."""
     scope: Mapped[str] = mapped_column(String(16))
@@ -78,7 +78,7 @@ class AuditEntry(Base):
     project: Mapped[str] = mapped_column(String(64))
     """Project of the key."""
     key_id: Mapped[str | None] = mapped_column(String(32))
-    """The key; None: somebody on the machine itself, with the database in their hands."""
+    """The key; None: a user of the machine itself, with access to the database."""
     key_name: Mapped[str] = mapped_column(AnyText)
     """Its name then."""
     user: Mapped[str | None] = mapped_column("user_name", AnyText)

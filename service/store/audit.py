@@ -17,7 +17,7 @@ _INSERT = insert(AuditEntry)
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """What somebody did, or was not let do. It holds nothing of a request's body, and no secret."""
+    """A request that was carried out or refused. It holds nothing of a request's body, and no secret."""
 
     operation: str
     """What was asked for, such as `cancel_job`."""
@@ -32,7 +32,7 @@ class AuditRecord:
 
 
 def append(session: Session, who: Identity, record: AuditRecord) -> None:
-    """Note what was done with somebody's key."""
+    """Note what was done with a key."""
     _append(session, record, project=who.project, key_id=who.key_id, key_name=who.key_name, user=who.user)
 
 

@@ -1,5 +1,5 @@
 """A job database as one file, and back. The file is an SQLite database of the same schema, whatever the database is:
-anybody can look into it, no tools of a server's version are needed, and it moves jobs from SQLite to PostgreSQL and
+common tools can read it, no tools of a server's version are needed, and it moves jobs from SQLite to PostgreSQL and
 back."""
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _copy_out(store: Store, working: Path) -> None:
 
 
 def _leave_log(working: Path) -> None:
-    """Have all of a database that nobody uses in one file."""
+    """Bring all of a database that is not in use into one file."""
     with contextlib.closing(sqlite3.connect(working)) as connection:
         connection.execute("PRAGMA journal_mode=DELETE")
 
@@ -199,7 +199,7 @@ def _into_server(database: PostgresDatabase, working: Path, replace: bool) -> No
         with database.writer.begin() as target, source.readers.connect() as origin:
             database.begin_migration(target)
             _refuse_others(database, target)
-            for table in Base.metadata.sorted_tables:  # whoever starts meanwhile waits
+            for table in Base.metadata.sorted_tables:  # a service that starts meanwhile waits
                 target.exec_driver_sql(f"LOCK TABLE {table.name} IN ACCESS EXCLUSIVE MODE")
             _refuse_jobs(database.location, target.execute(select(func.count()).select_from(Job)).scalar_one(), replace)
             _copy_rows(origin, target)

@@ -19,7 +19,7 @@ SESSION_SECONDS = 12 * 3600.0
 
 
 def add_link(session: Session, key_id: str, digest: str) -> BrowserToken:
-    """A link for whoever has this key."""
+    """A link with the rights of this key."""
     session.execute(delete(BrowserToken).where(BrowserToken.expires_at < time.time()))
     link = BrowserToken(digest=digest, kind="link", key_id=key_id, expires_at=time.time() + LINK_SECONDS)
     session.add(link)

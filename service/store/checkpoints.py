@@ -38,7 +38,7 @@ def complete(session: Session, checkpoint_id: str, size_bytes: int) -> bool:
     """Note that a checkpoint's manifest is written; `size_bytes` is its size on disk.
 
     Returns False, and changes nothing, for one that is unknown, deleted or complete already. A failed one is complete
-    too: a store may answer when nobody waits for it any more. What a lower generation has completed on disk is
+    too: a store may answer when nothing waits for it any more. What a lower generation has completed on disk is
     complete, so this is not fenced.
     """
     row = session.get(Checkpoint, checkpoint_id)
@@ -156,7 +156,7 @@ def reconcile(session: Session, job_id: str, listing: Listing) -> None:
         if condition is Condition.WHOLE and row.state in (SAVING, FAILED):
             complete(session, row.id, sizes[row.path])
         elif condition is Condition.WHOLE and row.state == DELETED:
-            row.state = COMPLETE  # somebody brought it back
+            row.state = COMPLETE  # it was brought back
         elif condition is Condition.NOT_WHOLE and row.state in (SAVING, COMPLETE):
             row.state = FAILED if row.state == SAVING else DELETED
 

@@ -54,6 +54,6 @@ class Lease(Base):
     name: Mapped[str] = mapped_column(String(32), primary_key=True)
     """The job's id, or another name."""
     owner: Mapped[str | None] = mapped_column(String(32))
-    """Id of a control plane, which may be gone; None: nobody."""
+    """Id of a control plane, which may be gone; None: none."""
     epoch: Mapped[int] = mapped_column(BigInteger)
     """How often it was taken; never the same again."""

@@ -41,7 +41,7 @@ class Fence(Protocol):
     """What keeps a control plane from writing about what another one has taken over."""
 
     def check(self, session: Session) -> None:
-        """Raise LeaseLost unless the writer may write; nobody changes that before the transaction ends."""
+        """Raise LeaseLost unless the writer may write; that does not change before the transaction ends."""
         ...
 
     async def until_certain(self) -> None:
@@ -92,7 +92,7 @@ class Store:
         return store
 
     async def until_certain(self) -> None:
-        """Return once it is certain that whoever writes with this store still may. Raises LeaseLost where not."""
+        """Return once it is certain that the writer of this store still may write. Raises LeaseLost where not."""
         if self._fence is not None:
             await self._fence.until_certain()
 
@@ -220,7 +220,7 @@ class Store:
         return await asyncio.wrap_future(self._submit(operation))
 
     def write_later(self, operation: Callable[[Session], None]) -> None:
-        """As `write`, without waiting, for what nobody needs to know the end of: a failure is logged."""
+        """As `write`, without waiting, for writes whose end does not matter: a failure is logged."""
         self._submit(operation).add_done_callback(_log_failure)
 
     async def exceed(self, epoch: int) -> None:

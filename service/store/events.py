@@ -47,14 +47,14 @@ def append(
         "message": message,
         "data": data or {},
     }
-    inserted = session.connection().execute(_INSERT, values)  # no object, for a row that nobody reads again
+    inserted = session.connection().execute(_INSERT, values)  # no object, for a row that is not read again
     assert inserted.inserted_primary_key is not None
     return int(inserted.inserted_primary_key[0])
 
 
 def in_order(session: Session) -> None:
-    """Until this transaction ends nobody else appends an event: whoever has read up to an id never finds a lower one
-    later. Nor does anybody submit a job, which begins with this. SQLite has one writer anyway."""
+    """Until this transaction ends no other one appends an event: a reader that has read up to an id never finds a lower
+    one later. Nor is a job submitted, which begins with this. SQLite has one writer anyway."""
     transaction = session.get_transaction()
     if transaction is not None and session.info.get(_IN_ORDER) is transaction:
         return

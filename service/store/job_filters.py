@@ -221,7 +221,7 @@ _TYPES: dict[Sort, Any] = {
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value that somebody says to have from a cursor can be compared with what is of that kind."""
+    """Whether a value in a cursor that a client sends can be compared with what is of that kind."""
     if isinstance(kind, String):
         return isinstance(value, str)
     if isinstance(kind, BigInteger):

@@ -58,7 +58,7 @@ def create(
     submits it.
     Raises IdempotencyConflict when `idempotency_key` was used in the project with another digest.
     """
-    events.in_order(session)  # before the look: nobody else takes the key or the id until this transaction ends
+    events.in_order(session)  # before the look: no other transaction takes the key or the id until this one ends
     earlier = made_before(session, idempotency_key, digest, project)
     if earlier is not None:
         return earlier, False
@@ -89,7 +89,7 @@ def set_labels(session: Session, job_id: str, labels: Mapping[str, str]) -> None
 
 
 def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
-    """The job. Raises JobNotFound. With `lock`, nobody else changes it until this transaction ends."""
+    """The job. Raises JobNotFound. With `lock`, no other transaction changes it until this one ends."""
     # With a lock it is read again: what this session knows of it may be what it was before others let go of it.
     locking: dict[str, Any] = {"with_for_update": {"key_share": True}, "populate_existing": True} if lock else {}
     job = session.get(Job, job_id, **locking) if is_job_id(job_id) else None

@@ -24,7 +24,7 @@ class BoundedConnection(psycopg.Connection[Any]):
 
     @property
     def has_unread(self) -> bool:
-        """Whether the server has sent what nobody asked for; while nothing is asked, that is most likely its end."""
+        """Whether the server has sent something unasked; while nothing is asked, that is most likely its end."""
         poll = select.poll()
         poll.register(self.pgconn.socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -40,7 +40,7 @@ class BoundedConnection(psycopg.Connection[Any]):
             while True:
                 ready = yield wanted
                 if not ready and time.monotonic() > deadline:
-                    self.pgconn.finish()  # what it may still answer belongs to nobody
+                    self.pgconn.finish()  # what it may still answer is not wanted
                     raise psycopg.OperationalError(f"the server gave no answer in {seconds:g} s")
                 wanted = gen.send(ready)
         except StopIteration as end:

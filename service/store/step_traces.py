@@ -108,8 +108,8 @@ def profile(session: Session, job_id: str, number: int | None, rank: int) -> byt
 
 
 def add(session: Session, row: StepTrace, rank: int, recording: PackedRecording) -> None:
-    """What `rank` has recorded. With the last rank's the trace is over, unless it was broken off: then whoever knows
-    why says so."""
+    """What `rank` has recorded. With the last rank's the trace is over, unless it was broken off: then the one that
+    knows why says so."""
     if row.slices + recording.count > MOST_SLICES:
         recording = PackedRecording("", problem=f"the trace has more than {MOST_SLICES:,} slices without it")
     row.slices += recording.count

@@ -1,5 +1,5 @@
 """Several nodes with GPUs, unequally many, and one without, on a machine that has none (see test_gpus.py): who is
-placed where, and what happens when a node is to be left or is lost."""
+placed where, and what happens when a node is being drained or is lost."""
 
 import pytest
 

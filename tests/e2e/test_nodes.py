@@ -1,4 +1,4 @@
-"""Several nodes: one is lost, one or all are to be left, and the job's curve does not show it."""
+"""Several nodes: one is lost, one or all are being drained, and the job's curve does not show it."""
 
 from datetime import UTC, datetime, timedelta
 

@@ -77,7 +77,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in. Raises pickle.UnpicklingError for any other name."""
         if name in _RECORDS.get(module, ()):
-            return type(name, (_Record,), {})  # its own, so that the pickle can change nobody else's
+            return type(name, (_Record,), {})  # its own, so that the pickle can change no other one
         if module == "torch" and name == "Size":
             return tuple
         if module == "torch" and name in DTYPES:

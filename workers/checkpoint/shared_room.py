@@ -1,4 +1,4 @@
-"""Memory that this process and one that it starts both see, without a name that anybody else could open it by."""
+"""Memory that this process and one that it starts both see, without a name by which others could open it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def maximum(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 class Collectives:
     """Collectives along one axis. `ranks` are global, in order along the axis; tensors are contiguous.
 
-    `star`: everybody is linked to the first rank only, so only `all_reduce` is there.
+    `star`: all are linked to the first rank only, so only `all_reduce` is there.
     """
 
     def __init__(self, links: Links, channel: int, ranks: list[int], star: bool = False):

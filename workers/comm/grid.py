@@ -49,7 +49,7 @@ class RankGrid:
         """Ranks that share every coordinate with `rank` but the one along `axis`, in order along it.
 
         `embedding` holds the ranks of the first and of the last stage of the rank's pipeline, which both need the
-        token embedding when it is tied; for other ranks it is the rank alone. `world` is everybody.
+        token embedding when it is tied; for other ranks it is the rank alone. `world` is all ranks.
         """
         if axis == "world":
             return list(range(self.world_size))

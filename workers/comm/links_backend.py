@@ -41,7 +41,7 @@ class LinksBackend:
         `ports`; `progress` learns for whom and how long it waits. Raises PeerLost."""
         ranks = {axis: grid.group(axis, rank) for axis in AXES}
         near = {peer for axis in AXES if axis != "world" for peer in ranks[axis]}
-        # Sums over all ranks go through rank 0, so everybody knows it and it knows everybody.
+        # Sums over all ranks go through rank 0, so all ranks are linked to it.
         peers = near | linked_through_first(grid, rank)
         self.links = Links(rank, peers, store, secret, host, is_over, progress, ports)
         self._pipeline = ranks["pipeline"]

@@ -1,5 +1,5 @@
 """Work that all ranks do together alongside the training, on a thread and over connections of their own: each does its
-part, rank 0 combines the results, and everybody gets its share of what came out or learns what went wrong.
+part, rank 0 combines the results, and every rank gets its share of the result or learns what went wrong.
 
 What they tell each other is JSON, of types that both ends name (`workers/protocol/json_codec.py`): nothing that a rank
 receives can run there."""

@@ -1,4 +1,4 @@
-"""Ranks that are persistently slower than those that do the same work: a pure function of everybody's own time.
+"""Ranks that are persistently slower than those that do the same work: a pure function of all ranks' own times.
 
 Own time is the time of a step that a rank did not spend waiting for others, so a straggler shows in its own number and
 nowhere else. Compared are ranks of the same stage, which do equal work. Every rank's number travels in the sum on which

@@ -32,7 +32,7 @@ class Chunk(nn.Module):
         parts = parts_of(model)
         self.shared, self.region, self.index = shared, region, index
         self.is_first, self.is_last = index == 0, index == count - 1
-        self.sequence_is_whole = count == 1 and region.tensor_size == 1  # so nobody else sees the order of its tokens
+        self.sequence_is_whole = count == 1 and region.tensor_size == 1  # so no other rank sees the order of its tokens
         self.before: Callable[[nn.Module], object] = _nothing
         """Called with each part before it computes: its parameters may still be on their way."""
         self._stays: frozenset[int] | None = None

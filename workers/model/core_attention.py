@@ -110,7 +110,7 @@ def cached_attention(
 ) -> torch.Tensor:
     """[b, s, a, d] of the last s of t tokens. No gradients."""
     count, length = q_bsad.shape[1], k_btgd.shape[1]
-    first = 0 if visible.window is None else max(0, length - count + 1 - visible.window)  # nobody looks further back
+    first = 0 if visible.window is None else max(0, length - count + 1 - visible.window)  # no token looks further back
     q, k, v = (x.transpose(1, 2) for x in (q_bsad, k_btgd[:, first:], v_btgd[:, first:]))
     mask = None
     if count > 1:

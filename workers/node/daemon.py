@@ -79,7 +79,7 @@ class NodeDaemon:
         ports: str | None = None,
     ):
         """`node`: Ray's node id, or any name outside of Ray; `home`: the service's; `notices`: who is asked whether
-        the machine is to be taken, as `notice_sources` reads it; None: nobody;
+        the machine is to be taken, as `notice_sources` reads it; None: none;
         `installation`: the service's id, and `to_share`: folders of the service that it should see
         (`workers/node/folders.py`); `ports`: a range on which it and the rendezvous stores listen, None: any.
 
@@ -114,7 +114,7 @@ class NodeDaemon:
             self._drains = await serve_drains(
                 drain_socket(self._paths.runtime_folder, self._node),
                 self._node,
-                lambda seconds: self._heartbeat.drain(seconds, "the machine says that it is to be left", "machine"),
+                lambda seconds: self._heartbeat.drain(seconds, "the machine asks to be drained", "machine"),
             )
             on_termination(lambda: self._heartbeat.drain(NOTICE_SECONDS, "the machine was asked to end", "SIGTERM"))
             for watch in self._notices:
@@ -144,8 +144,8 @@ class NodeDaemon:
         )
 
     async def drain(self, seconds: float) -> None:
-        """This node is to be left within `seconds`: tell the control plane, now and whenever it connects. SIGTERM does
-        the same, with NOTICE_SECONDS."""
+        """This node is being drained within `seconds`: tell the control plane, now and whenever it connects. SIGTERM
+        does the same, with NOTICE_SECONDS."""
         self._heartbeat.drain(seconds)
 
     async def start_store(self, job: str, generation: int, one_machine: bool = False) -> Endpoint:

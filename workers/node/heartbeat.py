@@ -1,4 +1,4 @@
-"""A node's heartbeat: a port on which its daemon answers every ping, and says at once when the node is to be left.
+"""A node's heartbeat: a port on which its daemon answers every ping, and says at once when the node is being drained.
 
 A ping is a line with a secret, which the daemon gives to those that may ask it where the port is: strangers who reach
 the port learn nothing, and cannot fill it up. It is said in the clear. The answers come from a thread of their own, so
@@ -33,7 +33,7 @@ MOST_UNAUTHENTICATED = 64
 @dataclass(frozen=True)
 class _Drain:
     until: float
-    """In seconds of the monotonic clock; infinite where nobody knows."""
+    """In seconds of the monotonic clock; infinite where that is not known."""
     reason: str
 
 
@@ -70,7 +70,7 @@ class HeartbeatServer:
 
     @property
     def state(self) -> Heartbeat:
-        """What is answered now, GPUs aside. Of several who have said that the node is to be left, the one who leaves
+        """What is answered now, GPUs aside. Of several who have said that the node is being drained, the one who leaves
         the least time counts."""
         with self._changing:
             drains = list(self._drains.values())
@@ -81,8 +81,8 @@ class HeartbeatServer:
         return Heartbeat(self._node, draining=True, drain_seconds=seconds, drain_reason=first.reason)
 
     def drain(self, seconds: float | None, reason: str = "", source: str = "") -> None:
-        """The node is to be left within `seconds`, None where nobody knows: say so, and why, to all who are connected.
-        The latest statement of each `source` counts."""
+        """The node is being drained within `seconds`, None where that is not known: say so, and why, to all who are
+        connected. The latest statement of each `source` counts."""
         until = math.inf if seconds is None else time.monotonic() + seconds
         with self._changing:
             self._drains[source] = _Drain(until, reason)

@@ -2,7 +2,7 @@
 service's address nor a key, and should have none where jobs run. Pure Python.
 
 Each daemon listens on a socket in its runtime folder, which its own user alone may enter. A client that connects says
-within how many seconds the node is to be left, as a line of JSON, and gets the node's id as answer.
+within how many seconds the node is being drained, as a line of JSON, and gets the node's id as answer.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ from workers.node.slurm_notices import SlurmSource
 
 
 class UnknownSource(MantaError):
-    """The text names nobody whose notices are known."""
+    """The text names no known source of notices."""
 
 
 def notice_sources(text: str) -> list[NoticeSource]:
-    """The sources that `text` names, separated by commas; nobody is asked yet. Raises UnknownSource."""
+    """The sources that `text` names, separated by commas; none is asked yet. Raises UnknownSource."""
     return [_source(each.strip()) for each in text.split(",")]
 
 

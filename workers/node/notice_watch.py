@@ -66,6 +66,6 @@ class NoticeWatch:
             self._withdrawn()
 
     def _pass_on(self, notice: Notice) -> None:
-        soon = "is to be left" if notice.seconds is None else f"can be counted on for {notice.seconds:.0f} s"
+        soon = "is being drained" if notice.seconds is None else f"can be counted on for {notice.seconds:.0f} s"
         log.warning("%s: this machine %s", notice.reason, soon)
         self._noticed(notice)

@@ -20,7 +20,7 @@ class Notice:
     id: str
     """The same as long as the same is meant."""
     seconds: float | None
-    """For how long it can still be counted on, from when that was asked; None where nobody says it."""
+    """For how long it can still be counted on, from when that was asked; None where that is not said."""
     reason: str
     """Why, in words."""
 

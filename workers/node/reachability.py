@@ -14,7 +14,7 @@ AT_ONCE = 64
 
 
 def listen_for_a_moment(host: str, ports: PortRange | None, count: int, seconds: float) -> ListeningPorts:
-    """Take connections on `count` of `ports` (None: of any) for `seconds`; on which. The kernel takes them: nobody has
+    """Take connections on `count` of `ports` (None: of any) for `seconds`; on which. The kernel takes them: no code has
     to answer. Raises OSError where no port is left."""
     with contextlib.ExitStack() as opened:
         listeners = [opened.enter_context(listen(host, ports)) for _ in range(count)]

@@ -21,7 +21,7 @@ class SlurmSource:
     """The Slurm job that Ray was started in."""
 
     lead_seconds: float = LEAD_SECONDS
-    """How long before its end the node is to be left."""
+    """How long before its end the node is to be drained."""
     name: str = "slurm"
 
     @classmethod

@@ -134,7 +134,7 @@ class LaunchOrder:
     store_port: int | None = None
     """Port of the rendezvous store."""
     secret: str | None = field(default=None, repr=False)
-    """What the ranks of this generation know and nobody else (`workers.comm.secret`); None for a single process."""
+    """What only the ranks of this generation know (`workers.comm.secret`); None for a single process."""
     snapshot_folder: str | None = None
     """Folder in the node's shared memory for this job's snapshots; None turns snapshots off."""
     memory_keeper: str | None = None
@@ -339,13 +339,13 @@ class Heartbeat:
     node: str
     """Ray's id of the node."""
     draining: bool = False
-    """Whether the node is to be left."""
+    """Whether the node is being drained."""
     drain_seconds: float | None = None
-    """How long it can still be counted on; None where nobody has said it."""
+    """How long it can still be counted on; None where that was not said."""
     drain_reason: str = ""
-    """Why it is to be left, in words; empty where nobody has said why."""
+    """Why it is being drained, in words; empty where no reason was given."""
     stays: bool = False
-    """Whether it was to be left, and is not any more."""
+    """Whether it was being drained, and is not any more."""
     gpus: tuple[GpuReading, ...] | None = None
     """The machine's GPUs; None: as was said on this connection before, or not known."""
 

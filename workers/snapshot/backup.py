@@ -173,8 +173,8 @@ class BackupServer:
 
     def remove_former(self, rank: int) -> None:
         """Remove the backups that were made here, but not in this generation, and whose steps are all before those that
-        `rank`, which lives here, has itself: their ranks have had other partners since, and nobody can go on from what
-        they hold. Else each change of partners would leave as much as a rank's snapshots take."""
+        `rank`, which lives here, has itself: their ranks have had other partners since, and no rank can resume from
+        what they hold. Else each change of partners would leave as much as a rank's snapshots take."""
         with self._lock:
             former = [key for key, (generation, _, _) in self._writers.items() if generation < self._generation]
         removed = []

@@ -61,7 +61,7 @@ def steps_kept(folder: str | Path, rank: int, layout: str | None = None) -> list
 
 
 def remove_other_layouts(folder: str | Path, layout: str) -> bool:
-    """Remove the files of all layouts but the one with tag `layout`, once nobody needs them any more; whether some of
+    """Remove the files of all layouts but the one with tag `layout`, once they are not needed any more; whether some of
     them lay with the node's daemon."""
     others = [file.path for file in snapshot_files(folder) if file.layout != layout]
     with_daemon = any(in_node_memory(path) for path in others)

@@ -24,7 +24,7 @@ def notify(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
-        return  # nobody listens
+        return  # nothing listens
     # The pipe is full of notifications that were not read yet, or the listener has just left.
     with contextlib.suppress(BlockingIOError, BrokenPipeError):
         os.write(descriptor, b"!")

@@ -185,7 +185,7 @@ class SnapshotFile:
         except FileNotFoundError as error:
             raise CheckpointError(f"there is no snapshot file {path}") from error
         except OSError as error:
-            # Not UnreadableCheckpoint: nobody waits for a snapshot, the next source of the state is taken.
+            # Not UnreadableCheckpoint: a snapshot is not waited for, the next source of the state is taken.
             raise CheckpointError(f"the snapshot file {path} cannot be read: {error.strerror or error}") from error
         try:
             return cls(path, _form_of_file(path, descriptor), descriptor, access)
@@ -226,7 +226,7 @@ class SnapshotFile:
 
     def slot_of(self, step: int) -> int:
         """The slot that holds `step`. Raises CheckpointError when none does, DamagedCheckpoint for a file that is cut
-        off and when nobody can tell because of a damaged marker."""
+        off and when that is not known because of a damaged marker."""
         size = os.fstat(self.descriptor).st_size
         if size != self.form.size:
             raise damaged_at(self.path, size, f"it should have {self.form.size} bytes")

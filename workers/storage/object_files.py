@@ -63,7 +63,7 @@ class ObjectFiles:
     @cached_property
     def _call_s3(self) -> Callable[..., Any]:
         """An operation of S3, for several threads. s3fs would do as well, but its event loop copies each part several
-        times while it keeps the interpreter from everybody else; this one's threads send without."""
+        times while it keeps the interpreter from all other threads; this one's threads send without."""
         import botocore.session
         from botocore.config import Config
         from s3fs.errors import translate_boto_error

@@ -49,7 +49,7 @@ def use(device: torch.device, same_bits: bool = False) -> None:
         # What torch has no such kernel for is an error that names it. Were it a warning, flash attention's backward
         # would take that for leave to add in any order.
         torch.use_deterministic_algorithms(True)
-        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # with what nobody reads
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # with what is never read
 
 
 def leave() -> None:

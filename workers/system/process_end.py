@@ -10,7 +10,7 @@ import signal
 
 def kill_group(pid: int) -> None:
     """SIGKILL to the process `pid` and its process group; none there is no error. It also ends a stopped process. Only
-    for a process that is not reaped yet: a pid that is free again may be anybody's."""
+    for a process that is not reaped yet: a pid that is free again may be another process's."""
     for send in (os.killpg, os.kill):  # a process that was just forked has no group of its own yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             send(pid, signal.SIGKILL)

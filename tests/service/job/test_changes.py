@@ -265,7 +265,7 @@ def test_replica_on_a_node_that_is_to_be_left_moves_with_its_state(two_replicas,
 
     story(body)
     assert job.log == [*UP, "node_draining", *CHANGED, "SUCCEEDED"]
-    assert job.message("node_draining") == "node two is to be left within 60 s; 2 ranks are there"
+    assert job.message("node_draining") == "node two is being drained within 60 s; 2 ranks are there"
     assert job.generations[1] == ("replicas [1] moved: their nodes are being drained", "snapshot", 2)
     assert not cluster.agents.living and not cluster.groups.held
 
@@ -312,7 +312,7 @@ def test_elastic_job_leaves_a_node_by_going_on_without_the_replica(two_replicas,
     story(body)
     assert job.log == [*UP, "node_draining", *CHANGED, "SUCCEEDED"]
     assert job.generations[1] == ("went on without replicas [0]: their nodes are being drained", "memory", 1)
-    assert job.message("node_draining") == "node one is to be left within 60 s (it is sold); 2 ranks are there"
+    assert job.message("node_draining") == "node one is being drained within 60 s (it is sold); 2 ranks are there"
 
 
 def test_job_that_finds_no_room_elsewhere_stays_and_says_so_once(two_replicas, tmp_path):

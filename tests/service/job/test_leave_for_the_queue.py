@@ -17,7 +17,7 @@ UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
 NOTICED = ["node_draining", "node_draining"]
 LEFT = ["RESIZING", "QUEUED"]
 AGAIN = ["STARTING", "generation_started", "RUNNING", "first_step"]
-CAUSE = "placed again: the nodes that it was on were to be left"
+CAUSE = "placed again: the nodes that it was on were being drained"
 SOON, LATER = SPARE_SECONDS + 0.3, 3600.0
 
 
@@ -144,7 +144,7 @@ def test_without_a_deadline_it_stays(job, cluster):
 
     story(body)
     assert job.log == [*UP, *NOTICED, "drain_waiting", "SUCCEEDED"]
-    assert job.message("node_draining") == "node two is to be left; 2 ranks are there"
+    assert job.message("node_draining") == "node two is being drained; 2 ranks are there"
     assert job.message("drain_waiting") == "there is no room elsewhere; it stays until there is, or until the end"
 
 

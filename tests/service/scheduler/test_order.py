@@ -500,7 +500,7 @@ def test_job_that_waits_says_that_nodes_are_to_be_left(store, submit, look, clus
     nodes.drain("node", 60.0)
     assert look() == []
     assert job_now(store, job).message == (
-        "needs 2 slots in groups of 2 on one node, of which there are 0; a node that is to be left takes no job"
+        "needs 2 slots in groups of 2 on one node, of which there are 0; a node that is being drained takes no job"
     )
 
 

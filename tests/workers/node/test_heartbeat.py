@@ -1,4 +1,4 @@
-"""A node's heartbeat answers every ping, says at once when the node is to be left, and ends with its process."""
+"""A node's heartbeat answers every ping, says at once when the node is being drained, and ends with its process."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""A daemon hears from its own machine that its node is to be left."""
+"""A daemon hears from its own machine that its node is being drained."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_notice_without_a_time_is_passed_on_without_one(caplog):
     noticed = []
     NoticeWatch(Cordon(), noticed.append, lambda: None).look()
     assert noticed == [Notice("cordon", None, "it is cordoned")]
-    assert [record.message for record in caplog.records] == ["it is cordoned: this machine is to be left"]
+    assert [record.message for record in caplog.records] == ["it is cordoned: this machine is being drained"]
 
 
 def test_source_that_refuses_is_said_once(caplog):

@@ -19,7 +19,7 @@ from workers.parallel.data.flat import FlatParameters
 
 
 class ArrivingParameters:
-    """The gathers of one rank that nobody has waited for yet."""
+    """The gathers of one rank that were not waited for yet."""
 
     def __init__(self, flat: FlatParameters, comm: Comm):
         self._flat, self._comm = flat, comm

@@ -69,7 +69,7 @@ class ZeroOptimizer:
         self.arriving: ArrivingParameters | None = None
         """Where the next forward waits for the parameters of other replicas, instead of the update."""
         self.updating = False
-        """Whether an update has begun that nobody has declared complete."""
+        """Whether an update has begun that was not declared complete."""
         self.set_step(0)
         self.limits = (math.inf, math.inf)
         """Loss and gradient norm above which a step updates nothing; the same on every rank."""

@@ -190,7 +190,7 @@ class OffloadedLayer:
             self.host.give_back(host)
 
     def __del__(self) -> None:
-        # Backward has broken off before anybody waited, and the memory that is copied to is free now.
+        # Backward has broken off before anything waited, and the memory that is copied to is free now.
         if self._fetched is not None:
             torch.cuda.current_stream(self._device).wait_event(self._fetched)
 

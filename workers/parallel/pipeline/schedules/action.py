@@ -1,7 +1,7 @@
 """What a schedule is made of. Pure Python.
 
 - forward, backward, backward_input and backward_weight compute. `backward` is both halves of the backward pass;
-  the zero-bubble schedules run them apart, as nobody waits for the gradients of the weights.
+  the zero-bubble schedules run them apart, as nothing waits for the gradients of the weights.
 - A send starts right behind the compute that made its message and never blocks.
 - A receive only posts a buffer; the compute that needs the message waits for it. Messages from one rank to another,
   activations and gradients together, are one queue: receives are posted in the order of the sends.
