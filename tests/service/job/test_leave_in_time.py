@@ -1,0 +1,150 @@
+"""A job that is to leave has so long to save its state, and then leaves without."""
+
+import asyncio
+import time
+
+import pytest
+
+from service.job import leave
+from service.job.actions import End, Launch, Leave, Reacquire, Rearrange, Requeue, Watch, while_leaving
+from service.job.changes import Stay
+from service.job.context import JobContext
+from service.job.time_to_save import SAVE_SECONDS
+from service.ledger import StateEntry
+from service.states import JobState
+from service.store import checkpoints, jobs, state_changes
+from tests.service.support.supervised_job import story
+from tests.service.support.virtual_time import in_virtual_time
+
+
+@pytest.fixture
+def seconds_until_overdue(monkeypatch):
+    """How long a job that is to leave has for it, in virtual time. `before`: done then."""
+
+    def counted(context, before=lambda: None):
+        seconds = []
+
+        async def body():
+            before()
+            context.leaving.set()
+            began = time.monotonic()
+            await leave.keep_time(context)
+            assert context.overdue.is_set()
+            seconds.append(time.monotonic() - began)
+
+        in_virtual_time(monkeypatch, body)
+        return pytest.approx(seconds[0], abs=0.1)
+
+    return counted
+
+
+@pytest.mark.parametrize("for_the_queue", [False, True], ids=["pause", "for_the_queue"])
+@pytest.mark.parametrize(("paused_ago", "seconds"), [(0.0, 300.0), (200.0, 100.0), (400.0, 70.0), (-50.0, 300.0)])
+def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
+    store, started, cluster, seconds_until_overdue, paused_ago, seconds, for_the_queue
+):
+    def pause(session):
+        if for_the_queue:
+            jobs.transition(session, started.id, JobState.RUNNING)
+        jobs.transition(session, started.id, JobState.RESIZING if for_the_queue else JobState.PAUSING)
+        state_changes.of_job(session, started.id)[-1].time -= paused_ago
+
+    context = JobContext.of(store, cluster, started)
+    context.no_room = "there is none" if for_the_queue else ""
+    assert seconds_until_overdue(context, lambda: store.write(pause)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "no_room", "save", "leaves_after"),
+    [
+        ("auto", "", "hangs", 84.0),
+        ("auto", "", "begun_anew", None),
+        ("auto", "", "none", None),
+        ("off", "", "hangs", None),
+        ("auto", "none", "hangs", None),
+    ],
+)
+def test_store_that_does_not_answer_is_waited_for_longest_where_nothing_else_will_be_left(
+    store, submit, cluster, monkeypatch, seconds_until_overdue, snapshots, no_room, save, leaves_after
+):
+    """A save has six times what the job needs for one: 2 * 2 s, and 10 s. However long a step takes meanwhile."""
+    context = JobContext.of(store, cluster, submit(checkpoint={"snapshots": snapshots, "every_steps": 1}))
+    context.no_room = no_room
+
+    async def under_way():
+        return {"hangs": ["a"], "begun_anew": [time.monotonic() // 60], "none": []}[save]
+
+    context.record.saves_under_way = under_way
+    monkeypatch.setattr(checkpoints, "latest_seconds", lambda session, job_id, limit: [2.0])
+    assert seconds_until_overdue(context) == (leaves_after or SAVE_SECONDS)
+
+
+def test_pause_by_a_host_whose_clock_is_slow_has_as_long_as_any(store, started, cluster, seconds_until_overdue):
+    def pause(session):
+        jobs.transition(session, started.id, JobState.PAUSING)
+        state_changes.of_job(session, started.id)[-1].time -= 400.0
+
+    context = JobContext.of(store, cluster, started)
+    read = context.record.state_changes
+
+    async def state_changes_and_a_pause():
+        changes = await read()
+        await store.write_async(pause)
+        context.record.state_changes = read
+        return changes
+
+    context.record.state_changes = state_changes_and_a_pause
+    assert seconds_until_overdue(context) == SAVE_SECONDS
+
+
+def test_job_whose_time_is_up_has_as_long_to_save_as_one_that_is_paused(store, started, cluster, seconds_until_overdue):
+    context = JobContext.of(store, cluster, started)
+    store.write(lambda s: setattr(state_changes.of_job(s, started.id)[-1], "time", 5.0))  # it started long ago
+    assert seconds_until_overdue(context) == SAVE_SECONDS
+
+
+@pytest.mark.parametrize("limit", [None, 1000.0])
+def test_job_that_is_paused_before_its_time_is_up_is_overdue_by_its_pause(two_replicas, cluster, monkeypatch, limit):
+    monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.0)
+    job = two_replicas(cluster, **({} if limit is None else {"max_duration": limit}))
+    context = JobContext.of(job.store, cluster, job.row)
+    changes = [StateEntry(time.time(), JobState.QUEUED)]
+
+    async def state_changes_at_once():
+        return changes
+
+    async def body():
+        context.record.state_changes = state_changes_at_once
+        keeping = asyncio.create_task(leave.keep_time(context))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not (context.leaving.is_set() or context.overdue.is_set() or keeping.done())
+        context.leaving.set()
+        await keeping
+        assert context.overdue.is_set()
+
+    story(body)
+
+
+LAUNCH = Launch("why", counts=True)
+
+
+@pytest.mark.parametrize(
+    ("action", "unlaunched", "overdue", "leaves"),
+    [
+        (Watch(), False, False, False),
+        (Watch(), False, True, True),
+        (LAUNCH, False, False, False),
+        (LAUNCH, True, False, True),
+        (LAUNCH, False, True, True),
+        (Launch("why", counts=True, holds=1), False, False, True),
+        (Reacquire(LAUNCH), False, False, False),
+        (Reacquire(LAUNCH), True, False, True),
+        (Reacquire(LAUNCH), False, True, True),
+        (Rearrange(Stay("why")), False, True, False),
+        (Requeue("why"), True, True, False),
+        (End(JobState.SUCCEEDED), True, True, False),
+    ],
+)
+def test_job_that_is_to_leave_does_what_its_newest_state_needs_and_no_more(action, unlaunched, overdue, leaves):
+    assert while_leaving(action, unlaunched, overdue) == (Leave() if leaves else action)

@@ -1,0 +1,166 @@
+"""The data of queued jobs is checked before they are placed; a file system that does not answer delays its own job."""
+
+import asyncio
+import threading
+
+from service import data_looks
+from service.scheduler import Scheduler
+from tests.service.support.queue import LARGE, has, job_now
+from workers.data import roots
+
+
+def test_bad_data_fails_the_job_before_it_is_placed_and_names_the_path(store, submit, look, cluster):
+    job = submit(data={"source": "text", "paths": ["/nowhere/to/be/found.txt"]})
+    assert look() == []
+    stored = job_now(store, job)
+    assert (stored.state, stored.reason) == ("FAILED", "bad_data")
+    assert "/nowhere/to/be/found.txt" in stored.message
+    assert cluster.groups.acquired == []
+
+
+AWAY = {"source": "text", "paths": ["/away"]}
+
+
+async def until_placed(scheduler, placed, job):
+    """Look at the queue until `job`, and no other, is placed."""
+    async with asyncio.timeout(20):
+        while not placed:
+            assert await scheduler._round()
+    assert placed == [job.id]
+
+
+async def until_none_waits(scheduler):
+    """Look at the queue until each job has been placed or refused."""
+    async with asyncio.timeout(20):
+        while await scheduler._round():
+            await asyncio.sleep(0.001)
+
+
+def test_data_that_does_not_answer_keeps_its_job_waiting_and_those_behind_it_for_a_while(
+    store, submit, cluster, monkeypatch
+):
+    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.01)
+    slow, fine = submit(name="slow", data=AWAY), submit(name="fine")
+    answers, placed = threading.Event(), []
+
+    def check(spec):
+        if spec.name == "slow":
+            answers.wait(20)
+
+    monkeypatch.setattr(roots, "check_data", check)
+    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
+
+    async def body():
+        assert await scheduler._round() and placed == []
+        monkeypatch.setattr(data_looks, "TURN_SECONDS", 0.0)
+        await until_placed(scheduler, placed, fine)
+        assert job_now(store, slow).reason == "data_silent"
+        answers.set()
+        await until_none_waits(scheduler)
+
+    try:
+        asyncio.run(body())
+    finally:
+        answers.set()
+    assert placed == [fine.id, slow.id]
+
+
+def test_data_that_does_not_answer_costs_those_behind_it_one_turn_however_many_jobs_want_it(
+    store, submit, cluster, monkeypatch
+):
+    """A sweep on a file system that hangs: one look at the same files is enough, and other files there get a moment."""
+    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.01)
+    sweep = [submit(data={"source": "text", "paths": ["/away/a"]}) for _ in range(3)]
+    beside, fine = submit(data={"source": "text", "paths": ["/away/b"]}), submit()
+    answers, looked, placed = threading.Event(), [], []
+
+    def check(spec):
+        if spec.data.paths:
+            looked.append(spec.data.paths)
+            answers.wait(20)
+
+    monkeypatch.setattr(roots, "check_data", check)
+    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
+
+    async def body():
+        await scheduler._round()
+        assert placed == [], "the first one has its turn"
+        look = scheduler._data_looks._under_way[sweep[0].id]
+        look.began -= data_looks.TURN_SECONDS
+        await until_placed(scheduler, placed, fine)
+        assert looked == [("/away/a",), ("/away/b",)]
+        assert {job_now(store, each).reason for each in (*sweep, beside)} == {"data_silent"}
+        answers.set()
+        await until_none_waits(scheduler)
+
+    try:
+        asyncio.run(body())
+    finally:
+        answers.set()
+    assert sorted(placed[1:]) == sorted(each.id for each in (*sweep, beside))
+
+
+def test_data_that_does_not_answer_on_the_nodes_keeps_its_own_job_waiting(store, submit, cluster, monkeypatch):
+    """What a node is asked may take a minute, and the next node is asked then."""
+    cluster.is_elsewhere = True
+    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 0.01)
+    slow, fine = submit(name="slow", data=AWAY), submit(name="fine")
+    answers, placed = asyncio.Event(), []
+
+    async def problem(spec, folders):
+        if spec["name"] == "slow":
+            await answers.wait()
+
+    cluster.daemons.problem_of_data = problem
+    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
+
+    async def body():
+        async with asyncio.timeout(20):
+            assert await scheduler._round() and placed == []
+            monkeypatch.setattr(data_looks, "TURN_SECONDS", 0.0)
+            await until_placed(scheduler, placed, fine)
+            answers.set()
+            while await scheduler._round():
+                await asyncio.sleep(0.001)
+
+    asyncio.run(body())
+    assert placed == [fine.id, slow.id]
+
+
+def test_corpus_is_looked_at_where_the_ranks_will_be(store, submit, look, cluster):
+    """The control plane of a cluster elsewhere may not see it, and a node that does not answer proves nothing."""
+    cluster.is_elsewhere = True
+    paths = {"source": "text", "paths": ["/on/the/nodes/only"]}
+    bad, good, later = (submit(name=name, data=paths) for name in ("bad", "good", "later"))
+    asked = []
+
+    async def problem(spec, folders):
+        asked.append((spec["name"], spec["data"]["paths"], folders))
+        return "it is empty" if spec["name"] == "bad" else None
+
+    cluster.daemons.problem_of_data = problem
+    assert [job for job, _ in look()] == [good.id, later.id]
+    assert asked[0] == ("bad", ["/on/the/nodes/only"], None)
+    assert (job_now(store, bad).state, job_now(store, bad).message) == ("FAILED", "it is empty")
+
+
+def test_data_of_a_job_that_waits_is_looked_at_once_and_again_before_it_is_placed(
+    store, submit, cluster, nodes, monkeypatch
+):
+    looked, placed = [], []
+    monkeypatch.setattr(roots.DataRoots, "check", lambda self, spec: looked.append(spec.layout.data))
+    never, later = submit(parallel={"data": 12}, train=LARGE), submit(parallel={"data": 2})
+    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
+    has(nodes, 8, free=0)
+    written = []
+    for _ in range(3):
+        asyncio.run(scheduler._round())
+        written.append((job_now(store, never).updated_at, job_now(store, later).updated_at))
+    assert (looked, placed) == ([2], []), "and that of a job that the cluster could never hold not at all"
+    assert len(set(written)) == 1, "and what it says of itself is not written again"
+    has(nodes, 8)
+    asyncio.run(scheduler._round())
+    assert (looked, placed) == ([2, 2], [later.id])
+    has(nodes, 12)
+    asyncio.run(scheduler._round())
+    assert (looked, placed) == ([2, 2, 12], [later.id, never.id])
