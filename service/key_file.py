@@ -32,7 +32,7 @@ def read_key(home: Path) -> str | None:
     with os.fdopen(descriptor, encoding="utf-8") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise KeyFileUnsafe(path, "is no file")
+            raise KeyFileUnsafe(path, "is not a file")
         if status.st_uid != os.geteuid():
             raise KeyFileUnsafe(path, "belongs to another user")
         if status.st_mode & 0o077:

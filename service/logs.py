@@ -194,7 +194,7 @@ def log_folder(home: Path, job_id: str) -> Path:
     Raises ValueError for text that is no job id, so that paths stay inside `home`.
     """
     if not is_job_id(job_id):
-        raise ValueError(f"{job_id!r} is no job id")
+        raise ValueError(f"{job_id!r} is not a job id")
     return home / "jobs" / job_id / "logs"
 
 

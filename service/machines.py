@@ -144,7 +144,7 @@ def load(folder: Path, name: str) -> Calibrated | None:
     try:
         return Calibrated.from_json(document)
     except (KeyError, TypeError, ValueError) as error:
-        raise BadCalibration(f"{path} is no calibration of this release: calibrate again, or remove it") from error
+        raise BadCalibration(f"{path} is not a calibration of this release: calibrate again, or remove it") from error
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,9 @@ def _key(source: Mapping[str, str]) -> str | None:
     """Whatever is copied along with a key, such as the end of its line, could not be sent; no error shows any of it."""
     key = source.get(_KEY, "").strip()
     if key and not (key.isascii() and key.isprintable() and " " not in key):
-        raise BadSetting(f"{_KEY} is no key: it has characters that no key has; `manta keys create` prints one")
+        raise BadSetting(
+            f"{_KEY} is not a valid key: it has characters that keys do not have; `manta keys create` prints one"
+        )
     return key or None
 
 

@@ -84,5 +84,5 @@ def _export(
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise fail(f"--shard-size {text!r} is no size: write 500MB or {SHARD_SIZE}", EXIT_BAD_INPUT)
+        raise fail(f"--shard-size {text!r} is not a size: write 500MB or {SHARD_SIZE}", EXIT_BAD_INPUT)
     return max(1, int(float(match[1]) * _UNITS[match[2]]))

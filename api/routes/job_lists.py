@@ -103,7 +103,7 @@ def _states(given: list[str]) -> tuple[str, ...]:
     """The states in a parameter that may be repeated, each once. Raises RequestValidationError."""
     states = {state for text in given for state in text.split(",")}
     if unknown := sorted(states - set(STATE_NAMES)):
-        raise _refused("state", f"{unknown[0][:100]!r} is no state; those are {', '.join(STATE_NAMES)}")
+        raise _refused("state", f"{unknown[0][:100]!r} is not a state; states are {', '.join(STATE_NAMES)}")
     return tuple(sorted(states))
 
 

@@ -156,7 +156,7 @@ def folders(paths: Paths) -> Iterator[Finding]:
             )
             continue
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-            problem = f"{folder} ({what}) is no folder of this user's (uid {os.getuid()})"
+            problem = f"{folder} ({what}) is not a folder of this user's (uid {os.getuid()})"
             yield Finding("folders", "problem", problem, "have its owner remove it, or use another MANTA_HOME")
         elif status.st_mode & 0o077:
             problem = f"{folder} ({what}) is open to others (mode {stat.S_IMODE(status.st_mode):o})"

@@ -107,7 +107,7 @@ def decode_header(line: bytes) -> Header:
         about = json.loads(line)["ranks"].items()
         pieces = {int(rank): Piece(int(s), int(e), (int(g), int(n))) for rank, (s, e, g, n) in about}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise NoPart(f"this is no header of a part: {line[:60]!r}") from error
+        raise NoPart(f"this is not a header of a part: {line[:60]!r}") from error
     return Header(dict(sorted(pieces.items())), len(line))
 
 

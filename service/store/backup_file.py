@@ -133,11 +133,11 @@ def _prepared(file: Path, working: Path, now: float) -> int:
             raise NotABackup(f"there is no file {file}")
         copy_to(file, working)
     except (OSError, sqlite3.Error) as error:
-        raise NotABackup(f"{file} is no backup of a job database: {error}") from error
+        raise NotABackup(f"{file} is not a backup of a job database: {error}") from error
     store = Store(sqlite_url(working))
     try:
         if store.revision is None:
-            raise NotABackup(f"{file} is no backup of a job database")
+            raise NotABackup(f"{file} is not a backup of a job database")
         store.migrate()
         made = datetime.fromtimestamp(file.stat().st_mtime, UTC).strftime("%Y-%m-%d %H:%M UTC")
         return store.write(lambda session: _mark(session, made, now))

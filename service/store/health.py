@@ -43,7 +43,7 @@ def refuse_none(store: Store) -> None:
     except SQLAlchemyError as error:
         raise StoreUnusable(store.location, error) from error
     if not is_there:
-        raise StoreEmpty(store.location, ValueError("there are no jobs in it, and no place for any"), _MAKE)
+        raise StoreEmpty(store.location, ValueError("it has neither jobs nor tables for them"), _MAKE)
 
 
 def _schema(connection: Connection) -> Iterator[str]:

@@ -65,8 +65,8 @@ def test_counts_have_every_state_and_the_filters_of_the_list(service):
 @pytest.mark.parametrize(
     ("parameters", "path", "part"),
     [
-        ({"state": "RUNING"}, "state", "'RUNING' is no state; those are QUEUED"),
-        ({"state": "RUNNING,"}, "state", "'' is no state"),
+        ({"state": "RUNING"}, "state", "'RUNING' is not a state; states are QUEUED"),
+        ({"state": "RUNNING,"}, "state", "'' is not a state"),
         ({"label": "=x"}, "label", "key=value"),
         ({"label": [f"a{number}" for number in range(17)]}, "label", "at most 16"),
         ({"sort": "goodput"}, "sort", "'created'"),

@@ -112,4 +112,4 @@ def test_a_tokenizer_that_is_none_is_refused_at_the_door(manta, documents):
         manta.submit(manta.spec(data=data_of(documents)))
     (entry,) = refused.value.problem.errors
     assert (refused.value.problem.status, entry.path) == (422, "data.tokenizer")
-    assert "is no tokenizer.json" in entry.rule
+    assert "is not a tokenizer.json" in entry.rule

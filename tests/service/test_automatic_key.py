@@ -78,7 +78,7 @@ def test_file_of_another_user_a_link_or_a_pipe_is_not_used(home, monkeypatch):
         read_key(home)
     path.unlink()
     os.mkfifo(path, 0o600)
-    with pytest.raises(KeyFileUnsafe, match="is no file"):
+    with pytest.raises(KeyFileUnsafe, match="is not a file"):
         read_key(home)
     path.unlink()
     path.touch(mode=0o600)

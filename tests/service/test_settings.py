@@ -58,7 +58,7 @@ def test_notices_are_asked_for_where_the_operator_says_of_which_cloud():
     assert read({"MANTA_NODE_NOTICES": "aws"}).node_notices == "aws"
     several = "gcp=http://there:80,kubernetes=example.com/sold:90,slurm"
     assert read({"MANTA_NODE_NOTICES": several}).node_notices == several
-    with pytest.raises(BadSetting, match="MANTA_NODE_NOTICES: 'ibm' is no known source of notices: use aws,"):
+    with pytest.raises(BadSetting, match="MANTA_NODE_NOTICES: 'ibm' is not a known source of notices: use aws,"):
         read({"MANTA_NODE_NOTICES": "ibm"})
 
 
@@ -125,7 +125,7 @@ def test_limits_of_a_caller():
 def test_key_that_could_not_be_sent_is_refused_and_not_shown():
     assert Settings.from_environment({"MANTA_API_KEY": " manta_abc\n"}).api_key == "manta_abc"
     for key in ("clé", "a\nb", "a b", "a\x00b"):
-        with pytest.raises(BadSetting, match=r"^MANTA_API_KEY is no key: ") as caught:
+        with pytest.raises(BadSetting, match=r"^MANTA_API_KEY is not a valid key: ") as caught:
             Settings.from_environment({"MANTA_API_KEY": key})
         assert key not in str(caught.value)
 

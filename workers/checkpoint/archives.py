@@ -107,7 +107,7 @@ def _place(read: Read, record: zipfile.ZipInfo) -> tuple[int, int]:
     """First byte of a record, and how many it has."""
     header = read(record.header_offset, _HEADER_BYTES).tobytes()
     if not header.startswith(_HEADER) or record.compress_type != zipfile.ZIP_STORED:
-        raise zipfile.BadZipFile(f"{record.filename} is no stored record")
+        raise zipfile.BadZipFile(f"{record.filename} is not a stored record")
     variable = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     return record.header_offset + _HEADER_BYTES + variable, record.file_size
 
@@ -160,7 +160,7 @@ def _tensor(pickled: bytes) -> _Tensor:
 def _rebuilt(storage: Any, offset: Any, sizes: Any, strides: Any, *_: Any) -> _Tensor:
     """What torch's `_rebuild_tensor_v2` is called with."""
     if not isinstance(storage, _Storage) or not all(isinstance(n, int) and n >= 0 for n in (offset, *sizes, *strides)):
-        raise pickle.UnpicklingError("it is no tensor of a storage")
+        raise pickle.UnpicklingError("it is not a tensor of a storage")
     expected = 1
     for length, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if length > 1 and stride != expected:
@@ -186,5 +186,5 @@ class _Unpickler(pickle.Unpickler):
         """A storage: ("storage", kind, key, device, elements)."""
         kind, dtype, key, *_ = pid
         if kind != "storage" or dtype not in ITEM_BYTES or not isinstance(key, str):
-            raise pickle.UnpicklingError("it asks for something that is no storage")
+            raise pickle.UnpicklingError("it asks for something that is not a storage")
         return _Storage(dtype, key)

@@ -179,7 +179,7 @@ def manifest_of(path: Place) -> Manifest:
         at = getattr(error, "pos", getattr(error, "start", 0))
         raise damaged(file, f"makes no sense from byte {at}") from error
     if not isinstance(document, dict):
-        raise damaged(file, "is no manifest")
+        raise damaged(file, "is not a manifest")
     if document.pop("crc32", None) is not None:  # older ones have none
         text, _, _ = content.rpartition(_OWN_SUM)
         if content != text + _own_sum(text):
@@ -187,9 +187,9 @@ def manifest_of(path: Place) -> Manifest:
     try:
         manifest = Manifest(**document)
     except TypeError as error:
-        raise damaged(file, "is no manifest") from error
+        raise damaged(file, "is not a manifest") from error
     if not _is_valid(manifest):
-        raise damaged(file, "is no manifest")
+        raise damaged(file, "is not a manifest")
     return manifest
 
 

@@ -189,7 +189,7 @@ def merged(parts: Iterable[tuple[str, Mapping[str, WrittenRectangles]]]) -> Merg
                 one, other = (entry.shape, entry.dtype), (each.shape, each.dtype)
                 raise MalformedMessage(f"{name} is {one} for one rank and {other} for another")
             if not _OF_ROWS.issuperset(each.rows):
-                raise MalformedMessage(f"what lies in {file} of {name} is no list of numbers")
+                raise MalformedMessage(f"what lies in {file} of {name} is not a list of numbers")
             entry.rows[file] = each.rows
             count += max(0, each.rows.count("[") - 1)
     return Merged(_to_bytes(entries), count)
@@ -215,7 +215,7 @@ def _stored(name: str, entry: _Entry) -> StoredTensor:
         except ValueError:
             rows = None
         if not _is_table(rows, 2 * dimensions + 2):
-            raise MalformedMessage(f"what lies in {file} of {name} is no list of rectangles: {text:.80}")
+            raise MalformedMessage(f"what lies in {file} of {name} is not a list of rectangles: {text:.80}")
         for row in rows:
             offsets, sizes = tuple(row[:dimensions]), tuple(row[dimensions:-2])
             rectangles.append(StoredRectangle(offsets, sizes, file, row[-2], row[-1]))
@@ -232,7 +232,7 @@ def _is_table(rows: Any, columns: int) -> bool:
 def _check(name: str, tensor: StoredTensor, files: Mapping[str, int]) -> None:
     for each in tensor.rectangles:
         if Path(each.file).name != each.file or each.file not in files:
-            raise MalformedMessage(f"a part of {name} lies in {each.file!r}, which is no file of this checkpoint")
+            raise MalformedMessage(f"a part of {name} lies in {each.file!r}, which is not a file of this checkpoint")
         if each.at < 0 or each.bytes < 0 or each.at + each.bytes > files[each.file]:
             raise MalformedMessage(f"a part of {name} goes beyond the end of {each.file}")
         dimensions = zip(each.offsets, each.sizes, tensor.shape, strict=False)

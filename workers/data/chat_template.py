@@ -189,7 +189,7 @@ def _json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON ({_one_line(error)})") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} is no object")
+        raise DataError(f"{path} is not an object")
     return content
 
 
@@ -199,7 +199,7 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise DataError(f"the chat template cannot be read: {path} ({error.strerror})") from error
     if len(content) > MOST_BYTES:
-        raise DataError(f"{path} is no chat template: it has more than {MOST_BYTES} bytes")
+        raise DataError(f"{path} is not a chat template: it has more than {MOST_BYTES} bytes")
     try:
         return content.decode()
     except UnicodeDecodeError as error:

@@ -38,7 +38,7 @@ def conversation_in(row: Mapping[str, Any], key: str, where: str) -> Conversatio
         raise DataError(f"{where}: no key {key!r}, only {there}: set data.text_key")
     said = row[key]
     if not isinstance(said, list):
-        raise DataError(f"{where}: {key!r} holds no list of messages but {kind_of(said)}")
+        raise DataError(f"{where}: {key!r} holds {kind_of(said)}, not a list of messages")
     if not said:
         raise DataError(f"{where}: {key!r} has no messages")
     messages = [_message(each, f"{where}: message {number} of {key!r}") for number, each in enumerate(said, start=1)]
@@ -64,7 +64,7 @@ def as_text(conversation: Conversation, template: ChatTemplate, answers_only: bo
 
 def _message(said: Any, where: str) -> dict[str, Any]:
     if not isinstance(said, dict):
-        raise DataError(f"{where} is no object with 'role' and 'content' but {kind_of(said)}")
+        raise DataError(f"{where} is {kind_of(said)}, not an object with 'role' and 'content'")
     message = {name: value for name, value in said.items() if value is not None}
     if "role" not in message and "from" in message:  # as ShareGPT's
         speaker = message.pop("from")
@@ -73,14 +73,14 @@ def _message(said: Any, where: str) -> dict[str, Any]:
             message["content"] = message.pop("value")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise DataError(f"{where} has no 'role'" if role is None else f"{where}: 'role' is no text but {kind_of(role)}")
+        raise DataError(f"{where} has no 'role'" if role is None else f"{where}: 'role' is {kind_of(role)}, not text")
     if content is None and not message.get("tool_calls"):
         raise DataError(f"{where} ({role}) has no 'content'")
     if content is not None and not isinstance(content, str):
-        raise DataError(f"{where} ({role}): 'content' is no text but {kind_of(content)}, and only texts are read")
+        raise DataError(f"{where} ({role}): 'content' is {kind_of(content)}, not text, and only text is read")
     message["content"] = content or ""
     if START in message["content"] or STOP in message["content"]:
-        raise DataError(f"{where} ({role}): 'content' holds U+FDD0 or U+FDD1, which are no characters")
+        raise DataError(f"{where} ({role}): 'content' holds U+FDD0 or U+FDD1, which are not characters")
     return message
 
 

@@ -164,5 +164,5 @@ def _text_in(line: bytes, key: str, where: str) -> str:
         there = ", ".join(map(repr, list(entry)[:10])) or "none"
         raise DataError(f"{where}: no key {key!r}, only {there}: set data.text_key")
     if not isinstance(entry[key], str):
-        raise DataError(f"{where}: {key!r} holds no text but {kind_of(entry[key])}")
+        raise DataError(f"{where}: {key!r} holds {kind_of(entry[key])}, not text")
     return entry[key]

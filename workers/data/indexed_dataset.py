@@ -56,7 +56,7 @@ def read_index(prefix: str | Path) -> Index:
     content = _content(path)
     head = len(MAGIC) + _HEADER.size
     if len(content) < head or not content.startswith(MAGIC):
-        raise DataError(f"{path} is no index of Megatron-LM's: it does not begin with MMIDIDX")
+        raise DataError(f"{path} is not an index of Megatron-LM's: it does not begin with MMIDIDX")
     version, number, sequences, boundaries = _HEADER.unpack_from(content, len(MAGIC))
     if version != 1 or number not in _TYPES:
         raise DataError(f"{path} is of version {version} with tokens of type {number}, which are not known")

@@ -73,7 +73,7 @@ def _gzip_blocks(file: IO[bytes]) -> Iterator[bytes]:
     except EOFError as error:
         raise _Damaged("it is cut short") from error
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise _Damaged(f"it is no gzip there: {error}") from error
+        raise _Damaged(f"it is not valid gzip there: {error}") from error
 
 
 def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
@@ -87,7 +87,7 @@ def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
                 yield frame.decompress(block)
                 ended, block = frame.eof, frame.unused_data if frame.eof else b""
     except zstandard.ZstdError as error:
-        raise _Damaged(f"it is no zstd there: {error}") from error
+        raise _Damaged(f"it is not valid zstd there: {error}") from error
     if not ended:
         raise _Damaged("it is cut short")
 

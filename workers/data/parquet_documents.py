@@ -22,7 +22,7 @@ def texts_of_rows(section: Section, column: str) -> Iterator[tuple[str, str]]:
         text = row[column]
         if not isinstance(text, str):
             kind = "null" if text is None else _opened(section.path).schema_arrow.field(column).type
-            raise DataError(f"{where}: column {column!r} holds no text but {kind}")
+            raise DataError(f"{where}: column {column!r} holds {kind}, not text")
         yield where, text
 
 
@@ -67,7 +67,7 @@ def _opened(path: str) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is no parquet file that can be read: {_first_line(error)}") from error
+        raise DataError(f"{path} is not a parquet file that can be read: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

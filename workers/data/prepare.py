@@ -278,7 +278,7 @@ def _datasets(spec: JobSpec, files: Sequence[CorpusFile], cache: Path | None, wa
             of_this = [file for file in files if file.path in (f"{prefix}.bin", f"{prefix}.idx")]
             lowest, highest = _bounds(row, of_this, cache, watcher)
             if lowest < 0:
-                raise DataError(f"{prefix}.bin holds {lowest}, which is no token")
+                raise DataError(f"{prefix}.bin holds {lowest}, which is not a token")
             check_vocabulary(spec, highest + 1, f"{prefix}.bin")
             rows.append(row)
     return [rows[0] if len(rows) == 1 else _Joined(rows)]

@@ -232,7 +232,7 @@ def _parsed(content: bytes, path: str | Path) -> tokenizers.Tokenizer:
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         why = " ".join(str(error).split())[:200]
-        raise DataError(f"{path} is no tokenizer.json that the library tokenizers reads: {why}") from error
+        raise DataError(f"{path} is not a tokenizer.json that the library tokenizers reads: {why}") from error
     parsed.no_truncation()
     parsed.no_padding()
     return parsed

@@ -36,6 +36,6 @@ def _source(text: str) -> NoticeSource:
 
 def _problem(text: str) -> str:
     return (
-        f"{text!r} is no known source of notices: use {', '.join(CLOUDS)}, CLOUD=http://HOST:PORT, kubernetes, "
+        f"{text!r} is not a known source of notices: use {', '.join(CLOUDS)}, CLOUD=http://HOST:PORT, kubernetes, "
         "kubernetes=TAINT+TAINT:SECONDS, slurm or slurm=SECONDS, several with commas"
     )

@@ -73,6 +73,6 @@ def read_command(line: bytes) -> Command:
     """From `command_line`. Raises MalformedMessage and ValueError."""
     document = json.loads(line)
     if not isinstance(document, dict) or document.get("do") not in _COMMANDS:
-        raise MalformedMessage(f"{line[:80]!r} is no command")
+        raise MalformedMessage(f"{line[:80]!r} is not a command")
     command: Command = from_json(_COMMANDS[document["do"]], document)
     return command

@@ -161,7 +161,7 @@ def _read(kind: type[T], document: JsonObject) -> T:
     try:
         return from_json(kind, document)
     except MalformedMessage as error:
-        raise BackupError(f"that is no request: {error}") from error
+        raise BackupError(f"that is not a request: {error}") from error
 
 
 def send_form(connection: socket.socket, form: Form) -> None:

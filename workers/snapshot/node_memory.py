@@ -194,7 +194,7 @@ class MemoryKeeper:
         try:
             path, (descriptor,) = Path(json.loads(request)), descriptors
             if path.parent.parent != self._root or ".." in path.parts:
-                raise ValueError(f"{path} is no file of a job below {self._root}")
+                raise ValueError(f"{path} is not a file of a job below {self._root}")
             self._keep(path, descriptor)
         except (OSError, ValueError, TypeError) as error:
             for each in descriptors:

@@ -29,9 +29,9 @@ class PortRange:
         """From `FIRST-LAST`. Raises BadPorts."""
         first, separator, last = text.strip().partition("-")
         if not separator or not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):
-            raise BadPorts(f"{text!r} is no range of ports; write one such as 20000-20999")
+            raise BadPorts(f"{text!r} is not a range of ports; write one such as 20000-20999")
         if not LOWEST <= int(first) <= int(last) <= HIGHEST:
-            raise BadPorts(f"{text!r} is no range of ports from {LOWEST} to {HIGHEST}, with the lower one first")
+            raise BadPorts(f"{text!r} is not a range of ports from {LOWEST} to {HIGHEST}, with the lower one first")
         return cls(int(first), int(last))
 
     def __str__(self) -> str:

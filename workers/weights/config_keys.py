@@ -76,7 +76,7 @@ def read_config(folder: Path) -> Keys:
             raise WeightsError(f"there is no folder {folder}")
         about = path.stat()
         if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
-            raise WeightsError(f"{path} is no regular file of at most {_MOST_BYTES} bytes")
+            raise WeightsError(f"{path} is not a regular file of at most {_MOST_BYTES} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WeightsError(
@@ -87,5 +87,5 @@ def read_config(folder: Path) -> Keys:
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path} is not valid JSON: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise WeightsError(f"{path} holds no object")
+        raise WeightsError(f"{path} does not hold an object")
     return Keys(values, str(path))

@@ -133,7 +133,7 @@ def _weight_map(index: Path) -> dict[str, Path]:
     except OSError as error:
         raise WeightsError(f"{index} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{index} is no index of safetensors files: it needs an object weight_map") from error
+        raise WeightsError(f"{index} is not an index of safetensors files: it needs an object weight_map") from error
     if not inside:
         raise WeightsError(f"{index} names a file outside of its folder")
     return files
@@ -141,7 +141,7 @@ def _weight_map(index: Path) -> dict[str, Path]:
 
 def _header(file: Path) -> Iterator[FileTensor]:
     if not file.is_file() and _is_there(file):
-        raise WeightsError(f"{file} is no regular file")  # reading others may never end
+        raise WeightsError(f"{file} is not a regular file")  # reading others may never end
     try:
         with file.open("rb") as stream:
             size = file.stat().st_size
@@ -153,7 +153,7 @@ def _header(file: Path) -> Iterator[FileTensor]:
     except OSError as error:
         raise WeightsError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{file} is no safetensors file: its header makes no sense") from error
+        raise WeightsError(f"{file} is not a safetensors file: its header makes no sense") from error
     for tensor, end in entries:
         if 8 + length + end > size:
             missing = f"{8 + length + max(end for _, end in entries) - size} bytes are missing"

@@ -32,7 +32,9 @@ def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
     if "\0" in folder:
         raise SpecError([Problem("model.from", "a folder's name has no zero byte")])
     if "://" in folder:
-        raise SpecError([Problem("model.from", f"{folder} is no folder of this machine; copy the weights here first")])
+        raise SpecError(
+            [Problem("model.from", f"{folder} is not a folder of this machine; copy the weights here first")]
+        )
     problem = roots.problem("model.from", folder) or roots.problem("model.from", f"{folder}/{CONFIG}")
     if problem is not None:
         raise SpecError([problem])

@@ -112,7 +112,7 @@ def test_weights_are_exported_to_folders_and_what_cannot_be_is_one_sentence(mant
     assert "dcp is a copy as it is" in manta("export", job, "--to", tmp_path / "out", "--dtype", "bf16", code=2)
     hf = ("export", job, "--format", "hf", "--to")
     assert "hf is written to a folder of this machine" in manta(*hf, "s3://bucket/out", code=2)
-    assert "--shard-size 'much' is no size: write 500MB or 5GB" in manta(
+    assert "--shard-size 'much' is not a size: write 500MB or 5GB" in manta(
         *hf, tmp_path / "out", "--shard-size", "much", code=2
     )
     assert "Invalid value for '--dtype'" in manta(*hf, tmp_path / "out", "--dtype", "int8", code=2)

@@ -41,7 +41,7 @@ def test_rows_that_must_be_there_once(store):
     ("content", "said"),
     [
         (None, "there is no such file"),
-        (b"", "there are no jobs in it"),
+        (b"", "it has neither jobs nor tables"),
         (b"no database at all" * 1000, "not a database"),
     ],
 )

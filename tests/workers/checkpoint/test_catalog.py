@@ -254,7 +254,7 @@ def test_a_manifest_without_a_checksum_has_fields_of_the_right_types_or_is_none(
     assert manifest_of(path).loss_scale == [1.0, 2.0]
     saved_again = saved(tmp_path, 20)
     rewritten(saved_again, **changes)
-    with pytest.raises(DamagedCheckpoint, match="is no manifest"):
+    with pytest.raises(DamagedCheckpoint, match="is not a manifest"):
         manifest_of(saved_again)
 
 
@@ -264,7 +264,7 @@ def test_a_manifest_that_was_changed_or_is_no_object_is_damaged(tmp_path):
     with pytest.raises(DamagedCheckpoint, match="is not what was written"):
         manifest_of(path.parent)
     path.write_bytes(b"[]")
-    with pytest.raises(DamagedCheckpoint, match="is no manifest"):
+    with pytest.raises(DamagedCheckpoint, match="is not a manifest"):
         manifest_of(path.parent)
     path.unlink()
     with pytest.raises(DamagedCheckpoint, match="is missing, so its save was interrupted"):

@@ -41,10 +41,10 @@ def test_what_ranks_say_of_a_tensor_is_joined_in_their_order():
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        ("[[0,0,1,3,5]]", "no list of rectangles"),
-        ("[[0,0,1,3,5,6],7]", "no list of rectangles"),
-        ("[[0,0,1,3,5,6]", "no list of rectangles"),
-        ("7", "no list of rectangles"),
+        ("[[0,0,1,3,5]]", "not a list of rectangles"),
+        ("[[0,0,1,3,5,6],7]", "not a list of rectangles"),
+        ("[[0,0,1,3,5,6]", "not a list of rectangles"),
+        ("7", "not a list of rectangles"),
         ("[[0,0,1,3,999,6]]", "goes beyond the end of a"),
         ("[[0,0,7,3,5,6]]", "lies outside of its shape"),
     ],

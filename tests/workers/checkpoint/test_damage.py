@@ -423,7 +423,7 @@ def test_what_cannot_be_deleted_stays_and_harms_nothing(tmp_path):
 ])  # fmt: skip
 def test_what_is_no_manifest_is_reported(tmp_path, content):
     (tmp_path / MANIFEST).write_text(content)
-    with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is no manifest$"):
+    with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is not a manifest$"):
         manifest_of(tmp_path)
 
 

@@ -143,8 +143,8 @@ def shape_of(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("change", "problem"), [
-    ({"file": "../elsewhere"}, "lies in '../elsewhere', which is no file of this checkpoint"),
-    ({"file": "another"}, "lies in 'another', which is no file of this checkpoint"),
+    ({"file": "../elsewhere"}, "lies in '../elsewhere', which is not a file of this checkpoint"),
+    ({"file": "another"}, "lies in 'another', which is not a file of this checkpoint"),
     ({"at": -1}, "goes beyond the end of __0_0.distcp"),
     ({"bytes": 1 << 60}, "goes beyond the end of __0_0.distcp"),
     ({"offsets": [-1]}, "lies outside of its shape"),

@@ -57,7 +57,7 @@ def test_a_manifest_that_names_files_elsewhere_is_none(tmp_path, name):
     source = made(tmp_path / "a")
     manifest = verify(source)
     files_of(source).write_whole(source / MANIFEST, json.dumps({**asdict(manifest), "files": {name: 1}}).encode())
-    with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is no manifest"):
+    with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is not a manifest"):
         copy(source, tmp_path / "b" / "c")
     assert not (tmp_path / "b").exists()
 

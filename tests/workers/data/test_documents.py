@@ -71,9 +71,9 @@ WRONG_LINES = [
     (b"[1]", 'not an object such as {"text": ...}'),
     (b'{"content": "a", "id": 1}', "no key 'text', only 'content', 'id': set data.text_key"),
     (b"{}", "no key 'text', only none"),
-    (b'{"text": null}', "'text' holds no text but null"),
-    (b'{"text": 3}', "'text' holds no text but a number"),
-    (b'{"text": ["a"]}', "'text' holds no text but a list"),
+    (b'{"text": null}', "'text' holds null, not text"),
+    (b'{"text": 3}', "'text' holds a number, not text"),
+    (b'{"text": ["a"]}', "'text' holds a list, not text"),
     (b'{"text": "\xff"}', "not UTF-8 (invalid start byte at byte 10 of the line)"),
     (b'{"text": "ab\\ud800"}', "character 3 of the text is half of a surrogate pair"),
     (b"[" * 100_000, "not valid JSON"),
@@ -115,7 +115,7 @@ def test_a_file_that_is_not_compressed_is_named(tmp_path, kind):
     path = tmp_path / f"a.jsonl{kind}"
     path.write_bytes(lines(["a"]))
     with pytest.raises(
-        DataError, match=rf"cannot be decompressed after line 0: it is no {'gzip' if kind == '.gz' else 'zstd'}"
+        DataError, match=rf"cannot be decompressed after line 0: it is not valid {'gzip' if kind == '.gz' else 'zstd'}"
     ):
         read(path, "jsonl")
 
@@ -133,18 +133,18 @@ def test_groups_of_rows_are_read_apart(tmp_path):
     path = parquet(tmp_path / "a.parquet", ["a", "b", "c", "d", None])
     config = DataConfig(source="parquet", paths=[str(path)])
     assert [each.text for each in texts_of(section(path, start=1, stop=2), config, True)] == ["c", "d"]
-    with pytest.raises(DataError, match=rf"{path}, row 5: column 'text' holds no text but null"):
+    with pytest.raises(DataError, match=rf"{path}, row 5: column 'text' holds null, not text"):
         list(texts_of(section(path, start=2, stop=3), config, True))
 
 
 def test_what_is_wrong_with_parquet_is_named(tmp_path):
     numbers = parquet(tmp_path / "numbers.parquet", [1, 2])
-    with pytest.raises(DataError, match=r"row 1: column 'text' holds no text but int64"):
+    with pytest.raises(DataError, match=r"row 1: column 'text' holds int64, not text"):
         read(numbers, "parquet")
     with pytest.raises(DataError, match=r"no column 'content', only 'id', 'text': set data.text_key"):
         read(numbers, "parquet", text_key="content")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(DataError, match=r"b.parquet is no parquet file that can be read"):
+    with pytest.raises(DataError, match=r"b.parquet is not a parquet file that can be read"):
         read(tmp_path / "b.parquet", "parquet")
     good = parquet(tmp_path / "c.parquet", [f"{n}" * 50 for n in range(2000)], 500)
     content = bytearray(good.read_bytes())

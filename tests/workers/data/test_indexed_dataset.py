@@ -75,7 +75,7 @@ def test_what_is_wrong_is_named_with_its_file(tmp_path):
 
         return change
 
-    assert "a.idx is no index of Megatron-LM's" in broken(tmp_path, patch(0, b"TNTIDX\x00\x00\x00"))
+    assert "a.idx is not an index of Megatron-LM's" in broken(tmp_path, patch(0, b"TNTIDX\x00\x00\x00"))
     assert "of version 2 with tokens of type 8" in broken(tmp_path, patch(9, b"\x02"))
     assert "of version 1 with tokens of type 7" in broken(tmp_path, patch(17, b"\x07"))
     assert "a.idx is cut short: 5 sequences" in broken(

@@ -143,7 +143,7 @@ def test_ids_that_the_model_does_not_know_are_named(tmp_path):
         open_corpus(job([prefix], "bytes", source="megatron"), tmp_path / "cache")
     assert len(open_corpus(job([prefix], "bytes", {"vocabulary_size": 600}, source="megatron"), tmp_path / "cache"))
     negative = megatron_dataset(tmp_path / "b", [[[1, -1, 2]]], 4, "<i4")
-    with pytest.raises(DataError, match=r"holds -1, which is no token"):
+    with pytest.raises(DataError, match=r"holds -1, which is not a token"):
         open_corpus(job([negative], "bytes", source="megatron"), tmp_path / "cache")
 
 

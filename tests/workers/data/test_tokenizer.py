@@ -88,10 +88,10 @@ def test_texts_are_cut_only_for_tokenizers_that_make_the_same_of_the_pieces(file
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is no tokenizer.json that the library tokenizers reads"),
-        (b"{}", "is no tokenizer.json that the library tokenizers reads"),
-        (b"\xff\xfe", "is no tokenizer.json that the library tokenizers reads"),
-        (b'{"model": {"type": "BPE", "vocab": 3, "merges": []}}', "is no tokenizer.json"),
+        (b"", "is not a tokenizer.json that the library tokenizers reads"),
+        (b"{}", "is not a tokenizer.json that the library tokenizers reads"),
+        (b"\xff\xfe", "is not a tokenizer.json that the library tokenizers reads"),
+        (b'{"model": {"type": "BPE", "vocab": 3, "merges": []}}', "is not a tokenizer.json"),
     ],
 )
 def test_what_is_no_tokenizer_is_named(tmp_path, content, said):

@@ -54,7 +54,7 @@ def test_a_file_that_cannot_be_read_is_a_problem_of_the_spec(tmp_path):
     ):
         with_vocabulary(job(tmp_path / "gone.json"))
     (tmp_path / "none.json").write_text("{}")
-    with pytest.raises(SpecError, match=r"none.json is no tokenizer.json"):
+    with pytest.raises(SpecError, match=r"none.json is not a tokenizer.json"):
         with_vocabulary(job(tmp_path / "none.json", tokenizer_vocabulary=400))
     byte_level(tmp_path / "t.json", special=["<pad>"])
     with pytest.raises(SpecError, match=r"no special token that is known to end a document"):

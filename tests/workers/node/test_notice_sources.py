@@ -27,5 +27,5 @@ def test_several_are_separated_by_commas():
     "kubernetes=:5", "kubernetes=a:b", "kubernetes=a:-1", "kubernetes=a:inf", "kubernetes=a:nan",
 ])  # fmt: skip
 def test_what_names_nobody_is_one_clear_sentence(text):
-    with pytest.raises(UnknownSource, match=r"is no known source of notices: use aws, gcp, azure, .* with commas$"):
+    with pytest.raises(UnknownSource, match=r"is not a known source of notices: use aws, gcp, azure, .* with commas$"):
         notice_sources(text)

@@ -137,7 +137,7 @@ def test_no_daemon_is_one_clear_sentence_with_what_shared_memory_lacks(tmp_path,
 @pytest.mark.parametrize("path", ["elsewhere/job/rank", "snapshots/rank", "snapshots/../job/rank"])
 def test_links_are_made_among_the_files_of_jobs_only(tmp_path, folder, memory, keeper, path):
     descriptor = os.memfd_create("manta-snapshot")
-    with pytest.raises(OSError, match="is no file of a job"):
+    with pytest.raises(OSError, match="is not a file of a job"):
         hand_over(tmp_path / "memory.sock", tmp_path / path, descriptor)
     os.close(descriptor)
 

@@ -18,7 +18,7 @@ def test_range_is_read_and_written(text, ports):
 
 @pytest.mark.parametrize("text", ["", "20000", "20000-", "a-b", "20999-20000", "80-90", "65000-65536", "1-2-3", "²-³"])
 def test_other_words_are_refused_in_a_sentence(text):
-    with pytest.raises(BadPorts, match="is no range of ports"):
+    with pytest.raises(BadPorts, match="is not a range of ports"):
         PortRange.of(text)
 
 

@@ -164,7 +164,7 @@ def test_a_key_that_has_to_be_there_is_missed():
         (None, "has no config.json: name a folder as transformers' save_pretrained writes it"),
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),
-        ("[]", "holds no object"),
+        ("[]", "does not hold an object"),
         (json.dumps({"a": "\ud800"}).replace("\\ud800", "\udcff"), "is not valid JSON"),
     ],
 )

@@ -124,8 +124,8 @@ def test_tensors_that_are_not_as_the_model_needs_them_are_named(whole, copied, c
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("{", "is no index of safetensors files"),
-        ('{"weight_map": []}', "is no index of safetensors files"),
+        ("{", "is not an index of safetensors files"),
+        ('{"weight_map": []}', "is not an index of safetensors files"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "names a file outside of its folder"),
         ('{"weight_map": {"a": "/etc/passwd"}}', "names a file outside of its folder"),
     ],
@@ -164,10 +164,10 @@ def test_what_is_no_regular_file_is_not_opened(whole, copied):
     file = copied(whole) / ONE_FILE
     file.unlink()
     os.mkfifo(file)
-    assert f"{file} is no regular file" in sentence_about(file.parent)
+    assert f"{file} is not a regular file" in sentence_about(file.parent)
     (file.parent / "config.json").unlink()
     os.mkfifo(file.parent / "config.json")
-    with pytest.raises(SpecError, match=r"config\.json is no regular file"):
+    with pytest.raises(SpecError, match=r"config\.json is not a regular file"):
         spec_of(file.parent)
 
 
