@@ -48,6 +48,12 @@ def test_a_part_of_a_larger_storage_begins_where_it_does():
     assert values_in(archive_of(tensor)).tolist() == [5.0, 6.0, 7.0, 8.0]
 
 
+def test_how_far_apart_rows_are_is_nothing_where_there_is_but_one():
+    tensor = torch.arange(32.0).view(4, 8)[1:2, :4]
+    assert tensor.stride() == (8, 1)
+    assert values_in(archive_of(tensor)).tolist() == [[8.0, 9.0, 10.0, 11.0]]
+
+
 def test_what_does_not_lie_in_the_beginning_is_found_by_the_directory(monkeypatch):
     content = archive_of(torch.arange(6.0).view(2, 3))
     for size in (0, 64, 300, 500):

@@ -55,6 +55,14 @@ def test_what_was_read_does_not_stay_memory_of_the_process(tmp_path, monkeypatch
     assert int(Path("/proc/self/statm").read_text().split()[2]) * pages - before < 16 * 2**20
 
 
+def test_sequences_of_less_than_no_tokens_are_refused(tmp_path):
+    """Though each begins where the one before it ends."""
+    np.arange(6, dtype="<i4").tofile(tmp_path / "a.bin")
+    module.write_index(tmp_path / "a", "<i4", np.array([5, -2, 3], np.int32), np.array([0, 3]))
+    with pytest.raises(DataError, match=r"a\.idx: sequence 1 does not begin where the one before it ends"):
+        tokens_in(tmp_path / "a")
+
+
 def test_a_dataset_may_be_empty(tmp_path):
     assert len(IndexedTokens(megatron_dataset(tmp_path / "a", []))) == 0
 

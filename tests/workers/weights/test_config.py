@@ -96,7 +96,7 @@ def test_what_is_left_out_is_what_transformers_classes_say():
 
 def test_windows_of_qwen_are_used_where_it_says_so_and_begin_behind_the_first_layers():
     qwen = {**LLAMA, "model_type": "qwen3", "sliding_window": 16}
-    assert section(qwen)["sliding_window"] is None
+    assert section({**qwen, "max_window_layers": 0})["sliding_window"] is None
     assert section({**qwen, "use_sliding_window": True, "max_window_layers": 4})["sliding_window"] is None
     in_all = section({**qwen, "use_sliding_window": True, "max_window_layers": 0})
     assert (in_all["sliding_window"], in_all["full_attention_every"]) == (16, None)

@@ -108,6 +108,10 @@ def test_a_file_that_is_gone_is_named(sharded, copied):
             "transformer.ln_f.weight has shape [31], but config.json asks for [32]",
         ),
         (
+            lambda t: t.update({"transformer.wte.weight": torch.ones(1000, 32)}),
+            "transformer.wte.weight has shape [1000, 32], but config.json asks for ",
+        ),
+        (
             lambda t: t.update({"transformer.wpe.weight": torch.ones(7, 32)}),
             "transformer.wpe.weight has shape [7, 32], but config.json asks for [8, 32]",
         ),
@@ -128,6 +132,8 @@ def test_tensors_that_are_not_as_the_model_needs_them_are_named(whole, copied, c
         ('{"weight_map": []}', "is not an index of safetensors files"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "names a file outside of its folder"),
         ('{"weight_map": {"a": "/etc/passwd"}}', "names a file outside of its folder"),
+        ('{"weight_map": {"a": ".."}}', "names a file outside of its folder"),
+        ('{"weight_map": {"a": ""}}', "names a file outside of its folder"),
     ],
 )
 def test_an_index_that_makes_no_sense_is_named(whole, copied, content, sentence):
@@ -152,12 +158,20 @@ def test_an_index_that_is_wrong_about_a_tensor_is_named(sharded, copied):
         b"[]", b"{", b'{"a": 3}', b'{"a": {"dtype": "F32", "shape": [2]}}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}',
     ],
 )  # fmt: skip
 def test_a_header_that_makes_no_sense_is_named(whole, copied, header):
     file = copied(whole) / ONE_FILE
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     assert sentence_about(file.parent).startswith(str(file))
+
+
+def test_a_header_beyond_all_measure_is_not_read(whole, monkeypatch):
+    monkeypatch.setattr("workers.weights.folder._MOST_HEADER_BYTES", 100)
+    assert sentence_about(whole) == (
+        f"{whole / ONE_FILE} is cut off, or no safetensors file: its header does not end in it"
+    )
 
 
 def test_what_is_no_regular_file_is_not_opened(whole, copied):
