@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_specs import document
 
-from workers.calibration import clock, kernels, steps
+from workers.calibration import clock, kernels, local_ranks, steps
 from workers.calibration.__main__ import _with_disturbances, busy_ranks
 from workers.calibration.clock import median_seconds
 from workers.calibration.links import collective_times
@@ -38,6 +40,27 @@ def test_a_step_of_one_rank_is_measured(monkeypatch):
     monkeypatch.setattr(steps, "median_seconds", lambda run, device, _: median_seconds(run, device, 0.0))
     (row,) = steps.step_times(CPU)
     assert step_job(row).micro_batches == 2 and row.seconds > 0
+
+
+def test_what_others_do_with_a_core_meanwhile_does_not_count(monkeypatch):
+    """By clocks that what is measured moves."""
+    of_core, of_wall = [0.0], [0.0]
+    clocks = SimpleNamespace(thread_time=lambda: of_core[0], perf_counter=lambda: of_wall[0])
+    monkeypatch.setattr(clock, "time", clocks)
+
+    def run():
+        of_core[0] += 1.0
+        of_wall[0] += 5.0
+
+    assert median_seconds(run, CPU) == 1.0
+
+
+def test_a_rank_of_this_machine_computes_with_the_threads_of_its_job(monkeypatch):
+    threads, sent = [], []
+    monkeypatch.setattr(local_ranks.torch, "set_num_threads", threads.append)
+    job, to = document(resources={"threads": 3}), SimpleNamespace(send=sent.append)
+    local_ranks._run_rank(to, 0, 0, 1, "", "cpu", lambda comm, spec, more: (comm.rank, more), job, ("more",))
+    assert (threads, sent) == ([3], [(0, "more")])
 
 
 def test_how_far_repetitions_are_apart_is_noted(monkeypatch):

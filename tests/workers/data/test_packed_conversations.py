@@ -104,6 +104,16 @@ def test_nothing_predicts_the_first_token_of_a_conversation(tmp_path, folder):
     assert marks.learned.sum() == sum(len(tokens) - 1 for tokens, _ in conversations_in(folder, CHATS))
 
 
+def test_of_a_conversation_that_is_cut_its_first_token_alone_is_no_answer(tmp_path):
+    """Nothing predicts it."""
+    tokens, marks = (
+        IndexedTokens(megatron_dataset(tmp_path / name, [[each] for each in rows]))
+        for name, rows in {"tokens": [[1, 2, 3, 4, 5], [6, 7]], "marks": [[1, 0, 0, 0, 1], [1, 1]]}.items()
+    )
+    row = PackedConversations(tokens, marks, 4, 0.0, "chats")
+    assert (row.cut, len(row), row.read(0, 4).tolist()) == (1, 4 + 1, [6, 7, 0, 0])
+
+
 def test_a_conversation_that_is_longer_than_a_sample_is_cut_and_left_out_where_no_answer_is_left(tmp_path, folder):
     chats = [said("short", "one"), said("why " * 9, "because " * 90), said("too long " * 90, "never seen"), said("?")]
     watcher = RecordingWatcher()
