@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from service.cluster.placement import agent_name
-from service.cluster.sizes import resized
+from service.cluster.sizes import given_back, resized
 from service.job.context import JobContext
 from service.job.gang import NOWHERE
 from tests.service.support.fake_cluster import FakeCluster
@@ -115,11 +115,34 @@ def test_replicas_that_are_given_up_leave_room_and_their_snapshots(gang):
     assert gang._cluster.agents.memory["two"] == {(gang._job_id, gang.tag, 2): [3]}
 
 
-def test_snapshots_of_replicas_are_handed_out_on_nodes_that_live(gang):
+@pytest.mark.parametrize("how", ["release", "give_up"])
+def test_places_that_are_given_back_are_waited_for_once_nobody_is_there(gang, how, monkeypatch):
+    """Ray says later that they are free: whoever looked at once would find no room."""
+    waited = []
+
+    async def until_free(expected):
+        waited.append((expected, len(gang._cluster.agents.living)))
+
+    monkeypatch.setattr(gang._cluster.nodes, "until_free", until_free)
+    expected = given_back(asyncio.run(gang.capacity()), gang.nodes.values())
+    asyncio.run(gang.release() if how == "release" else gang.give_up([0, 1, 2]))
+    assert waited == [(expected, 0)]
+
+
+def test_snapshots_of_replicas_are_handed_out_on_nodes_that_live(gang, monkeypatch):
+    """Nobody is started on the others."""
+    asked, start = [], gang._cluster.agents.start_snapshot_holders
+
+    async def noted(job, nodes):
+        asked.append(nodes)
+        return await start(job, nodes)
+
+    monkeypatch.setattr(gang._cluster.agents, "start_snapshot_holders", noted)
     gang._cluster.nodes.lost.add("two")
     holders = asyncio.run(gang.snapshot_holders_of([1, 2]))
     assert [agent.node for agent in holders.agents] == ["three"]
     assert asyncio.run(gang.snapshot_holders_of([1])).agents == []
+    assert asked == [{"three"}]
 
 
 def test_places_of_a_replica_of_which_nobody_is_left_are_not_known(gang):
