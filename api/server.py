@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import socket
+import ssl
 import sys
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ from service.control_plane import ControlPlane
 from service.control_plane_options import ControlPlaneOptions
 from service.data_roots import LOOPBACK_HOSTS, roots_of
 from service.model_packages import ModelPackages
-from service.settings import Settings
+from service.settings import Settings, Tls
 from service.store import Store, StoreUnusable, keys
 from service.store.location import file_of, parse_url, url_in
 from service.traces.traces import refuse_without_packages
@@ -54,6 +55,10 @@ class NotForOthers(MantaError):
     """The service would listen where others can reach it, but lacks what keeps them out; the message says what."""
 
 
+class CertificateUnusable(MantaError):
+    """The service cannot speak TLS with the certificate and key that it is given; the message names the file."""
+
+
 class OtherDatabase(MantaError):
     """The home's jobs are in a database that was not named this time."""
 
@@ -63,8 +68,8 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     is waited for where this process is `patient`.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
-    PortTaken, AlreadyRunning, OtherDatabase, NotForOthers, RayUnavailable, KeyFileUnsafe, HomeUnusable,
-    StoreNotInstalled, TracesNotInstalled.
+    PortTaken, AlreadyRunning, OtherDatabase, NotForOthers, CertificateUnusable, RayUnavailable, KeyFileUnsafe,
+    HomeUnusable, StoreNotInstalled, TracesNotInstalled.
     """
     home, tls = settings.home, settings.tls
     os.umask(PRIVATE)
@@ -164,7 +169,8 @@ def build_app(control: ControlPlane, settings: Settings, host: str) -> FastAPI:
 
 def refuse_without_protection(settings: Settings, host: str) -> None:
     """Raise NotForOthers where the service would listen for others than its own user (`host`) without TLS, or before
-    anybody has a key."""
+    anybody has a key; CertificateUnusable."""
+    _try_certificate(settings.tls)
     if host in LOOPBACK_HOSTS:
         return
     if not settings.tls.is_used:
@@ -178,6 +184,24 @@ def refuse_without_protection(settings: Settings, host: str) -> None:
             f"on {host} the service needs a key before it starts: make one with `manta keys create --admin`, "
             "which prints it once"
         )
+
+
+def _try_certificate(tls: Tls) -> None:
+    """Raises CertificateUnusable."""
+    if tls.certificate is None or tls.key is None:
+        return
+    for file in (tls.certificate, tls.key):
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise CertificateUnusable(f"{file} cannot be read: {error.strerror}; it is the file for TLS") from error
+    try:  # with a password that is none: whoever starts the service is not asked for one
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certificate, tls.key, password=lambda: b"")
+    except (ssl.SSLError, ValueError) as error:
+        raise CertificateUnusable(
+            f"{tls.certificate} and {tls.key} are no certificate and its private key, in PEM and without a password: "
+            f"{getattr(error, 'reason', None) or error}"
+        ) from error
 
 
 def _somebody_has_a_key(settings: Settings) -> bool:
@@ -264,8 +288,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=2048)
     except OSError as error:
+        why = str(error.strerror).partition(" (while attempting")[0]  # to bind on the address, which stands before it
         raise PortTaken(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another one with --port, or end what uses it"
+            f"cannot listen on {host}:{port} ({why}); choose another one with --port, or end what uses it"
         ) from error
 
 

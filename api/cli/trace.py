@@ -120,14 +120,19 @@ def _budget_table(console: Console, known: trace_schemas.StepBudget) -> None:
         (
             part.name,
             f"{part.fraction:.1%}",
-            f"{part.seconds:.4g} s",
-            f"{planned[part.name].seconds:.4g} s" if part.name in planned else "-",
+            _time(part.seconds),
+            _time(planned[part.name].seconds) if part.name in planned else "-",
             part.help or part.how,
         )
         for part in known.parts
     ]
     console.print(f"\nWhere a step of {known.step_seconds:.4g} s goes, by {known.measured_from}:", highlight=False)
     table(console, ("PART", "SHARE", "TIME", "PLANNED", "LESS WITH"), rows, "")
+
+
+def _time(seconds: float) -> str:
+    """Seconds; what is left of a difference of two equal numbers is nothing."""
+    return f"{seconds if abs(seconds) > 1e-12 else 0:.4g} s"
 
 
 def traces(job: JobId, url: Url = None, as_json: Json = False) -> None:

@@ -231,7 +231,7 @@ def test_of_two_services_with_one_sqlite_file_the_second_says_so_and_leaves(tmp_
 def test_address_in_use_is_a_sentence():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(server.PortTaken, match=f"cannot listen on 127.0.0.1:{port}"):
+        with pytest.raises(server.PortTaken, match=rf"cannot listen on 127.0.0.1:{port} \(Address already in use\);"):
             server._listen("127.0.0.1", port)
 
 
@@ -244,6 +244,19 @@ def test_service_for_this_machine_only_makes_its_user_a_key(tmp_path, monkeypatc
     monkeypatch.setattr(server, "_somebody_has_a_key", lambda settings: True)
     server.serve(Settings(tmp_path, tls=Tls(terminated=True)), "0.0.0.0", 0, None, None)
     assert homes_with_keys == [tmp_path], "one that others reach makes none"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_certificate_that_cannot_be_used_is_said_before_anything_is_started(tmp_path, host):
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    settings = Settings(tmp_path / "home", tls=Tls(certificate, key))
+    for file in (certificate, key):
+        with pytest.raises(server.CertificateUnusable, match=f"{file} cannot be read: No such file or directory"):
+            server.serve(settings, host, 0, None, None)
+        file.write_text("no PEM")
+    with pytest.raises(server.CertificateUnusable, match="no certificate and its private key, in PEM"):
+        server.serve(settings, host, 0, None, None)
+    assert not settings.home.exists()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.7.3", "trainer7", "::"])
