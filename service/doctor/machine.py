@@ -16,6 +16,7 @@ from service.doctor.findings import Finding
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.offloaded_state import host_state_bytes
 from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
+from workers.accounting.state_copies import copies_bytes
 from workers.config import JobSpec
 from workers.paths import SHARED_MEMORY, Paths
 from workers.system.host_memory import memory_available
@@ -77,26 +78,27 @@ def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator
 
 
 def offloaded(job: JobSpec | None, gpus: int | None = None) -> Iterator[Finding]:
-    """Whether activations and optimizer's state of as many ranks of `job` as there may be here fit into host memory,
-    where they are to lie there, with their snapshots. `gpus`: of this machine; None: look."""
-    if job is None or not job.model.is_counted or not (job.layout.offload_layers or job.train.optimizer.offload):
+    """Whether activations, optimizer's state and copies of the state of as many ranks of `job` as there may be here fit
+    into host memory, where they are to lie there, with their snapshots. `gpus`: of this machine; None: look."""
+    if job is None or not job.model.is_counted:
         return
     each = [
-        (host_bytes_of_rank(job, stage, job.micro_batches), host_state_bytes(job, stage))
+        (host_bytes_of_rank(job, stage, job.micro_batches), host_state_bytes(job, stage), copies_bytes(job, stage))
         for stage in range(job.layout.pipeline)
     ]
-    activations, state = max(each, key=sum)
-    if not activations + state:
+    activations, state, copies = max(each, key=sum)
+    if not activations + state + copies:
         return
     world, had = job.layout.world_size, memory_available()
     ranks = min(world, (count_gpus() if gpus is None else gpus) or world)
     parts = (
         ("activations", activations, "fewer parallel.offload_layers, or parallel.recompute: full"),
         ("the optimizer's state", state, "train.optimizer.offload: false, or more replicas with parallel.zero: 1"),
+        ("copies of its state", copies, f"{_fewer_copies(job)}, or more replicas with parallel.zero: 1"),
     )
     taken = " and ".join(f"{byte_count(size)} for {what}" for what, size, _ in parts if size)
     snapshots = snapshot_bytes(job) * ranks // world
-    total = ranks * (activations + state) + snapshots
+    total = ranks * (activations + state + copies) + snapshots
     kept = f", with {byte_count(snapshots)} for their snapshots" if snapshots else ""
     text = (
         f"each rank of {job.name} takes {taken}, {ranks} of them {byte_count(total)}{kept}; {byte_count(had)} of "
@@ -106,6 +108,13 @@ def offloaded(job: JobSpec | None, gpus: int | None = None) -> Iterator[Finding]
         yield Finding("host memory", "ok", text)
     else:
         yield Finding("host memory", "problem", text, max(parts, key=lambda part: part[1])[2])
+
+
+def _fewer_copies(job: JobSpec) -> str:
+    """What would do without some of the copies of a rank's state."""
+    if job.recovery.rolls_back:
+        return "another policy than roll_back (recovery.nonfinite, recovery.spike.policy)"
+    return "checkpoint.snapshots: auto, which takes no copy more to save from"
 
 
 def limits() -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from workers.accounting.device_bytes import bytes_of_stage
 from workers.accounting.flops import rank_parameters
 from workers.accounting.offloaded_state import host_state_bytes
 from workers.accounting.snapshot_bytes import SLOTS, STATE_BYTES
+from workers.accounting.state_copies import copies_bytes
 from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
 from workers.parallel.pipeline.stages import layer_counts, virtual_stage
@@ -149,10 +150,13 @@ def _enough(spec: JobSpec) -> int:
 
 
 def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
-    """Bytes of a node's memory that its ranks take for snapshots, without backups of others', and for activations and
-    an optimizer's state that lie there."""
+    """Bytes of a node's memory that its ranks take for snapshots, without backups of others', for other copies of their
+    state, and for activations and an optimizer's state that lie there."""
     ranks, stages = min(gpus_per_node, spec.layout.world_size), range(spec.layout.pipeline)
-    waiting = max(host_bytes_of_rank(spec, stage, _enough(spec)) + host_state_bytes(spec, stage) for stage in stages)
+    waiting = max(
+        host_bytes_of_rank(spec, stage, _enough(spec)) + host_state_bytes(spec, stage) + copies_bytes(spec, stage)
+        for stage in stages
+    )
     if spec.checkpoint.snapshots == "off":
         return waiting * ranks
     held = max(rank_parameters(spec)) / (spec.layout.data if spec.layout.zero else 1)

@@ -8,8 +8,10 @@ import pytest
 from service.byte_counts import byte_count
 from service.doctor import machine
 from workers.accounting.activation_bytes import host_bytes_of_rank
+from workers.accounting.flops import rank_parameters
 from workers.accounting.offloaded_state import host_state_bytes
 from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
+from workers.accounting.state_copies import copies_bytes
 from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
 
@@ -85,11 +87,27 @@ def test_activations_that_wait_in_host_memory_are_compared_with_what_can_be_had(
     large = job("off", offload_layers=2)
     large = large.model_copy(update={"model": large.model.model_copy(update={"sequence_length": 8192})})
     (seen,) = machine.offloaded(large)
-    assert seen.verdict == verdict and " for activations, 1 of them " in seen.message
+    assert seen.verdict == verdict and " for activations and " in seen.message
     assert verdict == "ok" or "fewer parallel.offload_layers" in seen.advice
     assert list(machine.offloaded(job())) == list(machine.offloaded(None)) == []
     nothing = large.model_copy(update={"train": large.train.model_copy(update={"frozen": ("embedding", "layers.0-1")})})
     assert all("takes ," not in seen.message for seen in machine.offloaded(nothing))
+
+
+@pytest.mark.parametrize(
+    ("keeps", "policy", "copies", "advice"),
+    [("auto", "roll_back", 24, "another policy than roll_back"), ("off", "fail", 12, "checkpoint.snapshots: auto")],
+)
+def test_copies_of_the_state_are_compared_with_what_can_be_had_too(monkeypatch, keeps, policy, copies, advice):
+    spec = job(keeps)
+    spec = spec.model_copy(update={"recovery": spec.recovery.model_copy(update={"nonfinite": policy})})
+    needed = copies * sum(rank_parameters(spec)) + snapshot_bytes(spec)
+    for had, verdict in ((needed, "ok"), (needed - 1, "problem")):
+        monkeypatch.setattr(machine, "memory_available", lambda had=had: had)
+        (seen,) = machine.offloaded(spec, 1)
+        assert seen.verdict == verdict
+        assert f" for copies of its state, 1 of them {byte_count(needed)}" in seen.message
+    assert advice in seen.advice
 
 
 def with_state_on_the_host(spec):
@@ -115,7 +133,10 @@ def test_no_rank_is_counted_as_what_two_stages_take(monkeypatch):
     model = spec.model.model_copy(update={"layers": 4})
     spec = spec.model_copy(update={"model": model, "parallel": spec.layout.model_copy(update={"stage_layers": (1, 3)})})
     (seen,) = machine.offloaded(spec, 1)
-    each = [host_bytes_of_rank(spec, stage, spec.micro_batches) + host_state_bytes(spec, stage) for stage in (0, 1)]
+    each = [
+        host_bytes_of_rank(spec, stage, spec.micro_batches) + host_state_bytes(spec, stage) + copies_bytes(spec, stage)
+        for stage in (0, 1)
+    ]
     assert f"1 of them {byte_count(max(each))};" in seen.message
 
 

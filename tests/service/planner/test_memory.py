@@ -128,7 +128,13 @@ def test_snapshots_take_host_memory_for_two_slots():
     assert activations == pytest.approx(8 * host_bytes_of_rank(waiting, 0, waiting.micro_batches)) and activations > 0
     assert memory_of(waiting, 0).total < memory_of(spec, 0).total
     without = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"snapshots": "off"})})
-    assert host_bytes(without, 8) == 0
+    assert host_bytes(without, 8) == pytest.approx(12 * rank_parameters(spec)[0] / 4 * 8), "a copy to save from"
+
+
+def test_copies_to_roll_back_to_take_as_much_as_snapshots_do():
+    spec = job(tensor=2, data=4)
+    rolls = spec.model_copy(update={"recovery": spec.recovery.model_copy(update={"nonfinite": "roll_back"})})
+    assert host_bytes(rolls, 8) == pytest.approx(2 * host_bytes(spec, 8))
 
 
 def with_offload(spec: JobSpec) -> JobSpec:

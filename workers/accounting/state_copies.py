@@ -1,0 +1,19 @@
+"""Bytes of the copies of its state that a rank's process keeps in host memory beside its snapshots. Pure Python."""
+
+from __future__ import annotations
+
+from workers.accounting.offloaded_state import kept_elements
+from workers.accounting.snapshot_bytes import STATE_BYTES
+from workers.config import JobSpec
+
+COPIES = 2
+"""That a rank may roll back to (`workers/snapshot/host_copies.py`)."""
+
+
+def copies_bytes(spec: JobSpec, stage: int) -> int:
+    """Of a rank of this stage: those to roll back to, and where there are no snapshots that checkpoints could be
+    written from, one for these."""
+    copies = COPIES if spec.recovery.rolls_back else 0
+    if spec.checkpoint.snapshots == "off" and spec.checkpoint.every_steps:
+        copies += 1
+    return copies * STATE_BYTES * kept_elements(spec, stage)
