@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from workers.accounting.activation_bytes import bytes_of_rank
 from workers.accounting.eight_bits import weight_bytes
-from workers.accounting.elastic_exchange import arriving_bytes
+from workers.accounting.elastic_memory import arriving_bytes, halves_bytes
 from workers.accounting.flops import frozen_parameters_of_rank, parameters_of_rank, waiting_gradient_buffers
 from workers.accounting.offloaded_state import kept_elements, places_bytes
 from workers.accounting.step_peak import StepPeak
@@ -28,7 +28,7 @@ class DeviceBytes:
     parameters: int
     """In the precision of compute, and with train.fp8 those that are held in 8 bits too, both ways round."""
     gradients: int
-    """The flat buffer, and what elastic sums wait in."""
+    """The flat buffer, and what elastic sums wait in, whole ones and halves."""
     optimizer: int
     """Moments, and in 16 bits the master weights; nothing where all of that is on the host."""
     activations: int
@@ -55,7 +55,7 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
     replicas, width = spec.layout.data, 4 if spec.train.precision == "fp32" else 2
     trained, part = held - frozen, (held - frozen) // replicas
     kept, offload = kept_elements(spec, stage), spec.train.optimizer.offload
-    gradients = WIDE * trained * (1 + waiting_gradient_buffers(spec))
+    gradients = WIDE * trained * (1 + waiting_gradient_buffers(spec)) + halves_bytes(spec, stage, micro_batches)
     # Without masters the weights that are updated are the parameters.
     masters = 0 if width == WIDE and not offload else kept
     optimizer = 0 if offload and passes.gpu else WIDE * (masters + 2 * kept)

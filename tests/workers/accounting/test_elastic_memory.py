@@ -1,15 +1,17 @@
-"""What elastic sums bring from other replicas is told as large as the buckets of an engine make it."""
+"""What elastic sums take beside the gradients is told as large as it is in an engine."""
 
 import pytest
 import torch
 from engine_specs import spec
+from rank_programs import micro_batches
 
 from workers.accounting.device_bytes import bytes_of_stage
-from workers.accounting.elastic_exchange import arriving_bytes
+from workers.accounting.elastic_memory import arriving_bytes, halves_bytes
 from workers.accounting.step_peak import StepPeak
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.engine import Engine
+from workers.parallel.data.leaf_sums import LeafSum
 
 CASES = {
     "a table on both ends": ({}, {"pipeline": 2, "data": 2}, 8, 1),
@@ -41,3 +43,39 @@ def test_it_is_what_the_largest_bucket_takes(name):
 def test_nothing_comes_where_gradients_are_reduced_or_nobody_else_has_any():
     assert arriving_bytes(job({}, {"data": 2}, 8), 0, gpu=True) == 0
     assert arriving_bytes(job({}, {}, 8, deterministic="elastic"), 0, gpu=True) == 0
+
+
+HALVES = {
+    "zb-v": ({"schedule": "zb-v", "virtual_stages": 2}, {}),
+    "two chunks": ({"schedule": "interleaved", "virtual_stages": 2}, {}),
+    "gpipe": ({"schedule": "gpipe"}, {}),
+    "zb-h1": ({"schedule": "zb-h1"}, {}),
+    "zb-h1, a few logits": ({"schedule": "zb-h1"}, {"head_tokens": 16}),
+    "frozen": ({"schedule": "zb-v", "virtual_stages": 2}, {"frozen": ["embedding"]}),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_halves_of_the_tied_embeddings_gradients_are_told(monkeypatch, name):
+    parallel, train = HALVES[name]
+    elastic = job({}, parallel, 10, deterministic="elastic", **train)
+    engine = Engine(elastic, Comm(RankGrid(elastic.layout), 0, torch.device("cpu")))
+    most, second_use = 0, LeafSum._second_use
+
+    def counted(self, micro_batch):
+        nonlocal most
+        result = second_use(self, micro_batch)
+        most = max(most, sum(part.nbytes for parts in self._halves.values() for part in parts))
+        return result
+
+    monkeypatch.setattr(LeafSum, "_second_use", counted)
+    batch = micro_batches(elastic, 0, torch.randint(256, (10, 65)))
+    engine.reduction.begin(len(batch), 10)
+    engine.pipeline.train(batch, 1.0)
+    assert halves_bytes(elastic, 0, len(batch)) == most
+    assert (most > 0) == (name in ("zb-v", "two chunks", "zb-h1, a few logits"))
+
+
+def test_ranks_with_one_end_of_the_model_make_no_halves():
+    elastic = job({}, {"pipeline": 2}, 8, deterministic="elastic")
+    assert halves_bytes(elastic, 0, 4) == halves_bytes(elastic, 1, 4) == 0

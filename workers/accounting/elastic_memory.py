@@ -1,5 +1,6 @@
-"""Memory for what replicas bring each other at the end of a step with `train.deterministic: elastic`, bucket by bucket
-(`workers/parallel/data/elastic_sums.py`). Pure Python."""
+"""Memory of sums with `train.deterministic: elastic` beside the gradients and the buffers in which sums wait: for what
+replicas bring each other at the end of a step, bucket by bucket (`workers/parallel/data/elastic_sums.py`), and for
+gradients that are half made (`leaf_sums.py` there). Pure Python."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from workers.accounting.flops import (
 from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan, leaf_share
 from workers.parallel.data.tree_sum import cover
+from workers.parallel.pipeline.schedules import SPLIT_BACKWARD, schedule
+from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
 WIDE = 4
 """Bytes of an element of gradients."""
@@ -26,6 +29,29 @@ def arriving_bytes(spec: JobSpec, stage: int, gpu: bool) -> int:
     trained, tail = parameters_of_rank(spec, stage), _tail(spec, stage)
     head = min(int(spec.layout.bucket_bytes(gpu)) // WIDE, trained - tail)
     return WIDE * max(head, tail) // replicas * nodes
+
+
+def halves_bytes(spec: JobSpec, stage: int, micro_batches: int) -> int:
+    """Most that gradients of the tied embedding take of which a rank of this stage, which has both ends of the model,
+    has made the half, while passes of other micro-batches come in between."""
+    model, layout = spec.model, spec.layout
+    held, last = stages_held(spec, stage), layout.pipeline * layout.virtual_stages - 1
+    if spec.train.deterministic == "layout" or not model.tie_embeddings or not (0 in held and last in held):
+        return 0
+    if TOKEN_EMBEDDING in frozen_names(spec):
+        return 0
+    split = layout.schedule in SPLIT_BACKWARD
+    of_table = ("backward_weight" if split else "backward", held.index(0))
+    of_output = ("backward_input" if split and spec.train.head_tokens else of_table[0], held.index(last))
+    if of_table == of_output:
+        return 0
+    made: set[int] = set()
+    most = 0
+    for action in schedule(layout.schedule, layout.pipeline, layout.virtual_stages, micro_batches)[stage]:
+        if (action.kind, action.chunk) in (of_table, of_output):
+            made ^= {action.micro_batch}
+            most = max(most, len(made))
+    return WIDE * most * padded_vocabulary(spec) // layout.tensor * model.hidden_size
 
 
 def _nodes_of_others(spec: JobSpec) -> int:
