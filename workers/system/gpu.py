@@ -22,7 +22,8 @@ _CHOSEN = ExitStack()
 
 _HARDWARE = re.compile(
     r"uncorrectable (ECC|NVLink) error|hardware stack error|or a hardware error|busy or unavailable|"
-    r"no CUDA-capable device|No CUDA GPUs are available|system not yet initialized|GPU is lost",
+    r"no CUDA-capable device|No CUDA GPUs are available|system not yet initialized|GPU is lost|"
+    r"CUDA (error: )?unknown error",
     re.IGNORECASE,
 )
 """How CUDA, torch and NCCL say that a GPU, its memory or its link has failed, or is not there: no program does that."""

@@ -106,6 +106,7 @@ HARDWARE = [
     torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronous"),
     torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
     RuntimeError("No CUDA GPUs are available"),
+    RuntimeError("CUDA unknown error - this may be due to an incorrectly set up environment"),
     dist.DistBackendError(
         "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.29.7\nncclUnhandledCudaError: Call to "
         "CUDA function failed.\nLast error:\nCuda failure 220 'uncorrectable NVLink error detected during execution'"
