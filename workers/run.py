@@ -8,6 +8,7 @@ JobSpec, of which the engine reads what concerns it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -265,6 +266,7 @@ class MetricsFile:
         self._file: BinaryIO | None = None
         self._has_begun = False
         self._failure: OSError | None = None
+        self._is_heard = True
 
     def __enter__(self) -> MetricsFile:
         """Raises MantaError for a file that cannot be written."""
@@ -298,7 +300,7 @@ class MetricsFile:
                 for row in payload.rows:
                     self._metrics(row)
             elif isinstance(payload, Event):
-                print(payload.message, flush=True)
+                self._say(payload.message)
 
     def _metrics(self, row: dict[str, Any]) -> None:
         if self._file is not None:
@@ -311,11 +313,21 @@ class MetricsFile:
         losses = {name: row[name] for name in row if name.startswith(VALIDATION_LOSS)}
         utilisation = f"  mfu_causal {row['mfu_causal']:.1%}" if "mfu_causal" in row else ""
         validation = "".join(f"  {name.replace('_', ' ', 2)} {loss:.4f}" for name, loss in losses.items())
-        print(
+        self._say(
             f"step {row['step']}/{self._steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  "
-            f"{row['tokens_per_second']:.0f} tokens/s{utilisation}{validation}",
-            flush=True,
+            f"{row['tokens_per_second']:.0f} tokens/s{utilisation}{validation}"
         )
+
+    def _say(self, words: str) -> None:
+        """To the person who waits, as long as somebody reads: the end of a pipe (`| head`) ends no file."""
+        if not self._is_heard:
+            return
+        try:
+            print(words, flush=True)
+        except OSError:
+            self._is_heard = False
+            with contextlib.suppress(OSError):  # or what could not be written would be an error at the end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _add(self, file: BinaryIO, row: dict[str, Any]) -> None:
         if not self._has_begun and self._path is not None and self._path.is_file():  # and no pipe

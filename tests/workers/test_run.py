@@ -400,6 +400,18 @@ def test_a_full_disk_keeps_metrics_from_their_file_and_ends_neither_words_nor_tr
     assert said.err == f"{sentence}; training goes on\n"
 
 
+def test_metrics_are_written_on_when_nobody_reads_the_words_any_more(tmp_path, monkeypatch):
+    reads, writes = os.pipe()
+    os.close(reads)
+    path = tmp_path / "metrics.jsonl"
+    with os.fdopen(writes, "w") as pipe, run.MetricsFile(path, 9) as sink:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        sink.write([Message(Metrics((ROW,)), 1.0)])
+        sink.write([Message(Event("spike", "too high"), 1.0), Message(Metrics(({**ROW, "step": 3},)), 1.0)])
+        monkeypatch.undo()
+    assert [row["step"] for row in rows_of(path)] == [2, 3]
+
+
 def test_without_a_file_there_are_still_words(capsys):
     with run.MetricsFile(None, 9) as sink:
         sink.write([Message(Metrics((ROW,)), 1.0)])
