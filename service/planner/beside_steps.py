@@ -14,7 +14,7 @@ from service.planner.hardware import HOST_COPY, HOST_CORE_COPY
 from service.planner.layer_time import host_wait
 from service.planner.operations import memory_seconds
 from service.planner.step_time import StepModel, StepTime, slowest_of
-from workers.accounting.flops import frozen_parameters, rank_parameters
+from workers.accounting.flops import trained_parameters
 from workers.accounting.snapshot_bytes import STATE_BYTES, checkpoint_bytes
 from workers.accounting.snapshot_interval import steps_between
 from workers.config import CheckpointConfig, JobSpec
@@ -169,8 +169,7 @@ def stall_seconds(model: StepModel, time: StepTime) -> float:
     """For how long an update waits for a copy of the state, which has the step's passes to hide behind. A device copies
     to its host's memory; a core within it, also where the optimizer's state lies there."""
     spec, machine = model.spec, model.cluster.machine
-    pairs = zip(rank_parameters(spec), frozen_parameters(spec), strict=True)
-    trained = max(total - frozen for total, frozen in pairs) / (spec.layout.data if spec.layout.zero else 1)
+    trained = max(trained_parameters(spec)) / (spec.layout.data if spec.layout.zero else 1)
     if machine.core is not None:
         copy = memory_seconds(machine, 2 * STATE_BYTES * trained)
     elif spec.train.optimizer.offload:

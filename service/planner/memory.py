@@ -13,13 +13,14 @@ from service.planner.hardware import GIB, Cluster, Machine, parts_of
 from service.planner.stage_shares import chunks_of, shared_out
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import bytes_of_stage
-from workers.accounting.flops import rank_parameters
+from workers.accounting.flops import stages_held
 from workers.accounting.offloaded_state import host_state_bytes
-from workers.accounting.snapshot_bytes import SLOTS, STATE_BYTES
+from workers.accounting.snapshot_bytes import SLOTS, state_bytes_of_ranks
 from workers.accounting.state_copies import copies_bytes
 from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
-from workers.parallel.pipeline.stages import layer_counts, virtual_stage
+from workers.parallel.pipeline.stages import layer_counts, layers_of, virtual_stage
+from workers.spec.parameters import first_trained_layer, frozen_by_layer
 from workers.spec.rules import find_problems
 
 RESERVE = 0.04
@@ -94,28 +95,32 @@ def least_to_spare(memories: Sequence[tuple[RankMemory, float]]) -> tuple[RankMe
 def by_kind(spec: JobSpec, parts: Sequence[Cluster]) -> list[tuple[RankMemory, float]]:
     """Memory of a rank of each stage that may need most of those that are alike, and what it may take; `parts`: where
     each stage is."""
-    seen: set[tuple[tuple[int, ...], str | None]] = set()
-    memories = []
-    for rank, part in enumerate(parts):
-        kind = _layers_of(spec, rank), part.type
-        if kind not in seen or rank in (1, len(parts) - 1):
-            seen.add(kind)
-            memories.append((memory_of(spec, rank, part.machine), usable_bytes(part)))
-    return memories
+    ranks = _candidates(spec, [part.type for part in parts])
+    return [(memory_of(spec, rank, parts[rank].machine), usable_bytes(parts[rank])) for rank in ranks]
 
 
-def _candidates(spec: JobSpec) -> Iterator[int]:
-    """Ranks one of which needs most: both ends, and of those with equally many layers in each chunk the first, which
-    holds most micro-batches."""
-    layout = spec.layout
-    seen: set[tuple[int, ...]] = set()
-    for rank in range(layout.pipeline):
-        layers = _layers_of(spec, rank)
-        if layers not in seen or rank == layout.pipeline - 1:
-            seen.add(layers)
-            yield rank
-    if layout.pipeline > 2:
-        yield 1
+def _candidates(spec: JobSpec, types: Sequence[str | None] | None = None) -> list[int]:
+    """Ranks one of which needs most, each once: both ends, the one behind the first, and of those that are alike, also
+    in their `types` of nodes, the first, which holds most micro-batches. Under zb-v that may be the last, and where a
+    part is frozen the second, as the first may be where backward ends."""
+    last, alike = spec.layout.pipeline - 1, dict[object, list[int]]()
+    for rank in range(last + 1):
+        kind = _kind_of(spec, rank), None if types is None else types[rank]
+        alike.setdefault(kind, []).append(rank)
+    few = 2 if spec.train.frozen else 1
+    ranks = {last}.union(*(each[:few] for each in alike.values()))
+    if spec.layout.schedule == "zb-v":
+        ranks.update(each[-1] for each in alike.values())
+    return sorted(ranks) + ([1] if last > 1 and 1 not in ranks else [])
+
+
+def _kind_of(spec: JobSpec, rank: int) -> tuple[object, ...]:
+    """What is the same for ranks that are alike: how many layers each chunk has, and what of them is frozen."""
+    if not spec.train.frozen:
+        return _layers_of(spec, rank)
+    first, by_layer = first_trained_layer(spec.model, spec.train.frozen), frozen_by_layer(spec)
+    chunks = (layers_of(spec.model.layers, spec.layout, index) for index in stages_held(spec, rank))
+    return tuple((len(layers), by_layer[max(first, layers.start) : layers.stop]) for layers in chunks)
 
 
 def _layers_of(spec: JobSpec, rank: int) -> tuple[int, ...]:
@@ -159,8 +164,8 @@ def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
     )
     if spec.checkpoint.snapshots == "off":
         return waiting * ranks
-    held = max(rank_parameters(spec)) / (spec.layout.data if spec.layout.zero else 1)
-    return round((SLOTS * STATE_BYTES * held + waiting) * ranks)
+    held = max(state_bytes_of_ranks(spec)) / (spec.layout.data if spec.layout.zero else 1)
+    return round((SLOTS * held + waiting) * ranks)
 
 
 def layers_with_room(spec: JobSpec, usable: float, machine: Machine | None = None) -> tuple[int, ...]:

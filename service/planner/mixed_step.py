@@ -13,7 +13,7 @@ from service.planner.hardware import Cluster, parts_of
 from service.planner.operations import Budget
 from service.planner.software import Software, engine_on
 from service.planner.step_time import StepModel
-from workers.accounting.flops import frozen_parameters, padded_vocabulary, rank_parameters
+from workers.accounting.flops import padded_vocabulary, trained_parameters
 from workers.config import JobSpec
 from workers.parallel.pipeline.stages import ends_share_rank
 from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
@@ -36,9 +36,8 @@ class MixedStepModel(StepModel):
         types = layout.stage_accelerators or ()
         parts: dict[str, StepModel] = {}
         most: dict[str, int] = {}
-        counts = zip(types, rank_parameters(spec), frozen_parameters(spec), strict=True)
-        for type, held, frozen in counts:
-            most[type] = max(1, held - frozen, most.get(type, 0))
+        for type, trained in zip(types, trained_parameters(spec), strict=True):
+            most[type] = max(1, trained, most.get(type, 0))
         for type, part in zip(types, parts_of(spec, cluster), strict=True):
             if type not in parts:
                 own = {"pipeline": Counter(types)[type], "stage_layers": None, "stage_accelerators": None}

@@ -10,7 +10,7 @@ vocabulary padded to a multiple of the tensor-parallel size t.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import accumulate
 
 from workers.accounting.flops import padded_vocabulary, stages_held
@@ -25,9 +25,11 @@ from workers.parallel.recompute.policy import recomputed, waits_on_host
 from workers.spec.parameters import (
     TOKEN_EMBEDDING,
     first_trained_layer,
+    frozen_by_layer,
     frozen_names,
     parameter_names,
     takes_gradient,
+    trained_in_layer,
 )
 
 WIDE = 4
@@ -120,13 +122,12 @@ def _heads(spec: JobSpec) -> int:
 
 def not_kept(spec: JobSpec, layer: int) -> set[str]:
     """Names of `layer_terms` that are not kept since only the gradients of frozen weights need them."""
-    frozen = frozen_names(spec)
-    if not frozen:
+    if not spec.train.frozen:
         return set()
+    trained = trained_in_layer(spec, layer)
 
     def all_frozen(*names: str) -> bool:
-        known = [f"layers.{layer}.{name}.weight" for name in names]
-        return all(name in frozen for name in known if name in parameter_names(spec.model))
+        return trained.isdisjoint(f"{name}.weight" for name in names)
 
     terms = {
         "attention_norm_output": all_frozen("attention.qkv", "attention.q", "attention.kv"),
@@ -156,18 +157,28 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     modules = layout.recompute_modules if policy == "selective" else ()
     count, first = layout.pipeline * layout.virtual_stages, first_trained_layer(model, spec.train.frozen)
     total, layers = 0, layers_of(model.layers, layout, index)
-    kinds = len(layers) if spec.train.frozen or layout.offload_layers else min(layout.recompute_every, len(layers))
+    kinds = len(layers) if layout.offload_layers else min(layout.recompute_every, len(layers))
     for place in range(kinds):
-        alike = layers[place::kinds]
-        if alike[0] < first:
-            continue  # no backward comes there
-        terms = kept_terms(spec, alike[0], policy, modules)
-        total += len(alike) * (sum(terms.values()) - sum(offloaded(spec, index, place, terms)))
+        for layer, times in _alike(spec, layers[place::kinds], first):
+            terms = kept_terms(spec, layer, policy, modules)
+            total += times * (sum(terms.values()) - sum(offloaded(spec, index, place, terms)))
     if index == 0 and first < 0:
         total += _embedding_bytes(spec)
     if index == count - 1:
         total += output_bytes(spec)
     return total
+
+
+def _alike(spec: JobSpec, layers: range, first: int) -> Iterable[tuple[int, int]]:
+    """One of those of the `layers` that have the same frozen, and how many they are; no backward comes to those in
+    front of the `first`."""
+    if not spec.train.frozen:
+        return [(layers[0], len(layers))]
+    by_layer, known = frozen_by_layer(spec), dict[frozenset[str], tuple[int, int]]()
+    for layer in layers:
+        if layer >= first:
+            known[by_layer[layer]] = layer, known.get(by_layer[layer], (layer, 0))[1] + 1
+    return known.values()
 
 
 def kept_terms(spec: JobSpec, layer: int, policy: str, modules: Collection[str]) -> dict[str, int]:

@@ -34,7 +34,13 @@ from workers.parallel.data.tree_sum import buffers
 from workers.parallel.pipeline.schedules import schedule
 from workers.parallel.pipeline.stages import layer_counts, layers_of, stages_of_rank
 from workers.parallel.recompute.policy import recomputed
-from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, padded_rows
+from workers.spec.parameters import (
+    TOKEN_EMBEDDING,
+    first_trained_layer,
+    frozen_by_layer,
+    frozen_names,
+    padded_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -73,16 +79,26 @@ def frozen_parameters(spec: JobSpec) -> tuple[int, ...]:
     return tuple(frozen_parameters_of_rank(spec, rank) for rank in range(spec.layout.pipeline))
 
 
+def trained_parameters(spec: JobSpec) -> tuple[int, ...]:
+    """The others of them."""
+    return tuple(held - frozen for held, frozen in zip(rank_parameters(spec), frozen_parameters(spec), strict=True))
+
+
+def frozen_of_layers(spec: JobSpec) -> tuple[int, ...]:
+    """Parameters that are not trained of each layer, on one tensor rank."""
+    sizes, by_layer = _layer_sizes(spec.model, spec.layout.tensor), frozen_by_layer(spec)
+    of_kind = {names: sum(sizes[name] for name in names) for names in set(by_layer)}
+    return tuple(of_kind[names] for names in by_layer)
+
+
 def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
     """Those of pipeline rank `rank`."""
     frozen, model = frozen_names(spec), spec.model
     if not frozen:
         return 0
     indices, count = stages_held(spec, rank), spec.layout.pipeline * spec.layout.virtual_stages
-    layers = [layer for index in indices for layer in layers_of(model.layers, spec.layout, index)]
-    first, last = 0 in indices, count - 1 in indices
-    sizes = _layer_sizes(model, spec.layout.tensor)
-    total = sum(size for layer in layers for name, size in sizes.items() if f"layers.{layer}.{name}" in frozen)
+    first, last, of_layers = 0 in indices, count - 1 in indices, frozen_of_layers(spec)
+    total = sum(of_layers[layer] for index in indices for layer in layers_of(model.layers, spec.layout, index))
     table = padded_vocabulary(spec) // spec.layout.tensor * model.hidden_size
     output = TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
     tables = ([TOKEN_EMBEDDING] if first else []) + ([output] if last else [])

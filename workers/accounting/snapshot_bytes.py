@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.accounting.flops import frozen_parameters, rank_parameters
+from workers.accounting.flops import frozen_parameters, trained_parameters
 from workers.config import JobSpec, ParallelConfig
 
 STATE_BYTES = 12
@@ -27,8 +27,13 @@ def checkpoint_bytes(spec: JobSpec) -> int:
     return _state_bytes(spec.model_copy(update={"parallel": ParallelConfig()}))
 
 
+def state_bytes_of_ranks(spec: JobSpec) -> list[int]:
+    """Of what each tensor rank of each pipeline rank holds of the state."""
+    width = 4 if spec.train.precision == "fp32" else 2
+    pairs = zip(trained_parameters(spec), frozen_parameters(spec), strict=True)
+    return [STATE_BYTES * trained + width * frozen for trained, frozen in pairs]
+
+
 def _state_bytes(spec: JobSpec) -> int:
     """Of what the ranks of one replica hold, copies included."""
-    frozen = sum(frozen_parameters(spec))
-    trained = sum(rank_parameters(spec)) - frozen
-    return spec.layout.tensor * (STATE_BYTES * trained + (4 if spec.train.precision == "fp32" else 2) * frozen)
+    return spec.layout.tensor * sum(state_bytes_of_ranks(spec))

@@ -18,7 +18,7 @@ from workers.config import JobSpec
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 from workers.parallel.pipeline.stages import layers_of
 from workers.parallel.recompute.policy import waits_on_host
-from workers.spec.parameters import first_trained_layer, frozen_names, takes_gradient
+from workers.spec.parameters import first_trained_layer, frozen_by_layer, frozen_names, takes_gradient
 
 LOSS_ROWS, LOSS_ELEMENTS = 256, 2**24
 """Of a block of 16-bit logits: rows at least, and elements on a GPU."""
@@ -45,7 +45,8 @@ class StepPeak:
         # A step's first product goes where the sum is.
         several = spec.micro_batches > 1 or 0 < self.head_tokens < tokens_of(spec)[0]
         self.sums_apart = sums_apart and several and self.output_trained and self.sizes.width < WIDE
-        self._layers: dict[tuple[int, tuple[str, ...]], LayerPasses] = {}
+        self._frozen = frozen_by_layer(spec) if spec.train.frozen else None
+        self._layers: dict[tuple[bool, frozenset[str] | None, tuple[str, ...]], LayerPasses] = {}
         self._of_layers: dict[tuple[Callable[..., Pass], int, bool], Pass] = {}
         self._ranges: dict[int, range] = {}
         scatters = layout.tensor > 1 and not layout.sequence_parallel_on
@@ -55,8 +56,7 @@ class StepPeak:
     def with_stages(self, spec: JobSpec) -> StepPeak:
         """Of a job with such layers, of which stages have others; it goes on with what is known of them."""
         other = StepPeak(spec, self.gpu, self.sums_apart)
-        if not spec.train.frozen and spec.model.sliding_window is None:  # else a layer is known by its number
-            other._layers, other._of_layers = self._layers, self._of_layers
+        other._layers, other._of_layers = self._layers, self._of_layers
         return other
 
     def of_rank(self, rank: int, micro_batches: int) -> int:
@@ -128,10 +128,11 @@ class StepPeak:
         layout = self.spec.layout
         policy = layout.recompute if again else "none"
         modules = tuple(layout.recompute_modules) if policy == "selective" else ()
-        alike = layer if self.spec.train.frozen or self.spec.model.sliding_window is not None else 0
-        if (alike, modules) not in self._layers:
-            self._layers[alike, modules] = LayerPasses(self.spec, layer, modules, self.gpu)
-        return self._layers[alike, modules], policy == "full" and layer % layout.recompute_every == 0
+        frozen = None if self._frozen is None else self._frozen[layer]
+        alike = self.spec.model.window(layer) is not None, frozen, modules
+        if alike not in self._layers:
+            self._layers[alike] = LayerPasses(self.spec, layer, modules, self.gpu)
+        return self._layers[alike], policy == "full" and layer % layout.recompute_every == 0
 
     def _known(self, what: Callable[..., Pass], layer: LayerPasses, flag: bool = True) -> Pass:
         key = what, id(layer), flag

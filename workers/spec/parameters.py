@@ -121,6 +121,32 @@ def _frozen(shape: _Shape, patterns: tuple[str, ...]) -> frozenset[str]:
     return frozenset(name for pattern in patterns for name in matching(pattern, _names(shape)))
 
 
+def frozen_by_layer(spec: JobSpec) -> tuple[frozenset[str], ...]:
+    """For each layer the names within it of what the job does not train; layers of one kind have the same set."""
+    return _frozen_by_layer(_shape_of(spec.model), spec.train.frozen)
+
+
+@lru_cache(maxsize=64)
+def _frozen_by_layer(shape: _Shape, patterns: tuple[str, ...]) -> tuple[frozenset[str], ...]:
+    names: list[list[str]] = [[] for _ in range(shape.layers)]
+    for name in _frozen(shape, patterns):
+        if name.startswith("layers."):
+            _, number, inner = name.split(".", 2)
+            names[int(number)].append(inner)
+    known: dict[frozenset[str], frozenset[str]] = {}
+    return tuple(known.setdefault(each, each) for each in map(frozenset, names))
+
+
+def trained_in_layer(spec: JobSpec, layer: int) -> frozenset[str]:
+    """Names within the layer of what the job trains of it."""
+    return _names_in_layer(_shape_of(spec.model)) - frozen_by_layer(spec)[layer]
+
+
+@lru_cache(maxsize=64)
+def _names_in_layer(shape: _Shape) -> frozenset[str]:
+    return frozenset(_layer_names(shape))
+
+
 def first_trained_layer(model: ModelConfig, patterns: tuple[str, ...]) -> int:
     """Index of the first layer with a trained parameter: all layers before it, and the embedding, are frozen.
     `model.layers` if that is the final norm or the output layer; -1 if it is the embedding."""

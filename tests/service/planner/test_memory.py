@@ -14,6 +14,7 @@ from service.planner.memory import RESERVE, fits, host_bytes, memory_of, usable_
 from tests.service.support.planned import a100s, job
 from workers.accounting.activation_bytes import bytes_of_rank, host_bytes_of_rank
 from workers.accounting.flops import rank_parameters
+from workers.accounting.snapshot_bytes import snapshot_bytes
 from workers.config import JobSpec
 
 
@@ -43,15 +44,23 @@ def test_frozen_parameters_have_neither_gradients_nor_moments():
     st.integers(1, 20),
     st.integers(12, 30),
     st.sampled_from(["none", "selective", "full"]),
+    st.sampled_from([(), ("embedding", "layers.0-7"), ("embedding", "layers.0-2", "layers.6-9.mlp"), ("layers.8-11",)]),
 )
-def test_the_rank_that_needs_most_is_found_without_looking_at_all(kind, stages, rounds, layers, recompute):
+def test_the_rank_that_needs_most_is_found_without_looking_at_all(kind, stages, rounds, layers, recompute, frozen):
     virtual_stages = {"interleaved": 2, "zb-v": 2}.get(kind, 1)
     layout = {"pipeline": stages, "schedule": kind, "virtual_stages": virtual_stages, "recompute": recompute}
-    spec = job(layers, train={"global_batch_size": stages * rounds}, **layout)
+    spec = job(layers, train={"global_batch_size": stages * rounds, "frozen": frozen}, **layout)
     ranks = [memory_of(spec, rank) for rank in range(stages)]
     assert worst_rank(spec).total == pytest.approx(max(each.total for each in ranks))
     held = [bytes_of_rank(spec, rank, spec.micro_batches) for rank in range(stages)]
     assert [each.activations for each in ranks] == held
+
+
+def test_under_zb_v_the_last_of_ranks_that_are_alike_may_need_most():
+    """Of those with three layers, as first chunks wait for a shorter time than second ones."""
+    layout = {"pipeline": 10, "schedule": "zb-v", "virtual_stages": 2, "recompute": "selective"}
+    spec = job(24, model={"dropout": 0.1, "sequence_length": 2048}, train={"global_batch_size": 16}, **layout)
+    assert worst_rank(spec).total == max(memory_of(spec, rank).total for rank in range(10))
 
 
 def test_of_a_job_that_fits_few_ranks_are_looked_at(monkeypatch):
@@ -129,6 +138,8 @@ def test_snapshots_take_host_memory_for_two_slots():
     assert memory_of(waiting, 0).total < memory_of(spec, 0).total
     without = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"snapshots": "off"})})
     assert host_bytes(without, 8) == pytest.approx(12 * rank_parameters(spec)[0] / 4 * 8), "a copy to save from"
+    frozen = job(tensor=2, data=4, train={"frozen": ("layers.0-6",)})
+    assert host_bytes(frozen, 8) == snapshot_bytes(frozen), "without moments of what is frozen"
 
 
 def test_copies_to_roll_back_to_take_as_much_as_snapshots_do():
