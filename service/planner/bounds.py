@@ -4,7 +4,6 @@ its stages would share the layers by time. Pure Python.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +12,15 @@ from functools import lru_cache
 from service.planner.candidates import Candidate, rank_totals
 from service.planner.communication import groups_of
 from service.planner.engine_passes import layer_time
+from service.planner.frozen_passes import FrozenPasses
+from service.planner.frozen_sizes import FrozenSizes
 from service.planner.hardware import Cluster, with_threads
 from service.planner.layer_time import Passes
 from service.planner.memory import RankMemory, layers_with_room, usable_bytes, worst_rank
 from service.planner.pipeline import StageTimes
 from service.planner.software import Software
 from service.planner.stage_shares import chunks_of, shared_out
-from service.planner.step_time import StepModel, StepTime, slowest_of, threads_in
+from service.planner.step_time import StepModel, StepTime, least_backward, slowest_of, threads_in
 from workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
 from workers.accounting.flops import rank_parameters
 from workers.config import JobSpec, ParallelConfig
@@ -45,8 +46,9 @@ class Bounds:
 
     def __init__(self, job: JobSpec, cluster: Cluster, software: Software):
         self.job, self.cluster, self.software = job, cluster, software
-        self._passes: dict[tuple[int, int, str, int, int], Passes] = {}
+        self._parts: dict[tuple[int, int, str, int, int], tuple[Passes, FrozenPasses | None]] = {}
         self._sizes: dict[int, _Sizes] = {}
+        self._frozen = FrozenSizes(job) if job.train.frozen else None
         self._memory: dict[Candidate, RankMemory] = {}
         self._room: dict[tuple[Candidate, float], tuple[int, ...]] = {}
         self._times: dict[Candidate, StepTime] = {}
@@ -54,17 +56,19 @@ class Bounds:
         self._layer_bytes: dict[tuple[int, int, str], int] = {}
         self._stages: dict[tuple[int, int, str, int, int, int, bool, bool], StageTimes] = {}
 
-    def passes(self, candidate: Candidate) -> Passes:
-        """The times of the parts of the model."""
+    def _parts_of(self, candidate: Candidate) -> tuple[Passes, FrozenPasses | None]:
+        """The times of the parts of the model, and with `train.frozen` of its layers."""
         threads, counted = self._threads(candidate), self._counted(candidate)
         key = candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted
-        if key not in self._passes:
+        if key not in self._parts:
             spec, cluster = (
                 self._alone(candidate, candidate.data if counted else 1),
                 with_threads(self.cluster, threads),
             )
-            self._passes[key] = layer_time(spec, groups_of(spec.layout, cluster, self.software), self.software).passes()
-        return self._passes[key]
+            layer = layer_time(spec, groups_of(spec.layout, cluster, self.software), self.software)
+            passes = layer.passes()
+            self._parts[key] = passes, FrozenPasses(layer, passes) if self.job.train.frozen else None
+        return self._parts[key]
 
     def _counted(self, candidate: Candidate) -> int:
         """Micro-batches, where a pass takes longer with more of them; else 0."""
@@ -106,16 +110,21 @@ class Bounds:
     def least_update(self, candidate: Candidate, stages: int) -> float:
         """Seconds that an update takes at least, and bringing it to all replicas, where so many of the pipeline's
         stages are here, however layers are shared out: some rank has as many parameters as there are to a rank."""
-        if self.job.train.frozen:
-            return 0.0
-        sizes = self._sizes_of(candidate.tensor)
-        mean = (self.job.model.layers * sizes.layer + sizes.both) // candidate.pipeline
-        spec, passes = replace(candidate, pipeline=stages).spec(self.job), self.passes(candidate)
-        return StepModel(spec, self.cluster, self.software, passes, mean).optimizer_seconds()
+        if self._frozen is not None:
+            trained = self._frozen.whole(candidate.tensor)
+        else:
+            sizes = self._sizes_of(candidate.tensor)
+            trained = self.job.model.layers * sizes.layer + sizes.both
+        mean = max(1, trained // candidate.pipeline)
+        spec, (passes, frozen) = replace(candidate, pipeline=stages).spec(self.job), self._parts_of(candidate)
+        return StepModel(spec, self.cluster, self.software, passes, mean, frozen).optimizer_seconds()
 
     def least_bytes(self, candidate: Candidate) -> float:
         """Less than the rank needs that needs most: state, and activations of what it has in flight at least."""
         p, v = candidate.pipeline, candidate.virtual_stages
+        if self._frozen is not None:
+            more = self._bytes_of_state(candidate) - self._width
+            return self._frozen.least_bytes(candidate, self.counts(candidate), self._width, more)
         if candidate.stage_layers:
             return self._least_bytes_of_list(candidate)
         # Under zb-v, of few micro-batches the last chunk's may be gone before the first chunk's have all come.
@@ -135,12 +144,13 @@ class Bounds:
         return max(first + held * self._bytes_of_layer(candidate), most)
 
     def _state(self, candidate: Candidate, parameters: int) -> float:
-        """Bytes of parameters, gradients and moments; at least those of parameters, where some are frozen."""
-        width = self._width
-        if self.job.train.frozen:
-            return parameters * width
-        moved = 0 if self.job.train.optimizer.offload else 8 + (4 if width == 2 else 0)
-        return parameters * (width + 4 + moved / candidate.data)
+        """Bytes of parameters, gradients and moments."""
+        return parameters * self._bytes_of_state(candidate)
+
+    def _bytes_of_state(self, candidate: Candidate) -> float:
+        """Of a parameter that is trained."""
+        moved = 0 if self.job.train.optimizer.offload else 8 + (4 if self._width == 2 else 0)
+        return self._width + 4 + moved / candidate.data
 
     @property
     def _width(self) -> int:
@@ -150,9 +160,7 @@ class Bounds:
         key = candidate.tensor, candidate.micro_batch, candidate.recompute
         if key not in self._layer_bytes:
             spec = self._alone(candidate)
-            if self.job.train.frozen:
-                size = 0  # which layers keep what depends on the layer
-            elif candidate.recompute == "full":
+            if candidate.recompute == "full":
                 size = layer_input_bytes(spec)
             else:
                 modules = spec.layout.recompute_modules if candidate.recompute == "selective" else ()
@@ -182,22 +190,31 @@ class Bounds:
 
     def model(self, candidate: Candidate) -> StepModel:
         """The candidate's step."""
-        parameters = None if self.job.train.frozen else self.parameters(candidate)
-        return StepModel(candidate.spec(self.job), self.cluster, self.software, self.passes(candidate), parameters)
+        passes, frozen = self._parts_of(candidate)
+        if self._frozen is not None:
+            parameters = self._frozen.most_trained(candidate, self.counts(candidate))
+        else:
+            parameters = self.parameters(candidate)
+        return StepModel(candidate.spec(self.job), self.cluster, self.software, passes, parameters, frozen)
 
     def stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
         """Times of a virtual stage of so many layers, at one end of the model or at none; with `train.frozen`, where it
-        depends on the layers what else there is, of its forward alone."""
+        depends on the layers what else there is, of its forward alone (`stage_of` knows them)."""
         threads, counted = self._threads(candidate), self._counted(candidate)
         key = (candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted, layers, first, last)
         if key not in self._stages:
-            passes, machine = self.passes(candidate), self.cluster.machine
+            passes, machine = self._parts_of(candidate)[0], self.cluster.machine
             if self.job.train.frozen:
                 forward = passes.forward_of_stage(layers, first, last).wait_for_host(machine).seconds
                 self._stages[key] = StageTimes(forward, 0.0, 0.0)
             else:
                 self._stages[key] = passes.of_stage(layers, first, last, machine)
         return self._stages[key]
+
+    def stage_of(self, candidate: Candidate, layers: range, first: bool, last: bool) -> StageTimes:
+        """Times of a virtual stage that has these layers of the model."""
+        frozen = self._parts_of(candidate)[1]
+        return frozen.times(layers, first, last) if frozen else self.stage(candidate, len(layers), first, last)
 
     def least_seconds(self, candidate: Candidate) -> float:
         """No more than its step takes: the pipeline at least, and what comes behind it."""
@@ -207,13 +224,19 @@ class Bounds:
 
     def _least_seconds(self, candidate: Candidate) -> float:
         model = self.model(candidate)
-        pipeline, backward = self._least_pipeline(candidate, model)
+        of = self._least_in_part if self.job.train.frozen else self._least_pipeline
+        pipeline, backward = of(candidate, model)
         if self.cluster.machine.core is not None:  # where ranks share cores these may have more to do than any rank
             pipeline = max(pipeline, model.pipeline().work(candidate.micro_batches(self.job)))
-        if self.job.train.frozen:
-            backward = math.inf  # it is not known behind how much of it sums hide
         rest = model.gradient_seconds(backward) + model.tied_seconds() + model.optimizer_seconds()
         return (pipeline + rest) * slowest_of(candidate.data, self.cluster)
+
+    def _least_in_part(self, candidate: Candidate, model: StepModel) -> tuple[float, float]:
+        """The same as `_least_pipeline` where layers differ in what of them is frozen."""
+        built, m = model.pipeline(), candidate.micro_batches(self.job)
+        chunks = chunks_of(built.kind, built.stages, built.virtual_stages)
+        least = least_pipeline(built.kind, chunks, built.times, built.messages[: built.stages - 1], m)
+        return least, least_backward(built)
 
     def _least_pipeline(self, candidate: Candidate, model: StepModel) -> tuple[float, float]:
         """Seconds of the pipeline at least, and of the shortest backward of a virtual stage.
@@ -291,7 +314,7 @@ class Bounds:
     def work_seconds(self, candidate: Candidate) -> float:
         """No more than `least_seconds`, however layers are shared out, from parts that are known: the work of all
         micro-batches, evenly on all ranks."""
-        whole = self.stage(candidate, self.job.model.layers, first=True, last=True).seconds
+        whole = self.stage_of(candidate, range(self.job.model.layers), first=True, last=True).seconds
         work = candidate.micro_batches(self.job) * whole / candidate.pipeline
         return SLACK * work * slowest_of(candidate.data, self.cluster)
 
@@ -319,6 +342,28 @@ class Bounds:
         ends = self.stage(candidate, layers, first=True), self.stage(candidate, layers, last=True)
         more = self.stage(candidate, layers + 1).seconds - inner
         return more, ends[0].seconds - inner, ends[1].seconds - inner
+
+
+def least_pipeline(
+    schedule: str,
+    chunks: Sequence[Sequence[int]],
+    times: Sequence[StageTimes],
+    messages: Sequence[float],
+    micro_batches: int,
+) -> float:
+    """No more than a pipeline takes: every rank begins when the first micro-batch has come through the ranks before it
+    and computes all of its passes; then the last one's gradients go back through them. Where the weights' half of
+    backward is apart, that of as many micro-batches as ranks need not be done by then. `chunks`: virtual stages of each
+    rank; `messages`: between each rank and the next."""
+    apart = schedule.startswith("zb")
+    came, back, least = 0.0, 0.0, 0.0
+    for rank, (own, message) in enumerate(zip(chunks, [*messages, 0.0], strict=True)):
+        busy = came + micro_batches * sum(times[index].seconds for index in own)
+        late = min(micro_batches, len(chunks)) * sum(times[index].backward_weight for index in own) if apart else 0.0
+        least = max(least, busy, busy - late + back)
+        came += times[rank].forward + message
+        back += message + (times[rank].backward_input if apart else times[rank].backward)
+    return least
 
 
 @lru_cache(maxsize=4096)

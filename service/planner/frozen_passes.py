@@ -7,12 +7,12 @@ no products, sums and casts of their own; gradients still go through them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import cached_property
 
 from service.planner.layer_time import LayerTime, Passes, host_wait
 from service.planner.operations import Budget
-from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names
+from service.planner.pipeline import StageTimes
+from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_by_layer, frozen_names
 
 Budgets = tuple[Budget, Budget, Budget]
 """Forward, and both halves of backward."""
@@ -24,15 +24,22 @@ class FrozenPasses:
     def __init__(self, layer: LayerTime, passes: Passes):
         """`layer`, `passes`: times of the job's parts, as if all were trained."""
         self._layer, self._passes, spec = layer, passes, layer.spec
-        self._frozen, self._first = frozen_names(spec), first_trained_layer(spec.model, spec.train.frozen)
+        self._frozen, self._first = frozen_by_layer(spec), first_trained_layer(spec.model, spec.train.frozen)
         self._known: dict[frozenset[str], tuple[Budget, Budget]] = {}
+        self._times: dict[tuple[int, frozenset[tuple[frozenset[str], int]], bool, bool], StageTimes] = {}
 
-    def budgets(self, layers: Sequence[int], first: bool, last: bool) -> Budgets:
+    def times(self, layers: range, first: bool, last: bool) -> StageTimes:
         """Of a virtual stage with `layers` of the model, at one end of it or both."""
+        key = len(layers), frozenset(self._kinds(layers).items()), first, last
+        if key not in self._times:
+            self._times[key] = StageTimes(*(each.seconds for each in self.budgets(layers, first, last)))
+        return self._times[key]
+
+    def budgets(self, layers: range, first: bool, last: bool) -> Budgets:
+        """The same, by what they go to."""
         passes, machine = self._passes, self._layer.machine
         forward, backward, weight = passes.forward_of_stage(len(layers), first, last), Budget(), Budget()
-        kinds = Counter(self._frozen_of(number) for number in layers if number >= self._first)
-        for kind, times in kinds.items():
+        for kind, times in self._kinds(layers).items():
             of_input, of_weight = self._backward(kind)
             backward, weight = backward.plus(of_input, times), weight.plus(of_weight, times)
         if first and self._first < 0:
@@ -44,10 +51,9 @@ class FrozenPasses:
             return forward, backward, weight
         return forward.wait_for_host(machine), backward.wait_for_host(machine), weight.wait_for_host(machine)
 
-    def _frozen_of(self, number: int) -> frozenset[str]:
-        """Names within a layer of what is not trained of it."""
-        prefix = f"layers.{number}."
-        return frozenset(name.removeprefix(prefix) for name in self._frozen if name.startswith(prefix))
+    def _kinds(self, layers: range) -> Counter[frozenset[str]]:
+        """How many of those of the layers that have a backward have the same frozen."""
+        return Counter(self._frozen[max(layers.start, self._first) : layers.stop])
 
     def _backward(self, frozen: frozenset[str]) -> tuple[Budget, Budget]:
         """Both halves of a layer's backward in which these are not trained."""
@@ -60,4 +66,4 @@ class FrozenPasses:
     def _last_backward(self) -> Budget:
         tied = self._layer.spec.model.tie_embeddings
         output = TOKEN_EMBEDDING if tied else "output.weight"
-        return self._layer.without(frozenset({output} & self._frozen)).output_backward()
+        return self._layer.without(frozenset({output} & frozen_names(self._layer.spec))).output_backward()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise, permutations, product
 
-from service.planner.bounds import SLACK, Bounds
+from service.planner.bounds import SLACK, Bounds, least_pipeline
 from service.planner.candidates import (
     COMPLETE,
     MOST_STAGES,
@@ -284,23 +284,19 @@ class _Stages:
         return self.least_pipeline() * min(slowest_of(frame.data, timed[part].cluster) for part in frame.order)
 
     def least_pipeline(self) -> float:
-        """No more than the pipeline takes: every rank begins when the first micro-batch has come through the ranks
-        before it and computes all of its passes; then the last one's gradients go back through them. Where the weights'
-        half of backward is apart, that of as many micro-batches as ranks need not be done by then."""
-        m, apart = self.mixed.shape.micro_batches(self._job), self.mixed.shape.schedule.startswith("zb")
-        times = [self._stage(index, layers) for index, layers in enumerate(self.counts or ())]
-        came, back, least = 0.0, 0.0, 0.0
-        for rank, (own, message) in enumerate(zip(self._chunks, [*self._messages, 0.0], strict=True)):
-            busy = came + m * sum(times[index].seconds for index in own)
-            late = min(m, len(self._chunks)) * sum(times[index].backward_weight for index in own) if apart else 0.0
-            least = max(least, busy, busy - late + back)
-            came += times[rank].forward + message
-            back += message + (times[rank].backward_input if apart else times[rank].backward)
-        return least
+        """No more than the pipeline takes."""
+        shape = self.mixed.shape
+        return least_pipeline(
+            shape.schedule, self._chunks, list(self._times()), self._messages, shape.micro_batches(self._job)
+        )
 
-    def _stage(self, index: int, layers: int) -> StageTimes:
-        part, last = self._rates.timed[self._part[index]], len(self._part) - 1
-        return part.stage(self.mixed.shape, layers, index == 0, index == last)
+    def _times(self) -> Iterator[StageTimes]:
+        """Of each virtual stage."""
+        behind, last = 0, len(self._part) - 1
+        for index, layers in enumerate(self.counts or ()):
+            behind += layers
+            timed, own = self._rates.timed[self._part[index]], range(behind - layers, behind)
+            yield timed.stage_of(self.mixed.shape, own, index == 0, index == last)
 
     def step(self, cluster: Cluster) -> _Step | None:
         """A step of this; None where the rules forbid it."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from service.planner.bounds import SLACK, Bounds
-from service.planner.candidates import Candidate, axes, candidates
+from service.planner.candidates import RECOMPUTE, Candidate, axes, candidates
 from service.planner.hardware import GIB, Cluster, UnknownMachine, parts_of
 from service.planner.memory import Fit, RankMemory, fits, tightest, usable_bytes, worst_rank
 from service.planner.mixed_step import step_model
@@ -190,13 +190,13 @@ def fastest(
     job, usable = bounds.job, usable_bytes(bounds.cluster)
     best = Best(limit, most, max(MORE, MORE_BY_LAYERS // job.model.layers))
     no_room = []
-    waiting = [(bounds.work_seconds(each), each, False) for each in left]
+    waiting = [_waiting(bounds.work_seconds(each), each, False) for each in left]
     heapq.heapify(waiting)
     while waiting and SLACK * waiting[0][0] <= best.most:
-        seconds, candidate, is_least = heapq.heappop(waiting)
+        *_, candidate, is_least = heapq.heappop(waiting)
         if not is_least:
             for least, each in bounds.with_least_seconds(candidate):
-                heapq.heappush(waiting, (least, each, True))
+                heapq.heappush(waiting, _waiting(least, each, True))
             continue
         if candidate.recomputing_nothing in best.enough:
             continue  # the same that recomputes less fits
@@ -222,14 +222,24 @@ def fastest(
     return best
 
 
+_Waiting = tuple[float, int, Candidate, bool]
+"""A layout to be looked at, and whether what it takes at least has been asked; first of what the queue goes by."""
+
+
+def _waiting(seconds: float, candidate: Candidate, is_least: bool) -> _Waiting:
+    """Between equals what recomputes less comes first, as where nothing has a backward: if it fits the others are left
+    out."""
+    return seconds, RECOMPUTE.index(candidate.recompute), candidate, is_least
+
+
 def _planned(candidate: Candidate, bounds: Bounds, memory: RankMemory) -> Plan:
     spec = candidate.spec(bounds.job)
     return plan_of(spec, bounds.cluster, bounds.software, time=bounds.time(candidate), memory=memory)
 
 
-def _note_slower(best: Best, waiting: list[tuple[float, Candidate, bool]], bounds: Bounds) -> None:
+def _note_slower(best: Best, waiting: list[_Waiting], bounds: Bounds) -> None:
     """Of layouts that are not among the best, which may have the least of their sizes: its least is told."""
-    for seconds, candidate, is_least in sorted(waiting):
+    for seconds, _, candidate, is_least in sorted(waiting):
         nearest = best.slower.get((candidate.tensor, candidate.pipeline))
         if nearest is not None and nearest[0] < seconds:
             continue

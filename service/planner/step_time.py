@@ -21,7 +21,7 @@ from service.planner.operations import WIDE, Budget, memory_seconds
 from service.planner.pipeline import Pipeline, StageTimes
 from service.planner.shared_cores import SharedCores
 from service.planner.software import MANTA, Software
-from workers.accounting.flops import frozen_parameters, layer_matrices, padded_vocabulary, rank_parameters
+from workers.accounting.flops import layer_matrices, padded_vocabulary, trained_parameters
 from workers.accounting.offloaded_state import SLICE_ELEMENTS
 from workers.accounting.snapshot_bytes import STATE_BYTES
 from workers.config import JobSpec
@@ -71,12 +71,10 @@ def threads_in(spec: JobSpec, cluster: Cluster) -> int:
 
 def most_trained(spec: JobSpec) -> int:
     """Most parameters of a rank that have gradients; at least one."""
-    return max(
-        1, *(total - frozen for total, frozen in zip(rank_parameters(spec), frozen_parameters(spec), strict=True))
-    )
+    return max(1, *trained_parameters(spec))
 
 
-def _least_backward(pipeline: Pipeline) -> float:
+def least_backward(pipeline: Pipeline) -> float:
     """Seconds of the shortest of the virtual stages' backwards."""
     return min(each.backward for each in pipeline.times if each.backward > 0)
 
@@ -91,15 +89,16 @@ class StepModel:
         software: Software = MANTA,
         passes: Passes | None = None,
         parameters: int | None = None,
+        frozen: FrozenPasses | None = None,
     ):
-        """`passes` and `parameters` (most of a rank), where they are known from a job that has the same."""
+        """`passes`, `parameters` (most of a rank) and `frozen`, where they are known from a job that has the same."""
         self.spec, self.software = spec, software
         self.cluster = cluster = with_threads(cluster, threads_in(spec, cluster))
         self.groups: Groups = groups_of(spec.layout, cluster, software)
         self.layer = layer_time(spec, self.groups, software)
         self.passes = passes or self.layer.passes()
         self.parameters = parameters or most_trained(spec)
-        self._frozen = FrozenPasses(self.layer, self.passes) if spec.train.frozen else None
+        self._frozen = frozen or (FrozenPasses(self.layer, self.passes) if spec.train.frozen else None)
 
     def pipeline(self) -> Pipeline:
         """The pipeline, with the times of every virtual stage."""
@@ -107,11 +106,14 @@ class StepModel:
         counts = layer_counts(self.spec.model.layers, layout)
         last = len(counts) - 1
         known: dict[tuple[int, int, bool, bool], StageTimes] = {}
-        stages = []
+        stages, before = [], 0
         for index, layers in enumerate(counts):
-            part = self.part_of(index)
+            part, before = self.part_of(index), before + layers
             key = id(part), layers, index == 0, index == last
-            if key not in known or self.spec.train.frozen:
+            if part._frozen is not None:
+                stages.append(part._frozen.times(range(before - layers, before), index == 0, index == last))
+                continue
+            if key not in known:
                 known[key] = StageTimes(*(each.seconds for each in self.budgets_of(index)))
             stages.append(known[key])
         return Pipeline(
@@ -175,7 +177,7 @@ class StepModel:
         layout, m = self.spec.layout, self.spec.micro_batches
         pipeline = self.pipeline()
         seconds, work = pipeline.seconds(m) + self.first_wait() + self.cast_seconds(), pipeline.work(m)
-        last = _least_backward(pipeline)
+        last = least_backward(pipeline)
         gradients, optimizer = self.gradient_seconds(last), self.optimizer_seconds()
         tied = self.tied_seconds()
         total = seconds + gradients + optimizer + tied
@@ -184,7 +186,7 @@ class StepModel:
 
     def seconds_with(self, pipeline: float) -> float:
         """Of the whole step if its pipeline took so many seconds."""
-        last = _least_backward(self.pipeline())
+        last = least_backward(self.pipeline())
         rest = self.gradient_seconds(last) + self.tied_seconds() + self.optimizer_seconds()
         return (pipeline + rest) * slowest_of(self.spec.layout.data, self.cluster)
 

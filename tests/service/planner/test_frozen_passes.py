@@ -90,6 +90,7 @@ def test_what_recomputes_every_second_layer_does_so_of_layers_with_a_backward():
 
 def test_a_search_goes_by_it_and_tells_where_its_step_goes():
     plan = search(frozen(LOWER), a100s()).plans[0]
+    assert plan.spec.layout.recompute == "none", "there is room for all"
     assert plan.time.seconds < 0.8 * search(frozen(()), a100s()).plans[0].time.seconds
     parts = explain(plan, a100s()).shares
     assert sum(each.seconds for each in parts) == pytest.approx(plan.time.seconds)
