@@ -156,8 +156,10 @@ class EnginePasses(LayerTime):
 
     def _fused_attention(self, budget: Budget, times: float) -> None:
         model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
-        seconds = attention_seconds(self.machine, count, model.sequence_length, model.head_size, self.width)
-        budget.attention += seconds[0] if times == 1.0 else seconds[1]
+        shape = self.machine, count, model.sequence_length, model.head_size, self.width
+        for part, masked in ((1 - self._windowed, False), (self._windowed, True)):
+            seconds = attention_seconds(*shape, masked)
+            budget.attention += part * (seconds[0] if times == 1.0 else seconds[1])
         budget.operations += 1 if times == 1.0 else 3
 
     def backward_input(self) -> Budget:

@@ -25,6 +25,8 @@ MASK = 1
 """Bytes of an element of a dropout mask."""
 MLP_INPUTS = ("mlp.up", "mlp.gate")
 """Matrices of an MLP that read the residual stream; the second of those with gates."""
+KEYS_OF_BLOCK = 512
+"""Of which torch's fused attention goes through all on a CPU, or through none."""
 CAST_ROWS, CAST_COLUMNS, CAST_BOTH = 5, 5, 6
 """Bytes that are moved for an element of 16 bits: it is read for the scale and to be cast, and written once or
 twice."""
@@ -294,20 +296,28 @@ class LayerTime:
         budget.operations += 3
 
     def _fused_attention(self, budget: Budget, times: float) -> None:
-        """Kernels that hold no scores and leave out what the causal mask hides; a backward has five products where a
-        forward has two (arXiv:2205.14135, section 3). They reach about half of the rate of a large product (arXiv:
-        2307.08691, section 4), whose tiles of scores never leave a multiprocessor."""
+        """Kernels that hold no scores and leave out what the causal mask hides, on cores by blocks; with a window's
+        mask they go through all scores. A backward has five products where a forward has two (arXiv:2205.14135,
+        section 3). They reach about half of the rate of a large product (arXiv:2307.08691, section 4), whose tiles of
+        scores never leave a multiprocessor."""
         model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
         s, d, core = model.sequence_length, model.head_size, self.machine.core
         if core is None:
-            arithmetic = 2.0 * s * s * d * count / 2 / (0.5 * product_rate(self.machine, self.width))
-        else:  # over all scores, and the softmax counts
-            rate = core.product_rate(self.width) * self.machine.threads
-            arithmetic = 2.0 * s * s * (d + core.attention_width) * count / rate
-        budget.attention += times * 2 * arithmetic
+            causal, width, rate = 0.5, float(d), 0.5 * product_rate(self.machine, self.width)
+        else:  # the softmax counts
+            blocks, width = -(-s // KEYS_OF_BLOCK), d + core.attention_width
+            causal, rate = (blocks + 1) / (2 * blocks), core.product_rate(self.width) * self.machine.threads
+        part = causal + (1 - causal) * self._windowed
+        budget.attention += times * 4.0 * part * s * s * width * count / rate
         moved = (2 * self.attention_width + self.key_values) * self.tokens * self.width
         budget.attention += times * memory_seconds(self.machine, moved)
         budget.operations += 1
+
+    @cached_property
+    def _windowed(self) -> float:
+        """Part of the layers whose attention has a window: what one takes is a mean over all of them."""
+        model = self.spec.model
+        return sum(model.window(layer) is not None for layer in range(model.layers)) / model.layers
 
     def backward_input(self) -> Budget:
         """The half of one layer's backward that makes gradients of activations, with what is recomputed."""

@@ -106,15 +106,16 @@ def _measured_product(machine: Machine, m: int, n: int, k: int, batch: int, widt
 
 @lru_cache(maxsize=10_000)
 def attention_seconds(
-    machine: Machine, heads: int, sequence: int, head_size: int, width: int = 2
+    machine: Machine, heads: int, sequence: int, head_size: int, width: int = 2, masked: bool = False
 ) -> tuple[float, float]:
     """Seconds of fused causal attention on a GPU that was measured, forward and backward; `heads`: of all samples.
-    Backward has five products where forward has two."""
+    Backward has five products where forward has two. `masked`: by a tensor, as for windows, so that all scores are
+    computed, at the same rate; that of the kernel for masks was not measured."""
     gpu, count = machine.gpu, machine.accelerator.multiprocessors
     assert gpu is not None
     each = 4.0 * (head_size + SOFTMAX)
     rows = min(ROWS, sequence)
-    whole = each * heads * sequence * (sequence + rows) / 2
+    whole = each * heads * sequence * (sequence if masked else (sequence + rows) / 2)
     longest = each * sequence * rows * count  # the last rows see all that is before them
     slower = 1.0 if width == 2 else gpu.product_16bit / gpu.product_fp32
     work = max(whole, longest) * slower

@@ -7,9 +7,16 @@ from dataclasses import replace
 import pytest
 
 from service.planner.budget import step_shares
-from service.planner.hardware import HOST_COPY, Cluster, machine_of
+from service.planner.hardware import HOST_COPY, Cluster, Gpu, Machine, cpu_machine, machine_of, measured
 from service.planner.layer_time import LayerTime
-from service.planner.software import MANTA, MEGATRON_2021, MEGATRON_2021_SCATTER, MEGATRON_2022, Software
+from service.planner.software import (
+    MANTA,
+    MEGATRON_2021,
+    MEGATRON_2021_SCATTER,
+    MEGATRON_2022,
+    Software,
+    engine_on,
+)
 from service.planner.step_time import StepModel, StepTime
 from tests.service.support.planned import a100s, job
 from workers.accounting.flops import rank_parameters, step_flops
@@ -93,6 +100,29 @@ def test_weights_are_cast_once_a_step(pipeline):
         assert 2 * steps[16].pipeline - steps[32].pipeline == pytest.approx(casts)
     own = 2 * shares[16]["elementwise"] - shares[32]["elementwise"]
     assert own == pytest.approx(casts / pipeline)
+
+
+CORE, A100 = cpu_machine(1, 1, 1e12), machine_of("a100")
+CALIBRATED = measured(machine_of("h100"), Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 0.0, 0.0, 5e10))
+
+
+@pytest.mark.parametrize(
+    ("machine", "tokens", "causal"),
+    [(CORE, 512, 1.0), (CORE, 1024, 0.75), (CORE, 2048, 0.625), (A100, 8192, 0.5), (CALIBRATED, 8192, 0.5)],
+    ids=["core-512", "core-1024", "core-2048", "a100", "calibrated-h100"],
+)
+def test_attention_with_a_window_goes_through_all_scores(machine: Machine, tokens: int, causal: float):
+    """As its mask is no causal one; on cores blocks of 512 keys are gone through as a whole. Layers with and without
+    windows take their mean."""
+
+    def attention(**model: int) -> float:
+        spec = job(4, 1024, 8, model={"family": "llama", "sequence_length": tokens} | model)
+        times = StepModel(spec, Cluster(machine, 1, 1), engine_on(machine)).layer
+        return sum(each.attention for each in (times.forward(), times.backward_input()))
+
+    whole, every_second = attention(sliding_window=128), attention(sliding_window=128, full_attention_every=2)
+    assert attention() == pytest.approx(causal * whole, rel=0.03) == attention(sliding_window=tokens)
+    assert every_second == pytest.approx((whole + attention()) / 2)
 
 
 def test_fused_attention_goes_by_its_arithmetic_whatever_scores_would_take_of_the_memory():
