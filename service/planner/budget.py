@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from service.planner.operations import Budget
+from service.planner.pipeline import ROUNDING
 from service.planner.step_time import StepModel, StepTime
 from workers.accounting.flops import step_flops
 
@@ -39,6 +40,7 @@ def step_shares(model: StepModel, time: StepTime, peak_flops: float) -> tuple[Sh
     passes = mean.seconds
     # Of each rank its own; the others are waited for.
     casts = model.cast_seconds() / spec.layout.pipeline
+    bubble = time.pipeline - passes - model.first_wait() - casts
     seconds = {
         "arithmetic": ideal,
         "products": mean.products + mean.attention - ideal,
@@ -46,7 +48,7 @@ def step_shares(model: StepModel, time: StepTime, peak_flops: float) -> tuple[Sh
         "recomputation": mean.recomputation,
         "tensor": mean.tensor,
         "host": mean.host + model.first_wait(),
-        "bubble": time.pipeline - passes - model.first_wait() - casts,
+        "bubble": 0.0 if abs(bubble) < ROUNDING * time.pipeline else bubble,
         "gradients": time.gradients + time.tied,
         "optimizer": time.optimizer,
         "replicas": time.waiting,

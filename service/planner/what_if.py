@@ -62,7 +62,8 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
         }
 
     micro = train["micro_batch_size"]
-    yield of("train", micro_batch_size=2 * micro)
+    if 2 * micro <= -(-train["global_batch_size"] // parallel["data"]):
+        yield of("train", micro_batch_size=2 * micro)
     if micro % 2 == 0:
         yield of("train", micro_batch_size=micro // 2)
     for axes in _TRADES:

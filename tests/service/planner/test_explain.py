@@ -17,6 +17,7 @@ from service.planner.pipeline import WEIGHT
 from service.planner.search import plan_of
 from service.planner.software import engine_on
 from service.planner.step_time import StepModel
+from service.planner.what_if import what_ifs
 from workers.config import JobSpec
 
 GPU = Gpu(2.4e14, 1.5e13, 1.8e14, 1.6e12, 1.2e12, 3e-6, 1e-5, 2e10)
@@ -58,6 +59,8 @@ def test_the_parts_of_a_step_are_the_step_and_none_is_below_zero(parallel, clust
     seconds = {each.name: each.seconds for each in explanation.shares}
     assert (seconds["recomputation"] > 0) == (plan.spec.layout.recompute != "none")
     assert (seconds["tensor"] > 0) == (plan.spec.layout.tensor > 1)
+    if plan.spec.layout.pipeline == 1:
+        assert seconds["bubble"] == 0.0, "nobody waits, not even for as long as sums are rounded"
     if cluster == "a100":
         mfu = plan.rate(plan.flops.model_causal) / plan.peak_flops
         assert seconds["arithmetic"] / plan.time.seconds == pytest.approx(mfu)
@@ -109,6 +112,12 @@ def test_one_change_does_what_a_plan_with_it_says():
     assert not [change for change in changes if change.startswith("tensor: 16")], "groups stay on a node"
     fast = [each.seconds for each in explanation.changes if each.fits]
     assert fast == sorted(fast)
+
+
+def test_a_micro_batch_is_not_advised_that_is_larger_than_what_a_replica_has():
+    specs = (job({"data": 2}, micro_batch_size=size) for size in (16, 32))
+    changes = [{each.change for each in what_ifs(spec, CLUSTERS["a100"])} for spec in specs]
+    assert "micro_batch_size: 32" in changes[0] and "micro_batch_size: 64" not in changes[1]
 
 
 def test_the_largest_losses_are_said_in_sentences_with_what_helps():
