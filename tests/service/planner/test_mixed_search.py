@@ -19,8 +19,11 @@ from service.planner.mixed_search import best_layouts
 from service.planner.mixed_step import MixedStepModel, step_model
 from service.planner.request import together
 from service.planner.search import evaluate, plan_of, search
+from service.planner.software import MANTA
+from service.planner.step_time import StepModel
 from service.planner.what_if import what_ifs
 from tests.service.support.planned import job
+from workers.accounting.flops import rank_parameters
 from workers.config import JobSpec
 from workers.spec.divisors import divisors
 from workers.spec.rules import find_problems
@@ -95,6 +98,45 @@ def test_every_stage_takes_the_time_of_its_own_nodes():
     assert model.tied_seconds() == step_model(other_way_round, MIXED).tied_seconds() > 0.0, (
         "it waits for the slower end"
     )
+
+
+def test_what_all_do_at_the_end_of_a_step_takes_as_long_as_where_it_takes_longest():
+    """Of each kind the rank that has most parameters, and replicas where its stages alone would have them."""
+    spec = placed(OVER_BOTH, tensor=1, data=2, stage_layers=(2, 6, 1, 3), gather="after_step")
+    model, most = step_model(spec, MIXED), rank_parameters(spec)
+    kinds = [(0, MIXED, max(most[:2])), (3, MIXED.others[0], max(most[2:]))]
+    alone = [StepModel(placed(spec, pipeline=2, stage_layers=None), replace(part, others=()), MANTA, None, count)
+             for _, part, count in kinds]  # fmt: skip
+    for (index, _, count), own in zip(kinds, alone, strict=True):
+        assert model.part_of(index).parameters == count and model.part_of(index).groups == own.groups
+    assert model.optimizer_seconds() == max(each.optimizer_seconds() for each in alone)
+    assert model.gradient_seconds(0.0) == max(each.gradient_seconds(0.0) for each in alone)
+    assert model.optimizer_seconds() > min(each.optimizer_seconds() for each in alone)
+    assert model.gradient_seconds(0.0) > min(each.gradient_seconds(0.0) for each in alone)
+    assert model.cluster.type == "V100", "which casts last"
+
+
+def test_a_message_to_a_stage_of_the_same_kind_that_is_not_the_next_goes_between_nodes():
+    chunks = {"pipeline": 3, "tensor": 1, "virtual_stages": 2, "schedule": "interleaved", "stage_layers": (2,) * 6}
+    model = step_model(placed(OVER_BOTH, **chunks, stage_accelerators=("A100", "V100", "A100")), MIXED)
+    assert model.message(2) == model.part_of(0).message_to(same_node=False)
+    back = {"pipeline": 4, "schedule": "zb-v", "virtual_stages": 2, "stage_layers": (2, 2, 2, 2, 1, 1, 1, 1)}
+    assert step_model(placed(OVER_BOTH, **back), MIXED).tied_seconds() == 0.0, "both ends are on one rank"
+
+
+def test_sizes_that_are_looked_at():
+    """Small clusters: all; large ones: all replicas that divide the batch, and all or half of a kind's nodes."""
+    assert mixed_search._stage_counts(5, True) == [1, 2, 3, 4, 5] and mixed_search._stage_counts(5, False) == [2, 5]
+    assert mixed_search._stage_counts(1, False) == [1]
+    assert mixed_search._data_sizes(5, 12, True) == [1, 2, 3, 4, 5]
+    assert mixed_search._data_sizes(5, 12, False) == [1, 2, 3, 4, 5] and mixed_search._data_sizes(9, 8, False)[-1] == 8
+    assert mixed_search._data_sizes(7, 12, False) == [1, 2, 3, 4, 6, 7]
+    parts = [nodes("v100-32gb", 1, 2), nodes("a100-80gb", 1, 2), nodes("h100-80gb", 1, 2)]
+    frames = {(each.order, each.stages, each.tensor, each.data) for each in mixed_search._frames(job(3), parts)}
+    assert ((2, 0, 1), (1, 1, 1), 1, 1) in frames and ((2, 0, 1), (2, 1, 1), 1, 1) not in frames, "three layers"
+    assert {((0, 1), (1, 1), 1, 2), ((1, 0), (1, 1), 2, 1)} <= frames
+    for order, stages, tensor, data in frames:
+        assert all(count * data * tensor <= parts[part].gpus for part, count in zip(order, stages, strict=True))
 
 
 def test_memory_is_held_against_each_stages_own_device():
@@ -190,16 +232,25 @@ def drawn(seed: int) -> tuple[JobSpec, Cluster]:
 def test_nothing_over_both_kinds_is_much_faster_than_what_is_found(seed):
     spec, cluster = drawn(seed)
     everywhere = [plan_of(each, cluster).time.seconds for each in everything(spec, cluster)]
-    plans = best_layouts(spec, cluster, limit=1).plans
-    if not everywhere:
-        return
-    assert plans[0].time.seconds <= WITHIN * min(everywhere)
+    plans = best_layouts(spec, cluster).plans
+    for plan in plans:
+        (again,) = evaluate(plan.spec, cluster).plans
+        assert again.time == plan.time, "it finds room, and takes what it is told to"
+    assert list(plans) == sorted(plans, key=lambda each: each.time.seconds)
+    if everywhere:
+        assert plans[0].time.seconds <= WITHIN * min(everywhere)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_no_step_takes_less_than_its_lower_bounds(seed):
+@pytest.mark.parametrize(
+    ("seed", "frozen"), [*((seed, ()) for seed in range(4)), (1, ("embedding", "layers.0-1", "layers.2.mlp"))], ids=str
+)
+def test_no_step_takes_less_than_its_lower_bounds(seed, frozen):
     """By which layouts are left out that are never simulated."""
     spec, cluster = drawn(seed)
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"frozen": frozen})})
+    (other,) = cluster.others
+    constants = replace(other.machine.constants, spread=0.05)
+    cluster = replace(cluster, others=(replace(other, machine=replace(other.machine, constants=constants)),))
     rates = mixed_search._Rates(spec, cluster.parts)
     for frame in mixed_search._frames(spec, cluster.parts):
         for mixed in mixed_search._layouts(spec, frame, True):

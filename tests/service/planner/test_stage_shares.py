@@ -114,6 +114,17 @@ def test_a_move_is_of_one_layer_and_leaves_no_stage_empty():
     assert len(others) < 8 * 8 and (2, *(3,) * 9, 3, *(2,) * 29) in others
 
 
+def moved(counts) -> set[int]:
+    """Stages that any of the moves is from or to."""
+    return {at for each in moves(counts) for at, (a, b) in enumerate(zip(counts, each, strict=True)) if a != b}
+
+
+def test_of_many_stages_those_are_looked_at_that_may_matter():
+    """Both ends, those beside them, the middle, and the first and the last of the fullest and of the emptiest."""
+    assert len(list(moves((2,) * 8))) == 8 * 7 and moved((2,) * 9) == {0, 1, 4, 7, 8}
+    assert moved((3, 3, 3, 3, 9, 3, 3, 9, 3, 3, 3, 3, 2, 3, 2, 3, 3, 3)) == {0, 1, 4, 7, 8, 12, 14, 16, 17}
+
+
 @pytest.mark.parametrize(
     ("counts", "words"), [((4, 4, 5, 3), "2 x 4, 5, 3"), ((2,), "2"), ((1,) * 35 + (2,) * 35, "35 x 1, 35 x 2")]
 )

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from service.planner import uneven
 from service.planner.bounds import Bounds
 from service.planner.candidates import Candidate
 from service.planner.explain import explain
@@ -135,6 +136,54 @@ def test_a_layout_whose_ranks_wait_for_one_says_for_which():
     bubble = next(each for each in explain(alike, a100s(1, 4)).shares if each.name == "bubble")
     assert layer_counts(8, alike.spec.layout) == (2,) * 4
     assert ("stage_layers" in bubble.help) == ("of which rank" in bubble.what)
+
+
+class Distance:
+    """Bounds of steps that take as many seconds as layers are not where they are in the `best` list, and one more."""
+
+    def __init__(self, best: tuple[int, ...]):
+        self._best = best
+        self.cluster, self.job = SimpleNamespace(machine=None), job(sum(best))
+
+    def counts(self, candidate: Candidate) -> tuple[int, ...]:
+        return candidate.stage_layers or layer_counts(sum(self._best), candidate.spec(self.job).layout)
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        weights = range(1, len(self._best) + 1)
+        pairs = zip(weights, self.counts(candidate), self._best, strict=True)
+        return 1.0 + sum(weight * abs(a - b) for weight, a, b in pairs)
+
+    def time(self, candidate: Candidate) -> SimpleNamespace:
+        return SimpleNamespace(seconds=self.least_seconds(candidate))
+
+
+@pytest.mark.parametrize(
+    "best", [(7, 3, 4, 2), (4, 4, 4, 4), (4, 4, 2, 6), (1, 1, 8, 6), (2,) * 4 + (4, 2, 2, 2, 1, 3)]
+)
+def test_layers_are_moved_to_where_they_take_least_as_far_as_there_is_room(best, monkeypatch):
+    memory, asked = SimpleNamespace(total=1.0), []
+    monkeypatch.setattr(uneven, "worst_rank", lambda spec, _: asked.append(spec.layout.stage_layers) or memory)
+    bounds = Distance(best)
+    even = Candidate(len(best), 1, 1, 1, "1f1b", 1, "none")
+    found = refined(even, bounds.least_seconds(even), bounds, 1.0)
+    apart = sum(abs(a - b) for a, b in zip(bounds.counts(even), best, strict=True)) // 2
+    assert (bounds.counts(found) == best) == (apart <= uneven.MOST_MOVES), (bounds.counts(found), best)
+    assert len(asked) == min(apart, uneven.MOST_MOVES), "each move was the best of all, and the first that fits"
+    back = refined(replace(even, stage_layers=best), 1.0, bounds, 1.0)
+    assert back.stage_layers == best, "nothing is better than the best"
+    assert refined(even, bounds.least_seconds(even), bounds, 0.5) == even, "where nothing else has room"
+
+
+def test_lists_for_which_there_seems_to_be_room_are_tried_a_few_times(monkeypatch):
+    """The rank that has not gets a layer less than it had, or than there seemed to be room for."""
+    asked, lists = [], iter([(3, 1), (2, 2), (1, 3)])
+    bounds = Distance((2, 2))
+    bounds.least_seconds_with_more, bounds.room = (lambda _: 0.0), (lambda *_: (5, 6))
+    bounds.shared_out = lambda _, room: asked.append(tuple(room)) or next(lists)
+    bounds.layers_of_rank = lambda candidate, rank: candidate.stage_layers[rank]
+    monkeypatch.setattr(uneven, "worst_rank", lambda *_: SimpleNamespace(total=2.0, rank=0))
+    assert fitted(Candidate(2, 1, 1, 1, "1f1b", 1, "none"), 1.2, bounds, 1.0) is None
+    assert asked == [(5, 6), (2, 6), (1, 6)]
 
 
 def test_room_that_is_a_layer_too_small_for_all_is_tried_with_one_more():
