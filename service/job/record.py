@@ -23,7 +23,6 @@ from service.store import (
     events,
     generations,
     jobs,
-    pauses,
     ranks,
     recoveries,
     state_changes,
@@ -62,10 +61,6 @@ class JobRecord:
     async def state_changes(self) -> list[StateEntry]:
         """Its entries into states, oldest first."""
         return await self.read(lambda s: [StateEntry(row.time, row.state) for row in state_changes.of_job(s, self.id)])
-
-    async def resumed_since(self, at: float) -> bool:
-        """Whether it was PAUSED after `at`, Unix seconds."""
-        return await self.read(lambda s: pauses.resumed_since(s, self.id, at))
 
     async def avoided_nodes(self) -> set[str]:
         """Nodes on which the machine keeps failing the job."""

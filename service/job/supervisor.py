@@ -50,6 +50,7 @@ from service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, 
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState, is_final
 from service.store import ranks
+from service.store.pauses import RESUMED
 from service.store.tables import Job
 from service.tasks import BackgroundTasks, log_failure
 from workers.protocol.json_codec import to_json
@@ -214,7 +215,7 @@ class Supervisor:
         lives = await self._record.generations()
         if lives and lives[-1].started_at <= self._job.retried_at:
             return Launch("tried again by the user", counts=False)
-        if lives and await self._record.resumed_since(lives[-1].started_at):
+        if lives and (lives[-1].data or {}).get(RESUMED):
             return Launch("resumed by the user", counts=False)
         if ((await self._record.outcome()) or {}).get("state") == JobState.QUEUED:
             return Launch("placed again: the nodes that it was on were being drained", counts=False)

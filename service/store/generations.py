@@ -107,11 +107,11 @@ def began_at(session: Session, job_id: str, generation: int) -> float:
     return 0.0 if row is None else row.started_at
 
 
-def forget_outcome(session: Session, job_id: str, generation: int) -> None:
-    """The job does not end with what it ended with in `generation`: it is tried again."""
+def forget_outcome(session: Session, job_id: str, generation: int, **noted: Any) -> None:
+    """The job does not end with what it ended with in `generation`: it is tried again. `noted`: added to its data."""
     row = session.get(Generation, (job_id, generation))
     if row is not None:
-        row.data = {key: value for key, value in row.data.items() if key != "outcome"}
+        row.data = {**{key: value for key, value in row.data.items() if key != "outcome"}, **noted}
 
 
 def add_training(session: Session, job_id: str, generation: int, step: TrainedStep) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from sqlalchemy.orm import Session
 
 from service.states import JobState, after_action
-from service.store import generations, jobs, state_changes
+from service.store import generations, jobs
 from service.store.errors import IllegalTransition
 from service.store.tables import Job
+
+RESUMED = "resumed"
+"""In the data of a generation after which the user has resumed the job."""
 
 
 def request_pause(session: Session, job_id: str) -> Job:
@@ -28,14 +31,9 @@ def request_resume(session: Session, job_id: str) -> Job:
     Raises JobNotFound, and IllegalTransition when the job's state does not allow it.
     """
     job, target = _asked(session, job_id, "resume")
-    generations.forget_outcome(session, job_id, job.generation)  # that it was about to be PAUSED
+    # That it was about to be PAUSED. No clock says whether what follows is the resumption: they may differ.
+    generations.forget_outcome(session, job_id, job.generation, **{RESUMED: True})
     return jobs.transition(session, job_id, target, "resumed_by_user", "resumed by the user")
-
-
-def resumed_since(session: Session, job_id: str, at: float) -> bool:
-    """Whether the job was PAUSED after `at`, Unix seconds."""
-    changes = state_changes.of_job(session, job_id)
-    return any(change.state == JobState.PAUSED and change.time >= at for change in changes)
 
 
 def _asked(session: Session, job_id: str, action: str) -> tuple[Job, JobState]:

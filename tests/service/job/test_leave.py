@@ -9,7 +9,7 @@ from service.job import leave
 from service.job.context import JobContext
 from service.job.supervisor import Supervisor
 from service.states import JobState
-from service.store import failed_jobs, jobs, state_changes
+from service.store import failed_jobs, generations, jobs, state_changes
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.supervised_job import save_checkpoint, story
 
@@ -116,6 +116,24 @@ def test_what_is_not_on_disk_is_said(job):
     assert job.message("not_saved").startswith(
         "the state of step 3 is in memory alone, the newest checkpoint is of step 2"
     )
+
+
+def test_pause_and_resume_are_no_restart_whatever_the_clocks_of_control_planes_say(job):
+    def shift(session):
+        generations.of_job(session, job.id)[-1].started_at += 3600.0  # by a clock that is fast, or was set back since
+
+    async def body():
+        await up(job, 1)
+        job.pause()
+        await gone(job)
+        job.store.write(shift)
+        await job.resume()
+        await job.watched(2)
+        await job.finish()
+
+    story(body)
+    assert job.generations[1] == ("resumed by the user", "snapshot", 1)
+    assert job.row.restarts == 0
 
 
 def test_job_without_a_checkpoint_says_that_all_its_steps_may_be_lost(job):

@@ -52,7 +52,7 @@ def test_what_a_state_does_not_allow_is_refused_with_what_to_do(store, started, 
         store.write(lambda s: request_(s, started.id))
 
 
-def test_resume_forgets_that_the_generation_was_to_end_in_a_pause(store, started):
+def test_resume_notes_itself_and_forgets_that_the_generation_was_to_end_in_a_pause(store, started):
     def pause(session):
         generations.begin(session, started.id, "submitted", False)
         generations.end(session, started.id, 1, outcome={"state": "PAUSED", "reason": None, "message": None})
@@ -63,18 +63,4 @@ def test_resume_forgets_that_the_generation_was_to_end_in_a_pause(store, started
     store.write(lambda s: pauses.request_resume(s, started.id))
     with store.read() as session:
         (life,) = generations.of_job(session, started.id)
-        paused_at = jobs.get(session, started.id).updated_at
-        assert "outcome" not in life.data
-        assert pauses.resumed_since(session, started.id, life.started_at)
-        assert not pauses.resumed_since(session, started.id, paused_at + 1.0)
-
-
-def test_only_a_pause_counts_as_one_and_that_of_this_very_moment_does(store, started):
-    with store.read() as session:
-        assert not pauses.resumed_since(session, started.id, 0.0), "it was QUEUED and STARTING"
-    store.write(lambda s: pauses.request_pause(s, started.id))
-    with store.read() as session:
-        assert not pauses.resumed_since(session, started.id, 0.0), "it is about to be paused"
-    move(store, started, "PAUSED")
-    with store.read() as session:
-        assert pauses.resumed_since(session, started.id, jobs.get(session, started.id).updated_at)
+        assert life.data == {pauses.RESUMED: True}
