@@ -23,7 +23,7 @@ from api.schemas import Items, JobPlan, MetricSeries, Recovery
 from api.schemas import Job as JobView
 from workers.errors import MantaError
 from workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
-from workers.spec.problems import Problem, SpecError
+from workers.spec.problems import Problem, SpecError, rule_in_words
 
 T = TypeVar("T")
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -280,7 +280,7 @@ def inject(
 def _option_problem(entry: Any) -> str:
     """What is wrong with an option that is one of a request's fields."""
     option = f"--{str(entry['loc'][0]).replace('_', '-')}: " if entry["loc"] else ""
-    return option.replace("--kind", "--fault") + str(entry["msg"])
+    return option.replace("--kind", "--fault") + rule_in_words(entry)
 
 
 _FILES: dict[str, tuple[str, ...]] = {

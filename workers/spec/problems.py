@@ -70,6 +70,9 @@ _TEXTS: dict[str, tuple[str, str, str, int, str | None]] = {
 """By pattern: the rule; a pattern of invalid characters, their replacement in a suggestion, and its maximum length; a
 default suggestion."""
 
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+"""What pydantic calls a bound, and how a number has to lie to it."""
+
 _TYPE_NAMES = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -112,7 +115,7 @@ def _problem_of(path: str, item: Any) -> Problem:
         known = _literals_at(path)
         rule = f"must be one of {', '.join(map(str, known))}, not {_shown(value)}"
         return Problem(path, rule, _closest_literal(value, known))
-    for name, text in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
+    for name, text in _BOUNDS.items():
         if name in context:
             bound = context[name]
             nearest = str(bound) if name in ("ge", "le") else "1" if name == "gt" and isinstance(bound, int) else None
@@ -128,6 +131,11 @@ def _problem_of(path: str, item: Any) -> Problem:
 def rule_in_words(item: Any) -> str:
     """The rule that one of pydantic's errors is about, as a sentence about the value."""
     context = item.get("ctx", {})
+    for name, text in _BOUNDS.items():
+        if name in context:
+            return f"must be {text} {context[name]}"
+    if item["type"] == "literal_error":
+        return f"must be {context['expected']}"
     for name, text in (("min_length", "at least"), ("max_length", "at most")):
         if item["type"].startswith("string_") and name in context:
             return f"must have {text} {context[name]} character{'' if context[name] == 1 else 's'}"

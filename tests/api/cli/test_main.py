@@ -379,7 +379,8 @@ def test_bad_input_is_a_sentence_and_exit_code_two(manta, tmp_path):
 
 
 def test_what_is_wrong_is_named_as_it_was_typed(manta, job):
-    assert "--fault: Input should be 'kill'" in manta("inject", job, "--fault", "x", "--rank", 0, code=2).stderr
+    assert "--fault: must be 'kill', 'stop'" in manta("inject", job, "--fault", "x", "--rank", 0, code=2).stderr
+    assert manta("edit", job, "--priority", 1001, code=2).stderr == "priority: must be at most 1000\n"
     assert "No such command 'veryfy'. Did you mean 'verify'?" in manta("checkpoints", "veryfy", job, code=2).stderr
     nobody = manta("ps", code=3, MANTA_URL="http://127.0.0.1:9").stderr
     assert "(Connection refused)" in nobody and "Errno" not in nobody
