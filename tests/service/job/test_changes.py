@@ -457,7 +457,11 @@ def test_gang_that_is_placed_anew_avoids_nodes_that_fail_it_and_who_has_its_stat
     change(body)
 
 
-@pytest.mark.parametrize(("taken", "replicas"), [(2, (0, 1)), (4, (0, 1))])
+@pytest.mark.parametrize(
+    ("taken", "replicas"),
+    [(["three"], (0, 1, 2)), (["three", "four"], (0, 1)), (["one", "two", "three", "four"], (0, 1))],
+    ids=lambda value: str(len(value)),
+)
 def test_gang_whose_new_places_others_took_takes_what_is_left_or_what_it_had(change, store, taken, replicas):
     async def body(job):
         nodes, groups = job.cluster.nodes, job.cluster.groups
@@ -465,19 +469,19 @@ def test_gang_whose_new_places_others_took_takes_what_is_left_or_what_it_had(cha
 
         def others_are_faster():
             groups.refuse = lambda: None
-            for node in list(nodes.slots)[-taken:]:
+            for node in taken:
                 nodes.used[node] = 1
             raise NotPlaced("not in time")
 
         groups.refuse = others_are_faster
         again = PlaceAgain(resized(shapes_of(job.submitted)[0], 4), "there is room again")
         store.write(lambda s: setattr(jobs.get(s, job.id), "wanted_replicas", 4))
-        if taken == 4:
+        if len(taken) == 4:
             with pytest.raises(NotPlaced):
                 await carry_out(again, job, 3, {})
         else:
             await carry_out(again, job, 3, {})
-            assert job.gang.layout.data == 2
+            assert job.gang.layout.data == len(replicas)
         assert groups.acquired[-1] == (job.id, 4, replicas, frozenset({"three"}))
 
     change(body)
