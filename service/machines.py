@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,10 @@ _COMMAND = (sys.executable, "-m", "workers.calibration")
 
 class CalibrationFailed(MantaError):
     """This machine could not be measured."""
+
+
+class NotKept(MantaError):
+    """Nothing can be written where calibrations are kept; the message says where and why."""
 
 
 class BadCalibration(MantaError):
@@ -174,14 +178,35 @@ def kept(folder: Path) -> list[KeptCalibration]:
     return calibrations
 
 
+@contextlib.contextmanager
+def _keeping(path: Path) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise NotKept(f"{path} cannot be written ({error}): calibrations are kept in MANTA_HOME") from error
+
+
 def save(folder: Path, calibrated: Calibrated) -> Path:
-    """Keep it, there as a whole or not at all; returns the file."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Keep it, there as a whole or not at all; returns the file. Raises NotKept."""
     path = folder / f"{safe_name(calibrated.name)}.json"
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(json.dumps(calibrated.to_json(), indent=1) + "\n", encoding="utf-8")
-    new.replace(path)
+    with _keeping(path):
+        try:
+            new.write_text(json.dumps(calibrated.to_json(), indent=1) + "\n", encoding="utf-8")
+            new.replace(path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
     return path
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """To be called before a minute is spent on what could not be kept. Raises NotKept."""
+    path = folder / f".{os.getpid()}"
+    with _keeping(path):
+        path.touch()
+        path.unlink()
 
 
 def with_links_of_before(folder: Path, calibrated: Calibrated) -> Calibrated:
@@ -225,10 +250,10 @@ def type_of(machine: Machine) -> str:
 
 def forget_jobs_before_now(folder: Path) -> Path:
     """From now on, what jobs that began before say of machines does not count; returns the file whose time notes it,
-    and without which all count."""
-    folder.mkdir(parents=True, exist_ok=True)
+    and without which all count. Raises NotKept."""
     path = folder / _JOBS_SINCE
-    path.touch()
+    with _keeping(path):
+        path.touch()
     return path
 
 

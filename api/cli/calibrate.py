@@ -13,7 +13,7 @@ from rich.console import Console
 from api import schemas
 from api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
 from api.cli.tables import table
-from service.machines import Calibrated, forget_jobs_before_now, measure, save, with_links_of_before
+from service.machines import Calibrated, forget_jobs_before_now, measure, refuse_unwritable, save, with_links_of_before
 from service.settings import Settings
 from workers.paths import Paths
 
@@ -89,6 +89,7 @@ def calibrate(
             answer = client.machines()
         show(answer, as_json, lambda console: _table(console, answer.items))
         return
+    refuse_unwritable(folder)
     calibration = with_links_of_before(folder, measure(device.value, lambda line: typer.echo(line, err=True)))
     path = save(folder, calibration)
     if as_json:

@@ -15,6 +15,7 @@ from service.machines import (
     BadCalibration,
     Calibrated,
     CalibrationFailed,
+    NotKept,
     load,
     measured_machines,
     save,
@@ -46,10 +47,11 @@ def test_what_was_kept_is_found_by_the_type_of_node(tmp_path):
 
 def test_a_calibration_that_cannot_be_kept_leaves_the_last_one(tmp_path, monkeypatch):
     save(tmp_path, calibrated())
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+    with monkeypatch.context() as patch, pytest.raises(NotKept, match=r"abacus-4.json cannot be written \(.*full"):
         patch.setattr(Path, "replace", Mock(side_effect=OSError("the disk is full")))
         save(tmp_path, replace(calibrated(), device="Another"))
     assert load(tmp_path, "abacus-4") == calibrated()
+    assert [path.name for path in tmp_path.iterdir()] == ["abacus-4.json"]
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,15 @@ def test_a_failure_is_a_sentence(manta, monkeypatch):
     assert (result.exit_code, result.stderr) == (2, "this machine could not be measured: no memory left\n")
 
 
+@pytest.mark.parametrize("option", [[], ["--forget-jobs"]])
+def test_where_nothing_can_be_kept_that_is_said_before_anything_is_measured(manta, monkeypatch, tmp_path, option):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MANTA_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(calibrate, "measure", None)
+    result = CliRunner().invoke(command_line(), ["calibrate", *option])
+    assert result.exit_code == 2 and "cannot be written" in result.stderr and "MANTA_HOME" in result.stderr
+
+
 def test_a_broken_calibration_is_a_sentence(manta, file, tmp_path):
     path = save(Paths.of(tmp_path / "home").machines, Calibrated(node_type(), "Abacus", 4, CORE))
     path.write_text("{}")
