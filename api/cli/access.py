@@ -1,4 +1,4 @@
-"""`manta keys`, `projects`, `audit`, `link`: who may do what, and who did."""
+"""`manta keys`, `projects`, `audit`, `link`: access control and the audit log."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ DAY_SECONDS = 86_400.0
 keys_app = typer.Typer(cls=MantaGroup, no_args_is_help=True, help="API keys: create, add, list, revoke.")
 projects_app = typer.Typer(cls=MantaGroup, no_args_is_help=True, help="Projects: create, list.")
 
-Limit = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Most lines shown.")]
-Days = Annotated[float | None, typer.Option("--days", min=0.001, help="Days until it expires; default: it does not.")]
+Limit = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Maximum number of lines shown.")]
+Days = Annotated[
+    float | None, typer.Option("--days", min=0.001, help="Valid for this many days; default: does not expire.")
+]
 
 
 class DatabaseOfOlderRelease(MantaError):
-    """The database must be brought up to date first, and that is for the service to do."""
+    """The database must first be migrated by the service."""
 
 
 def register(app: typer.Typer) -> None:
@@ -42,34 +44,36 @@ def register(app: typer.Typer) -> None:
 
 @keys_app.command("create")
 def create_key(
-    name: Annotated[str | None, typer.Argument(help="What it is for.")] = None,
-    scope: Annotated[Scope, typer.Option("--scope", help="What it allows.")] = Scope.SUBMIT,
-    project: Annotated[str | None, typer.Option("--project", help="Its project; default: your key's.")] = None,
-    user: Annotated[str | None, typer.Option("--user", help="Whom it is for.")] = None,
+    name: Annotated[str | None, typer.Argument(help="What the key is for.")] = None,
+    scope: Annotated[Scope, typer.Option("--scope", help="Permissions of the key.")] = Scope.SUBMIT,
+    project: Annotated[str | None, typer.Option("--project", help="Project of the key; default: your key's.")] = None,
+    user: Annotated[str | None, typer.Option("--user", help="User of the key.")] = None,
     days: Days = None,
     installation: Annotated[bool, typer.Option("--installation", help="Valid for all projects.")] = False,
     priority: Annotated[
-        int | None, typer.Option("--highest-priority", help="The highest that its jobs may have; default: your key's.")
+        int | None, typer.Option("--highest-priority", help="Highest priority of its jobs; default: your key's.")
     ] = None,
     admin: Annotated[
         bool,
         typer.Option(
-            "--admin", help="Without the service, in the database of MANTA_HOME: a key that allows everything."
+            "--admin", help="Create an admin key for all projects in the database of MANTA_HOME, without the service."
         ),
     ] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Create an API key, and print it. It cannot be shown again."""
+    """Create an API key and print it. It cannot be shown again."""
     if admin:
         if any(each is not None for each in (url, project, user, priority)):
-            raise fail("--admin makes a key in the database of MANTA_HOME; it takes a name and --days", EXIT_BAD_INPUT)
+            raise fail(
+                "--admin creates a key in the database of MANTA_HOME; it takes a name and --days", EXIT_BAD_INPUT
+            )
         made, secret = _create_in_database(Settings.from_environment(), name or "admin", days)
         document = {"id": made.id, "name": made.name, "scope": made.scope, "installation": True, "key": secret}
         typer.echo(json.dumps(document, indent=2) if as_json else secret)
         return
     if name is None:
-        raise fail("say what the key is for: `manta keys create NAME`", EXIT_BAD_INPUT)
+        raise fail("give a name for the key: `manta keys create NAME`", EXIT_BAD_INPUT)
     more = {"project": project, "user": user, "expires_in_days": days, "installation": installation}
     more["highest_priority"] = priority
     with connect(url) as client:
@@ -78,7 +82,7 @@ def create_key(
 
 
 def _create_in_database(settings: Settings, name: str, days: float | None) -> tuple[ApiKey, str]:
-    """A key for the installation, and the key itself. Raises StoreUnusable, DatabaseOfOlderRelease."""
+    """An admin key for all projects, and the key itself. Raises StoreUnusable, DatabaseOfOlderRelease."""
     with _database(settings) as store:
         secret = new_key()
         until = None if days is None else time.time() + days * DAY_SECONDS
@@ -88,15 +92,15 @@ def _create_in_database(settings: Settings, name: str, days: float | None) -> tu
 
 @contextlib.contextmanager
 def _database(settings: Settings) -> Iterator[Store]:
-    """The migrated database, without the service. Users who can write it may create keys: they could do anything else
-    with it, too. Raises StoreUnusable, DatabaseOfOlderRelease."""
+    """The migrated database, opened without the service. Anyone with write access to it may create keys, since they can
+    also change everything else in it. Raises StoreUnusable, DatabaseOfOlderRelease."""
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = Store(url_in(settings.home, settings.database_url))
     try:
         if store.shuts_out_release_before:
             raise DatabaseOfOlderRelease(
-                "the database is of a release that had no keys and may be running: start the service of this release "
-                "on this machine once (`manta up`), and make the key then"
+                "the database is from a release without keys that may be running: start the service of this release "
+                "on this machine once (`manta up`), then create the key"
             )
         store.migrate()
         yield store
@@ -106,25 +110,27 @@ def _database(settings: Settings) -> Iterator[Store]:
 
 @keys_app.command("add")
 def add_given_key(
-    name: Annotated[str, typer.Argument(help="What it is for.")],
-    scope: Annotated[Scope, typer.Option("--scope", help="What it allows, in all projects.")] = Scope.ADMIN,
+    name: Annotated[str, typer.Argument(help="What the key is for.")],
+    scope: Annotated[Scope, typer.Option("--scope", help="Permissions of the key, in all projects.")] = Scope.ADMIN,
     as_json: Json = False,
 ) -> None:
-    """Register the key in MANTA_API_KEY, generated elsewhere with other secrets, for all projects: in the database,
-    without the service. A second time it changes nothing."""
+    """Add the key in MANTA_API_KEY, generated elsewhere, to the database for all projects, without the service. Adding
+    it again changes nothing."""
     settings = Settings.from_environment()
     secret = settings.api_key
     if secret is None:
-        raise fail("MANTA_API_KEY must hold the key that is to be added", EXIT_BAD_INPUT)
+        raise fail("set MANTA_API_KEY to the key to add", EXIT_BAD_INPUT)
     with _database(settings) as store:
         added = store.write(lambda session: given_key.add(session, secret, name, scope))
     document = {"id": added.id, "name": added.name, "scope": added.scope, "installation": True}
-    typer.echo(json.dumps(document, indent=2) if as_json else f"{added.id} ({added.name}) is good, scope {added.scope}")
+    typer.echo(
+        json.dumps(document, indent=2) if as_json else f"{added.id} ({added.name}) is valid, scope {added.scope}"
+    )
 
 
 @keys_app.command("list")
 def list_keys(limit: Limit = 50, url: Url = None, as_json: Json = False) -> None:
-    """List API keys, newest first, expired and revoked ones too."""
+    """List API keys, newest first, including expired and revoked ones."""
     with connect(url) as client:
         page = client.keys(limit)
     show_page(page, as_json, lambda console: render.key_table(console, page.items))
@@ -132,7 +138,7 @@ def list_keys(limit: Limit = 50, url: Url = None, as_json: Json = False) -> None
 
 @keys_app.command("revoke")
 def revoke_key(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, as `manta keys list` shows it.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, from `manta keys list`.")],
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -156,29 +162,30 @@ def create_project(
 
 @projects_app.command("list")
 def list_projects(limit: Limit = 50, url: Url = None, as_json: Json = False) -> None:
-    """List the projects that your key can see."""
+    """List the projects that your key is valid for."""
     with connect(url) as client:
         page = client.projects(limit)
     show_page(page, as_json, lambda console: render.project_table(console, page.items))
 
 
 def audit(
-    key: Annotated[str | None, typer.Option("--key", help="Only what was done with this key.")] = None,
+    key: Annotated[str | None, typer.Option("--key", help="Only requests with this key.")] = None,
     target: Annotated[
-        str | None, typer.Option("--target", help="Only what was done to this job, key, node or project.")
+        str | None, typer.Option("--target", help="Only requests about this job, key, node or project.")
     ] = None,
     limit: Limit = 50,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """List who changed what, newest first, refused requests too."""
+    """List requests that change something, newest first, including rejected ones."""
     with connect(url) as client:
         page = client.audit(key, target, limit)
     show_page(page, as_json, lambda console: render.audit_table(console, page.items))
 
 
 def link(url: Url = None, as_json: Json = False) -> None:
-    """Print a link that signs a browser in to the dashboard with your key's rights, once, within ten minutes."""
+    """Print a link that signs a browser in to the dashboard with your key's permissions. It works once, within ten
+    minutes."""
     with connect(url) as client:
         answer = client.link()
         show(answer, as_json, lambda console: typer.echo(f"{client.url}{answer.path}"))

@@ -1,4 +1,4 @@
-"""`manta calibrate`: what this machine reaches, measured and kept for plans."""
+"""`manta calibrate`: measures this machine's performance and stores it for plans."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from workers.paths import Paths
 _UNITS = {
     "product_fp32": (1e9, "GFLOP/s, products in fp32"),
     "product_16bit": (1e9, "GFLOP/s, products in bf16"),
-    "attention_width": (1, "elements of a head's width, softmax"),
+    "attention_width": (1, "elements of head width for the cost of softmax"),
     "memory": (1e9, "GB/s, element-wise kernels"),
-    "operation_seconds": (1e-6, "us, an operation"),
-    "link": (1e9, "GB/s, a message at either end"),
-    "message_seconds": (1e-6, "us, a message beside its bytes"),
-    "all_busy": (1, "of its speed, a core while all compute"),
+    "operation_seconds": (1e-6, "us per operation"),
+    "link": (1e9, "GB/s per message at each end"),
+    "message_seconds": (1e-6, "us per message, in addition to its bytes"),
+    "all_busy": (1, "relative speed of a core while all cores compute"),
 }
 _UNITS_OF_GPU = {
     "product_16bit": (1e12, "TFLOP/s, products in bf16"),
@@ -33,9 +33,9 @@ _UNITS_OF_GPU = {
     "attention": (1e12, "TFLOP/s, attention's forward"),
     "memory": (1e9, "GB/s, element-wise kernels"),
     "update": (1e9, "GB/s, the update at the end of a step"),
-    "kernel_seconds": (1e-6, "us, a kernel beside its work"),
-    "host_seconds": (1e-6, "us, an operation's launch by the host"),
-    "copy": (1e9, "GB/s, to and from pinned memory of the host"),
+    "kernel_seconds": (1e-6, "us per kernel, in addition to its work"),
+    "host_seconds": (1e-6, "us per operation launched by the host"),
+    "copy": (1e9, "GB/s to and from pinned host memory"),
 }
 _UNITS_OF_LINKS = {
     "bandwidth": (1e9, "GB/s, links between GPUs"),
@@ -45,7 +45,7 @@ _UNITS_OF_LINKS = {
 
 
 class Device(Enum):
-    """What can be measured."""
+    """Devices that can be measured."""
 
     auto = "auto"
     cpu = "cpu"
@@ -59,30 +59,27 @@ def register(app: typer.Typer) -> None:
 
 def calibrate(
     device: Annotated[
-        Device, typer.Option("--device", help="What to measure; auto: its GPUs where it has any.")
+        Device, typer.Option("--device", help="Device to measure; auto: a GPU if the machine has one.")
     ] = Device.auto,
     listed: Annotated[
-        bool, typer.Option("--list", help="Measure nothing; show what the service knows of types of machines.")
+        bool, typer.Option("--list", help="Do not measure; show the service's data about types of machines.")
     ] = False,
     forget_jobs: Annotated[
         bool,
-        typer.Option("--forget-jobs", help="Measure nothing; from now on only jobs that begin later refine machines."),
+        typer.Option("--forget-jobs", help="Do not measure; discard refinements from jobs that have begun until now."),
     ] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine for plans and for `parallel: auto`.
-
-    It takes about a minute, with several GPUs a little more, in which nothing else should run here. What is found is
-    kept in MANTA_HOME, for all nodes of the same processor and number of cores or of the same type of GPU, and takes
-    the place of what was found before.
-    Needs no service."""
+    """Measure this machine for plans and for `parallel: auto`. This takes about a minute, during which nothing else
+    should run on it. The results are stored in MANTA_HOME for all nodes with the same processor and number of cores, or
+    the same type of GPU, and replace earlier results. Needs no service."""
     folder = Paths.of(Settings.from_environment().home).machines
     if listed and forget_jobs:
-        raise fail("--list and --forget-jobs: one at a time", EXIT_BAD_INPUT)
+        raise fail("--list and --forget-jobs cannot be used together", EXIT_BAD_INPUT)
     if forget_jobs:
         path = forget_jobs_before_now(folder)
-        typer.echo(f"jobs that began before now refine nothing any more; without {path} they do again")
+        typer.echo(f"jobs that began before now no longer refine machines; delete {path} to undo this")
         return
     if listed:
         with connect(url) as client:
@@ -95,7 +92,7 @@ def calibrate(
     if as_json:
         typer.echo(json.dumps(calibration.to_json()))
         return
-    typer.echo(f"{calibration.name}: {calibration.device}, {calibration.cores} cores; kept in {path}")
+    typer.echo(f"{calibration.name}: {calibration.device}, {calibration.cores} cores; stored in {path}")
     for line in _lines(calibration):
         typer.echo(line)
     if calibration.links_note is not None:
@@ -116,8 +113,8 @@ def _table(console: Console, machines: Sequence[schemas.Machine]) -> None:
         )
         for each in machines
     ]
-    heads = ("TYPE", "DEVICE", "LINKS", "REFINED", "BY JOBS", "PROBLEM")
-    table(console, heads, rows, "nothing was calibrated, and no jobs have refined anything")
+    heads = ("TYPE", "DEVICE", "REFINED", "BY JOBS", "PROBLEM")
+    table(console, heads, rows, "no calibrations, and no refinements from jobs")
 
 
 def _lines(calibration: Calibrated) -> list[str]:

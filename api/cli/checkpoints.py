@@ -1,7 +1,7 @@
-"""`manta checkpoints`, `export`: what a job has saved, whether every byte of it is as it was written, and copies of it.
+"""`manta checkpoints`, `export`: lists, verifies, copies and exports a job's checkpoints.
 
-Where a checkpoint lies is asked of the service, or named as a folder or a URL of an object store; its files are read
-here, with the caller's credentials.
+The location of a checkpoint is requested from the service, or given as a folder or a URL of an object store. Its files
+are read by this process, with the caller's credentials.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from workers.storage.places import Place, place_of
 
 
 class NoCheckpoint(MantaError):
-    """There is no whole checkpoint where one was to be read."""
+    """There is no complete checkpoint to read."""
 
 
 class JobOrCommand(MantaGroup):
-    """Takes `checkpoints JOB` for `checkpoints list JOB`."""
+    """Accepts `checkpoints JOB` as `checkpoints list JOB`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the command that is meant in front."""
+        """Insert the `list` command."""
         other_command = len(args) > 1 and not any(word.startswith("-") for word in args[:2])  # such as veryfy JOB
-        is_complete = not ctx.resilient_parsing  # else a shell asks how it may go on
+        is_complete = not ctx.resilient_parsing  # except for shell completion
         if is_complete and args[:1] != ["--help"] and not set(args[:1]) & self.commands.keys() and not other_command:
             args = ["list", *args]
         return super().parse_args(ctx, args)
@@ -60,9 +60,9 @@ class JobOrCommand(MantaGroup):
 checkpoints_app = typer.Typer(cls=JobOrCommand, help="A job's durable checkpoints: list, verify, pull, push, delete.")
 
 Source = Annotated[
-    str, typer.Argument(metavar="WHAT", help="A job's id or name, or the folder or URL of a checkpoint or of several.")
+    str, typer.Argument(metavar="WHAT", help="A job's id or name, or the folder or URL of one or more checkpoints.")
 ]
-To = Annotated[str, typer.Option("--to", help="Folder or URL in which the checkpoint's own folder is created.")]
+To = Annotated[str, typer.Option("--to", help="Folder or URL in which the checkpoint's folder is created.")]
 Step = Annotated[int | None, typer.Option("--step", min=1, help="The checkpoint of this step; default: the newest.")]
 
 
@@ -84,12 +84,14 @@ def list_of_job(job: JobId, url: Url = None, as_json: Json = False) -> None:
 def delete_one(
     job: JobId,
     step: Annotated[int, typer.Option("--step", min=1, help="The newest checkpoint of this step.")],
-    force: Annotated[bool, typer.Option("--force", help="Also the newest, from which the job would continue.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if it is the newest, from which the job would continue.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Delete a checkpoint and its files for good."""
+    """Delete a checkpoint and its files permanently."""
     with connect(url) as client:
         job = client.id_of(job)
         rows = [row for row in _complete(client, job) if row.step == step]
@@ -97,68 +99,71 @@ def delete_one(
             raise NoCheckpoint(f"{job} has no complete checkpoint of step {step}")
         newest = max(rows, key=lambda row: generation_of(row.path) or 0)
         if not yes:
-            typer.confirm(f"Delete {newest.path} ({size(newest.bytes)}) for good?", abort=True, err=True)
+            typer.confirm(f"Delete {newest.path} ({size(newest.bytes)}) permanently?", abort=True, err=True)
         answer = client.send(calls.delete_checkpoint(job, newest.id, force))
     show(answer, as_json, lambda console: console.print(f"{answer.path} is deleted", highlight=False, soft_wrap=True))
 
 
 @checkpoints_app.command("verify")
 def verify_one(what: Source, step: Step = None, url: Url = None, as_json: Json = False) -> None:
-    """Check every byte of a checkpoint; exit code 1 where it is not as it was written."""
+    """Verify every byte of a checkpoint against its checksums; exit code 1 if it is damaged."""
     place = source_of(what, step, url)
     try:
         manifest = verify(place)
     except DamagedCheckpoint as error:
         raise fail(str(error), EXIT_FAILED) from error
-    _say(place, manifest, as_json, "is as it was written")
+    _say(place, manifest, as_json, "is intact")
 
 
 @checkpoints_app.command()
 def pull(what: Source, to: To, step: Step = None, url: Url = None, as_json: Json = False) -> None:
-    """Copy a checkpoint here and check every byte; it is complete once its manifest, written last, is there."""
+    """Download a checkpoint, verifying every byte. The copy is complete when its manifest exists, which is written
+    last."""
     source = source_of(what, step, url)
     _copy(source, place_of(to) / source.name, as_json)
 
 
 @checkpoints_app.command()
 def push(
-    what: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder of a checkpoint, or of several.")],
+    what: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder of one or more checkpoints.")],
     to: To,
     step: Step = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a checkpoint from here to an object store or another folder, and check every byte."""
+    """Copy a local checkpoint to an object store or another folder, verifying every byte."""
     source = _in_place(place_of(what), step)
     _copy(source, place_of(to) / source.name, as_json)
 
 
 def export(
     job: Source,
-    to: Annotated[str, typer.Option("--to", help="Folder, or with dcp also URL, that becomes the copy.")],
+    to: Annotated[str, typer.Option("--to", help="Folder, or with dcp also URL, for the copy.")],
     to_format: Annotated[Format, typer.Option("--format", help=FORMATS)] = Format.dcp,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="Data type of the weights; default: that of the weights that the job began with, or fp32."),
+        typer.Option(
+            help="Number format of the weights; default: that of the weights that the job started from, or fp32."
+        ),
     ] = None,
     shard_size: Annotated[
-        str | None, typer.Option(help=f"Most bytes of a file, such as 500MB; default: {SHARD_SIZE}.")
+        str | None, typer.Option(help=f"Maximum size of a file, such as 500MB; default: {SHARD_SIZE}.")
     ] = None,
     step: Step = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a job's newest checkpoint to a folder of its own, or export its weights."""
+    """Copy a job's newest checkpoint to a folder, or export its weights to another format."""
     if to_format is Format.dcp:
         if dtype is not None or shard_size is not None:
-            raise fail("dcp is a copy as it is: --dtype and --shard-size are for hf and safetensors", EXIT_BAD_INPUT)
+            raise fail("dcp is an exact copy: --dtype and --shard-size are for hf and safetensors", EXIT_BAD_INPUT)
         _copy(source_of(job, step, url), place_of(to), as_json)
         return
     export_weights(source_of(job, step, url), to, to_format, dtype, shard_size, as_json)
 
 
 def source_of(what: str, step: int | None, url: str | None) -> Place:
-    """The whole checkpoint that is meant; a name is that of a job where nothing here is called so. Raises NoCheckpoint,
-    ApiError, ServiceUnreachable, UnreadableCheckpoint."""
+    """The complete checkpoint at a path, or of a job if no local folder has this name. Raises NoCheckpoint, ApiError,
+    ServiceUnreachable, UnreadableCheckpoint."""
     if not is_job_id(what) and ("/" in what or Path(what).exists()):
         return _in_place(place_of(what), step)
     with connect(url) as client:
@@ -174,11 +179,11 @@ def _job_called(client: MantaClient, what: str) -> str:
     try:
         return client.id_of(what)
     except ServiceUnreachable as error:
-        raise fail(f"there is no folder {what} here, and for a job of that name: {error}", EXIT_UNREACHABLE) from error
+        raise fail(f"there is no folder {what}, and for a job with that name: {error}", EXIT_UNREACHABLE) from error
     except ApiError as error:
         if error.problem.code != "job_not_found":
             raise
-        raise NoCheckpoint(f"there is no folder {what} here, and {error}") from error
+        raise NoCheckpoint(f"there is no folder {what}, and {error}") from error
 
 
 def _complete(client: MantaClient, job: str) -> list[Checkpoint]:
@@ -193,7 +198,7 @@ def _all(client: MantaClient, job: str) -> list[Checkpoint]:
 def _in_place(place: Place, step: int | None) -> Place:
     """The checkpoint at `place`, or the newest in it."""
     if isinstance(place, Path) and not place.exists():
-        raise NoCheckpoint(f"{place} is neither a job's id nor a folder that is there; `manta ps` lists the jobs")
+        raise NoCheckpoint(f"{place} is neither a job's id nor an existing folder; `manta ps` lists the jobs")
     if generation_of(place) is not None:
         return place
     listing = list_checkpoints(place)
@@ -202,7 +207,7 @@ def _in_place(place: Place, step: int | None) -> Place:
     whole = [path for path, manifest in listing.whole if step in (None, manifest.step)]
     if not whole:
         have = _steps(manifest.step for _, manifest in listing.whole)
-        raise NoCheckpoint(f"there is no whole checkpoint{_of(step)} in {place}; it has {have}")
+        raise NoCheckpoint(f"there is no complete checkpoint{_of(step)} in {place}; it has {have}")
     return whole[-1]
 
 

@@ -1,4 +1,4 @@
-"""`manta compare`: what differs between jobs, and how well each performs."""
+"""`manta compare`: the differences between jobs, and their losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from api.schemas import Items, Job
 from workers.nonfinite import spell
 
 MOST_JOBS = 1000
-"""Of a label: as many as a page of the list has."""
+"""Maximum number of jobs with a label: the length of a page of the list."""
 FIGURES = ("loss", "validation_loss", "tokens_per_second")
 _ABSENT = object()
 
@@ -28,18 +28,15 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
-    jobs: Annotated[
-        list[str] | None, typer.Argument(metavar="[JOB]...", help="Job ids, or names that no other job has.")
-    ] = None,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Job ids, or unique job names.")] = None,
     label: Filters = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Compare jobs: what differs in their specs, the lowest loss first.
-
-    They are named, or have a label. The loss is that of the validation where all that have a loss have one."""
+    """Compare jobs, given by name or label: the differences of their specs, lowest loss first. The validation loss is
+    used if all jobs that have a loss have one."""
     if bool(jobs) == bool(label):
-        raise fail("say which jobs: JOB JOB ..., or --label KEY=VALUE", EXIT_BAD_INPUT)
+        raise fail("give the jobs: JOB JOB ..., or --label KEY=VALUE", EXIT_BAD_INPUT)
     with connect(url) as client:
         page = (
             client.jobs(labels=label, limit=MOST_JOBS)
@@ -47,7 +44,7 @@ def compare(
             else Items(items=[client.job(job) for job in jobs or ()])
         )
     if page.next_cursor is not None:
-        typer.echo(f"The newest {len(page.items)} of the jobs with that label are compared, and no others.", err=True)
+        typer.echo(f"Only the newest {len(page.items)} jobs with that label are compared.", err=True)
     known = best_first(page.items)
     differences = differing([job.spec for job in known])
     if as_json:
@@ -60,7 +57,7 @@ def compare(
 
 
 def best_first(jobs: Iterable[Job]) -> list[Job]:
-    """By the validation loss where all that have a loss have one, else by the loss; those without any last."""
+    """Sorted by validation loss if all jobs that have a loss have one, otherwise by loss; jobs without a loss last."""
     known = list(jobs)
     latest = [job.metrics.latest for job in known]
     measure = "validation_loss"
@@ -75,8 +72,8 @@ def best_first(jobs: Iterable[Job]) -> list[Job]:
 
 
 def differing(specs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each spec its values at the dotted paths at which they are not all alike, names aside; None where it has
-    none."""
+    """For each spec, its values at the dotted paths where the specs differ, except for names; None if it has no
+    value."""
     flat = [dict(_values(spec, "")) for spec in specs]
     paths = {path: None for each in flat for path in each if path != "name"}  # in the order of the specs
     different = [path for path in paths if any(each.get(path, _ABSENT) != flat[0].get(path, _ABSENT) for each in flat)]

@@ -1,4 +1,4 @@
-"""`manta db ...`: the job database itself. None of it needs a running service."""
+"""`manta db ...`: commands for the job database. None of them needs a running service."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from service.store.location import url_in
 from service.takeover import MOST_NAMED
 from workers.errors import MantaError
 
-db = typer.Typer(no_args_is_help=True, help="The job database: bring it up to date, look at it, back it up.")
+db = typer.Typer(no_args_is_help=True, help="The job database: migrate, check, back up, restore.")
 
 
 def register(app: typer.Typer) -> None:
@@ -35,25 +35,25 @@ class NotWritten(MantaError):
 
 
 class DatabaseNotSound(MantaError):
-    """Something is wrong with the database; the message says all of it."""
+    """The database has problems; the message lists all of them."""
 
 
 class JobsOfReleaseBefore(MantaError):
-    """Jobs run under a release that could not use the database any more; the message names them."""
+    """Jobs are running under a release that could no longer use the database; the message lists them."""
 
     def __init__(self, jobs: Sequence[str], location: str):
         more = f" and {len(jobs) - MOST_NAMED} more" if len(jobs) > MOST_NAMED else ""
         super().__init__(
-            f"{', '.join(jobs[:MOST_NAMED])}{more} may run under a release that could not use {location} any more once "
-            "it is brought up to date, so nothing was changed: pause them, or let them end, and upgrade then; "
-            "`manta up` asks their processes first whether it can take them over (docs/operations.md, Upgrades)"
+            f"{', '.join(jobs[:MOST_NAMED])}{more} may be running under a release that could not use {location} after "
+            "its migration, so nothing was changed: pause them, or let them finish, and then upgrade; "
+            "`manta up` first asks their processes whether it can take them over (docs/operations.md, Upgrades)"
         )
 
 
 @db.command()
 def upgrade(database: Database = None) -> None:
-    """Bring the database to the schema of this release, as `manta up` does; not while jobs run under a release that
-    could not use it any more."""
+    """Migrate the database to the schema of this release, as `manta up` does; refused while jobs run under a release
+    that could no longer use it."""
     with _opened(settings_with(database)) as store:
         if store.shuts_out_release_before:
             _refuse_what_runs(store)
@@ -64,7 +64,8 @@ def upgrade(database: Database = None) -> None:
 
 
 def _refuse_what_runs(store: Store) -> None:
-    """Raises JobsOfReleaseBefore. Whether this release can take them over only those who run them can say."""
+    """Raises JobsOfReleaseBefore. Whether this release can take the jobs over is only known to the processes that run
+    them."""
     with store.read() as session:
         running = [job.id for job in unfinished_in_brief(session) if job.state in SUPERVISED]
     if running:
@@ -73,7 +74,7 @@ def _refuse_what_runs(store: Store) -> None:
 
 @db.command()
 def check(database: Database = None) -> None:
-    """Read all of the database once, and compare its schema with that of this release."""
+    """Check the integrity of the whole database, and compare its schema with that of this release."""
     with _opened(settings_with(database)) as store:
         unsound = problems(store)
         if unsound:
@@ -86,7 +87,7 @@ def backup(
     file: Annotated[Path, typer.Argument(help="A new file; it becomes an SQLite database.", dir_okay=False)],
     database: Database = None,
 ) -> None:
-    """Write the whole database, as it is at one moment, to a file. A service may run meanwhile."""
+    """Write a consistent copy of the database to a file. The service may be running."""
     with _opened(settings_with(database)) as store:
         try:
             back_up(store, file.absolute())
@@ -97,19 +98,19 @@ def backup(
 
 @db.command("restore")
 def restore_command(
-    file: Annotated[Path, typer.Argument(help="What `manta db backup` has written.", dir_okay=False)],
-    replace: Annotated[bool, typer.Option("--replace", help="Also where the database has jobs.")] = False,
+    file: Annotated[Path, typer.Argument(help="A file written by `manta db backup`.", dir_okay=False)],
+    replace: Annotated[bool, typer.Option("--replace", help="Also if the database has jobs.")] = False,
     database: Database = None,
 ) -> None:
-    """Put a backup in the place of the database, while no service uses it."""
+    """Replace the database with a backup, while no service uses it."""
     settings = settings_with(database)
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.closing(lock_home(settings.home)):
         count = restore(url_in(settings.home, settings.database_url), file.absolute(), replace, time.time())
-    typer.echo(f"The database is that of {file}. Of its jobs {count} are not over.")
+    typer.echo(f"The database was restored from {file}. Unfinished jobs: {count}.")
     if count:
         typer.echo(
-            "`manta up` takes over those that run, and pauses the others until you say what is to become of them."
+            "`manta up` takes over those that are running, and pauses the others until you resume or cancel them."
         )
 
 

@@ -1,4 +1,4 @@
-"""`manta doctor`: whether this machine, and what a service would use from here, are sufficient."""
+"""`manta doctor`: checks this machine and everything that a service would use from here."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     file: Annotated[
-        Path | None, typer.Argument(help="A job's YAML file: whether there is room for it, too.", dir_okay=False)
+        Path | None, typer.Argument(help="A job's YAML file: also check whether there is room for it.", dir_okay=False)
     ] = None,
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Say what is wrong with this machine, and what to do.
-
-    Looks at what is installed here, and at what a service would use from here. Works before `manta up`, on a node, and
-    in a container. Exit code 1 where something will not do."""
+    """Find problems of this machine, and suggest what to do. Checks the installation and everything that a service
+    would use from here. Works before `manta up`, on a node, and in a container. Exit code 1 if there is a problem."""
     settings = settings_with(database)
     job = None if file is None else _read(file)
     all_looks = {**looks(settings, job), "service": lambda: _service(settings)}
@@ -72,9 +70,9 @@ def _say(finding: Finding) -> None:
 
 
 def _service(settings: Settings) -> Iterator[Finding]:
-    """The service of this home, or that of MANTA_URL, and its nodes."""
+    """The service of this home or of MANTA_URL, and its nodes."""
     if settings.url is None and running_service(settings.home) is None:
-        yield Finding("service", "skipped", f"none runs with home {settings.home}")
+        yield Finding("service", "skipped", f"no service is running with home {settings.home}")
         return
     try:
         with MantaClient.of_home(settings.home) if settings.url is None else MantaClient(settings.url) as client:
@@ -83,30 +81,30 @@ def _service(settings: Settings) -> Iterator[Finding]:
             address = client.url
             ways = list(_ways(client))
     except (ServiceUnreachable, ApiError) as error:
-        yield Finding("service", "problem", str(error), "its log is in the home: logs/service.log")
+        yield Finding("service", "problem", str(error), "see its log: logs/service.log in the home")
         return
-    yield Finding("service", "ok", f"{address} answers and can run jobs")
+    yield Finding("service", "ok", f"{address} responds and can run jobs")
     for node in nodes:
-        places = f"{node.free:g} of {node.total:g} places free"
+        places = f"{node.free:g} of {node.total:g} free"
         if not node.alive:
             yield Finding(
-                "nodes", "warning", f"{node.id[:12]} ({node.address}) does not answer", "nothing is placed there"
+                "nodes", "warning", f"{node.id[:12]} ({node.address}) does not respond", "no ranks are placed on it"
             )
         elif node.problem is not None:
-            yield Finding("nodes", "problem", node.problem, "nothing is placed there until then")
+            yield Finding("nodes", "problem", node.problem, "no ranks are placed on it until then")
         elif node.draining:
             yield Finding("nodes", "warning", f"{node.id[:12]} ({node.address}) is being drained; {places}")
         else:
-            yield Finding("nodes", "ok", f"{node.id[:12]} ({node.address}) answers; {places}")
+            yield Finding("nodes", "ok", f"{node.id[:12]} ({node.address}) responds; {places}")
     yield from ways
 
 
 def _ways(client: MantaClient) -> Iterator[Finding]:
-    """Whether the nodes reach each other, and what would be lost with Ray's head."""
+    """Whether the nodes reach each other, and what would be lost with Ray's head node."""
     try:
         seen = client.check_cluster()
     except ApiError as error:
-        yield Finding("ports", "skipped", f"the nodes were not asked whether they reach each other: {error}")
+        yield Finding("ports", "skipped", f"whether the nodes reach each other was not checked: {error}")
         return
     for problem in seen.problems:
         what, _, advice = problem.partition(": ")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """What a checkpoint is exported as."""
+    """Formats that a checkpoint can be exported to."""
 
     dcp = "dcp"
     hf = "hf"
@@ -31,7 +31,7 @@ class Format(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Of exported weights."""
+    """Number format of exported weights."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -39,8 +39,8 @@ class Dtype(StrEnum):
 
 
 FORMATS = (
-    "dcp: the whole checkpoint, as torch.distributed.checkpoint has it; hf: weights, config and tokenizer for "
-    "transformers; safetensors: weights by Manta's own names."
+    "dcp: the whole checkpoint, for torch.distributed.checkpoint; hf: weights, config and tokenizer for "
+    "transformers; safetensors: weights with Manta's names."
 )
 SHARD_SIZE = "5GB"
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -49,9 +49,9 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**
 def export_weights(
     checkpoint: Place, to: str, to_format: Format, dtype: Dtype | None, shard_size: str | None, as_json: bool
 ) -> None:
-    """Write the weights of `checkpoint` to the folder `to`. Ends the command where that cannot be done."""
+    """Write the weights of `checkpoint` to the folder `to`. Ends the command if that fails."""
     if "://" in to:
-        raise fail(f"{to_format} is written to a folder of this machine; copy it to {to} from there", EXIT_BAD_INPUT)
+        raise fail(f"{to_format} is written to a local folder; copy it to {to} from there", EXIT_BAD_INPUT)
     target = Path(to).absolute()
     done = _export(str(checkpoint), target, to_format, dtype, _bytes(shard_size or SHARD_SIZE), as_json)
     if as_json:
@@ -64,7 +64,7 @@ def export_weights(
 def _export(
     checkpoint: str, target: Path, to_format: Format, dtype: Dtype | None, shard_bytes: int, quiet: bool
 ) -> Exported:
-    """With its progress shown meanwhile."""
+    """Shows the progress meanwhile."""
     from workers.weights.export import export  # other commands need no arrays
 
     with Progress(transient=True, disable=quiet or not Console().is_terminal) as bar:
@@ -84,5 +84,5 @@ def _export(
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise fail(f"--shard-size {text!r} is not a size: write 500MB or {SHARD_SIZE}", EXIT_BAD_INPUT)
+        raise fail(f"--shard-size {text!r} is not a size: use 500MB or {SHARD_SIZE}", EXIT_BAD_INPUT)
     return max(1, int(float(match[1]) * _UNITS[match[2]]))

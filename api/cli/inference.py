@@ -1,5 +1,5 @@
-"""`manta evaluate`, `generate`: what a job has learned. The checkpoint is asked of the service, or named as a folder or
-URL, and read here, by a process of the engine's own commands, with the caller's credentials."""
+"""`manta evaluate`, `generate`: run a trained model. The location of the checkpoint is requested from the service, or
+given as a folder or URL. It is read here, by a process of the engine, with the caller's credentials."""
 
 from __future__ import annotations
 
@@ -22,34 +22,36 @@ def register(app: typer.Typer) -> None:
 
 
 def _say_options(context: typer.Context, wanted: bool) -> None:
-    """Print what is passed on, which the engine's command knows."""
+    """Print the engine's help, which describes the options that are passed on."""
     if wanted:
         raise typer.Exit(subprocess.run(_engine(str(context.info_name), "--help"), check=False).returncode)
 
 
 Options = Annotated[
     bool,
-    typer.Option("--options", help="Explain these and all others.", callback=_say_options, is_eager=True),
+    typer.Option("--options", help="Explain these and all other options.", callback=_say_options, is_eager=True),
 ]
 
 
 def evaluate(
     context: typer.Context, what: Source, step: Step = None, url: Url = None, options: Options = False
 ) -> None:
-    """Say how good a job's model is: perplexity, or accuracy.
+    """Evaluate a job's model: perplexity, or accuracy.
 
     --text FILE (perplexity), --last-word FILE or --choices FILE (accuracy), or --chat FILE (answers in conversations).
-    Beside it: --stride, --template, --batch-size, --device, --dtype, --threads, --json."""
+    Further options: --stride, --template, --batch-size, --device, --dtype, --threads, --json.
+    """
     _run("evaluate", what, step, url, context.args)
 
 
 def generate(
     context: typer.Context, what: Source, step: Step = None, url: Url = None, options: Options = False
 ) -> None:
-    """Let a job's model continue a text, or answer.
+    """Generate text with a job's model.
 
-    --prompt TEXT or --prompts FILE; with --chat, answer it. Beside it: --tokens, --temperature, --top-k, --top-p,
-    --seed, --template, --batch-size, --device, --dtype, --threads, --json."""
+    --prompt TEXT or --prompts FILE; with --chat, as a conversation. Further options: --tokens, --temperature, --top-k,
+    --top-p, --seed, --template, --batch-size, --device, --dtype, --threads, --json.
+    """
     _run("generate", what, step, url, context.args)
 
 
@@ -59,7 +61,6 @@ def _run(command: str, what: str, step: int | None, url: str | None, arguments: 
 
 
 def _engine(command: str, *arguments: str) -> list[str]:
-    """The engine's own command of that name, which says what is wrong as ours would; SIGINT ends it without a word."""
-    quiet = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)"
-    code = f"{quiet}; from workers.{command} import main; sys.exit(main(called='manta {command}'))"
+    """The engine's command of that name, reporting errors as `manta`."""
+    code = f"import sys; from workers.{command} import main; sys.exit(main(called='manta {command}'))"
     return [sys.executable, "-c", code, *arguments]

@@ -1,4 +1,4 @@
-"""Files of jobs as commands take them: with other values in place of some that are in them."""
+"""Reading job files for commands, with overridden values."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from workers.spec.reading import document_in, read_document, with_absolute_paths
 
 Changes = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Another value, such as train.steps=100; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a value, such as train.steps=100; may be repeated."),
 ]
 
 
 def read_file(file: Path, changes: Sequence[str] = ()) -> Any:
-    """The document in `file`, or in standard input for -, with `changes` (each KEY=VALUE). Relative paths are made
-    absolute: those in a file lie in its folder, others where the command runs. Raises SpecError."""
+    """The document in `file`, or in standard input for -, with `changes` (each KEY=VALUE). Relative paths are resolved
+    against the file's folder, or the current one for standard input. Raises SpecError."""
     try:
         if file == Path("-"):
-            document = document_in(typer.get_text_stream("stdin").read(), "what standard input has", Path.cwd())
+            document = document_in(typer.get_text_stream("stdin").read(), "standard input", Path.cwd())
         else:
             document = read_document(file)
     except OSError as error:
@@ -32,11 +32,11 @@ def read_file(file: Path, changes: Sequence[str] = ()) -> Any:
 
 
 def labelled(document: Any, given: Sequence[str]) -> Any:
-    """A JobSpec's document with more labels, each KEY=VALUE."""
+    """A JobSpec's document with additional labels, each KEY=VALUE."""
     pairs = [text.partition("=") for text in given]
     if not all(equals for _, equals, _ in pairs):
-        raise fail("say what a label is: --label KEY=VALUE", EXIT_BAD_INPUT)
+        raise fail("give labels as --label KEY=VALUE", EXIT_BAD_INPUT)
     labels = (document.get("labels") or {}) if isinstance(document, dict) else None
-    if not pairs or not isinstance(labels, dict):  # what is wrong with it is for the service to say
+    if not pairs or not isinstance(labels, dict):  # the service reports the problem
         return document
     return {**document, "labels": {**labels, **{key: value for key, _, value in pairs}}}

@@ -1,4 +1,4 @@
-"""`manta ps` and `manta edit`: lists of jobs, and what can be changed of one."""
+"""`manta ps` and `manta edit`: listing and editing jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Filters = Annotated[
 ]
 Changes = Annotated[
     list[str] | None,
-    typer.Option("--label", metavar="KEY=VALUE", help="A label that it gets, KEY- one that it loses; may be repeated."),
+    typer.Option("--label", metavar="KEY=VALUE", help="KEY=VALUE sets a label, KEY- removes it; may be repeated."),
 ]
 
 
@@ -31,13 +31,13 @@ def list_jobs(
     state: Annotated[
         str | None, typer.Option(help=f"Only jobs in these states, separated by commas: {', '.join(STATE_NAMES)}.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
-    search: Annotated[str | None, typer.Option(help="Only jobs with this in their name or id.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only jobs with this name.")] = None,
+    search: Annotated[str | None, typer.Option(help="Only jobs whose name or id contains this.")] = None,
     label: Filters = None,
     owner: Annotated[str | None, typer.Option(help="Only jobs of this user, or submitted with this key.")] = None,
-    sort: Annotated[JobSort | None, typer.Option(help="What to order by; default: created.")] = None,
-    order: Annotated[Direction | None, typer.Option(help="Default: desc, the highest first.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most jobs shown.")] = 50,
+    sort: Annotated[JobSort | None, typer.Option(help="Sort key; default: created.")] = None,
+    order: Annotated[Direction | None, typer.Option(help="Default: desc, highest first.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of jobs shown.")] = 50,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -59,15 +59,17 @@ def list_jobs(
 
 def edit(
     job: JobId,
-    name: Annotated[str | None, typer.Option("--name", help="Its new name.")] = None,
-    priority: Annotated[int | None, typer.Option("--priority", help="Higher starts first among queued jobs.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="New name.")] = None,
+    priority: Annotated[
+        int | None, typer.Option("--priority", help="Among queued jobs, higher priorities start first.")
+    ] = None,
     label: Changes = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
     """Change a job's name, priority or labels."""
     if name is None and priority is None and not label:
-        raise fail("say what to change: --name, --priority, --label", EXIT_BAD_INPUT)
+        raise fail("give what to change: --name, --priority, --label", EXIT_BAD_INPUT)
     labels = dict(map(_change, label)) if label else None
     with connect(url) as client:
         answer = client.edit(job, name, priority, labels=labels)
@@ -75,12 +77,12 @@ def edit(
 
 
 def _change(text: str) -> tuple[str, str | None]:
-    """A label, and what it becomes."""
+    """A label and its new value."""
     key, equals, value = text.partition("=")
     if equals:
         return key, value
     if not text.endswith("-"):
         raise fail(
-            f"say what becomes of label {text!r}: --label {text}=VALUE, or --label {text}- to lose it", EXIT_BAD_INPUT
+            f"give a value for label {text!r}: --label {text}=VALUE, or --label {text}- to remove it", EXIT_BAD_INPUT
         )
     return text[:-1], None

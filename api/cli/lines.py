@@ -1,4 +1,4 @@
-"""`manta logs` and `manta events`: what a job printed, and what happened to it, line by line."""
+"""`manta logs` and `manta events`: a job's output and its events, line by line."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ def logs(
     follow: Follow = False,
     tail: Annotated[int | None, typer.Option("--tail", min=1, max=10_000, help="Only the newest lines.")] = None,
     stream: Annotated[str | None, typer.Option("--stream", help="Only lines of stdout, stderr or agent.")] = None,
-    search: Annotated[str | None, typer.Option("--search", help="Only lines with this; case does not matter.")] = None,
-    regex: Annotated[str | None, typer.Option("--regex", help="Only lines that match in part.")] = None,
+    search: Annotated[str | None, typer.Option("--search", help="Only lines that contain this, ignoring case.")] = None,
+    regex: Annotated[
+        str | None, typer.Option("--regex", help="Only lines with a match of this regular expression.")
+    ] = None,
     level: Annotated[
-        str | None, typer.Option("--level", help="Only lines that say they are as serious: debug ... critical.")
+        str | None, typer.Option("--level", help="Only lines of at least this level: debug ... critical.")
     ] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Print what a job's ranks printed."""
+    """Print the output of a job's ranks."""
     wanted = WantedLines(tail=tail, stream=stream, search=search, regex=regex, level=level)
     with connect(url) as client:
         if follow:
@@ -52,14 +54,14 @@ def events(
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id or name; default: all jobs.")] = None,
     type: Annotated[str | None, typer.Option("--type", help="Only events of this type, such as recovered.")] = None,
     rank: RankNumber = None,
-    generation: Annotated[int | None, typer.Option(min=0, help="Only of this generation.")] = None,
+    generation: Annotated[int | None, typer.Option(min=0, help="Only events of this generation.")] = None,
     follow: Follow = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Print what happened to a job, or to all jobs."""
+    """Print the events of a job, or of all jobs."""
     if job is None and (rank is not None or generation is not None):
-        raise fail("say of which job: ranks and generations are a job's own", EXIT_BAD_INPUT)
+        raise fail("give a job: ranks and generations belong to a job", EXIT_BAD_INPUT)
     with connect(url) as client:
         if job is None:
             everywhere = client.follow_all_events(type=type) if follow else _events_of_all(client, type)
@@ -71,7 +73,7 @@ def events(
 
 
 def _none_of(what: str, narrowed: bool) -> str:
-    """What is said where there is none; `narrowed`: of all there are only some were asked for."""
+    """The sentence for an empty list; `narrowed`: whether there are filters."""
     return f"no {what} matches" if narrowed else f"no {what}s yet"
 
 

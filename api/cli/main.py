@@ -1,4 +1,5 @@
-"""The `manta` command: each command is one call of the client, printed for people or, with --json, for programs."""
+"""The `manta` command: each command makes one call of the client and prints the result for users or, with --json, for
+programs."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 
 def fail(message: str, code: int) -> typer.Exit:
-    """Print one sentence on stderr; raise what is returned to end the command with exit code `code`."""
+    """Print one sentence on stderr. Raise the returned exception to end the command with exit code `code`."""
     typer.echo(message, err=True)
     return typer.Exit(code)
 
 
 class MantaGroup(TyperGroup):
-    """Turns the errors of all commands into sentences and exit codes, so that users see no traceback."""
+    """Converts the errors of all commands to sentences and exit codes, so that users see no traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -54,7 +55,7 @@ class MantaGroup(TyperGroup):
 
 
 def _sentence_of(error: ApiError) -> str:
-    """A refused spec as a list of everything wrong with it; anything else as the service said it."""
+    """All problems of a rejected spec; any other error as the service reported it."""
     if error.problem.code not in ("invalid_spec", "unsupported"):
         return str(error)
     return "\n".join(Problem(each.path, each.rule, each.suggestion).sentence for each in error.problem.errors)
@@ -68,22 +69,22 @@ app = typer.Typer(
 )
 
 Url = Annotated[
-    str | None, typer.Option("--url", help="The service's address; default: MANTA_URL, else the one in MANTA_HOME.")
+    str | None, typer.Option("--url", help="The service's address; default: MANTA_URL, or the service of MANTA_HOME.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, or a name that no other job has.")]
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Follow the job until it is final.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, or a unique job name.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job is final.")]
 RankNumber = Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")]
 
 
 def connect(url: str | None) -> MantaClient:
-    """A client for the service at `url`, or for the one that the environment points to."""
-    return MantaClient(url)
+    """A client for the service at `url`, or for the service given by the environment."""
+    return MantaClient(url or find_url(Settings.from_environment()))
 
 
 def console() -> Console:
-    """A console for standard output as it is now; wide where it is no terminal, so that no table is cut. Names and
-    messages come from users: brackets in them are no markup."""
+    """A console for the current standard output; wide if it is not a terminal, so that tables are not cut. Markup is
+    disabled, since names and messages may contain brackets."""
     made = Console(markup=False)
     return made if made.is_terminal else Console(width=200, markup=False)
 
@@ -93,7 +94,7 @@ def _show_state(job: JobView, as_json: bool) -> None:
 
 
 def show(answer: BaseModel, as_json: bool, draw: Callable[[Console], None]) -> None:
-    """Print an answer for programs, or have it drawn for people."""
+    """Print an answer as JSON for programs, or rendered for users."""
     if as_json:
         typer.echo(render.as_json(answer))
     else:
@@ -101,15 +102,15 @@ def show(answer: BaseModel, as_json: bool, draw: Callable[[Console], None]) -> N
 
 
 def show_page(page: Items[Any], as_json: bool, draw: Callable[[Console], None]) -> None:
-    """`show`, and for people a hint where the list goes on."""
+    """`show`, with a note for users if there are more items."""
     show(page, as_json, draw)
     if not as_json and page.next_cursor is not None:
-        typer.echo(f"These are {len(page.items)}; there are more: say --limit.", err=True)
+        typer.echo(f"Showing {len(page.items)}; there are more: use --limit.", err=True)
 
 
 def show_lines(entries: Iterable[BaseModel], as_json: bool, line: Callable[[Any], str], none: str) -> None:
-    """Each entry as a line, as soon as it is there; with `as_json` one JSON object a line. `none`: what is printed for
-    people where there is no entry."""
+    """Print each entry as a line as soon as it arrives; with `as_json` one JSON object per line. `none`: what to print
+    for users if there are no entries."""
     entry = None
     for entry in entries:
         typer.echo(json.dumps(entry.model_dump(mode="json")) if as_json else line(entry))
@@ -127,7 +128,7 @@ def status(job: JobId, url: Url = None, as_json: Json = False) -> None:
 
 
 def _plan_of(client: MantaClient, job: str) -> JobPlan | None:
-    """None where the service is of a release that plans nothing."""
+    """None if the service's release does not plan."""
     try:
         return client.job_plan(job)
     except ApiError:
@@ -138,12 +139,12 @@ def _plan_of(client: MantaClient, job: str) -> JobPlan | None:
 def metrics(
     job: JobId,
     names: Annotated[str | None, typer.Option(help="Metric names, separated by commas.")] = None,
-    after_step: Annotated[int, typer.Option(min=0, help="Only steps above this one.")] = 0,
-    max_points: Annotated[int, typer.Option(min=1, max=10_000, help="Most steps shown.")] = 20,
+    after_step: Annotated[int, typer.Option(min=0, help="Only steps after this one.")] = 0,
+    max_points: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of steps shown.")] = 20,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Show a job's metrics over its steps."""
+    """Show a job's metrics by step."""
     with connect(url) as client:
         answer = client.metrics(job, names.split(",") if names else None, after_step, max_points)
         unknown = [] if as_json or not names else _without_value(answer)
@@ -151,24 +152,24 @@ def metrics(
     if not (unknown and len(unknown) == len(answer.series)):
         show(answer, as_json, lambda console: render.metric_table(console, answer, after_step))
     if unknown:
-        hint = f"no value of {', '.join(unknown)}{near}: `manta metrics {job}` shows what there is"
+        hint = f"no value of {', '.join(unknown)}{near}: `manta metrics {job}` lists the metrics"
         typer.echo(hint, err=True)
 
 
 def _without_value(points: MetricSeries) -> list[str]:
-    """Of those that were asked for; none while there is no step."""
+    """The requested metrics that do not exist; none before the first step."""
     return [name for name, values in points.series.items() if points.steps and all(value is None for value in values)]
 
 
 def _nearest(unknown: Iterable[str], there_are: Collection[str]) -> str:
-    """What may have been meant by names that are none."""
+    """Suggestions for unknown names."""
     meant = [each for name in unknown for each in get_close_matches(name, set(there_are) - {name}, 2, cutoff=0.5)]
     return f" (did you mean {' or '.join(dict.fromkeys(meant))}?)" if meant else ""
 
 
 @app.command()
 def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Cancel a job for good. Its checkpoints stay."""
+    """Stop a job permanently. Its checkpoints are kept."""
     with connect(url) as client:
         answer = client.cancel(job)
     _show_state(answer, as_json)
@@ -176,7 +177,7 @@ def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
 
 @app.command()
 def pause(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Pause a job: it saves its state and gives back its places; `manta resume` continues it."""
+    """Save a job's state and release its resources; `manta resume` continues it."""
     with connect(url) as client:
         answer = client.pause(job)
     _show_state(answer, as_json)
@@ -184,7 +185,7 @@ def pause(job: JobId, url: Url = None, as_json: Json = False) -> None:
 
 @app.command()
 def resume(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Resume a paused job where it was paused."""
+    """Continue a paused job where it stopped."""
     with connect(url) as client:
         answer = client.resume(job)
     _show_state(answer, as_json)
@@ -193,24 +194,24 @@ def resume(job: JobId, url: Url = None, as_json: Json = False) -> None:
 @app.command()
 def delete(
     job: JobId,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Delete a job that is over and everything it has: checkpoints, logs, metrics, events."""
+    """Delete a finished job with its checkpoints, logs, metrics and events."""
     with connect(url) as client:
         if not yes:
             known = client.job(job)
             job = known.id
             about = f"{known.id} ({known.name}, {known.state}, step {known.step} of {known.steps})"
-            typer.confirm(f"Delete {about} with its checkpoints and logs for good?", abort=True, err=True)
+            typer.confirm(f"Delete {about} with its checkpoints and logs permanently?", abort=True, err=True)
         answer = client.delete(job)
     show(answer, as_json, lambda console: render.deletion(console, answer))
 
 
 @app.command()
 def retry(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Retry a failed job from where it failed."""
+    """Continue a failed job from where it failed."""
     with connect(url) as client:
         answer = client.retry(job)
     _show_state(answer, as_json)
@@ -223,21 +224,21 @@ def resize(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Change the number of replicas, at the same global batch."""
+    """Change the number of replicas, with the same global batch."""
     with connect(url) as client:
         answer = client.resize(job, data)
     show(
         answer,
         as_json,
         lambda console: console.print(
-            f"{answer.id} will go on with {render.counted(data, 'replica')}", highlight=False
+            f"{answer.id} will continue with {render.counted(data, 'replica')}", highlight=False
         ),
     )
 
 
 @app.command()
 def ledger(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Show where every second of a job went."""
+    """Show how a job spent its time, second by second."""
     with connect(url) as client:
         answer = client.ledger(job)
     show(answer, as_json, lambda console: render.ledger_page(console, answer))
@@ -245,7 +246,7 @@ def ledger(job: JobId, url: Url = None, as_json: Json = False) -> None:
 
 @app.command()
 def recoveries(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """List a job's recoveries: what failed, what was replaced, and how long each phase took."""
+    """List a job's recoveries: the failure, the replaced ranks, and the duration of each phase."""
     with connect(url) as client:
         job_id = client.id_of(job)
         items = [*pages.to_the_last(lambda cursor: client.recoveries(job_id, pages.PAGE, cursor))]
@@ -256,17 +257,19 @@ def recoveries(job: JobId, url: Url = None, as_json: Json = False) -> None:
 @app.command()
 def inject(
     job: JobId,
-    fault: Annotated[str, typer.Option("--fault", help=f"What happens: {', '.join(FAULT_KINDS)}.")],
-    rank: Annotated[int, typer.Option("--rank", min=0, help="The rank that it happens to.")],
-    at_step: Annotated[int, typer.Option("--at-step", min=0, help="In which step; default: the next.")] = 0,
-    phase: Annotated[str, typer.Option("--phase", help=f"Where in the step: {', '.join(FAULT_PHASES)}.")] = "data",
-    seconds: Annotated[float, typer.Option("--seconds", help="slow: more a step; partition: how long.")] = 0.0,
-    delay: Annotated[float, typer.Option("--delay", help="kill, stop: seconds into the phase.")] = 0.0,
-    hold_gil: Annotated[bool, typer.Option("--hold-gil", help="hang: no other thread runs either.")] = False,
+    fault: Annotated[str, typer.Option("--fault", help=f"Kind of fault: {', '.join(FAULT_KINDS)}.")],
+    rank: Annotated[int, typer.Option("--rank", min=0, help="The rank.")],
+    at_step: Annotated[int, typer.Option("--at-step", min=0, help="The step; default: the next one.")] = 0,
+    phase: Annotated[str, typer.Option("--phase", help=f"Phase of the step: {', '.join(FAULT_PHASES)}.")] = "data",
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="slow: additional seconds per step; partition: duration.")
+    ] = 0.0,
+    delay: Annotated[float, typer.Option("--delay", help="kill, stop: seconds after the start of the phase.")] = 0.0,
+    hold_gil: Annotated[bool, typer.Option("--hold-gil", help="hang: block all other threads, too.")] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Inject a fault into a running job, where the service was started with --allow-faults."""
+    """Inject a fault into a running job; the service must have been started with --allow-faults."""
     words = {"kind": fault, "rank": rank, "at_step": at_step, "phase": phase}
     try:
         wanted = FaultRequest(**words, seconds=seconds, delay=delay, hold_gil=hold_gil)
@@ -278,7 +281,7 @@ def inject(
 
 
 def _option_problem(entry: Any) -> str:
-    """What is wrong with an option that is one of a request's fields."""
+    """The problem of an option that sets a field of the request."""
     option = f"--{str(entry['loc'][0]).replace('_', '-')}: " if entry["loc"] else ""
     return option.replace("--kind", "--fault") + rule_in_words(entry)
 
@@ -302,12 +305,12 @@ _FILES: dict[str, tuple[str, ...]] = {
     "trace": ("trace", "traces", "budget"),
     "track": ("track",),
 }
-"""Which file next to this one has which commands; this one has the others."""
+"""The module of each command that is not in this one."""
 
 
 def command_line(wanted: str | None = None) -> typer.Typer:
-    """`manta` with all of its commands; where `wanted` is one of them, with no other file's: what some of them load,
-    such as the database's library, takes longer than most commands."""
+    """`manta` with all of its commands. If `wanted` is one of them, only its module is imported: imports such as the
+    database's library take longer than most commands."""
     from api.cli import version
 
     app.callback()(version.options)
@@ -320,5 +323,5 @@ def command_line(wanted: str | None = None) -> typer.Typer:
 
 
 def main() -> None:
-    """Entry of the `manta` command."""
+    """Entry point of the `manta` command."""
     command_line(sys.argv[1] if len(sys.argv) > 1 else None)()

@@ -1,4 +1,4 @@
-"""How `manta --help` puts the commands in order: what a user needs first comes first."""
+"""The order of commands in `manta --help`: those that users need first come first."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PANELS = {
     "The service and its nodes": "up down serve nodes drain link",
     "Administration": "audit inject keys projects db",
 }
-"""By the name of the panel its commands, those that have commands of their own last."""
+"""Commands by the name of their panel; those with subcommands last."""
 
 
 def put_in_order(app: typer.Typer) -> None:
-    """Give each command of `app` its panel, and its place there."""
+    """Set the panel of each command of `app`, and its position in it."""
     placed = {name: (panel, at) for panel, names in PANELS.items() for at, name in enumerate(names.split())}
     order = [*PANELS]
 
@@ -33,5 +33,5 @@ def put_in_order(app: typer.Typer) -> None:
 
 
 def name_of(registered: CommandInfo | TyperInfo) -> str:
-    """What a command is called."""
+    """Name of a command."""
     return str(registered.name or getattr(registered.callback, "__name__", ""))

@@ -1,4 +1,4 @@
-"""`manta plan`: which layouts are best for a job, or what one would take."""
+"""`manta plan`: finds the best layouts of a job, or estimates the time and memory of one."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ def plan(
     file: Annotated[
         Path,
         typer.Argument(
-            help="YAML file with model, train, cluster, and parallel (a layout, or auto); a JobSpec will do. -: "
+            help="YAML file with model, train, cluster, and parallel (a layout, or auto); a JobSpec also works. -: "
             "standard input.",
             dir_okay=False,
             allow_dash=True,
         ),
     ],
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say where the best plan's time goes, and what single changes would do.")
+        bool,
+        typer.Option("--explain", help="Explain the best plan: its time by part, and the effects of single changes."),
     ] = False,
     picture_file: Annotated[
         Path | None,
         typer.Option(
-            "--picture", help="Draw the best plan's pipeline, step and memory into this SVG file.", dir_okay=False
+            "--picture", help="Draw the best plan's pipeline, step and memory to this SVG file.", dir_okay=False
         ),
     ] = None,
     sizes: Annotated[
@@ -56,9 +57,8 @@ def plan(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Find the best layouts of a job, or predict time and memory of its own, before it runs.
-
-    For a cluster that the file describes no service is needed; otherwise the service plans for its own cluster."""
+    """Find the best layouts of a job, or estimate the time and memory of its layout, before it runs. For a cluster
+    described in the file no service is needed; otherwise the service plans for its own cluster."""
     document = read_file(file, changes or ())
     if isinstance(document, dict) and (explain or picture_file is not None):
         document = {**document, "explain": True}
@@ -92,11 +92,11 @@ def _answer(document: Any, url: str | None) -> schemas.Plans:
 
 
 def _nowhere(_accelerator: str | None) -> Cluster:
-    raise SpecError([Problem("cluster.current", "only a service knows its own cluster", "false")])
+    raise SpecError([Problem("cluster.current", "the current cluster is only known to a service", "false")])
 
 
 def plans_page(console: Console, answer: schemas.Plans) -> None:
-    """What `manta plan` says to people."""
+    """Output of `manta plan` for users."""
     rows = [
         (
             render.layout_name(each.parallel),
@@ -121,7 +121,7 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
             console.print(f"Its stages are on {in_words(types)}.", highlight=False)
     if answer.plans and answer.plans[0].host_memory_bytes:
         taken = f"{render.size(answer.plans[0].host_memory_bytes)} of a node's memory"
-        what = "snapshots (checkpoint.snapshots) and what is offloaded"
+        what = "snapshots (checkpoint.snapshots) and offloaded state"
         console.print(f"The best plan takes {taken} for {what}.", highlight=False)
     for each in answer.rejected:
         console.print(f"{render.layout_name(each.parallel)}: {each.reason}", highlight=False)
@@ -165,7 +165,7 @@ def _nodes(nodes: dict[str, int]) -> str:
 
 
 def _explanation(console: Console, explanation: schemas.PlanExplanation, step: float) -> None:
-    console.print("\nWhere the best plan's step goes:")
+    console.print("\nTime of the best plan's step:")
     shares = [
         (each.name, f"{each.seconds / step:.1%}", f"{each.seconds:.4g} s", each.what) for each in explanation.shares
     ]
@@ -174,7 +174,7 @@ def _explanation(console: Console, explanation: schemas.PlanExplanation, step: f
         console.print(sentence, highlight=False)
     if explanation.run is not None:
         console.print(_run(explanation.run), highlight=False)
-    console.print("\nWhat one change would do:")
+    console.print("\nEffects of single changes:")
     changes = [
         (
             each.change,

@@ -17,19 +17,19 @@ from service.states import JobState, is_final
 
 POLL_SECONDS = 0.25
 PLAIN_SECONDS = 5.0
-"""Seconds between two lines where the output is no terminal."""
+"""Seconds between lines if the output is not a terminal."""
 _BAR_WIDTH = 24
 
 
 class JobReader(Protocol):
-    """What can be asked for a job, such as `api.client.MantaClient`."""
+    """A source of jobs, such as `api.client.MantaClient`."""
 
     def job(self, job_id: str) -> Job:
-        """The job as it is now."""
+        """The current state of the job."""
 
 
 def duration(seconds: float | None) -> str:
-    """`seconds` for people, such as 1h02m, 3m05s, 12s; - where unknown."""
+    """`seconds` as text, such as 1h02m, 3m05s, 12s; - if unknown."""
     if seconds is None:
         return "-"
     whole = round(seconds)
@@ -39,12 +39,12 @@ def duration(seconds: float | None) -> str:
 
 
 def figure(value: float | None, digits: int) -> str:
-    """`value` with `digits` after the point; - where unknown."""
+    """`value` with `digits` decimals; - if unknown."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(ratio: float | None) -> str:
-    """A ratio as a percentage; - where unknown."""
+    """A ratio as a percentage; - if unknown."""
     return "-" if ratio is None else f"{100 * ratio:.1f}%"
 
 
@@ -74,10 +74,8 @@ def follow(
     poll_seconds: float = POLL_SECONDS,
     on_progress: Callable[[Job], None] = lambda job: None,
 ) -> Job:
-    """Show a job's progress on `console` until the job is final, and return it. `on_progress`: called at each look.
-
-    On a terminal one line that is rewritten; elsewhere a line now and then, and one at each change of state.
-    """
+    """Show a job's progress on `console` until the job is final, and return it. `on_progress`: called at each poll. On
+    a terminal one line is rewritten; otherwise a line is printed from time to time, and at each change of state."""
     if not console.is_terminal:
         return _follow_plainly(reader, job_id, console, poll_seconds, on_progress)
     with Live(console=console, refresh_per_second=8) as live:
@@ -94,8 +92,8 @@ def _saying(console: Console) -> Patience:
 def watch(
     reader: JobReader, job_id: str, poll_seconds: float = POLL_SECONDS, patience: Patience | None = None
 ) -> Iterator[Job]:
-    """The job again and again, every `poll_seconds`, until it is final; that one is the last. Once there was an answer,
-    a service that gives none is borne with `patience`."""
+    """The job every `poll_seconds` until it is final, which is the last item. After the first answer, a service that
+    does not respond is retried with `patience`."""
     pause, patience = threading.Event(), patience or Patience()
     job = reader.job(job_id)
     while True:

@@ -1,5 +1,5 @@
-"""`manta ranks`, `manta waits` and `manta stack`: where a job's ranks run, how they are doing, and who waits for
-whom."""
+"""`manta ranks`, `manta waits` and `manta stack`: placement and state of a job's ranks, and which ranks wait for
+which."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def register(app: typer.Typer) -> None:
 
 
 def ranks(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Show where a job's ranks run, and how they do."""
+    """Show the placement and state of a job's ranks."""
     with connect(url) as client:
         page = client.ranks(job)
     show(page, as_json, lambda console: render.rank_table(console, page.items))
 
 
 def waits(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Show who waits for whom in a job that runs."""
+    """Show which ranks of a running job wait for which."""
     with connect(url) as client:
         answer = client.send(calls.waits(job))
     show(answer, as_json, lambda console: render.waits_page(console, answer))
 
 
 def stack(job: JobId, rank: Rank, url: Url = None, as_json: Json = False) -> None:
-    """Show where all threads of a rank's trainer are at this moment."""
+    """Show the current stacks of all threads of a rank's trainer."""
     with connect(url) as client:
         answer = client.send(calls.rank_stack(job, rank))
     show(answer, as_json, lambda console: console.print(answer.text, markup=False, highlight=False, soft_wrap=True))

@@ -1,4 +1,4 @@
-"""What the `manta` command prints: tables for people, JSON for programs."""
+"""Output of the `manta` command: tables for users, JSON for programs."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def as_json(answer: BaseModel | Sequence[BaseModel]) -> str:
 
 
 def moment(time: datetime | None) -> str:
-    """A moment in local time; - where unknown."""
+    """A time in the local time zone; - if unknown."""
     return "-" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def size(count: float | None) -> str:
-    """A number of bytes for people; - where unknown."""
+    """A number of bytes as text; - if unknown."""
     return "-" if count is None else byte_count(count)
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """So many of something."""
+    """A number and a noun."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def value_in_words(value: Any) -> str:
-    """A value of a spec in short; - for none."""
+    """A short form of a spec's value; - for none."""
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -73,7 +73,7 @@ def job_list(console: Console, jobs: Sequence[schemas.Job], filtered: bool = Fal
 
 
 def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = None) -> None:
-    """What `manta status` says about a job."""
+    """Output of `manta status`."""
     latest = job.metrics.latest
     lines = {
         "job": f"{job.id} ({job.name})",
@@ -86,18 +86,18 @@ def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = 
             for name, metric in metric_names.validation_losses(job.spec).items()
         },
         "MFU, attention in full / causal": f"{percent(latest.get('mfu_full'))} / {percent(latest.get('mfu_causal'))}",
-        "memory of the fullest rank": size(latest.get("memory_bytes")),
+        "maximum memory of a rank": size(latest.get("memory_bytes")),
         "goodput": percent(job.goodput),
-        "steps redone after a crash, at most": figure(latest.get("snapshot_every_steps"), 0),
+        "maximum steps redone after a crash": figure(latest.get("snapshot_every_steps"), 0),
         "generation / restarts": f"{job.generation} / {job.restarts}",
         "submitted": moment(job.created_at),
         "started": moment(job.started_at),
         "finished": moment(job.finished_at),
     }
     if plan is not None:
-        lines["a step as planned"] = planned_line(plan)
+        lines["planned step"] = planned_line(plan)
     if job.memory_kept_until is not None:
-        lines["in memory until"] = moment(job.memory_kept_until)
+        lines["snapshots kept until"] = moment(job.memory_kept_until)
     if job.queue.position is not None:
         lines["queue"] = f"place {job.queue.position}"
     width = max(map(len, lines))
@@ -106,7 +106,7 @@ def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = 
 
 
 def planned_line(plan: schemas.JobPlan) -> str:
-    """What was planned of a step, and what it takes."""
+    """Planned and measured time of a step."""
     if plan.planned is None:
         return plan.problem or "-"
     if plan.drift is not None:
@@ -120,33 +120,33 @@ def planned_line(plan: schemas.JobPlan) -> str:
 
 
 def edited(console: Console, job: schemas.Job) -> None:
-    """What `manta edit` says."""
+    """Output of `manta edit`."""
     labels = ", ".join(f"{key}={value}" for key, value in sorted(job.labels.items())) or "none"
-    text = f"{job.id} is called {job.name} and has priority {job.spec.get('priority')}; labels: {labels}"
+    text = f"{job.id} has name {job.name}, priority {job.spec.get('priority')}; labels: {labels}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def deletion(console: Console, answer: schemas.DeletedJob) -> None:
-    """What `manta delete` says."""
+    """Output of `manta delete`."""
     gone = (("checkpoint", answer.checkpoints), ("log file", answer.logs), ("row", sum(answer.rows.values())))
     what = ", ".join(counted(count, name) for name, count in gone)
     console.print(f"{answer.id} is deleted: {what}, {size(answer.bytes)}", highlight=False)
 
 
 def layout_page(console: Console, answer: schemas.DryRun) -> None:
-    """What `manta submit --dry-run` says."""
+    """Output of `manta submit --dry-run`."""
     layout = answer.layout
     shape = f"{layout_name(layout.parallel)} (tensor x pipeline x data)"
     counts = f"{counted(layout.world_size, 'rank')}, {counted(layout.micro_batches, 'micro-batch', 'micro-batches')}"
-    console.print(f"the spec is fine: {shape}, {counts} a step")
+    console.print(f"the spec is valid: {shape}, {counts} per step")
     if layout.ranks:
         rows = [(place.rank, place.tensor, place.pipeline, place.data) for place in layout.ranks]
         table(console, ("RANK", "TENSOR", "PIPELINE", "DATA"), rows, "")
     if answer.plan is not None:
         plan, memory = answer.plan, size(answer.plan.memory_bytes.total)
         console.print(
-            f"planned: {plan.step_seconds:.4g} s a step, {plan.tokens_per_second:,.0f} tokens/s, {memory} on the "
-            f"fullest rank, {duration(3600 * plan.hours)} in all",
+            f"planned: {plan.step_seconds:.4g} s per step, {plan.tokens_per_second:,.0f} tokens/s, {memory} on the "
+            f"rank that needs the most, {duration(3600 * plan.hours)} in total",
             highlight=False,
         )
     if answer.plan_note is not None:
@@ -174,7 +174,7 @@ def log_line(line: schemas.LogLine) -> str:
 
 
 def metric_table(console: Console, points: schemas.MetricSeries, after_step: int = 0) -> None:
-    """The table of `manta metrics`, of steps above `after_step`: only metrics of which something is known."""
+    """The table of `manta metrics`, of steps above `after_step`: only metrics with values."""
     shown = {name: values for name, values in points.series.items() if any(value is not None for value in values)}
     rows = [
         (step, *(_metric(name, values[place]) for name, values in shown.items()))
@@ -185,7 +185,7 @@ def metric_table(console: Console, points: schemas.MetricSeries, after_step: int
 
 
 _SPARE_METRICS = ("HFU_FULL", "MFU_CAUSAL", "LEARNING_RATE", "TOKENS", "MEMORY_BYTES", "GRAD_NORM", "STEP_SECONDS")
-"""Those that are left out first where there is no room; `--names` asks for any."""
+"""Columns that are omitted first if there is no room; `--names` selects any."""
 
 
 _FORMATS: dict[str, Callable[[float | None], str]] = {
@@ -217,7 +217,7 @@ def rank_table(console: Console, ranks: Sequence[schemas.Rank]) -> None:
 
 
 def waits_page(console: Console, waits: schemas.Waits) -> None:
-    """What `manta waits` says."""
+    """Output of `manta waits`."""
     console.print(waits.sentence, markup=False, highlight=False, soft_wrap=True)
     rows = [
         (rank.rank, rank.step if rank.step is not None else "-", figure(rank.since_seconds, 1), rank.doing)
@@ -233,12 +233,12 @@ def checkpoint_table(console: Console, checkpoints: Sequence[schemas.Checkpoint]
 
 
 def class_name(name: str) -> str:
-    """A class of the ledger, or a phase of a recovery, in words."""
+    """Name of a ledger class or recovery phase, for users."""
     return {"re_form": "re-form"}.get(name, name.replace("_", " "))
 
 
 def ledger_page(console: Console, ledger: schemas.Ledger) -> None:
-    """What `manta ledger` says: every class that has any time, the largest first."""
+    """Output of `manta ledger`: every class with any time, largest first."""
     wall = ledger.wall_seconds
     rows = [
         (class_name(name), figure(spent, 2), percent(spent / wall) if wall > 0 else "-")
@@ -264,17 +264,17 @@ def recovery_table(console: Console, recoveries: Sequence[schemas.Recovery]) -> 
 
 
 def replaced(entry: schemas.Recovery) -> str:
-    """How many ranks got a new process."""
+    """Number of ranks with a new process."""
     return f"{len(entry.forked)} of {len(entry.forked) + entry.kept}"
 
 
 def node_name(node: str | None) -> str:
-    """As much of a node's id as tells it from others; commands take that, too."""
+    """A prefix of a node's id that identifies it; commands accept it."""
     return "-" if node is None else node[:12]
 
 
 def node_state(node: schemas.Node) -> str:
-    """In a word."""
+    """State as one word."""
     if not node.alive:
         return "dead"
     if node.problem is not None:
@@ -282,10 +282,10 @@ def node_state(node: schemas.Node) -> str:
     return "draining" if node.draining else "alive"
 
 
-def _places_and_slots(node: schemas.Node, places: float, slots: float) -> str:
-    """So many places, and the slots that a node with GPUs has besides them."""
-    more = f" + {figure(slots, 0)} slots" if node.accelerator == "gpu" and node.slots_total else ""
-    return f"{figure(places, 0)}{more}"
+def _beside_slots(node: schemas.Node, places: float, slots: float) -> str:
+    """A number of GPUs or slots, and the additional slots of a node with GPUs."""
+    beside = f" + {figure(slots, 0)} slots" if node.accelerator == "gpu" and node.slots_total else ""
+    return f"{figure(places, 0)}{beside}"
 
 
 def node_table(console: Console, cluster: schemas.Cluster) -> None:
@@ -299,7 +299,7 @@ def node_table(console: Console, cluster: schemas.Cluster) -> None:
     table(console, ("NODE", "ADDRESS", "STATE", "PLACES", "FREE", "TOTAL", "JOBS"), rows, "the cluster has no nodes")
     for node in cluster.nodes:
         if node.problem is not None:
-            console.print(f"nothing is placed on {node_name(node.id)}: {node.problem}", style="yellow")
+            console.print(f"no ranks are placed on {node_name(node.id)}: {node.problem}", style="yellow")
 
 
 def key_table(console: Console, keys: Sequence[access_schemas.ApiKey]) -> None:
@@ -341,4 +341,4 @@ def audit_table(console: Console, entries: Sequence[access_schemas.AuditEntry]) 
         for entry in entries
     ]
     headings = ("TIME", "USER", "KEY", "PROJECT", "WHAT", "OF", "FROM", "ANSWER")
-    table(console, headings, rows, "Nobody has changed anything.", spare=("FROM", "PROJECT"))
+    table(console, headings, rows, "The audit log is empty.", spare=("FROM", "PROJECT"))

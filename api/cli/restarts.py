@@ -1,5 +1,5 @@
-"""A service that is restarted when Ray ends it: Ray's library ends the process that uses it, without notice, when a new
-head answers in place of the one that it knew."""
+"""Restarting a service that Ray terminates: Ray's library terminates its process without notice when a new head node
+responds at the address of the previous one."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from workers.system.parent_death import ParentDeathSignal
 log = logging.getLogger(__name__)
 
 ABORTS = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS})
-"""Signals by which a process may be ended from within. What others send, such as SIGKILL, is meant to end it."""
+"""Signals by which a process may terminate itself. Signals sent by others, such as SIGKILL, are meant to end it."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PAUSE_SECONDS = 1.0
-"""Before it is started again, so that one that ends at once does not eat a core."""
+"""Delay before a restart, so that a service that ends immediately does not use a whole core."""
 
 
 def run_again_when_ended_by_ray(run: Callable[[bool], None], service_file: Path) -> None:
-    """Call `run` in a process forked from this one, and again in another when that one ends without an order while
-    `service_file` says that it serves; the argument says whether it is again. Ends this process as that one ends;
-    signals are passed on to it, and it dies with this one.
-
-    Call it before Ray is imported and before there are threads."""
+    """Call `run` in a forked process, and again in another if that process ends unexpectedly while `service_file` shows
+    that it is serving; the argument of `run` is whether it is a restart. This process ends with the status of the
+    child; signals are forwarded to the child, which dies with this process. Call it before Ray is imported and before
+    any threads start."""
     again = False
     while True:
         child = _fork()
@@ -40,13 +39,13 @@ def run_again_when_ended_by_ray(run: Callable[[bool], None], service_file: Path)
             signal.signal(each, signal.SIG_DFL)
         if not (_ended_from_within(status) and _is_said_to_serve(child, service_file)):
             _end_as(status)
-        log.error("Ray has ended the service; it is restarted")
+        log.error("Ray has terminated the service; it is restarted")
         time.sleep(PAUSE_SECONDS)
         again = True
 
 
 def _fork() -> int:
-    """As os.fork: in the parent signals are passed on from then on, and the child dies with it."""
+    """Like os.fork, but the parent then forwards signals to the child, and the child dies with the parent."""
     parent, parent_death = os.getpid(), ParentDeathSignal()
     with _kept_back(FORWARDED):
         child = os.fork()
@@ -60,7 +59,7 @@ def _fork() -> int:
 
 @contextlib.contextmanager
 def _kept_back(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Signals that come meanwhile arrive after it, in whichever process this is then."""
+    """Defers signals until the end of the block, in whichever process runs then."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -73,7 +72,7 @@ def _ended_from_within(status: int) -> bool:
 
 
 def _is_said_to_serve(pid: int, service_file: Path) -> bool:
-    """A service that ends in order takes its file away."""
+    """A service that ends regularly removes its file."""
     try:
         return int(json.loads(service_file.read_text())["pid"]) == pid
     except (OSError, ValueError, TypeError, KeyError):
@@ -81,11 +80,11 @@ def _is_said_to_serve(pid: int, service_file: Path) -> bool:
 
 
 def _end_as(status: int) -> None:
-    """End this process with the `status` of one that has ended."""
+    """End this process with the exit `status` of another."""
     if not os.WIFSIGNALED(status):
         raise SystemExit(os.waitstatus_to_exitcode(status))
     ended_by = os.WTERMSIG(status)
     if ended_by != signal.SIGKILL:
         signal.signal(ended_by, signal.SIG_DFL)
     os.kill(os.getpid(), ended_by)
-    raise SystemExit(128 + ended_by)  # the first process of a container, which its own signals do not end
+    raise SystemExit(128 + ended_by)  # the first process of a container is not ended by its own signals

@@ -1,4 +1,4 @@
-"""`manta up`, `manta down`, `manta serve`: the service itself."""
+"""`manta up`, `manta down`, `manta serve`: starting and stopping the service."""
 
 from __future__ import annotations
 
@@ -39,34 +39,35 @@ UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 120.0, 60.0, 0.1
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
 Slots = Annotated[
-    int | None, typer.Option("--slots", min=1, help="CPU ranks that fit, also next to GPUs; default: 16.")
+    int | None, typer.Option("--slots", min=1, help="Number of CPU ranks that fit, in addition to GPUs; default: 16.")
 ]
 Ray = Annotated[
-    str | None, typer.Option("--ray", metavar="HOST:PORT", help="Use this Ray cluster; default: start one.")
+    str | None, typer.Option("--ray", metavar="HOST:PORT", help="Use this Ray cluster instead of starting one.")
 ]
 WaitForRay = Annotated[
-    bool, typer.Option("--wait-for-ray", help="Wait until the cluster of --ray answers, however long that takes.")
+    bool, typer.Option("--wait-for-ray", help="Wait until the cluster of --ray responds, without a time limit.")
 ]
 AllowFaults = Annotated[
-    bool, typer.Option("--allow-faults", help="Let `manta inject` kill, stop and harm the jobs' processes.")
+    bool, typer.Option("--allow-faults", help="Allow `manta inject` to kill, stop and disturb processes of jobs.")
 ]
 TlsCert = Annotated[Path | None, typer.Option("--tls-cert", help="PEM file of the service's certificate.")]
 TlsKey = Annotated[Path | None, typer.Option("--tls-key", help="PEM file of its private key.")]
 TlsTerminated = Annotated[
-    bool, typer.Option("--tls-terminated", help="A proxy terminates TLS, and only it can reach this port.")
+    bool,
+    typer.Option("--tls-terminated", help="A proxy handles TLS with the clients, and only it can reach this port."),
 ]
 Database = Annotated[
     str | None,
     typer.Option(
         "--database",
         metavar="URL",
-        help="The job database, such as postgresql://USER@HOST/NAME; default: MANTA_DATABASE_URL, else in the home.",
+        help="The job database, such as postgresql://USER@HOST/NAME; default: MANTA_DATABASE_URL, or the home.",
     ),
 ]
 
 
 class NotStarted(MantaError):
-    """The service did not come up; the message says why."""
+    """The service did not start; the message has the reason."""
 
 
 def register(app: typer.Typer) -> None:
@@ -101,18 +102,18 @@ def up(
         typer.echo(json.dumps({"url": url, "home": str(home), "started": running is None}))
         return
     if running is not None:
-        typer.echo(f"Manta runs already: {url}")
+        typer.echo(f"Manta is already running: {url}")
         return
     typer.echo(f"Manta is up: {url} (home: {home})")
     if settings.dashboard and read_key(home) is not None and host in LOOPBACK_HOSTS:
         with MantaClient.of_home(home) as client:
-            typer.echo(f"Dashboard, good once: {url}{client.link().path} (`manta link` prints another one)")
+            typer.echo(f"Dashboard, link valid once: {url}{client.link().path} (`manta link` prints another one)")
 
 
 def _with_options(
     settings: Settings, allow_faults: bool, tls_cert: Path | None, tls_key: Path | None, tls_terminated: bool
 ) -> Settings:
-    """`settings`, where the command's options do not say otherwise."""
+    """`settings`, overridden by the command's options."""
     tls = settings.tls
     if tls_cert is not None or tls_key is not None:
         tls = Tls(tls_cert and tls_cert.absolute(), tls_key and tls_key.absolute(), tls.terminated)
@@ -121,7 +122,7 @@ def _with_options(
 
 
 def settings_with(database: str | None) -> Settings:
-    """What the environment says, but for the database where one is named. Raises BadSetting, BadDatabaseUrl."""
+    """Settings from the environment, except for the database if one is given. Raises BadSetting, BadDatabaseUrl."""
     settings = Settings.from_environment()
     settings = replace(settings, database_url=database or settings.database_url)
     parse_url(url_in(settings.home, settings.database_url))
@@ -129,7 +130,7 @@ def settings_with(database: str | None) -> Settings:
 
 
 def down(database: Database = None, as_json: Json = False) -> None:
-    """Stop the service and everything it runs, and say what that was."""
+    """Stop the service and everything it runs, and list what was running."""
     settings = settings_with(database)
     home, looked_at = settings.home, shown(parse_url(url_in(settings.home, settings.database_url)))
     used = (running_service(home) or {}).get("database", looked_at)
@@ -141,37 +142,36 @@ def down(database: Database = None, as_json: Json = False) -> None:
         typer.echo(json.dumps({"home": str(home), "database": used, "stopped": stopped, "jobs": ran}))
         return
     if not stopped:
-        typer.echo(f"No service runs with home {home}.")
+        typer.echo(f"No service is running with home {home}.")
         return
     typer.echo("Manta is down.")
     if used != looked_at:
-        typer.echo(f"What it ran is in its database, {used}: `manta up --database URL` goes on with it.")
+        typer.echo(f"Its jobs are in its database, {used}: `manta up --database URL` continues them.")
     for job in jobs:
         typer.echo(f"  {job.id} ({job.name}) {_what_becomes_of(job, own_ray)}")
     if jobs:
-        typer.echo("`manta up` goes on with them; `manta cancel` after that ends a job for good.")
+        typer.echo("`manta up` continues them; after that `manta cancel` ends a job permanently.")
 
 
 def _what_becomes_of(job: Job, own_ray: bool) -> str:
     if job.state == JobState.QUEUED:
         return "waits in the queue"
     if job.state == JobState.PAUSED:
-        return f"stays paused at step {job.step} of {job.steps}; resumed, it goes on from its newest checkpoint"
+        return f"stays paused at step {job.step} of {job.steps}; if resumed, it continues from its newest checkpoint"
     if not own_ray:
-        return f"runs on, on the Ray cluster that is not ours, at step {job.step} or later"
-    return f"was ended at step {job.step} of {job.steps}, and goes on from its newest checkpoint"
+        return f"keeps running on the existing Ray cluster, at step {job.step} or later"
+    return f"was stopped at step {job.step} of {job.steps}, and continues from its newest checkpoint"
 
 
 def running_jobs(home: Path, database: str | None = None) -> list[Job]:
-    """The jobs of `home` that are not final, as its database says, whether or not a service runs; none where it cannot
-    be read."""
+    """Unfinished jobs in the database of `home`, whether or not a service is running; none if it cannot be read."""
     file = file_of(parse_url(url_in(home, database)))
     if file is not None and not file.exists():
         return []
     store = Store(url_in(home, database))
     try:
         with store.read() as session:
-            return unfinished_in_brief(session)  # it may be of another release
+            return unfinished_in_brief(session)  # it may be from another release
     except SQLAlchemyError:
         return []
     finally:
@@ -202,8 +202,8 @@ def serve_in_foreground(
 
 
 def start_service(settings: Settings, host: str, port: int, slots: int | None, ray: str | None) -> str:
-    """Start the service in the background and return its address once it is ready. Raises HomeUnusable, and
-    NotStarted; a Ray that ran before goes on running then, with the jobs in it."""
+    """Start the service in the background and return its address once it is ready. Raises HomeUnusable and NotStarted;
+    in these cases a Ray that was already running keeps running, with its jobs."""
     home = settings.home
     ray_ran = RayHead(home).record() is not None
     log = home / "logs" / "service.log"
@@ -223,7 +223,7 @@ def start_service(settings: Settings, host: str, port: int, slots: int | None, r
         )
     try:
         return _wait_until_ready(home, process, log, began)
-    except BaseException:  # interrupted, or too slow: nothing that no one waits for stays behind
+    except BaseException:  # interrupted, or too slow: leave no process behind
         if process.poll() is None:
             process.kill()
             process.wait()
@@ -249,8 +249,8 @@ def _wait_until_ready(home: Path, process: subprocess.Popen[bytes], log: Path, b
         with log.open("rb") as file:
             file.seek(began)
             words = file.read().decode(errors="replace").strip().splitlines()
-        raise NotStarted(f"the service did not start: {words[-1] if words else 'it said nothing'} (log: {log})")
-    raise NotStarted(f"the service is not ready after {UP_SECONDS:.0f} s; its log is {log}")
+        raise NotStarted(f"the service did not start: {words[-1] if words else 'it printed nothing'} (log: {log})")
+    raise NotStarted(f"the service is not ready after {UP_SECONDS:.0f} s; see its log: {log}")
 
 
 def _is_ready(home: Path) -> bool:
@@ -262,9 +262,10 @@ def _is_ready(home: Path) -> bool:
 
 
 def stop_service(home: Path) -> bool:
-    """End the service of `home`, its Ray, and every process and shared memory of its jobs. False: none was running."""
+    """End the service of `home`, its Ray, and all processes and shared memory of its jobs. False: no service was
+    running."""
     paths, head = Paths.of(home), RayHead(home)
-    has_own_ray = paths.ray_record.exists()  # on an existing Ray the jobs run on, and need what they have
+    has_own_ray = paths.ray_record.exists()  # on an existing Ray cluster the jobs keep running and need these
     running = running_service(home)
     if running is not None:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""`manta submit`: a job of a file, as it is or with other values."""
+"""`manta submit`: submits a job from a file, optionally with overridden values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def submit(
         typer.Option(
             "--sweep",
             metavar="KEY=VALUE,VALUE",
-            help="A job for each of these values, called NAME-1, NAME-2 ...; repeated: for each combination.",
+            help="Submit a job for each of these values, named NAME-1, NAME-2 ...; repeated: for each combination.",
         ),
     ] = None,
     label: Labels = None,
@@ -48,7 +48,9 @@ def submit(
 ) -> None:
     """Submit a training job."""
     if follow and sweep:
-        raise fail("--follow shows one job: submit the sweep without it, then `manta compare`", EXIT_BAD_INPUT)
+        raise fail(
+            "--follow works for one job only: submit the sweep without it, then use `manta compare`", EXIT_BAD_INPUT
+        )
     document = labelled(read_file(file, changes or ()), label or ())
     with connect(url) as client:
         if sweep:
@@ -68,13 +70,13 @@ def submit(
 
 
 def _follow(client: MantaClient, job: Job, as_json: bool) -> None:
-    # With --json the only thing on standard output is the final job.
+    # With --json only the final job is printed to standard output.
     out = Console(stderr=True, markup=False) if as_json else console()
     out.print(f"submitted {job.id}", highlight=False)
     try:
         job = follow_progress(client, job.id, out)
     except KeyboardInterrupt as error:
-        hint = f"{job.id} keeps running; `manta status {job.id}` shows it, `manta cancel {job.id}` stops it"
+        hint = f"{job.id} continues to run; `manta status {job.id}` shows it, `manta cancel {job.id}` stops it"
         raise fail(hint, EXIT_INTERRUPTED) from error
     if as_json:
         typer.echo(render.as_json(job))

@@ -1,4 +1,4 @@
-"""A sweep: one job for each combination of values, all of them checked before the first is submitted."""
+"""Sweeps: one job for each combination of values, all checked before the first is submitted."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Variant:
     document: Any
     """Its JobSpec."""
     values: str
-    """What sets it apart, for people."""
+    """The values of this job, for users."""
 
 
 def variants(document: Any, sweeps: Sequence[str], sweep: str) -> list[Variant]:
-    """A job for each combination of values: called NAME-1, NAME-2 and so on where no name is among them, with the label
+    """A job for each combination of values, named NAME-1, NAME-2 and so on unless names are swept, with the label
     sweep=`sweep`. Raises SpecError."""
     named = document.get("name") if isinstance(document, dict) else None
     name = named if isinstance(named, str) else JobSpec.model_fields["name"].default
@@ -51,7 +51,8 @@ def variants(document: Any, sweeps: Sequence[str], sweep: str) -> list[Variant]:
 
 
 def submit_sweep(client: MantaClient, document: Any, sweeps: Sequence[str], dry_run: bool, as_json: bool) -> None:
-    """Check all jobs of a sweep and, unless it is a `dry_run`, submit them; each is printed as soon as it is there."""
+    """Check all jobs of a sweep and, unless it is a `dry_run`, submit them; each is printed as soon as it is
+    submitted."""
     sweep = secrets.token_hex(4)
     made = variants(document, sweeps, sweep)
     checked = [client.dry_run(each.document) for each in made]
@@ -74,5 +75,5 @@ def _line_of(answer: BaseModel) -> str:
 
 def _planned(checked: DryRun) -> str:
     layout = render.layout_name(checked.layout.parallel)
-    time = f"{checked.plan.step_seconds:.4g} s a step" if checked.plan is not None else "not planned"
+    time = f"{checked.plan.step_seconds:.4g} s per step" if checked.plan is not None else "not planned"
     return f"{checked.spec['name']}  {layout}  {time}"

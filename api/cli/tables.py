@@ -1,4 +1,4 @@
-"""Tables on a terminal in which no word is broken: half an id cannot be copied, and half a number is wrong."""
+"""Tables on a terminal that never break words, so that ids can be copied and numbers stay correct."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 GAP = 2
 SHORT = 20
-"""Cells of so many characters stay on one line as long as there is room."""
+"""Cells of up to this many characters are kept on one line if there is room."""
 
 
 def table(
@@ -20,9 +20,9 @@ def table(
 ) -> None:
     """Print `rows` under `headings`, or the sentence `empty` when there are none.
 
-    Where a terminal is too narrow, the columns `spare` are left out, one after the other, which a line below says; then
-    cells are folded between their words. What does not fit even so is longer than the terminal's lines, which it folds
-    itself."""
+    If the terminal is too narrow, the columns `spare` are omitted one by one, which a line below reports; then cells
+    are wrapped between words. Lines that still do not fit are wrapped by the terminal.
+    """
     if not rows:
         console.print(empty, markup=False)
         return
@@ -35,7 +35,7 @@ def table(
     else:
         _print_folded(console, columns, widths)
     if left_out:
-        console.print(f"Left out for lack of room: {', '.join(left_out)}.", style="dim", highlight=False)
+        console.print(f"Columns omitted for lack of room: {', '.join(left_out)}.", style="dim", highlight=False)
 
 
 def _print_folded(console: Console, columns: Sequence[Sequence[str]], widths: Sequence[int]) -> None:
@@ -55,7 +55,7 @@ def _print_lines(console: Console, columns: Sequence[Sequence[str]]) -> None:
 
 
 def spared(columns: Sequence[Sequence[str]], spare: Sequence[str], width: int) -> list[str]:
-    """Headings of the columns that are left out of a table so that it fits into `width` characters."""
+    """Headings of the columns that are omitted so that the table fits into `width` characters."""
     left_out: list[str] = []
     for heading in spare:
         if _total([_unbroken(column) for column in columns if column[0] not in left_out]) <= width:
@@ -65,15 +65,15 @@ def spared(columns: Sequence[Sequence[str]], spare: Sequence[str], width: int) -
 
 
 def widths_of(columns: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Characters of each of the columns (heading and cells): with the gaps between them `width` at most, unless a word
-    would be broken."""
+    """Width of each column (heading and cells), in characters; in total, with gaps, at most `width` unless a word would
+    be broken."""
     words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
     unbroken = _widened(words, [_unbroken(column) for column in columns], width)
     return _widened(unbroken, [max(map(cell_len, column)) for column in columns], width)
 
 
 def _unbroken(column: Sequence[str]) -> int:
-    """What a column takes whose short cells are on one line, and of whose others no word is broken."""
+    """Minimum width of a column that keeps short cells on one line and breaks no word."""
     lengths = map(cell_len, column)
     words = (cell_len(word) for cell in column for word in cell.split())
     return max(*(length for length in lengths if length <= SHORT), *words, 0, 0)
@@ -84,7 +84,7 @@ def _total(widths: Collection[int]) -> int:
 
 
 def _widened(least: Sequence[int], most: Sequence[int], width: int) -> list[int]:
-    """`least`, and what there is room for beyond it in `width`, up to `most`: first for those that lack the least."""
+    """`least`, plus the remaining room in `width`, up to `most`: first for columns that need the least."""
     widths, room = [*least], max(0, width - _total(least))
     lacking = sorted(range(len(widths)), key=lambda at: most[at] - least[at])
     for done, at in enumerate(lacking):

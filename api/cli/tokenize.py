@@ -1,4 +1,4 @@
-"""`manta tokenize`: the tokens of a job's corpus, made before it is submitted, on the node where the command runs."""
+"""`manta tokenize`: tokenizes a job's corpus before it is submitted, on the node where the command runs."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ def register(app: typer.Typer) -> None:
 def tokenize(
     file: Annotated[Path, typer.Argument(help="A job's YAML file.", dir_okay=False)],
     cache: Annotated[
-        Path | None, typer.Option("--cache", metavar="FOLDER", help="Keep the tokens here; default: MANTA_TOKEN_CACHE.")
+        Path | None,
+        typer.Option("--cache", metavar="FOLDER", help="Folder to store the tokens in; default: MANTA_TOKEN_CACHE."),
     ] = None,
     to: Annotated[
         Path | None,
         typer.Option("--to", metavar="PREFIX", help="Also write PREFIX.bin and PREFIX.idx, for Megatron-LM."),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="How many tokenize at once; default: one a core.")
+        int | None, typer.Option("--processes", min=1, help="Number of tokenizing processes; default: one per core.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make the tokens of a job's corpus now, on this node.
-
-    A job that starts here finds them; it makes them by itself where they are missing. What was begun is gone on with.
-    Needs no service."""
-    # Only here: numpy takes longer to import than most commands take.
+    """Tokenize a job's corpus now, on this node. A job that starts here uses the stored tokens; without them it
+    tokenizes by itself. An interrupted run is continued. Needs no service."""
+    # Imported here: numpy takes longer to import than most commands take to run.
     from workers.data.token_cache import Watcher
     from workers.data.tokenize import ProgressLines
     from workers.data.tokenize import tokenize as make_tokens
@@ -48,7 +47,7 @@ def tokenize(
     try:
         spec = load_job_spec(file)
     except OSError as error:
-        raise fail(f"{file} cannot be read ({error.strerror})", EXIT_BAD_INPUT) from error
+        raise fail(f"cannot read {file}: {error.strerror}", EXIT_BAD_INPUT) from error
     watcher = Watcher() if as_json else ProgressLines(sys.stdout)
     watcher.processes = processes
     corpus = make_tokens(spec, folder, watcher, to)

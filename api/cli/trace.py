@@ -1,4 +1,5 @@
-"""`manta trace` and `manta traces`: single steps of a job, recorded action by action, and where their time went."""
+"""`manta trace`, `manta traces` and `manta budget`: single steps of a job, recorded action by action, and their time by
+part."""
 
 from __future__ import annotations
 
@@ -31,28 +32,26 @@ def register(app: typer.Typer) -> None:
 
 def trace(
     job: JobId,
-    step: Annotated[
-        int, typer.Option("--step", min=0, help="Record none before this step; default: as soon as possible.")
-    ] = 0,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=MOST_STEPS, help="How many steps to record.")] = 1,
+    step: Annotated[int, typer.Option("--step", min=0, help="First step to record; default: as soon as possible.")] = 0,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=MOST_STEPS, help="Number of steps to record.")] = 1,
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="Write it to this file: .json, or .pftrace for Perfetto.", dir_okay=False),
+        typer.Option("--output", help="Write the trace to this file: .json, or .pftrace for Perfetto.", dir_okay=False),
     ] = None,
     profiled: Annotated[
         list[int] | None,
         typer.Option(
             "--profile-rank",
             min=0,
-            help="Record this rank with torch's profiler too, into a .json.gz next to the output.",
+            help="Also record this rank with torch's profiler; written next to the output as .json.gz.",
         ),
     ] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Record a job's next steps on all of its ranks, wait for them, and show where their time went."""
+    """Record a job's next steps on all of its ranks, wait for them, and show their time by part."""
     if output is not None and output.suffix not in ENDINGS:
-        raise fail(f"{output}: a trace is written as {' or as '.join(ENDINGS)}", EXIT_BAD_INPUT)
+        raise fail(f"{output}: a trace file must end in {' or '.join(ENDINGS)}", EXIT_BAD_INPUT)
     if output is not None and not output.parent.is_dir():
         raise fail(f"cannot write {output}: there is no folder {output.parent}", EXIT_BAD_INPUT)
     if profiled and output is None:
@@ -78,7 +77,7 @@ def trace(
 
 
 def _wait(client: MantaClient, asked: trace_schemas.Trace) -> None:
-    """Return once nothing more comes to the trace."""
+    """Return when the trace is final."""
     for event in client.follow_events(asked.job_id):
         if event.type in _OVER and event.data.get("trace") == asked.id:
             return
@@ -107,7 +106,7 @@ def _page(console: Console, made: trace_schemas.TraceDocument, output: Path | No
     if made.bubble is not None and made.bubble.mean is not None:
         console.print(f"bubble {made.bubble.mean:.1%}, mean over the ranks", highlight=False)
     if made.clock.error_seconds:
-        console.print(f"clocks of the nodes are known to {made.clock.error_seconds:.2g} s", highlight=False)
+        console.print(f"clock error between nodes at most {made.clock.error_seconds:.2g} s", highlight=False)
     if made.budget is not None:
         _budget_table(console, made.budget)
     if output is not None:
@@ -126,7 +125,9 @@ def _budget_table(console: Console, known: trace_schemas.StepBudget) -> None:
         )
         for part in known.parts
     ]
-    console.print(f"\nWhere a step of {known.step_seconds:.4g} s goes, by {known.measured_from}:", highlight=False)
+    console.print(
+        f"\nTime of a step of {known.step_seconds:.4g} s, measured from {known.measured_from}:", highlight=False
+    )
     table(console, ("PART", "SHARE", "TIME", "PLANNED", "LESS WITH"), rows, "")
 
 
@@ -152,11 +153,11 @@ def traces(job: JobId, url: Url = None, as_json: Json = False) -> None:
         for each in page.items
     ]
     heads = ("TRACE", "STATE", "FIRST STEP", "STEPS", "BUBBLE", "REQUESTED", "WHY")
-    show(page, as_json, lambda console: table(console, heads, rows, "no traces; make one with `manta trace JOB`"))
+    show(page, as_json, lambda console: table(console, heads, rows, "no traces; record one with `manta trace JOB`"))
 
 
 def budget(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Show where the time of a job's steps goes, from the device's peak on, next to the plan."""
+    """Show the time of a job's steps by part, starting from the device's peak, next to the plan."""
     with connect(url) as client:
         answer = client.send(calls.budget(job))
     show(answer, as_json, lambda console: _budget_table(console, answer))

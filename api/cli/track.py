@@ -1,4 +1,4 @@
-"""`manta track`: a job's metrics in TensorBoard, MLflow or Weights & Biases, written from where the command runs."""
+"""`manta track`: writes a job's metrics to TensorBoard, MLflow or Weights & Biases, from where the command runs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def track(
         Path | None, typer.Option("--tensorboard", metavar="FOLDER", help="Write event files into FOLDER/JOB.")
     ] = None,
     mlflow: Annotated[
-        str | None, typer.Option("--mlflow", metavar="EXPERIMENT", help="Write a run of this MLflow experiment.")
+        str | None, typer.Option("--mlflow", metavar="EXPERIMENT", help="Write a run in this MLflow experiment.")
     ] = None,
     wandb: Annotated[
-        str | None, typer.Option("--wandb", metavar="PROJECT", help="Write a run of this Weights & Biases project.")
+        str | None, typer.Option("--wandb", metavar="PROJECT", help="Write a run in this Weights & Biases project.")
     ] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Write a job's metrics, from the first step on and until it is over, into other people's tools."""
+    """Write a job's metrics, from the first step until the job ends, to an experiment tracker."""
     if tensorboard is None and mlflow is None and wandb is None:
-        raise fail("say where to: --tensorboard FOLDER, --mlflow EXPERIMENT or --wandb PROJECT", EXIT_BAD_INPUT)
+        raise fail("give a target: --tensorboard FOLDER, --mlflow EXPERIMENT or --wandb PROJECT", EXIT_BAD_INPUT)
     with connect(url) as client:
         followed = client.job(job)
         done = carry_over(client, followed.id, _targets(followed, tensorboard, mlflow, wandb))

@@ -174,7 +174,7 @@ def test_the_command_lists_traces_and_prints_budgets(service, job, monkeypatch):
     assert "trace_1  complete  7" in manta(service, "traces", job).output
     shown = manta(service, "budget", job)
     assert shown.exit_code == 0
-    assert "by trace_1" in shown.output and "bubble" in shown.output and "zero-bubble" in shown.output
+    assert "from trace_1" in shown.output and "bubble" in shown.output and "zero-bubble" in shown.output
 
 
 @pytest.mark.parametrize("ending", ["json", "pftrace"])
@@ -198,7 +198,7 @@ def test_the_command_waits_for_its_trace_and_writes_it(service, job, tmp_path, m
 
 def test_the_command_says_why_there_is_no_trace(service, job, tmp_path, monkeypatch):
     wrong = manta(service, "trace", job, "--output", str(tmp_path / "trace.svg"))
-    assert wrong.exit_code == 2 and "written as .json or as .pftrace" in wrong.output
+    assert wrong.exit_code == 2 and "must end in .json or .pftrace" in wrong.output
     assert manta(service, "traces", job).output.startswith("no traces")
 
     def ends_meanwhile(self, job_id):

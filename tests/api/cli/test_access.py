@@ -33,7 +33,7 @@ def manta(service, tmp_path):
 
 
 def test_project_with_a_key_for_it(manta, service):
-    assert manta("projects", "create", "vision").stdout == "project vision is made\n"
+    assert manta("projects", "create", "vision").stdout == "project vision is created\n"
     assert "vision" in manta("projects", "create", "vision", code=2).stderr
     assert [each["name"] for each in json.loads(manta("projects", "list", "--json").stdout)["items"]] == [
         "default",
@@ -61,7 +61,7 @@ def test_key_for_programs(manta):
     made = json.loads(manta("keys", "create", "prometheus", "--scope", "read", *limited, "--json").stdout)
     assert (made["scope"], made["installation"], made["highest_priority"]) == ("read", True, -1)
     assert made["key"].startswith("manta_")
-    assert "say what the key is for" in manta("keys", "create", code=2).stderr
+    assert "give a name for the key" in manta("keys", "create", code=2).stderr
 
 
 def test_audit(manta, service):
@@ -70,7 +70,7 @@ def test_audit(manta, service):
     lines = manta("audit", "--target", job).stdout.splitlines()
     assert "cancel_job" in lines[1] and "submit_job" in lines[2] and "127.0.0.1" in lines[1]
     assert json.loads(manta("audit", "--limit", 1, "--json").stdout)["items"][0]["status"] == 202
-    assert "Nobody has changed anything." in manta("audit", "--key", "key_000000000000").stdout
+    assert "The audit log is empty." in manta("audit", "--key", "key_000000000000").stdout
 
 
 def test_link_leads_to_the_dashboard_once(manta):
@@ -92,7 +92,7 @@ def test_key_is_made_on_the_machine_before_there_is_a_service(manta, tmp_path):
     assert named["second"].id == again["id"]
     assert named["second"].expires_at == pytest.approx(time.time() + 86_400, abs=60)
     assert key.startswith("manta_") and key != again["key"]
-    assert "--admin makes a key in the database" in manta("keys", "create", "--admin", "--user", "ada", code=2).stderr
+    assert "--admin creates a key in the database" in manta("keys", "create", "--admin", "--user", "ada", code=2).stderr
 
 
 def test_key_that_was_drawn_elsewhere_is_added_once_without_a_service(manta, tmp_path):
@@ -108,7 +108,7 @@ def test_key_that_was_drawn_elsewhere_is_added_once_without_a_service(manta, tmp
     store.close()
     assert "is known already" in manta("keys", "add", "admin", code=2, **drawn).stderr
     assert "must be manta_ and 43 to 128" in manta("keys", "add", "admin", code=2, MANTA_API_KEY="manta_secret").stderr
-    assert "MANTA_API_KEY must hold" in manta("keys", "add", "admin", code=2, MANTA_API_KEY="").stderr
+    assert "set MANTA_API_KEY" in manta("keys", "add", "admin", code=2, MANTA_API_KEY="").stderr
 
 
 def test_client_sends_the_key_it_is_given_before_that_of_the_environment(service):

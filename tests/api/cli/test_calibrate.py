@@ -59,7 +59,7 @@ def file(tmp_path):
 def test_plans_go_by_the_calibration(manta, file, tmp_path):
     before = json.loads(manta("plan", file, "--json"))
     assert "neither fitted nor measured" in before["note"]
-    assert f"{node_type()}: Abacus, 4 cores; kept in {tmp_path / 'home' / 'machines'}" in manta("calibrate")
+    assert f"{node_type()}: Abacus, 4 cores; stored in {tmp_path / 'home' / 'machines'}" in manta("calibrate")
     after = json.loads(manta("plan", file, "--json"))
     assert after["note"] is None
     assert after["plans"][0]["step_seconds"] < before["plans"][0]["step_seconds"]
@@ -134,7 +134,7 @@ def test_a_calibration_that_was_disturbed_says_so(manta, monkeypatch):
 def test_what_the_service_knows_is_listed(manta, service, monkeypatch):
     monkeypatch.setenv("MANTA_URL", service.url)
     monkeypatch.setenv("COLUMNS", "200")
-    assert "nothing was calibrated" in manta("calibrate", "--list")
+    assert "no calibrations" in manta("calibrate", "--list")
     spec = parse_job_spec(DOCUMENT)
     for _ in range(LEAST_JOBS):
         train_on(service.store, service.submit()["id"], spec, Cluster(CpuNode(4, 2.0**34).machine(8), 1, 8))

@@ -75,9 +75,7 @@ def test_a_job_in_place_of_a_command_lists_its_checkpoints(manta, job):
 
 def test_the_newest_complete_one_of_a_job_is_meant_or_that_of_a_step(manta, job, folder):
     newest = checkpoint_path(folder, 20, 2)
-    assert manta("checkpoints", "verify", job).replace("\n", "") == (
-        f"{newest} is as it was written: step 20, 1 files, 20 B"
-    )
+    assert manta("checkpoints", "verify", job).replace("\n", "") == (f"{newest} is intact: step 20, 1 files, 20 B")
     assert json.loads(manta("checkpoints", "verify", job, "--step", 10, "--json")) == {
         "path": str(checkpoint_path(folder, 10, 1)), "step": 10, "generation": 1, "bytes": 10, "job": "j",
     }  # fmt: skip
@@ -89,7 +87,7 @@ def test_a_folder_of_one_or_of_several_may_be_named_without_a_service(folder, mo
     one, two = saved(folder, 10), saved(folder, 20)
     for what, expected in ((folder, two), (one, one)):
         result = CliRunner().invoke(app, ["checkpoints", "verify", str(what)], env={"MANTA_URL": "http://127.0.0.1:9"})
-        assert result.exit_code == 0 and result.output.startswith(f"{expected} is as it was written")
+        assert result.exit_code == 0 and result.output.startswith(f"{expected} is intact")
 
 
 def test_damage_is_named_and_is_the_exit_code(manta, folder):
@@ -109,10 +107,10 @@ def test_copies_go_where_they_are_asked_for_and_are_whole(manta, job, folder, tm
 
 
 def test_weights_are_exported_to_folders_and_what_cannot_be_is_one_sentence(manta, job, folder, tmp_path):
-    assert "dcp is a copy as it is" in manta("export", job, "--to", tmp_path / "out", "--dtype", "bf16", code=2)
+    assert "dcp is an exact copy" in manta("export", job, "--to", tmp_path / "out", "--dtype", "bf16", code=2)
     hf = ("export", job, "--format", "hf", "--to")
-    assert "hf is written to a folder of this machine" in manta(*hf, "s3://bucket/out", code=2)
-    assert "--shard-size 'much' is not a size: write 500MB or 5GB" in manta(
+    assert "hf is written to a local folder" in manta(*hf, "s3://bucket/out", code=2)
+    assert "--shard-size 'much' is not a size: use 500MB or 5GB" in manta(
         *hf, tmp_path / "out", "--shard-size", "much", code=2
     )
     assert "Invalid value for '--dtype'" in manta(*hf, tmp_path / "out", "--dtype", "int8", code=2)
@@ -130,9 +128,9 @@ def test_size_of_a_shard_is_in_units_of_ten_or_of_two(text, size):
 
 def test_what_cannot_be_read_or_written_is_one_sentence(manta, folder, tmp_path):
     nothing = manta("checkpoints", "verify", folder, code=2)
-    assert f"{folder} is neither a job's id nor a folder that is there" in nothing
+    assert f"{folder} is neither a job's id nor an existing folder" in nothing
     folder.mkdir()
-    assert f"there is no whole checkpoint in {folder}; it has none" in manta("checkpoints", "verify", folder, code=2)
+    assert f"there is no complete checkpoint in {folder}; it has none" in manta("checkpoints", "verify", folder, code=2)
     saved(folder, 10)
     assert "of step 7" in manta("checkpoints", "verify", folder, "--step", 7, code=2)
     (tmp_path / "file").write_text("")
@@ -146,7 +144,7 @@ def test_copies_go_to_an_object_store_and_come_back(manta, folder, tmp_path, buc
     saved(folder, 10)
     manta("checkpoints", "push", folder, "--to", bucket / "pushed")
     there = bucket / "pushed" / "step-00000010-generation-1"
-    assert f"{there} is as it was written" in manta("checkpoints", "verify", bucket / "pushed")
+    assert f"{there} is intact" in manta("checkpoints", "verify", bucket / "pushed")
     manta("checkpoints", "pull", bucket / "pushed", "--to", tmp_path / "back")
     assert verify(tmp_path / "back" / there.name).step == 10
 
@@ -167,9 +165,9 @@ def test_a_name_is_that_of_a_folder_here_or_of_a_job(manta, service, job, tmp_pa
     monkeypatch.chdir(tmp_path)
     assert "step 20" in manta("checkpoints", "verify", "small")
     nothing = manta("checkpoints", "verify", "tall", code=2)
-    assert "there is no folder tall here, and no job has the id or the name 'tall'; `manta ps` lists" in nothing
+    assert "there is no folder tall, and no job has the id or the name 'tall'; `manta ps` lists" in nothing
     unreachable = manta("checkpoints", "verify", "small", "--url", "http://127.0.0.1:9", code=3)
-    assert "there is no folder small here, and for a job of that name: cannot reach Manta" in unreachable
+    assert "there is no folder small, and for a job with that name: cannot reach Manta" in unreachable
     saved(tmp_path / "small", 7)
     assert "step 7" in manta("checkpoints", "verify", "small")
     service.submit(name="tall")

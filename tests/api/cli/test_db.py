@@ -60,7 +60,7 @@ def test_database_is_not_taken_from_a_release_under_which_jobs_run(manta, store,
         store.write(lambda session, statement=statement: session.execute(text(statement)))
     become("RUNNING")
     said = manta("upgrade", code=2)
-    assert f"{job.id} may run under a release that could not use" in said and "pause them" in said
+    assert f"{job.id} may be running under a release that could not use" in said and "pause them" in said
     assert store.revision == "0007"
     become("PAUSED")
     assert f"was brought from revision 0007 and is at revision {newest_revision()}." in manta("upgrade")
@@ -72,7 +72,7 @@ def test_database_is_backed_up_and_restored_elsewhere(manta, store, document, tm
     assert "is there already" in manta("backup", tmp_path / "backup.db", code=2)
     other = f"sqlite:///{tmp_path}/other/manta.db"
     said = manta("restore", tmp_path / "backup.db", "--database", other)
-    assert "Of its jobs 1 are not over.\n" in said
+    assert "Unfinished jobs: 1.\n" in said
     assert "has jobs (1); with --replace" in manta("restore", tmp_path / "backup.db", "--database", other, code=2)
     manta("restore", tmp_path / "backup.db", "--replace", "--database", other)
     with contextlib.closing(Store(other)) as restored, restored.read() as session:

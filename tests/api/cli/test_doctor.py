@@ -33,7 +33,7 @@ def test_each_finding_is_a_line_and_what_is_wrong_has_its_advice(doctor, tmp_pat
         "ok    disk: room",
         "WARN  limits: few",
         "      -> raise them",
-        f"-     service: none runs with home {tmp_path}/home",
+        f"-     service: no service is running with home {tmp_path}/home",
         "0 problems, 1 warning",
     ]
 
@@ -51,7 +51,7 @@ def test_programs_get_all_of_it(doctor):
 
 def test_a_service_and_its_nodes_are_looked_at(doctor, service):
     output = doctor(MANTA_URL=service.url)
-    assert f"ok    service: {service.url} answers and can run jobs" in output
+    assert f"ok    service: {service.url} responds and can run jobs" in output
     assert "nodes: " in output
 
 
@@ -70,7 +70,9 @@ def test_closed_ports_and_what_is_not_known_are_named(doctor, service):
 
 def test_a_key_that_may_not_have_the_nodes_asked_leaves_that_out(doctor, service):
     key = add_key(service.store, "read")
-    assert "-     ports: the nodes were not asked" in doctor(MANTA_URL=service.url, MANTA_API_KEY=key)
+    assert "-     ports: whether the nodes reach each other was not checked" in doctor(
+        MANTA_URL=service.url, MANTA_API_KEY=key
+    )
 
 
 def test_a_service_that_does_not_answer_is_a_problem(doctor):

@@ -122,7 +122,7 @@ def test_submit_with_other_values_than_those_of_the_file(manta, spec_file, tmp_p
     spec = json.loads(submitted("data.paths=[elsewhere/words.txt]").stdout)["spec"]
     assert spec["data"]["paths"] == [str(folder / "words.txt")], "as whoever types it sees it"
     assert submitted("train.stepps=3", code=2).stderr == "train.stepps: unknown key (try: steps)\n"
-    assert submitted("train.steps", code=2).stderr.endswith("which key gets which value (try: train.steps=100)\n")
+    assert submitted("train.steps", code=2).stderr.endswith("is not KEY=VALUE (try: train.steps=100)\n")
     assert "train.steps: must be an integer" in submitted("train.steps=many", code=2).stderr
     assert "cluster.nodes" in manta("plan", spec_file, "--set", "cluster.nodes=0", code=2).stderr
 
@@ -156,8 +156,8 @@ def test_a_spec_may_come_from_standard_input(manta, spec_file, tmp_path, monkeyp
     sent = json.loads(manta("submit", "-", "--json", input=yaml.safe_dump(document)).stdout)
     stored = json.loads(manta("status", sent["id"], "--json").stdout)["spec"]
     assert stored["data"]["paths"] == [str(tmp_path / "words.txt")], "relative paths start where the command runs"
-    assert "what standard input has is not valid YAML" in manta("submit", "-", input="a: [", code=2).stderr
-    assert "what standard input has is empty" in manta("submit", "-", input="", code=2).stderr
+    assert "standard input is not valid YAML" in manta("submit", "-", input="a: [", code=2).stderr
+    assert "standard input is empty" in manta("submit", "-", input="", code=2).stderr
 
 
 @pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("CANCELLED", 1)])
@@ -182,7 +182,7 @@ def test_whoever_stops_following_is_told_that_the_job_goes_on(manta, service, sp
     monkeypatch.setattr(submit_commands, "follow_progress", stopped_by_hand)
     shown = manta("submit", spec_file, "--follow", code=main.EXIT_INTERRUPTED).output
     [(_, job_id)] = service.control.asked
-    assert f"{job_id} keeps running; `manta status {job_id}` shows it, `manta cancel {job_id}` stops it" in shown
+    assert f"{job_id} continues to run; `manta status {job_id}` shows it, `manta cancel {job_id}` stops it" in shown
     assert service.http.get(f"/v1/jobs/{job_id}").json()["state"] == "QUEUED"
 
 
@@ -244,7 +244,7 @@ def test_where_nothing_is_found_people_are_told_why_and_programs_nothing(manta, 
     assert some.stderr.startswith("no value of lose, mfu (did you mean loss or mfu_full?)")
     assert some.stdout.split()[:2] == ["STEP", "LOSS"]
     none = manta("metrics", job, "--names", "unlike_any_other")
-    assert none.stderr == f"no value of unlike_any_other: `manta metrics {job}` shows what there is\n"
+    assert none.stderr == f"no value of unlike_any_other: `manta metrics {job}` lists the metrics\n"
     assert none.stdout == "", "no table of no values"
     assert list(json.loads(manta("metrics", job, "--names", "lose", "--json").stdout)["series"]) == ["lose"]
     assert manta("logs", job, "--rank", 9).stderr == "no line matches\n"
@@ -296,7 +296,7 @@ def test_who_waits_for_whom_and_where_a_rank_is(manta, job):
 
 
 def test_edit(manta, service, job):
-    assert manta("edit", job, "--priority", 3).stdout == f"{job} is called small and has priority 3; labels: none\n"
+    assert manta("edit", job, "--priority", 3).stdout == f"{job} has name small, priority 3; labels: none\n"
     assert json.loads(manta("edit", job, "--name", "better", "--json").stdout)["name"] == "better"
     labelled = manta("edit", job, "--label", "team=vision", "--label", "a=b").stdout
     assert labelled.endswith("; labels: a=b, team=vision\n")
@@ -541,9 +541,9 @@ def test_what_was_done_is_told_to_people_and_to_programs(manta, service, documen
     def said_by(*command):
         return manta(*command).stdout.strip(), json.loads(manta(*command, "--json").stdout)
 
-    assert (said := said_by("resize", job, "--data", 1))[0] == f"{job} will go on with 1 replica"
+    assert (said := said_by("resize", job, "--data", 1))[0] == f"{job} will continue with 1 replica"
     assert said[1]["id"] == job
-    assert (said := said_by("drain", "abcd"))[0] == "abcd1234 is being left"
+    assert (said := said_by("drain", "abcd"))[0] == "abcd1234 is being drained"
     assert said[1]["draining"] is True
     service.move(job, "STARTING", "RUNNING")
     fault = json.loads(manta("inject", job, "--fault", "kill", "--rank", 1, "--json").stdout)
@@ -556,7 +556,7 @@ def test_lists_that_go_on_say_so(manta, service):
     for _ in range(3):
         service.submit()
     cut = manta("ps", "--limit", 2)
-    assert "there are more: say --limit" in cut.stderr and cut.stdout.count("job_") == 2
+    assert "there are more: use --limit" in cut.stderr and cut.stdout.count("job_") == 2
     assert manta("ps", "--limit", 3).stderr == ""
     programs = manta("ps", "--limit", 2, "--json")
     assert programs.stderr == "" and json.loads(programs.stdout)["next_cursor"]

@@ -57,13 +57,13 @@ def drain(monkeypatch):
 
 def test_a_node_is_left_on_the_services_word(drain):
     client = Client(0)
-    assert drain(client, "abcd", "--deadline", "25") == "abcd is being left\n"
+    assert drain(client, "abcd", "--deadline", "25") == "abcd is being drained\n"
     assert client.asked == [("abcd", 25.0)]
 
 
 @pytest.mark.parametrize(("words", "why"), [
-    ((), "name a node, or say --this-node"), (("abcd", "--this-node"), "name a node, or say --this-node"),
-    (("--this-node", "--url", "http://there"), "--this-node asks no service"),
+    ((), "give a node, or --this-node"), (("abcd", "--this-node"), "give a node, or --this-node"),
+    (("--this-node", "--url", "http://there"), "--this-node uses no service"),
 ])  # fmt: skip
 def test_one_node_has_to_be_meant(drain, words, why):
     assert why in drain(Client(0), *words, code=2)
@@ -71,8 +71,8 @@ def test_one_node_has_to_be_meant(drain, words, why):
 
 def test_who_waits_is_told_when_it_is_empty_or_that_it_was_not_in_time(drain):
     client = Client(5)
-    assert drain(client, "abcd", "--wait") == "abcd is being left\n" and client.ranks == 0
-    assert "was not left within 0 s" in drain(Client(5), "abcd", "--wait", "--deadline", "0", code=1)
+    assert drain(client, "abcd", "--wait") == "abcd is being drained\n" and client.ranks == 0
+    assert "was not drained within 0 s" in drain(Client(5), "abcd", "--wait", "--deadline", "0", code=1)
 
 
 @pytest.fixture
@@ -103,18 +103,20 @@ def nobody(url):
 def test_this_node_is_left_without_service_or_key_once_no_agent_runs_here(agents, drain):
     (running, deadlines), ours, me = agents, f"ray::{AgentOnNode.__name__}"[:15], os.getuid()
     running += [(ours, me + 1), (ours, me), (ours, me), ("python", me)]
-    assert drain(nobody, "--this-node", "--wait", "--deadline", "25") == "abcd is being left\n"
+    assert drain(nobody, "--this-node", "--wait", "--deadline", "25") == "abcd is being drained\n"
     assert deadlines == [25.0] and running == [], "it looks until no agent of this user is left"
 
 
 def test_who_waits_for_this_node_is_told_that_it_was_not_in_time(agents, drain):
     agents[0].extend([(commands.AGENT, os.getuid())] * 3)
-    assert "this machine was not left within 0 s" in drain(nobody, "--this-node", "--wait", "--deadline", "0", code=1)
+    assert "this machine was not drained within 0 s" in drain(
+        nobody, "--this-node", "--wait", "--deadline", "0", code=1
+    )
 
 
 def test_where_no_daemon_runs_there_is_nothing_to_leave(monkeypatch, tmp_path, drain):
     monkeypatch.setattr(local_drain, "RUNTIME_FOLDERS", (tmp_path, "manta-{user}-{tag}"))
-    assert drain(nobody, "--this-node", "--wait") == "nothing of Manta that is this user's runs on this machine\n"
+    assert drain(nobody, "--this-node", "--wait") == "no Manta processes of this user are running on this machine\n"
     assert json.loads(drain(nobody, "--this-node", "--json")) == {"nodes": []}
 
 

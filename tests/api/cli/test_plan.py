@@ -90,8 +90,8 @@ def test_a_job_is_planned_for_the_cluster_of_the_service(plan, service, monkeypa
 
 def test_the_best_plan_is_explained_and_drawn(plan, tmp_path):
     shown = plan(PLAN, "--explain", "--picture", str(tmp_path / "plan.svg"))
-    assert "Where the best plan's step goes:" in shown
-    assert "micro_batch_size: " in shown.split("What one change would do:")[1]
+    assert "Time of the best plan's step:" in shown
+    assert "micro_batch_size: " in shown.split("Effects of single changes:")[1]
     assert (tmp_path / "plan.svg").read_text().startswith("<svg ")
     answer = json.loads(plan(PLAN, "--explain", "--json"))
     step = sum(each["seconds"] for each in answer["explanation"]["shares"])

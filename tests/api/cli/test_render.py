@@ -71,11 +71,11 @@ def test_a_job():
     assert said.pop("progress").endswith("15/60  loss 2.3457  12,346 tokens/s  MFU 41.5%  ETA -  restarts 2")
     assert said == {
         "job": "job_1 (small [odd])", "why": "user_error: boom", "validation loss": "2.5000",
-        "layout": "2x4x8 (tensor x pipeline x data), 64 ranks", "memory of the fullest rank": "3.5 GiB",
+        "layout": "2x4x8 (tensor x pipeline x data), 64 ranks", "maximum memory of a rank": "3.5 GiB",
         "MFU, attention in full / causal": "41.5% / 30.5%", "goodput": "87.5%", "generation / restarts": "3 / 2",
-        "steps redone after a crash, at most": "4", "submitted": render.moment(later(0)),
+        "maximum steps redone after a crash": "4", "submitted": render.moment(later(0)),
         "started": render.moment(later(1)), "finished": render.moment(later(2)),
-        "in memory until": render.moment(later(3)), "queue": "place 5",
+        "snapshots kept until": render.moment(later(3)), "queue": "place 5",
     }  # fmt: skip
     sets = {"data": {"source": "python-stdlib", "validation": [{"name": "code"}, {"name": "prose"}]}}
     latest = schemas.LatestMetrics(latest={"validation_loss_code": 1.25})
@@ -84,12 +84,12 @@ def test_a_job():
     assert losses == [["validation", "loss", "-"], ["validation", "loss", "code", "1.2500"],
                       ["validation", "loss", "prose", "-"]]  # fmt: skip
     healthy = printed(render.job_page, make_job(reason=None, message=None))
-    assert "in memory until" not in healthy and "queue" not in healthy
+    assert "snapshots kept until" not in healthy and "queue" not in healthy
     assert [line.split()[-1] for line in healthy.splitlines() if line.startswith("why ")] == ["-"]
 
 
 def test_what_was_done():
-    assert printed(render.edited, make_job()) == "job_1 is called small [odd] and has priority 7; labels: none\n"
+    assert printed(render.edited, make_job()) == "job_1 has name small [odd], priority 7; labels: none\n"
     gone = schemas.DeletedJob(id="job_1", rows={"jobs": 1, "events": 4}, checkpoints=1, logs=2, bytes=2048)
     assert printed(render.deletion, gone) == "job_1 is deleted: 1 checkpoint, 2 log files, 5 rows, 2.0 KiB\n"
 
@@ -100,7 +100,7 @@ def test_a_layout():
         parallel={"tensor": 2, "pipeline": 4, "data": 8}, world_size=64, micro_batches=16, ranks=[place]
     )
     said = printed(render.layout_page, schemas.DryRun(spec={}, layout=layout)).splitlines()
-    assert said[0] == "the spec is fine: 2x4x8 (tensor x pipeline x data), 64 ranks, 16 micro-batches a step"
+    assert said[0] == "the spec is valid: 2x4x8 (tensor x pipeline x data), 64 ranks, 16 micro-batches per step"
     assert (said[1].split(), said[2].split()) == (["RANK", "TENSOR", "PIPELINE", "DATA"], ["9", "1", "2", "3"])
 
 
@@ -201,7 +201,7 @@ def test_what_is_wrong_with_a_node_stands_below_the_table():
     console = Console(width=200, record=True, file=io.StringIO())
     render.node_table(console, schemas.Cluster(nodes=[node]))
     printed = console.export_text()
-    assert " problem " in printed and "nothing is placed on n1: it has no Manta" in printed
+    assert " problem " in printed and "no ranks are placed on n1: it has no Manta" in printed
 
 
 def test_keys_projects_and_the_audit():

@@ -133,19 +133,19 @@ def test_database_is_named_in_the_environment_where_no_other_user_sees_its_passw
 def test_down_of_a_service_with_another_database_says_where_its_jobs_are(manta, tmp_path, monkeypatch):
     local_service.announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234", "postgresql://me:***@there/manta")
     monkeypatch.setattr(service, "stop_service", lambda home: True)
-    assert "What it ran is in its database, postgresql://me:***@there/manta" in manta("down")
+    assert "Its jobs are in its database, postgresql://me:***@there/manta" in manta("down")
 
 
 def test_up_starts_no_second_service(manta, started, tmp_path):
     local_service.announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234", "sqlite:///there")
-    assert manta("up") == "Manta runs already: http://127.0.0.1:1234\n"
+    assert manta("up") == "Manta is already running: http://127.0.0.1:1234\n"
     answer = {"url": "http://127.0.0.1:1234", "home": str(tmp_path), "started": False}
     assert json.loads(manta("up", "--json")) == answer
     assert started == []
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [("echo starting; echo the disk is full", "the disk is full"), ("true", "it said nothing")]
+    ("words", "said"), [("echo starting; echo the disk is full", "the disk is full"), ("true", "it printed nothing")]
 )
 def test_service_that_does_not_start_says_why_and_nothing_of_earlier_times(tmp_path, words, said):
     log = tmp_path / "service.log"
@@ -216,8 +216,8 @@ def test_service_is_asked_to_end_and_is_ended_where_it_does_not(home, monkeypatc
 
 @pytest.mark.parametrize(
     ("own_ray", "fate"),
-    [(True, "was ended at step 3 of 10, and goes on from its newest checkpoint"),
-     (False, "runs on, on the Ray cluster that is not ours, at step 3 or later")],
+    [(True, "was stopped at step 3 of 10, and continues from its newest checkpoint"),
+     (False, "keeps running on the existing Ray cluster, at step 3 or later")],
 )  # fmt: skip
 def test_down_says_what_becomes_of_the_jobs(manta, home, store, database_url, document, monkeypatch, own_ray, fate):
     spec = parse_job_spec(document)
@@ -236,16 +236,16 @@ def test_down_says_what_becomes_of_the_jobs(manta, home, store, database_url, do
     states = {running: ("STARTING", 3), queued: ("QUEUED", 0)}
     assert {each["id"]: (each["state"], each["step"]) for each in answer["jobs"]} == states and answer["stopped"]
     monkeypatch.setattr(service, "stop_service", lambda home: False)
-    assert manta("down") == f"No service runs with home {home.home}.\n"
+    assert manta("down") == f"No service is running with home {home.home}.\n"
 
 
 @pytest.mark.parametrize(
     ("state", "own_ray", "words"),
     [
         ("QUEUED", True, "waits in the queue"),
-        ("PAUSED", True, "stays paused at step 3 of 10; resumed, it goes on from its newest checkpoint"),
-        ("RUNNING", False, "runs on, on the Ray cluster that is not ours, at step 3 or later"),
-        ("RUNNING", True, "was ended at step 3 of 10, and goes on from its newest checkpoint"),
+        ("PAUSED", True, "stays paused at step 3 of 10; if resumed, it continues from its newest checkpoint"),
+        ("RUNNING", False, "keeps running on the existing Ray cluster, at step 3 or later"),
+        ("RUNNING", True, "was stopped at step 3 of 10, and continues from its newest checkpoint"),
     ],
 )
 def test_each_job_is_told_what_becomes_of_it(state, own_ray, words):

@@ -52,7 +52,7 @@ def test_each_combination_is_a_job_with_a_name_of_its_own(manta, service):
 
 def test_nothing_is_submitted_where_one_of_them_is_wrong_or_it_is_a_dry_run(manta, service):
     assert "train.steps: must be above 0" in manta("submit", "FILE", "--sweep", "train.steps=5,0", code=2).stderr
-    assert "--follow shows one job" in manta("submit", "FILE", "-f", *RATES, code=2).stderr
+    assert "--follow works for one job only" in manta("submit", "FILE", "-f", *RATES, code=2).stderr
     dry = manta("submit", "FILE", "--dry-run", *RATES).stdout.splitlines()
     assert dry[1].startswith("small-2  2x2x1  ") and dry[1].endswith("learning_rate=0.001, parallel.tensor=2")
     programs = manta("submit", "FILE", "--dry-run", "--json", *RATES).stdout.splitlines()
@@ -98,9 +98,9 @@ def test_jobs_are_compared_by_what_differs_the_best_first(manta, service, monkey
     monkeypatch.setattr(compare, "MOST_JOBS", 3)
     cut = manta("compare", "--label", "of=rates", "--json")
     assert {row["name"] for row in json.loads(cut.stdout)["items"]} == {"rate 0.002", "rate 0.003", "rate 0.004"}
-    assert cut.stderr == "The newest 3 of the jobs with that label are compared, and no others.\n"
+    assert cut.stderr == "Only the newest 3 jobs with that label are compared.\n"
     for nothing in ([], [names[0], "--label", "a=b"]):
-        assert "say which jobs" in manta("compare", *nothing, code=2).stderr
+        assert "give the jobs" in manta("compare", *nothing, code=2).stderr
 
 
 def test_the_validation_loss_counts_where_all_that_have_a_loss_have_one():

@@ -43,7 +43,7 @@ def test_columns_are_left_out_of_terminals_alone_and_that_is_said():
     assert printed(49, ROW, spare=("NAME", "LOSS")) == [
         "JOB               LOSS    SUBMITTED",
         f"{JOB}  5.2807  2026-11-26 22:52:49",
-        "\x1b[2mLeft out for lack of room: NAME.",
+        "\x1b[2mColumns omitted for lack of room: NAME.",
     ]
     assert "quickstart" in printed(49, ROW, spare=("NAME", "LOSS"), terminal=False)[1]
     assert len(printed(80, ROW, spare=("NAME", "LOSS"))) == 2

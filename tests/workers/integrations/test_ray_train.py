@@ -90,7 +90,7 @@ def test_manta_reads_what_ray_train_stored(interrupted):
     assert manifest.job == interrupted.name
     command = [sys.executable, "-m", "api.cli", "checkpoints", "verify", str(interrupted.folder)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said.replace("\n", "").startswith(f"{newest} is as it was written: step {STEPS}, ")
+    assert said.replace("\n", "").startswith(f"{newest} is intact: step {STEPS}, ")
     assert [each.step for each in list_checkpoints(interrupted.folder).checkpoints] == [EVERY, STEPS - EVERY, STEPS]
 
 
