@@ -1,1 +1,1 @@
-"""One file a resource; each only translates between HTTP and the store."""
+"""One module per resource; each only translates between HTTP and the store."""

@@ -1,4 +1,4 @@
-"""The events of all jobs: a page, or a stream."""
+"""Events of all jobs, as a page or a stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STREAM_PAGE = 200
 
 @dataclass(frozen=True)
 class _Tail:
-    """What is read again and again for one stream."""
+    """Repeated reads of one stream."""
 
     store: Store
     job: str | None
@@ -37,7 +37,7 @@ class _Tail:
     def look(self, after: int) -> Batch:
         with self.store.read() as session:
             page = events.page_of_all(session, self.job, self.type, after, _STREAM_PAGE, self.bound)
-            newest = events.newest(session)  # what was looked at and is not wanted is not looked at again
+            newest = events.newest(session)  # do not read events again that were filtered out
         entries = [Entry(str(event.id), views.job_event_view(event).model_dump_json()) for event in page.items]
         position = max(after, newest) if page.next_cursor is None else page.items[-1].id
         return Batch(entries, position, page.next_cursor is not None, final=False, state="")
@@ -65,11 +65,11 @@ async def list_events(
     type: Annotated[str | None, Query(min_length=1, max_length=64, description="Only events of this type")] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
-    follow: Annotated[bool, Query(description="Stream as text/event-stream until you leave")] = False,
+    follow: Annotated[bool, Query(description="Stream as text/event-stream until the client disconnects")] = False,
     last_event_id: LastEventId = None,
 ) -> schemas.Stream[schemas.JobEvent] | Response:
-    """Events of all of the caller's jobs, oldest first; as a stream when `Accept` or `follow` asks for it. Those of
-    deleted jobs are gone."""
+    """Events of all of the caller's jobs, oldest first; as a stream if requested by `Accept` or `follow`. Events of
+    deleted jobs are not included."""
     cursors = events.cursors_of_all(job, type)
     after = 0 if cursor is None else cursors.decode_number(cursor)
     if wants_stream(request, follow):

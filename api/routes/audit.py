@@ -1,4 +1,4 @@
-"""The audit: who changed what."""
+"""The audit log."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from service.store import audit
 
 router = APIRouter(prefix="/v1/audit", tags=["access"])
 
-KeyFilter = Annotated[str | None, Query(pattern=f"^{KEY_ID_PATTERN}$", description="Only what was done with this key")]
+KeyFilter = Annotated[str | None, Query(pattern=f"^{KEY_ID_PATTERN}$", description="Only requests with this key")]
 TargetFilter = Annotated[
     str | None,
-    Query(pattern="^[A-Za-z0-9_.-]{1,200}$", description="Only what was done to this job, key, node or project"),
+    Query(pattern="^[A-Za-z0-9_.-]{1,200}$", description="Only requests about this job, key, node or project"),
 ]
 
 
@@ -32,8 +32,8 @@ def list_audit(
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> schemas.Items[access_schemas.AuditEntry]:
-    """One entry for each request of the project's keys that changed something or would have, refused ones too, newest
-    first; of all projects where one's own key is of the installation."""
+    """Requests of the project's keys to change something, including rejected ones, newest first; those of all projects
+    if the caller's key is valid for all projects."""
     with control.store.read() as session:
         page = audit.page(session, caller.bound, key, target, limit, cursor)
     return schemas.Items(items=[access_views.audit_view(each) for each in page.items], next_cursor=page.next_cursor)

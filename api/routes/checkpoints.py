@@ -22,7 +22,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["checkpoints"])
 def list_checkpoints(
     control: Control, job_id: JobId, limit: Limit = 100, cursor: Cursor = None
 ) -> schemas.Items[schemas.Checkpoint]:
-    """Checkpoints, those of the highest step first."""
+    """Checkpoints, highest step first."""
     with control.store.read() as session:
         job = jobs.get(session, job_id)
         page = checkpoints.page(session, job_id, limit, cursor)
@@ -42,11 +42,11 @@ async def delete_checkpoint(
     job_id: JobId,
     checkpoint_id: CheckpointId,
     force: Annotated[
-        bool, Query(description="Also the newest complete one of a job that would continue from it")
+        bool, Query(description="Also delete the newest complete one, which the job would continue from")
     ] = False,
 ) -> schemas.Checkpoint:
-    """Delete a checkpoint and its files for good. The newest whole one of a job that may go on is refused without
-    `force`, and one that is being saved or restored from in any case."""
+    """Delete a checkpoint and its files permanently. The newest complete checkpoint of a job that may continue is only
+    deleted with `force`; one that is being saved or restored from is never deleted."""
     slow = read_threads_of(request).slow
     deleted = await slow.run(lambda: control.delete_checkpoint(job_id, checkpoint_id, force))
     return views.checkpoint_view(deleted, time.time())
@@ -72,8 +72,8 @@ async def export_checkpoint(
     checkpoint_id: CheckpointId,
     wanted: Annotated[requests.ExportRequest, Depends(body_as(requests.ExportRequest))],
 ) -> schemas.Export:
-    """Export the weights of a complete checkpoint to a folder of the service's machine. Answers at once; `get_export`
-    says how far it is."""
+    """Export the weights of a complete checkpoint to a folder on the service's machine. Returns immediately;
+    `get_export` reports the progress."""
     slow, about = read_threads_of(request).slow, (job_id, checkpoint_id, wanted.to, wanted.format, wanted.dtype)
     row = await slow.run(lambda: control.exports.begin(*about))
     return views.export_view(row, row.updated_at)
@@ -90,7 +90,7 @@ def list_exports(control: Control, job_id: JobId) -> schemas.Items[schemas.Expor
 
 @router.get("/exports/{export_id}", responses=reads(*OF_A_JOB, "export_not_found", "invalid_parameter"))
 def get_export(control: Control, job_id: JobId, export_id: ExportId) -> schemas.Export:
-    """How far an export is, and how it ended."""
+    """Progress and result of an export."""
     with control.store.read() as session:
         jobs.get(session, job_id)
         row, now = exports.get(session, job_id, export_id), leases.now(session)

@@ -1,4 +1,4 @@
-"""The machines that jobs run on."""
+"""The cluster's nodes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ router = APIRouter(prefix="/v1/cluster", tags=["cluster"])
 
 @router.get("", response_model=schemas.Cluster, responses=reads("cluster_unavailable", "database_unavailable"))
 async def get_cluster(request: Request, control: Control, caller: Caller) -> Response:
-    """Nodes, their GPUs or slots, and which ranks of the caller's jobs run where. How much is free is the same for
-    everybody."""
+    """Nodes, their GPUs or slots, and the ranks of the caller's jobs on them. Free capacity accounts for the jobs of
+    all projects."""
     body = await read_threads_of(request).nodes.run(lambda: _cluster(control, caller.bound))
     return Response(body, media_type="application/json")
 
@@ -35,7 +35,8 @@ def _cluster(control: ControlPlane, bound: str | None) -> str:
 
 @router.post("/check", responses=changes("cluster_unavailable", "database_unavailable"))
 async def check_cluster(request: Request, control: Control) -> schemas.ClusterCheck:
-    """Have the nodes try each other's ports; of many nodes some, and each some others. Takes some seconds."""
+    """Check whether the nodes can connect to each other's ports; in large clusters a sample of nodes, each with a
+    sample of others. Takes a few seconds."""
     return schemas.ClusterCheck.model_validate(await read_threads_of(request).slow.run(control.check_cluster))
 
 

@@ -1,4 +1,4 @@
-"""A job's events: a page, or a stream."""
+"""A job's events, as a page or a stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _wanted_events(
     type: Annotated[
         str | None, Query(min_length=1, max_length=1000, description="Only events of these types, separated by commas")
     ] = None,
-    generation: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="Only of this generation")] = None,
+    generation: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="Only events of this generation")] = None,
     rank: RankNumber = None,
 ) -> EventFilter:
     return EventFilter(tuple(sorted(set(type.split(",")))) if type else (), generation, rank)
@@ -49,14 +49,14 @@ async def list_job_events(
     job_id: JobId,
     wanted: Wanted,
     order: Annotated[
-        schemas.Direction, Query(description="desc: newest first; a stream has what comes, in its order")
+        schemas.Direction, Query(description="desc: newest first; streams are always in order of time")
     ] = "asc",
     limit: Limit = 100,
     cursor: Cursor = None,
     follow: Follow = False,
     last_event_id: LastEventId = None,
 ) -> schemas.Stream[schemas.Event] | Response:
-    """A job's events, oldest first unless `order` says otherwise; as a stream when `Accept` or `follow` asks for it."""
+    """A job's events, oldest first by default; as a stream if requested by `Accept` or `follow`."""
     store, streaming = control.store, wants_stream(request, follow)
     if order == "desc" and not streaming:
         before = None if cursor is None else events.cursors(job_id, wanted, newest_first=True).decode_number(cursor)
@@ -89,7 +89,7 @@ def _page(store: Store, job_id: str, after: int, limit: int, wanted: EventFilter
 def _page_back(
     store: Store, job_id: str, before: int | None, limit: int, wanted: EventFilter
 ) -> schemas.Stream[schemas.Event]:
-    """Newest first; its `resume_cursor` leads, oldest first, to what comes after all events that there are now."""
+    """Events newest first; its `resume_cursor` leads, oldest first, to events after all current ones."""
     with store.read() as session:
         jobs.get(session, job_id)
         newest = events.newest(session)
@@ -102,7 +102,7 @@ def _page_back(
 
 
 def _look(store: Store, job_id: str, after: int, wanted: EventFilter) -> Batch:
-    with store.read() as session:  # one state of the database: no event can hide between page and job
+    with store.read() as session:  # one state of the database, so that no event between page and job is missed
         job = jobs.get(session, job_id)
         page = events.page(session, job_id, after, _STREAM_PAGE, wanted)
     entries = [Entry(str(event.id), views.event_view(event).model_dump_json()) for event in page.items]

@@ -1,4 +1,4 @@
-"""Faults that are injected into jobs, to see them recover."""
+"""Fault injection, for testing recovery."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def inject_fault(
     job_id: JobId,
     wanted: Annotated[requests.FaultRequest, Depends(body_as(requests.FaultRequest))],
 ) -> schemas.Fault:
-    """Inject a fault into a running job. Refused unless the service was started with `--allow-faults`. The fault `node`
-    is for keys of the installation only: it kills what other projects run on that node, too."""
+    """Inject a fault into a running job. Rejected unless the service was started with `--allow-faults`. The fault
+    `node` requires a key for all projects, since it also kills other projects' processes on that node."""
     if wanted.kind == "node" and not NEEDS["drain_node"].is_met_by(caller):
         raise Forbidden(NEEDS["drain_node"], caller)
     with control.store.read() as session:

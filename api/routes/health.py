@@ -1,4 +1,4 @@
-"""Whether the service is alive, whether it is ready, and its metrics for Prometheus."""
+"""Liveness and readiness of the service, and its metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def get_health() -> schemas.Health:
 
 @router.get("/readyz", responses=anonymous("not_ready", "database_unavailable"))
 def get_readiness(request: Request, control: Control) -> schemas.Health:
-    """Database and cluster can be reached; else 503, with the reasons where a key is sent."""
+    """Whether database and cluster can be reached; otherwise 503, with the reasons if the request has a key."""
     reasons = _reasons(control)
     if reasons and request_of_caller(request).who is None:
         raise NotReady(["the service cannot run jobs; ask again with a key to learn why"])
@@ -46,7 +46,7 @@ def _reasons(control: ControlPlane) -> list[str]:
 
 @router.get("/openapi.json", include_in_schema=False, name=DESCRIPTION)
 async def get_description(request: Request) -> JSONResponse:
-    """What the API says about itself."""
+    """The API's own description."""
     return JSONResponse(request.app.openapi())
 
 
@@ -56,8 +56,8 @@ async def get_description(request: Request) -> JSONResponse:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **reads("database_unavailable")},
 )
 def get_prometheus_metrics(request: Request, control: Control, caller: Caller) -> Response:
-    """Numbers of the caller's jobs in Prometheus' text format; for a key of the installation also those of the service
-    itself."""
+    """Metrics of the caller's jobs in Prometheus' text format; with a key for all projects also those of the
+    service."""
     of_jobs = CollectorRegistry(auto_describe=False)
     of_jobs.register(JobCollector(control.store, caller.bound))
     text = generate_latest(of_jobs)

@@ -1,4 +1,4 @@
-"""Many jobs at once: lists, counts, and sparklines of their losses."""
+"""Lists of jobs, counts by state, and sparklines of losses."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 _MOST_LABELS = 16
 _STATES = Query(
-    description=f"Only jobs in one of these states, repeated or separated by commas: {', '.join(STATE_NAMES)}"
+    description=f"Only jobs in one of these states; may be repeated or separated by commas: {', '.join(STATE_NAMES)}"
 )
-_LABELS = Query(description="Only jobs with this label, key=value, or key alone for any value; repeated: with all")
+_LABELS = Query(description="Only jobs with this label, key=value, or key for any value; repeated: with all labels")
 
 
 def _wanted_jobs(
     caller: Caller,
     state: Annotated[list[str] | None, _STATES] = None,
-    name: Annotated[str | None, Query(max_length=100, description="Only jobs of exactly this name")] = None,
+    name: Annotated[str | None, Query(max_length=100, description="Only jobs with exactly this name")] = None,
     search: Annotated[
-        str | None, Query(min_length=1, max_length=100, description="Only jobs with this in their name or id")
+        str | None, Query(min_length=1, max_length=100, description="Only jobs whose name or id contains this")
     ] = None,
     label: Annotated[list[str] | None, _LABELS] = None,
     owner: Annotated[
@@ -51,17 +51,15 @@ async def list_jobs(
     request: Request,
     control: Control,
     wanted: Wanted,
-    sort: Annotated[schemas.JobSort, Query(description="What to order by")] = "created",
+    sort: Annotated[schemas.JobSort, Query(description="Sort key")] = "created",
     order: Annotated[
-        schemas.Direction, Query(description="Jobs that have no such value come last either way")
+        schemas.Direction, Query(description="Jobs without a value come last in both directions")
     ] = "desc",
     limit: Limit = 50,
     cursor: Cursor = None,
-    spec: Annotated[
-        bool, Query(description="Whether each job has its spec; else it is empty, and the page short")
-    ] = True,
+    spec: Annotated[bool, Query(description="Whether to include each job's spec; false makes the page smaller")] = True,
 ) -> Response:
-    """Jobs; those that were submitted last come first unless `sort` and `order` say otherwise."""
+    """Jobs; by default the newest first."""
     rendered, asked = rendered_pages_of(request), (wanted, JobOrder(sort, order == "desc"), limit, cursor)
     threads = read_threads_of(request).lists
     body = await threads.run(control.store, lambda: rendered.page(control.store, *asked, with_spec=spec))
@@ -70,7 +68,7 @@ async def list_jobs(
 
 @router.get("/counts", responses=reads("invalid_parameter", "database_unavailable"))
 def count_jobs(control: Control, wanted: Wanted) -> schemas.JobCounts:
-    """How many jobs there are in each state, with the filters of the list."""
+    """Number of jobs in each state, with the same filters as the list."""
     with control.store.read_once() as connection:
         counted = job_rows.counts(connection, wanted)
     return schemas.JobCounts(
@@ -89,8 +87,8 @@ async def list_sparklines(
     caller: Caller,
     jobs: Annotated[str, Query(max_length=20 * MOST_JOBS, description=f"At most {MOST_JOBS} ids, separated by commas")],
 ) -> Response:
-    """The losses of some jobs, thinned out to be drawn in a line of a table. Those that are none of the caller's are
-    left out."""
+    """Losses of several jobs, downsampled for a sparkline in a table. Jobs that the caller cannot access are
+    omitted."""
     job_ids = tuple(dict.fromkeys(jobs.split(",")))
     if len(job_ids) > MOST_JOBS or not all(map(is_job_id, job_ids)):
         raise _refused("jobs", f"must be at most {MOST_JOBS} ids of jobs, separated by commas")
@@ -100,7 +98,7 @@ async def list_sparklines(
 
 
 def _states(given: list[str]) -> tuple[str, ...]:
-    """The states in a parameter that may be repeated, each once. Raises RequestValidationError."""
+    """The distinct states in a parameter that may be repeated. Raises RequestValidationError."""
     states = {state for text in given for state in text.split(",")}
     if unknown := sorted(states - set(STATE_NAMES)):
         raise _refused("state", f"{unknown[0][:100]!r} is not a state; states are {', '.join(STATE_NAMES)}")
@@ -110,7 +108,7 @@ def _states(given: list[str]) -> tuple[str, ...]:
 def _labels(given: list[str]) -> tuple[tuple[str, str | None], ...]:
     """The labels in a parameter that may be repeated. Raises RequestValidationError."""
     if len(given) > _MOST_LABELS:
-        raise _refused("label", f"at most {_MOST_LABELS} labels can be asked for at once")
+        raise _refused("label", f"at most {_MOST_LABELS} labels per request")
     parts = [text.partition("=") for text in dict.fromkeys(given)]
     if not all(key for key, _, _ in parts):
         raise _refused("label", "must be key=value, or a key alone")

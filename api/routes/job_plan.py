@@ -1,4 +1,4 @@
-"""A job's plan, compared with what was measured."""
+"""The plan of a job, compared with measurements."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SVG = "image/svg+xml"
 
 @router.get("", responses=reads(*OF_A_JOB))
 def get_job_plan(control: Control, job_id: JobId) -> schemas.JobPlan:
-    """What the job's step was planned to take when it last began or changed its layout, compared with what its steps
-    take."""
+    """The planned time and memory of the job's steps, from when it last started or changed its layout, with
+    measurements."""
     with control.store.read() as session:
         return views.job_plan_view(plans.newest(session, job_id))
 
@@ -35,8 +35,8 @@ def get_job_plan(control: Control, job_id: JobId) -> schemas.JobPlan:
     },
 )
 async def get_job_plan_picture(request: Request, control: Control, job_id: JobId) -> Response:
-    """That plan drawn: the pipeline of one step, where the step goes, memory by rank. It has no scripts and fetches
-    nothing."""
+    """A drawing of the plan as SVG: the pipeline of one step, its time by part, memory by rank. Contains no scripts and
+    loads no resources."""
     picture = await read_threads_of(request).plans.run(lambda: _picture(control, job_id))
     return Response(picture, media_type=SVG)
 

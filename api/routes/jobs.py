@@ -49,16 +49,16 @@ _ETAG = {"ETag": {"description": "`etag` of the job, for If-Match", "schema": {"
 _ACTION = changes(*OF_A_JOB, "illegal_transition")
 _STATE = f"^({'|'.join(STATE_NAMES)})$"
 
-KnownState = Annotated[str | None, Query(pattern=_STATE, description="With `wait`: the state that you know of")]
+KnownState = Annotated[str | None, Query(pattern=_STATE, description="With `wait`: the state known to the client")]
 
 
 @router.post(
     "",
     status_code=201,
-    response_model=None,  # another one for each status; see `responses`
+    response_model=None,  # differs by status; see `responses`
     openapi_extra=json_request(JobSpec),
     responses={
-        200: {"model": schemas.Job | schemas.DryRun, "description": "The same request again; or a dry run"},
+        200: {"model": schemas.Job | schemas.DryRun, "description": "A repeated request, or a dry run"},
         201: {"model": schemas.Job, "description": "The job, QUEUED", "headers": _LOCATION},
         **changes(
             "malformed_json",
@@ -80,11 +80,11 @@ async def submit_job(
     idempotency_key: IdempotencyKey = None,
     dry_run: Annotated[bool, Query(description="Only check the spec")] = False,
 ) -> Response:
-    """Check a JobSpec and store it as a QUEUED job of the key's project; with `dry_run` only check it and show its
-    layout and what a step of it takes."""
+    """Check a JobSpec and store it as a QUEUED job of the key's project; with `dry_run` only check it and return its
+    layout and the estimated time and memory of a step."""
     about, digest = request_of_caller(request), digest_of(document)
     if idempotency_key is not None and not dry_run:
-        # Before it is checked: what was right then may not be any more, and who asks again wants their job.
+        # Before validation: the rules may have changed since, and a repeated request must return its job.
         earlier = await run_in_threadpool(_made_before, control, idempotency_key, digest, caller.project)
         if earlier is not None:
             about.changes_nothing = True
@@ -120,8 +120,8 @@ async def submit_job(
 async def get_job(
     request: Request, control: Control, job_id: JobId, wait: WaitSeconds = 0.0, state: KnownState = None
 ) -> Response:
-    """One job; with `wait` as soon as its state is another than `state` (default: than it is now) or final, and after
-    `wait` seconds whatever it is."""
+    """One job. With `wait`: returns when its state differs from `state` (default: its current state) or is final, or
+    after `wait` seconds."""
     if wait:
         await request.app.state.waits.until_changed(job_id, state, wait)
     rendered, threads = rendered_jobs_of(request), read_threads_of(request).jobs
@@ -145,8 +145,8 @@ def edit_job(
     wanted: Annotated[requests.JobChanges, Depends(body_as(requests.JobChanges))],
     if_match: IfMatch = None,
 ) -> schemas.Job:
-    """Change a job's name, priority or labels, whatever its state; what is left out stays, also of its labels, of which
-    a null takes one away. With `If-Match` only if it has not changed since."""
+    """Change a job's name, priority or labels, in any state. Omitted fields and labels are unchanged; a null removes a
+    label. With `If-Match` only if it has not been changed in the meantime."""
     expected = versions_in(if_match)
     if "priority" in wanted.given:
         refuse_priority(caller, wanted.priority)
@@ -165,15 +165,15 @@ def edit_job(
     responses=changes(*OF_A_JOB, "job_not_final", "job_being_exported", "files_not_removed", "cluster_unavailable"),
 )
 async def delete_job(request: Request, control: Control, job_id: JobId) -> schemas.DeletedJob:
-    """Delete a job that is over and everything it has: rows, checkpoints, logs, snapshots in memory. This cannot be
-    undone. Where something cannot be removed the job stays, and can be deleted again."""
+    """Delete a finished job permanently, with its database rows, checkpoints, logs and snapshots in memory. If
+    something cannot be removed, the job remains and can be deleted again."""
     deletion = await read_threads_of(request).slow.run(lambda: control.delete(job_id))
     return views.deletion_view(job_id, deletion)
 
 
 @router.post("/{job_id}/cancel", status_code=202, responses=_ACTION)
 def cancel_job(control: Control, job_id: JobId) -> schemas.Job:
-    """Cancel a job for good. Its checkpoints stay."""
+    """Stop a job permanently. Its checkpoints are kept."""
     job = _changed(control, lambda session: jobs.request_cancel(session, job_id))
     control.cancel(job_id)
     return job
@@ -181,8 +181,8 @@ def cancel_job(control: Control, job_id: JobId) -> schemas.Job:
 
 @router.post("/{job_id}/pause", status_code=202, responses=_ACTION)
 def pause_job(control: Control, job_id: JobId) -> schemas.Job:
-    """Pause a job: it saves its state after the current step, in memory and as a durable checkpoint, and gives back its
-    places; a queued job leaves the queue."""
+    """Save a job's state after the current step, in memory and as a durable checkpoint, and release its resources; a
+    queued job leaves the queue."""
     job = _changed(control, lambda session: pauses.request_pause(session, job_id))
     control.pause(job_id)
     return job
@@ -190,7 +190,7 @@ def pause_job(control: Control, job_id: JobId) -> schemas.Job:
 
 @router.post("/{job_id}/resume", status_code=202, responses=_ACTION)
 def resume_job(control: Control, job_id: JobId) -> schemas.Job:
-    """Resume a PAUSED job where it was paused, as soon as there are places for it."""
+    """Continue a PAUSED job where it was paused, as soon as there are resources for it."""
     job = _changed(control, lambda session: pauses.request_resume(session, job_id))
     control.submitted(job_id)
     return job
@@ -200,7 +200,7 @@ def resume_job(control: Control, job_id: JobId) -> schemas.Job:
     "/{job_id}/retry", status_code=202, responses=changes(*OF_A_JOB, "illegal_transition", "job_being_deleted")
 )
 def retry_job(control: Control, job_id: JobId) -> schemas.Job:
-    """Retry a failed job from where it failed: from its snapshots in memory, while they are kept, or its
+    """Continue a failed job from where it failed: from its snapshots in memory, if they are still kept, or from its
     newest checkpoint."""
     job = _changed(control, lambda session: failed_jobs.request_retry(session, job_id))
     control.submitted(job_id)
@@ -218,7 +218,7 @@ def retry_job(control: Control, job_id: JobId) -> schemas.Job:
 def resize_job(
     control: Control, job_id: JobId, wish: Annotated[requests.Resize, Depends(body_as(requests.Resize))]
 ) -> schemas.Job:
-    """Change the number of replicas, at the same global batch, as soon as there is room for them."""
+    """Change the number of replicas, with the same global batch, as soon as there is room for them."""
     job = _changed(control, lambda session: jobs.request_resize(session, job_id, wish.data))
     control.resize(job_id)
     return job
@@ -235,12 +235,12 @@ def _json(answer: BaseModel, status: int, **headers: str) -> Response:
 
 
 def _changed(control: ControlPlane, change: Callable[[Any], Job]) -> schemas.Job:
-    """The job as `change` leaves it in the database."""
+    """The job after `change` in the database."""
     return control.store.write(lambda session: views.job_view(session, change(session)))
 
 
 async def _checked_and_laid_out(document: Any, control: ControlPlane, threads: ReadThreads) -> JobSpec:
-    """The JobSpec in `document`, with a layout that fits where it says `parallel: auto`. Raises SpecError."""
+    """The JobSpec in `document`, with a planned layout in place of `parallel: auto`. Raises SpecError."""
     if not asks_for_layout(document):
         return await _checked(document, control, threads.files)
     spec = await _checked(without_layout(document), control, threads.files)
@@ -256,7 +256,7 @@ async def _checked(document: Any, control: ControlPlane, files: FileReads) -> Jo
     spec = parse_job_spec(document)
     if foreign := control.model_packages.problems(spec):
         raise SpecError(foreign)
-    # Where paths lead is asked of file systems, which may take their time.
+    # Resolving paths accesses file systems, which may be slow.
     outside = await files.run(partial(control.data_roots.problems, spec)) if named_paths(spec) else []
     if outside:
         raise SpecError(outside)
@@ -264,7 +264,7 @@ async def _checked(document: Any, control: ControlPlane, files: FileReads) -> Jo
 
 
 async def _problem_of_data(spec: JobSpec, control: ControlPlane, threads: ReadThreads) -> str | None:
-    """Why it could not be trained on; None too where no node says."""
+    """Why the data cannot be used; None also if no node has reported."""
     try:
         return await threads.files.run(lambda: control.problem_of_data(spec))
     except ClusterUnavailable:

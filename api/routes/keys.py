@@ -36,8 +36,8 @@ def create_key(
     caller: Caller,
     wanted: Annotated[requests.NewKey, Depends(body_as(requests.NewKey))],
 ) -> access_schemas.NewApiKey:
-    """Create a key. Only this answer ever shows it. For another project than one's own, or for the whole installation,
-    this takes a key of the installation."""
+    """Create a key. It is only returned in this response. Creating a key for another project, or for all projects,
+    requires a key for all projects."""
     project = wanted.project or caller.project
     _refuse_more_than_own(caller, wanted, project)
     secret, expires_at = new_key(), None
@@ -76,8 +76,8 @@ def _refuse_more_than_own(caller: Identity, wanted: requests.NewKey, project: st
 def list_keys(
     control: Control, caller: Caller, limit: Limit = 50, cursor: Cursor = None
 ) -> schemas.Items[access_schemas.ApiKey]:
-    """The project's keys, or all where one's own is of the installation, newest first; revoked and expired ones too.
-    The keys themselves are not stored."""
+    """The project's keys, or all keys if the caller's key is valid for all projects, newest first, including revoked
+    and expired ones. The keys themselves are not stored."""
     with control.store.read() as session:
         page = keys.page(session, caller.bound, limit, cursor)
     return schemas.Items(items=[access_views.key_view(each) for each in page.items], next_cursor=page.next_cursor)
@@ -85,8 +85,8 @@ def list_keys(
 
 @router.delete("/{key_id}", responses=changes("key_not_found"))
 def revoke_key(request: Request, control: Control, caller: Caller, key_id: KeyId) -> access_schemas.ApiKey:
-    """Revoke a key, at once here and within a second in other processes; browsers that signed in
-    with it are signed out, and its streams end. It stays in the list."""
+    """Revoke a key, immediately in this process and within a second in others. Browsers signed in with it are signed
+    out, and its streams end. It remains in the list."""
     revoked = control.store.write(lambda session: access_views.key_view(keys.revoke(session, caller.bound, key_id)))
     request.app.state.identities.forget()
     return revoked

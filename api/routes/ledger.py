@@ -1,4 +1,4 @@
-"""Where every second of a job went."""
+"""A job's ledger."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/ledger", tags=["ledger"])
 def get_ledger(
     control: Control,
     job_id: JobId,
-    intervals: Annotated[bool, Query(description="Whether to add the time line")] = False,
+    intervals: Annotated[bool, Query(description="Whether to include the timeline")] = False,
 ) -> schemas.Ledger:
-    """Every second of the job by class, from its submission to its end, or to now."""
+    """Every second of the job by class, from its submission to its end, or until now."""
     with control.store.read() as session:
         return views.ledger_view(ledgers.of_job(session, job_id, time.time()), intervals)

@@ -1,4 +1,4 @@
-"""How a browser signs in: a link that works once is exchanged for a cookie."""
+"""Signing in a browser: a one-time link is exchanged for a cookie."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from service.store.audit import AuditRecord
 router = APIRouter(tags=["access"])
 
 _KEPT_PRIVATE = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
-# A page, and no redirection: where another site's page has the link, browsers take what it redirects to for that site's
-# wish too, and leave out the cookie that was just set.
+# A page instead of a redirect: if the link is on another site's page, browsers treat a redirect as cross-site, too, and
+# omit the cookie that was just set.
 _ONWARD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</title>
 <meta http-equiv="refresh" content="0; url={address}">
 <p>You are signed in: <a href="{address}">the dashboard</a></p></html>"""
@@ -35,7 +35,7 @@ _ONWARD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</
 
 @router.post("/v1/links", status_code=201, responses=changes())
 def create_link(response: Response, control: Control, caller: Caller) -> access_schemas.OneTimeLink:
-    """A link that signs a browser in with the rights of this key. It works once, within ten minutes."""
+    """Create a link that signs a browser in with the permissions of this key. It works once, within ten minutes."""
     token = new_browser_token()
     link = control.store.write(lambda session: browser_tokens.add_link(session, caller.key_id, digest_of(token)))
     response.headers["Cache-Control"] = "no-store"
@@ -46,13 +46,13 @@ def create_link(response: Response, control: Control, caller: Caller) -> access_
     f"{LINK_PATH}{{token}}",
     response_class=HTMLResponse,
     responses={
-        200: {"description": "Signed in: a page that leads on to the dashboard"},
-        303: {"description": "To a browser whose link is not good: to the dashboard, or to how one signs in"},
+        200: {"description": "Signed in: a page that forwards to the dashboard"},
+        303: {"description": "The link is not valid: redirects to the dashboard, or to instructions for signing in"},
         **anonymous("link_not_good", "database_unavailable"),
     },
 )
 def open_link(request: Request, control: Control, token: Annotated[str, Path(description="The secret")]) -> Response:
-    """Sign this browser in, and lead it to the dashboard. A browser that comes a second time is led there, too."""
+    """Sign this browser in, and forward it to the dashboard. A browser that opens the link again is forwarded, too."""
     dashboard = f"{request.scope.get('root_path', '')}{DASHBOARD_PATH}/"
     secret, address = new_browser_token(), request_of_caller(request).address
 

@@ -1,4 +1,4 @@
-"""What a job's ranks printed: a page, the end of it, or a stream."""
+"""Output of a job's ranks: a page, the last lines, or a stream."""
 
 from __future__ import annotations
 
@@ -39,39 +39,39 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/logs", tags=["logs"])
 
 _STREAM_PAGE = 500
 _LATE_SECONDS = 60.0
-# What comes later than that after the end of a job, no stream waits for.
+# How long streams wait for more lines after the end of a job.
 _SEARCH_SECONDS = 2.0
 
 
 def _wanted_lines(
     stream: Annotated[Stream | None, Query(description="Only lines of this stream")] = None,
     search: Annotated[
-        str | None, Query(min_length=1, max_length=500, description="Only lines with this; case does not matter")
+        str | None, Query(min_length=1, max_length=500, description="Only lines that contain this, ignoring case")
     ] = None,
     regex: Annotated[
         str | None,
         Query(
             min_length=1,
             max_length=MOST_CHARACTERS,
-            description="Only lines of which a part matches: characters, classes, groups, |, *, +, ?, {m,n}, ^, $, and "
-            "(?i) at the beginning",
+            description="Only lines with a match of this regular expression: characters, classes, groups, |, *, +, "
+            "?, {m,n}, ^, $, and (?i) at the beginning",
         ),
     ] = None,
-    level: Annotated[Level | None, Query(description="Only lines of this level or above")] = None,
+    level: Annotated[Level | None, Query(description="Only lines of at least this level")] = None,
 ) -> LogFilter:
     return LogFilter(stream, search, regex, level)
 
 
 Wanted = Annotated[LogFilter, Depends(_wanted_lines)]
 Tail = Annotated[
-    int | None, Query(ge=1, le=10_000, description="The newest lines, so many; a stream begins with them and goes on")
+    int | None, Query(ge=1, le=10_000, description="Only this number of newest lines; a stream starts with them")
 ]
 Before = Annotated[
     str | None,
     Query(
         min_length=1,
         max_length=LONGEST_CURSOR,
-        description="With `tail`: the lines before the page that had this as earlier_cursor",
+        description="With `tail`: the lines before the page with this earlier_cursor",
     ),
 ]
 
@@ -95,8 +95,8 @@ async def list_logs(
     follow: Follow = False,
     last_event_id: LastEventId = None,
 ) -> schemas.LogLines | Response:
-    """Lines of one rank, or of all ranks merged by time, from the beginning or with `tail` from the end; as a stream
-    when `Accept` or `follow` asks for it."""
+    """Lines of one rank, or of all ranks merged by time, from the beginning or with `tail` from the end; as a stream if
+    requested by `Accept` or `follow`."""
     test = _test_of(wanted)
     streaming = wants_stream(request, follow)
     start = last_event_id if streaming and last_event_id is not None else cursor
@@ -105,7 +105,7 @@ async def list_logs(
     await threads.run(partial(_refuse_unknown, control.store, job_id))
     begins_at_end = tail if start is None else None
     if before is not None and (begins_at_end is None or streaming):
-        raise _refused("before", "goes with tail, and with no stream and no cursor: it leads to what came earlier")
+        raise _refused("before", "requires tail, and neither a stream nor a cursor: it returns earlier lines")
     if streaming:
         live = _Live(control.store, control.logs, job_id, rank, cursors, test, begins_at_end)
         return stream(request, lambda place: live.look(cast(Position, place)), position, Watched(job_id, logs=True))
@@ -143,7 +143,7 @@ def _tail_view(last_lines: LogTail, cursors: LogCursors) -> schemas.LogLines:
 
 
 def _page(source: LogSource, position: Position, rank: int | None, limit: int, test: LineTest | None) -> LogPage:
-    """A page; where few lines are wanted, it is looked for them for a while."""
+    """A page; if few lines match, the search continues for a limited time."""
     stops_at, lines = time.monotonic() + _SEARCH_SECONDS, list[LogLine]()
     while True:
         page = read_page(source, position, rank, limit - len(lines), test=test)
@@ -159,7 +159,7 @@ def _refuse_unknown(store: Store, job_id: str) -> None:
 
 @dataclass
 class _Live:
-    """What is read again and again for one stream."""
+    """Repeated reads of one stream."""
 
     store: Store
     logs: JobLogs
@@ -168,21 +168,21 @@ class _Live:
     cursors: LogCursors
     test: LineTest | None
     tail: int | None
-    """Newest lines that it has yet to begin with."""
+    """Number of newest lines to start with."""
 
     def look(self, position: Position) -> Batch:
-        with self.store.read() as session:  # before the logs: what a final job printed is in them by then
+        with self.store.read() as session:  # read before the logs, so that they contain all output of a final job
             job = jobs.get(session, self.job_id)
         try:
             source = self.logs.source(self.job_id, fresh=False)
             whole = is_final(job.state) and self._is_whole(job)  # so that the source, there before, has it all
             position, page = self._read(source, position)
-        except LogsUnavailable:  # it goes on once they can be read
-            return Batch([], position, more=False, final=False, state=job.state)
+        except LogsUnavailable:  # continue when they can be read again
+            return Batch([], position, False, False, job.state)
         return Batch(self._entries(position, page.lines), page.position, page.more, whole, job.state)
 
     def _read(self, source: LogSource, position: Position) -> tuple[Position, LogPage]:
-        """What comes next, and where that begins."""
+        """The next lines, and their position."""
         if self.tail is None:
             return position, read_page(source, position, self.rank, _STREAM_PAGE, test=self.test)
         last_lines = read_tail(source, self.tail, self.rank, self.test)
@@ -194,7 +194,7 @@ class _Live:
         return job.generation == 0 or over_for_long or self.logs.is_whole(self.job_id)
 
     def _entries(self, position: Position, lines: list[LogLine]) -> list[Entry]:
-        """The lines, each with the position after it, so that a stream can go on behind any line."""
+        """The lines, each with the position after it, so that a stream can resume after any line."""
         place, entries = dict(position), []
         for line in lines:
             place[line.rank] = line.end

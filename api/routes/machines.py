@@ -1,4 +1,4 @@
-"""What calibrations have measured."""
+"""Results of calibrations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ router = APIRouter(prefix="/v1/machines", tags=["plans"])
 
 @router.get("", responses=reads())
 def list_machines(control: Control) -> schemas.Items[schemas.Machine]:
-    """Types of node that `manta calibrate` has measured in the home of the control plane that answers, and others that
-    jobs have refined."""
+    """Types of nodes measured by `manta calibrate`, stored in the home of the control plane that answers, and types
+    that jobs have refined."""
     own, folder, seen = node_type(), Paths.of(control.home).machines, seen_jobs(control)
     machines = [views.machine_view(each, own, seen.of_type(each.name, folder)) for each in kept(folder)]
     for name in sorted(seen.by_type.keys() - {each.name for each in machines}):

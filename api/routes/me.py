@@ -1,4 +1,4 @@
-"""Who asks, and how a browser signs out."""
+"""The caller's key, and signing out."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ router = APIRouter(tags=["access"])
 
 @router.get("/v1/me", responses=reads())
 def get_me(request: Request, caller: Caller) -> access_schemas.Me:
-    """Who the caller is, and what its key allows."""
+    """The key of the request, and its permissions."""
     return access_views.me_view(caller, _session_of(request) is not None)
 
 
 @router.delete("/v1/session", responses=changes())
 def end_session(request: Request, response: Response, control: Control, caller: Caller) -> access_schemas.Me:
-    """Sign this browser out, and answer who it was. The key that it signed in with stays valid."""
+    """Sign this browser out: its session becomes invalid. The key remains valid. Returns the key of the session."""
     session = _session_of(request)
     if session is not None:
         control.store.write(lambda store: browser_tokens.end_session(store, session))
@@ -33,6 +33,6 @@ def end_session(request: Request, response: Response, control: Control, caller: 
 
 
 def _session_of(request: Request) -> str | None:
-    """The digest of the browser's session that the request showed; None where it was a key."""
+    """Digest of the browser session of the request; None if it has a key."""
     shown = request_of_caller(request).credential
     return None if shown is None or shown.is_key else shown.digest

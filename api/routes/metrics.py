@@ -1,4 +1,4 @@
-"""A job's metrics over its steps."""
+"""A job's metrics by step."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ async def get_metrics(
         int, Query(ge=0, le=LAST_STEP, description="Only steps up to this one; default: all")
     ] = LAST_STEP,
     every: Annotated[
-        int, Query(ge=1, le=LAST_STEP, description="Only multiples of so many steps, such as train.validate_every")
+        int,
+        Query(ge=1, le=LAST_STEP, description="Only steps that are multiples of this, such as train.validate_every"),
     ] = 1,
-    max_points: Annotated[int, Query(ge=1, le=10_000, description="Most steps in the answer")] = 1000,
+    max_points: Annotated[int, Query(ge=1, le=10_000, description="Maximum number of steps in the response")] = 1000,
 ) -> Response:
-    """Metrics, thinned out to `max_points` steps: the first, the last, and the highest losses in between; with `every`
+    """Metrics, downsampled to `max_points` steps: the first, the last, and the highest losses in between; with `every`
     at equal distances."""
     rendered = rendered_series_of(request)
     read = partial(rendered.one, control.store, job_id, _names(names), after_step, max_points, until_step, every)
@@ -53,7 +54,7 @@ async def get_metrics(
 
 
 async def _catch_up(store: Store, job_id: str) -> None:
-    """Make the bins that are missing, so that the next answer comes quickly; other writes get in between."""
+    """Create missing bins, so that the next response is fast; other writers are not blocked."""
     with contextlib.suppress(JobNotFound, SQLAlchemyError):  # the next request tries again
         while await store.write_async(partial(_catch_up_some, job_id=job_id)):
             pass
@@ -64,7 +65,7 @@ def _catch_up_some(session: Session, job_id: str) -> bool:
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:
-    """The names in a comma-separated list, each once; `step` is always there and needs no asking for. None: all."""
+    """The distinct names in a comma-separated list; `step` is always included. None: all."""
     if text is None:
         return None
     if not _NAMES.fullmatch(text):

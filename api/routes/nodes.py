@@ -1,4 +1,4 @@
-"""What can be done to one machine."""
+"""Draining nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.ids import NODE_ID_PATTERN
 
 router = APIRouter(prefix="/v1/nodes/{node_id}", tags=["cluster"])
 
-NodeId = Annotated[str, Path(pattern=NODE_ID_PATTERN, description="Id of a node, or enough of its start.")]
+NodeId = Annotated[str, Path(pattern=NODE_ID_PATTERN, description="Id of a node, or a unique prefix.")]
 
 
 @router.post(
@@ -37,6 +37,6 @@ async def drain_node(
     node_id: NodeId,
     wanted: Annotated[requests.DrainRequest, Depends(body_as(requests.DrainRequest))],
 ) -> schemas.Node:
-    """Drain a node: all jobs leave it before the deadline, and redo no step where there is room elsewhere."""
+    """Drain a node: all jobs move away before the deadline, without redoing steps if there is room elsewhere."""
     drained = await read_threads_of(request).nodes.run(lambda: control.drain(node_id, wanted.deadline_seconds))
     return schemas.Node.model_validate(drained)

@@ -1,4 +1,4 @@
-"""Plans: what a layout would take, or which is best, before anything runs."""
+"""Plans: estimates for a layout, or the best layouts, before anything runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1/plans", tags=["plans"])
     ),
 )
 async def make_plans(request: Request, control: Control, document: Body) -> schemas.Plans:
-    """Predict time and memory of a layout on a cluster, or with `parallel: auto` find the best ones. Nothing is
+    """Estimate the time and memory of a layout on a cluster, or with `parallel: auto` find the best layouts. Nothing is
     stored."""
     request_of_caller(request).changes_nothing = True
 

@@ -28,7 +28,7 @@ def create_project(
     control: Control,
     wanted: Annotated[requests.NewProject, Depends(body_as(requests.NewProject))],
 ) -> access_schemas.Project:
-    """Create a project. Keys that are created for it see and change its jobs, and no others."""
+    """Create a project. Keys of the project can only access its jobs."""
     request_of_caller(request).target = wanted.name
     return control.store.write(lambda session: access_views.project_view(projects.create(session, wanted.name)))
 
@@ -37,7 +37,7 @@ def create_project(
 def list_projects(
     control: Control, caller: Caller, limit: Limit = 50, cursor: Cursor = None
 ) -> schemas.Items[access_schemas.Project]:
-    """The key's project, or all projects where it is one for the installation, by name."""
+    """The key's project, or all projects if the key is valid for all projects, sorted by name."""
     with control.store.read() as session:
         page = projects.page(session, caller.bound, limit, cursor)
     return schemas.Items(items=[access_views.project_view(each) for each in page.items], next_cursor=page.next_cursor)

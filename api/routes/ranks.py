@@ -1,4 +1,4 @@
-"""Where a job's ranks run, and how they are doing."""
+"""Placement and state of a job's ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RankPath = Annotated[int, Path(ge=0, le=10**8, description="Global rank")]
 
 @router.get("/ranks", responses=reads(*OF_A_JOB))
 def list_ranks(control: Control, job_id: JobId) -> schemas.Items[schemas.Rank]:
-    """All ranks of the job's current gang, by number, and what is known of their last few seconds."""
+    """All ranks of the job's current gang, sorted by number, with samples of their last few seconds."""
     with control.store.read() as session:
         jobs.get(session, job_id)
         rows = ranks.of_job(session, job_id)
@@ -35,11 +35,11 @@ def get_rank_history(
     job_id: JobId,
     after_step: AfterStep = 0,
     max_points: Annotated[
-        int, Query(ge=1, le=rank_numbers.SLOTS, description="Most samples; of many ranks there are fewer")
+        int, Query(ge=1, le=rank_numbers.SLOTS, description="Maximum number of samples; fewer for jobs with many ranks")
     ] = rank_numbers.SLOTS,
 ) -> schemas.RankHistory:
-    """Own times of all ranks over the newest samples, of which there is one every two seconds at most. Samples from
-    before the number of ranks changed, or of steps that were done again, are left out."""
+    """Own times of all ranks over the newest samples, taken at most every two seconds. Samples from before a change of
+    the number of ranks, or of steps that were redone, are omitted."""
     with control.store.read() as session:
         jobs.get(session, job_id)
         history = rank_numbers.history(session, job_id, after_step, max_points)
@@ -54,7 +54,7 @@ def get_rank_history(
     responses=reads(*OF_A_JOB, "no_ranks", "not_understood", "cluster_unavailable"),
 )
 async def get_waits(request: Request, control: Control, job_id: JobId) -> Response:
-    """Who waits for whom at this moment, as all agents see it; half a second old at most."""
+    """Which ranks wait for which, as reported by all agents; at most half a second old."""
     body = await read_threads_of(request).nodes.run(lambda: _waits(control.waits(job_id)).model_dump_json())
     return Response(body, media_type="application/json")
 
@@ -73,6 +73,6 @@ def _waits(seen: SeenWaits) -> schemas.Waits:
     responses=reads(*OF_A_JOB, "invalid_parameter", "rank_not_found", "no_ranks", "rank_silent", "cluster_unavailable"),
 )
 async def get_rank_stack(request: Request, control: Control, job_id: JobId, rank: RankPath) -> schemas.RankStack:
-    """The stacks of all threads of a rank's trainer, now; it goes on meanwhile. They are in its log too."""
+    """The current stacks of all threads of a rank's trainer, which keeps running. They are also written to its log."""
     stack = await read_threads_of(request).nodes.run(lambda: control.stack(job_id, rank))
     return schemas.RankStack(rank=stack.rank, pid=stack.pid, at=views.moment(stack.at), text=stack.text)

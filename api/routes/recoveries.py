@@ -1,4 +1,4 @@
-"""A job's recoveries: what failed, what was replaced, and how long each phase took."""
+"""A job's recoveries: the failure, the replaced ranks, and the duration of each phase."""
 
 from __future__ import annotations
 

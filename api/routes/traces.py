@@ -1,4 +1,4 @@
-"""Traces of a job: single steps, recorded action by action; and where its steps go."""
+"""Traces of a job: single steps, recorded action by action; and the time of its steps by part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PERFETTO, GZIP = "application/vnd.perfetto.trace", "application/gzip"
 
 
 def traces_of(request: Request) -> TraceReader:
-    """The reader that the app was made with."""
+    """The app's reader of traces."""
     return cast(TraceReader, request.app.state.traces)
 
 
@@ -51,8 +51,8 @@ def request_trace(
     job_id: JobId,
     wanted: Annotated[requests.TraceRequest, Depends(body_as(requests.TraceRequest))],
 ) -> trace_schemas.Trace:
-    """Record the next steps of a job, the same ones on all ranks. For a job that waits or is paused they are recorded
-    once it trains."""
+    """Record the next steps of a job on all of its ranks. For a job that is queued or paused, recording starts when it
+    trains."""
 
     def request(session: Any) -> str:
         row = trace_requests.request(session, job_id, wanted.steps, wanted.step, wanted.profiler_ranks)
@@ -65,7 +65,7 @@ def request_trace(
 
 @router.get("/traces", responses=reads(*OF_A_JOB))
 def list_traces(traces: Traces, job_id: JobId) -> schemas.Items[trace_schemas.Trace]:
-    """A job's traces, newest first, without what each rank did. A handful is kept."""
+    """A job's traces, newest first, without the actions of each rank. Only the newest few are kept."""
     return schemas.Items(items=[_trace(each) for each in traces.list(job_id)])
 
 
@@ -75,7 +75,7 @@ def list_traces(traces: Traces, job_id: JobId) -> schemas.Items[trace_schemas.Tr
     responses=reads(*OF_A_JOB, "invalid_parameter", "trace_not_found"),
 )
 async def get_trace(request: Request, control: Control, traces: Traces, job_id: JobId, trace_id: TraceId) -> Response:
-    """One trace in full: every slice of every rank, with the planner's timeline of the same step."""
+    """One trace with every slice of every rank, and the planner's timeline of the same step."""
 
     def document() -> str:
         return json.dumps(_with_times(traces.document(job_id, trace_id, planner_cluster(control))))
@@ -108,7 +108,7 @@ def get_trace_for_perfetto(traces: Traces, job_id: JobId, trace_id: TraceId) -> 
 def get_profile(
     traces: Traces, job_id: JobId, trace_id: TraceId, rank: Annotated[int, Path(ge=0, le=10**8)]
 ) -> Response:
-    """What torch's profiler says of a rank in the steps of a trace: a Chrome trace, compressed by gzip."""
+    """The torch profile of a rank for the steps of a trace: a Chrome trace, compressed with gzip."""
     headers = {"Content-Disposition": f'attachment; filename="{job_id}-{trace_id}-rank-{rank}.json.gz"'}
     return Response(traces.profile(job_id, trace_id, rank), media_type=GZIP, headers=headers)
 
@@ -121,19 +121,17 @@ async def get_budget(
     job_id: JobId,
     source: Annotated[
         Literal["trace", "phases"] | None,
-        Query(
-            alias="from", description="What it is measured from; default: the newest complete trace, or else the phases"
-        ),
+        Query(alias="from", description="Source of the budget; default: the newest complete trace, or the phases"),
     ] = None,
 ) -> trace_schemas.StepBudget:
-    """Where the time of a job's step goes, from the device's peak on, as measured and as planned."""
+    """Time of a job's step by part, starting from the device's peak, as measured and as estimated by the planner."""
     wanted = {"of_trace": source != "phases", "of_phases": source != "trace"}
     budget = partial(traces.budget, job_id, **wanted, cluster=planner_cluster(control))
     return trace_schemas.StepBudget.model_validate(await read_threads_of(request).plans.run(budget))
 
 
 def planner_cluster(control: ControlPlane) -> PlannerCluster:
-    """Gives the cluster as the planner takes it; None where Ray does not answer, or its devices are not known."""
+    """Returns the cluster as the planner's input; None if Ray does not respond or its devices are unknown."""
 
     def cluster(spec: JobSpec) -> Cluster | None:
         try:
@@ -150,7 +148,7 @@ def _trace(document: dict[str, Any]) -> trace_schemas.Trace:
 
 
 def _with_times(document: dict[str, Any]) -> dict[str, Any]:
-    """With times as they are answered: the rest is too long to be validated."""
+    """Converts times for the response; the rest is not validated, since it is long."""
     at = (moment(document["requested_at"]), moment_or_none(document["finished_at"]))
     requested, finished = (None if each is None else schemas.rfc3339(each) for each in at)
     return {**document, "requested_at": requested, "finished_at": finished}
