@@ -159,7 +159,7 @@ def test_what_was_ended_goes_on_from_the_checkpoint_of_the_last_release(last_rel
     until("a checkpoint", lambda: any(each.state == "complete" for each in old.client.checkpoints(job).items))
     old.kill()
     code, said = new.manta("down")
-    assert code == 0 and f"{job} (job) was ended at step" in said
+    assert code == 0 and f"{job} (job) was stopped at step" in said
     code, said = new.up()
     assert code == 0, said
     until("the next generation", lambda: new.client.job(job).generation == 2)
