@@ -133,12 +133,12 @@ def pause(job_id: str) -> Call[schemas.Job]:
 
 
 def resume(job_id: str) -> Call[schemas.Job]:
-    """Have a PAUSED job go on."""
+    """Resume a PAUSED job."""
     return Call(schemas.Job, "POST", _job(job_id, "/resume"))
 
 
 def retry(job_id: str) -> Call[schemas.Job]:
-    """Have a job that failed go on."""
+    """Retry a failed job."""
     return Call(schemas.Job, "POST", _job(job_id, "/retry"))
 
 
@@ -235,7 +235,7 @@ def checkpoints(job_id: str, limit: int = 100, cursor: str | None = None) -> Cal
 
 
 def delete_checkpoint(job_id: str, checkpoint_id: str, force: bool = False) -> Call[schemas.Checkpoint]:
-    """Delete a checkpoint and its files; with `force` also the newest of a job that would go on from it."""
+    """Delete a checkpoint and its files; with `force` also the newest of a job that would resume from it."""
     path = _job(job_id, f"/checkpoints/{quote(checkpoint_id, safe='')}")
     forced = {"force": "true"} if force else {}
     return Call(schemas.Checkpoint, "DELETE", path, forced, patience=_DELETION_SECONDS)

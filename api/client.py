@@ -231,11 +231,11 @@ class MantaClient:
         return self.send(calls.pause(job_id))
 
     def resume(self, job_id: str) -> Job:
-        """Have a PAUSED job go on."""
+        """Resume a PAUSED job."""
         return self.send(calls.resume(job_id))
 
     def retry(self, job_id: str) -> Job:
-        """Have a job that failed go on from where it failed. Raises ApiError."""
+        """Retry a failed job from where it failed. Raises ApiError."""
         return self.send(calls.retry(job_id))
 
     def cancel(self, job_id: str) -> Job:

@@ -95,7 +95,7 @@ class FollowedStream(Generic[T]):
             yield self.call.answer.model_validate_json(event.data)
 
     def breaks_off(self, url: str) -> None:
-        """The answer of the service at `url` is over. Raises ServiceUnreachable where it should have gone on."""
+        """The answer of the service at `url` is over. Raises ServiceUnreachable where it should have continued."""
         if not self.ended:
             raise ServiceUnreachable(url, EOFError("the stream broke off"))
 

@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
     "job_being_exported": Kind(409, "weights of the job are being exported"),
     "files_not_removed": Kind(409, "a file cannot be removed, so what it belongs to is still there"),
     "export_not_possible": Kind(409, "the checkpoint is not complete, or too many exports are being written already"),
-    "checkpoint_needed": Kind(409, "the checkpoint is in use, or the job would go on from it"),
+    "checkpoint_needed": Kind(409, "the checkpoint is in use, or the job would resume from it"),
     "project_exists": Kind(409, "there is a project of this name already"),
     "idempotency_conflict": Kind(409, "the Idempotency-Key was used before with another body"),
     "no_ranks": Kind(409, "the job has no running ranks"),

@@ -102,7 +102,7 @@ class FaultRequest(Body):
     """A fault to inject into a job."""
 
     kind: FaultKind
-    """kill: SIGKILL to the rank's process; stop: SIGSTOP to it; hang: it never goes on; oom: it gets no more memory;
+    """kill: SIGKILL to the rank's process; stop: SIGSTOP to it; hang: it never continues; oom: it gets no more memory;
     exception: it raises; slow: it sleeps in each step from then on; node: all that runs on its node is killed; store:
     the job's rendezvous store is killed, where it runs on the rank's node; partition: its connections are cut."""
     rank: int = Field(ge=0, le=10**8)

@@ -19,7 +19,7 @@ _BEFORE_FIRST_STEP = (JobState.STARTING, JobState.RECOVERING, JobState.RESIZING)
 
 
 class CheckpointNeeded(MantaError):
-    """The checkpoint is in use, or the job would go on from it; the message says what to do."""
+    """The checkpoint is in use, or the job would resume from it; the message says what to do."""
 
 
 class CheckpointNotRemoved(MantaError):
@@ -34,7 +34,7 @@ class CheckpointNotRemoved(MantaError):
 
 def delete_checkpoint(store: Store, paths: Paths, job_id: str, checkpoint_id: str, force: bool = False) -> Checkpoint:
     """Remove a checkpoint's files and note that it is deleted, which it then is; one that is already stays so. The
-    newest whole one of a job that may go on, which would go on from it, only with `force`.
+    newest whole one of a job that may continue, which would resume from it, only with `force`.
 
     Raises JobNotFound, CheckpointNotFound, CheckpointNeeded, CheckpointNotRemoved.
     """

@@ -1,7 +1,7 @@
 """The control plane: one thread with an event loop of its own, on which the scheduler and the owners of all jobs live.
 
 It owns nothing that cannot be lost: jobs are in the database, agents are named actors. Started again after a crash it
-finds both and goes on.
+finds both and continues.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ControlPlane:
 
         Nothing waits for the nodes: each is checked on its own from then on.
         """
-        # What was released uses the database as it is, so that it can go on if this release cannot.
+        # What was released uses the database as it is, so that it can continue if this release cannot.
         asks_first = self._store.shuts_out_release_before
         if not asks_first:
             self._store.migrate()

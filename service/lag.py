@@ -29,7 +29,7 @@ class Lag:
         self._due = None
 
     def done(self) -> None:
-        """The pass has done what there was. One that fails does not say so, and goes on to be behind."""
+        """The pass has done what there was. One that fails does not say so, and stays behind."""
         self._working_since = None
         if self._every is not None:
             next_pass = self._clock() + self._every

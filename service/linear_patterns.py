@@ -36,7 +36,7 @@ class BadPattern(MantaError):
 
 @dataclass
 class _State:
-    """Of the nondeterministic automaton: takes one character, or goes on without one."""
+    """Of the nondeterministic automaton: takes one character, or continues without one."""
 
     test: Test | None = None
     at: str | None = None

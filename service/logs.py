@@ -48,7 +48,7 @@ class LogBytes:
     """The first one's place in the log; higher than what was asked for where that is lost."""
     content: bytes
     more: bool
-    """Whether the log goes on after them."""
+    """Whether the log continues after them."""
 
 
 class LogSource(Protocol):
@@ -163,7 +163,7 @@ class LogLine:
 
 @dataclass(frozen=True)
 class LogPage:
-    """Some lines, and where to go on."""
+    """Some lines, and where to continue."""
 
     lines: list[LogLine]
     """Lines by time, each rank's in the order in which it printed them."""
@@ -183,7 +183,7 @@ class Chunk:
     end: int
     """Byte up to which the file was understood; whole lines only."""
     full: bool
-    """Whether the file goes on after it."""
+    """Whether the file continues after it."""
     until: float | None = None
     """When its last line was printed, wanted or not; None where it has none."""
 
@@ -335,7 +335,7 @@ def merge(chunks: Iterable[Chunk]) -> list[tuple[LogLine, float]]:
 
 
 def _after(position: Mapping[int, int], chunks: list[Chunk], page: list[LogLine]) -> Position:
-    """Where to go on after `page`: behind each rank's last shown line, or behind its chunk when all was shown."""
+    """Where to continue after `page`: behind each rank's last shown line, or behind its chunk when all was shown."""
     after = dict(position)
     shown: dict[int, LogLine] = {line.rank: line for line in page}
     for chunk in chunks:

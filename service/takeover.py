@@ -19,7 +19,7 @@ _NOT_RUNNING = (JobState.QUEUED, JobState.CANCELLING)
 
 
 class CannotTakeOver(MantaError):
-    """Jobs run under a release whose agents this one does not understand, and which could not go on with them either
+    """Jobs run under a release whose agents this one does not understand, and which could not continue with them either
     once this one has started."""
 
     def __init__(self, protocols: Mapping[str, int]):

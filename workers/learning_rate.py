@@ -1,5 +1,5 @@
 """Learning rate by step: a pure function of the job's spec and the step, so a job that is resumed, resized or rolled
-back goes on with the rate that the step has anyway. Pure Python."""
+back continues with the rate that the step has anyway. Pure Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of one rank: which committed step it belongs to, and the copies of it from which the job can go on.
+"""The state of one rank: which committed step it belongs to, and the copies of it from which the job can continue.
 
 The state itself lies in the engine. Outside of it are snapshots in the node's shared memory, durable checkpoints, and
 the copies in host memory that a roll back needs (`numerics/guard.py`).
@@ -347,7 +347,7 @@ class RankState:
         """Have the newest state in this rank's snapshot, as others may read it."""
         if self.snapshots is None:
             return
-        self.snapshots.finish()  # before this rank says what it can go on from
+        self.snapshots.finish()  # before this rank says what it can resume from
         held = self.settled_step
         if held is not None and held not in committed_steps(self.snapshots.path):
             self.snapshots.save(held, self._note())  # for ranks of another layout

@@ -74,7 +74,7 @@ class Tracing:
             self._next = statistics.trace
 
     def break_off(self) -> None:
-        """Nothing more is recorded: of a recording that goes on, the whole steps are kept."""
+        """Nothing more is recorded: of a recording that continues, the whole steps are kept."""
         recorder, self._next = self._comm.step.recorder, None
         if recorder is not None:
             self._end(recorder, INTERRUPTED)

@@ -158,7 +158,7 @@ class Trainer:
 
     def _compare_replicas(self) -> None:
         """Find out whether all ranks still compute with the same parameters, before this step changes them. Where one
-        does not, the step is given up: it leaves, and goes on with a state from before. Raises ReplicaDiffers on the
+        does not, the step is given up: it leaves, and continues with a state from before. Raises ReplicaDiffers on the
         ranks that differ, PeerLost on the others."""
         with self.comm.step.phase("replica_check"):
             ranks, certain = self._replica_check.differing(self.state.kept_parameters())

@@ -316,13 +316,13 @@ def key_table(console: Console, keys: Sequence[access_schemas.ApiKey]) -> None:
         )
         for key in keys
     ]
-    table(console, ("ID", "NAME", "USER", "PROJECT", "SCOPE", "MADE", "STATE"), rows, "There are no keys.")
+    table(console, ("ID", "NAME", "USER", "PROJECT", "SCOPE", "CREATED", "STATE"), rows, "There are no keys.")
 
 
 def project_table(console: Console, projects: Sequence[access_schemas.Project]) -> None:
     """`manta projects list`."""
     rows = [(project.name, moment(project.created_at)) for project in projects]
-    table(console, ("NAME", "MADE"), rows, "There are no projects.")
+    table(console, ("NAME", "CREATED"), rows, "There are no projects.")
 
 
 def audit_table(console: Console, entries: Sequence[access_schemas.AuditEntry]) -> None:

@@ -27,7 +27,7 @@ def partners(node_of_rank: Sequence[str]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Reachable:
-    """The newest step that all ranks can go on from, out of memory."""
+    """The newest step that all ranks can resume from, out of memory."""
 
     step: int
     fetched: tuple[int, ...]

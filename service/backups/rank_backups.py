@@ -104,7 +104,7 @@ def without_state(steps: Sequence[Sequence[int]]) -> list[int]:
 
 
 KINDS = ("snapshot", "peer", "replica")
-"""What a rank can go on from, the nearest first. These words are stored with recoveries: a backup is a `replica`
+"""What a rank can resume from, the nearest first. These words are stored with recoveries: a backup is a `replica`
 there."""
 
 
@@ -121,8 +121,8 @@ class _Offer:
 
 
 def _offers(peers: Sequence[int], rank: int, layout: str, files: FilesByHost) -> list[_Offer]:
-    """What `rank` could go on from, the nearest first. Of a rank's files on one host only the one that goes furthest is
-    given out."""
+    """What `rank` could resume from, the nearest first. Of a rank's files on one host only the one that goes furthest
+    is given out."""
     offers = []
     for host, here in sorted(files.items()):
         for peer in peers:

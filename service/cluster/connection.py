@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 THREADS = 8
 CALL_SECONDS = 60.0
-"""How long a call may take: a Ray that stands still for half a minute and goes on costs nothing but that time."""
+"""How long a call may take: a Ray that stands still for half a minute and continues costs nothing but that time."""
 
 
 class RayConnection:

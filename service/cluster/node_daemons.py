@@ -180,7 +180,7 @@ class NodeDaemons:
 
     async def _replace(self, node: str, actor: Any, problem: str) -> bool:
         """End a daemon of another release, with its zygote; False while that would end trainers, or would be no use.
-        What lies in the node's shared memory stays: jobs that wait go on from it."""
+        What lies in the node's shared memory stays: jobs that wait resume from it."""
         self._nodes.silent.add(node)  # nothing is placed there meanwhile
         if time.monotonic() < self._next_look.get(node, 0.0):
             return False

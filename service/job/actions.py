@@ -27,7 +27,7 @@ class Launch:
     incident: Incident | None = None
     """What made it necessary."""
     holds: int = 0
-    """How often it was put off, since the state to go on from could not be read."""
+    """How often it was put off, since the state to resume from could not be read."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Recover:
 
 @dataclass(frozen=True)
 class Rearrange:
-    """Bring all trainers to rest, and go on with another size or in other places."""
+    """Bring all trainers to rest, and continue with another size or in other places."""
 
     change: Change
 

@@ -15,7 +15,7 @@ from workers.config import JobSpec
 
 @dataclass(frozen=True)
 class Move:
-    """These replicas go on elsewhere."""
+    """These replicas continue elsewhere."""
 
     replicas: tuple[int, ...]
     standby: AgentSet
@@ -29,7 +29,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Shrink:
-    """Only these replicas go on."""
+    """Only these replicas continue."""
 
     staying: tuple[int, ...]
     cause: str
@@ -48,7 +48,7 @@ class Grow:
 
 @dataclass(frozen=True)
 class PlaceAgain:
-    """The whole gang gives up its places, and goes on in others, in another layout."""
+    """The whole gang gives up its places, and continues in others, in another layout."""
 
     target: JobSpec
     why: str
@@ -72,7 +72,7 @@ class WaitInQueue:
 
 @dataclass(frozen=True)
 class Stay:
-    """All trainers come to rest and go on as they were: a change was under way, and how far it got is not known."""
+    """All trainers come to rest and continue as they were: a change was under way, and how far it got is not known."""
 
     cause: str
 

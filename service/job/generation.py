@@ -93,7 +93,7 @@ class RunningGeneration:
 
     @property
     def broken(self) -> bool:
-        """Whether the generation cannot go on: a rank has died, or has lost a peer."""
+        """Whether the generation cannot continue: a rank has died, or has lost a peer."""
         return bool(self.deaths or self.resting)
 
     @property

@@ -28,7 +28,7 @@ ASK_SECONDS = 2.0
 CONFIRM_SECONDS = 0.3
 """Between the two looks that must agree before a rank is killed."""
 AGAIN_SECONDS = 1.0
-"""Between two looks while ranks that stand still may yet go on."""
+"""Between two looks while ranks that stand still may yet continue."""
 EVIDENCE_SECONDS = 5.0
 """An agent that takes longer to say what its trainer does is silent."""
 KILL_SECONDS = 5.0

@@ -52,7 +52,7 @@ UNTRIED = RepairOverGroups()
 
 
 class LaunchFailed(MantaError):
-    """Agents did not do their part before the generation had begun; the next try goes on without them."""
+    """Agents did not do their part before the generation had begun; the next try continues without them."""
 
     def __init__(self, silent: Mapping[int, str]):
         """`silent`: by rank why its agent did not answer."""
@@ -65,7 +65,7 @@ class LaunchFailed(MantaError):
 async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneration:
     """Begin the next generation with the agents that are there, and watch it. An agent that fails once the generation
     has begun is one of its deaths; before, it raises LaunchFailed. Raises AgentError, ClusterUnavailable and
-    TimeoutError too, and CheckpointsUnreadable where the state to go on from cannot be read now."""
+    TimeoutError too, and CheckpointsUnreadable where the state to resume from cannot be read now."""
     gang, record = job.gang, job.record
     where = await _where_all_are(job)
     if job.threads is None:

@@ -1,4 +1,4 @@
-"""Agents for ranks whose own are lost: in their places, elsewhere, or none where the job may go on without them."""
+"""Agents for ranks whose own are lost: in their places, elsewhere, or none where the job may continue without them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from service.recovery.budgets import PastFailure, avoided_nodes
 
 async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, failures: Sequence[PastFailure]) -> bool:
     """Find agents of `generation` for the ranks `lost`: in their own places, else by placing their replicas elsewhere,
-    else by going on without those replicas, where `elastic` allows it. False when the whole gang must be placed again.
-    `failures`: all that the job has survived, and this one."""
+    else by continuing without those replicas, where `elastic` allows it. False when the whole gang must be placed
+    again. `failures`: all that the job has survived, and this one."""
     gang = job.gang
     if len(lost) == len(gang.agents):
         return False

@@ -151,13 +151,13 @@ class ElasticityPlanner:
         return min(deadlines, default=math.inf) - time.monotonic()
 
     async def _spare_seconds(self) -> float:
-        """How long the job can go on as it is before its state would not be saved in time any more."""
+        """How long the job can continue as it is before its state would not be saved in time any more."""
         left = self._seconds_left()
         return left if math.isinf(left) else left - await time_to_save(self._job.record)
 
     async def _leave(self, running: RunningGeneration, draining: tuple[int, ...]) -> Change | WaitInQueue | None:
-        """Move these replicas to other nodes, else go on without them, where `elastic` allows it, else save the state
-        in time and wait in the queue."""
+        """Move these replicas to other nodes, else continue without them, where `elastic` allows it, else save the
+        state in time and wait in the queue."""
         seconds = max(await self._spare_seconds(), self._seconds_left() / 2)
         standby = await self._start_standby(self._gang.spec, running, draining, seconds)
         return Move(draining, standby) if standby is not None else await self._go_on_without(running, draining)
@@ -169,7 +169,7 @@ class ElasticityPlanner:
             return None
         staying = tuple(replica for replica in range(self._gang.layout.data) if replica not in draining)
         if len(staying) in self._sizes:
-            return Shrink(staying, f"went on without replicas {list(draining)}: their nodes are being drained")
+            return Shrink(staying, f"continued without replicas {list(draining)}: their nodes are being drained")
         elsewhere, spare = await self._elsewhere(), await self._spare_seconds()
         if spare <= 0:  # to place it again would leave its newest state on nodes that may be gone any moment
             return WaitInQueue(NO_ROOM if elsewhere is None else TOO_SOON)

@@ -38,7 +38,7 @@ IN_MEMORY_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """A state to go on from."""
+    """A state to resume from."""
 
     resume: Resume
     source: str

@@ -222,8 +222,8 @@ class Supervisor:
         return Launch("placed again" if again else "submitted", counts=again)
 
     async def _adopt(self, job: Job) -> Action:
-        """Find the gang by the names of its agents and go on from wherever the control plane before this one was. Its
-        trainers are kept: those that train are watched, those at rest go on in the next generation."""
+        """Find the gang by the names of its agents and continue where the control plane before this one was. Its
+        trainers are kept: those that train are watched, those at rest continue in the next generation."""
         rows = await self._record.read(lambda s: ranks.of_job(s, job.id))
         after = {row.rank: job.report_cursor.get(str(row.rank), 0) for row in rows}
         if self._job.logs is not None:  # agents still have the lines that are not kept yet; all else is known again
@@ -369,7 +369,7 @@ class Supervisor:
         await self._record.note_state(JobState.RESIZING)
         noticed = time.time()
         await running.rest(time_to_rest(self._gang.spec), PATIENCE_SECONDS)
-        # Who took too long to rest was killed, and its rank goes on from its snapshot.
+        # Who took too long to rest was killed, and its rank resumes from its snapshot.
         failed = any(death.kind != "stopped" for death in running.deaths)
         if failed or running.all_ended or self._job.cancelled.is_set():
             standby = standby_of(action.change)

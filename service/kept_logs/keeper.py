@@ -204,7 +204,7 @@ class LogKeeper:
 
     async def _keep(self, job: _Job) -> None:
         try:
-            async with asyncio.timeout(SHIP_SECONDS):  # the thread goes on, and holds up no other job
+            async with asyncio.timeout(SHIP_SECONDS):  # the thread continues, and holds up no other job
                 await self._ship(job)
         except OSError as error:
             if not job.failures:

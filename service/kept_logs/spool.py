@@ -159,7 +159,7 @@ class Spool:
                 return LogBytes(start, b"", more=False)
 
     def end(self, rank: int) -> int | None:
-        """As `LogSource.end`; None where the log goes on elsewhere."""
+        """As `LogSource.end`; None where the log continues elsewhere."""
         with self.lines.lock:
             return None if self.is_retired else self._place(rank).base + self._size(rank)
 
@@ -197,7 +197,7 @@ class SpooledLog:
         kept = self._kept.look(KEPT_SECONDS).read(rank, start, size)
         if not kept.content:
             kept = self._kept.look().read(rank, start, size)
-        return LogBytes(kept.start, kept.content, more=True)  # it goes on here
+        return LogBytes(kept.start, kept.content, more=True)  # it continues here
 
     def end(self, rank: int) -> int:
         """See `LogSource`."""

@@ -46,7 +46,7 @@ def may_be_given(lease_until: float, now: float) -> bool:
 
 def may_order(asked_at: float, now: float) -> bool:
     """Whether a control plane that last asked for its renewal at `asked_at`, and got it, can be sure that no other one
-    has taken over from it; both by a clock of its own that goes on while it stands still."""
+    has taken over from it; both by a clock of its own that continues while it stands still."""
     return now - asked_at < LEASE_SECONDS - MARGIN_SECONDS
 
 

@@ -70,7 +70,7 @@ def durable_state(listing: Listing, complete: Sequence[CompleteCheckpoint]) -> D
 
 
 def hold_sentence(job_id: str, step: int, problem: str, older: bool) -> str:
-    """Why the job does not go on, and what would help. `older`: whether another checkpoint can be read."""
+    """Why the job does not continue, and what would help. `older`: whether another checkpoint can be read."""
     instead = "; to continue from an older checkpoint instead, delete its folder" if older else ""
     return (
         f"held: the newest state is the checkpoint of step {step}, which cannot be read now: {problem}. Mount or move "

@@ -36,7 +36,7 @@ class Look:
     stopped: bool = False
     """Whether its process is stopped by a signal."""
     waits_for: int | None = None
-    """Rank without which it cannot go on."""
+    """Rank without which it cannot continue."""
     step: int = 0
     """Step that it computes."""
     counts: Mapping[str, int] | None = None
@@ -90,7 +90,7 @@ class Verdict:
 
 
 def find_culprits(looks: Sequence[Look], group: Group) -> Verdict:
-    """Who keeps the job from going on, by one look at all its ranks, in the order of ranks."""
+    """Who blocks the job, by one look at all its ranks, in the order of ranks."""
     overdue = [look for look in looks if look.overdue]
     if not overdue:
         return Verdict("nobody")
@@ -108,14 +108,14 @@ def find_culprits(looks: Sequence[Look], group: Group) -> Verdict:
     if guilty:
         return _among_roots(looks, guilty, set(edges.values()))
     if able := sorted(root for root in roots if not looks[root].overdue):
-        return Verdict("nobody", why=f"{_names(able)} may still go on")
+        return Verdict("nobody", why=f"{_names(able)} may still continue")
     if stuck:
         return Verdict("gang", tuple(look.rank for look in looks), _unended(looks, min(stuck)))
     return _least(looks, sorted({rank for cycle in cycles for rank in cycle}), "they wait for each other")
 
 
 def waiting_for(looks: Sequence[Look], culprit: int, group: Group) -> list[int]:
-    """Ranks that cannot go on without `culprit`, directly or through others."""
+    """Ranks that cannot continue without `culprit`, directly or through others."""
     edges = waits_of(looks, group)
     return [look.rank for look in looks if look.rank != culprit and culprit in path_from(look.rank, edges)]
 

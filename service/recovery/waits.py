@@ -25,7 +25,7 @@ class WaitingRank:
     since_seconds: float | None
     """For how long nothing has changed."""
     waits_for: tuple[int, ...]
-    """Ranks without which it cannot go on, as far as that is known."""
+    """Ranks without which it cannot continue, as far as that is known."""
     step: int | None
     """Step that it computes."""
 
@@ -36,7 +36,7 @@ class Waits:
 
     ranks: tuple[WaitingRank, ...]
     culprits: tuple[int, ...]
-    """Ranks that keep the others from going on and have stood still for longer than they may."""
+    """Ranks that block the others and have stood still for longer than they may."""
     sentence: str
     """What that means, for people."""
 

@@ -76,7 +76,7 @@ def get(session: Session, job_id: str, checkpoint_id: str) -> Checkpoint:
 
 
 def newest_id(session: Session, job_id: str) -> str | None:
-    """The complete checkpoint that was made last, from which the job would go on; None: it has none."""
+    """The complete checkpoint that was made last, from which the job would continue; None: it has none."""
     query = select(Checkpoint.id).where(Checkpoint.job_id == job_id, Checkpoint.state == COMPLETE)
     return session.scalar(query.order_by(Checkpoint.generation.desc(), Checkpoint.step.desc()).limit(1))
 

@@ -39,7 +39,7 @@ def begin(session: Session, job_id: str, checkpoint_id: str, path: str, format: 
 
 
 def note(session: Session, export_id: str, done: int, total: int | None) -> None:
-    """Note that it goes on, and how far it is, in bytes."""
+    """Note that it continues, and how far it is, in bytes."""
     row = session.get(Export, export_id)
     if row is not None and row.state == RUNNING:
         row.done_bytes, row.total_bytes, row.updated_at = done, total, leases.now(session)

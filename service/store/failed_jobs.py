@@ -14,7 +14,7 @@ from service.store.tables import Job
 
 
 def request_retry(session: Session, job_id: str) -> Job:
-    """Have a FAILED job go on from where it failed: it is QUEUED again, and its failures so far do not count any more.
+    """Retry a FAILED job from where it failed: it is QUEUED again, and its failures so far do not count any more.
 
     Raises JobNotFound, JobBeingDeleted, and IllegalTransition when the job's state does not allow it.
     """

@@ -26,7 +26,7 @@ def request_pause(session: Session, job_id: str) -> Job:
 
 
 def request_resume(session: Session, job_id: str) -> Job:
-    """Have a PAUSED job go on from its newest state: it is QUEUED again.
+    """Resume a PAUSED job from its newest state: it is QUEUED again.
 
     Raises JobNotFound, and IllegalTransition when the job's state does not allow it.
     """

@@ -54,7 +54,7 @@ class StepPeak:
         """What is received, which may be a part that has to be gathered."""
 
     def with_stages(self, spec: JobSpec) -> StepPeak:
-        """Of a job with such layers, of which stages have others; it goes on with what is known of them."""
+        """Of a job with such layers, of which stages have others; it continues with what is known of them."""
         other = StepPeak(spec, self.gpu, self.sums_apart)
         other._layers, other._of_layers = self._layers, self._of_layers
         return other

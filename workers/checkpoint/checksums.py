@@ -241,6 +241,6 @@ def checked(file: Place, sums: FileSums) -> Iterator[CheckedFile]:
         except OSError as error:
             raise unreadable(file, error) from error
         if stream.size != sums.size:
-            what = "is cut off at byte" if stream.size < sums.size else "goes on to byte"
+            what = "is cut off at byte" if stream.size < sums.size else "continues to byte"
             raise damaged(file, f"{what} {stream.size}: it should have {sums.size} bytes")
         yield stack.enter_context(CheckedFile(file, stream, sums))

@@ -82,8 +82,8 @@ class Backend(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Called by another thread: threads that wait here, now or later, get PeerLost; who waits for a device goes
-        on, and learns it from `confirm`. On a CPU the peers notice at once."""
+        """Called by another thread: threads that wait here, now or later, get PeerLost; who waits for a device
+        continues, and learns it from `confirm`. On a CPU the peers notice at once."""
         ...
 
     def confirm(self) -> None:

@@ -1,7 +1,7 @@
 """Waits over gloo that another thread can end.
 
 An error on a connection ends gloo's waits on it, but for that whose message was half received or half sent at that
-moment: it goes on until its time-out (torch 2.13 and 2.14, gloo of 2026-04: `Pair::signalException` passes over the
+moment: it continues until its time-out (torch 2.13 and 2.14, gloo of 2026-04: `Pair::signalException` passes over the
 operation under way). So a rank waits in turns, and looks in between whether its communication was broken off.
 """
 

@@ -46,7 +46,7 @@ def _fail_once() -> None:
 
 def _ask_where_nobody_answers() -> None:
     """Have this thread send its questions to a port that is closed. Where names come from elsewhere than glibc's
-    resolver (another C library, systemd's `resolve` in nsswitch.conf), it goes on asking as before."""
+    resolver (another C library, systemd's `resolve` in nsswitch.conf), it asks as before."""
     library = ctypes.CDLL(None)
     try:
         initialize, state = library.__res_init, library.__res_state

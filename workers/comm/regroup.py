@@ -79,8 +79,8 @@ class Breaking(Protocol):
 class GlooBreaking:
     """Gloo knows no abort. But an error on a connection ends the waits on it, here and at its other end, as a peer's
     death would: so all connections that were opened for the groups are shut. The destruction of groups, which waits for
-    gloo's own threads, takes milliseconds then, and otherwise as long as the longest wait. Of waits that go on all the
-    same: `gloo_waits.py`."""
+    gloo's own threads, takes milliseconds then, and otherwise as long as the longest wait. Of waits that continue all
+    the same: `gloo_waits.py`."""
 
     def __init__(self) -> None:
         self._before: set[Connection] = set()
@@ -238,7 +238,7 @@ class NewGroups:
 class LastingGroups:
     """The same groups in every generation, whose members are reconfigured: torch 2.14 and later.
 
-    A group goes on meeting through the store that it began with, so the groups are others where that is another, and
+    A group continues meeting through the store that it began with, so the groups are others where that is another, and
     where anything goes wrong while they are made."""
 
     way = "reconfigure"

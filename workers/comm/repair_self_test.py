@@ -31,7 +31,7 @@ _OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", tor
 
 
 class _Stuck(MantaError):
-    """What was broken off goes on: nothing else can be done with this process."""
+    """What was broken off continues: nothing else can be done with this process."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RepairSelfTest:
     nccl_version: str | None
     """None where it is not NCCL."""
     usable: bool = True
-    """Whether this process can go on without it."""
+    """Whether this process can continue without it."""
 
     @property
     def sentence(self) -> str:

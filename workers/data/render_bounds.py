@@ -26,7 +26,7 @@ class TooMuch(Exception):
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Raise TooMuch in what goes on inside once it has used SECONDS, or MemoryError where it wants more than
+    """Raise TooMuch in what runs inside once it has used SECONDS, or MemoryError where it wants more than
     MEMORY_BYTES; kill the process, with SIGVTALRM, after LAST_SECONDS."""
     handler = signal.signal(signal.SIGPROF, _too_long)
     deadly = signal.signal(signal.SIGVTALRM, signal.SIG_DFL)

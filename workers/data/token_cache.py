@@ -73,7 +73,7 @@ class Watcher:
     """The same, as a part of the time that it takes already."""
 
     def alive(self) -> None:
-        """The work goes on: called several times a second, also while another process does it."""
+        """The work continues: called several times a second, also while another process does it."""
 
     def tell(self, kind: str, message: str, data: dict[str, Any]) -> None:
         """Something that people want to know; `kind` as for events."""

@@ -28,7 +28,7 @@ from workers.spec.reading import load_job_spec
 
 
 class ProgressLines(Watcher):
-    """Shows what goes on to the person who waits: on a terminal progress is one line, elsewhere a line now and then."""
+    """Shows the progress to a user who waits: on a terminal progress is one line, elsewhere a line now and then."""
 
     def __init__(self, out: TextIO, processes: int | None = None):
         self._out, self.processes = out, processes

@@ -58,8 +58,8 @@ def generate(
 def _together(
     model: LoadedModel, prompts: Sequence[Sequence[int]], most_tokens: int, draw: Sampler, end: int | None
 ) -> list[Written]:
-    """All sequences are at the same position at any time: those with longer prompts go on reading while others write.
-    So none needs padding, and what one says does not depend on the others in the batch."""
+    """All sequences are at the same position at any time: those with longer prompts continue reading while others
+    write. So none needs padding, and what one says does not depend on the others in the batch."""
     lengths = [len(prompt) for prompt in prompts]
     tokens = [list(prompt) for prompt in prompts]
     ended = [False] * len(prompts)

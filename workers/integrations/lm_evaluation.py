@@ -58,7 +58,7 @@ class MantaModel(LM):
         return [] if self._tokens.end is None else [self._tokens.end]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of both. Words may go on across the border, so both are encoded together."""
+        """Token ids of both. Words may continue across the border, so both are encoded together."""
         if not context:
             return self._start(), self._tokens.encode(continuation)
         spaces = len(context) - len(context.rstrip())

@@ -45,7 +45,7 @@ class TrainerWatch:
         self._reported_overdue = False
 
     def enter_generation(self, ranks: int) -> None:
-        """The process goes on in a generation of so many ranks: who watches that has heard nothing that was reported
+        """The process continues in a generation of so many ranks: who watches that has heard nothing that was reported
         before."""
         self.ranks, self._reported_overdue = ranks, False
 

@@ -149,7 +149,7 @@ class Progress:
         return self._words[self._count_at[what]]
 
     def waits_for(self, peer: int, channel: int, sending: bool) -> None:
-        """Nothing can go on before `peer` sends on `channel` (the axis's number), or with `sending` before it takes
+        """Nothing can continue before `peer` sends on `channel` (the axis's number), or with `sending` before it takes
         what is sent."""
         self._words[WAITING] = 1 + peer | channel << PEER_BITS | sending << PEER_BITS + CHANNEL_BITS
 
@@ -234,7 +234,7 @@ class DeviceRecord:
     number: int
     """Number of the communication among those along its axis, or among messages sent or received."""
     waits_for: int | None
-    """Rank without which it cannot go on, where that is one."""
+    """Rank without which it cannot continue, where that is one."""
     sending: bool
     """Whether it waits for its message to be taken."""
     counts: dict[str, int]
@@ -258,7 +258,7 @@ class Record:
     micro_batch: int | None
     """Micro-batch of the action of the pipeline that it runs."""
     waits_for: int | None
-    """Rank without which it cannot go on; None while it computes, or where the backend does not tell."""
+    """Rank without which it cannot continue; None while it computes, or where the backend does not tell."""
     channel: int | None
     """Number of the axis along which it waits, CONNECTING_CHANNEL while links are made."""
     sending: bool

@@ -1,4 +1,4 @@
-"""How a process that is asked to end (SIGTERM, as machines that are taken away send it) hears of that and goes on."""
+"""How a process that is asked to end (SIGTERM, as machines that are taken away send it) hears of that and continues."""
 
 from __future__ import annotations
 

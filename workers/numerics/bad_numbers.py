@@ -95,7 +95,7 @@ def merged_roll_backs(roll_backs: Iterable[RollBack]) -> tuple[RollBack, ...]:
 
 
 def merged_histories(histories: Sequence[NumericsHistory]) -> NumericsHistory:
-    """The history that all ranks go on with, from that of each of them as of the same committed step."""
+    """The history that all ranks continue with, from that of each of them as of the same committed step."""
     recent = next((history.recent for history in histories if history.recent), ())
     return NumericsHistory(recent).with_roll_backs(each for history in histories for each in history.roll_backs)
 

@@ -46,7 +46,7 @@ class Resume:
     """start: fresh initialisation; snapshot: what the process still holds, else this rank's file in shared memory;
     memory: files in shared memory of another layout's ranks; checkpoint: a durable one."""
     step: int = 0
-    """Committed step that the state belongs to; training goes on with step + 1."""
+    """Committed step that the state belongs to; training continues with step + 1."""
     path: str | None = None
     """Folder of the durable checkpoint."""
     paths: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Fault:
     """First step in which it may strike; it means nothing for the phases start and recovery."""
     phase: FaultPhase = "data"
     """Where in the step; start: when the rank meets the others of its next generation, recovery: when it brings its
-    state to the step from which that generation goes on."""
+    state to the step from which that generation continues."""
     seconds: float = 0.0
     """slow: sleep in each step; partition: how long the rank does not get through to the others again."""
     delay: float = 0.0
@@ -188,7 +188,7 @@ class Launched:
     pid: int
     """Of the trainer."""
     kept: bool = False
-    """Whether the trainer that was at rest goes on, instead of a new one."""
+    """Whether the trainer that was at rest continues, instead of a new one."""
 
 
 @dataclass(frozen=True)

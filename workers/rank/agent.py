@@ -86,7 +86,7 @@ class Agent:
     async def launch(self, order: LaunchOrder) -> Launched:
         """Start the trainer of a new generation from `order`.
 
-        A trainer at rest goes on with it; any other that still runs is killed and reaped first. Raises
+        A trainer at rest continues with it; any other that still runs is killed and reaped first. Raises
         StaleGeneration unless the order's generation is above every earlier one, ZygoteUnavailable if the node's
         zygote does not answer, ProtocolMismatch.
         """

@@ -98,7 +98,7 @@ class TrainerHandle:
         """Have the trainer leave `generation`; whether it is at rest. It may finish its step first, if that takes it no
         more than `patience` seconds. One that takes longer than `grace` seconds after that is killed."""
         if self.generation > generation:
-            return self.at_rest  # it has gone on since that was ordered
+            return self.at_rest  # it has continued since that was ordered
         for seconds, after_step in ((patience, True), (grace, False)):
             if seconds and self.generation == generation and not self.at_rest:
                 self._send(Rest(generation, after_step))

@@ -96,7 +96,7 @@ _KINDS: dict[type[BaseException], str] = {
 
 
 Build = Callable[[LaunchOrder, Progress | None, Reporter], tuple[Comm, Trainer]]
-"""Makes communication and trainer of an order, with the progress record that they go on with, if any."""
+"""Makes communication and trainer of an order, with the progress record that they continue with, if any."""
 
 
 def run(argument: JsonObject, control: socket.socket) -> int:
@@ -143,7 +143,8 @@ class TrainerProcess:
         """Carry out the order, or with `prepare` get ready for one like it and carry that out; returns the exit status.
 
         Whatever goes wrong becomes a `failure` report, except for the loss of a peer where the order is to repair in
-        place. Then the process comes to rest and goes on in the next generation, as it does where it was asked to rest.
+        place. Then the process comes to rest and continues in the next generation, as it does where it was asked to
+        rest.
         """
         try:
             if prepare:
@@ -155,7 +156,7 @@ class TrainerProcess:
             error = RuntimeError(f"something in this process asked for its end (status {request.code})")
             error.__cause__ = request
             return self._fail(error)
-        except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported, nothing goes on
+        except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported, nothing continues
             return self._fail(error)
         return self._finish()
 
@@ -222,7 +223,7 @@ class TrainerProcess:
         return EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED
 
     def _join(self) -> None:
-        """Meet the ranks of the order's generation and bring the state to where they go on from."""
+        """Meet the ranks of the order's generation and bring the state to where they resume from."""
         order = self.order
         self._build()
         assert self._comm is not None and self._trainer is not None
@@ -264,7 +265,7 @@ class TrainerProcess:
             return
         if self._trainer is not None:
             self._trainer.close()
-        # The agent watches the record of this rank, which therefore goes on being the same.
+        # The agent watches the record of this rank, which therefore continues being the same.
         before = self._comm
         progress = before.progress if before is not None and before.rank == order.rank else None
         if before is not None:
@@ -346,7 +347,7 @@ def _same_place(one: LaunchOrder, other: LaunchOrder) -> bool:
 
 
 def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter) -> tuple[Comm, Trainer]:
-    """Communication and trainer of the order's rank. `progress`: the record that it goes on with; None: a new one."""
+    """Communication and trainer of the order's rank. `progress`: the record that it continues with; None: a new one."""
     spec = parse_job_spec(order.spec)
     torch.set_num_threads(threads_of(spec))
     device, backend = _device_of(order)

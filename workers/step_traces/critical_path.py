@@ -1,7 +1,7 @@
 """The critical path of the traced steps: the chain of slices backwards from the end of the last one.
 
 On a rank it goes from what ended last to what came before. Where the rank waited for another one, for its message or
-for it to come to a collective, it goes on there, at the moment at which that one began the communication.
+for it to come to a collective, it continues there, at the moment at which that one began the communication.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Lane:
     def between(self, since: float, now: float) -> Iterator[int]:
         """Slices in which something happens between the two moments, those first that end last."""
         around: int | None = bisect_left(self._starts, now) - 1
-        while around is not None and around >= 0:  # what goes on then lies around the slice that began last
+        while around is not None and around >= 0:  # what continues then lies around the slice that began last
             if self.slices[around].end > now:
                 yield around
             around = self._parents[around]

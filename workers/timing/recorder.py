@@ -158,7 +158,7 @@ class Recorder:
         self.number, self._left, self.moments = number, steps, moments
         self._idle_seconds, self._most = idle_seconds, most_slices
         self.open: list[_Open] = []
-        """Phases that go on, the innermost last."""
+        """Phases that continue, the innermost last."""
         self._step, self._began = 0, None
         self._issued: Any = None
         self._messages: Counter[tuple[SliceKind, int]] = Counter()

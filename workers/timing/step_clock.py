@@ -49,7 +49,7 @@ class StepClock:
             self._since = now
 
     def lap(self) -> dict[str, float]:
-        """Seconds since the lap before by wait, and `wall`, all of them. A wait that goes on is cut in two here."""
+        """Seconds since the lap before by wait, and `wall`, all of them. A wait that continues is cut in two here."""
         now = self._clock()
         self._count(now)
         seconds = {"wall": now - self._began} | {str(wait): spent for wait, spent in self._waits.items()}

@@ -59,7 +59,7 @@ class StepParts:
         return self._stack[-1] if self.measuring else None
 
     def enter(self, name: Part | None) -> None:
-        """A part begins; with None what is around it goes on."""
+        """A part begins; with None what is around it continues."""
         self._mark(self._stack[-1])
         self._stack.append(name or self._stack[-1])
 

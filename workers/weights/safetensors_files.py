@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Of the dtypes that are written, in a file's header, by what torch calls them."""
 FLUSH_BYTES = 64 * 2**20
-"""Of a file, after which those so far are sent to the disk, while writing goes on: else it would stand still
+"""Of a file, after which those so far are sent to the disk, while writing continues: else it would stand still
 meanwhile."""
 _ALIGNMENT = 8
 

@@ -311,7 +311,7 @@ def test_elastic_job_leaves_a_node_by_going_on_without_the_replica(two_replicas,
 
     story(body)
     assert job.log == [*UP, "node_draining", *CHANGED, "SUCCEEDED"]
-    assert job.generations[1] == ("went on without replicas [0]: their nodes are being drained", "memory", 1)
+    assert job.generations[1] == ("continued without replicas [0]: their nodes are being drained", "memory", 1)
     assert job.message("node_draining") == "node one is being drained within 60 s (it is sold); 2 ranks are there"
 
 

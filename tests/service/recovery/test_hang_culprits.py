@@ -205,7 +205,7 @@ def test_who_does_not_say_for_whom_it_waits_waits_for_the_peer_that_is_furthest_
         Look(3),
     ]
     verdict = find_culprits(looks, lambda axis, rank: group.get(axis, ()))
-    assert (verdict.kind, verdict.why) == ("nobody", "rank 2 may still go on")
+    assert (verdict.kind, verdict.why) == ("nobody", "rank 2 may still continue")
 
 
 def test_the_search_goes_through_each_group_once_however_many_ranks_there_are():

@@ -50,7 +50,7 @@ def test_job_that_goes_on_has_no_culprit_and_says_for_whom_most_wait():
 
 def test_rank_that_may_yet_go_on_is_said_to():
     waits = seen(at("checkpoint"), at("agreement", 0, DATA, overdue=True))
-    assert (waits.culprits, waits.sentence.endswith("; rank 0 may still go on")) == ((), True)
+    assert (waits.culprits, waits.sentence.endswith("; rank 0 may still continue")) == ((), True)
 
 
 def test_nobody_in_particular_where_all_wait_for_each_other():

@@ -122,7 +122,7 @@ def test_another_size_is_reported_before_anything_is_read(content, other):
         path.write_bytes(other)
         if len(other) == len(content):
             return
-        what = "is cut off at" if len(other) < len(content) else "goes on to"
+        what = "is cut off at" if len(other) < len(content) else "continues to"
         expected = f"data {what} byte {len(other)}: it should have {len(content)} bytes"
         with pytest.raises(DamagedCheckpoint, match=expected), checked(path, sums):
             pass

@@ -24,7 +24,7 @@ class ForwardPass:
     documents: Documents | None = None
     """Documents that attention stays within; None: it looks across."""
     cache: KeyValueCache | None = None
-    """What the model has read before, where it goes on with it; only where one rank has the whole model, and without
+    """What the model has read before, where it continues with it; only where one rank has the whole model, and without
     gradients. Then there are logits of the last token alone."""
     logits: bool = True
     """Whether the output layer computes; without, the last stage gives what that is to take."""

@@ -2,7 +2,7 @@
 or, for the zero-bubble schedules, in a pass of their own (arXiv:2401.10241, section 2: B and W).
 
 Autograd never sees them: a layer's backward hands over a function that computes them, which saves autograd's
-temporary copy, and lets the input's gradient go on its way first.
+temporary copy, and lets the input's gradient be sent first.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 - A send starts right behind the compute that made its message and never blocks.
 - A receive only posts a buffer; the compute that needs the message waits for it. Messages from one rank to another,
   activations and gradients together, are one queue: receives are posted in the order of the sends.
-- Where a micro-batch goes on in another chunk of the same rank there is no message.
+- Where a micro-batch continues in another chunk of the same rank there is no message.
 """
 
 from __future__ import annotations

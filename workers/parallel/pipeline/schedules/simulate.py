@@ -44,7 +44,7 @@ class Timeline:
     def cost(self) -> float:
         """Most seconds that a rank spends between the start of its first and the end of its last pass.
 
-        This is the time of a step in a run of many, if ranks go on to the next without waiting for the others
+        This is the time of a step in a run of many, if ranks continue to the next without waiting for the others
         (arXiv:2401.10241, section 4).
         """
         return max(rank[-1][2] - rank[0][1] for rank in self.passes)
