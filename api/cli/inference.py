@@ -61,6 +61,7 @@ def _run(command: str, what: str, step: int | None, url: str | None, arguments: 
 
 
 def _engine(command: str, *arguments: str) -> list[str]:
-    """The engine's command of that name, reporting errors as `manta`."""
-    code = f"import sys; from workers.{command} import main; sys.exit(main(called='manta {command}'))"
+    """The engine's command of that name, reporting errors as `manta`; SIGINT ends it without output."""
+    quiet = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)"
+    code = f"{quiet}; from workers.{command} import main; sys.exit(main(called='manta {command}'))"
     return [sys.executable, "-c", code, *arguments]

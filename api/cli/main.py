@@ -79,7 +79,7 @@ RankNumber = Annotated[int | None, typer.Option("--rank", min=0, help="Only this
 
 def connect(url: str | None) -> MantaClient:
     """A client for the service at `url`, or for the service given by the environment."""
-    return MantaClient(url or find_url(Settings.from_environment()))
+    return MantaClient(url)
 
 
 def console() -> Console:

@@ -282,10 +282,10 @@ def node_state(node: schemas.Node) -> str:
     return "draining" if node.draining else "alive"
 
 
-def _beside_slots(node: schemas.Node, places: float, slots: float) -> str:
+def _places_and_slots(node: schemas.Node, places: float, slots: float) -> str:
     """A number of GPUs or slots, and the additional slots of a node with GPUs."""
-    beside = f" + {figure(slots, 0)} slots" if node.accelerator == "gpu" and node.slots_total else ""
-    return f"{figure(places, 0)}{beside}"
+    more = f" + {figure(slots, 0)} slots" if node.accelerator == "gpu" and node.slots_total else ""
+    return f"{figure(places, 0)}{more}"
 
 
 def node_table(console: Console, cluster: schemas.Cluster) -> None:

@@ -178,7 +178,7 @@ class _Live:
             whole = is_final(job.state) and self._is_whole(job)  # so that the source, there before, has it all
             position, page = self._read(source, position)
         except LogsUnavailable:  # continue when they can be read again
-            return Batch([], position, False, False, job.state)
+            return Batch([], position, more=False, final=False, state=job.state)
         return Batch(self._entries(position, page.lines), page.position, page.more, whole, job.state)
 
     def _read(self, source: LogSource, position: Position) -> tuple[Position, LogPage]:

@@ -26,10 +26,12 @@ class Family:
 
 
 FAMILIES = {
-    "gpt": Family(False, False, False, False, True, True),
-    "llama": Family(True, True, True, False, False, False),
-    "qwen": Family(True, True, True, True, False, False),
+    "gpt": Family(gated_mlp=False, rms_norm=False, rotary=False, query_key_norm=False, bias=True, tie_embeddings=True),
+    "llama": Family(gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False),
+    "qwen": Family(gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=True, bias=False, tie_embeddings=False),
     # The parts that a custom model may use; its layers are unknown.
-    "custom": Family(False, False, True, False, False, False),
+    "custom": Family(
+        gated_mlp=False, rms_norm=False, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False
+    ),
 }
 """Supported families, by `model.family`."""
