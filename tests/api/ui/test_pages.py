@@ -270,6 +270,7 @@ def test_spec_on_the_screen_is_the_one_that_is_submitted_once(followed, browser)
 
 def test_planner_answers_with_reasons_and_pictures(viewer):
     page = viewer.open("plan")
+    expect(page.get_by_text("Nothing is planned yet.")).to_be_visible()
     page.get_by_label("Examples").select_option("GPT 22B on 8 A100 (arXiv:2205.05198)")
     page.get_by_role("button", name="Plan", exact=True).click()
     expect(page.get_by_role("table", name="Plans").locator("tbody tr").first).to_be_visible()

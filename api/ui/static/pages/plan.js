@@ -2,7 +2,7 @@
 
 import { Lanes } from "../charts/lanes.js";
 import { send } from "../core/api.js";
-import { fill, h, panel, setText, setVisible, table } from "../core/dom.js";
+import { emptyNote, fill, h, panel, setText, setVisible, table } from "../core/dom.js";
 import { bytes, duration, layout, number, percent, sentence, signed } from "../core/format.js";
 import { budgetTable } from "../parts/budget_table.js";
 import { memoryBars } from "../parts/memory_bars.js";
@@ -46,7 +46,7 @@ class PlanPage {
       Object.keys(PRESETS).map((name) => h("option", { value: name }, name)),
     );
     this.go = h("button", { class: "button primary", onclick: () => this.plan() }, "Plan");
-    this.says = h("div", { role: "status" });
+    this.says = h("div", { role: "status" }, emptyNote("Nothing is planned yet."));
     const question = panel("What is to be planned", { controls: [presets, this.go] });
     question.body.append(this.text);
     this.plans = panel("Layouts, best first");
