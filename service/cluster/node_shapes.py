@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from service.cluster.placement import Capacity, Unit, bundle_of, plural_of, stage_types
+from service.cluster.placement import Capacity, Unit, bundle_of, counted, plural_of, stage_types
 from workers.config import ParallelConfig
 from workers.errors import MantaError
 
@@ -39,7 +39,7 @@ class NodeShape:
     """How many of it each node has."""
 
     def __str__(self) -> str:
-        return f"{self.most} {self.type} of {self.units} {plural_of(self.unit)}"
+        return f"{self.most} {self.type} of {counted(self.units, self.unit)}"
 
 
 def shapes_in(text: str) -> tuple[NodeShape, ...]:

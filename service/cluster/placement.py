@@ -27,6 +27,12 @@ def plural_of(unit: Unit) -> str:
     return "GPUs" if unit == "GPU" else "slots"
 
 
+def counted(number: float, unit: Unit) -> str:
+    """So many of `unit`, in a sentence."""
+    plural = plural_of(unit)
+    return f"{number:g} {plural if number != 1 else plural.removesuffix('s')}"
+
+
 @dataclass(frozen=True)
 class Capacity:
     """Ranks that the cluster can hold."""
@@ -65,7 +71,7 @@ class Shortage:
     def __str__(self) -> str:
         together = f" in groups of {self.group} on one node" if self.group > 1 else ""
         typed = f" on nodes with {self.type}" if self.type is not None else ""
-        needed = f"needs {self.needed} {plural_of(self.unit)}{typed}{together}"
+        needed = f"needs {counted(self.needed, self.unit)}{typed}{together}"
         if self.waits_in_vain:
             return f"{needed}, of which there are {self.possible}"
         return f"{needed}, {self.available} of {self.possible} are free"

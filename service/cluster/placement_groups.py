@@ -17,9 +17,9 @@ from service.cluster.placement import (
     Unit,
     anywhere_but,
     avoidable,
+    counted,
     job_of,
     placement_group_name,
-    plural_of,
     replica_bundles,
 )
 from service.cluster.ray_private import placement_group_states
@@ -103,7 +103,7 @@ class PlacementGroups:
                 await self.remove(wanted)
         if not ready:
             units = sum(bundle[unit] for bundles in wanted.values() for bundle in bundles)
-            raise NotPlaced(f"{job} did not get {units:g} {plural_of(unit)} within {timeout:g} s; it keeps waiting.")
+            raise NotPlaced(f"{job} did not get {counted(units, unit)} within {timeout:g} s; it keeps waiting.")
 
     async def _are_created(self, names: Collection[str], timeout: float) -> bool:
         """Whether these groups hold their resources within `timeout` seconds. No thread waits for that."""

@@ -128,7 +128,7 @@ def test_stages_on_gpus_of_a_type_wait_for_nodes_that_have_it(manta, clean):
     job = manta.submit(manta.spec(STEPS, (1, 2, 1), parallel=typed))
     manta.until_state(job, "SUCCEEDED")
     waiting = manta.submit(manta.spec(STEPS, (1, 2, 1), parallel=typed | {"stage_accelerators": ["A100", "V100"]}))
-    why = "needs 1 GPUs on nodes with V100, of which there are 0"
+    why = "needs 1 GPU on nodes with V100, of which there are 0"
     manta.until("why it waits", lambda: manta.client.job(waiting).message == why)
 
 

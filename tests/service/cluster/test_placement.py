@@ -56,6 +56,7 @@ def test_too_few_units():
     shortage = missing(ParallelConfig(tensor=2, pipeline=2, data=2), capacity(5))
     assert (shortage.needed, shortage.available, shortage.possible) == (8, 4, 8)
     assert str(shortage) == "needs 8 slots in groups of 2 on one node, 4 of 8 are free"
+    assert str(missing(ParallelConfig(), capacity(0))) == "needs 1 slot, 0 of 8 are free"
 
 
 def test_enough_units_but_no_node_for_a_tensor_group():
