@@ -220,7 +220,7 @@ async function revokeKey(key) {
       h(
         "p",
         {},
-        `${key.name} opens nothing any more, its browsers are signed out and its streams end. Jobs that it submitted go on.`,
+        `${key.name} is not valid any more, its browsers are signed out and its streams end. Jobs that it submitted continue.`,
       ),
     ],
     { yes: "Revoke", no: "Keep it", danger: true },

@@ -141,7 +141,7 @@ function askResize(job) {
       h(
         "p",
         {},
-        `It has ${counted(job.parallel.data, "replica")} of ${counted(each, "rank")} and may have ${least} to ${most}. It changes after the step under way, as soon as there is room, and goes on with the same batch and the same numbers.`,
+        `It has ${counted(job.parallel.data, "replica")} of ${counted(each, "rank")} and may have ${least} to ${most}. It changes after the step under way, as soon as there is room, and continues with the same batch and the same numbers.`,
       ),
       h("label", { class: "field" }, "Replicas", input),
     ],

@@ -14,7 +14,7 @@ export class RankHistory {
   constructor(id) {
     this.id = id;
     const { element, body } = panel("Own time by step", {
-      note: "a line a rank; the darker, the longer beside the median of its stage in that step",
+      note: "a line a rank; the darker, the longer compared with the median of its stage in that step",
     });
     this.canvas = h("canvas", { class: "lane-canvas" });
     this.tip = h("div", { class: "chart-tip", hidden: true });

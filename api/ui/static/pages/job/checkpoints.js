@@ -143,7 +143,7 @@ export function create({ id, viewer, refreshNow }) {
         h(
           "p",
           {},
-          `Step ${number(checkpoint.step)}, ${bytes(checkpoint.bytes)}. Nobody can go on from it, or export it, any more.`,
+          `Step ${number(checkpoint.step)}, ${bytes(checkpoint.bytes)}. It cannot be resumed from or exported any more.`,
         ),
         h("p", { class: "mono" }, checkpoint.path),
       ],

@@ -123,7 +123,7 @@ class RanksTab {
     const worst = known.reduce((one, other) =>
       other.own_seconds / this.usual.get(other.pipeline) > one.own_seconds / this.usual.get(one.pipeline) ? other : one,
     );
-    return `No rank is persistently slower than its peers. Slowest beside its stage: rank ${worst.rank}; ${slownessOf(worst, this.usual.get(worst.pipeline))}.`;
+    return `No rank is persistently slower than its peers. Slowest relative to its stage: rank ${worst.rank}; ${slownessOf(worst, this.usual.get(worst.pipeline))}.`;
   }
 
   /** Whether the agents are asked without being told to: they are few, or the job seems to stand still. */
@@ -158,7 +158,7 @@ class RanksTab {
           {},
           rank.waits_for?.length
             ? `rank ${rank.waits_for.slice(0, 8).join(", ")}${rank.waits_for.length > 8 ? " ..." : ""}`
-            : "nobody",
+            : "no rank",
         ),
       );
     const { element, body } = table(["Rank", "Does", "Since", "Waits for"], { label: "Who waits for whom" });
