@@ -4,7 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-# Hundreds of processes start in a run of the tests: what Python compiles is kept, also where the environment says no.
+# A test run starts hundreds of processes: keep Python's bytecode cache, even if the environment disables it.
 export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
@@ -38,22 +38,22 @@ lint: setup
 types: setup
 	@$(BIN)/mypy
 
-# PYTEST_OPTIONS=... goes to pytest. One process more than cores: whole services are waited for now and then.
-# Types are checked whenever a core is free, and what is wrong is said at the end.
+# PYTEST_OPTIONS=... is passed to pytest. Three processes, since tests of whole services spend time waiting.
+# Types are checked at low priority meanwhile, and type errors are printed at the end.
 test: lint
 	@types=$$(mktemp) && trap 'rm -f $$types' EXIT; \
 	nice -n 19 $(BIN)/mypy >$$types 2>&1 & checker=$$!; \
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_OPTIONS); tests=$$?; \
 	wait $$checker; checked=$$?; test $$checked = 0 || cat $$types; test $$tests = 0 -a $$checked = 0
 
-# What is exhaustive and takes long: every layout with every other, many seeds, whole services through their rarer bad
-# days, upgrades, benchmarks in small, 60 drawn schedules of faults; and properties, with other examples each time.
+# Exhaustive tests that take long: every pair of layouts, many seeds, whole services under rarer failures, upgrades,
+# small benchmarks, 60 random fault schedules.
 soak: setup
 	@$(BIN)/python -m pytest --soak $(PYTEST_OPTIONS)
 	@$(BIN)/python -m benchmarks.chaos --schedules 60 --json
 
-# dist/: the wheel, which is built from the sdist; the sdist; and the versions that both are tested with, for
-# `pip install -c`. The times in the archives are those of the commit, so that a second build has the same wheel.
+# dist/: the wheel, built from the sdist; the sdist; and the tested versions of dependencies, for `pip install -c`.
+# Times in the archives are those of the commit, so that builds are reproducible.
 dist: setup
 	@rm -rf dist
 	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || echo 0) \

@@ -1,8 +1,8 @@
 """Bytes of activations that a rank keeps from a forward pass to its backward, by arithmetic. Pure Python.
 
 `table2_bytes` is the published estimate (arXiv:2205.05198, table 2); `layer_terms` lists what this engine keeps, tensor
-by tensor, and equals it up to the norms' statistics. Parameters are not activations. What backward recomputes exists
-for one layer at a time, and comes on top while it does.
+by tensor, and equals it up to the norms' statistics. Parameters are not activations. Recomputed activations exist for
+one layer at a time and are added for that time.
 
 Shapes: s sequence, b micro-batch, h hidden, a heads, g key-value heads, d head size, f inner width of the MLP, v
 vocabulary padded to a multiple of the tensor-parallel size t.

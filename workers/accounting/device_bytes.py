@@ -1,8 +1,8 @@
-"""Bytes of device memory that a rank takes in a step, by arithmetic, before it runs. Pure Python.
+"""Estimates the device memory of a rank in a step, in bytes, before it runs. Pure Python.
 
-What rests between steps is exact up to alignment; activations are those of `activation_bytes.py`; what passes take and
-free is walked through in `step_peak.py`. What torch and NCCL take for themselves (contexts, kernels, buffers of
-communicators, memory lost between blocks) comes on top.
+Memory held between steps is exact up to alignment; activations are from `activation_bytes.py`; allocations during
+passes are simulated in `step_peak.py`. Memory of torch and NCCL themselves (contexts, kernels, buffers of
+communicators, fragmentation) is not included.
 """
 
 from __future__ import annotations

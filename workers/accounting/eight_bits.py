@@ -1,7 +1,7 @@
-"""What 8-bit products allocate besides their results (`workers/parallel/tensor/fp8_products.py`), in bytes. Pure
+"""Memory of 8-bit products in addition to their results (`workers/parallel/tensor/fp8_products.py`), in bytes. Pure
 Python.
 
-A matrix of 16 bits is half as large in 8. Where casts are not compiled, it is first multiplied with its scale in 16.
+A 16-bit matrix is half as large in 8 bits. If casts are not compiled, it is first multiplied by its scale in 16 bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Memory that a layer's passes take and free, tensor by tensor, in the order in which the engine makes them. Pure
-Python.
+"""Memory that a layer's passes allocate and free, tensor by tensor, in the engine's order. Pure Python.
 
-Between layers lies the residual stream: a layer's forward leaves its output, which is the next one's input; its
-backward begins with the gradient of its output and leaves that of its input in its place. What a layer keeps from one
-to the other is that of `activation_bytes.py`. Shapes as there; sizes are bytes of a full micro-batch.
+Layers are connected by the residual stream: a layer's forward leaves its output, which is the next layer's input; its
+backward starts with the gradient of its output and replaces it by the gradient of its input. Activations kept in
+between are those of `activation_bytes.py`. Shapes as there; sizes are bytes of a full micro-batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The passes of a pipeline rank as memory has them: few kinds, which schedules repeat in short blocks. Pure Python."""
+"""The passes of a pipeline rank, by their memory: few kinds, which schedules repeat in short blocks. Pure Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory the snapshots of a job take, before it runs. Pure Python."""
+"""Estimates the memory of a job's snapshots before it runs. Pure Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many steps lie between two snapshots, by what each costs (`workers/snapshot/interval.py`). Pure Python."""
+"""Number of steps between snapshots, from the cost of each (`workers/snapshot/interval.py`). Pure Python."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Most memory that the passes of a step take on one rank, walked through in the order of its schedule. Pure Python.
+"""Peak memory of the passes of a step on one rank, simulated in the order of its schedule. Pure Python.
 
-Layers as in `layer_passes.py`; here are what the ends of the model have besides them, messages between stages, and what
-products for weights hold until their turn.
+Layers are in `layer_passes.py`; this module adds the first and last parts of the model, messages between stages, and
+tensors that deferred weight gradients hold.
 """
 
 from __future__ import annotations

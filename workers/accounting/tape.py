@@ -1,4 +1,4 @@
-"""Bytes that come and go, and the most that there were at once. Pure Python."""
+"""A sequence of allocations and frees, and its peak. Pure Python."""
 
 from __future__ import annotations
 

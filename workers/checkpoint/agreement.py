@@ -1,4 +1,4 @@
-"""A state that was read is taken over by all ranks, or by none."""
+"""Agreement of all ranks on a state that was read: all of them adopt it, or none."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from workers.errors import CheckpointError
 
 @dataclass(frozen=True)
 class _Problem:
-    """Why a rank could not read its part."""
+    """A rank's error when reading its part."""
 
     message: str
     kind: str
-    """What it is raised as."""
+    """The exception to raise."""
 
 
 _KINDS: dict[str, type[CheckpointError]] = {
@@ -29,7 +29,7 @@ _KINDS: dict[str, type[CheckpointError]] = {
 
 
 def agree(comm: Comm, problem: CheckpointError | None) -> None:
-    """Raise the problem of the first rank that has one, on all ranks; return when there is none. For the training
+    """Raise the problem of the first rank that has one, on all ranks; return if there is none. Called on the training
     thread. Raises PeerLost."""
     mine = None if problem is None else _Problem(str(problem), _kind_of(problem))
     first = comm.shared_work.together(lambda: mine, _first, (_Problem | None, _Problem | None), comm.progress)
@@ -42,7 +42,7 @@ def _kind_of(problem: CheckpointError) -> str:
 
 
 def _first(problems: list[_Problem | None]) -> list[_Problem | None]:
-    """For every rank, the first problem of all."""
+    """The first problem of all ranks, on every rank."""
     first = next((problem for problem in problems if problem is not None), None)
     return [first] * len(problems)
 

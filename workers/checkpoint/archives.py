@@ -1,11 +1,11 @@
-"""Where in an archive of torch.save the elements of its one tensor lie, located without torch, so that they can be used
-as they are.
+"""Finds the elements of the single tensor in an archive of torch.save, without torch, so that they can be used in
+place.
 
-Such an archive is a zip file of stored records: `data.pkl`, a pickle of how the tensor is made of a storage, and
-`data/KEY`, the storage's bytes. torch writes both, and what is between, within the first kilobytes, where they are
-looked for, so that a file of many archives is read from its beginning to its end; the zip file's directory, which comes
-last, is asked where they are not. The pickle is read with stand-ins in place of the few names that a tensor needs; no
-other name is resolved, so nothing in it can run.
+Such an archive is a zip file of uncompressed records: `data.pkl`, a pickle that describes the tensor as a view of a
+storage, and `data/KEY`, the storage's bytes. torch writes both headers within the first kilobytes, where they are
+searched first, so that a file of many archives is read sequentially; otherwise the zip file's directory at its end is
+used. The pickle is read with stand-ins for the few names that a tensor needs; no other name is resolved, so nothing in
+it can run.
 """
 
 from __future__ import annotations

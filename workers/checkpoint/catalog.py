@@ -1,11 +1,11 @@
-"""Durable checkpoints as folders: their names, manifests, and which of them can be used. Pure Python.
+"""Durable checkpoints as folders: their names and manifests, and which of them are usable. Pure Python.
 
-A checkpoint is the folder `step-<step>-generation-<generation>`. Its `manifest.json` is written last and at once, so a
-folder without one was interrupted and is never used. The manifest holds the size of every file and checksums of
-its blocks, and ends with a checksum of itself.
+A checkpoint is the folder `step-<step>-generation-<generation>`. Its `manifest.json` is written last and atomically, so
+a folder without one is an interrupted save and is never used. The manifest holds the size of every file and checksums
+of its blocks, and ends with a checksum of itself.
 
-What cannot be read is unknown, not absent: a folder that was moved away, is not mounted or may not be read says nothing
-about what was saved in it.
+What cannot be read is unknown, not absent: if a folder was moved, is not mounted or cannot be accessed, nothing is
+concluded about the checkpoints in it.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _OWN_SUM = b', "crc32": '
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a whole checkpoint says about itself."""
+    """The manifest of a complete checkpoint."""
 
     job: str
     generation: int
     step: int
-    """Committed step whose state it holds."""
+    """Committed step of its state."""
     files: dict[str, int]
     """Bytes of each file."""
     spec: dict[str, Any]
     """JobSpec of the job that wrote it."""
     loss_scale: list[float] | None = None
-    """State of fp16's loss scaling: factor, and good steps since it last changed. None: other precisions."""
+    """State of fp16's loss scaling: factor, and finite steps since it last changed. None: other precisions."""
     blocks: dict[str, list[int]] | None = None
-    """CRC-32 of each block of each file; None: an older checkpoint, of which only sizes can be checked."""
+    """CRC-32 of each block of each file; None: an older checkpoint, for which only sizes can be checked."""
     block_bytes: int = BLOCK_BYTES
     """Bytes of a block."""
     numbers: dict[str, Any] | None = None
@@ -59,11 +59,11 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Bytes in all."""
+        """Total size, in bytes."""
         return sum(self.files.values())
 
     def sums(self, file: Place) -> FileSums:
-        """What is known of `file`. Raises DamagedCheckpoint where it is no file of this checkpoint."""
+        """Size and checksums of `file`. Raises DamagedCheckpoint if it is not a file of this checkpoint."""
         if file.name not in self.files:
             raise damaged(file, f"is not in {MANIFEST}")
         blocks = tuple(self.blocks[file.name]) if self.blocks else None
@@ -71,19 +71,19 @@ class Manifest:
 
 
 class Condition(Enum):
-    """What the disk says about a checkpoint."""
+    """Condition of a checkpoint on disk."""
 
     WHOLE = "whole"
-    """Its manifest is there, and all files with the sizes that it says."""
+    """Its manifest exists, and all files with the sizes in the manifest."""
     NOT_WHOLE = "not whole"
-    """Its save was interrupted, it is damaged, or it is gone from a folder in which others can be read."""
+    """Its save was interrupted, it is damaged, or it is missing from a folder in which others can be read."""
     UNKNOWN = "unknown"
-    """It cannot be read now."""
+    """It cannot be read at present."""
 
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A checkpoint that lies in a folder of checkpoints."""
+    """A checkpoint in a folder of checkpoints."""
 
     path: Place
     step: int
@@ -92,26 +92,26 @@ class ListedCheckpoint:
     """As its name says."""
     condition: Condition
     manifest: Manifest | None = None
-    """Of a whole one."""
+    """Manifest; only of a complete checkpoint."""
     problem: str = ""
-    """One sentence: why it is not whole, or why that is not known."""
+    """One sentence: why it is not complete, or why that is unknown."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What a folder of checkpoints holds."""
+    """The contents of a folder of checkpoints."""
 
     folder: Place
     checkpoints: tuple[ListedCheckpoint, ...] = ()
-    """In the order of their making."""
+    """In order of creation."""
     problem: str | None = None
-    """Why the folder, which may be there, cannot be listed; None: it was, or there is none."""
+    """Why the folder cannot be listed; None: it was listed, or it does not exist."""
     exists: bool = True
-    """Whether there is such a folder, where that can be known."""
+    """Whether the folder exists, as far as known."""
 
     @property
     def whole(self) -> list[tuple[Place, Manifest]]:
-        """The whole ones."""
+        """The complete checkpoints."""
         return [(each.path, each.manifest) for each in self.checkpoints if each.manifest is not None]
 
     def look_up(self, path: str, saved: Collection[str]) -> tuple[Condition, str]:
@@ -137,19 +137,19 @@ class Listing:
 
 
 def checkpoint_path(folder: str | Place, step: int, generation: int) -> Place:
-    """The folder of the checkpoint of `step` by `generation`."""
+    """Path of the checkpoint of `step` saved by `generation`."""
     return place_of(folder) / f"step-{step:08d}-generation-{generation}"
 
 
 def generation_of(path: str | Place) -> int | None:
-    """The generation that made the checkpoint at `path`; None where that is no name of one."""
+    """The generation that saved the checkpoint at `path`; None if it is not a checkpoint's name."""
     match = _FOLDER.match(place_of(path).name)
     return int(match[2]) if match else None
 
 
 def seal(path: Place, manifest: Manifest) -> None:
-    """Write the manifest of a checkpoint whose files are all there; when this returns it survives a power cut.
-    Raises OSError, also when the files are not all here."""
+    """Write the manifest of a checkpoint whose files are complete. It is durable when this returns. Raises OSError,
+    also if files are missing here."""
     files = files_of(path)
     for name, size in files.sizes(path, manifest.files):
         if size != manifest.files[name]:
@@ -163,8 +163,8 @@ def _own_sum(text: bytes) -> bytes:
 
 
 def manifest_of(path: Place) -> Manifest:
-    """The manifest of the checkpoint at `path`, whatever state its files are in. Raises DamagedCheckpoint when there
-    is none in the folder, or it is not what was written; UnreadableCheckpoint when that cannot be known."""
+    """The manifest of the checkpoint at `path`, regardless of the state of its files. Raises DamagedCheckpoint if there
+    is none or it is not as written; UnreadableCheckpoint if that is unknown."""
     file = path / MANIFEST
     try:
         content = files_of(file).read(file)
@@ -210,8 +210,8 @@ def _is_valid(manifest: Manifest) -> bool:
 
 
 def look_at(path: Place) -> tuple[Condition, Manifest | None, str]:
-    """The condition of the checkpoint at `path`, its manifest where it is whole, else what is wrong with it. Of its
-    files only the sizes are compared, and whether they may be read."""
+    """The condition of the checkpoint at `path`, with its manifest if it is complete, otherwise with the problem. Only
+    sizes and permissions of its files are checked."""
     try:
         manifest = manifest_of(path)
         for name, size in files_of(path).sizes(path, manifest.files):
@@ -224,8 +224,8 @@ def look_at(path: Place) -> tuple[Condition, Manifest | None, str]:
 
 
 def _check_size(file: Place, size: int | OSError, expected: int) -> None:
-    """Raise DamagedCheckpoint where `file` is missing or has not the `expected` bytes, UnreadableCheckpoint where that
-    cannot be known or it cannot be opened."""
+    """Raise DamagedCheckpoint if `file` is missing or its size is not `expected`, UnreadableCheckpoint if that is
+    unknown or it cannot be opened."""
     if isinstance(size, OSError):
         raise unreadable(file, size) from size
     if size != expected:
@@ -233,8 +233,8 @@ def _check_size(file: Place, size: int | OSError, expected: int) -> None:
 
 
 def verify(path: Place) -> Manifest:
-    """The manifest of the checkpoint at `path`, every byte of which is as it was written. Reads all of its files, one
-    after the other. Raises DamagedCheckpoint naming the first damaged file and byte, UnreadableCheckpoint."""
+    """Verify every byte of the checkpoint at `path` and return its manifest. Reads all files sequentially. Raises
+    DamagedCheckpoint with the first damaged file and byte, UnreadableCheckpoint."""
     manifest = manifest_of(path)
     for name in manifest.files:
         with checked(path / name, manifest.sums(path / name)) as file:
@@ -246,13 +246,12 @@ def verify(path: Place) -> Manifest:
 def newest_usable(
     folder: str | Place, use: Callable[[Place, int], object] = lambda path, step: verify(path)
 ) -> tuple[Place | None, list[str]]:
-    """The newest checkpoint in `folder` that `use`(path, step) accepts, and what is wrong with those skipped.
+    """The newest checkpoint in `folder` that `use`(path, step) accepts, and the problems of those skipped.
 
-    `use` raises DamagedCheckpoint for one that is skipped; other errors end the search, since an older checkpoint
-    would not cure them, or, with UnreadableCheckpoint, would lose steps that may be there. It is given interrupted ones
-    too. By default a checkpoint is read and checked as a whole; a `use` that loads it spares the second reading, and
-    where it fails on all ranks alike they agree on the result. Raises UnreadableCheckpoint where `folder` cannot be
-    listed.
+    `use` raises DamagedCheckpoint to skip a checkpoint; other errors end the search, since an older checkpoint would
+    not help or, with UnreadableCheckpoint, would lose steps that may exist. It is called for interrupted checkpoints,
+    too. By default a checkpoint is read and verified completely; a `use` that loads it saves the second read, and if it
+    fails on all ranks alike, they agree on the result. Raises UnreadableCheckpoint if `folder` cannot be listed.
     """
     skipped = []
     for path, step, _ in reversed(_folders(place_of(folder)) or ()):
@@ -266,7 +265,7 @@ def newest_usable(
 
 
 def list_checkpoints(folder: str | Place) -> Listing:
-    """What `folder` holds. Raises nothing: what the system does not say is part of the answer."""
+    """The contents of `folder`. Raises nothing: errors are part of the result."""
     folder = place_of(folder)
     try:
         named = _folders(folder)
@@ -279,22 +278,22 @@ def list_checkpoints(folder: str | Place) -> Listing:
 
 
 def whole_checkpoints(folder: str | Place) -> list[tuple[Place, Manifest]]:
-    """All whole checkpoints in `folder` of which that is known now, in the order of their making."""
+    """All checkpoints in `folder` that are known to be complete, in order of creation."""
     return list_checkpoints(folder).whole
 
 
 def next_generation(folder: str | Place) -> int:
-    """A generation number above that of every checkpoint in `folder`, whole or not; 1 where there is none. Raises
+    """A generation number above that of every checkpoint in `folder`, complete or not; 1 if there is none. Raises
     UnreadableCheckpoint."""
     return 1 + max((generation for _, _, generation in _folders(place_of(folder)) or ()), default=0)
 
 
 def _folders(folder: Place) -> list[tuple[Place, int, int]] | None:
-    """(path, step, generation) of all checkpoints, whole or not, in the order of their making; None where there is no
-    such folder. Raises UnreadableCheckpoint where it cannot be listed.
+    """(path, step, generation) of all checkpoints, complete or not, in order of creation; None if the folder does not
+    exist. Raises UnreadableCheckpoint if it cannot be listed.
 
-    Generations come before steps: where a generation begins at an earlier step than one that is on disk, that one
-    could not be used, and what is made now is newer than it.
+    Generations come before steps: where a generation begins at an earlier step than one that is on disk, that one could
+    not be used, and what is made now is newer than it.
     """
     try:
         matches = [(folder / name, _FOLDER.match(name)) for name in files_of(folder).names(folder)]

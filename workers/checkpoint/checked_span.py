@@ -1,4 +1,4 @@
-"""A moving span of a checked file that lies in memory in one piece, so that what is in it can be used where it lies."""
+"""A moving window over a verified file, contiguous in memory, so that its contents can be used in place."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Saves durable checkpoints alongside the training: a thread writes the state from its snapshot. Where none are kept it
-copies the state aside while the next step's forward and backward leave it alone, and writes that.
+"""Saves durable checkpoints concurrently with training: a thread writes the state from its snapshot. Without snapshots,
+it copies the state during the next step's forward and backward, which do not modify it, and writes the copy.
 
-A save that fails is an event, never a dead job; the next one tries again.
+A failed save is an event and never fails the job; the next save tries again.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from workers.system.pinned import PinnedMemory
 Parts = Callable[[], AbstractContextManager[dict[str, torch.Tensor]]]
 """The state that is saved, by KINDS and FROZEN, which stays as it is until it is left."""
 Event = Callable[[str, int, str, dict[str, Any]], None]
-"""Reports an event: type, step, message, data."""
+"""Called to report an event: type, step, message, data."""
 
 SAVE_WAITS = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each try to save what is to be on disk before all ranks end."""
 PATIENCE_SECONDS = 1.0
-"""For how long a save may hold up the training in all, where others are due before it is written."""
+"""Maximum total seconds that a save may delay training if other saves become due before it is written."""
 LEAVE_SECONDS = 2.0
 """For how long a rank that leaves a generation waits for a save that can come to no end any more, or lies with a store
 that does not answer. A process that uploads is given half of it to end."""
 LOOK_SECONDS = 1.0
-"""Between looks whether a save that is waited for gets on."""
+"""Seconds between checks of whether an awaited save makes progress."""
 
 
 class Checkpointer:
-    """The durable checkpoints of one rank. All ranks call the same methods at the same steps."""
+    """Saves and loads the durable checkpoints of one rank. All ranks call the same methods at the same steps."""
 
     def __init__(
         self,
@@ -82,21 +82,21 @@ class Checkpointer:
         self._pinned: PinnedMemory | None = None
         self._uploads: Uploads | None = None
         self._writes = 0
-        """Of all saves: how often something was written."""
+        """Number of writes of all saves."""
         self._started = 0.0
         """When the newest save began, or the look, by the monotonic clock."""
         self._patience = 0.0
         """Seconds for which the newest save may still hold up the training."""
         self._delayed = False
-        """Whether a save is due since an earlier step; all ranks say the same."""
+        """Whether a save is due since an earlier step; the same on all ranks."""
         self.began = 0
         """The generation that began at step 0 and from which the state descends; 0: none is known."""
         self.deletes_old = True
         """Whether a complete checkpoint has those deleted that it makes superfluous."""
         self._sealed = 0
-        """Step of the newest checkpoint that this process has sealed; 0: none."""
+        """Step of the newest checkpoint that this process has completed; 0: none."""
         self.failure: str | None = None
-        """Why the newest save has failed; all ranks say the same."""
+        """Why the newest save has failed; the same on all ranks."""
 
     def enter_generation(self, began: int, step: int) -> None:
         """A generation begins at committed step `step`, whose state descends from that of `began`, which began at step
@@ -110,12 +110,12 @@ class Checkpointer:
             self._sealed = 0
 
     def due(self, step: int) -> bool:
-        """Whether `step` is one that is saved: every `checkpoint.every_steps`, and the last."""
+        """Whether `step` is to be saved: every `checkpoint.every_steps`, and the last step."""
         every = self.spec.checkpoint.every_steps
         return every > 0 and (step % every == 0 or step == self.spec.train.steps)
 
     def wanted(self, step: int) -> bool:
-        """Whether a save is due at `step`, or since an earlier one that it had to wait at, or may be missing."""
+        """Whether a save is due at `step`, is overdue since an earlier step, or may be missing."""
         return self._delayed or self._look is not None or self.due(step)
 
     def begin(self, step: int, numbers: dict[str, Any] | None = None) -> None:
@@ -159,8 +159,8 @@ class Checkpointer:
         return None
 
     def save_now(self, step: int, numbers: dict[str, Any] | None = None, waits: Sequence[float] = SAVE_WAITS) -> bool:
-        """Have the state of committed step `step` whole on disk when this returns, due or not. False where that failed
-        in as many tries as there are `waits`, in seconds before each. Raises PeerLost."""
+        """Save the state of committed step `step`, due or not, and return when it is complete on disk. False if all
+        attempts failed; `waits` are the seconds before each attempt. Raises PeerLost."""
         self.finish()
         for seconds in waits:
             if self._all_see(step):
@@ -232,11 +232,11 @@ class Checkpointer:
 
     @property
     def copying(self) -> bool:
-        """Whether the state that is being saved is still being copied aside."""
+        """Whether the state being saved is still being copied."""
         return self._save is not None and not self._save.copied.is_set()
 
     def finish_copy(self) -> None:
-        """Wait until the state that is being saved has been copied aside."""
+        """Wait until the state being saved has been copied."""
         if self._save is not None:
             self._save.copied.wait()
 
@@ -290,7 +290,7 @@ class Checkpointer:
             self.comm.raise_if_over()
 
     def close(self) -> None:
-        """End the writing thread, after the save under way."""
+        """End the writing thread after the current save."""
         self._writer.shutdown()
         if self._pinned is not None:
             self._pinned.release()
@@ -298,7 +298,7 @@ class Checkpointer:
             self._uploads.close()
 
     def undo_after(self, step: int) -> None:
-        """Delete the checkpoints of later steps, which are going to be done again. No rank is saving one."""
+        """Delete the checkpoints of later steps, which will be redone. No rank is saving one."""
         self._delayed, self._look = False, None
         self._forget_sealed_after(step)
         for old in pruning.remove_after(self.folder, step, self.began) if self.comm.rank == 0 else ():
@@ -345,7 +345,7 @@ class Checkpointer:
 
     @contextmanager
     def _aside_of(self, ready: Ready, copied: threading.Event) -> Iterator[dict[str, torch.Tensor]]:
-        """The state, copied aside; it stays there until the next save."""
+        """A copy of the state, kept until the next save."""
         try:
             state = self._copy_aside(ready)
         finally:
@@ -356,7 +356,7 @@ class Checkpointer:
         room, optimizer = self._room().tensor, self.optimizer
         weights = room[0].split([len(each) for each in optimizer.parameters])
         copy_tensors([*weights, room[1], room[2]], optimizer.state(), ready)
-        # No step changes what is frozen, so it may lie where it is.
+        # Frozen parameters never change, so they need no copy.
         return dict(zip(durable.KINDS, room, strict=True)) | {durable.FROZEN: optimizer.frozen.cpu()}
 
     @contextmanager
@@ -373,7 +373,7 @@ class Checkpointer:
         held.check()
 
     def _write(self, save: Save, parts: Parts) -> str | None:
-        """Why the save has failed; None where it has not."""
+        """Why the save has failed; None if it has not."""
         try:
             self._prepare()
             sums = durable.save(save.path, self._owned, parts, save.ranks, lambda: self._wrote(save), self._uploads)

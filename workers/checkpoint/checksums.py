@@ -1,7 +1,7 @@
-"""Files whose damage is noticed: a CRC-32 per block is taken of what is written, and checked in what is read.
+"""Files with checksums: a CRC-32 per block is computed when writing and verified when reading.
 
-The sums are of the bytes handed to the kernel, not of a file read back, so whatever changes on the way to the disk, on
-it, or on the way back differs from them.
+Checksums are computed from the bytes passed to the kernel, not from a file read back, so any corruption on the way to
+the disk, on it, or on the way back is detected.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 BLOCK_BYTES = 4 * 1024 * 1024
-"""How precisely damage is located, and the least that is read of a file."""
+"""Size of a block, in bytes: the precision of locating damage, and the minimum that is read from a file."""
 BUFFER_BYTES = 1024 * 1024
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is not what was written; the message names the file and the byte. An older one may do."""
+    """A checkpoint is not as it was written; the message has the file and the byte. An older one may be usable."""
 
 
 class UnreadableCheckpoint(CheckpointError):
-    """The system cannot read a checkpoint now, so that whether it is whole is not known: its folder is not there (moved
-    away, not mounted), may not be read, or its medium does not answer. It may be read later."""
+    """A checkpoint cannot be read at present, so it is unknown whether it is complete: its folder is missing (moved,
+    not mounted) or not accessible, or its storage does not respond. It may be readable later."""
 
 
 def damaged(file: Place, problem: str) -> DamagedCheckpoint:
-    """The error that says what is wrong with `file` of a checkpoint."""
+    """The error for a problem of `file` of a checkpoint."""
     return DamagedCheckpoint(f"the checkpoint at {file.parent} is damaged: {file.name} {problem}")
 
 
@@ -60,7 +60,7 @@ def unreadable(file: Place, error: OSError, at: int = 0) -> CheckpointError:
 
 @dataclass(frozen=True)
 class FileSums:
-    """What is known of a file's content."""
+    """Size and checksums of a file."""
 
     size: int
     """Bytes."""
@@ -71,7 +71,7 @@ class FileSums:
 
 
 class SummingFile(io.RawIOBase):
-    """A new file that sums what is written to it, from its beginning to its end."""
+    """A new file that computes checksums while it is written sequentially."""
 
     def __init__(self, file: Writer, wrote: Callable[[], object] = lambda: None):
         """`wrote` is called after each write."""
@@ -103,12 +103,12 @@ class SummingFile(io.RawIOBase):
 
     @property
     def sums(self) -> FileSums:
-        """Of what has been written so far."""
+        """Checksums of the bytes written so far."""
         return FileSums(self._size, tuple(self._blocks), BLOCK_BYTES)
 
 
 class SummedFiles:
-    """New files that are summed while they are written."""
+    """New files whose checksums are computed while they are written."""
 
     def __init__(self, wrote: Callable[[], object] = lambda: None) -> None:
         """`wrote` is called after each write to any of them."""
@@ -127,7 +127,7 @@ class SummedFiles:
 
 
 class CheckedFile(io.RawIOBase):
-    """Reads a file block by block; no byte of a block is given out unless all of it is as it was written."""
+    """Reads a file block by block; returns no byte of a block before the whole block is verified."""
 
     def __init__(self, file: Place, stream: Reader, sums: FileSums):
         self._file, self._stream, self._sums = file, stream, sums
@@ -162,7 +162,7 @@ class CheckedFile(io.RawIOBase):
         return position
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Fill `buffer`, less only at the end of the file. Raises DamagedCheckpoint."""
+        """Fill `buffer`; short only at the end of the file. Raises DamagedCheckpoint."""
         wanted = memoryview(buffer).cast("B")
         count = max(0, min(len(wanted), self._sums.size - self._position))
         done = 0
@@ -182,7 +182,7 @@ class CheckedFile(io.RawIOBase):
         self._stream.expect((n * size, min(size, self._sums.size - n * size)) for n in numbers)
 
     def check(self) -> None:
-        """Read all of it. Raises DamagedCheckpoint at the first block that is not as it was written."""
+        """Read and verify the whole file. Raises DamagedCheckpoint at the first damaged block."""
         self.expect([(0, self._sums.size)])
         for number in range(-(-self._sums.size // self._sums.block_bytes)):
             self._checked(number)
