@@ -1,8 +1,8 @@
-"""Which global samples each step, replica and micro-batch uses. Pure Python.
+"""Assigns global samples to steps, replicas and micro-batches. Pure Python.
 
-The samples of a job are numbered from 0 in the order in which they are used; a step takes the next ones. Where some
-are skipped, what is numbered here are places in that order (`skipped_samples.py`). With a ramp
-(MT-NLG's, arXiv:2201.11990, section 3.2) the size of the global batch is a function of the samples consumed so far.
+The samples of a job are numbered from 0 in the order in which they are used; a step takes the next ones. If some are
+skipped, the numbers here are positions in that order (`skipped_samples.py`). With a ramp (MT-NLG's, arXiv:2201.11990,
+section 3.2) the size of the global batch is a function of the samples consumed so far.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workers.config import BatchRamp, JobSpec, ParallelConfig, TrainConfig
 
 @dataclass(frozen=True)
 class Level:
-    """Steps in a row with a batch of the same size."""
+    """Consecutive steps with the same batch size."""
 
     first_step: int
     """First step of the level, from 1."""
@@ -67,15 +67,15 @@ def _levels(ramp: BatchRamp, largest: int) -> list[Level]:
 
 
 def replica_share(samples: range, replicas: int, replica: int) -> range:
-    """The contiguous part of a global batch that `replica` processes; the first ones get one more where it does not
-    divide."""
+    """The contiguous part of a global batch that `replica` processes; if it does not divide evenly, the first replicas
+    get one more."""
     share, rest = divmod(len(samples), replicas)
     start = samples.start + replica * share + min(replica, rest)
     return range(start, start + share + (1 if replica < rest else 0))
 
 
 def micro_batches(samples: range, size: int) -> list[range]:
-    """A replica's part of a batch, cut into micro-batches of `size`; the last one may be smaller."""
+    """A replica's part of a batch, divided into micro-batches of `size`; the last one may be smaller."""
     return [range(first, min(first + size, samples.stop)) for first in range(samples.start, samples.stop, size)]
 
 

@@ -34,11 +34,11 @@ class MicroBatch:
     """Some samples of a step, with the tokens for the stages that read them."""
 
     samples: range
-    """Their places in the global order, which also key their dropout."""
+    """Their positions in the global order, which also determine their dropout."""
     inputs_sb: torch.Tensor | None = None
     """Tokens, int64 [s, b]; None on stages that do not read them."""
     targets_sb: torch.Tensor | None = None
-    """The tokens that follow them, int64 [s, b], or NO_TARGET."""
+    """Targets: the following tokens, int64 [s, b], or NO_TARGET."""
     documents: Documents | None = None
     """Where attention stays within documents: those of the samples, on all stages."""
 
@@ -76,8 +76,8 @@ def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 class Batches:
-    """Reads a replica's micro-batches for any step, in any order, from any thread. Raises DataError when the corpus
-    does not do."""
+    """Reads a replica's micro-batches for any step, in any order, from any thread. Raises DataError if the corpus is
+    unsuitable."""
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class Batches:
         shifts = spec.data.source != "chat"
         self.order = blended(shares, self.corpus.begins, training, spec.model.sequence_length, spec.train.seed, shifts)
         self.held_out = self._held_out([split[1] for split in splits], cache, record, records, watcher)
-        """What validation losses are measured with; nothing where none are."""
+        """Held-out texts for validation losses; empty if there are none."""
         self._reading = threading.Lock()
         """Held by the one thread that reads."""
         self.skipped = SkippedSamples()
-        """Training samples that are not used; the same on all ranks."""
+        """Skipped training samples; the same on all ranks."""
 
     def _are_conversations(self) -> bool:
         """Whether all texts are, which themselves know where each ends."""
@@ -153,7 +153,8 @@ class Batches:
         return self._read(samples, lambda sample: held_out.start(sample, length), held_out.corpus)
 
     def _read(self, samples: range, start_of: Callable[[int], int], corpus: Corpus | None = None) -> list[MicroBatch]:
-        """The replica's part of `samples`, whose windows begin at `start_of` in the corpus (default: the job's)."""
+        """The replica's part of `samples`, whose windows start at `start_of` in the corpus (default: the job's
+        order)."""
         parts = replica_micro_batches(samples, self.spec, self.replica)
         if not self.reads_tokens:
             return [MicroBatch(part) for part in parts]

@@ -1,4 +1,4 @@
-"""A corpus as one long row of tokens, read where it lies: nothing is copied and opening it takes milliseconds."""
+"""A corpus as one sequence of tokens, read in place: nothing is copied, and opening it takes milliseconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.errors import DataError
 
 
 class ByteCorpus:
-    """The files' bytes end to end; one byte is one token (ids 0 to 255)."""
+    """The concatenated bytes of the files; one byte is one token (ids 0 to 255)."""
 
     def __init__(self, files: list[CorpusFile]):
         self._files = files
@@ -26,8 +26,8 @@ class ByteCorpus:
         return self._ends[-1]
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) as int64. Raises IndexError outside the corpus, DataError when a file is
-        gone, has become shorter or was replaced since the job began."""
+        """Tokens [start, start + length) as int64. Raises IndexError outside the corpus, DataError if a file was
+        removed, truncated or replaced since the job began."""
         if start < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of a corpus of {len(self)}")
         parts = []

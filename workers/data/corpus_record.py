@@ -1,5 +1,5 @@
-"""What a corpus was when its job began, so that it stays the same for the job's whole life: a file that grew, shrank,
-went, came or was replaced since then is an error that names it, not another order of samples."""
+"""Records a corpus as it was when its job began, so that it stays the same for the whole job: a file that grew, shrank,
+disappeared, was added or replaced since then is reported as an error instead of changing the order of samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWER_SECONDS = 5.0
 """A place that takes longer to give out or to take the record does not answer. No rank waits longer for that: one that
 replaces another would keep all of them waiting."""
 ADVICE = "put it back as it was, or submit a new job"
-"""What to do about a file that is not what it was."""
+"""Advice for a file that has changed."""
 
 
 def head_digest(content: bytes) -> str:
@@ -89,7 +89,7 @@ def _write(record: Place, content: dict[str, Any]) -> None:
 
 
 def _answered(ask: Callable[[], T]) -> T:
-    """What a place answers. Raises OSError, also where that takes too long."""
+    """The result of accessing a place. Raises OSError, also if that takes too long."""
     return answered_within(ANSWER_SECONDS, "record of the corpus", ask)
 
 

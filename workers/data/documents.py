@@ -1,5 +1,4 @@
-"""The documents of a section of a corpus, one after the other, and what is wrong with one: a sentence that names its
-file and where in it."""
+"""Iterates over the documents of a section of a corpus; errors name the file and the position in it."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class Text:
     ends: bool
     """Whether the document ends with it."""
     where: str
-    """Its file and place, for messages."""
+    """File and position, for messages."""
     learned: tuple[tuple[int, int], ...] | None = None
     """Of a conversation: which parts are to be learned, each by its first character and one past its last."""
 
@@ -133,7 +132,7 @@ def _content(section: Section) -> bytes:
 
 
 def _lines(section: Section) -> Iterator[tuple[str, bytes]]:
-    """Each line that is not blank, with its place in words. Lines are counted from the file's first."""
+    """Each line that is not blank, with its position in words. Lines are counted from the start of the file."""
     number = _lines_before(section)
     position = section.start
     for line in lines_of(section):

@@ -1,4 +1,4 @@
-"""Text that is not trained on: what a validation loss is measured with."""
+"""Held-out text, for measuring validation losses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class HeldOut:
     """Windows of one sequence each, end to end, which are read in their order."""
 
     name: str | None
-    """Of the validation set; None: the last part of the training corpus."""
+    """Name of the validation set; None: the held-out part of the training corpus."""
     corpus: Corpus
     first: int
     """First token of the text."""
     tokens: int
     """Tokens in it."""
     most_batches: int
-    """Global batches in one validation, where there is text for so many."""
+    """Global batches per validation, if there is enough text."""
 
     @property
     def metric(self) -> str:
@@ -38,12 +38,12 @@ class HeldOut:
         return (self.tokens - 1) // length
 
     def batches(self, spec: JobSpec) -> int:
-        """Global batches in one validation: the requested number, or fewer where the text is short."""
+        """Global batches per validation: as configured, or fewer if the text is short."""
         whole = max(1, self.windows(spec.model.sequence_length) // spec.train.global_batch_size)
         return min(self.most_batches, whole)
 
     def start(self, sample: int, length: int) -> int:
-        """First token of sequence number `sample`; past the end of the text it starts over."""
+        """First token of sequence number `sample`; past the end of the text it wraps around."""
         return self.first + (sample % self.windows(length)) * length
 
 
@@ -61,7 +61,7 @@ class BlendedHeldOut(HeldOut):
         return sum((tokens - 1) // length for _, tokens in self.parts)
 
     def start(self, sample: int, length: int) -> int:
-        """As of one text; past the end of its text a part starts over."""
+        """As for a single text; past the end of its text a part wraps around."""
         part, number = self.blend.place(sample)
         first, tokens = self.parts[part]
         return first + (number % ((tokens - 1) // length)) * length

@@ -34,7 +34,7 @@ def lines_of(section: Section) -> Iterator[bytes]:
 
 
 def object_in(line: bytes, key: str, where: str) -> dict[str, Any]:
-    """The object in a line of JSON, which must have `key`. Raises DataError."""
+    """The JSON object of a line, which must have `key`. Raises DataError."""
     try:
         entry = json.loads(line)
     except UnicodeDecodeError as error:
@@ -47,12 +47,12 @@ def object_in(line: bytes, key: str, where: str) -> dict[str, Any]:
 
 
 def kind_of(value: object) -> str:
-    """What a JSON value is, in words."""
+    """The type of a JSON value, in words."""
     return _KINDS.get(type(value).__name__, "a number")
 
 
 class _Damaged(Exception):
-    """Compressed data that cannot be read on."""
+    """Compressed data that cannot be read further."""
 
 
 def _part(file: IO[bytes], section: Section) -> Iterator[bytes]:

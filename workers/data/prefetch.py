@@ -1,4 +1,4 @@
-"""The next step's micro-batches, built on a thread while a step computes, so that none waits for a disk."""
+"""Prepares the next step's micro-batches on a thread while a step computes, so that no step waits for a disk."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from workers.data.skipped_samples import SkippedSamples
 
 
 class Prefetch:
-    """Hands out the micro-batches of steps; each time it begins with those of the next one. For one thread."""
+    """Returns the micro-batches of a step and starts preparing those of the next one. For use by one thread."""
 
     def __init__(self, batches: Batches, last_step: int):
-        """`last_step`: after it nothing is built ahead."""
+        """`last_step`: the last step to prepare."""
         self._batches, self._last_step = batches, last_step
         self._thread = ThreadPoolExecutor(1, "prefetch")
         self._ahead: tuple[int, SkippedSamples, Future[list[MicroBatch]]] | None = None

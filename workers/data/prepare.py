@@ -1,5 +1,5 @@
-"""A job's corpus as a row of tokens: read in place where its bytes are the tokens, else out of the cache, where what is
-missing is made first."""
+"""A job's corpus as a sequence of tokens: read in place if its bytes are the tokens, otherwise from the cache, after
+tokenizing what is missing."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class Row(Protocol):
 
 
 class Corpus:
-    """The rows of the corpus's parts, end to end. No read goes across two of them."""
+    """The concatenated rows of the corpus's parts. No read crosses a boundary between parts."""
 
     def __init__(self, parts: Sequence[Row], digest: str = "", end_of_document: int | None = None):
-        """`digest`: names the tokens; empty where they are read in place; `end_of_document`: the token that follows
-        each document, where that is known."""
+        """`digest`: identifies the tokens; empty if they are read in place; `end_of_document`: the token that follows
+        each document, if known."""
         self.parts, self.digest, self.end_of_document = list(parts), digest, end_of_document
         self._ends = list(accumulate(map(len, self.parts)))
         self.begins = [end - len(part) for end, part in zip(self._ends, self.parts, strict=True)]
@@ -87,7 +87,7 @@ class Corpus:
         return part.read(first, length)
 
     def marks(self, start: int, length: int) -> Marks | None:
-        """What is known of those tokens besides their ids: None of all but conversations. Raises IndexError."""
+        """The marks of those tokens: None except for conversations. Raises IndexError."""
         part, first = self._place(start)
         return part.marks(first, length) if isinstance(part, PackedConversations) else None
 
@@ -102,8 +102,8 @@ class Corpus:
 
 
 def splits_of(spec: JobSpec, corpus: Corpus) -> list[tuple[int, int]]:
-    """Tokens of the training and of the validation part of each part of the spec's `corpus`. Raises DataError where one
-    is too short."""
+    """Tokens of the training and of the validation part of each part of the spec's `corpus`. Raises DataError if one is
+    too short."""
     return [
         row.split(spec) if isinstance(row, PackedConversations) else split_tokens(spec, part, len(row))
         for part, row in zip(parts_of(spec.data), corpus.parts, strict=True)
@@ -112,7 +112,7 @@ def splits_of(spec: JobSpec, corpus: Corpus) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Made:
-    """A part that came out of the cache."""
+    """A part that was read from the cache."""
 
     row: IndexedTokens | PackedConversations
     info: TokenInfo
@@ -127,12 +127,10 @@ def open_corpus(
     watcher: Watcher = SILENT,
     data: DataConfig | None = None,
 ) -> Corpus:
-    """The corpus of `spec`, tokenized first where that has not been done.
-
-    `cache`: folder for tokens; `record`: file that says what the corpus was when the job began; `records`: whether this
-    process writes it; `data`: another corpus, such as a validation set, whose texts become tokens as those of the job's
-    corpus do. Raises DataError where the corpus does not do, or is not what it was.
-    """
+    """The corpus of `spec`, tokenized first if necessary. `cache`: folder for tokens; `record`: file that records the
+    corpus as it was when the job began; `records`: whether this process writes it; `data`: another corpus, such as a
+    validation set, which is tokenized like the job's corpus. Raises DataError if the corpus is unsuitable or has
+    changed."""
     data = data or spec.data
     parts = parts_of(data)
     files = [corpus_files(part) for part in parts]
@@ -163,7 +161,7 @@ Parts = Sequence[tuple[DataConfig, Sequence[CorpusFile]]]
 
 @dataclass(frozen=True)
 class _Tokenized:
-    """A corpus whose texts are made tokens."""
+    """A corpus that has to be tokenized."""
 
     spec: JobSpec
     data: DataConfig
@@ -204,7 +202,7 @@ class _Tokenized:
         return _Made(packed, info, is_new)
 
     def _are_there(self, parts: Parts) -> bool:
-        """Whether nothing has to be prepared. Raises DataError."""
+        """Whether all tokens already exist. Raises DataError."""
         trained = None
         if self.spec.data.tokenizer == "bpe":
             trained = tokenizer_file(self.cache, self._tokenizers_files(), self.spec.data)
@@ -219,11 +217,11 @@ class _Tokenized:
         return key_of({"data": self.data.model_dump(mode="json"), "files": files})
 
     def _tokenizers_files(self) -> list[CorpusFile]:
-        """What a tokenizer is trained on: the job's corpus, also for a validation set."""
+        """The corpus that a tokenizer is trained on: the job's corpus, also for a validation set."""
         return [file for part in parts_of(self.spec.data) for file in with_heads(corpus_files(part))]
 
     def _tokenizer(self) -> tuple[Tokenizer, Path | None]:
-        """The tokenizer, and its file where it has one."""
+        """The tokenizer, and its file if it has one."""
         path, data = None, self.spec.data
         if data.tokenizer == "bpe":
             path = trained_tokenizer(self.cache, self._tokenizers_files(), data, self.watcher)
@@ -259,7 +257,7 @@ def _pin(record: Place | None, records: bool, pins: dict[str, str], tokenizer: P
 
 
 def _pin_template(record: Place | None, records: bool, data: DataConfig) -> None:
-    """The same of the chat template, which is kept too."""
+    """The same for the chat template, which is also stored."""
     from workers.data.chat_template import open_template
 
     template = open_template(data)
@@ -285,7 +283,7 @@ def _datasets(spec: JobSpec, files: Sequence[CorpusFile], cache: Path | None, wa
 
 
 def _bounds(row: IndexedTokens, files: Sequence[CorpusFile], cache: Path | None, watcher: Watcher) -> tuple[int, int]:
-    """Lowest and highest id of a dataset, which is read once for that."""
+    """Lowest and highest id of a dataset, which is read once for this."""
     if cache is None:
         return _scan(row, watcher)
     changed = [[file.path, file.size, file.head, Path(file.path).stat().st_mtime_ns] for file in files]
@@ -310,10 +308,10 @@ def _scan(row: IndexedTokens, watcher: Watcher) -> tuple[int, int]:
 
 
 class _Joined:
-    """Several rows as one, across which can be read."""
+    """Several rows as one; reads may cross their boundaries."""
 
     def __init__(self, rows: Sequence[Row]):
-        """At least one row, or none at all: then it is empty."""
+        """`rows` may be empty."""
         self._rows = list(rows)
         self._ends = list(accumulate(map(len, self._rows)))
 

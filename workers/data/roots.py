@@ -1,5 +1,5 @@
-"""Below which folders jobs may read their data, and weights: a user who may submit a job could otherwise have any file
-read that the service's user can read, and learn what is there from the errors."""
+"""The folders below which jobs may read data and weights. Otherwise anyone who may submit jobs could read any file that
+the service's user can read, and probe for files through errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DataRoots:
     """The folders; links are followed before a path is compared with them."""
 
     folders: tuple[Path, ...] | None = None
-    """None: wherever the service's user may read."""
+    """None: everywhere that the service's user may read."""
 
     @property
     def names(self) -> list[str] | None:
@@ -30,7 +30,7 @@ class DataRoots:
         return None if self.folders is None else [str(folder) for folder in self.folders]
 
     def problems(self, spec: JobSpec) -> list[Problem]:
-        """Which of the spec's paths are outside. Says nothing about what is there."""
+        """The spec's paths that are outside. Reveals nothing about whether they exist."""
         named = named_paths(spec).items()
         outside = [Problem(where, self._rule(path)) for where, path in named if not self._holds(path)]
         within = f"{spec.data.tokenizer_file}/{TOKENIZER}"  # where that is a folder
@@ -39,7 +39,7 @@ class DataRoots:
         return outside
 
     def problem(self, where: str, path: str) -> Problem | None:
-        """What is wrong with `path`, which the key `where` of a spec names; None where it is inside."""
+        """The problem of `path`, given by the key `where` of a spec; None if it is inside."""
         return None if self._holds(path) else Problem(where, self._rule(path))
 
     def check(self, spec: JobSpec) -> None:

@@ -1,4 +1,4 @@
-"""Which files a corpus consists of. Pure Python, so that the control plane checks a job's data before placing it."""
+"""The files of a corpus. Pure Python, so that the control plane can check a job's data before placing it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIXES = {
     "megatron": frozenset({".idx"}),
 }
 SUFFIXES["chat"] = SUFFIXES["jsonl"] | SUFFIXES["parquet"]
-"""By source, of the files that a directory stands for."""
+"""File name suffixes by source, for directories."""
 # Parts of the standard library's folder that are not the library itself, and its tests, which are as large again.
 STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
 
@@ -48,7 +48,7 @@ def corpus_files(data: DataConfig) -> list[CorpusFile]:
 
 
 def parts_of(data: DataConfig) -> list[DataConfig]:
-    """The corpus as parts whose samples are blended: each path by itself where there are weights, else all of it."""
+    """The parts of the corpus whose samples are blended: each path if there are weights, otherwise the whole corpus."""
     if data.weights is None:
         return [data]
     return [data.model_copy(update={"paths": (path,), "weights": None}) for path in data.paths]
@@ -142,7 +142,8 @@ def check_data(spec: JobSpec) -> None:
 
 
 def _known_tokens(data: DataConfig) -> int | None:
-    """Tokens in a corpus; None where it has to be tokenized first. Raises DataError where its files do not do."""
+    """Number of tokens of a corpus; None if it must be tokenized first. Raises DataError if its files are
+    unsuitable."""
     files = corpus_files(data)
     if data.is_read_in_place:
         return sum(file.size for file in files)

@@ -1,4 +1,4 @@
-"""Tokens of a corpus, made once and kept: a folder for each corpus, tokenizer and way of reading it.
+"""Cache of tokenized corpora: a folder for each corpus, tokenizer and way of reading it.
 
 ROOT/KEY/plan.json      what the tokens are made of; KEY is its SHA-256
 ROOT/KEY/shard-N.*      what is done of it, while it is being made: the next process takes what is there
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from workers.data.chat_template import ChatTemplate
 
 FORMAT = 1
-"""Of the cache. Raised by a change after which the same corpus has other tokens."""
+"""Version of the cache. Incremented by a change after which the same corpus has different tokens."""
 WAIT_SECONDS = 0.25
 TOKENS = "tokens"
 MARKS = "marks"
@@ -48,7 +48,7 @@ MARKS = "marks"
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """What `cache.json` says."""
+    """Contents of `cache.json`."""
 
     tokens: int
     documents: int
@@ -57,34 +57,34 @@ class TokenInfo:
     digest: str
     """SHA-256 over those of the shards' tokens."""
     seconds: float
-    """That making them took, with those of earlier tries not counted."""
+    """Seconds that tokenizing took, excluding earlier attempts."""
     left_out: int = 0
     """Conversations without an answer."""
 
 
 class Watcher:
-    """Observer of the preparation of data. This one does nothing."""
+    """Receives progress while data is prepared. This one ignores it."""
 
     processes: int | None = None
-    """How many processes tokenize at once; None: one a core."""
+    """Number of tokenizing processes; None: one per core."""
     tell_seconds: float = 10.0
-    """How often at most it is called with the progress."""
+    """Minimum seconds between progress reports."""
     tell_growth: float = 0.05
-    """The same, as a part of the time that it takes already."""
+    """The same, as a fraction of the elapsed time."""
 
     def alive(self) -> None:
-        """The work continues: called several times a second, also while another process does it."""
+        """Called several times a second while there is progress, also by another process."""
 
     def tell(self, kind: str, message: str, data: dict[str, Any]) -> None:
-        """Something that people want to know; `kind` as for events."""
+        """A message for users; `kind` as for events."""
 
 
 SILENT = Watcher()
 
 
 def describe(files: Sequence[CorpusFile], data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the tokens of `files` depend on. Files count as the same while path, size, beginning and time of their last
-    change are. Raises DataError."""
+    """Everything that the tokens of `files` depend on. Files are considered unchanged if path, size, beginning and
+    modification time are. Raises DataError."""
     chat = {}
     if data.source == "chat":
         chat = {"template": _template(data).digest, "learned": "answers" if data.learns_answers else "all"}
@@ -100,19 +100,19 @@ def describe(files: Sequence[CorpusFile], data: DataConfig, tokenizer: Tokenizer
 
 
 def key_of(description: dict[str, Any]) -> str:
-    """Name of the folder for what is described so."""
+    """Name of the folder for this description."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def dtype_for(vocabulary: int) -> str:
-    """The smaller of the types in which ids below `vocabulary` are kept."""
+    """The smallest supported type for ids below `vocabulary`."""
     return "uint16" if vocabulary <= 2**16 else "int32"
 
 
 @contextmanager
 def locked(folder: Path, watcher: Watcher) -> Iterator[None]:
-    """Hold the lock of `folder`, which is made; while another process holds it, wait for that. Raises DataError where
-    the folder cannot be made, or locked."""
+    """Create `folder` and hold its lock, waiting while another process holds it. Raises DataError if the folder cannot
+    be created or locked."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -129,7 +129,7 @@ def locked(folder: Path, watcher: Watcher) -> Iterator[None]:
 
 
 def _wait_for(descriptor: int, folder: Path, watcher: Watcher) -> None:
-    """Get the lock of `folder`. Raises DataError where its file system has none."""
+    """Acquire the lock of `folder`. Raises DataError if its file system has no locks."""
     is_reported = False
     while True:
         try:
@@ -156,8 +156,8 @@ def cached_tokens(
     trained: Path | None = None,
     watcher: Watcher = SILENT,
 ) -> tuple[IndexedTokens, TokenInfo, bool]:
-    """The tokens of `files`, made if they are not there; and whether this process made them. `trained`: the file of a
-    tokenizer that `data` does not name. Raises DataError."""
+    """The tokens of `files`, created if missing, and whether this process created them. `trained`: the file of a
+    trained tokenizer. Raises DataError."""
     description = describe(files, data, tokenizer)
     folder = root / key_of(description)
     info = read_info(folder)
@@ -174,7 +174,7 @@ def cached_tokens(
 
 
 def read_info(folder: Path) -> TokenInfo | None:
-    """What is said of the tokens in `folder`; None where they are not all there."""
+    """The description of the tokens in `folder`; None if they are incomplete."""
     try:
         info = TokenInfo(**json.loads((folder / "cache.json").read_bytes()))
         size = (folder / f"{TOKENS}.bin").stat().st_size
@@ -185,7 +185,7 @@ def read_info(folder: Path) -> TokenInfo | None:
 
 
 def cached_marks(tokens: IndexedTokens, info: TokenInfo) -> IndexedTokens:
-    """The marks of conversations next to their `tokens`. Raises DataError."""
+    """The marks of conversations for their `tokens`. Raises DataError."""
     return IndexedTokens(Path(tokens.prefix).with_name(MARKS), ("uint8", info.tokens))
 
 
@@ -239,7 +239,7 @@ def _make(
 
 
 def _done(folder: Path, count: int) -> dict[int, ShardResult]:
-    """The shards that an earlier try has finished."""
+    """The shards that an earlier attempt has finished."""
     done = {}
     for number in range(count):
         try:
@@ -251,7 +251,7 @@ def _done(folder: Path, count: int) -> dict[int, ShardResult]:
 
 
 def _join(folder: Path, results: Sequence[ShardResult], dtype: str, watcher: Watcher) -> None:
-    """One dataset of the shards' tokens."""
+    """Join the shards' tokens to one dataset."""
     begun = _join_files(folder, results, TOKENS, watcher)
     lengths, ends = [], []
     for result in results:
@@ -264,7 +264,7 @@ def _join(folder: Path, results: Sequence[ShardResult], dtype: str, watcher: Wat
 
 
 def _join_files(folder: Path, results: Sequence[ShardResult], kind: str, watcher: Watcher) -> Path:
-    """The shards' files of a kind in one."""
+    """Concatenate the shards' files of a kind."""
     begun = folder / f"{kind}.begun.bin"
     with begun.open("wb") as file:
         for result in results:
@@ -277,7 +277,7 @@ def _join_files(folder: Path, results: Sequence[ShardResult], kind: str, watcher
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file atomically."""
     begun = path.with_name(f"{path.name}.{os.getpid()}.begun")
     with begun.open("w", encoding="utf-8") as file:
         json.dump(content, file)
@@ -287,7 +287,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 class _Progress:
-    """Tells how far the work is, now and then."""
+    """Reports progress from time to time."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class _Progress:
         watcher.tell("data_preparing", message, {"files": len(files), "bytes": self._all})
 
     def note(self, counts: Counts) -> None:
-        """What was done by now, besides what an earlier try has done."""
+        """Work done so far, in addition to that of earlier attempts."""
         now = time.monotonic()
         pause = max(self._watcher.tell_seconds, self._watcher.tell_growth * (now - self._began))
         if now - self._reported_at < pause:

@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     from workers.data.chat_template import ChatTemplate
 
 BATCH_CHARACTERS = 2**18
-"""Texts that are encoded at once: the library needs up to a hundred times as much memory for their tokens."""
+"""Size of texts that are encoded at once: the library needs up to a hundred times as much memory for their tokens."""
 _CODES = {np.dtype(np.uint16): "H", np.dtype(np.int32): "i"}
 
 
 @dataclass(frozen=True)
 class Order:
-    """What all shards have in common."""
+    """Settings common to all shards."""
 
     data: dict[str, Any]
     """The DataConfig."""
     tokenizer: str | None
-    """File of a trained tokenizer; None: that which `data` says."""
+    """File of a trained tokenizer; None: the tokenizer of `data`."""
     digest: str
-    """Of the tokenizer, which may not have changed meanwhile."""
+    """Digest of the tokenizer, which must not have changed."""
     dtype: str
     """Of the tokens."""
     folder: str
@@ -59,7 +59,7 @@ class Order:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """What is noted of a shard that is done."""
+    """Record of a completed shard."""
 
     number: int
     tokens: int
@@ -75,12 +75,12 @@ class ShardResult:
 
 
 def stem(folder: str | Path, number: int) -> Path:
-    """What the names of a shard's files begin with."""
+    """Prefix of the names of a shard's files."""
     return Path(folder) / f"shard-{number:05d}"
 
 
 def main(parent: int, requests: IO[str], answers: IO[str]) -> int:
-    """Do the shards that are asked for until no more are."""
+    """Process shards until there are no more requests."""
     ParentDeathSignal().arm(parent)
     order = Order(**json.loads(requests.readline()))
     # Each of these processes has a core of its own.

@@ -1,5 +1,5 @@
-"""Has the shards of a corpus tokenized by several processes at once, each of which takes the next shard when it is done
-with one."""
+"""Tokenizes the shards of a corpus with several processes, each of which takes the next shard when it has finished
+one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from workers.liveness.process_state import process_state
 
 LOOK_SECONDS = 0.5
 MOST_TRIES = 3
-"""How often a shard is tried whose process was killed."""
+"""Number of attempts for a shard whose process is killed."""
 
 
 @dataclass
 class Counts:
-    """How far the work is."""
+    """Progress of the work."""
 
     bytes: int = 0
     """Of the corpus's files that are done."""
@@ -56,7 +56,7 @@ class _Worker:
             self.process.stdin.flush()
 
     def lines(self) -> list[bytes] | None:
-        """What it has said since the last look; None at its end."""
+        """Messages since the last call; None at the end of the process."""
         content = os.read(self.answers.fileno(), 2**16)
         *lines, self.heard = (self.heard + content).split(b"\n")
         return lines if content else None
@@ -74,8 +74,8 @@ def tokenize_shards(
     progress: Callable[[Counts], object],
     processes: int | None = None,
 ) -> list[ShardResult]:
-    """Results of `shards`, by number, in no order. `alive` is called whenever one of the processes was seen to work;
-    `progress` with what is done of all; `processes`: how many at once, by default one a core. Raises DataError."""
+    """Results of `shards`, by number, in any order. `alive` is called whenever one of the processes makes progress;
+    `progress` with the total progress; `processes`: number of processes, by default one per core. Raises DataError."""
     work = _Work(order, shards, alive, progress)
     try:
         return work.run(min(processes or cores(), len(shards)))
@@ -155,7 +155,7 @@ class _Work:
             self._progress(self._done)
 
     def _ended(self, worker: _Worker) -> None:
-        """It was killed, or has failed in a way that it could not report."""
+        """The process was killed, or failed without an error message."""
         self._selector.unregister(worker.answers)
         self._workers.discard(worker)
         worker.process.communicate()
@@ -175,7 +175,7 @@ class _Work:
         self._start()
 
     def _look(self) -> None:
-        """Whether any of them computes, where none has anything to say."""
+        """Whether any of them uses CPU time, if none reports progress."""
         for worker in self._workers:
             state = process_state(worker.process.pid)
             if state is not None and state.cpu_seconds > worker.cpu_seconds:

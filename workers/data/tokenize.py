@@ -1,7 +1,6 @@
-"""`python -m workers.data.tokenize CONFIG.yaml [--cache FOLDER] [--to PREFIX] [--processes N]`: makes the tokens of a
-job's corpus before the job is started, where the job will look for them; with --to also as an indexed dataset of
-Megatron-LM's.
-"""
+"""`python -m workers.data.tokenize CONFIG.yaml [--cache FOLDER] [--to PREFIX] [--processes N]`: tokenizes a job's
+corpus before the job is started, into the cache that the job will use; with --to also as an indexed dataset for
+Megatron-LM."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from workers.spec.reading import load_job_spec
 
 
 class ProgressLines(Watcher):
-    """Shows the progress to a user who waits: on a terminal progress is one line, elsewhere a line now and then."""
+    """Shows progress to the user: on a terminal as one line, otherwise as a line from time to time."""
 
     def __init__(self, out: TextIO, processes: int | None = None):
         self._out, self.processes = out, processes
@@ -47,7 +46,7 @@ class ProgressLines(Watcher):
 
 
 def tokenize(spec: JobSpec, cache: Path, watcher: Watcher, to: Path | None = None) -> Corpus:
-    """Have the corpus of `spec` in `cache`, and with `to` a copy as the dataset of that name. Raises SpecError,
+    """Tokenize the corpus of `spec` into `cache`, and with `to` also write a dataset of that name. Raises SpecError,
     DataError."""
     spec = with_vocabulary(spec)
     if spec.data.is_read_in_place and to is None:
@@ -66,8 +65,8 @@ def tokenize(spec: JobSpec, cache: Path, watcher: Watcher, to: Path | None = Non
 
 
 def write_dataset(rows: Sequence[IndexedTokens], to: Path) -> None:
-    """Write `rows`, end to end, as the indexed dataset `to`. Raises DataError where there is one already, or it cannot
-    be written."""
+    """Write `rows`, concatenated, as the indexed dataset `to`. Raises DataError if it already exists or cannot be
+    written."""
     begun, named = Path(f"{to}.begun"), f"{to}.bin and {to}.idx"
     if Path(f"{to}.bin").exists() or Path(f"{to}.idx").exists():
         raise DataError(f"{named} are there already: remove them, or choose another name")
@@ -95,7 +94,7 @@ def write_dataset(rows: Sequence[IndexedTokens], to: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status. Errors of the user are one sentence on stderr."""
+    """Entry point; returns the exit status. User errors are printed as one sentence on stderr."""
     parser = argparse.ArgumentParser(
         prog="python -m workers.data.tokenize", description="Make the tokens of a job's corpus before it is started."
     )
