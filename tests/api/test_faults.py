@@ -35,7 +35,7 @@ def test_a_fault_is_handed_on_as_it_was_asked_for(service, address):
     ("wrong", "said"),
     [
         ({"kind": "eat"}, "kill"),
-        ({"rank": -1}, "greater"),
+        ({"rank": -1}, "at least"),
         ({"phase": "lunch"}, "data"),
         ({"step": 3}, "step"),
         ({"seconds": 2.0}, "slow and partition only"),

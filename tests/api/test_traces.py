@@ -87,10 +87,10 @@ def test_a_trace_is_asked_for_listed_and_read(service, job):
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ({"steps": 0}, "greater"),
-        ({"steps": 21}, "less"),
+        ({"steps": 0}, "at least"),
+        ({"steps": 21}, "at most"),
         ({"steps": "3"}, "integer"),
-        ({"step": -1}, "greater"),
+        ({"step": -1}, "at least"),
         ({"ranks": [1]}, "ranks"),
     ],
 )
