@@ -79,9 +79,11 @@ def test_events_by_type_generation_and_rank_from_either_end(service):
     assert said(generation=2, rank=0)[0] == ["3"]
     newest, page = said(type="a", order="desc", limit=2)
     assert newest == ["3", "2"]
-    assert said(type="a", order="desc", cursor=page["next_cursor"])[0] == ["0"]
+    oldest, last = said(type="a", order="desc", cursor=page["next_cursor"])
+    assert oldest == ["0"]
     service.store.write(lambda session: events.append(session, job, "a", "later"))
     assert said(type="a", cursor=page["resume_cursor"])[0] == ["later"]
+    assert said(type="a", cursor=last["resume_cursor"])[0] == ["later"], "of any page, however far back"
     for foreign in ({}, {"type": "a"}, {"type": "b", "order": "desc"}):
         assert service.http.get(
             f"/v1/jobs/{job}/events", params={**foreign, "cursor": page["next_cursor"]}
