@@ -1,6 +1,6 @@
-"""What carries the messages of one rank in one generation.
+"""Communication backends of one rank in one generation.
 
-`Comm` chooses one once: `LinksBackend` (our own TCP links), the same behind copies in host memory (`HostStaged`), or
+`Comm` chooses one once: `LinksBackend` (our own TCP links), the same through copies in host memory (`HostStaged`), or
 `ProcessGroups` (torch.distributed).
 """
 

@@ -1,8 +1,6 @@
-"""Collectives over the CPU links: every rank's part goes straight to the ranks that need it, which moves the least
-bytes possible, and sums are added in the order of ranks, so that the same layout always gives the same bits.
-
-On GPUs NCCL's own are used instead.
-"""
+"""Collectives over the CPU links: every rank's part is sent directly to the ranks that need it, which moves the minimum
+number of bytes, and sums are added in the order of ranks, so that the same layout always gives the same bits. On GPUs
+NCCL's collectives are used instead."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The communication of one rank along the axes of the layout, in one generation after the other.
+"""The communication of one rank along the axes of the layout, through successive generations.
 
-Layers and the pipeline hold one `Comm` for the life of the process and name the axis they talk along; what is behind
-the axes belongs to a generation, so a later generation can be put under a live model (`close`, then `connect`). An axis
-of size 1 costs nothing, so a single process needs neither.
+Layers and the pipeline hold one `Comm` for the life of the process and specify the axis to communicate along.
+Connections belong to a generation, so a live model can be moved to a later generation (`close`, then `connect`). An
+axis of size 1 costs nothing, so a single process needs neither call.
 """
 
 from __future__ import annotations

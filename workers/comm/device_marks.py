@@ -1,8 +1,5 @@
-"""Marks on a GPU where it waits for a communication, by which its progress is followed
-(`workers/liveness/device_trail.py`).
-
-The one place that makes CUDA events for that: a test puts others in the place of `new_event`.
-"""
+"""Records events on a GPU where it waits for communication, to track its progress (`workers/liveness/device_trail.py`).
+All CUDA events for this are created by `new_event`, which tests replace."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Asks torch for what its flight recorder knows of this process, without waiting for the device.
+"""Reads torch's flight recorder of this process, without waiting for the device.
 
 Private names of torch (2.11 to 2.14): `_dump_nccl_trace_json` for its usual NCCL backend, in builds that have it;
-`_dump_fr_trace_json` for the second one (2.14) and for gloo. Both ask events whether they are passed, and make no call
-that waits for a device. Tried with torch 2.13.0 and 2.14.1: what is recorded of gloo, and NCCL's recorder while it is
-empty. Of 2.11 only the name is known, and no dump of NCCL was available.
+`_dump_fr_trace_json` for the second one (2.14) and for gloo. Both query events and make no call that waits for a
+device. Tested with torch 2.13.0 and 2.14.1: recordings of gloo, and NCCL's recorder while it is empty. For 2.11 only
+the name is known, and no dump of NCCL was available.
 """
 
 from __future__ import annotations

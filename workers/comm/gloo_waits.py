@@ -1,8 +1,8 @@
-"""Waits over gloo that another thread can end.
+"""Waits for gloo operations that another thread can interrupt.
 
-An error on a connection ends gloo's waits on it, but for that whose message was half received or half sent at that
-moment: it continues until its time-out (torch 2.13 and 2.14, gloo of 2026-04: `Pair::signalException` passes over the
-operation under way). So a rank waits in turns, and looks in between whether its communication was broken off.
+An error on a connection ends gloo's waits on it, except for a message that is partly received or sent at that moment:
+that wait continues until its timeout (torch 2.13 and 2.14, gloo of 2026-04: `Pair::signalException` skips the current
+operation). So a rank waits in intervals, and checks in between whether its communication was aborted.
 """
 
 from __future__ import annotations

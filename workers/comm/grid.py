@@ -1,4 +1,4 @@
-"""The rank grid: which coordinates a rank has, and which ranks share an axis. Pure Python."""
+"""The rank grid: the coordinates of each rank, and the ranks that share an axis. Pure Python."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Keeps torch from asking for host names.
+"""Prevents torch from resolving host names.
 
-TCPStore asks for the name of every address that it connects to or is called from, for its log messages, and waits for
-the answer: 5 s where the name server has lost the question, 10 s where there is none. A process of which one question
-has failed asks no more, and neither do those that are forked from it later; so one is made to fail.
+TCPStore resolves the name of every address that it connects to or accepts a connection from, for its log messages, and
+waits for the answer: 5 s if the name server loses the request, 10 s if there is none. After one failed request a
+process makes no more, nor do processes forked from it later; so one request is made to fail.
 """
 
 from __future__ import annotations

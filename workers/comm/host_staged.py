@@ -1,4 +1,5 @@
-"""Tensors of a device over a backend of host memory: for several ranks on one GPU, which NCCL does not allow."""
+"""Communicates device tensors through a backend for host memory: for several ranks on one GPU, which NCCL does not
+support."""
 
 from __future__ import annotations
 

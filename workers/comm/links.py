@@ -1,11 +1,11 @@
-"""Messages between the ranks of one generation on CPU: one TCP connection a pair, no helper threads.
+"""Messages between the ranks of one generation on CPU: one TCP connection per pair, no helper threads.
 
-A send hands what fits to the kernel and returns; whatever is left goes out while this rank waits for anything, so
-two ranks that send to each other never block each other. A peer's death closes its connections, which the next
-operation on them notices at once as PeerLost. Why not gloo: docs/decisions/0001-own-links-on-cpu.md.
+A send passes what fits to the kernel and returns; the rest is sent while this rank waits for anything, so two ranks
+that send to each other never block each other. A peer's death closes its connections, and the next operation on them
+immediately raises PeerLost. Why not gloo: docs/decisions/0001-own-links-on-cpu.md.
 
-Every message carries a header (channel, bytes). Both ends must agree on it: a mismatch is a bug, and never silent. How
-the connections are made is in `meeting.py`.
+Every message carries a header (channel, bytes). Both ends must agree on it: a mismatch is a bug, and is always
+reported. Connections are established in `meeting.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Which errors of torch.distributed mean that a peer is lost.
+"""Classifies errors of torch.distributed that mean a lost peer.
 
-torch raises RuntimeErrors and says in words what went wrong. Only what a rank can see when another one goes away, or
-does not answer, is a lost peer, from which the job recovers. Everything else (shapes that do not fit, two ranks on one
-GPU, memory that NCCL does not get) would happen again after every recovery: it keeps its own type, and ends the job as
-what it is.
+torch raises RuntimeErrors that describe the problem in words only. Only errors that a rank can see when another one
+exits or does not respond mean a lost peer, from which the job recovers. All others (mismatched shapes, two ranks on one
+GPU, NCCL out of memory) would recur after every recovery: they keep their type and fail the job.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the ranks of one generation find each other, and make sure of each other.
+"""Rendezvous and mutual authentication of the ranks of one generation.
 
 Each rank listens on a port of its own, says where in the rendezvous store, and calls the ranks below it. Both ends of a
 call prove that they know the generation's secret, with numbers used once (nonces):

@@ -1,7 +1,7 @@
 """Communication over process groups of torch.distributed: NCCL on GPUs, gloo on a CPU.
 
-Every axis has a communicator of its own, and on GPUs a stream with it. How they are made, left and made again is in
-`regroup.py`; what of their errors is a lost peer, in `lost_peers.py`.
+Every axis has its own communicator and, on GPUs, its own stream. They are created, aborted and recreated in
+`regroup.py`; errors that mean a lost peer are classified in `lost_peers.py`.
 """
 
 from __future__ import annotations

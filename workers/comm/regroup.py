@@ -1,8 +1,8 @@
-"""The process groups of one rank, through the generations that its process survives: made, broken off by another
-thread, and made again.
+"""The process groups of one rank, through the generations that its process survives: created, aborted by another
+thread, and recreated.
 
-torch.distributed has no public way to do that, so this module alone uses what is private or experimental in it. Tried
-means: with these versions, by the tests. Nothing of NCCL has been tried, since no GPU was available; the names are
+torch.distributed has no public API for this, so this module, and no other, uses private or experimental parts of it.
+"Tried" means: with these versions, by the tests. NCCL has not been tried, since no GPU was available; the names are
 those of torch 2.11, 2.13 and 2.14.
 
 - NCCL: `ProcessGroup.abort` between `ProcessGroupNCCL._group_start` and `_group_end` ends communicators whose kernels

@@ -1,9 +1,8 @@
-"""Whether process groups can be repaired in place where a job runs: tried by all its ranks, before the job relies on
-it.
+"""Tests on all ranks whether process groups can be repaired in place, before the job relies on it.
 
-They make groups, wait in a sum in which the last rank takes no part, break it off from another thread, make the groups
-again in the same processes, and compare a sum. What can go wrong with drivers, NCCL and the network of a machine then
-does so before the first step, where it costs nothing but the repair in place.
+The ranks create groups, wait in a sum that the last rank does not join, abort it from another thread, recreate the
+groups in the same processes, and verify a sum. Problems with drivers, NCCL or the network then appear before the first
+step, and only disable the repair in place.
 """
 
 from __future__ import annotations

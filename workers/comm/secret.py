@@ -1,4 +1,4 @@
-"""What only the ranks of one generation know, and how they prove that they do. Pure Python."""
+"""The shared secret of the ranks of one generation, and the proof of knowing it. Pure Python."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Work that all ranks do together alongside the training, on a thread and over connections of their own: each does its
-part, rank 0 combines the results, and every rank gets its share of the result or learns what went wrong.
+"""Work that all ranks do together concurrently with training, on a separate thread and separate connections: each does
+its part, rank 0 combines the results, and every rank gets its share of the result or the error.
 
-What they tell each other is JSON, of types that both ends name (`workers/protocol/json_codec.py`): nothing that a rank
-receives can run there."""
+Messages are JSON of types that both ends specify (`workers/protocol/json_codec.py`): nothing that a rank receives can
+be executed.
+"""
 
 from __future__ import annotations
 

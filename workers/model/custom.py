@@ -1,5 +1,5 @@
-"""Models of users: `model.entrypoint` names a function of an installed package, which is given the ModelConfig and
-returns what `parts.Parts` says. It is imported where ranks run, and nowhere else (docs/custom_models.md)."""
+"""Custom models: `model.entrypoint` is a function of an installed package that takes the ModelConfig and returns
+`parts.Parts`. It is only imported where ranks run (docs/custom_models.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which file has the parts of which family."""
+"""The module with the parts of each family."""
 
 from __future__ import annotations
 

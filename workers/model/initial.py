@@ -1,4 +1,4 @@
-"""How widely weights are spread at the start, in all families."""
+"""Standard deviations of initial weights, for all families."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the layers of all families have in common: a block of attention and an MLP, each behind a norm, each added to
-the residual stream.
+"""The common structure of the layers of all families: attention and an MLP, each preceded by a norm and added to the
+residual stream.
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size. With sequence parallelism the residual stream
 between the parallel blocks is [s/t, b, h].

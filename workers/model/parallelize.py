@@ -1,7 +1,6 @@
-"""What parallel training makes of the model, in one place: which parts of it a rank holds, which weights are tied, what
-is compiled. What is recomputed differs between micro-batches, so the pipeline passes it with each forward
-(`ForwardPass.recompute`; workers/parallel/recompute).
-"""
+"""Transforms a model for parallel training: the parts that a rank holds, tied weights, compilation. Recomputation
+differs between micro-batches, so the pipeline passes it with each forward (`ForwardPass.recompute`;
+workers/parallel/recompute)."""
 
 from __future__ import annotations
 

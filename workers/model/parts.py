@@ -1,4 +1,4 @@
-"""What makes a model family, ours or a user's."""
+"""The interface of a model family, built-in or custom."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864): each head's element i turns with element i + d/2 by an angle
-that grows with the position, so that a query times a key depends on how far apart they are alone.
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864): elements i and i + d/2 of each head are rotated by an angle
+proportional to the position, so that a query times a key depends only on their distance.
 
 Shapes: s sequence, b micro-batch, a heads, d head size.
 """

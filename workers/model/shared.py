@@ -1,4 +1,4 @@
-"""What all layers of a rank's model share."""
+"""State shared by all layers of a rank's model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Backups: copies of a rank's snapshots on another node, made by the agents; no trainer takes part. Pure Python.
 
 An agent's `BackupSender` streams what its trainer commits to a partner's `BackupServer`, which keeps it in its own
-shared memory. The newest step goes first; steps that were overwritten before their turn are skipped. A new agent
-of the rank, on whatever node, fetches the file back.
+shared memory. The newest step is sent first; steps that were overwritten in the meantime are skipped. A new agent of
+the rank, on any node, fetches the file back.
 """
 
 from __future__ import annotations

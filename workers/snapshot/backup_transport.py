@@ -1,8 +1,8 @@
-"""How snapshots travel between two agents: who may, and one slot at a time. Plain blocking sockets, pure Python.
+"""Transfers snapshots between two agents, with authentication, one slot at a time. Plain blocking sockets, pure Python.
 
-Both ends know a random token. The receiver sends a number used once; the caller answers with its request and a MAC of
-both, so that the token itself never travels. What arrives counts only if its sums are those that its sender's trainer
-took: a slot that was overwritten while it was on its way is dropped.
+Both ends know a random token. The receiver sends a nonce; the caller answers with its request and a MAC of both, so
+that the token itself is never sent. Data is only accepted if its checksums are those computed by the sender's trainer:
+a slot that was overwritten during the transfer is dropped.
 """
 
 from __future__ import annotations

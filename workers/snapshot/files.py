@@ -1,4 +1,4 @@
-"""Which snapshot files of a job lie on a node, and which steps are in them. Pure Python, for agents without torch."""
+"""Finds the snapshot files of a job on a node, and the steps in them. Pure Python, for agents without torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Copies of one rank's state in the host memory of its own process, for going back some steps.
 
-They differ from snapshots in what they must survive. A snapshot outlives its process, so it lies in a file whose
-markers and sums tell what is whole; that lets other processes read it, and costs an identity, a format and a second
-thread. These copies end with the process: a step and a list of tensors are all that there is to each. Both are made by
-a `StateCopier`.
+Unlike snapshots, they need not survive the process. A snapshot does, so it is stored in a file whose markers and
+checksums show what is complete, which lets other processes read it, and requires an identity, a format and a second
+thread. These copies consist of a step and a list of tensors only. Both are made by a `StateCopier`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What goes with the state in a snapshot: rows of metrics of the last steps, and the history that later decisions about
+"""The note stored with the state in a snapshot: metrics of the last steps, and the history that later decisions about
 bad numbers depend on. Pure Python.
 
-A note is lines of JSON, one a row, the oldest first, and then `{"numbers": history}` where the job needs one. A rank
-that is killed takes the rows with it that it had not shipped yet; the process that restores its snapshot ships them
-again.
+A note is lines of JSON, one per row, oldest first, followed by `{"numbers": history}` if the job needs it. A killed
+rank loses the rows that it had not sent yet; the rank that restores its snapshot sends them again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Wakes a thread of another process: a named pipe that any process can write to and one listens at. Pure Python.
+"""Wakes a thread of another process: a named pipe that any process can write to and one process reads. Pure Python.
 
-Memory that two processes share has no event of its own, and asking again and again would cost what it watches for.
+Shared memory has no events, and polling would use too much CPU time.
 """
 
 from __future__ import annotations

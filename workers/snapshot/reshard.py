@@ -1,7 +1,7 @@
-"""Snapshots of one layout, read by the ranks of another.
+"""Resharding: snapshots of one layout are read by the ranks of another.
 
-The table in a snapshot file says which rectangles of which layout-free tensors lie where in its payload. A rank of any
-layout takes what it needs from the files of all ranks of the old one, and checks each block that it reads.
+The table in a snapshot file gives the position of each rectangle of a layout-independent tensor in its payload. A rank
+of any layout reads what it needs from the files of all ranks of the old layout, and verifies each block that it reads.
 """
 
 from __future__ import annotations

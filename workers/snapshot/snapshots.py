@@ -1,9 +1,9 @@
 """Snapshots of one rank's state in the node's shared memory, which survive the death of the trainer.
 
-A rank has one file with two slots (`snapshot_file.py`). The state rests during forward and backward: a thread copies
-it then, and before the next update `finish` makes sure of the copy. All ranks do so before they agree on that update,
-so once any rank updates for step s + 1, every rank's snapshot of s is whole, and two slots always hold a common step.
-Another thread then computes checksums of each copy, for its readers.
+A rank has one file with two slots (`snapshot_file.py`). The state does not change during forward and backward: a thread
+copies it then, and before the next update `finish` waits for the copy. All ranks do so before they agree on that
+update, so once any rank updates for step s + 1, every rank's snapshot of s is complete, and the two slots always have a
+common step. Another thread then computes the checksums of each copy, for its readers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies of a rank's state that are taken alongside the training, on a thread, while the state does not change.
+"""Copies a rank's state concurrently with training, on a thread, while the state does not change.
 
 On a GPU they are made on a stream of their own, the one of the process: torch hands out streams from a pool of 32 again
 and again, so that a new one for each copy would sooner or later be one that something else waits for. What is copied
