@@ -1,4 +1,4 @@
-"""What all ranks agree on in a step: one sum over all of them, after which the step counts.
+"""The agreement of all ranks on a step: one sum over all ranks, after which the step is committed.
 
 Each rank writes what it alone knows into its own elements of one vector and leaves the others zero, so the sum is an
 exchange at the same time.

@@ -1,5 +1,5 @@
-"""Updated parameters that are still on their way from the other replicas while the next step's forward begins: what
-computes with some of them waits for the buckets in which those lie, and for no others.
+"""Updated parameters that are still being gathered from the other replicas while the next step's forward begins: a
+computation waits only for the buckets of the parameters that it uses.
 
 Every replica starts the gathers in one order: the tail first, in which each layer has its norms and biases, then the
 head from the first layers on. Nothing about the numbers depends on when they are waited for.

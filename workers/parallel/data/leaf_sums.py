@@ -1,5 +1,5 @@
-"""Gradients of a replica's micro-batches, one by one, added in a fixed tree (tree_sum.py) as far as the replica's share
-of the tree goes.
+"""Adds the gradients of a replica's micro-batches in a fixed tree (tree_sum.py), as far as the replica's part of the
+tree allows.
 
 A micro-batch's gradient is a leaf. It is computed in the flat gradient buffer, from zero; sums that wait for their
 right neighbour lie in further buffers of the same size, number i of them in buffer i.

@@ -1,8 +1,8 @@
-"""Reduction of gradients over the data group, a bucket at a time, overlapping the backward passes that still run.
+"""Reduction of gradients over the data group, bucket by bucket, overlapped with the remaining backward passes.
 
 A bucket is started once every weight in it has the gradients of all micro-batches. Buckets start in one fixed order,
-from the last layers to the first, so that all replicas agree on it; a sum is over replicas in their order, so its
-bits depend neither on the buckets nor on when they were started.
+from the last layers to the first, so that all replicas agree on it; a sum is over replicas in their order, so its bits
+depend neither on the buckets nor on when they were started.
 """
 
 from __future__ import annotations

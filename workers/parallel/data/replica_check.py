@@ -1,4 +1,4 @@
-"""Whether parameters that ought to have the same bits on several ranks have them.
+"""Checks that parameters that must be bit-identical on several ranks are.
 
 Three groups of ranks hold equal parameters: all replicas of a stage hold the same everywhere, its tensor ranks hold the
 same of what is not split over them, and the first and last stage hold the same embedding where it is tied. Each rank

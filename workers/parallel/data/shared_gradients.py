@@ -1,4 +1,4 @@
-"""Gradients that are computed in parts on several ranks of a replica, and summed over them once a step."""
+"""Gradients that several ranks of a replica compute in parts, summed over them once per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known about a step: a rank's share of its loss before the ranks agree, the step's statistics afterwards."""
+"""Statistics of a step: a rank's share of its loss before the agreement, the step's statistics after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums in a fixed binary tree, whose bits do not depend on who adds which part of it. Pure Python.
+"""Sums in a fixed binary tree, whose bits do not depend on which rank adds which part. Pure Python.
 
 The leaves are the micro-batches of a global batch, in order. A node of level l is the sum of up to 2^l neighbouring
 leaves: node (l, k) of leaves k 2^l to (k + 1) 2^l - 1, as far as there are any. It is the sum of nodes (l - 1, 2k) and

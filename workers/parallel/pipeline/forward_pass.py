@@ -1,4 +1,4 @@
-"""What the pipeline tells the model about one micro-batch."""
+"""Arguments that the pipeline passes to the model for one micro-batch."""
 
 from __future__ import annotations
 

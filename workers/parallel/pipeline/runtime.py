@@ -1,4 +1,4 @@
-"""Runs one rank's actions of a schedule: the only place that knows both the schedule and the model.
+"""Runs one rank's actions of a schedule: the only module that depends on both the schedule and the model.
 
 Shapes: s sequence, b micro-batch, h hidden, n tokens of a micro-batch; t tensor-parallel size.
 """

@@ -1,5 +1,5 @@
-"""Activation recomputation (Korthikanti et al., arXiv:2205.05198, section 5): what forward drops and backward computes
-again. `policy`: what, and of which micro-batches. `modules`: how it comes back.
+"""Activation recomputation (Korthikanti et al., arXiv:2205.05198, section 5): activations that forward drops and
+backward recomputes. `policy`: what, and of which micro-batches. `modules`: how it comes back.
 
 | dropped | kept instead | how it comes back in backward |
 | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""How what forward has dropped comes back in backward (see the package for what is dropped)."""
+"""Recomputes dropped activations in backward (the package describes what is dropped)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recomputed in backward, and of which micro-batches. Pure Python.
+"""Which activations are recomputed in backward, and for which micro-batches. Pure Python.
 
 - `none`: everything is kept.
 - `selective`: in every layer the outputs of `recompute_modules` are dropped: those that are large for what they cost

@@ -1,4 +1,4 @@
-"""The parallel products as operators that torch.compile does not look into.
+"""The parallel products as operators that are opaque to torch.compile.
 
 A compiled block holds them by name: what they talk to is looked up when they run, by the address of their weight, so
 neither a change of groups nor another layer of the same shape needs a new compilation. Weight gradients leave through

@@ -1,7 +1,8 @@
 """Pipeline schedules as data: for each pipeline rank, the list of actions it runs in one step. Pure Python.
 
-A file a schedule says in which order a rank computes; `messages` adds the sends and receives; `check` proves the lists
-complete, ordered and free of deadlock; `simulate` times them. The runtime executes them and knows no schedule.
+One module per schedule gives the order of a rank's computations; `messages` adds the sends and receives; `check` proves
+the lists complete, ordered and free of deadlock; `simulate` times them. The runtime executes them and is independent of
+the schedule.
 """
 
 from __future__ import annotations

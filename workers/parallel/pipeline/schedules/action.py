@@ -1,4 +1,4 @@
-"""What a schedule is made of. Pure Python.
+"""Actions of a schedule. Pure Python.
 
 - forward, backward, backward_input and backward_weight compute. `backward` is both halves of the backward pass;
   the zero-bubble schedules run them apart, as nothing waits for the gradients of the weights.

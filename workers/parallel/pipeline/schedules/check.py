@@ -1,4 +1,4 @@
-"""Proves that a pipeline schedule does all the work, in an order that never gets stuck. Pure Python.
+"""Proves that a pipeline schedule does all the work, in an order that cannot deadlock. Pure Python.
 
 It knows what the actions mean (see `schedules`) and where the chunks live (see `stages`), not how schedules are made.
 """

@@ -1,4 +1,4 @@
-"""Event simulation of a schedule: when each pass runs, given how long passes and messages take. Pure Python.
+"""Event simulation of a schedule: the time of each pass, given the durations of passes and messages. Pure Python.
 
 Each rank runs its passes in order, each as soon as its input is there. A message delays only the pass that waits for
 it, never its sender, and finds its buffer posted. Cost and bubble rate are those of arXiv:2401.10241, section 5.3.

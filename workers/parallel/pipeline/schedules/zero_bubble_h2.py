@@ -1,7 +1,7 @@
 """ZB-H2, zero-bubble pipelining in twice the memory of 1F1B (Qi et al., arXiv:2401.10241, section 2.2). Pure Python.
 
-The engine does not run it: its first rank holds 2p - 1 micro-batches where that of 1F1B and ZB-H1 holds p. It is here
-to be timed next to the others.
+The engine does not run it: its first rank holds 2p - 1 micro-batches where that of 1F1B and ZB-H1 holds p. It exists
+for comparing its time with the others.
 """
 
 from __future__ import annotations
