@@ -127,7 +127,7 @@ def test_nodes_that_the_layout_cannot_do_without_are_used_at_once(ray, groups):
 def test_all_groups_have_to_hold_their_places_not_any(ray, groups):
     """And both are given back when one does not come, after the time that was asked for."""
     ray.state_of = lambda name, selectors: "CREATED" if name.endswith("/0") else "PENDING"
-    with pytest.raises(NotPlaced, match=r"job did not get 12 slots within 7 s; it goes on waiting"):
+    with pytest.raises(NotPlaced, match=r"job did not get 12 slots within 7 s; it keeps waiting"):
         go(groups.acquire("job", 1, TWO, SLOT, timeout=7.0))
     assert ray.states == {}
     assert ray.removed == ["replica/job/1/0", "replica/job/1/1"]

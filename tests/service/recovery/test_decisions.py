@@ -158,7 +158,7 @@ def test_what_no_restart_cures_is_given_up_at_once_with_its_own_sentence():
 
 
 def test_exits_in_words():
-    assert describe_exit(None, 9).startswith("was killed by SIGKILL; if nobody sent it")
+    assert describe_exit(None, 9).startswith("was killed by SIGKILL; unless a user sent it")
     assert describe_exit(None, 9, 0) == "was killed by SIGKILL, not for lack of memory"
     assert describe_exit(None, 9, 1).endswith(
         "SIGKILL; since it began the kernel has killed a process of its machine for lack of memory"

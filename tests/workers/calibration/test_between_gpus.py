@@ -27,6 +27,14 @@ def gangs() -> LocalRanks:
     return LocalRanks()
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Other tests of this process may have processes of their own."""
+    before = set(multiprocessing.active_children())
+    yield
+    assert not set(multiprocessing.active_children()) - before
+
+
 def test_all_that_is_exchanged_is_measured_and_constants_come_of_it():
     said: list[str] = []
     rows, problem = between_gpus([ON_GLOO] * 2, said.append, (4096, 65536))
@@ -35,7 +43,6 @@ def test_all_that_is_exchanged_is_measured_and_constants_come_of_it():
     assert [(row.kind, row.ranks, row.size) for row in rows] == [(k, 2, s) for s in (4096, 65536) for k in kinds]
     links = fit_links(rows, MACHINES["h100-80gb"])
     assert links.bandwidth > 0 and links.hop_seconds > 0
-    assert not multiprocessing.active_children()
 
 
 @pytest.mark.soak
@@ -51,6 +58,10 @@ def test_pairs_are_measured_beside_each_other_and_then_all(count, pairs):
 def test_each_process_sees_its_gpu_alone(gangs):
     places = [Place(visible_gpu=name) for name in ("2", "GPU-5b")]
     assert gangs.run(local_rank_programs.see, TWO, places=places) == [("2", False), ("GPU-5b", False)]
+
+
+def test_ranks_compute_with_the_threads_of_their_job(gangs):
+    assert gangs.run(local_rank_programs.threads, {**TWO, "resources": {"threads": 3}}) == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -70,13 +81,11 @@ def test_of_a_gang_that_fails_the_rank_is_named_that_did(gangs, how, why):
     with pytest.raises(RanksFailed) as raised:
         gangs.run(local_rank_programs.fail, TWO, how, places=[ON_GLOO])
     assert str(raised.value) == why
-    assert not multiprocessing.active_children()
 
 
 def test_a_gang_that_hangs_is_given_up(gangs):
     with pytest.raises(RanksFailed, match="after 0 s there was nothing from ranks 0, 1"):
         gangs.run(local_rank_programs.fail, TWO, "hangs", seconds=0.2)
-    assert not multiprocessing.active_children()
 
 
 def test_a_rank_ends_once_nobody_reads_its_result(gangs):

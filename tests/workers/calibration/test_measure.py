@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_specs import document
 
-from workers.calibration import clock, kernels, local_ranks, steps
+from workers.calibration import clock, kernels, steps
 from workers.calibration.__main__ import _with_disturbances, busy_ranks
 from workers.calibration.clock import median_seconds
 from workers.calibration.links import collective_times
@@ -53,14 +52,6 @@ def test_what_others_do_with_a_core_meanwhile_does_not_count(monkeypatch):
         of_wall[0] += 5.0
 
     assert median_seconds(run, CPU) == 1.0
-
-
-def test_a_rank_of_this_machine_computes_with_the_threads_of_its_job(monkeypatch):
-    threads, sent = [], []
-    monkeypatch.setattr(local_ranks.torch, "set_num_threads", threads.append)
-    job, to = document(resources={"threads": 3}), SimpleNamespace(send=sent.append)
-    local_ranks._run_rank(to, 0, 0, 1, "", "cpu", lambda comm, spec, more: (comm.rank, more), job, ("more",))
-    assert (threads, sent) == ([3], [(0, "more")])
 
 
 def test_how_far_repetitions_are_apart_is_noted(monkeypatch):

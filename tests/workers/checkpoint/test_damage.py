@@ -238,7 +238,7 @@ def test_every_byte_of_the_manifest_counts(saved):
     with copied(saved[0]) as (_, newest, _):
         file = newest / MANIFEST
         content = file.read_bytes()
-        reason = f"is damaged: {MANIFEST} (makes no sense from byte [0-9]+|is no(t what was written.*| manifest))$"
+        reason = f"is damaged: {MANIFEST} (makes no sense from byte [0-9]+|is not (what was written.*|a manifest))$"
         changed = [content[:end] for end in range(len(content))]
         for at in range(len(content)):
             for bit in (1 << at % 8, 0x20, 0xFF):

@@ -33,3 +33,8 @@ def fail(comm: Comm, _: JobSpec, how: str) -> None:
             "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled system error\nLast error:\nno shared memory\n"
         )
     comm.barrier()
+
+
+def threads(_: Comm, __: JobSpec) -> int:
+    """With how many threads this rank computes."""
+    return torch.get_num_threads()
