@@ -87,9 +87,7 @@ def test_several_unknown_keys_are_done_without(stored):
 @pytest.mark.parametrize("newer", [{"newer": 3}, {"recovery": {"newer": {"inner": 1}}}])
 def test_unknown_key_that_the_user_wrote_or_that_is_no_default_is_not_understood(stored, newer, said):
     job = stored(spec=newer, **{said: newer})
-    with pytest.raises(
-        SpecNotUnderstood, match="newer: Extra inputs are not permitted; a release that does continues"
-    ):
+    with pytest.raises(SpecNotUnderstood, match="newer: Extra inputs are not permitted; a release that does continues"):
         stored_spec(job)
 
 
