@@ -62,7 +62,9 @@ def create_key(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Create an API key and print it. It cannot be shown again."""
+    """Create an API key and print it.
+
+    It cannot be shown again."""
     if admin:
         if any(each is not None for each in (url, project, user, priority)):
             raise fail(
@@ -114,8 +116,9 @@ def add_given_key(
     scope: Annotated[Scope, typer.Option("--scope", help="Permissions of the key, in all projects.")] = Scope.ADMIN,
     as_json: Json = False,
 ) -> None:
-    """Add the key in MANTA_API_KEY, generated elsewhere, to the database for all projects, without the service. Adding
-    it again changes nothing."""
+    """Add the key in MANTA_API_KEY, generated elsewhere, to the database for all projects, without the service.
+
+    Adding it again changes nothing."""
     settings = Settings.from_environment()
     secret = settings.api_key
     if secret is None:
@@ -184,8 +187,9 @@ def audit(
 
 
 def link(url: Url = None, as_json: Json = False) -> None:
-    """Print a link that signs a browser in to the dashboard with your key's permissions. It works once, within ten
-    minutes."""
+    """Print a link that signs a browser in to the dashboard with your key's permissions.
+
+    It works once, within ten minutes."""
     with connect(url) as client:
         answer = client.link()
         show(answer, as_json, lambda console: typer.echo(f"{client.url}{answer.path}"))

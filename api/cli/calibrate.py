@@ -71,9 +71,11 @@ def calibrate(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine for plans and for `parallel: auto`. This takes about a minute (slightly longer with several
-    GPUs), during which nothing else should run on it. The results are stored in MANTA_HOME for all nodes with the same
-    processor and number of cores, or the same type of GPU, and replace earlier results. Needs no service."""
+    """Measure this machine for plans and for `parallel: auto`.
+
+    This takes about a minute (slightly longer with several GPUs), during which nothing else should run on it. The
+    results are stored in MANTA_HOME for all nodes with the same processor and number of cores, or the same type of GPU,
+    and replace earlier results. Needs no service."""
     folder = Paths.of(Settings.from_environment().home).machines
     if listed and forget_jobs:
         raise fail("--list and --forget-jobs cannot be used together", EXIT_BAD_INPUT)

@@ -117,8 +117,9 @@ def verify_one(what: Source, step: Step = None, url: Url = None, as_json: Json =
 
 @checkpoints_app.command()
 def pull(what: Source, to: To, step: Step = None, url: Url = None, as_json: Json = False) -> None:
-    """Download a checkpoint, verifying every byte. The copy is complete when its manifest exists, which is written
-    last."""
+    """Download a checkpoint, verifying every byte.
+
+    The copy is complete when its manifest exists, which is written last."""
     source = source_of(what, step, url)
     _copy(source, place_of(to) / source.name, as_json)
 

@@ -33,8 +33,9 @@ def compare(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Compare jobs, given by name or label: the differences of their specs, lowest loss first. The validation loss is
-    used if all jobs that have a loss have one."""
+    """Compare jobs, given by name or label: the differences of their specs, lowest loss first.
+
+    The validation loss is used if all jobs that have a loss have one."""
     if bool(jobs) == bool(label):
         raise fail("give the jobs: JOB JOB ..., or --label KEY=VALUE", EXIT_BAD_INPUT)
     with connect(url) as client:

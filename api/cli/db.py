@@ -87,7 +87,9 @@ def backup(
     file: Annotated[Path, typer.Argument(help="A new file; it becomes an SQLite database.", dir_okay=False)],
     database: Database = None,
 ) -> None:
-    """Write a consistent copy of the database to a file. The service may be running."""
+    """Write a consistent copy of the database to a file.
+
+    The service may be running."""
     with _opened(settings_with(database)) as store:
         try:
             back_up(store, file.absolute())

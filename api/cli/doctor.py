@@ -37,8 +37,10 @@ def doctor(
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Find problems of this machine, and suggest what to do. Checks the installation and everything that a service
-    would use from here. Works before `manta up`, on a node, and in a container. Exit code 1 if there is a problem."""
+    """Find problems of this machine, and suggest what to do.
+
+    Checks the installation and everything that a service would use from here. Works before `manta up`, on a node, and
+    in a container. Exit code 1 if there is a problem."""
     settings = settings_with(database)
     job = None if file is None else _read(file)
     all_looks = {**looks(settings, job), "service": lambda: _service(settings)}

@@ -57,8 +57,9 @@ def plan(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Find the best layouts of a job, or estimate the time and memory of its layout, before it runs. For a cluster
-    described in the file no service is needed; otherwise the service plans for its own cluster."""
+    """Find the best layouts of a job, or estimate the time and memory of its layout, before it runs.
+
+    For a cluster described in the file no service is needed; otherwise the service plans for its own cluster."""
     document = read_file(file, changes or ())
     if isinstance(document, dict) and (explain or picture_file is not None):
         document = {**document, "explain": True}

@@ -36,8 +36,10 @@ def tokenize(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Tokenize a job's corpus now, on this node. A job that starts here uses the stored tokens; without them it
-    tokenizes by itself. An interrupted run is continued. Needs no service."""
+    """Tokenize a job's corpus now, on this node.
+
+    A job that starts here uses the stored tokens; without them it tokenizes by itself. An interrupted run is continued.
+    Needs no service."""
     # Imported here: numpy takes longer to import than most commands take to run.
     from workers.data.token_cache import Watcher
     from workers.data.tokenize import ProgressLines
