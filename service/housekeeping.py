@@ -114,9 +114,9 @@ class Housekeeping:
         self.scheduler = scheduler = Scheduler(store, self._cluster, self._placed, self._data_roots, self._leases)
         await self._have_nodes_swept()
         async with asyncio.TaskGroup() as group:
-            looked = asyncio.Event()
-            group.create_task(self._release_leftovers(scheduler, looked))
-            group.create_task(self._admit(scheduler, care, looked))
+            listed = asyncio.Event()
+            group.create_task(self._release_leftovers(scheduler, listed))
+            group.create_task(self._admit(scheduler, care, listed))
             group.create_task(self._let_go_of_memory())
             group.create_task(IdleNodes(self._cluster, self.needing_memory).run())
             if self._retention is not None:
@@ -130,36 +130,36 @@ class Housekeeping:
             except ClusterUnavailable as error:
                 log.warning("nodes are not swept again: %s", error)
 
-    async def _admit(self, scheduler: Scheduler, care: NodeCare, looked: asyncio.Event) -> None:
-        """Place queued jobs, once it was looked what is left of jobs, and the nodes have had time to answer."""
-        await looked.wait()
+    async def _admit(self, scheduler: Scheduler, care: NodeCare, listed: asyncio.Event) -> None:
+        """Place queued jobs, once the leftovers of jobs are known and the nodes have had time to answer."""
+        await listed.wait()
         await care.first_answers()
         await scheduler.run()
 
-    async def _release_leftovers(self, scheduler: Scheduler, looked: asyncio.Event) -> None:
-        """Release what jobs hold that are over, paused or in the queue. `looked`: set once Ray has said what there is.
-        A job of which something cannot be released is tried again, and waits for that alone."""
-        of: Collection[str] | None = None
+    async def _release_leftovers(self, scheduler: Scheduler, listed: asyncio.Event) -> None:
+        """Release what finished, paused and queued jobs still hold. `listed`: set once Ray has listed it. Jobs whose
+        resources cannot be released are retried; they wait, and no others do."""
+        remaining: Collection[str] | None = None
         pauses = growing_pauses(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
-        while of is None or of:
+        while remaining is None or remaining:
             try:
-                of = scheduler.not_released = await self._release_those_without_owner(of)
-                looked.set()
+                remaining = scheduler.not_released = await self._release_those_without_owner(remaining)
+                listed.set()
                 scheduler.wake()
             except Exception:  # Ray may not answer for a while
                 log.exception("leftovers of jobs could not be released; it is tried again")
-            if of is None:
+            if remaining is None:
                 await asyncio.sleep(RETRY_SECONDS)
-            elif of:
+            elif remaining:
                 await asyncio.sleep(next(pauses))
 
-    async def _release_those_without_owner(self, of: Collection[str] | None) -> set[str]:
-        """`of`: these jobs alone, None: all. Those of which something cannot be released."""
+    async def _release_those_without_owner(self, only: Collection[str] | None) -> set[str]:
+        """Returns the jobs whose resources cannot be released. `only`: of these jobs; None: of all."""
         there = await self._cluster.jobs()
-        held = there if of is None else [job for job in there if job in of]
+        held = there if only is None else [job for job in there if job in only]
         states, deleted = await self._fates(held)
         keeping = await self._store.read_async(partial(failed_jobs.holding_memory, job_ids=held))
-        stay = set()
+        remaining = set()
         for job in held:
             if job not in states and job not in deleted:
                 log.error(UNKNOWN_JOB, job)
@@ -168,8 +168,8 @@ class Housekeeping:
                     await self._release_without_owner(job, job in deleted, job in keeping)
                 except Exception:  # of this job's agents or rows, most likely: the others do not wait for it
                     log.exception("what is left of %s could not be released; it is tried again", job)
-                    stay.add(job)
-        return stay
+                    remaining.add(job)
+        return remaining
 
     async def _release_without_owner(self, job_id: str, is_deleted: bool, keeps: bool) -> None:
         async with self._leases.borrowed(job_id) as lease:
