@@ -15,8 +15,8 @@ from service.planner.engine_passes import layer_time
 from service.planner.frozen_passes import FrozenPasses
 from service.planner.frozen_sizes import FrozenSizes
 from service.planner.hardware import Cluster, with_threads
-from service.planner.layer_time import Passes
 from service.planner.memory import RankMemory, layers_with_room, usable_bytes, worst_rank
+from service.planner.passes import Passes
 from service.planner.pipeline import StageTimes
 from service.planner.software import Software
 from service.planner.stage_shares import chunks_of, shared_out

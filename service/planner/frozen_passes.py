@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from functools import cached_property
 
-from service.planner.layer_time import LayerTime, Passes, host_wait
+from service.planner.layer_time import LayerTime
 from service.planner.operations import Budget
+from service.planner.passes import Passes, host_wait
 from service.planner.pipeline import StageTimes
 from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_by_layer, frozen_names
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from service.planner.communication import Groups, gather_seconds, reduce_seconds
-from service.planner.hardware import HOST_COPY, Machine
+from service.planner.hardware import HOST_COPY
 from service.planner.operations import ROW_BYTES, WIDE, Budget, memory_seconds, product_rate, product_seconds
-from service.planner.pipeline import StageTimes
+from service.planner.passes import Passes
 from service.planner.software import Software
 from workers.accounting.activation_bytes import kept_terms, offloaded
 from workers.accounting.flops import key_value_copies, padded_vocabulary, recomputed_layer_passes
@@ -32,56 +32,9 @@ CAST_ROWS, CAST_COLUMNS, CAST_BOTH = 5, 5, 6
 twice."""
 
 
-@dataclass(frozen=True)
-class Passes:
-    """One micro-batch through each part of the model."""
-
-    forward: Budget
-    """One layer's."""
-    backward_input: Budget
-    backward_weight: Budget
-    first_forward: Budget
-    """What the first virtual stage has beside layers: the embedding."""
-    first_backward: Budget
-    last_forward: Budget
-    """What the last one has: final norm, logits, loss."""
-    last_backward: Budget
-
-    def of_stage(self, layers: int, first: bool, last: bool, machine: Machine) -> StageTimes:
-        """The times of a virtual stage of so many layers, at one end of the model or both."""
-        return StageTimes(*(each.seconds for each in self.budgets_of_stage(layers, first, last, machine)))
-
-    def forward_of_stage(self, layers: int, first: bool, last: bool) -> Budget:
-        """Of the same its forward, before it waits for its host."""
-        forward = Budget().plus(self.forward, layers)
-        if first:
-            forward = forward.plus(self.first_forward)
-        return forward.plus(self.last_forward) if last else forward
-
-    def budgets_of_stage(self, layers: int, first: bool, last: bool, machine: Machine) -> tuple[Budget, Budget, Budget]:
-        """The same, by what they go to: forward, and both halves of backward."""
-        forward, backward = self.forward_of_stage(layers, first, last), Budget().plus(self.backward_input, layers)
-        if first:
-            backward = backward.plus(self.first_backward)
-        if last:
-            backward = backward.plus(self.last_backward)
-        weight = Budget().plus(self.backward_weight, layers)
-        if machine.gpu is not None and first and last:
-            forward.host = host_wait(machine, forward, backward, weight)
-            return forward, backward, weight
-        return forward.wait_for_host(machine), backward.wait_for_host(machine), weight.wait_for_host(machine)
-
-
 def unit_of(*rows: int) -> int:
     """Of elements, by which all of these rows of matrices can be divided, as far as it matters."""
     return math.gcd(ROW_BYTES, *rows)
-
-
-def host_wait(machine: Machine, *passes: Budget) -> float:
-    """Seconds that a device waits for its host in these passes together, while there are more of them behind: the host
-    queues what comes next as long as it is the faster one."""
-    host = sum(each.operations for each in passes) * machine.constants.host_seconds
-    return max(0.0, host - sum(each.device_seconds for each in passes))
 
 
 @dataclass

@@ -16,8 +16,9 @@ from service.planner.communication import (
 from service.planner.engine_passes import layer_time
 from service.planner.frozen_passes import FrozenPasses
 from service.planner.hardware import HOST_COPY, Cluster, with_threads
-from service.planner.layer_time import CAST_BOTH, Passes, host_wait
+from service.planner.layer_time import CAST_BOTH
 from service.planner.operations import WIDE, Budget, memory_seconds
+from service.planner.passes import Passes, host_wait
 from service.planner.pipeline import Pipeline, StageTimes
 from service.planner.shared_cores import SharedCores
 from service.planner.software import MANTA, Software
