@@ -1,5 +1,8 @@
 """`make test` draws the same examples each time, `make soak` others, and more."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +45,17 @@ def test_examples_are_the_same_each_time_and_as_many_as_a_test_says():
 def test_with_soak_they_are_others_and_more():
     first, again = drawn(True, max_examples=7, database=None)
     assert first != again and len(first) == 7 * examples.TIMES_IN_SOAK
+
+
+def test_a_continuous_integration_changes_neither():
+    program = """
+from hypothesis import settings
+from tests.support import examples
+for soak in (False, True):
+    examples.begin(soak)
+    assert settings.default.derandomize != soak
+"""
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "CI": "true"}, check=True)
 
 
 def test_this_run_draws_as_it_was_told_to(request):
