@@ -1,9 +1,9 @@
 """Steps and memory of small layouts, drawn by a seed, as the planner predicts them after a calibration of this machine,
 compared with what the engine takes.
 
-Predictions are all in a file before the first run; the runs then come in an order of their own. Nothing is fitted on
-them: the calibration measures single operations, steps of one rank, and collectives. Times are those of a machine that
-does nothing else.
+Predictions are all in a file before the first run; the runs then come in an order of their own, several times over.
+Nothing is fitted on them: the calibration measures single operations, steps of one rank, and collectives. Times are
+those of a machine that does nothing else; a layout's is the median of its turns, which are minutes apart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from workers.spec.reading import parse_job_spec
 from workers.system.cores import usable_cores
 from workers.threads import with_threads
 
-JOBS, STEPS, WARM_UP = 30, 7, 2
+JOBS, TURNS, STEPS, WARM_UP = 30, 3, 5, 2
 SLOTS = 8
 CPU = cpu_machine(SLOTS, 1, 1e12)
 """What ranks are on."""
@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parser("planned_layouts", __doc__)
     options.add_argument("--jobs", type=int, default=JOBS, help=f"layouts (default: {JOBS})")
-    options.add_argument("--steps", type=int, default=STEPS, help=f"measured steps of each (default: {STEPS})")
+    options.add_argument("--turns", type=int, default=TURNS, help=f"runs of each (default: {TURNS})")
+    options.add_argument("--steps", type=int, default=STEPS, help=f"measured steps of a run (default: {STEPS})")
     add_options(options)
     return deliver(measure, options.parse_args(arguments))
 
@@ -64,11 +65,16 @@ def measure(options: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         file = options.predictions or Path(folder) / "predictions.json"
         file.write_text(json.dumps([predict(job, calibrated) for job in jobs], indent=1) + "\n", encoding="utf-8")
-        runs = _run_all(jobs, options.seed, options.steps)
+        runs = _run_all(jobs, options)
         predictions = json.loads(file.read_text(encoding="utf-8"))
     rows = [_row(*each) for each in zip(jobs, predictions, runs, strict=True)]
     compare(report, rows)
-    report.settings = {"jobs": options.jobs, "steps": options.steps, "machine": calibrated.to_json()}
+    report.settings = {
+        "jobs": options.jobs,
+        "turns": options.turns,
+        "steps": options.steps,
+        "machine": calibrated.to_json(),
+    }
     report.samples = {"layouts": rows}
     return report
 
@@ -88,20 +94,23 @@ def _step_seconds(spec: JobSpec, core: Core, cores: int) -> float:
     return StepModel(spec, Cluster(machine, 1, SLOTS), engine_on(machine)).time().seconds
 
 
-def _run_all(jobs: Sequence[dict[str, Any]], seed: int, steps: int) -> list[dict[str, Any]]:
-    """In an order of their own."""
+def _run_all(jobs: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[list[dict[str, Any]]]:
+    """The runs of each job: all jobs in an order of their own, and then all again."""
     gangs, order = LocalRanks(), list(range(len(jobs)))
-    random.Random(seed + 1).shuffle(order)
-    runs: dict[int, dict[str, Any]] = {}
-    for at in order:
-        ranks = gangs.run(train, jobs[at], steps)
+    random.Random(options.seed + 1).shuffle(order)
+    runs: list[list[dict[str, Any]]] = [[] for _ in jobs]
+    for at in options.turns * order:
+        ranks = gangs.run(train, jobs[at], options.steps)
         layout = parse_job_spec(jobs[at]).layout
-        runs[at] = {
-            "steps": ranks[0]["steps"],
-            "core_seconds": sum(rank["core_seconds"] for rank in ranks),
-            "bytes": [ranks[stage * layout.tensor]["bytes"] for stage in range(layout.pipeline)],
-        }
-    return [runs[at] for at in range(len(jobs))]
+        runs[at].append(
+            {
+                "seconds": statistics.median(ranks[0]["steps"]),
+                "least_seconds": min(ranks[0]["steps"]),
+                "core_seconds": sum(rank["core_seconds"] for rank in ranks),
+                "bytes": [ranks[stage * layout.tensor]["bytes"] for stage in range(layout.pipeline)],
+            }
+        )
+    return runs
 
 
 def train(comm: Comm, spec: JobSpec, steps: int) -> dict[str, Any]:
@@ -128,17 +137,18 @@ def train(comm: Comm, spec: JobSpec, steps: int) -> dict[str, Any]:
     return {"steps": taken, "core_seconds": core_seconds, "bytes": peak_bytes(tracker)}
 
 
-def _row(document: dict[str, Any], prediction: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """A job, what was said of it, and what it took."""
+def _row(document: dict[str, Any], prediction: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A job, its prediction, and what it took."""
     return {
         "job": {name: document[name] for name in ("model", "train", "parallel")},
         "predicted_seconds": prediction["seconds"],
-        "seconds": statistics.median(run["steps"]),
-        "least_seconds": min(run["steps"]),
-        "core_seconds": run["core_seconds"],
+        "seconds": statistics.median(run["seconds"] for run in runs),
+        "seconds_of_turns": [run["seconds"] for run in runs],
+        "least_seconds": min(run["least_seconds"] for run in runs),
+        "core_seconds": statistics.median(run["core_seconds"] for run in runs),
         "predicted_core_seconds": prediction["core_seconds"],
         "predicted_bytes": prediction["bytes"],
-        "bytes": run["bytes"],
+        "bytes": runs[0]["bytes"],
     }
 
 

@@ -2,7 +2,7 @@
 
 Rates are medians; what is fitted on several kinds of rows at once is a least-squares fit of relative errors, in which
 every row counts the same. Nothing is fitted on layouts: the rows are single operations, steps of one rank, and
-collectives between ranks that do nothing else.
+collectives between products of the same size on all ranks.
 """
 
 from __future__ import annotations

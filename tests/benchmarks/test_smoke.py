@@ -116,7 +116,7 @@ def machine(tmp_path: Path) -> Path:
 @pytest.mark.soak
 def test_predictions_are_stored_before_the_runs(tmp_path: Path, machine: Path) -> None:
     predictions = tmp_path / "predictions.json"
-    options = argparse.Namespace(seed=1, jobs=2, steps=1, machine=machine, predictions=predictions)
+    options = argparse.Namespace(seed=1, jobs=2, turns=2, steps=1, machine=machine, predictions=predictions)
     report = planned_layouts.measure(options)
     stored = [each["seconds"] for each in json.loads(predictions.read_text())]
     assert [row["predicted_seconds"] for row in report.samples["layouts"]] == stored

@@ -79,7 +79,8 @@ ExchangeKind = Literal["all_gather", "reduce_scatter", "all_reduce", "message"]
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """A collective between ranks of this node that do nothing else, or a message from each of them to the next."""
+    """A collective between ranks of this node, or a message from each of them to the next; on cores what it adds to the
+    products between which it comes."""
 
     kind: ExchangeKind
     ranks: int

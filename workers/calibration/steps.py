@@ -3,6 +3,7 @@ take."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from workers.data.batches import MicroBatch
 from workers.engine import Engine
 from workers.spec.reading import parse_job_spec
 
-BUSY_SECONDS = 1.5
+BUSY_ROUNDS, BUSY_SECONDS = 3, 0.5
 
 # (layers, hidden, heads, sequence, micro-batch, micro-batches, vocabulary)
 ON_CPU = (
@@ -29,7 +30,7 @@ ON_CPU = (
     (2, 512, 8, 32, 1, 1, 512),  # the optimizer
     (2, 512, 8, 256, 2, 2, 512),
 )
-BUSY = (2, 256, 8, 128, 4, 4, 512)
+BUSY = (2, 512, 8, 64, 1, 8, 512)  # arithmetic and memory alike
 
 Shape = tuple[int, int, int, int, int, int, int]
 
@@ -87,14 +88,30 @@ def step_times(device: torch.device, documents: Sequence[dict[str, Any]] | None 
     return [StepSeconds(each, median_seconds(OneRank(each, device).step, device, 0.5)) for each in chosen]
 
 
-def busy_seconds(comm: Comm, _: JobSpec) -> float:
-    """Program for ranks: a step of a job of this rank alone, while all others do the same."""
+def busy_seconds(comm: Comm, _: JobSpec, counts: Sequence[int]) -> list[list[float]]:
+    """Program for ranks: what steps of a job of one rank take while so many of the ranks have such a job each, and the
+    others wait; for each count, if this is one of them. All counts in turn, several times: the machine may be slower
+    for a while."""
     rank = OneRank(document_of(BUSY, "fp32"), comm.device)
     rank.step()
+    taken: list[list[float]] = [[] for _ in counts]
+    for _round in range(BUSY_ROUNDS):
+        for at, count in enumerate(counts):
+            comm.barrier()
+            if comm.rank < count:
+                taken[at].append(median_seconds(rank.step, comm.device, BUSY_SECONDS))
     comm.barrier()
-    return median_seconds(rank.step, comm.device, BUSY_SECONDS)
+    return taken
 
 
-def as_busy(seconds: list[float]) -> BusyTime:
-    """What all ranks found together."""
-    return BusyTime(len(seconds), sum(seconds) / len(seconds))
+def as_busy(counts: Sequence[int], by_rank: Sequence[list[list[float]]]) -> list[BusyTime]:
+    """What all ranks measured together: of each round the mean, and of those the median."""
+    return [
+        BusyTime(
+            count,
+            statistics.median(
+                statistics.mean(rank[at][each] for rank in by_rank[:count]) for each in range(BUSY_ROUNDS)
+            ),
+        )
+        for at, count in enumerate(counts)
+    ]

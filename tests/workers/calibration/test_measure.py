@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workers.calibration import clock, kernels, steps
+from workers.calibration import clock, kernels, links, steps
 from workers.calibration.__main__ import _with_disturbances, busy_ranks
 from workers.calibration.clock import median_seconds
 from workers.calibration.links import collective_times
 from workers.calibration.local_ranks import LocalRanks
-from workers.calibration.measurements import Measurements, step_job
+from workers.calibration.measurements import BusyTime, Measurements, step_job
 from workers.spec.reading import parse_job_spec
 from workers.system.others import OtherWork
 
@@ -84,6 +84,31 @@ def test_beside_one_alone_all_cores_are_busy(cores, ranks):
 def test_ranks_of_any_number_have_a_layout(parallel):
     """On a machine with 192 cores as many compute together."""
     assert parse_job_spec(steps.layout_document(**parallel)).layout.world_size == next(iter(parallel.values()))
+
+
+def test_a_collective_takes_what_it_adds_to_the_work_around_it(monkeypatch):
+    """By a clock that both move; in one round of five something else ran too."""
+    now, rounds = [0.0], iter([0.0, 0.0, 40.0, 0.0, 0.0])
+    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    disturbed: list[float] = []
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    def collective() -> None:
+        spend(3.0)
+        if len(disturbed) % links.TIMES == 0:
+            spend(next(rounds, 0.0))
+        disturbed.append(now[0])
+
+    comm = SimpleNamespace(barrier=lambda: spend(0.0))
+    assert links._added_seconds(comm, lambda: spend(2.0), collective) == pytest.approx(3.0)
+
+
+def test_what_computes_at_the_same_time_is_the_median_of_rounds_over_its_ranks():
+    first = [[1.0, 9.0, 1.0], [1.0, 1.0, 5.0]]
+    second = [[], [3.0, 3.0, 5.0]]
+    assert steps.as_busy((1, 2), [first, second]) == [BusyTime(1, 1.0), BusyTime(2, 2.0)]
 
 
 @pytest.mark.soak
