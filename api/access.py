@@ -1,5 +1,5 @@
-"""What a caller may do. Only this module decides which jobs a request may concern: those of the caller's project, or
-those of all projects where the key is of the installation. Every other job is answered as if it did not exist."""
+"""What a caller may do. Only this module decides which jobs a request may access: those of the caller's project, or of
+all projects if the key is for the whole installation. Every other job is answered as if it did not exist."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MOST_KNOWN = 10_000
 
 
 class Unauthenticated(MantaError):
-    """A request without a key that is good."""
+    """A request without a valid key."""
 
     def __init__(self, ended: str | None = None) -> None:
-        """`ended`: which key was shown, and why it is not good any more."""
+        """`ended`: which key was sent, and why it is no longer valid."""
         super().__init__(
             f"{'' if ended is None else f'the key {ended}: '}send a key that is good: `Authorization: Bearer KEY`. The "
             "command and the client take it from MANTA_API_KEY, or from `api.key` in the home of a service on the same "
@@ -38,7 +38,7 @@ class Unauthenticated(MantaError):
 
 
 class Forbidden(MantaError):
-    """The key allows less than the operation needs."""
+    """The key does not permit the operation."""
 
     def __init__(self, need: Need | None, who: Identity):
         self.need = need
@@ -47,7 +47,7 @@ class Forbidden(MantaError):
 
 
 class PriorityTooHigh(MantaError):
-    """The key gives no job, and no key, such a priority."""
+    """The key does not permit such a priority for jobs or keys."""
 
     def __init__(self, who: Identity):
         super().__init__(
@@ -57,33 +57,33 @@ class PriorityTooHigh(MantaError):
 
 
 def refuse_priority(who: Identity, priority: int | None) -> None:
-    """Raise PriorityTooHigh where the key may not give it; None: any."""
+    """Raise PriorityTooHigh if the key does not permit this priority; None: the default one."""
     if not who.may_give(priority):
         raise PriorityTooHigh(who)
 
 
 @dataclass
 class RequestOfCaller:
-    """What is known about a request besides its path and body."""
+    """What is known about a request in addition to its path and body."""
 
     who: Identity | None
     """None: an anonymous caller, where that is allowed."""
     address: str | None
-    """Where it comes from."""
+    """The caller's network address."""
     credential: Credential | None = None
-    """What showed who it comes from."""
+    """How the caller was identified."""
     target: str | None = None
-    """What it turned out to be about, for the audit, where that is not in its path."""
+    """The subject of the request for the audit, if it is not part of the path."""
     changes_nothing: bool = False
-    """Whether it turned out to change nothing whatever its method says, so that the audit needs no line for it."""
+    """Whether the request changed nothing in spite of its method, so that it needs no audit row."""
     audited: bool = False
-    """Whether the audit's line was stored with the change itself."""
+    """Whether the audit row was stored together with the change."""
     streams: bool = False
-    """Whether it is counted as a stream."""
+    """Whether the request is counted as a stream."""
 
 
 def attach(scope: AsgiScope, request: RequestOfCaller) -> None:
-    """Have `request` go with a request on its way through the app."""
+    """Attach `request` to a request on its way through the app."""
     scope[_REQUEST] = request
 
 
@@ -108,7 +108,8 @@ def begin_stream(request: Request) -> None:
 
 
 async def is_still_authorized(request: Request) -> bool:
-    """Whether the key that a stream was opened with is still good. While the database does not answer, it is."""
+    """Whether the key that a stream was opened with is still valid. It counts as valid while the database does not
+    answer."""
     about, identities = request_of_caller(request), cast(Identities, request.app.state.identities)
     try:
         return about.credential is not None and await identities.of(about.credential) is not None
@@ -117,8 +118,8 @@ async def is_still_authorized(request: Request) -> bool:
 
 
 async def authorize(request: Request) -> None:
-    """Let a request through to its route. Raises Unauthenticated, Forbidden."""
-    if is_anonymous(request.scope["path"]):  # `request.url` is built with the Host header, which is not trusted
+    """Let a request pass to its route. Raises Unauthenticated, Forbidden."""
+    if is_anonymous(request.scope["path"]):  # `request.url` is built from the Host header, which is not trusted
         return
     who = caller_of(request)
     need = needs(request.scope["route"].name)
@@ -127,14 +128,14 @@ async def authorize(request: Request) -> None:
 
 
 class JobProjects:
-    """Which job belongs to which project. That never changes, so the database is asked once a job."""
+    """Which job belongs to which project. That never changes, so the database is queried once per job."""
 
     def __init__(self, store: Callable[[], Store]):
         self._store = store
         self._known: OrderedDict[str, str] = OrderedDict()
 
     async def check(self, job_id: str, bound: str | None) -> None:
-        """Raise JobNotFound where the job is of another project than `bound`, or there is none."""
+        """Raise JobNotFound if the job is not of project `bound`, or does not exist."""
         if bound is None:
             return
         project = self._known.get(job_id)
@@ -151,8 +152,8 @@ class JobProjects:
 
 
 async def own_job_id(request: Request, job_id: Annotated[str, Path(description="Job id")]) -> str:
-    """The job id in the path. Raises JobNotFound for text that cannot be one, before it is used for anything, and for
-    a job that is none of the caller's."""
+    """The job id in the path. Raises JobNotFound for text that cannot be an id, before it is used for anything, and for
+    a job that the caller may not access."""
     if not is_job_id(job_id):
         raise JobNotFound(job_id)
     job_projects: JobProjects = request.app.state.job_projects
@@ -165,6 +166,6 @@ async def _caller(request: Request) -> Identity:
 
 
 Caller = Annotated[Identity, Depends(_caller)]
-"""Who asks, as a parameter of a route."""
+"""The caller, as a parameter of a route."""
 JobId = Annotated[str, Depends(own_job_id)]
-"""The id of a job of the caller's, as a parameter of a route."""
+"""The id of a job that the caller may access, as a parameter of a route."""

@@ -30,7 +30,7 @@ def key_view(key: access_tables.ApiKey) -> access_schemas.ApiKey:
 
 
 def me_view(who: Identity, browser: bool) -> access_schemas.Me:
-    """Who asks. `browser`: by a session of a browser."""
+    """The caller. `browser`: identified by a browser session."""
     return access_schemas.Me(
         key=who.key_id,
         key_name=who.key_name,

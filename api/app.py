@@ -55,7 +55,7 @@ from service.step_traces.reading import TraceReader
 from service.store import jobs as store_jobs
 
 _RESOURCES = (
-    job_lists,  # before what takes the next part of its path for a job's id
+    job_lists,  # before the routes that would take the next part of its path for a job's id
     jobs,
     metrics,
     events,
@@ -89,16 +89,16 @@ def create_app(
 ) -> FastAPI:
     """The API on top of `control`. Each app has its own Prometheus registry, so that several can live in a process.
 
-    `allowed_hosts`: names of the service besides this machine's own, such as a proxy's. `limits`: of each caller;
-    default: the usual ones. `secure_cookies`: browsers reach the service by TLS only."""
+    `allowed_hosts`: names of the service in addition to those of this machine, such as a proxy's. `limits`: for each
+    caller; by default the usual ones. `secure_cookies`: browsers only reach the service over TLS."""
     app = FastAPI(
         title="Manta",
         description="Elastic 3D-parallel training on Ray",
         version="1",
-        docs_url=None,  # the interactive pages would fetch their scripts from elsewhere
+        docs_url=None,  # the interactive pages would load their scripts from elsewhere
         redoc_url=None,
-        openapi_url=None,  # a route of ours, which asks for a key
-        redirect_slashes=False,  # one address a resource; anything else is a problem document
+        openapi_url=None,  # our own route, which requires a key
+        redirect_slashes=False,  # one address per resource; all others get a problem document
         dependencies=[Depends(authorize)],
         generate_unique_id_function=operation_id,
     )

@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 
 class AsyncMantaClient:
-    """Talks to a Manta service from an event loop: `await client.send(calls.job(job_id))`. Wherever a job's id is
-    taken, a name that no other job has will do."""
+    """Talks to a Manta service from an event loop: `await client.send(calls.job(job_id))`. A name that no other job has
+    can be used instead of a job's id."""
 
     def __init__(
         self, url: str | None = None, transport: httpx.AsyncBaseTransport | None = None, key: str | None = None
     ):
-        """Talks to the service at `url`, by default the one that `find_url` finds; tests may give a `transport`. `key`:
-        default is what `find_key` says. Raises KeyFileUnsafe."""
+        """`url`: of the service, by default the one that `find_url` returns. `key`: by default the one that `find_key`
+        returns. `transport`: for tests. Raises KeyFileUnsafe."""
         settings = Settings.from_environment()
         self.url = (url or find_url(settings)).rstrip("/")
         self._http = httpx.AsyncClient(

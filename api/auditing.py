@@ -1,4 +1,4 @@
-"""One row for each request that changes something, or would have: written before the answer is sent."""
+"""One row for each request that changes something, or would have changed it: written before the answer is sent."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from service.store.audit import AuditRecord
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 2.0
-"""How long an answer waits for its row. The row is written, or logged, also after that."""
+"""Seconds that an answer waits for its row. Later the row is still written, or logged."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _LONGEST = 200
-_TARGETS = ("job_id", "key_id", "node_id")  # of the places in paths those that name something, and are no secret
+_TARGETS = ("job_id", "key_id", "node_id")  # path parameters that identify something and are not secret
 
 
 class Audit:
@@ -35,7 +35,7 @@ class Audit:
         self._writes: set[asyncio.Task[None]] = set()
 
     def of(self, scope: Scope, about: RequestOfCaller, send: Send) -> Send:
-        """`send`, with the row written before the answer; just `send` where none is needed."""
+        """`send`, which writes the row before the answer; just `send` if no row is needed."""
         if about.who is None or not _may_change(scope):
             return send
         who, held = about.who, list[Message]()
@@ -53,7 +53,7 @@ class Audit:
         return send_noted
 
     async def note_failure(self, scope: Scope, about: RequestOfCaller) -> None:
-        """The same for a request on which the service itself failed."""
+        """The same for a request that failed with an internal error."""
         if about.who is not None and _may_change(scope):
             failure = AuditRecord(_operation(scope), _target(scope, about), about.address, 500, "internal_error")
             await self._note(about.who, about, failure)
@@ -69,20 +69,20 @@ class Audit:
     async def _write(self, who: Identity, record: AuditRecord) -> None:
         try:
             await self._store().write_async(lambda session: audit.append(session, who, record))
-        except Exception:  # the answer stands, whatever the database says to its row
+        except Exception:  # the answer is sent even if its row could not be stored
             log.exception("the audit of %s by %s could not be stored: %s", record.operation, who.key_id, record)
 
 
 def append_with_change(session: Session, request: Request, target: str, status: int) -> None:
-    """The row of a request that changes `target`, in the transaction of the change: one commit for both. When it is
-    stored, set `audited` of the request."""
+    """Write the row of a request that changes `target` in the same transaction as the change. When it is stored, set
+    `audited` of the request."""
     about = request_of_caller(request)
     record = AuditRecord(_operation(request.scope), target, about.address, status)
     audit.append(session, caller_of(request), record)
 
 
 def _may_change(scope: Scope) -> bool:
-    """What the dashboard's pages do to themselves is no change; what they ask the API for comes by here again."""
+    """Requests of the dashboard's own pages change nothing; what they ask of the API is audited there."""
     return (
         scope["type"] == "http" and scope["method"] not in _SAFE and not scope["path"].startswith(f"{DASHBOARD_PATH}/")
     )
@@ -94,7 +94,7 @@ def _record(scope: Scope, about: RequestOfCaller, start: Message, body: bytes) -
 
 
 def _operation(scope: Scope) -> str:
-    """The operation's name, where the request got as far as its route."""
+    """The operation's name, if the request reached its route."""
     return getattr(scope.get("route"), "name", "unmatched")
 
 
@@ -107,6 +107,6 @@ def _target(scope: Scope, about: RequestOfCaller) -> str | None:
 
 
 def _code(start: Message, body: bytes) -> str | None:
-    """The code of a problem document, which always comes in one piece."""
+    """The code of a problem document, which is always a single message."""
     media_types = [value for name, value in start.get("headers", []) if name.lower() == b"content-type"]
     return json.loads(body)["code"] if media_types == [MEDIA_TYPE.encode()] else None

@@ -1,4 +1,4 @@
-"""Every REST call. Both clients send these."""
+"""Every REST call. Both clients use these."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEARCH_SECONDS = 60.0  # of the planner, for `parallel: auto`
 
 
 def _job(job: str, resource: str = "") -> JobPath:
-    """Path of something of a job, given by its id or name. Raises ApiError for text that can be neither."""
+    """Path of a resource of a job, given by its id or name. Raises ApiError for text that can be neither."""
     return JobPath(checked_job(job), resource)
 
 
@@ -33,7 +33,7 @@ def checked_job(job: str) -> str:
 
 
 def no_such_job(why: str) -> ApiError:
-    """That there is no such job."""
+    """The error for a job that does not exist."""
     detail = f"{why}; `manta ps` lists the jobs"
     return ApiError(schemas.Problem(code="job_not_found", title="Not Found", status=404, detail=detail))
 
@@ -50,25 +50,25 @@ def dry_run(document: Any) -> Call[schemas.DryRun]:
 
 
 class MoreFilters(TypedDict, total=False):
-    """Which jobs a list shows."""
+    """Filters of a list of jobs."""
 
     search: str | None
-    """With this in name or id."""
+    """Jobs with this text in their name or id."""
     labels: Sequence[str] | None
-    """With all of these: key=value, or key for any value."""
+    """Jobs with all of these labels: key=value, or key for any value."""
     owner: str | None
-    """Of this user, or submitted with the key of this name."""
+    """Jobs of this user, or submitted with the key of this name."""
 
 
 class MoreOfJobs(MoreFilters, total=False):
-    """And in which order; default: those that were submitted last first."""
+    """Filters and order of a list of jobs; by default those submitted last come first."""
 
     sort: schemas.JobSort | None
     order: schemas.Direction | None
 
 
 def _named(more: Mapping[str, Any]) -> dict[str, Any]:
-    """As the parameters are called."""
+    """With the names of the query parameters."""
     return {"label" if name == "labels" else name: value for name, value in more.items()}
 
 
@@ -79,7 +79,7 @@ def jobs(
     cursor: str | None = None,
     **more: Unpack[MoreOfJobs],
 ) -> Call[schemas.Items[schemas.Job]]:
-    """A page of jobs: in this state or one of these, and of exactly this name."""
+    """A page of jobs in this state or one of these, and with exactly this name."""
     parameters = {"state": state, "name": name, "limit": limit, "cursor": cursor, **_named(more)}
     return Call(schemas.Items[schemas.Job], "GET", "/v1/jobs", parameters)
 
@@ -92,13 +92,13 @@ def count_jobs(
 
 
 def sparklines(job_ids: Sequence[str]) -> Call[schemas.Items[schemas.Sparkline]]:
-    """The losses of at most 200 jobs, in short."""
+    """Short series of the losses of at most 200 jobs."""
     return Call(schemas.Items[schemas.Sparkline], "GET", "/v1/jobs/sparklines", {"jobs": ",".join(job_ids)})
 
 
 def job(job_id: str, wait: float | None = None, state: str | None = None) -> Call[schemas.Job]:
-    """One job; with `wait` as soon as its state is another than `state` (default: than it is now) or final, and after
-    `wait` seconds, at most 60, whatever it is."""
+    """One job. With `wait`: as soon as its state differs from `state` (default: from its present one) or is final, and
+    after `wait` seconds (at most 60) in any case."""
     return Call(schemas.Job, "GET", _job(job_id), {"wait": wait, "state": state}, patience=wait or 0.0)
 
 
@@ -114,8 +114,8 @@ def edit(
     etag: str | None = None,
     labels: Mapping[str, str | None] | None = None,
 ) -> Call[schemas.Job]:
-    """Change a job's name, priority or labels, of which a None takes one away; with `etag`, that of the job as it was
-    read, unless it was changed meanwhile."""
+    """Change a job's name, priority or labels; a label with None is removed. With `etag`, only if the job has not been
+    changed since it was read with that etag."""
     wanted = {"name": name, "priority": priority, "labels": labels}
     body = {key: value for key, value in wanted.items() if value is not None}
     headers = {} if etag is None else {"If-Match": etag}
@@ -123,12 +123,12 @@ def edit(
 
 
 def delete(job_id: str) -> Call[schemas.DeletedJob]:
-    """Delete a job that is over, and all that it has."""
+    """Delete a job in a final state, and everything that belongs to it."""
     return Call(schemas.DeletedJob, "DELETE", _job(job_id), patience=_DELETION_SECONDS)
 
 
 def pause(job_id: str) -> Call[schemas.Job]:
-    """Have a job save its state and give back its places."""
+    """Have a job save its state and release its places."""
     return Call(schemas.Job, "POST", _job(job_id, "/pause"))
 
 
@@ -143,7 +143,7 @@ def retry(job_id: str) -> Call[schemas.Job]:
 
 
 def resize(job_id: str, replicas: int) -> Call[schemas.Job]:
-    """Go on with another number of replicas."""
+    """Continue a job with another number of replicas."""
     return Call(schemas.Job, "POST", _job(job_id, "/resize"), body={"data": replicas})
 
 
@@ -175,7 +175,7 @@ def events(
     order: schemas.Direction | None = None,
     **wanted: Unpack[WantedEvents],
 ) -> Call[schemas.Stream[schemas.Event]]:
-    """A page of a job's events, oldest first unless `order` says otherwise."""
+    """A page of a job's events, oldest first by default."""
     parameters = {"cursor": cursor, "limit": limit, "order": order, **wanted}
     return Call(schemas.Stream[schemas.Event], "GET", _job(job_id, "/events"), parameters)
 
@@ -196,7 +196,7 @@ class WantedLines(TypedDict, total=False):
     regex: str | None
     level: str | None
     tail: int | None
-    """Only so many, the newest; a stream begins with them."""
+    """Only this many lines, the newest; a stream begins with them."""
 
 
 def logs(
@@ -213,18 +213,18 @@ def ranks(job_id: str) -> Call[schemas.Items[schemas.Rank]]:
 
 
 def rank_history(job_id: str, after_step: int = 0, max_points: int = 300) -> Call[schemas.RankHistory]:
-    """How a job's ranks were doing over the last samples."""
+    """How a job's ranks did at the last samples."""
     parameters = {"after_step": after_step, "max_points": max_points}
     return Call(schemas.RankHistory, "GET", _job(job_id, "/ranks/history"), parameters)
 
 
 def waits(job_id: str) -> Call[schemas.Waits]:
-    """Who waits for whom in a job."""
+    """Which ranks of a job wait for which others."""
     return Call(schemas.Waits, "GET", _job(job_id, "/waits"))
 
 
 def rank_stack(job_id: str, rank: int) -> Call[schemas.RankStack]:
-    """Where a rank's trainer is now."""
+    """The current stack of a rank's trainer."""
     return Call(schemas.RankStack, "GET", _job(job_id, f"/ranks/{rank}/stack"), patience=10.0)
 
 
@@ -235,14 +235,14 @@ def checkpoints(job_id: str, limit: int = 100, cursor: str | None = None) -> Cal
 
 
 def delete_checkpoint(job_id: str, checkpoint_id: str, force: bool = False) -> Call[schemas.Checkpoint]:
-    """Delete a checkpoint and its files; with `force` also the newest of a job that would resume from it."""
+    """Delete a checkpoint and its files; with `force` even the newest one of a job that would resume from it."""
     path = _job(job_id, f"/checkpoints/{quote(checkpoint_id, safe='')}")
     forced = {"force": "true"} if force else {}
     return Call(schemas.Checkpoint, "DELETE", path, forced, patience=_DELETION_SECONDS)
 
 
 def export_checkpoint(job_id: str, checkpoint_id: str, wanted: requests.ExportRequest) -> Call[schemas.Export]:
-    """Begin to write a checkpoint's weights to a folder of the service's machine."""
+    """Begin to write a checkpoint's weights to a folder on the service's machine."""
     path = _job(job_id, f"/checkpoints/{quote(checkpoint_id, safe='')}/export")
     return Call(schemas.Export, "POST", path, body=wanted.model_dump(mode="json"))
 
@@ -253,7 +253,7 @@ def exports(job_id: str) -> Call[schemas.Items[schemas.Export]]:
 
 
 def export(job_id: str, export_id: str) -> Call[schemas.Export]:
-    """How far an export is."""
+    """The progress of an export."""
     return Call(schemas.Export, "GET", _job(job_id, f"/exports/{quote(export_id, safe='')}"))
 
 
@@ -263,17 +263,17 @@ def ledger(job_id: str) -> Call[schemas.Ledger]:
 
 
 def job_plan(job_id: str) -> Call[schemas.JobPlan]:
-    """A job's plan, compared with what its steps take."""
+    """A job's plan, compared with its measured steps."""
     return Call(schemas.JobPlan, "GET", _job(job_id, "/plan"))
 
 
 def job_plan_picture(job_id: str) -> Call[bytes]:
-    """The same drawn, as SVG; to be downloaded."""
+    """The same as an SVG picture; to be downloaded."""
     return Call(bytes, "GET", _job(job_id, "/plan/picture"), patience=60.0)
 
 
 def machines() -> Call[schemas.Items[schemas.Machine]]:
-    """Types of node that were calibrated."""
+    """Types of nodes that were calibrated."""
     return Call(schemas.Items[schemas.Machine], "GET", "/v1/machines")
 
 
@@ -300,23 +300,23 @@ def trace(job_id: str, trace_id: str) -> Call[trace_schemas.TraceDocument]:
 
 
 def trace_for_perfetto(job_id: str, trace_id: str) -> Call[bytes]:
-    """One trace as Perfetto reads it; to be downloaded."""
+    """One trace in Perfetto's format; to be downloaded."""
     path = _job(job_id, f"/traces/{quote(trace_id, safe='')}/perfetto")
     return Call(bytes, "GET", path, patience=_TRACE_SECONDS)
 
 
 def profile(job_id: str, trace_id: str, rank: int) -> Call[bytes]:
-    """What torch's profiler says of a rank; to be downloaded."""
+    """A rank's recording by torch's profiler; to be downloaded."""
     return Call(bytes, "GET", _job(job_id, f"/traces/{quote(trace_id, safe='')}/profiles/{rank}"))
 
 
 def budget(job_id: str, source: str | None = None) -> Call[trace_schemas.StepBudget]:
-    """Where a job's step goes; `source`: by a trace or by phases."""
+    """Where the time of a job's step goes; `source`: a trace or phases."""
     return Call(trace_schemas.StepBudget, "GET", _job(job_id, "/budget"), {"from": source}, patience=_TRACE_SECONDS)
 
 
 def inject(job_id: str, fault: requests.FaultRequest) -> Call[schemas.Fault]:
-    """Make a fault in a job, where the service allows that."""
+    """Inject a fault into a job, if the service allows that."""
     return Call(schemas.Fault, "POST", _job(job_id, "/faults"), body=fault.model_dump(mode="json"))
 
 
@@ -326,22 +326,22 @@ def drain(node: str, seconds: float) -> Call[schemas.Node]:
 
 
 def plans(document: Any) -> Call[schemas.Plans]:
-    """What a layout takes, or which are best."""
+    """Predictions for a layout, or the best layouts."""
     return Call(schemas.Plans, "POST", "/v1/plans", body=document, patience=_SEARCH_SECONDS)
 
 
 def cluster() -> Call[schemas.Cluster]:
-    """The machines and what runs on them."""
+    """The nodes, and what runs on them."""
     return Call(schemas.Cluster, "GET", "/v1/cluster")
 
 
 def check_cluster() -> Call[schemas.ClusterCheck]:
-    """Have the nodes try each other's ports."""
+    """Have the nodes test each other's ports."""
     return Call(schemas.ClusterCheck, "POST", "/v1/cluster/check")
 
 
 def create_project(name: str) -> Call[access_schemas.Project]:
-    """Make a project."""
+    """Create a project."""
     return Call(access_schemas.Project, "POST", "/v1/projects", body={"name": name})
 
 
@@ -351,7 +351,7 @@ def projects(limit: int = 50, cursor: str | None = None) -> Call[schemas.Items[a
 
 
 def create_key(wanted: requests.NewKey) -> Call[access_schemas.NewApiKey]:
-    """Make an API key."""
+    """Create an API key."""
     return Call(access_schemas.NewApiKey, "POST", "/v1/keys", body=wanted.model_dump(mode="json", exclude_none=True))
 
 
@@ -361,7 +361,7 @@ def keys(limit: int = 50, cursor: str | None = None) -> Call[schemas.Items[acces
 
 
 def revoke_key(key_id: str) -> Call[access_schemas.ApiKey]:
-    """Have a key open nothing any more."""
+    """Revoke a key."""
     return Call(access_schemas.ApiKey, "DELETE", f"/v1/keys/{quote(key_id, safe='')}")
 
 
@@ -379,7 +379,7 @@ def create_link() -> Call[access_schemas.OneTimeLink]:
 
 
 def me() -> Call[access_schemas.Me]:
-    """Who asks, and what that allows."""
+    """Who the caller is, and what its key permits."""
     return Call(access_schemas.Me, "GET", "/v1/me")
 
 
@@ -415,7 +415,7 @@ def follow_logs(
 
 
 def resumed(call: Call[T], after: str) -> Call[T]:
-    """A stream's call, for what comes after the item with that id."""
+    """The call of a stream, continued after the item with that id."""
     return replace(call, headers=_resume(after))
 
 

@@ -1,6 +1,5 @@
-"""Notifies live streams that there may be something new for them. However many streams there are, one look at the
-database every 0.2 seconds, on a thread of its own, finds out for all of them: a stream that has nothing to say costs
-neither a thread nor a query."""
+"""Notifies live streams of possible news. For any number of streams, one query of the database every 0.2 seconds, on a
+thread of its own, is enough: a stream without news costs neither a thread nor a query."""
 
 from __future__ import annotations
 
@@ -24,17 +23,17 @@ LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Watched:
-    """What a stream is about."""
+    """The subject of a stream."""
 
     job: str | None = None
-    """Its job; None: all of them."""
+    """Its job; None: all jobs."""
     logs: bool = False
-    """Whether it is about what the job's ranks print."""
+    """Whether it follows the output of the job's ranks."""
 
 
 VersionsOf = Callable[[Collection[Watched]], Mapping[Watched, object]]
-"""Something about each that is another whenever there is something new; of what is left out nothing is known. Runs in a
-thread, so it may block."""
+"""Returns for each subject a value that changes whenever there is news; subjects that it leaves out are unknown. Runs
+in a thread, so it may block."""
 
 
 class Changes:
@@ -46,7 +45,7 @@ class Changes:
         self._task: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-changes")
         self.is_closed = False
-        """Whether streams are to end, since the service does: their clients ask the next one."""
+        """Whether streams should end because the service does; clients reconnect to the next one."""
 
     def close(self) -> None:
         """Have all streams end."""
@@ -57,7 +56,7 @@ class Changes:
 
     @contextlib.contextmanager
     def of(self, watched: Watched) -> Iterator[asyncio.Event]:
-        """An event that is set whenever there may be something new."""
+        """An event that is set whenever there may be news."""
         changed = asyncio.Event()
         self._streams[watched].add(changed)
         if self._task is None or self._task.done():
@@ -70,14 +69,14 @@ class Changes:
                 del self._streams[watched]
 
     async def _watch(self) -> None:
-        """Until there is no stream any more."""
+        """Runs until there are no more streams."""
         known: Mapping[Watched, object] = {}
         answers = True
         while self._streams:
             watched = list(self._streams)
             try:
                 versions = await asyncio.get_running_loop().run_in_executor(self._thread, self._versions_of, watched)
-            except Exception as error:  # it is asked again, and then all may be new
+            except Exception as error:  # it is queried again, and then everything may be new
                 if answers:
                     why, is_ours = getattr(error, "orig", None) or error, not isinstance(error, SQLAlchemyError)
                     log.warning("what is new for streams cannot be read: %s", why, exc_info=is_ours)
@@ -93,10 +92,10 @@ class Changes:
 
 
 class StoredVersions:
-    """Versions of what the database and logs hold."""
+    """Versions of the contents of database and logs."""
 
     def __init__(self, store: Callable[[], Store], logs: Callable[[], JobLogs]):
-        """`store` and `logs`: where that is; with another store all that is watched may be new."""
+        """`store` and `logs`: the current ones; after a change of store, everything may be new."""
         self._store, self._logs = store, logs
         self._known: Store | None = None
         self._after = 0

@@ -74,18 +74,18 @@ __all__ = ["ApiError", "AsyncMantaClient", "MantaClient", "Problem", "ServiceUnr
 
 T = TypeVar("T")
 LONGEST_WAIT_SECONDS = 60.0
-"""The longest `wait` that the service takes."""
+"""Maximum `wait` that the service accepts."""
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol)
-"""Errors after which the service has heard nothing."""
+"""Errors after which the service has certainly received nothing."""
 
 
 class MantaClient:
-    """Talks to a Manta service; blocks until it answers. Safe to share between threads; a context manager. Wherever a
-    job's id is taken, a name that no other job has will do."""
+    """Talks to a Manta service; blocks until it answers. Can be shared between threads; a context manager. A name that
+    no other job has can be used instead of a job's id."""
 
     def __init__(self, url: str | None = None, transport: httpx.BaseTransport | None = None, key: str | None = None):
-        """Talks to the service at `url`, such as `http://127.0.0.1:8400`, by default the one that `find_url` finds;
-        tests may give a `transport`. `key`: default is what `find_key` says. Raises KeyFileUnsafe."""
+        """`url`: of the service, such as `http://127.0.0.1:8400`, by default the one that `find_url` returns. `key`: by
+        default the one that `find_key` returns. `transport`: for tests. Raises KeyFileUnsafe."""
         settings = Settings.from_environment()
         self.url = (url or find_url(settings)).rstrip("/")
         self._http = httpx.Client(
@@ -142,8 +142,8 @@ class MantaClient:
         return response.content
 
     def stream(self, call: Call[T]) -> Iterator[T]:
-        """Send a call that answers with a stream, and yield its items until the job is final. Where it breaks off it is
-        asked for again, from there on. Raises ApiError, ServiceUnreachable."""
+        """Send a call that answers with a stream, and yield its items until the job is final. An interrupted stream is
+        continued from where it broke off. Raises ApiError, ServiceUnreachable."""
         followed = FollowedStream(self._by_id(call))
         while not followed.ended:
             try:
@@ -177,9 +177,10 @@ class MantaClient:
     def submit(
         self, document: Any, idempotency_key: str | None = None, changes: Mapping[str, Any] | None = None
     ) -> Job:
-        """Submit a JobSpec document, with `changes` such as `{"train.steps": 100}`; the same key and document again
-        give the same job. Where the answer is lost it is asked for again, which makes no other job. Raises SpecError
-        for changes that lead beyond a list of the document, ApiError, ServiceUnreachable."""
+        """Submit a JobSpec document, with `changes` such as `{"train.steps": 100}`. Submitting the same document with
+        the same key again returns the same job. If the answer is lost, the call is repeated, which does not create
+        another job. Raises SpecError for changes beyond the end of a list in the document, ApiError,
+        ServiceUnreachable."""
         call = calls.submit(with_changes(document, changes or {}), idempotency_key or uuid.uuid4().hex)
         try:
             return self.send(call)
@@ -200,7 +201,7 @@ class MantaClient:
         cursor: str | None = None,
         **more: Unpack[MoreOfJobs],
     ) -> Items[Job]:
-        """A page of jobs; `calls.jobs` says which, and in which order."""
+        """A page of jobs; see `calls.jobs` for filters and order."""
         return self.send(calls.jobs(state, name, limit, cursor, **more))
 
     def count_jobs(
@@ -210,24 +211,24 @@ class MantaClient:
         return self.send(calls.count_jobs(state, name, **more))
 
     def job(self, job_id: str, wait: float | None = None, state: str | None = None) -> Job:
-        """One job; with `wait` as soon as its state is another than `state` (default: than it is now) or final, and
-        after `wait` seconds, at most 60, whatever it is."""
+        """One job. With `wait`: as soon as its state differs from `state` (default: from its present one) or is final,
+        and after `wait` seconds (at most 60) in any case."""
         return self.send(calls.job(job_id, wait, state))
 
     def wait(self, job_id: str) -> Job:
-        """The job, once it is final."""
+        """Returns the job when it is final."""
         job, patience = self.job(job_id), Patience()
         while not is_final(job.state):
             known = job.state
-            job = patience.ask(lambda: self.job(job.id, LONGEST_WAIT_SECONDS, known))  # noqa: B023 - asked at once
+            job = patience.ask(lambda: self.job(job.id, LONGEST_WAIT_SECONDS, known))  # noqa: B023 - called at once
         return job
 
     def resize(self, job_id: str, replicas: int) -> Job:
-        """Go on with `replicas` data-parallel replicas as soon as there is room for them."""
+        """Continue with `replicas` data-parallel replicas as soon as there is room for them."""
         return self.send(calls.resize(job_id, replicas))
 
     def pause(self, job_id: str) -> Job:
-        """Have a job save its state and give back its places until it is resumed."""
+        """Have a job save its state and release its places until it is resumed."""
         return self.send(calls.pause(job_id))
 
     def resume(self, job_id: str) -> Job:
@@ -250,12 +251,12 @@ class MantaClient:
         etag: str | None = None,
         labels: Mapping[str, str | None] | None = None,
     ) -> Job:
-        """Change a job's name, priority or labels, of which a None takes one away; with `etag`, that of the job as it
-        was read, unless it was changed meanwhile."""
+        """Change a job's name, priority or labels; a label with None is removed. With `etag`, only if the job has not
+        been changed since it was read with that etag."""
         return self.send(calls.edit(job_id, name, priority, etag, labels))
 
     def delete(self, job_id: str) -> DeletedJob:
-        """Delete a job that is over, and all that it has: rows, checkpoints, logs."""
+        """Delete a job in a final state, and everything that belongs to it: rows, checkpoints, logs."""
         return self.send(calls.delete(job_id))
 
     def metrics(
@@ -272,7 +273,7 @@ class MantaClient:
         order: Direction | None = None,
         **wanted: Unpack[WantedEvents],
     ) -> Stream[Event]:
-        """A page of events, oldest first unless `order` says otherwise."""
+        """A page of events, oldest first by default."""
         return self.send(calls.events(job_id, cursor, limit, order, **wanted))
 
     def all_events(
@@ -319,11 +320,11 @@ class MantaClient:
         return self.send(calls.ledger(job_id))
 
     def job_plan(self, job_id: str) -> JobPlan:
-        """A job's plan, compared with what its steps take."""
+        """A job's plan, compared with its measured steps."""
         return self.send(calls.job_plan(job_id))
 
     def machines(self) -> Items[Machine]:
-        """Types of node that were calibrated."""
+        """Types of nodes that were calibrated."""
         return self.send(calls.machines())
 
     def recoveries(self, job_id: str, limit: int = 100, cursor: str | None = None) -> Items[Recovery]:
@@ -331,8 +332,8 @@ class MantaClient:
         return self.send(calls.recoveries(job_id, limit, cursor))
 
     def request_trace(self, job_id: str, steps: int = 1, step: int = 0, profiler_ranks: Sequence[int] = ()) -> Trace:
-        """Have all ranks of a job record `steps` steps, none before `step`; of `profiler_ranks` torch's profiler
-        too."""
+        """Have all ranks of a job record `steps` steps, none before `step`; those of `profiler_ranks` with torch's
+        profiler too."""
         wanted = TraceRequest(steps=steps, step=step, profiler_ranks=list(profiler_ranks))
         return self.send(calls.request_trace(job_id, wanted))
 
@@ -349,35 +350,35 @@ class MantaClient:
         return self.send(calls.budget(job_id, source))
 
     def inject(self, job_id: str, kind: FaultKind, rank: int, at_step: int = 0, **more: Any) -> Fault:
-        """Make a fault in a job, where the service allows that; `more`: the other fields of FaultRequest."""
+        """Inject a fault into a job, if the service allows that; `more`: the other fields of FaultRequest."""
         return self.send(calls.inject(job_id, FaultRequest(kind=kind, rank=rank, at_step=at_step, **more)))
 
     def drain(self, node: str, seconds: float = 120.0) -> Node:
-        """Have all jobs leave a node, an id or the start of one, within `seconds`."""
+        """Have all jobs leave a node, given by its id or the beginning of it, within `seconds`."""
         return self.send(calls.drain(node, seconds))
 
     def plans(self, document: Any) -> Plans:
-        """What a layout takes in time and memory, or with `parallel: auto` which are best."""
+        """Predicted time and memory of a layout, or with `parallel: auto` the best layouts."""
         return self.send(calls.plans(document))
 
     def cluster(self) -> Cluster:
-        """The machines and what runs on them."""
+        """The nodes, and what runs on them."""
         return self.send(calls.cluster())
 
     def check_cluster(self) -> ClusterCheck:
-        """Have the nodes try each other's ports."""
+        """Have the nodes test each other's ports."""
         return self.send(calls.check_cluster())
 
     def create_project(self, name: str) -> Project:
-        """Make a project."""
+        """Create a project."""
         return self.send(calls.create_project(name))
 
     def projects(self, limit: int = 50, cursor: str | None = None) -> Items[Project]:
-        """A page of the projects that the key is good for, by name."""
+        """A page of the projects that the key is valid for, by name."""
         return self.send(calls.projects(limit, cursor))
 
     def create_key(self, name: str, scope: str, **more: Any) -> NewApiKey:
-        """Make an API key; only this answer has it. `more`: the other fields of NewKey."""
+        """Create an API key; only this answer contains it. `more`: the other fields of NewKey."""
         return self.send(calls.create_key(NewKey(name=name, scope=Scope(scope), **more)))
 
     def keys(self, limit: int = 50, cursor: str | None = None) -> Items[ApiKey]:
@@ -385,7 +386,7 @@ class MantaClient:
         return self.send(calls.keys(limit, cursor))
 
     def revoke_key(self, key_id: str) -> ApiKey:
-        """Have a key open nothing any more."""
+        """Revoke a key."""
         return self.send(calls.revoke_key(key_id))
 
     def audit(
@@ -396,13 +397,13 @@ class MantaClient:
         return self.send(calls.audit(key, target, limit, cursor))
 
     def link(self) -> OneTimeLink:
-        """What signs a browser in, once, with the rights of this client's key."""
+        """A link that signs in a browser, once, with the rights of this client's key."""
         return self.send(calls.create_link())
 
     def me(self) -> Me:
-        """Whose key this client's is, and what it allows."""
+        """Who this client's key belongs to, and what it permits."""
         return self.send(calls.me())
 
     def ready(self) -> Health:
-        """Returns when the service can run jobs; ApiError `not_ready` says why it cannot."""
+        """Returns if the service can run jobs; otherwise the ApiError `not_ready` says why it cannot."""
         return self.send(calls.ready())

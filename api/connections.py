@@ -1,7 +1,7 @@
-"""How many connections the service holds, for how long one may say nothing, and for how long it may leave unread what
-it was answered: before anybody has shown a key, that is all that a stranger can use up.
+"""Limits the service's connections: their number, how long one may be silent, and how long it may leave answers unread.
+Before a client has sent a key, these are the only resources that it can use up.
 
-A connection that is refused is answered before anything of it is read.
+A connection that is refused is answered before anything is read from it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from api.rest_version import HEADER, REST
 from workers.system.open_files import raise_limit
 
 HEAD_SECONDS = 15.0
-"""How long a connection may take to say all that comes before a request's body, the first time and each time after."""
+"""Seconds that a connection may take to send everything before a request's body, for each request."""
 UNREAD_SECONDS = 300.0
-"""How long a connection may take none of what it was sent. Who pages through a stream reads on where that broke off."""
+"""Seconds that a connection may leave sent data unread. A client that pages through a stream can reconnect where it
+broke off."""
 MOST_CONNECTIONS = 8192
 _OTHER_FILES = 256
-"""Files that the service opens besides connections: its database, logs, Ray."""
+"""Files that the service opens in addition to connections: its database, logs, Ray."""
 
 
 def connections_at_once() -> int:
-    """How many the process can hold, of the files that it may open; that limit is raised as far as is needed and
-    allowed."""
+    """Number of connections that the process can hold, given its limit of open files, which is raised as far as needed
+    and allowed."""
     return max(1, raise_limit(MOST_CONNECTIONS + _OTHER_FILES) - _OTHER_FILES)
 
 
@@ -35,12 +36,12 @@ class LimitedConnection(HttpToolsProtocol):
     """One connection of a service; see `limited_to`."""
 
     most = MOST_CONNECTIONS
-    """How many there may be at once."""
+    """Maximum number of connections."""
     _head_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin, or refuse what is one too many."""
+        """Accept the connection, or refuse it if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
             transport.write(_as_bytes(_one_too_many()))
@@ -49,7 +50,7 @@ class LimitedConnection(HttpToolsProtocol):
             self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        """Go on with a request; once its head is there that wait is over."""
+        """Continue with a request; when its head is complete, the wait for it ends."""
         super().data_received(data)
         if self._reads_a_body_or_answers():
             self._end_wait()
@@ -57,17 +58,17 @@ class LimitedConnection(HttpToolsProtocol):
             self._await_head()
 
     def pause_writing(self) -> None:
-        """What was sent is not read: a stream would wait for that without end, whatever becomes of its key."""
+        """Sent data is not being read: a stream would wait for that forever, even after its key is revoked."""
         super().pause_writing()
         self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Most of it is."""
+        """Most of the sent data has been read."""
         self._end_unread()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
+        """The connection has ended."""
         self._end_wait()
         self._end_unread()
         super().connection_lost(exc)
@@ -96,7 +97,7 @@ class LimitedConnection(HttpToolsProtocol):
 
 
 def limited_to(most: int) -> type[LimitedConnection]:
-    """The protocol of a server that holds so many connections at most, for `uvicorn.Config(http=...)`."""
+    """The protocol of a server that holds at most `most` connections, for `uvicorn.Config(http=...)`."""
     return type("LimitedConnection", (LimitedConnection,), {"most": most})
 
 

@@ -1,4 +1,4 @@
-"""What the API needs of the control plane behind it."""
+"""The part of the control plane that the API uses."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class ControlPlane(Protocol):
 
     @property
     def logs(self) -> JobLogs:
-        """What the ranks of all jobs printed."""
+        """The output of the ranks of all jobs."""
 
     @property
     def data_roots(self) -> DataRoots:
-        """Below which folders jobs may read."""
+        """The folders below which jobs may read."""
 
     @property
     def model_packages(self) -> ModelPackages:
-        """That jobs may take models from."""
+        """The packages that jobs may take models from."""
 
     @property
     def exports(self) -> Exports:
-        """Weights that are written for others."""
+        """Exports of weights."""
 
     def submitted(self, job_id: str) -> None:
-        """A job was stored in state QUEUED, or may have another place in the queue: wake the scheduler."""
+        """A job was stored in state QUEUED, or its place in the queue may have changed: wake the scheduler."""
 
     def cancel(self, job_id: str) -> None:
         """A job was moved to CANCELLED or CANCELLING: wake its owner."""
@@ -54,7 +54,7 @@ class ControlPlane(Protocol):
         """A job was moved to PAUSED or PAUSING: wake its owner."""
 
     def delete(self, job_id: str) -> Deletion:
-        """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
+        """Delete a final job and everything that belongs to it. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
         ClusterUnavailable."""
 
     def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
@@ -62,37 +62,37 @@ class ControlPlane(Protocol):
         CheckpointNotRemoved."""
 
     def inject(self, job_id: str, fault: Fault) -> None:
-        """Make a fault in a job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
+        """Inject a fault into a job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
 
     def waits(self, job_id: str) -> SeenWaits:
-        """Who waits for whom in a job that runs. Raises JobNotFound, NoRanks, SpecNotUnderstood,
+        """Which ranks of a running job wait for which others. Raises JobNotFound, NoRanks, SpecNotUnderstood,
         ClusterUnavailable."""
 
     def stack(self, job_id: str, rank: int) -> RankStack:
-        """Where a rank's trainer is now. Raises JobNotFound, NoRanks, RankNotFound, RankSilent,
+        """The current stack of a rank's trainer. Raises JobNotFound, NoRanks, RankNotFound, RankSilent,
         ClusterUnavailable."""
 
     def resize(self, job_id: str) -> None:
-        """A job shall have another size: wake its owner."""
+        """A job's size was changed: wake its owner."""
 
     def trace(self, job_id: str) -> None:
-        """A trace of a job was asked for: wake its owner."""
+        """A trace of a job was requested: wake its owner."""
 
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
-        """Have all jobs leave a node; the node, in the form of `api.schemas.Node`. Raises NodeNotFound,
+        """Have all jobs leave a node; returns the node, in the form of `api.schemas.Node`. Raises NodeNotFound,
         NodeUnreachable."""
 
     def cluster(self) -> dict[str, Any]:
         """The cluster, in the form of `api.schemas.Cluster`."""
 
     def check_cluster(self) -> dict[str, Any]:
-        """What is wrong between the nodes, in the form of `api.schemas.ClusterCheck`. May take half a minute."""
+        """Problems between the nodes, in the form of `api.schemas.ClusterCheck`. May take half a minute."""
 
     def problem_of_data(self, spec: JobSpec) -> str | None:
-        """Why a job's data cannot be trained on; None where it can, or no node says. Raises ClusterUnavailable."""
+        """Why a job's data cannot be trained on; None if it can, or no node reports. Raises ClusterUnavailable."""
 
     def measurements(self) -> Measurements:
-        """What is known of this control plane and of the nodes. Raises ClusterUnavailable."""
+        """Measurements of this control plane and of the nodes. Raises ClusterUnavailable."""
 
     def ready(self) -> list[str]:
-        """Why the service cannot run jobs right now, one sentence a reason; empty when it can."""
+        """Why the service cannot run jobs at present, one sentence per reason; empty if it can."""

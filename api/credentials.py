@@ -1,4 +1,4 @@
-"""Credentials in requests, and whose they are."""
+"""Credentials in requests, and their owners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.identity import Identity, digest_of
 from service.store import Store, browser_tokens, keys
 
 KNOWN_SECONDS = 1.0
-"""How long an answer of the database is good; a key that another process revoked opens nothing after that."""
+"""Seconds that an answer of the database is used; a key that another process revoked is refused after that."""
 _MOST_KNOWN = 10_000
 
 
@@ -23,14 +23,14 @@ class Credential:
     """A secret, by its digest."""
 
     digest: str
-    """SHA-256 of it."""
+    """Its SHA-256."""
     is_key: bool
-    """Whether it is an API key; else it is a browser's session."""
+    """Whether it is an API key; otherwise it is a browser session."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What the database said of a credential."""
+    """The database's answer about a credential."""
 
     who: Identity
     until: float
@@ -39,8 +39,8 @@ class _Known:
 
 
 def cookie_name(host: str) -> str:
-    """Of the cookie with a browser's session, at the service that the browser calls `host`. Browsers send cookies to
-    all ports of a host, and two services on one machine must not take each other's."""
+    """Name of the cookie with a browser session, at the service that the browser calls `host`. Browsers send cookies to
+    all ports of a host, and two services on one machine must not mix up theirs."""
     try:
         port = urlsplit(f"//{host}").port
     except ValueError:
@@ -49,7 +49,7 @@ def cookie_name(host: str) -> str:
 
 
 def credential_in(headers: Mapping[str, str]) -> Credential | None:
-    """The key or, without one, the session's cookie in a request's headers."""
+    """The key or, without one, the session cookie in a request's headers."""
     kind, _, secret = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer" and secret.strip():
         return Credential(digest_of(secret.strip()), is_key=True)
@@ -58,7 +58,7 @@ def credential_in(headers: Mapping[str, str]) -> Credential | None:
 
 
 class Identities:
-    """Who is behind which credential, as the database said a moment ago."""
+    """Owners of credentials, according to a recent answer of the database."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class Identities:
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Asks `store`. `now`: Unix seconds; `clock`: seconds since anything."""
+        """`store`: the database; `now`: Unix seconds; `clock`: monotonic seconds."""
         self._store, self._now, self._clock = store, now, clock
         self._known: dict[Credential, _Known] = {}
 
     async def of(self, credential: Credential) -> Identity | None:
-        """Who that is; None: it opens nothing (any more). Raises what the database does when it does not answer."""
+        """The credential's owner; None: it is not valid, or no longer. Raises the database's errors."""
         known = self._known.get(credential)
         if known is None or self._clock() - known.looked_at >= KNOWN_SECONDS:
             self._known.pop(credential, None)
@@ -84,8 +84,8 @@ class Identities:
         return known.who if self._now() < known.until else None
 
     async def why_ended(self, credential: Credential) -> str | None:
-        """Of a key that was good once, for who has it: which it is, and why it is not good any more; None of any other
-        credential. Raises what the database does when it does not answer."""
+        """For a key that was valid once, for its owner: which key it is, and why it is no longer valid; None for any
+        other credential. Raises the database's errors."""
         return await run_in_threadpool(self._look_why, credential) if credential.is_key else None
 
     def _look_why(self, credential: Credential) -> str | None:
@@ -96,7 +96,7 @@ class Identities:
         return f"{key.name!r} ({key.id}) {'has expired' if key.revoked_at is None else 'was revoked'}"
 
     def forget(self) -> None:
-        """Ask the database about all callers again: a key was revoked."""
+        """Query the database about all callers again, since a key was revoked."""
         self._known.clear()
 
     def _look(self, credential: Credential) -> _Known | None:

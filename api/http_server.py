@@ -1,5 +1,5 @@
-"""The HTTP server, which ends open streams and waits when it is asked to end: it would give them the time that it gives
-requests to be answered, and then break them off."""
+"""The HTTP server. At the end of the service it ends open streams and waits; uvicorn by itself would give them its
+grace period for requests, and then break them off."""
 
 from __future__ import annotations
 

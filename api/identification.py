@@ -1,5 +1,5 @@
-"""Identifies the caller before anything else is done with a request: without a valid key nothing answers, and no caller
-gets more than its key may ask for."""
+"""Identifies the caller before anything else is done with a request: nothing answers without a valid key, and no caller
+gets more than its key permits."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _SIGN_IN = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta<
 
 
 class Identification:
-    """ASGI middleware that lets requests through with what is known about who sent them."""
+    """ASGI middleware that lets requests pass together with what is known about their sender."""
 
     def __init__(self, app: ASGIApp, identities: Identities, limits: CallerLimits, audit: Audit):
         self._app = app
         self._identities, self._limits, self._audit = identities, limits, audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer it."""
+        """Let the request pass, or answer it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -80,7 +80,7 @@ class Identification:
 
 
 def _unauthenticated(path: str, ended: str | None) -> Response:
-    """Browsers get a page that says what a person can do; `ended`: why the key that was shown is not good any more."""
+    """Browsers get a page that says what to do; `ended`: why the key that was sent is no longer valid."""
     if path in ("/", DASHBOARD_PATH) or path.startswith(f"{DASHBOARD_PATH}/"):
         return HTMLResponse(_SIGN_IN, 401, headers={"Cache-Control": "no-store"})
     return problem("unauthenticated", str(Unauthenticated(ended)))

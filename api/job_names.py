@@ -1,5 +1,5 @@
-"""Jobs by their names: to commands and to the Python client one that no other job has is as good as an id. REST takes
-ids alone."""
+"""Jobs by name: commands and the Python client accept a name that no other job has instead of an id. REST only accepts
+ids."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from api.rest_call import ApiError, Call
 from service.ids import is_job_id
 
 MOST_LISTED = 10
-"""Most jobs of one name that a user who has to choose is shown."""
+"""Maximum number of jobs of one name that a user can choose from."""
 
 
 def lookup(name: str) -> Call[schemas.Items[schemas.Job]]:
-    """The newest jobs of exactly that name, without their specs. Raises ApiError for text that can be none."""
+    """The newest jobs with exactly that name, without their specs. Raises ApiError for text that cannot be a name."""
     parameters = {"name": checked_job(name), "limit": MOST_LISTED, "spec": "false"}
     return Call(schemas.Items[schemas.Job], "GET", "/v1/jobs", parameters)
 
 
 def name_in(call: Call[Any]) -> str | None:
-    """The name by which a call is about a job; None where it is about none, or has the id."""
+    """The name of the job that a call is about; None if it is about no job, or has the id."""
     return None if call.job is None or is_job_id(call.job) else call.job
 
 
 def only_one(name: str, called: schemas.Items[schemas.Job]) -> str:
-    """The id of the job of that name, of which `called` are the newest. Raises ApiError where there is none, and where
-    there are several, with what tells them apart."""
+    """The id of the job with that name, of which `called` are the newest. Raises ApiError if there is none, and if
+    there are several, with what distinguishes them."""
     if not called.items:
         raise no_such_job(f"no job has the id or the name {name!r}")
     if len(called.items) == 1:

@@ -1,4 +1,4 @@
-"""What commands know about the service of the same home: where it answers, its process, its key."""
+"""What commands know about the service of the same home: its address, its process, its key."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 from workers.errors import MantaError
 
 DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
-"""Where a service answers that nothing else was said to."""
+"""The address of a service unless another one is given."""
 
 
 class HomeUnusable(MantaError):
-    """A service cannot write in its home."""
+    """A service cannot write to its home."""
 
     def __init__(self, home: Path, error: OSError):
         super().__init__(
@@ -30,7 +30,7 @@ class HomeUnusable(MantaError):
 
 @contextlib.contextmanager
 def writing_in(home: Path) -> Iterator[None]:
-    """What is done here writes in `home`. Raises HomeUnusable where that is not possible."""
+    """The block writes to `home`. Raises HomeUnusable if that is not possible."""
     try:
         yield
     except OSError as error:
@@ -38,8 +38,8 @@ def writing_in(home: Path) -> Iterator[None]:
 
 
 def announce(service_file: Path, url: str, database: str, certificate: Path | None = None) -> None:
-    """Say where the service answers, for the commands of the same home, where its database is, and with which
-    certificate it answers. Raises HomeUnusable."""
+    """Publish the service's address, database and certificate for the commands of the same home. Raises
+    HomeUnusable."""
     me = os.getpid()
     words = {"url": url, "pid": me, "started": start_of(me), "database": database}
     if certificate is not None:
@@ -48,7 +48,8 @@ def announce(service_file: Path, url: str, database: str, certificate: Path | No
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file of the home. A full disk, or a death in between, leaves what was there. Raises HomeUnusable."""
+    """Write a file of the home atomically: if the disk is full or the process dies, the old content stays. Raises
+    HomeUnusable."""
     with writing_in(file.parent):
         part = file.with_suffix(".part")
         part.write_text(text, encoding="utf-8")
@@ -56,7 +57,7 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def running_service(home: Path) -> dict[str, object] | None:
-    """What the service of `home` says about itself (`url`, `pid`, `started`, `database`), or None when none runs."""
+    """What the service of `home` has published (`url`, `pid`, `started`, `database`), or None if none is running."""
     try:
         announced = json.loads(Settings(home).service_file.read_text(encoding="utf-8"))
         alive = same_process(int(announced["pid"]), started_in(announced))
@@ -66,28 +67,28 @@ def running_service(home: Path) -> dict[str, object] | None:
 
 
 def find_url(settings: Settings) -> str:
-    """Where the service answers: MANTA_URL, else what the service running in MANTA_HOME says, else the default."""
+    """The service's address: MANTA_URL, or that of the service running in MANTA_HOME, or the default."""
     if settings.url is not None:
         return settings.url
     try:
         url = json.loads(settings.service_file.read_text(encoding="utf-8"))["url"]
     except (OSError, ValueError, KeyError, TypeError):
-        url = None  # not running here, or just being written
+        url = None  # not running, or just being written
     return url if isinstance(url, str) else DEFAULT_URL
 
 
 def find_key(settings: Settings, url: str) -> str | None:
-    """The key for the service at `url`: MANTA_API_KEY, else the automatic one, if it is the service that runs in
-    MANTA_HOME; no other server is sent that. Raises KeyFileUnsafe."""
+    """The key for the service at `url`: MANTA_API_KEY, or the automatic one if that service runs in MANTA_HOME; no
+    other server is sent that. Raises KeyFileUnsafe."""
     if settings.api_key is not None:
         return settings.api_key
     return read_key(settings.home) if _runs_here(settings.home, url) is not None else None
 
 
 def trust_in(settings: Settings, url: str) -> ssl.SSLContext | bool:
-    """Which certificate the service at `url` must show. The one that runs in MANTA_HOME: its own, whatever names are in
-    it; any other: one that the machine trusts, for that name. Without TLS there is none, and to load what the machine
-    trusts would take longer than most calls."""
+    """Which certificate the service at `url` must have. If it runs in MANTA_HOME: its own one, for any name; otherwise
+    one that the machine trusts, for that name. Without TLS there is none, since loading the machine's certificates
+    would take longer than most calls."""
     if not url.startswith("https:"):
         return False
     announced = _runs_here(settings.home, url) or {}

@@ -1,5 +1,5 @@
-"""What `/openapi.json` says beyond what FastAPI derives by itself: bodies that routes read without its help, the one
-form of all errors, and what is inside of a stream."""
+"""The parts of `/openapi.json` that FastAPI does not derive by itself: bodies that routes read without its help, the
+common form of errors, and the contents of streams."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _with_what_each_needs(document: dict[str, Any]) -> None:
-    """Each operation with the scope that a key needs for it; none where it needs no key."""
+    """Each operation with the scope that its key needs; none if it needs no key."""
     document["components"]["securitySchemes"] = _SCHEMES
     for path in document["paths"].values():
         for operation in path.values():
@@ -73,7 +73,7 @@ def _with_what_each_needs(document: dict[str, Any]) -> None:
 
 
 def _without_errors_of_fastapi(document: dict[str, Any]) -> None:
-    """FastAPI takes for granted that a request with parameters can be answered with its own kind of 422."""
+    """FastAPI assumes that a request with parameters can be answered with its own kind of 422."""
     for name in _NEVER_ANSWERED:
         document["components"]["schemas"].pop(name, None)
     for path in document["paths"].values():
@@ -89,8 +89,8 @@ def json_request(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def event_stream(item: type[BaseModel], ends: bool = True) -> Responses:
-    """`responses` of a route that also answers with a stream of `item`, which `ends` when the job is final. The schema
-    is that of one event; OpenAPI 3.1 has no other place for it."""
+    """`responses` of a route that also answers with a stream of `item`; `ends`: whether it ends when the job is final.
+    The schema is that of one event; OpenAPI 3.1 has no other place for it."""
     message = {
         "type": "object",
         "required": ["id", "data"],

@@ -1,5 +1,5 @@
-"""What routes take from requests: the control plane, JSON bodies, page parameters. Who asks, and about which of the
-caller's jobs, is in `api/access.py`."""
+"""What routes take from requests: the control plane, JSON bodies, page parameters. The caller, and which jobs it may
+access, are in `api/access.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.store import InvalidCursor
 
 Model = TypeVar("Model", bound=BaseModel)
 _LARGEST_INTEGER = 2**63 - 1
-LONGEST_CURSOR = 60_000  # the HTTP server takes no address of more than 64 KiB
+LONGEST_CURSOR = 60_000  # the HTTP server accepts no address of more than 64 KiB
 
 
 async def control_of(request: Request) -> ControlPlane:
@@ -28,20 +28,20 @@ async def control_of(request: Request) -> ControlPlane:
 
 
 async def json_body(request: Request) -> Any:
-    """The body as JSON. Raises MalformedJson where it is not strict JSON in UTF-8."""
+    """The body as JSON. Raises MalformedJson unless it is strict JSON in UTF-8."""
     body = await request.body()
     if not body:
         raise MalformedJson("the request has no body; it takes one in JSON")
     try:
         document = json.loads(body, parse_constant=_no_constant)
-        digest_of(document)  # also finds text that is no Unicode, which could be stored but never be sent back
+        digest_of(document)  # also finds invalid Unicode, which could be stored but never sent back
     except (ValueError, RecursionError) as error:
         raise MalformedJson(f"the body is not valid JSON: {str(error) or 'nested too deeply'}") from error
     return document
 
 
 def digest_of(document: Any) -> str:
-    """SHA-256 of a JSON value, the same for every way of writing it. Raises ValueError where it is no Unicode."""
+    """SHA-256 of a JSON value, the same for every way of writing it. Raises ValueError for invalid Unicode."""
     canonical = json.dumps(document, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
 
@@ -58,7 +58,7 @@ def event_number(last_event_id: str) -> int:
 
 
 def versions_in(if_match: str | None) -> set[str] | None:
-    """The versions in an If-Match header; None where any will do. A weak one stands for nothing (RFC 9110, 13.1.1)."""
+    """The versions in an If-Match header; None if any version matches. Weak ones match nothing (RFC 9110, 13.1.1)."""
     if if_match is None or if_match.strip() == "*":
         return None
     tags = (tag.strip() for tag in if_match.split(","))
@@ -70,8 +70,8 @@ Body = Annotated[Any, Depends(json_body)]
 
 
 def body_as(model: type[Model]) -> Callable[..., Awaitable[Model]]:
-    """A dependency that reads the body as `model`. FastAPI's own would answer some bodies that are no JSON with a 500,
-    and the others with a 422."""
+    """A dependency that reads the body as `model`. FastAPI's own would answer some invalid bodies with a 500, and the
+    others with a 422."""
 
     async def read(document: Body) -> Model:
         try:

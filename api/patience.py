@@ -1,5 +1,5 @@
-"""How a client that follows a job waits for a service that does not answer for a while, since it is restarted,
-upgraded, or its database is away: the job trains on meanwhile."""
+"""How a client that follows a job waits for a service that does not answer for a while because it is being restarted or
+upgraded, or its database is away: meanwhile the job continues to train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PASSING = frozenset(
 
 
 class Patience:
-    """Says how long to wait before the service is asked again, and when to give up."""
+    """Decides how long to wait before the service is called again, and when to give up."""
 
     def __init__(
         self,
@@ -34,18 +34,18 @@ class Patience:
         tell: Callable[[str], None] = lambda sentence: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Gives up after `seconds` without an answer. `tell` hears of each time that it does not answer, once."""
+        """Gives up after `seconds` without an answer. `tell` is called once each time the service stops answering."""
         self._seconds, self._tell, self._clock = seconds, tell, clock
         self._lost_at: float | None = None
         self._pause = FIRST_PAUSE_SECONDS
 
     def answered(self) -> None:
-        """The service answers."""
+        """The service has answered."""
         self._lost_at, self._pause = None, FIRST_PAUSE_SECONDS
 
     def pause_after(self, error: ApiError | ServiceUnreachable) -> float:
-        """Seconds to wait after this answer, or none. Raises `error` where another try is of no use, or it has been
-        like that for too long."""
+        """Seconds to wait after this answer, or lack of one. Raises `error` if another attempt is useless, or the
+        service has not answered for too long."""
         if isinstance(error, ApiError) and error.problem.status not in _PASSING:
             raise error
         now = self._clock()
@@ -58,7 +58,7 @@ class Patience:
         return pause
 
     def ask(self, question: Callable[[], T]) -> T:
-        """What `question` returns, asked as often as it takes. Raises ApiError, ServiceUnreachable."""
+        """The result of `question`, called as often as necessary. Raises ApiError, ServiceUnreachable."""
         while True:
             try:
                 answer = question()
@@ -70,37 +70,37 @@ class Patience:
 
 
 class FollowedStream(Generic[T]):
-    """How far a stream was heard, so that it can be asked for again where it breaks off."""
+    """The position in a stream, so that it can be continued if it breaks off."""
 
     def __init__(self, call: Call[T]):
         self.call = call
         """What to send next."""
         self.ended = False
-        """Whether the service has said that nothing more comes."""
+        """Whether the service has announced the end of the stream."""
         self._patience = Patience()
         self._has_begun = self._is_lost = False
 
     def begins(self) -> None:
-        """The service answers."""
+        """The service has answered."""
         self._has_begun = True
         self._patience.answered()
 
     def take(self, event: ServerEvent) -> Iterator[T]:
-        """The item in an event, where there is one."""
+        """The item in an event, if there is one."""
         self.ended = event.event == "end"
         if event.event == "message":
-            self._is_lost = not event.id  # it could not be told from where on to send
+            self._is_lost = not event.id  # it would be unknown where to continue
             if event.id:
                 self.call = resumed(self.call, event.id)
             yield self.call.answer.model_validate_json(event.data)
 
     def breaks_off(self, url: str) -> None:
-        """The answer of the service at `url` is over. Raises ServiceUnreachable where it should have continued."""
+        """The answer of the service at `url` has ended. Raises ServiceUnreachable if it should have continued."""
         if not self.ended:
             raise ServiceUnreachable(url, EOFError("the stream broke off"))
 
     def pause_after(self, error: ApiError | ServiceUnreachable) -> float:
-        """Seconds until it is asked for again. Raises `error` where that is of no use."""
+        """Seconds until the stream is requested again. Raises `error` if that is useless."""
         if not self._has_begun or self._is_lost:
             raise error
         return self._patience.pause_after(error)

@@ -1,5 +1,5 @@
-"""What each operation needs of the caller's key: the one table that requests are checked against, and that the
-description of the API is generated from. An operation without a line here is always refused."""
+"""What each operation requires of the caller's key: the one table that requests are checked against, and that the API's
+description is generated from. An operation without an entry is always refused."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from service.identity import Identity, Scope
 
 LINK_PATH = "/link/"
-"""Where one-time links begin."""
+"""Path prefix of one-time links."""
 DASHBOARD_PATH = "/ui"
-"""Where the dashboard lives."""
+"""Path of the dashboard."""
 _ANONYMOUS = frozenset({"/healthz", "/readyz"})
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a key must allow."""
+    """What a key must permit."""
 
     scope: Scope
     """The least scope."""
     installation: bool = False
-    """Whether it must do so in all projects."""
+    """Whether the key must be for the whole installation."""
 
     def is_met_by(self, who: Identity) -> bool:
-        """Whether `who` may."""
+        """Whether `who` is permitted."""
         return who.scope.covers(self.scope) and (who.installation or not self.installation)
 
     def __str__(self) -> str:
@@ -87,22 +87,22 @@ NEEDS: dict[str, Need] = {
     "end_session": _READ,
     "get_prometheus_metrics": _READ,
 }
-"""By operation."""
+"""Requirements by operation."""
 DASHBOARD, DESCRIPTION = "to_dashboard", "get_description"
-"""Names of the routes that are not operations: what leads a browser from the service's address to the dashboard, and
-what says which operations there are."""
+"""Names of the routes that are not operations: the redirect from the service's address to the dashboard, and the
+description of operations."""
 
 
 def needs(operation: str) -> Need | None:
-    """What an operation needs; None where it is never allowed."""
+    """What an operation requires; None if it is never permitted."""
     return _READ if operation in (DASHBOARD, DESCRIPTION) else NEEDS.get(operation)
 
 
 def shown(path: str) -> str:
-    """`path` as it may be written down: without the secret of a link."""
+    """`path` in a form that may be logged: without the secret of a link."""
     return f"{LINK_PATH}..." if path.startswith(LINK_PATH) else path
 
 
 def is_anonymous(path: str) -> bool:
-    """Whether what is at `path` answers without a key. Nothing else does."""
+    """Whether `path` answers without a key. No others do."""
     return path in _ANONYMOUS or path.startswith(LINK_PATH)

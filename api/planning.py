@@ -1,4 +1,4 @@
-"""The cluster that this service runs on, as the planner sees it."""
+"""The service's own cluster, as the planner sees it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from workers.spec.problems import Problem, SpecError
 
 
 def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan | None, str | None]:
-    """What the layout of `spec` takes on the cluster that `current` gives, and what is to be known of that; or None and
-    why that is not known."""
+    """The plan for the layout of `spec` on the cluster that `current` returns, with a note on it; or None, and why
+    there is no plan."""
     try:
         cluster = for_job(spec, current)(None)
         refuse_unplannable(spec)
@@ -34,7 +34,7 @@ def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan
 
 
 def cpu_node(control: ControlPlane) -> CpuNode:
-    """A node of it without GPUs: like the one that the service runs on. Raises SpecError."""
+    """A node of the cluster without GPUs: like the one that the service runs on. Raises SpecError."""
     try:
         return this_node(Paths.of(control.home).machines)
     except BadCalibration as error:
@@ -42,7 +42,7 @@ def cpu_node(control: ControlPlane) -> CpuNode:
 
 
 def gpus(control: ControlPlane) -> Machines:
-    """Those whose GPUs were measured. Raises SpecError."""
+    """Machines whose GPUs were measured. Raises SpecError."""
     try:
         return measured_machines(Paths.of(control.home).machines)
     except BadCalibration as error:
@@ -50,7 +50,7 @@ def gpus(control: ControlPlane) -> Machines:
 
 
 def current_cluster(control: ControlPlane) -> CurrentCluster:
-    """What gives it. Raises ClusterUnavailable, SpecError."""
+    """A function that returns the current cluster. Raises ClusterUnavailable, SpecError."""
 
     def cluster(accelerator: str | None) -> Cluster:
         as_measured = cluster_of_nodes(control.cluster()["nodes"], accelerator, cpu_node(control), gpus(control))
@@ -60,11 +60,11 @@ def current_cluster(control: ControlPlane) -> CurrentCluster:
 
 
 def refined_cluster(control: ControlPlane, cluster: Cluster) -> Cluster:
-    """As jobs have refined what is assumed of its machines."""
+    """The cluster with assumed constants refined by jobs."""
     return seen_jobs(control).cluster(cluster)
 
 
 def seen_jobs(control: ControlPlane) -> SeenJobs:
-    """What jobs say of machines."""
+    """Observations from measured jobs."""
     with control.store.read() as session:
         return SeenJobs.read(session, Paths.of(control.home).machines)

@@ -1,7 +1,8 @@
-"""Every code that a problem document may carry: the one table that both the answers and their description are generated
-from, so that they agree.
+"""Every code of a problem document: the one table that both the answers and their description are generated from, so
+that they agree.
 
-Routes say which codes they can answer, `responses=reads("job_not_found")`; a test holds each answer against that.
+Routes declare the codes that they can answer with, `responses=reads("job_not_found")`; a test compares each answer with
+that.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from typing import Any
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = "5"
-"""What a 503 says about when to try again."""
+"""Value of the Retry-After header of a 503."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One code."""
+    """Meaning of a code."""
 
     status: int
     """HTTP status that it comes with."""
     meaning: str
-    """When it is answered."""
+    """When it is used."""
 
 
 KINDS: dict[str, Kind] = {
@@ -80,7 +81,7 @@ KINDS: dict[str, Kind] = {
     "node_unreachable": Kind(503, "the node does not answer"),
 }
 OF_A_JOB = ("job_not_found", "database_unavailable")
-"""What every route about one job can answer."""
+"""Codes of every route about one job."""
 _ANY_REQUEST = (
     "other_release",
     "unknown_host",
@@ -99,22 +100,21 @@ _CHALLENGE = {"WWW-Authenticate": {"description": "That a bearer key is asked fo
 _HEADERS: dict[int, dict[str, Any]] = {401: _CHALLENGE, 429: _RETRY_AFTER, 503: _RETRY_AFTER}
 
 Responses = dict[int | str, dict[str, Any]]
-"""What FastAPI takes as `responses`."""
+"""The type of FastAPI's `responses`."""
 
 
 def reads(*codes: str) -> Responses:
-    """The errors of a route that changes nothing: `codes`, and those that any request with a key may be answered
-    with."""
+    """The errors of a route that changes nothing: `codes`, and those that any request with a key may get."""
     return _described((*_ANY_CALLER, *codes))
 
 
 def anonymous(*codes: str) -> Responses:
-    """The same of a route that needs no key."""
+    """The same for a route that needs no key."""
     return _described((*_ANY_REQUEST, *codes))
 
 
 def changes(*codes: str) -> Responses:
-    """The errors of a route that changes something: `codes`, and those that any such request may be answered with."""
+    """The errors of a route that changes something: `codes`, and those that any such request may get."""
     return _described((*_ANY_CALLER, *_ANY_CHANGE, *codes))
 
 

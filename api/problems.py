@@ -76,7 +76,7 @@ class NotReady(MantaError):
 
 
 DATABASE_AWAY = (OperationalError, InterfaceError, InternalError, NoConnectionLeft)
-"""What a database raises that does not answer."""
+"""Errors of a database that does not answer."""
 
 _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (JobNotFound, "job_not_found"),
@@ -116,7 +116,7 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (KeyNotFound, "key_not_found"),
     (LinkNotGood, "link_not_good"),
 )
-"""Errors that say all that there is to say, and the code that each is answered with."""
+"""Errors whose message is complete, and the code that each is answered with."""
 
 
 def problem(
@@ -126,7 +126,7 @@ def problem(
     headers: dict[str, str] | None = None,
     status: int | None = None,
 ) -> Response:
-    """A problem document as a response. `status`: where it is not that of the code."""
+    """A problem document as a response. `status`: if it differs from that of the code."""
     status = status or KINDS[code].status
     document = Problem(
         code=code, title=HTTPStatus(status).phrase, status=status, detail=detail, errors=list(errors)
@@ -153,7 +153,7 @@ def install(app: FastAPI) -> None:
 
 
 def _answer(code: str) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """A handler that says what the exception says."""
+    """A handler that answers with the exception's message."""
 
     async def handler(_request: Request, error: Exception) -> Response:
         return problem(code, str(error))
@@ -168,7 +168,7 @@ async def _database_unavailable(request: Request, error: Exception) -> Response:
 
 
 def database_unavailable(error: Exception) -> Response:
-    """The answer while the database is away, which `error` says."""
+    """The answer while the database is away; `error` says why."""
     detail = "the job database does not answer; jobs run on, and nothing was changed by this request: try it again"
     if isinstance(error, OutcomeUnknown):
         detail = "the job database went away in the middle; jobs run on; see whether this request has changed anything"
@@ -193,7 +193,7 @@ async def _spec_error(_request: Request, error: Exception) -> Response:
 
 
 def _invalid_field(path: str) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """A handler that says that what is wrong is at `path`."""
+    """A handler for a problem with the field at `path`."""
 
     async def handler(_request: Request, error: Exception) -> Response:
         return problem("invalid_parameter", str(error), [FieldProblem(path=path, rule=str(error))])
@@ -224,7 +224,7 @@ _PATTERNS = {
 
 
 def _rule(entry: Any) -> str:
-    """What a parameter breaks, in words."""
+    """The rule that a parameter violates, in words."""
     pattern = entry.get("ctx", {}).get("pattern")
     return _PATTERNS.get(pattern) or rule_in_words(entry)
 
@@ -241,14 +241,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 class AnswerFailures:
-    """ASGI middleware that answers unexpected errors. Starlette's own does so too, but raises it again: the
-    server then closes the connection, on which a client has sent its next request."""
+    """ASGI middleware that answers unexpected errors. Starlette's own does so too, but raises the error again: the
+    server then closes the connection, on which a client may have sent its next request."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through. Raises what came behind the beginning of an answer, which cannot be taken back."""
+        """Let the request pass. Raises errors that occur after the beginning of an answer, which cannot be taken
+        back."""
         begun = False
 
         async def note(message: Message) -> None:

@@ -1,4 +1,5 @@
-"""Limits of one caller: requests a second, requests and streams at once. Counted in memory, for this process alone."""
+"""Limits for each caller: requests per second, and requests and streams at once. Counted in memory, for this process
+only."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _MOST_CALLERS = 10_000
 
 
 class TooManyRequests(MantaError):
-    """A caller asks for more than it may; the message says of what."""
+    """A caller exceeds one of its limits; the message says which."""
 
     def __init__(self, message: str, retry_seconds: float):
         self.retry_seconds = retry_seconds
@@ -24,14 +25,14 @@ class TooManyRequests(MantaError):
 
 @dataclass
 class _Bucket:
-    """What one caller has left."""
+    """The tokens that one caller has left."""
 
     tokens: float
     at: float
 
 
 class TokenBuckets:
-    """A bucket for each caller, filled with `rate` tokens a second up to two seconds' worth; a request takes one."""
+    """A bucket for each caller, filled with `rate` tokens per second up to two seconds' worth; a request takes one."""
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic):
         """`rate` 0: no limit."""
@@ -39,14 +40,14 @@ class TokenBuckets:
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
     def take(self, caller: str) -> float:
-        """Take a token; 0 where there was one, else the seconds until there is."""
+        """Take a token; returns 0 if there was one, otherwise the seconds until there is."""
         if self._rate == 0:
             return 0.0
         now = self._clock()
         bucket = self._buckets.setdefault(caller, _Bucket(self._size, now))
         self._buckets.move_to_end(caller)
         if len(self._buckets) > _MOST_CALLERS:
-            self._buckets.popitem(last=False)  # who asked longest ago has a full one again, most likely
+            self._buckets.popitem(last=False)  # the oldest bucket is most likely full again
         bucket.tokens = min(self._size, bucket.tokens + (now - bucket.at) * self._rate)
         bucket.at = now
         if bucket.tokens < 1:
@@ -66,13 +67,14 @@ class CallerLimits:
         self._streams: Counter[str] = Counter()
 
     def anonymous(self, address: str) -> None:
-        """A request without a good key came from `address`. Raises TooManyRequests."""
+        """A request without a valid key came from `address`. Raises TooManyRequests."""
         wait = self._of_addresses.take(address)
         if wait:
             raise TooManyRequests("too many requests without a good key from this address; wait, and send a key", wait)
 
     def begin_request(self, key_id: str) -> None:
-        """A request with this key begins; `end_request` must follow. Raises TooManyRequests, and then it did not."""
+        """A request with this key begins; `end_request` must follow. If it raises TooManyRequests, the request has not
+        begun."""
         wait = self._of_keys.take(key_id)
         if wait:
             rate = self._limits.requests_per_second
@@ -87,7 +89,8 @@ class CallerLimits:
         _less(self._requests, key_id)
 
     def begin_stream(self, key_id: str) -> None:
-        """A request turns out to be a stream; `end_stream` must follow. Raises TooManyRequests, and then it did not."""
+        """A request turns out to be a stream; `end_stream` must follow. If it raises TooManyRequests, the stream has
+        not begun."""
         most = self._limits.streams_at_once
         if self._streams[key_id] >= most:
             raise TooManyRequests(f"this key may have {most} streams open at once (MANTA_STREAMS_AT_ONCE)", 1.0)

@@ -1,8 +1,8 @@
-"""Jobs as JSON, kept for a moment: a client that watches a job or a list asks for the same again and again.
+"""Jobs as JSON, cached for a short time: clients that watch a job or a list repeat the same request.
 
-Every answer is checked against the jobs' rows, so that what a job's row says is never old; what is computed from other
-tables (goodput, expected end, place in the queue) may be `FRESH_SECONDS` old. Of a job that was over for a while when
-it was put together nothing of that changes any more.
+Every answer is checked against the jobs' rows, so the contents of a job's row are always current; values computed from
+other tables (goodput, expected end, place in the queue) may be `FRESH_SECONDS` old. A job that had been final for a
+while when it was rendered does not change any more.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from service.store.paging import Page
 
 FRESH_SECONDS = 1.0
 SETTLED_SECONDS = 60.0
-"""How long after a job's end all that is stored of it has been stored."""
+"""Seconds after a job's end by which everything about it has been stored."""
 MOST_KEPT_BYTES = 32 * 2**20
-"""Of JSON, of some 15,000 jobs; with their rows it is about twice that."""
+"""Bytes of JSON, of some 15,000 jobs; with their rows it is about twice that."""
 
 
 @dataclass(frozen=True)
 class RenderedJob:
-    """A job as it is answered."""
+    """A job in the form of an answer."""
 
     row: JobRow
-    """Its row in the database at that time."""
+    """Its row in the database when it was rendered."""
     good_until: float
-    """How long it is good for while the row is the same, by the monotonic clock."""
+    """How long it is valid while the row is the same, by the monotonic clock."""
     etag: str
     """Its `etag`."""
     body: bytes
@@ -48,7 +48,7 @@ class RenderedJob:
 
 
 class RenderedJobs:
-    """The jobs that were asked for last. May be used by many threads."""
+    """The most recently requested jobs. May be used by many threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -67,7 +67,7 @@ class RenderedJobs:
             return self._rendered(connection, [job_rows.one(connection, job_id)])[0]
 
     def page(self, connection: Connection, *filters: Any) -> Page[RenderedJob]:
-        """Jobs of a list. `filters` are those of `job_rows.page`, which says what it raises."""
+        """Jobs of a list. For `filters` and errors see `job_rows.page`."""
         page = job_rows.page(connection, *filters)
         return Page(self._rendered(connection, page.items), page.next_cursor)
 
@@ -91,7 +91,7 @@ class RenderedJobs:
         return [good[row.id] for row in rows]
 
     def _good(self, rows: Sequence[JobRow], now: float) -> dict[str, RenderedJob]:
-        """What is kept of these jobs and still good."""
+        """Cached jobs of these that are still valid."""
         with self._lock:
             kept = [self._kept.get(row.id) for row in rows]
         return {
@@ -121,5 +121,5 @@ def _good_until(job: schemas.Job, now: float) -> float:
 
 
 def rendered_jobs_of(request: Request) -> RenderedJobs:
-    """Of the app that the request is for."""
+    """The app's rendered jobs."""
     return cast(RenderedJobs, request.app.state.rendered_jobs)

@@ -1,5 +1,5 @@
-"""Pages of jobs as JSON, kept for a moment like the jobs in them (`rendered_jobs.py`): a client that watches a list
-asks for the same page again and again. Every answer is checked against the rows of its jobs."""
+"""Pages of jobs as JSON, cached for a short time like the jobs in them (`rendered_jobs.py`): clients that watch a list
+repeat the same request. Every answer is checked against the rows of its jobs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from api.rendered_jobs import RenderedJobs
 from service.store import Store, job_rows
 
 MOST_KEPT_BYTES = 32 * 2**20
-"""Of answers and of what they are checked against: some 250 pages of 50 jobs."""
+"""Bytes of answers and of what they are checked against: some 250 pages of 50 jobs."""
 
 
 @dataclass(frozen=True)
 class _RenderedPage:
     rows: str
-    """Its jobs' rows at that time."""
+    """Its jobs' rows when it was rendered."""
     good_until: float
-    """How long it is good for while the rows are the same, by the monotonic clock."""
+    """How long it is valid while the rows are the same, by the monotonic clock."""
     body: bytes
     """The answer."""
 
 
 class RenderedPages:
-    """The pages that were asked for last. May be used by many threads."""
+    """The most recently requested pages. May be used by many threads."""
 
     def __init__(
         self,
@@ -39,13 +39,12 @@ class RenderedPages:
         clock: Callable[[], float] = time.monotonic,
         most_bytes: int = MOST_KEPT_BYTES,
     ):
-        """`jobs`: what pages are put together from. `most_bytes`: how much is kept."""
+        """`jobs`: source of the jobs. `most_bytes`: maximum size."""
         self._jobs, self._clock = jobs, clock
         self._kept: KeptAnswers[tuple[Any, ...], _RenderedPage] = KeptAnswers(most_bytes)
 
     def page(self, store: Store, *filters: Any, with_spec: bool = True) -> bytes:
-        """Jobs of a list as they are answered. `filters` are those of `job_rows.page`, which says what it
-        raises."""
+        """Jobs of a list in the form of an answer. For `filters` and errors see `job_rows.page`."""
         now = self._clock()
         question = (*filters, with_spec)
         kept = self._kept.get(question)
@@ -65,5 +64,5 @@ class RenderedPages:
 
 
 def rendered_pages_of(request: Request) -> RenderedPages:
-    """Of the app that the request is for."""
+    """The app's rendered pages."""
     return cast(RenderedPages, request.app.state.rendered_pages)

@@ -1,5 +1,5 @@
-"""Series of metrics as JSON, kept for clients that draw the same again, as dashboards do. Every answer is checked
-against the job's row, which changes with every row of its metrics, so none is ever old."""
+"""Series of metrics as JSON, cached for clients that draw the same ones repeatedly, such as dashboards. Every answer is
+checked against the job's row, which changes with every row of its metrics, so none is outdated."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MOST_KEPT_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class RenderedSeries:
-    """A series as it is answered."""
+    """A series in the form of an answer."""
 
     extent: metric_points.Extent
-    """What the job's metrics were at that time."""
+    """The version of the job's metrics when it was rendered."""
     body: bytes
     """The answer."""
     behind: bool
@@ -31,7 +31,7 @@ class RenderedSeries:
 
 
 class RenderedSeriesOfJobs:
-    """The series that were asked for last. May be used by many threads."""
+    """The most recently requested series. May be used by many threads."""
 
     def __init__(self) -> None:
         self._kept: KeptAnswers[tuple[Any, ...], RenderedSeries] = KeptAnswers(MOST_KEPT_BYTES)
@@ -46,7 +46,7 @@ class RenderedSeriesOfJobs:
         until_step: int = metric_points.LAST_STEP,
         every: int = 1,
     ) -> RenderedSeries:
-        """What `metrics.series` says of these; of all that the job has where `names` is None. Raises JobNotFound."""
+        """The result of `metrics.series`, for all metrics of the job if `names` is None. Raises JobNotFound."""
         if names is None:
             with store.read_rows() as connection:
                 names = metrics.names_of(connection, job_id)
@@ -59,7 +59,7 @@ class RenderedSeriesOfJobs:
         with store.read_rows() as connection:
             extent = metric_points.extent(connection, job_id, after_step, max_points, until_step)
             points = metrics.series(connection, job_id, names, after_step, max_points, until_step, every)
-        # Ten thousand numbers are not worth a look at each by Pydantic.
+        # Validation of ten thousand numbers by Pydantic is not worthwhile.
         spelled = {name: spell_series(numbers) for name, numbers in points.series.items()}
         made = RenderedSeries(extent, to_json({"steps": points.steps, "series": spelled}), points.behind)
         self._kept.keep(question, made, len(made.body))
@@ -67,5 +67,5 @@ class RenderedSeriesOfJobs:
 
 
 def rendered_series_of(request: Request) -> RenderedSeriesOfJobs:
-    """Of the app that the request is for."""
+    """The app's rendered series."""
     return cast(RenderedSeriesOfJobs, request.app.state.rendered_series)

@@ -1,5 +1,5 @@
-"""Losses of many jobs as short series, each kept until its job has moved: a client that watches a list asks for the
-same again and again."""
+"""Losses of many jobs as short series, each cached until its job has advanced: clients that watch a list repeat the
+same request."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from workers.nonfinite import spell_series
 MOST_JOBS = 200
 POINTS = 32
 MOST_KEPT_BYTES = 8 * 2**20
-"""Of some 10,000 jobs."""
+"""Bytes of some 10,000 jobs."""
 
 
 class RenderedSparklines:
-    """The sparklines that were asked for last. May be used by many threads."""
+    """The most recently requested sparklines. May be used by many threads."""
 
     def __init__(self) -> None:
         self._kept: KeptAnswers[tuple[Any, ...], bytes] = KeptAnswers(MOST_KEPT_BYTES)
 
     def some(self, store: Store, job_ids: Sequence[str], bound: str | None) -> bytes:
-        """Those of these jobs that there are, of the project `bound` where it is given, as they are answered."""
+        """The sparklines of those of these jobs that exist, of the project `bound` if given, in the form of an
+        answer."""
         with store.read_rows() as connection:
             moved = job_rows.moved(connection, job_ids, bound)
             items = [self._one(connection, *moved[job_id]) for job_id in job_ids if job_id in moved]
         return b'{"items":[%b],"next_cursor":null}' % b",".join(items)
 
     def _one(self, connection: Connection, job_id: str, *moved: Any) -> bytes:
-        """`moved`: what changes with every row of the job's metrics."""
+        """`moved`: values that change with every row of the job's metrics."""
         kept = self._kept.get((job_id, *moved))
         if kept is None:
             losses = metrics.series(connection, job_id, ("loss",), max_points=POINTS).series["loss"]
@@ -44,5 +45,5 @@ class RenderedSparklines:
 
 
 def rendered_sparklines_of(request: Request) -> RenderedSparklines:
-    """Of the app that the request is for."""
+    """The app's rendered sparklines."""
     return cast(RenderedSparklines, request.app.state.rendered_sparklines)

@@ -1,9 +1,9 @@
-"""Requests that are refused before any route sees them: requests that another site's page makes its visitor's browser
+"""Requests that are refused before any route sees them: those that another site's page makes its visitor's browser
 send, and bodies that no request needs.
 
-A page of another site can send a form here, but cannot hide its `Origin`, nor send JSON without asking first. A site
-whose name is made to lead here (DNS rebinding) is recognised by its name in `Host`. A client of another release is
-refused here too, before it sends what this one does not understand.
+A page of another site can send a form here, but it can neither hide its `Origin` nor send JSON without a preflight
+request. A site whose name is made to resolve to this machine (DNS rebinding) is recognised by its name in `Host`.
+Clients of another release are refused here too, before they send something that this one does not understand.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from api.problems import problem
 from api.rest_version import HEADER, REST, other_client
 
 MAX_BODY_BYTES = 1024 * 1024
-"""Longer bodies are refused; a job spec is about a thousand times smaller."""
+"""Maximum size of a body; a job spec is about a thousand times smaller."""
 BODY_SECONDS = 60.0
-"""How long a body may take to arrive. Until then it holds a connection, of which there are only so many, and whoever
-needs no key could hold all of them."""
+"""Seconds that a body may take to arrive. Until then it holds a connection, of which there is a limited number, which
+clients without a key could otherwise use up."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _JSON_PATHS = "/v1/"
 _NO_HOST = re.compile(r"[/?#@\\\s]")
@@ -35,20 +35,20 @@ _NO_HOST = re.compile(r"[/?#@\\\s]")
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request is not let through."""
+    """Why a request is refused."""
 
     code: str
     detail: str
 
     @property
     def status(self) -> int:
-        """HTTP status that it is answered with."""
+        """HTTP status of the answer."""
         return KINDS[self.code].status
 
 
 def refusal(method: str, path: str, headers: Mapping[str, str], own_names: Collection[str]) -> Refusal | None:
-    """Why a request is refused; None where it is let through. `own_names`: host names, in
-    lower case, under which the service may be reached besides its addresses."""
+    """Why a request is refused; None if it may pass. `own_names`: host names, in lower case, under which the service
+    may be reached in addition to its addresses."""
     host = headers.get("host", "")
     if not _is_ours(host, own_names):
         return Refusal(
@@ -83,7 +83,7 @@ def _is_ours(host: str, own_names: Collection[str]) -> bool:
 
 
 def _name_in(host: str) -> str:
-    if _NO_HOST.search(host):  # which others could take for the beginning of a path
+    if _NO_HOST.search(host):  # which could be taken for the beginning of a path
         return ""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
@@ -92,7 +92,7 @@ def _name_in(host: str) -> str:
 
 
 def _same_site(origin: str, host: str, own_names: Collection[str]) -> bool:
-    """Whether a page of `origin` is one of ours: of this very host, or of a name that was set for a proxy before it."""
+    """Whether a page of `origin` is one of ours: of this very host, or of a name that was configured for a proxy."""
     netloc = origin.partition("://")[2].lower()
     return netloc == host.lower() or (_name_in(netloc) in own_names and _name_in(host) in own_names)
 
@@ -107,15 +107,15 @@ def _is_json(content_type: str) -> bool:
 
 
 class RequestGuard:
-    """ASGI middleware that answers what is refused."""
+    """ASGI middleware that answers refused requests."""
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] = ()):
-        """`allowed_hosts`: names of the service besides this machine's own, such as a proxy's."""
+        """`allowed_hosts`: names of the service in addition to those of this machine, such as a proxy's."""
         self._app = app
         self._own_names = {name.lower() for name in ("localhost", socket.gethostname(), *allowed_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer it."""
+        """Let the request pass, or answer it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -136,7 +136,7 @@ class RequestGuard:
 
 
 async def _arrived(receive: Receive, headers: Mapping[str, str]) -> bytes | Refusal | None:
-    """The whole body, or why it is refused; None where its client has left in the middle of it."""
+    """The whole body, or why it is refused; None if its client has disconnected."""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await _body(receive, headers)
@@ -145,7 +145,7 @@ async def _arrived(receive: Receive, headers: Mapping[str, str]) -> bytes | Refu
 
 
 async def _body(receive: Receive, headers: Mapping[str, str]) -> bytes | Refusal | None:
-    """The same, however long it takes. One that says that it is too long is not even read."""
+    """The same, however long it takes. A body that is too long according to its header is not even read."""
     too_large = Refusal("body_too_large", f"the body is longer than {MAX_BODY_BYTES} bytes, which no request needs")
     length = headers.get("content-length", "0")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
@@ -163,7 +163,7 @@ async def _body(receive: Receive, headers: Mapping[str, str]) -> bytes | Refusal
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body as one message, and after it whatever comes."""
+    """The body as one message, followed by further messages."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -173,13 +173,13 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 class TellVersion:
-    """ASGI middleware with which every answer says which REST API this is."""
+    """ASGI middleware that adds the version of the REST API to every answer."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, and add the header to its answer."""
+        """Let the request pass, and add the header to its answer."""
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":

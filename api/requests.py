@@ -52,18 +52,18 @@ class PlannedCluster(PlannedNodes):
 
 
 class PlanDocument(BaseModel):
-    """A request for plans. A job's other sections may be there too, and are checked."""
+    """A request for plans. A job's other sections may be present too, and are checked."""
 
     model: dict[str, Any]
     """As in a JobSpec."""
     train: dict[str, Any] = {}
-    """The same; steps may be left out."""
+    """As in a JobSpec; steps may be left out."""
     cluster: PlannedCluster
-    """Where."""
+    """The cluster to plan for."""
     parallel: dict[str, Any] | Literal["auto"] = "auto"
-    """A layout, or auto: the best ones are searched for."""
+    """A layout, or auto to search for the best ones."""
     explain: bool = False
-    """Whether to say where the time of the best plan goes, and what single changes would do."""
+    """Whether to explain where the time of the best plan goes, and what single changes would do."""
     sizes: bool = False
     """Whether to find the best layout for every smaller number of GPUs too."""
 
@@ -78,7 +78,7 @@ class JobChanges(Body):
     labels: Annotated[dict[LabelKey, LabelValue | None], Field(max_length=2 * MOST_LABELS)] = Field(
         {}, json_schema_extra=_without_default
     )
-    """Labels to change, with null for one to remove; the others stay."""
+    """Labels to change, with null for those to remove; the others stay."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -90,12 +90,12 @@ class ExportRequest(Body):
     """A request to export weights."""
 
     to: Annotated[str, Field(min_length=1, max_length=4000, pattern=r"^[^\x00]*$")]
-    """Folder on the service's machine, where nothing may be yet: below one of those that exports may be written to; a
-    relative one is below the first of them."""
+    """Folder on the service's machine, which must not contain anything yet: below one of those that exports may be
+    written to; a relative one is below the first of them."""
     format: Format = "hf"
     """hf: weights, config and tokenizer for transformers; safetensors: weights by Manta's own names."""
     dtype: Dtype | None = None
-    """Data type of the weights; default: that of the weights that the job began with, or fp32."""
+    """Data type of the weights; default: that of the weights that the job started from, or fp32."""
 
 
 class FaultRequest(Body):
@@ -110,9 +110,9 @@ class FaultRequest(Body):
     at_step: int = Field(0, ge=0, le=2**53)
     """First step in which it may happen; if the job is past it, the next step."""
     phase: FaultPhase = "data"
-    """Where in the step, or start and recovery: when the next generation begins."""
+    """Where in the step; or start and recovery: when the next generation begins."""
     seconds: float = Field(0.0, ge=0, le=3600)
-    """slow: more time in each step; partition: how long the rank cannot be reached."""
+    """slow: additional time in each step; partition: how long the rank cannot be reached."""
     delay: float = Field(0.0, ge=0, le=3600)
     """kill and stop: seconds from the beginning of the phase."""
     hold_gil: bool = False
@@ -133,11 +133,11 @@ class TraceRequest(Body):
     """A request to record steps of a job."""
 
     steps: Annotated[int, Field(strict=True, ge=1, le=MOST_STEPS)] = 1
-    """How many."""
+    """Number of steps."""
     step: Annotated[int, Field(strict=True, ge=0, le=2**53)] = 0
-    """None before this one; default: as soon as possible."""
+    """The first step is not before this one; default: as soon as possible."""
     profiler_ranks: Annotated[list[Annotated[int, Field(strict=True, ge=0, le=10**8)]], Field(max_length=8)] = []
-    """Ranks whose operators and kernels torch's profiler records too, which takes them far longer."""
+    """Ranks whose operators and kernels torch's profiler records too, which makes them far slower."""
 
 
 ProjectName = Annotated[str, Field(pattern=f"^{PROJECT_PATTERN}$", min_length=1, max_length=63)]

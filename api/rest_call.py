@@ -1,4 +1,4 @@
-"""A REST call as a value: what to send, and how to read what comes back."""
+"""A REST call as a value: what to send, and how to read the answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.spec.problems import Problem, SpecError
 T = TypeVar("T")
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 STREAM_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
-"""Of streams, on which the service says something every 15 seconds."""
+"""Read timeout of streams, on which the service sends something every 15 seconds."""
 
 
 class ApiError(MantaError):
@@ -46,12 +46,12 @@ class ServiceUnreachable(MantaError):
 
 @dataclass(frozen=True)
 class JobPath:
-    """Path of something of a job."""
+    """Path of a resource of a job."""
 
     job: str
     """The job's id, or its name, which the client looks up before it sends anything (`api/job_names.py`)."""
     resource: str = ""
-    """What of it: the rest of the path."""
+    """The rest of the path."""
 
     def __str__(self) -> str:
         return f"/v1/jobs/{quote(self.job, safe='')}{self.resource}"
@@ -62,7 +62,7 @@ class Call(Generic[T]):
     """One request, and the type of its answer."""
 
     answer: Any
-    """Type that the answer is read as."""
+    """Type of the answer."""
     method: str
     """HTTP method."""
     path: str | JobPath
@@ -72,17 +72,17 @@ class Call(Generic[T]):
     body: Any = None
     """JSON body."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """More headers."""
+    """Additional headers."""
     patience: float = 0.0
-    """Seconds by which the answer may take longer than others."""
+    """Seconds that the answer may take in addition to the usual timeout."""
 
     @property
     def job(self) -> str | None:
-        """The job that it is about, by its id or its name; None where it is about none."""
+        """The job that it is about, by its id or its name; None if it is about no job."""
         return self.path.job if isinstance(self.path, JobPath) else None
 
     def about(self, job_id: str) -> Call[T]:
-        """The same about the job with that id."""
+        """The same call about the job with that id."""
         assert isinstance(self.path, JobPath)
         return replace(self, path=replace(self.path, job=job_id))
 
@@ -108,7 +108,7 @@ class Call(Generic[T]):
 
 
 def checked_url(url: str) -> httpx.URL:
-    """`url`, if it is one. Raises ServiceUnreachable."""
+    """`url`, if it is valid. Raises ServiceUnreachable."""
     try:
         checked = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -120,7 +120,7 @@ def checked_url(url: str) -> httpx.URL:
 
 
 def usual_headers(key: str | None) -> dict[str, str]:
-    """Those that go with every request of a client with this API key."""
+    """Headers of every request of a client with this API key."""
     return {HEADER: str(REST), **({} if key is None else {"Authorization": f"Bearer {key}"})}
 
 
@@ -136,8 +136,8 @@ def _encoded(document: Any) -> bytes:
 
 
 def raise_for_problem(response: httpx.Response) -> None:
-    """Raise ApiError when `response`, whose body was read, is an error, or comes from a service of a release that this
-    client does not understand."""
+    """Raise ApiError if `response`, whose body was read, is an error, or comes from a service of a release that this
+    client does not support."""
     misunderstanding = other_service(response.headers.get(HEADER))
     if misunderstanding is not None:
         raise ApiError(
@@ -153,7 +153,7 @@ def raise_for_problem(response: httpx.Response) -> None:
 
 
 def _foreign(response: httpx.Response) -> schemas.Problem:
-    """What to say about an answer that Manta did not write."""
+    """The problem of an answer that Manta did not write."""
     url, status = response.request.url, response.status_code
     detail = f"{url} answered {status} with something that is not Manta's; is another service running there?"
     return schemas.Problem(code="foreign_answer", title="Foreign answer", status=status, detail=detail)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 HEADER = "Manta-Rest"
 REST = 1
-"""Version of the API that this release's client and service speak. Raised by a change that breaks the other end."""
+"""Version of the API of this release's client and service. Incremented by changes that are incompatible with the other
+end."""
 SPOKEN: tuple[int, ...] = (1,)
-"""Versions of the other end that this release works with."""
+"""Versions of the other end that this release supports."""
 
 
 def other_client(version: str | None) -> str | None:
-    """What a service says to a client that says this in its header; None: nothing, they understand each other."""
+    """The service's objection to a client that sends this version; None: they are compatible."""
     if _is_spoken(version):
         return None
     return (
@@ -21,7 +22,7 @@ def other_client(version: str | None) -> str | None:
 
 
 def other_service(version: str | None) -> str | None:
-    """What a client says about a service that says this in its header; None: nothing, they understand each other."""
+    """The client's objection to a service that sends this version; None: they are compatible."""
     if _is_spoken(version):
         return None
     return (

@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 SHUTDOWN_SECONDS = 3
-# What the service and all that it starts make (database, logs, checkpoints, snapshots) is for its own user alone.
+# Everything that the service and its child processes create (database, logs, checkpoints, snapshots) is for its own
+# user only.
 PRIVATE = 0o077
 
 
 ENDED_BY_RAY = 1
-"""Exit status of a service whose Ray has gone, for `api/cli/restarts.py`, which starts it again."""
+"""Exit status of a service whose Ray is gone, for `api/cli/restarts.py`, which starts it again."""
 
 
 class PortTaken(MantaError):
@@ -52,11 +53,11 @@ class AlreadyRunning(MantaError):
 
 
 class NotForOthers(MantaError):
-    """The service would listen where others can reach it, but lacks what keeps them out; the message says what."""
+    """The service would listen where others can reach it without the necessary protection; the message says which."""
 
 
 class CertificateUnusable(MantaError):
-    """The service cannot speak TLS with the certificate and key that it is given; the message names the file."""
+    """The service cannot use the given certificate and key for TLS; the message names the file."""
 
 
 class OtherDatabase(MantaError):
@@ -64,8 +65,8 @@ class OtherDatabase(MantaError):
 
 
 def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str | None, patient: bool = False) -> None:
-    """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of an existing Ray, which
-    is waited for where this process is `patient`.
+    """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of an existing Ray, which a
+    `patient` service waits for.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
     PortTaken, AlreadyRunning, OtherDatabase, NotForOthers, CertificateUnusable, RayUnavailable, KeyFileUnsafe,
@@ -109,7 +110,8 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
 def _control_plane(
     settings: Settings, host: str, port: int, slots: int | None, ray: str | None, patient: bool
 ) -> ControlPlane:
-    """As `settings` say, not started yet; the other parameters are those of `serve`, with the port that it has."""
+    """The control plane for `settings`, not started yet; for the other parameters see `serve`. `port`: the actual
+    one."""
     home = settings.home
     head = ExistingRay(ray, home, settings.ship_code, patient, settings.ports) if ray else RayHead(home, slots)
     shapes = settings.node_shapes if ray else ()
@@ -132,8 +134,8 @@ def _control_plane(
 
 
 def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) -> None:
-    """Until SIGTERM or SIGINT."""
-    import uvicorn  # once the jobs are under control, like what `build_app` imports
+    """Serve until SIGTERM or SIGINT."""
+    import uvicorn  # after the jobs are under control, like the imports of `build_app`
 
     from api.connections import connections_at_once, limited_to
     from api.http_server import HttpServer
@@ -141,14 +143,14 @@ def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) 
     config = uvicorn.Config(
         app,
         http=limited_to(connections_at_once()),
-        ws="none",  # nothing here speaks on sockets, and what guards requests knows of none
+        ws="none",  # nothing here uses WebSockets, and the middleware does not handle them
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         lifespan="on",
         ssl_certfile=settings.tls.certificate,
         ssl_keyfile=settings.tls.key,
-        # An untrusted peer could otherwise write any address into the audit.
+        # Otherwise an untrusted peer could write any address into the audit.
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),
     )
@@ -156,7 +158,7 @@ def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) 
 
 
 def build_app(control: ControlPlane, settings: Settings, host: str) -> FastAPI:
-    """REST, and the dashboard where it is wanted, on top of `control`, as `settings` say for a service on `host`."""
+    """REST on top of `control`, and the dashboard if it is enabled, with `settings` for a service on `host`."""
     from api.app import create_app  # imports FastAPI, which only the server needs
 
     app = create_app(control, (host, *settings.allowed_hosts), settings.limits, settings.tls.is_used)
@@ -168,8 +170,8 @@ def build_app(control: ControlPlane, settings: Settings, host: str) -> FastAPI:
 
 
 def refuse_without_protection(settings: Settings, host: str) -> None:
-    """Raise NotForOthers where the service would listen for others than its own user (`host`) without TLS, or before
-    anybody has a key; CertificateUnusable."""
+    """Raise NotForOthers if the service would listen on a `host` that others can reach without TLS, or before anyone
+    has a key; CertificateUnusable."""
     _try_certificate(settings.tls)
     if host in LOOPBACK_HOSTS:
         return
@@ -195,7 +197,7 @@ def _try_certificate(tls: Tls) -> None:
             file.read_bytes()
         except OSError as error:
             raise CertificateUnusable(f"{file} cannot be read: {error.strerror}; it is the file for TLS") from error
-    try:  # with a password that is none: whoever starts the service is not asked for one
+    try:  # with an invalid password, so that the user is not prompted for one
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certificate, tls.key, password=lambda: b"")
     except (ssl.SSLError, ValueError) as error:
         raise CertificateUnusable(
@@ -213,15 +215,15 @@ def _somebody_has_a_key(settings: Settings) -> bool:
     try:
         with store.read() as session:
             return keys.may_administrate(session, time.time())
-    except SQLAlchemyError:  # of a release before there were keys
+    except SQLAlchemyError:  # of a release that had no keys yet
         return False
     finally:
         store.close()
 
 
 def lock_home(home: Path) -> IO[str]:
-    """Hold the home until the file is closed: of two services that start at once, one gives way. Raises AlreadyRunning,
-    HomeUnusable."""
+    """Lock the home until the file is closed: of two services that start at the same time, one gives up. Raises
+    AlreadyRunning, HomeUnusable."""
     with writing_in(home):
         file = (home / "service.lock").open("w")
     try:
@@ -233,8 +235,8 @@ def lock_home(home: Path) -> IO[str]:
 
 
 def lock_database(home: Path, url: str | None) -> list[IO[str]]:
-    """Hold the database of `home` until the file is closed, where it is an SQLite file: that cannot be shared, from
-    another home either. Nothing for a server. Raises AlreadyRunning, StoreUnusable."""
+    """Lock the database of `home` until the file is closed, if it is an SQLite file: these cannot be shared, not even
+    between homes. Returns nothing for a server. Raises AlreadyRunning, StoreUnusable."""
     database = file_of(parse_url(url_in(home, url)))
     if database is None:
         return []
@@ -254,8 +256,8 @@ def lock_database(home: Path, url: str | None) -> list[IO[str]]:
 
 
 def _keep_to_database(settings: Settings, location: str) -> None:
-    """Note which database this home's jobs are in, without a password. Where none is named it must be the one of the
-    last time: with an empty one, what runs would have no owner. Raises OtherDatabase, HomeUnusable."""
+    """Record which database this home's jobs are in, without a password. If none is named it must be the recorded one:
+    with an empty one, running jobs would have no owner. Raises OtherDatabase, HomeUnusable."""
     record = settings.home / "database"
     known = (record.read_text(encoding="utf-8") if record.exists() else "") or location
     if settings.database_url is None and known != location:
@@ -268,7 +270,7 @@ def _keep_to_database(settings: Settings, location: str) -> None:
 
 
 def _start_over(settings: Settings, host: str, port: int, slots: int | None) -> None:
-    """Become a fresh service at the same address, which starts a new Ray and takes up the jobs from the database."""
+    """Become a new service at the same address, which starts a new Ray and adopts the jobs from the database."""
     os.execve(sys.executable, serve_command(settings, host, port, slots), settings.environment_of_service())
 
 
@@ -288,14 +290,14 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=2048)
     except OSError as error:
-        why = str(error.strerror).partition(" (while attempting")[0]  # to bind on the address, which stands before it
+        why = str(error.strerror).partition(" (while attempting")[0]  # which repeats the address
         raise PortTaken(
             f"cannot listen on {host}:{port} ({why}); choose another one with --port, or end what uses it"
         ) from error
 
 
 def configure_logging() -> None:
-    """One line a message on stderr."""
+    """One line per message on stderr."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)

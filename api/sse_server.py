@@ -1,5 +1,4 @@
-"""Lists that grow as `text/event-stream`: read what is new, send it, wait until there is more, until the job is
-final."""
+"""Growing lists as `text/event-stream`: reads what is new, sends it, and waits for more until the job is final."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ from api.threads import LongReads, long_reads_of
 from service.store import JobNotFound
 
 PRESENCE_SECONDS = 1.0
-"""How long it takes at most until it is noticed that a client, or its key, is gone."""
+"""Maximum seconds until it is noticed that a client, or its key, is gone."""
 KEEPALIVE_SECONDS = 15.0
 AWAY_SECONDS = 5.0
-"""After which a stream looks again by itself that the database gave no answer."""
+"""Seconds after which a stream whose database did not answer queries it again by itself."""
 MEDIA_TYPE = "text/event-stream"
 
 
@@ -32,29 +31,29 @@ class Entry:
     """One item of a stream."""
 
     id: str
-    """Position after it: a client that comes back with this as `Last-Event-ID` gets what follows."""
+    """Position after it: a client that reconnects with this as `Last-Event-ID` gets what follows."""
     data: str
     """The item as JSON."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one look at the store brought."""
+    """Result of one query."""
 
     entries: list[Entry]
     """New items, in order."""
     position: object
-    """Where the next look begins."""
+    """Where the next query begins."""
     more: bool
-    """Whether there is more to read at once."""
+    """Whether there is more that can be read at once."""
     final: bool
-    """Whether the job was final before this look, so that nothing can come after it."""
+    """Whether the job was final before this query, so that nothing can follow."""
     state: str
     """The job's state."""
 
 
 Look = Callable[[object], Batch]
-"""Reads what is new from a position on. Runs in a worker thread, so it may block."""
+"""Reads what is new after a position. Runs in a worker thread, so it may block."""
 
 
 def wants_stream(request: Request, follow: bool) -> bool:
@@ -63,9 +62,9 @@ def wants_stream(request: Request, follow: bool) -> bool:
 
 
 def stream(request: Request, look: Look, position: object, watched: Watched) -> StreamingResponse:
-    """A response that sends everything from `position` on, looking again whenever there is something new of `watched`,
-    ends with an `end` event after the job is final, and stops when the client, its key or the job is gone, or the
-    service ends. It waits for a database that is away. Raises TooManyRequests."""
+    """A response that sends everything after `position` and queries again whenever there is news about `watched`. It
+    sends an `end` event after the job is final, and stops when the client, its key or the job is gone, or the service
+    ends. It waits for a database that is away. Raises TooManyRequests."""
     begin_stream(request)
     changes: Changes = request.app.state.changes
     return StreamingResponse(
@@ -80,7 +79,7 @@ async def _events(
 ) -> AsyncIterator[bytes]:
     loop = asyncio.get_running_loop()
     spoke_at = loop.time()
-    yield KEEPALIVE_COMMENT  # the client learns at once that the stream is open
+    yield KEEPALIVE_COMMENT  # tells the client at once that the stream is open
     with changes.of(watched) as changed:
         changed.set()
         while not (changes.is_closed or await request.is_disconnected()):
@@ -90,9 +89,9 @@ async def _events(
                 changed.clear()
                 try:
                     batch = await threads.run(partial(look, position))
-                except JobNotFound:  # it was deleted meanwhile
+                except JobNotFound:  # the job was deleted meanwhile
                     return
-                except DATABASE_AWAY:  # `changes` says when it answers again, where it has noticed
+                except DATABASE_AWAY:  # `changes` notifies when it answers again, if it has noticed
                     loop.call_later(AWAY_SECONDS, changed.set)
                     continue
                 position = batch.position

@@ -1,5 +1,5 @@
-"""Requests that wait until a job's state changes. However many wait, one look at the database every 0.2 seconds answers
-them all, on a thread of its own: none of the threads that other requests need is held."""
+"""Requests that wait for a change of a job's state. For any number of them, one query of the database every 0.2
+seconds, on a thread of its own, is enough: they hold none of the threads that other requests need."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from service.states import is_final
 
 LOOK_SECONDS = 0.2
 LONGEST_SECONDS = 60.0
-"""Longer waits are refused; a client that wants to wait longer asks again."""
+"""Longer waits are refused; a client that wants to wait longer repeats its request."""
 
 StatesOf = Callable[[Collection[str]], Mapping[str, str]]
-"""The states of those of these jobs that there are. Runs in a thread, so it may block."""
+"""Returns the states of those of these jobs that exist. Runs in a thread, so it may block."""
 
 
 @dataclass
 class _Wait:
-    """One request that waits."""
+    """One waiting request."""
 
     job_id: str
     known: str
-    """The state that it shall change from."""
+    """The state that should change."""
     over: asyncio.Future[None]
 
     def see(self, state: str | None) -> None:
-        """The job is in `state`; None: there is no such job any more."""
+        """The job is in `state`; None: it does not exist any more."""
         if state is None or state != self.known or is_final(state):
             self.end()
 
     def end(self, error: Exception | None = None) -> None:
-        if self.over.done():  # its client may have left
+        if self.over.done():  # its client may have disconnected
             return
         if error is None:
             self.over.set_result(None)
@@ -42,7 +42,7 @@ class _Wait:
 
 
 class StateWaits:
-    """All requests of one app that wait; used on one event loop."""
+    """All waiting requests of one app; used on one event loop."""
 
     def __init__(self, states_of: StatesOf):
         self._states_of = states_of
@@ -52,14 +52,14 @@ class StateWaits:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-waits")
 
     def close(self) -> None:
-        """Nothing is waited for any more: the service ends."""
+        """End all waits, since the service ends."""
         self._is_closed = True
         for wait in self._waits:
             wait.end()
 
     async def until_changed(self, job_id: str, known: str | None, seconds: float) -> None:
-        """Return when the job is in another state than `known` (None: than now), is final or gone, or after `seconds`.
-        Raises what the database says when it does not answer."""
+        """Return when the job's state differs from `known` (None: from the present one), is final, or the job is gone,
+        or after `seconds`. Raises the database's errors."""
         now = (await self._look({job_id})).get(job_id)
         wait = _Wait(job_id, known or now or "", asyncio.get_running_loop().create_future())
         wait.see(now)
@@ -77,7 +77,7 @@ class StateWaits:
             self._waits.remove(wait)
 
     async def _watch(self) -> None:
-        """Until nothing waits any more."""
+        """Runs until there are no more waiting requests."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             asked = list(self._waits)
@@ -85,7 +85,7 @@ class StateWaits:
                 return
             try:
                 states = await self._look({wait.job_id for wait in asked})
-            except Exception as error:  # noqa: BLE001 - each request answers it, as it would at any other time
+            except Exception as error:  # noqa: BLE001 - each request answers with it, like at any other time
                 for wait in asked:
                     wait.end(error)
                 continue

@@ -1,6 +1,5 @@
-"""Threads for what may take long, or is asked for often: jobs, lists, series, what streams read, the planner's
-work, what file systems, Ray and agents are asked, deletions. All else is short and has others, so it never waits behind
-them."""
+"""Threads for requests that may take long or are frequent: jobs, lists, series, streams, the planner, file systems, Ray
+and agents, deletions. All other requests are short and use other threads, so they never wait for these."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ SEARCHES = 2
 PLANS = 2
 FILES = 32
 FILE_SECONDS = 20.0
-"""How long a file system may take to answer: less than clients wait."""
+"""Seconds that a file system may take to answer: less than clients wait."""
 NODES = 8
 
 
@@ -38,25 +37,25 @@ class FilesSilent(MantaError):
 
 
 class LongReads:
-    """So many at once; the others wait without a thread."""
+    """A limited number of reads at once; others wait without using a thread."""
 
     def __init__(self, at_once: int = LONG_READS):
         self._limiter = CapacityLimiter(at_once)
 
     async def run(self, read: Callable[[], T]) -> T:
-        """What `read` returns, on a thread."""
+        """The result of `read`, on a thread."""
         return await to_thread.run_sync(read, limiter=self._limiter)
 
 
 class FileReads:
-    """For the files that a JobSpec names, on file systems that may never answer: FILES at once, each on a thread that
-    nothing waits for at the end. One that hangs keeps its thread until its file system answers, and no request."""
+    """Accesses files named by a JobSpec, on file systems that may never answer: FILES at once, each on a thread that is
+    not joined at the end. One that hangs keeps its thread until its file system answers, but not its request."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(FILES)
 
     async def run(self, read: Callable[[], T]) -> T:
-        """What `read` returns. Raises FilesSilent where that, or a thread, takes too long."""
+        """The result of `read`. Raises FilesSilent if it takes too long, or no thread becomes free."""
         try:
             async with asyncio.timeout(FILE_SECONDS):
                 await self._places.acquire()
@@ -73,13 +72,14 @@ class FileReads:
 
 
 class DatabaseReads:
-    """As many at once as make each other no slower, which depends on the database; the others wait without a thread."""
+    """As many reads at once as do not slow each other down, which depends on the database; others wait without using a
+    thread."""
 
     def __init__(self) -> None:
         self._limiters: dict[int, CapacityLimiter] = {}
 
     async def run(self, store: Store, read: Callable[[], T]) -> T:
-        """What `read` of `store` returns, on a thread."""
+        """The result of `read` from `store`, on a thread."""
         at_once = store.database.reads_at_once
         limiter = self._limiters.get(at_once)
         if limiter is None:
@@ -88,31 +88,32 @@ class DatabaseReads:
 
 
 class ReadThreads:
-    """The threads of one app. What takes longer never holds up what is shorter, so each kind has its own."""
+    """The threads of one app. Each kind of work has its own, so that long ones never hold up short ones."""
 
     def __init__(self) -> None:
         self.jobs, self.lists, self.series = DatabaseReads(), DatabaseReads(), DatabaseReads()
         self.long = LongReads()
         self.slow = LongReads(SLOW_CHANGES)
-        """For what waits for files or nodes, some of it for minutes: deletions, exports that begin, checks of ports."""
+        """For work that waits for files or nodes, possibly for minutes: deletions, beginnings of exports, checks of
+        ports."""
         self.nodes = LongReads(NODES)
-        """For what Ray or agents are asked, which may give no answer for half a minute."""
+        """For queries of Ray or agents, which may give no answer for half a minute."""
         self.files = FileReads()
         self.searches = LongReads(SEARCHES)
-        """For the planner, which computes for up to a minute: more at once would take turns, and what supervises jobs
-        in this process would wait for each."""
+        """For searches of the planner, which take up to a minute: several would take turns on the CPU, and the
+        supervision of jobs in this process would be delayed by each."""
         self.plans = LongReads(PLANS)
-        """For the planner where it has no layout to find, which takes it seconds at most: plans of single layouts,
-        pictures, and what comes with traces."""
+        """For the planner without a search, which takes seconds at most: plans of single layouts, pictures, comparisons
+        with traces."""
 
 
 def read_threads_of(request: Request) -> ReadThreads:
-    """Of the app that the request is for."""
+    """The app's threads."""
     return cast(ReadThreads, request.app.state.read_threads)
 
 
 def long_reads_of(request: Request) -> LongReads:
-    """Those for events and logs."""
+    """The app's threads for events and logs."""
     return read_threads_of(request).long
 
 

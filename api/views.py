@@ -1,4 +1,4 @@
-"""Rows of the job database as answers of the API."""
+"""Converts rows of the job database to answers of the API."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
 
 def job_views(reader: Reader, some: Sequence[LikeJob]) -> list[schemas.Job]:
     """Jobs, with as many queries as for one."""
-    started = [job for job in some if job.generation]  # of others nothing was computed yet
+    started = [job for job in some if job.generation]  # the others have not computed anything yet
     books = ledgers.of_jobs(reader, started, time.time()) if started else {}
     goodput = {job_id: book.goodput for job_id, book in books.items()}
     places = jobs.queue_positions(reader, some)
@@ -92,8 +92,8 @@ def _job_view(job: LikeJob, goodput: float | None, place: int | None, step_secon
 
 
 def _layout_in_use(job: LikeJob) -> dict[str, Any]:
-    """The layout that the job runs with; as it is stored, where another version wrote one that this one does not
-    take."""
+    """The layout that the job runs with; the stored document if another version wrote a layout that is invalid in this
+    one."""
     document = job.spec["parallel"]
     try:
         layout = ParallelConfig.model_validate(document)
@@ -103,7 +103,7 @@ def _layout_in_use(job: LikeJob) -> dict[str, Any]:
 
 
 def layout_of(layout: ParallelConfig) -> dict[str, Any]:
-    """A layout with nothing left open: sequence parallelism decided, ranks counted."""
+    """A layout with all defaults resolved: sequence parallelism decided, ranks counted."""
     document = layout.model_dump(mode="json")
     return {**document, "sequence_parallel": layout.sequence_parallel_on, "world_size": layout.world_size}
 
@@ -111,8 +111,8 @@ def layout_of(layout: ParallelConfig) -> dict[str, Any]:
 def dry_run_view(
     spec: JobSpec, plan: schemas.Plan | None, note: str | None, data_problem: str | None
 ) -> schemas.DryRun:
-    """What submitting `spec` would do. `plan`: what its layout takes, and a `note` on that, or on why it is
-    not known; `data_problem`: why its data could not be trained on."""
+    """What submitting `spec` would do. `plan`: of its layout, with a `note` on it, or on why there is none;
+    `data_problem`: why its data could not be trained on."""
     layout = spec.layout
     listed = layout.world_size <= MOST_RANKS_LISTED
     return schemas.DryRun(
@@ -139,7 +139,7 @@ PLANNED_ELSEWHERE = "another release has planned this job, in a form that this o
 
 
 def job_plan_view(kept: KeptPlan | None) -> schemas.JobPlan:
-    """A job's plan, compared with what its steps take; None: there is none yet."""
+    """A job's plan, compared with its measured steps; None: there is none yet."""
     if kept is None:
         return _no_plan(None, NOT_PLANNED_YET)
     try:
@@ -175,7 +175,8 @@ def _job_plan_view(kept: KeptPlan) -> schemas.JobPlan:
 
 
 def machine_view(kept: KeptCalibration, own: str, refined: Machine | None) -> schemas.Machine:
-    """A type of node that was calibrated. `own`: that of this control plane; `refined`: where jobs have refined it."""
+    """A type of node that was calibrated. `own`: the type of this control plane's node; `refined`: the machine, if jobs
+    have refined it."""
     calibration = kept.calibrated
     return schemas.Machine(
         name=kept.name,
@@ -193,8 +194,7 @@ def machine_view(kept: KeptCalibration, own: str, refined: Machine | None) -> sc
 
 
 def refined_machine_view(name: str, at: float, own: str, refined: Machine) -> schemas.Machine:
-    """A type of node that was not calibrated and that jobs have refined, of which the newest began `at` that Unix
-    time."""
+    """A type of node that was not calibrated but refined by jobs, the newest of which began `at` that Unix time."""
     return schemas.Machine(
         name=name,
         measured_at=moment(at),
@@ -245,7 +245,7 @@ def _of_event(event: tables.Event) -> dict[str, Any]:
 
 
 def rank_views(rows: Sequence[tables.Rank], numbers: tables.RankNumbers | None) -> list[schemas.Rank]:
-    """Ranks, with what `numbers` say of those of the same generation."""
+    """Ranks, with the `numbers` of those of the same generation."""
     known = [] if numbers is None else _numbers_by_rank(numbers)
     return [_rank_view(row, known[row.rank] if row.rank < len(known) else {}) for row in rows]
 
@@ -324,7 +324,7 @@ def recovery_view(row: tables.Recovery) -> schemas.Recovery:
 def checkpoint_view(
     row: tables.Checkpoint, now: float, kept_because: Mapping[str, str] | None = None
 ) -> schemas.Checkpoint:
-    """A checkpoint at Unix time `now`; `kept_because`: why, by id."""
+    """A checkpoint at Unix time `now`; `kept_because`: the reason, by id."""
     completed_at = row.completed_at if row.state == checkpoints.COMPLETE else None
     return schemas.Checkpoint(
         id=row.id,
