@@ -33,7 +33,7 @@ from workers.spec.parameters import (
 )
 
 WIDE = 4
-"""Bytes of an element of what kernels keep in fp32 besides 16-bit activations: statistics of norms, log-sums of
+"""Bytes of an fp32 element that kernels keep in addition to 16-bit activations: statistics of norms, log-sums of
 softmax. (On a CPU, statistics have the activations' precision.)"""
 
 
@@ -55,7 +55,7 @@ def table2_bytes(
 
 
 def layer_terms(spec: JobSpec, modules: Collection[str] = ()) -> dict[str, int]:
-    """Bytes of every tensor that one layer keeps of one full micro-batch, of which `modules` are recomputed."""
+    """Bytes of every tensor that one layer keeps of one full micro-batch, if `modules` are recomputed."""
     model, t = spec.model, spec.layout.tensor
     h, width = model.hidden_size, width_of(spec)
     tokens, outside = tokens_of(spec)
@@ -73,7 +73,7 @@ def layer_terms(spec: JobSpec, modules: Collection[str] = ()) -> dict[str, int]:
         terms["normed_queries_keys"] = tokens * _heads(spec) * model.head_size * width
         terms["query_key_norm_statistics"] = tokens * _heads(spec) * WIDE
         if spec.data.documents == "apart" and not spec.attention_is_explicit:
-            # A copy whose tokens lie in a row, sample after sample; elsewhere it takes the place of the original.
+            # A copy whose tokens are consecutive, sample after sample; otherwise it replaces the original.
             terms["values_by_document"] = tokens * value_heads_of(spec) * model.head_size * width
     if "norm" not in modules:
         terms |= {"attention_norm_output": outside * h * width, "mlp_norm_output": outside * h * width}
@@ -85,14 +85,14 @@ def layer_terms(spec: JobSpec, modules: Collection[str] = ()) -> dict[str, int]:
 
 
 def core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
-    """What is kept of core attention besides its inputs and its result."""
+    """What core attention keeps in addition to its inputs and its result."""
     model, width = spec.model, width_of(spec)
     heads = spec.train.micro_batch_size * model.heads // spec.layout.tensor
     if not spec.attention_is_explicit:
         if recompute:
             return {}
         kept = {"log_sums": heads * model.sequence_length * WIDE}
-        if spec.data.documents == "apart":  # each document's result besides all of them in a row
+        if spec.data.documents == "apart":  # each document's result in addition to that of the whole row
             kept["context_by_document"] = tokens_of(spec)[0] * model.attention_width // spec.layout.tensor * width
         return kept
     terms = {"dropout_keys": heads * 4} if model.dropout > 0 else {}
@@ -106,7 +106,7 @@ def core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
 
 
 def _statistics(model: ModelConfig) -> int:
-    """Numbers that a norm keeps of a row: the inverse deviation, and where it centres, the mean."""
+    """Numbers that a norm keeps per row: the inverse deviation, and the mean if it centres."""
     return 1 if model.parts.rms_norm else 2
 
 
@@ -116,12 +116,12 @@ def value_heads_of(spec: JobSpec) -> int:
 
 
 def _heads(spec: JobSpec) -> int:
-    """Heads of queries and of keys of a rank."""
+    """Heads of queries and of keys on a rank."""
     return spec.model.heads // spec.layout.tensor + value_heads_of(spec)
 
 
 def not_kept(spec: JobSpec, layer: int) -> set[str]:
-    """Names of `layer_terms` that are not kept since only the gradients of frozen weights need them."""
+    """Names of `layer_terms` that are not kept, since only the gradients of frozen weights would need them."""
     if not spec.train.frozen:
         return set()
     trained = trained_in_layer(spec, layer)
@@ -140,18 +140,18 @@ def not_kept(spec: JobSpec, layer: int) -> set[str]:
 
 
 def layer_bytes(spec: JobSpec, modules: Collection[str] = ()) -> int:
-    """Bytes that one layer keeps of one full micro-batch, of which `modules` are recomputed."""
+    """Bytes that one layer keeps of one full micro-batch, if `modules` are recomputed."""
     return sum(layer_terms(spec, modules).values())
 
 
 def layer_input_bytes(spec: JobSpec) -> int:
-    """Bytes that a layer keeps which is recomputed as a whole."""
+    """Bytes that a layer keeps if it is recomputed as a whole."""
     return tokens_of(spec)[1] * spec.model.hidden_size * width_of(spec)
 
 
 def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     """Bytes that virtual stage `index` keeps of one full micro-batch; `recompute`: of one that the layout's policy
-    applies to. In the first one with the embedding, in the last one with the logits."""
+    applies to. The first stage includes the embedding, the last one the logits."""
     model, layout = spec.model, spec.layout
     policy = layout.recompute if recompute else "none"
     modules = layout.recompute_modules if policy == "selective" else ()
@@ -170,8 +170,8 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
 
 
 def _alike(spec: JobSpec, layers: range, first: int) -> Iterable[tuple[int, int]]:
-    """One of those of the `layers` that have the same frozen, and how many they are; no backward comes to those in
-    front of the `first`."""
+    """For each group of the `layers` that have the same parameters frozen, one layer and their number; those before
+    `first` have no backward and are left out."""
     if not spec.train.frozen:
         return [(layers[0], len(layers))]
     by_layer, known = frozen_by_layer(spec), dict[frozenset[str], tuple[int, int]]()
@@ -182,7 +182,7 @@ def _alike(spec: JobSpec, layers: range, first: int) -> Iterable[tuple[int, int]
 
 
 def kept_terms(spec: JobSpec, layer: int, policy: str, modules: Collection[str]) -> dict[str, int]:
-    """Of `layer_terms`, what a layer keeps of a micro-batch that is recomputed by `policy`."""
+    """The part of `layer_terms` that a layer keeps of a micro-batch that is recomputed by `policy`."""
     if policy == "full" and layer % spec.layout.recompute_every == 0:
         return {"attention_norm_input": layer_input_bytes(spec)}
     dropped = not_kept(spec, layer)
@@ -190,9 +190,9 @@ def kept_terms(spec: JobSpec, layer: int, policy: str, modules: Collection[str])
 
 
 def offloaded(spec: JobSpec, index: int, place: int, terms: dict[str, int]) -> list[int]:
-    """Bytes of what goes to host memory of the `terms` that a layer keeps, the one at `place` in virtual stage
-    `index`. What comes as a message from another stage stays, and what the first trained layer takes from frozen ones:
-    it is kept for the gradient of such a tensor."""
+    """Bytes of those `terms` of a layer that are offloaded to host memory; the layer is at `place` in virtual stage
+    `index`. A message from another stage stays on the device, and so does the input that the first trained layer takes
+    from frozen ones, which is kept for its gradient."""
     layout = spec.layout
     layers = layers_of(spec.model.layers, layout, index)
     if not layout.offload_layers or not waits_on_host(place, len(layers), layout.offload_layers):
@@ -209,7 +209,7 @@ def offloaded(spec: JobSpec, index: int, place: int, terms: dict[str, int]) -> l
 
 
 def _tensors(spec: JobSpec, name: str, size: int) -> tuple[int, ...]:
-    """What one of the `layer_terms` lies in."""
+    """Bytes of the tensors that make up one of the `layer_terms`."""
     model = spec.model
     if name == "repeated" or (name == "mlp_inner" and model.parts.gated_mlp):
         return size // 2, size // 2
@@ -221,8 +221,8 @@ def _tensors(spec: JobSpec, name: str, size: int) -> tuple[int, ...]:
 
 
 def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
-    """Most bytes of host memory that a pipeline rank's activations take at once: each block of pinned memory is as
-    large as the next power of two."""
+    """Most bytes of host memory that a pipeline rank's activations take at once: a block of pinned memory has the size
+    of the next power of two."""
     layout = spec.layout
     if not layout.offload_layers:
         return 0
@@ -247,16 +247,15 @@ def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
 
 
 def _embedding_bytes(spec: JobSpec) -> int:
-    """The dropout's mask (arXiv:2205.05198, section 4.3); tensor ranks also keep which rows they looked up, a few bytes
-    a token that are left out."""
+    """The dropout's mask (arXiv:2205.05198, section 4.3). The few bytes per token that tell tensor ranks which rows
+    they looked up are left out."""
     return tokens_of(spec)[1] * spec.model.hidden_size if spec.model.dropout > 0 else 0
 
 
 def output_bytes(spec: JobSpec) -> int:
-    """Inputs of the final norm and of the output layer, and the logits, unless these are made a few tokens at a time;
-    the cross-entropy also keeps a few numbers a
-    token, which are left out. The paper has 4 s b v / t for the logits, which it keeps in fp32 (section 4.3); here
-    they have the activations' precision."""
+    """Inputs of the final norm and of the output layer, and the logits, unless these are computed a few tokens at a
+    time. The cross-entropy also keeps a few numbers per token, which are left out. The paper has 4 s b v / t for the
+    logits, which it keeps in fp32 (section 4.3); here they have the activations' precision."""
     (tokens, outside), frozen, model = tokens_of(spec), frozen_names(spec), spec.model
     vector = outside * model.hidden_size * width_of(spec)
     reached = first_trained_layer(model, spec.train.frozen) < model.layers
@@ -271,12 +270,12 @@ def output_bytes(spec: JobSpec) -> int:
 
 
 def output_weight(model: ModelConfig) -> str:
-    """Name of the weight that makes logits."""
+    """Name of the weight that produces the logits."""
     return TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
 
 
 def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
-    """The same of one pipeline rank, in a step of so many micro-batches."""
+    """Most bytes of activations of one pipeline rank, in a step of `micro_batches` micro-batches."""
     stages, splits = stages_held(spec, rank), spec.layout.schedule in SPLIT_BACKWARD
     put_off = [put_off_bytes(spec, index) if splits else 0 for index in stages]
     sizes: dict[tuple[int, bool], int] = {}
@@ -294,9 +293,9 @@ def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
 
 
 def put_off_bytes(spec: JobSpec, index: int) -> int:
-    """Bytes that are left of one full micro-batch in virtual stage `index` between the halves of its backward pass:
-    inputs of the products and gradients of their results. What comes out of a row-parallel product is whole on each
-    tensor rank; frozen weights of layers are counted as if they were trained."""
+    """Bytes of one full micro-batch that virtual stage `index` holds between the halves of its backward pass: inputs of
+    the products and gradients of their results. The result of a row-parallel product is whole on each tensor rank;
+    frozen weights of layers are counted as if they were trained."""
     model, layout, width = spec.model, spec.layout, width_of(spec)
     h, count = model.hidden_size, layout.pipeline * layout.virtual_stages
     tokens, outside = tokens_of(spec)
@@ -311,11 +310,11 @@ def put_off_bytes(spec: JobSpec, index: int) -> int:
 
 
 def put_off_layer_bytes(spec: JobSpec) -> int:
-    """Of that what one layer leaves."""
+    """The part of `put_off_bytes` that one layer holds."""
     model, t, h = spec.model, spec.layout.tensor, spec.model.hidden_size
     tokens, outside = tokens_of(spec)
     inner = model.ffn_size // t
-    own = outside * h if spec.layout.sequence_parallel_on else 0  # besides the whole of it
+    own = outside * h if spec.layout.sequence_parallel_on else 0  # in addition to the whole
     heads = (_heads(spec) + value_heads_of(spec)) * model.head_size
     attention = own + outside * h + tokens * (heads + model.attention_width // t + h)
     mlp = own + outside * h + tokens * (inner * (3 if model.parts.gated_mlp else 2) + h)
@@ -323,11 +322,11 @@ def put_off_layer_bytes(spec: JobSpec) -> int:
 
 
 def tokens_of(spec: JobSpec) -> tuple[int, int]:
-    """Tokens of a full micro-batch: all, and those that a rank holds outside of the tensor-parallel blocks."""
+    """Tokens of a full micro-batch: all of them, and those that a rank holds outside of the tensor-parallel blocks."""
     tokens = spec.model.sequence_length * spec.train.micro_batch_size
     return tokens, tokens // spec.layout.tensor if spec.layout.sequence_parallel_on else tokens
 
 
 def width_of(spec: JobSpec) -> int:
-    """Bytes of an activation's element."""
+    """Bytes of an activation element."""
     return 4 if spec.train.precision == "fp32" else 2

@@ -26,15 +26,15 @@ class DeviceBytes:
     """Memory of one rank."""
 
     parameters: int
-    """In the precision of compute, and with train.fp8 those that are held in 8 bits too, both ways round."""
+    """In the precision of compute; with train.fp8 also the 8-bit copies of weights, in both orientations."""
     gradients: int
-    """The flat buffer, and what elastic sums wait in, whole ones and halves."""
+    """The flat buffer, and the buffers in which elastic sums wait for others, complete or half made."""
     optimizer: int
-    """Moments, and in 16 bits the master weights; nothing where all of that is on the host."""
+    """Moments, and with 16-bit compute the master weights; zero if all of that is in host memory."""
     activations: int
-    """Most that is kept for backward at once."""
+    """Most that is kept for backward at any time."""
     workspace: int
-    """Most that a pass or an update needs besides all of these, at the moment of the peak."""
+    """Most that a pass or an update needs in addition to all of these, at the moment of the peak."""
 
     @property
     def total(self) -> int:
@@ -43,27 +43,27 @@ class DeviceBytes:
 
 
 def device_bytes(spec: JobSpec) -> tuple[DeviceBytes, ...]:
-    """Of a rank of each pipeline stage, on GPUs."""
+    """Memory of a rank of each pipeline stage, on GPUs."""
     passes = StepPeak(spec)
     return tuple(bytes_of_stage(passes, stage, spec.micro_batches) for stage in range(spec.layout.pipeline))
 
 
 def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBytes:
-    """Of a rank of one stage, in a step of so many micro-batches."""
+    """Memory of a rank of `stage`, in a step of `micro_batches` micro-batches."""
     spec = passes.spec
     held, frozen = parameters_of_rank(spec, stage), frozen_parameters_of_rank(spec, stage)
     replicas, width = spec.layout.data, 4 if spec.train.precision == "fp32" else 2
     trained, part = held - frozen, (held - frozen) // replicas
     kept, offload = kept_elements(spec, stage), spec.train.optimizer.offload
     gradients = WIDE * trained * (1 + waiting_gradient_buffers(spec)) + halves_bytes(spec, stage, micro_batches)
-    # Without masters the weights that are updated are the parameters.
+    # Without master weights, the parameters themselves are updated.
     masters = 0 if width == WIDE and not offload else kept
     optimizer = 0 if offload and passes.gpu else WIDE * (masters + 2 * kept)
-    # Updated parts are copied to be gathered, when no activations are left; of a state on the host, its slices.
+    # Updated parts are copied for the gather, when no activations are left; of offloaded state, slices are copied.
     copies = width * part if spec.layout.zero and replicas > 1 else 0
     if offload:
         copies = places_bytes(kept)
-    # On CPUs every replica's part of each bucket is there before it is summed (`workers/comm/links_backend.py`).
+    # On CPUs every replica's part of each bucket arrives before it is summed (`workers/comm/links_backend.py`).
     incoming = gradients // replicas * (replicas - 1)
     if passes.gpu or spec.train.deterministic == "elastic":
         incoming = arriving_bytes(spec, stage, passes.gpu)

@@ -48,8 +48,8 @@ def measure_peak_flops(device: str, precision: str | None = None) -> Peak:
 
 
 def peak_of_rank(device: torch.device, spec: JobSpec, of_thread: float | None = None) -> float:
-    """Peak FLOP/s of a rank of the job on `device`, at the job's precision, for MFU. `of_thread`: that of one thread of
-    a CPU, where it has been measured."""
+    """Peak FLOP/s of a rank of the job on `device`, at the job's precision, for MFU. `of_thread`: the measured peak of
+    one CPU thread, if known."""
     if of_thread is None:
         of_thread = measure_peak_flops(device.type, "fp32" if spec.train.precision == "fp32" else "bf16").flops
     return of_thread * (threads_of(spec) if device.type == "cpu" else 1)

@@ -20,13 +20,13 @@ class DevicePeak:
 
     @property
     def fp8(self) -> float | None:
-        """Tensor cores with 8-bit floats: twice the rate with bfloat16 on all that have them, which those before Ada
-        and Hopper do not."""
+        """Tensor cores with 8-bit floats: twice the bfloat16 rate on all GPUs that have them (Ada, Hopper and later);
+        None on earlier ones."""
         return 2 * self.bf16 if self.name.startswith(WITH_8_BITS) else None
 
 
 WITH_8_BITS = ("b200", "b100", "h200", "h100", "h800", "h20", "l40", "l4")
-# The first match counts, so longer names stand before the shorter ones that they contain.
+# The first match counts, so a longer name must come before a shorter one that it contains.
 DEVICE_PEAKS = (
     DevicePeak("b200", bf16=2250e12, fp32=75e12),
     DevicePeak("b100", bf16=1750e12, fp32=60e12),
@@ -58,7 +58,7 @@ def known_peak(device_name: str, precision: str = "bf16") -> float | None:
     `precision`: "bf16", "fp32" or "fp8"; also None for a device without fp8.
     """
     lowered = device_name.lower()
-    # An RTX A4000 is no A40: no digit may follow one.
+    # An RTX A4000 is not an A40: a name that ends in a digit must not be followed by another digit.
     known = next((peak for peak in DEVICE_PEAKS if re.search(rf"{peak.name}(?!(?<=\d)\d)", lowered)), None)
     if known is None:
         return None
@@ -66,8 +66,8 @@ def known_peak(device_name: str, precision: str = "bf16") -> float | None:
 
 
 def peak_of_stages(own: float, types: Sequence[str], precision: str = "bf16") -> float:
-    """Mean peak in FLOP/s of the ranks of stages with GPUs of these `types`, by their rates at `precision`, where those
-    of the first one have `own`. Where a type is unknown, all are taken to be like that."""
+    """Mean peak in FLOP/s of the ranks of stages on GPUs of these `types`, from their rates at `precision`, if those of
+    the first stage have `own`. If a type is unknown, all are assumed to be like the first."""
     peaks = [known_peak(type, precision) for type in types]
     known = [peak for peak in peaks if peak is not None]
     return own if len(known) < len(peaks) or not known else own * sum(known) / len(known) / known[0]

@@ -14,11 +14,11 @@ from workers.accounting.tape import Tape
 from workers.config import JobSpec
 
 WEIGHT_BYTES = 2
-"""Of an element of a weight: it is held both ways round."""
+"""8-bit bytes per element of a weight: it is held in both orientations."""
 
 
 def weight_bytes(spec: JobSpec, rank: int) -> int:
-    """Of the weights in 8 bits that pipeline rank `rank` holds from their first use in a step to the next step."""
+    """Bytes of the 8-bit weights that pipeline rank `rank` holds, from their first use in a step to the next step."""
     if spec.train.fp8 == "off":
         return 0
     return WEIGHT_BYTES * layers_of_rank(spec, rank) * sum(layer_matrices(spec.model, spec.layout.tensor).values())
@@ -26,29 +26,29 @@ def weight_bytes(spec: JobSpec, rank: int) -> int:
 
 @dataclass(frozen=True)
 class EightBits:
-    """Of the products of one job. With train.fp8 off there is nothing of all this."""
+    """Memory of the 8-bit products of one job; nothing with train.fp8 off."""
 
     on: bool
     by_row: bool
     compiled: bool
     matrices: dict[str, int]
-    """Elements of the weights of a layer on one rank, by their names in it."""
+    """Elements of each weight of a layer on one rank, by its name within the layer."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> EightBits:
-        """Those of this job."""
+        """That of the job `spec`."""
         train, matrices = spec.train, layer_matrices(spec.model, spec.layout.tensor)
         return cls(train.fp8 != "off", train.fp8 == "rowwise", train.compile, matrices)
 
     def product(self, tape: Tape, x: int, *beside: int) -> None:
-        """Of an input of so many bytes, for a moment `beside` others."""
+        """A forward product with an input of `x` bytes, with `beside` bytes of other tensors allocated meanwhile."""
         if self.on:
             self._cast(tape, x)
             tape.for_a_moment(x // 2, *beside)
 
     def gradient_of_input(self, tape: Tape, grads: Sequence[int], x: int) -> int:
-        """Products with the gradients of layers with one input of `x` bytes. Returns the bytes of what is kept of the
-        gradients for those with the input."""
+        """Products with the gradients of layers that share an input of `x` bytes. Returns the bytes of what is kept of
+        the gradients for the products with the input."""
         if not self.on:
             return 0
         columns = rows = result = 0
@@ -60,7 +60,7 @@ class EightBits:
         return columns
 
     def gradients_of_weights(self, tape: Tape, columns: int, x: int, *names: str) -> None:
-        """Products of the `columns` that were kept with an input of `x` bytes, for the weights of these names."""
+        """Products of the kept `columns` with an input of `x` bytes, for the gradients of the weights `names`."""
         if not self.on:
             return
         self._cast(tape, x, columns)
@@ -68,7 +68,8 @@ class EightBits:
         tape.for_a_moment(columns, x // 2, wide * max(self.matrices.get(name, 0) for name in names))
 
     def _cast(self, tape: Tape, x: int, *beside: int, both: bool = False) -> None:
-        """To rows or columns, or to both, of which by rows the second are made after the first."""
+        """A cast to rows or to columns, or with `both` to both; with a scale per row the second is made after the
+        first."""
         scaled = 0 if self.compiled else x
         tape.for_a_moment(scaled, x // 2, x // 2 if both and self.by_row else 0, *beside)
         tape.for_a_moment(x, *beside)

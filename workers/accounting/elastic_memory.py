@@ -1,6 +1,6 @@
-"""Memory of sums with `train.deterministic: elastic` beside the gradients and the buffers in which sums wait: for what
-replicas bring each other at the end of a step, bucket by bucket (`workers/parallel/data/elastic_sums.py`), and for
-gradients that are half made (`leaf_sums.py` there). Pure Python."""
+"""Memory of sums with `train.deterministic: elastic`, in addition to the gradients and the buffers in which sums wait:
+for what replicas send each other at the end of a step, bucket by bucket (`workers/parallel/data/elastic_sums.py`), and
+for half-made gradients (`leaf_sums.py` there). Pure Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDE = 4
 
 
 def arriving_bytes(spec: JobSpec, stage: int, gpu: bool) -> int:
-    """Most that other replicas' sums of one bucket take on a rank of this stage; on a `gpu` or not."""
+    """Most bytes that other replicas' sums of one bucket take on a rank of this stage; on a `gpu` or not."""
     replicas, nodes = spec.layout.data, _nodes_of_others(spec)
     if not nodes:
         return 0
@@ -32,8 +32,8 @@ def arriving_bytes(spec: JobSpec, stage: int, gpu: bool) -> int:
 
 
 def halves_bytes(spec: JobSpec, stage: int, micro_batches: int) -> int:
-    """Most that gradients of the tied embedding take of which a rank of this stage, which has both ends of the model,
-    has made the half, while passes of other micro-batches come in between."""
+    """Most bytes of half-made gradients of the tied embedding on a rank of this stage, if it has both ends of the
+    model: passes of other micro-batches come between the two halves."""
     model, layout = spec.model, spec.layout
     held, last = stages_held(spec, stage), layout.pipeline * layout.virtual_stages - 1
     if spec.train.deterministic == "layout" or not model.tie_embeddings or not (0 in held and last in held):
@@ -55,7 +55,7 @@ def halves_bytes(spec: JobSpec, stage: int, micro_batches: int) -> int:
 
 
 def _nodes_of_others(spec: JobSpec) -> int:
-    """Most sums that all other replicas together send to one, each of which is as large as its part of a bucket."""
+    """Most sums that all other replicas together send to one; each has the size of its part of a bucket."""
     if spec.train.deterministic == "layout" or spec.layout.data == 1:
         return 0
     most = 0
@@ -68,8 +68,8 @@ def _nodes_of_others(spec: JobSpec) -> int:
 
 
 def _tail(spec: JobSpec, stage: int) -> int:
-    """Elements of the last bucket but for vectors (`workers/parallel/data/flat.py`): the table that another stage has
-    too, positions, keys and values that several tensor ranks have."""
+    """Elements of the last bucket except vectors (`workers/parallel/data/flat.py`): the table that another stage holds
+    too, positions, and keys and values that several tensor ranks hold."""
     model, layout, h = spec.model, spec.layout, spec.model.hidden_size
     held, last = stages_held(spec, stage), layout.pipeline * layout.virtual_stages - 1
     is_shared = model.tie_embeddings and (0 in held) != (last in held)

@@ -1,26 +1,25 @@
 """Parameters and FLOPs of a model by arithmetic. Pure Python.
 
 Only matrix products count, a multiply-add as 2 FLOPs, and a backward pass costs twice its forward (arXiv:2205.05198,
-appendix A). `full` counts attention over all s^2 pairs, as all papers' numbers do; `causal` over half of them. In
-layers with a sliding window w model FLOPs count the pairs of its band: w (2 s - w), and half of that; the kernels go
-through all s^2.
+appendix A). `full` counts attention over all s^2 pairs, as papers do; `causal` over half of them. In layers with a
+sliding window w, model FLOPs count the pairs of its band: w (2 s - w), and half of that; the kernels compute all s^2.
 
-Model FLOPs are what the mathematics needs, hardware FLOPs what the ranks compute: besides, what they recompute, copies
-of key-value heads and the padding of the vocabulary. What a fused attention kernel does again inside of its backward
-(q k^T once more) is its own affair and counts as neither.
+Model FLOPs are those that the mathematics needs, hardware FLOPs those that the ranks compute: in addition,
+recomputation, copies of key-value heads and the padding of the vocabulary. What a fused attention kernel recomputes
+within its own backward (q k^T once more) counts as neither.
 
-Of parameters that are not trained (`train.frozen`) there are no gradients, and in front of the first layer that has a
-trained one no backward at all: what that saves is counted in all figures. Within that layer, and behind it, the
-gradients of all inputs are computed, and count.
+Frozen parameters (`train.frozen`) have no gradients, and the layers before the first one with a trained parameter have
+no backward: all figures are reduced accordingly. From that layer on the gradients of all inputs are computed, and
+count.
 
-Recomputing core attention by itself costs one product of its forward where it is written out, 2 s^2 h FLOPs a sequence
-and layer: of q k^T and the weights times v, backward needs the softmax, and not the other product's result. Fused
-kernels only run as a whole: 4 s^2 h. The paper's own hardware FLOPs, `hardware_paper`, have 1 + s/(3h) in place of
-1 + s/(6h) (arXiv:2205.05198, appendix A, and all HFU of its table 5), which is 12 s^2 h: it charges the recomputation
-with three times a forward, as if it had a backward of its own. It is kept apart, to be compared with published HFU.
+Recomputing core attention alone costs one product of its forward if it is written out, 2 s^2 h FLOPs per sequence and
+layer: of q k^T and the weights times v, backward needs the softmax, but not the result of the other product. Fused
+kernels can only run as a whole: 4 s^2 h. The paper's own hardware FLOPs, `hardware_paper`, have 1 + s/(3h) instead of 1
++ s/(6h) (arXiv:2205.05198, appendix A, and all HFU of its table 5), which is 12 s^2 h: recomputation is charged with
+three forwards, as if it had a backward of its own. It is kept separately, for comparison with published HFU.
 
-Shapes: s sequence, h hidden, a heads, g key-value heads, d head size, f inner width of the MLP, v vocabulary; t tensor-
-parallel size. The attention's width is a d, which need not be h.
+Shapes: s sequence, h hidden, a heads, g key-value heads, d head size, f inner width of the MLP, v vocabulary; t
+tensor-parallel size. The attention's width is a d, which need not be h.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class StepFlops:
 
 
 def parameter_count(spec: JobSpec) -> int:
-    """Parameters of the whole model, frozen ones included, without padding: for multi-head attention, f = 4 h, biases
-    and tied embeddings of GPT 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2) and the final norm's
+    """Parameters of the whole model, frozen ones included, without padding. For GPT with multi-head attention, f = 4 h,
+    biases and tied embeddings: 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2) and the final norm's
     2 h."""
     model, h = spec.model, spec.model.hidden_size
     tables = spec.vocabulary_size * (1 if model.tie_embeddings else 2) + _learned_positions(model)
@@ -75,24 +74,24 @@ def rank_parameters(spec: JobSpec) -> tuple[int, ...]:
 
 
 def frozen_parameters(spec: JobSpec) -> tuple[int, ...]:
-    """Those of `rank_parameters` that are not trained."""
+    """The part of `rank_parameters` that is not trained."""
     return tuple(frozen_parameters_of_rank(spec, rank) for rank in range(spec.layout.pipeline))
 
 
 def trained_parameters(spec: JobSpec) -> tuple[int, ...]:
-    """The others of them."""
+    """The part of `rank_parameters` that is trained."""
     return tuple(held - frozen for held, frozen in zip(rank_parameters(spec), frozen_parameters(spec), strict=True))
 
 
 def frozen_of_layers(spec: JobSpec) -> tuple[int, ...]:
-    """Parameters that are not trained of each layer, on one tensor rank."""
+    """Parameters of each layer that are not trained, on one tensor rank."""
     sizes, by_layer = _layer_sizes(spec.model, spec.layout.tensor), frozen_by_layer(spec)
     of_kind = {names: sum(sizes[name] for name in names) for names in set(by_layer)}
     return tuple(of_kind[names] for names in by_layer)
 
 
 def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
-    """Those of pipeline rank `rank`."""
+    """Parameters of pipeline rank `rank` that are not trained, on one tensor rank."""
     frozen, model = frozen_names(spec), spec.model
     if not frozen:
         return 0
@@ -111,14 +110,13 @@ def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
 
 
 def stages_held(spec: JobSpec, rank: int) -> tuple[int, ...]:
-    """Virtual stages of a pipeline rank, one a chunk."""
+    """Virtual stages of a pipeline rank, one for each chunk."""
     layout = spec.layout
     return stages_of_rank(layout.schedule, layout.pipeline, layout.virtual_stages, rank)
 
 
 def _layer_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
-    """Elements of each parameter of a layer on one of `tensor` ranks, by its name in the layer; of those that a model
-    may have."""
+    """Elements of each parameter that a layer may have, on one of `tensor` ranks, by its name within the layer."""
     h, width = model.hidden_size, model.attention_width
     kv_width = 2 * model.key_value_heads * model.head_size * key_value_copies(model, tensor)
     columns = {"qkv": width + kv_width, "q": width, "kv": kv_width}
@@ -144,7 +142,7 @@ def layers_of_rank(spec: JobSpec, rank: int) -> int:
 
 
 def parameters_of_rank(spec: JobSpec, rank: int) -> int:
-    """Those of pipeline rank `rank`."""
+    """Parameters of pipeline rank `rank`, on one tensor rank."""
     model, layout, h = spec.model, spec.layout, spec.model.hidden_size
     count = layout.pipeline * layout.virtual_stages
     indices, layers = stages_held(spec, rank), layers_of_rank(spec, rank)
@@ -155,8 +153,9 @@ def parameters_of_rank(spec: JobSpec, rank: int) -> int:
 
 
 def waiting_gradient_buffers(spec: JobSpec) -> int:
-    """With `train.deterministic: elastic`: most buffers as large as a rank's gradients that hold partial sums while a
-    replica's micro-batches are added in the tree, besides the gradients' own; fp32, 4 bytes an element each."""
+    """With `train.deterministic: elastic`: most buffers, each as large as a rank's gradients, that hold partial sums
+    while a replica's micro-batches are added in the tree, in addition to the gradients' own; fp32, 4 bytes per
+    element."""
     if spec.train.deterministic == "layout":
         return 0
     most = 0
@@ -200,8 +199,8 @@ def padded_vocabulary(spec: JobSpec) -> int:
 
 
 def core_attention_forward(model: ModelConfig, window: int | None = None) -> int:
-    """FLOPs of q k^T and of the weights times v for one sequence in one layer: 4 s^2 a d (arXiv:2205.05198, app. A),
-    or those of a band."""
+    """FLOPs of q k^T and of the weights times v for one sequence in one layer: 4 s^2 a d (arXiv:2205.05198, app. A), or
+    with a window those of its band."""
     s = model.sequence_length
     pairs = s * s if window is None else window * (2 * s - window)
     return 4 * pairs * model.attention_width
@@ -219,7 +218,8 @@ def forward_flops(spec: JobSpec) -> tuple[int, int]:
 
 
 def _layer_products(model: ModelConfig, copies: int) -> int:
-    """Forward FLOPs of one sequence in one layer but for core attention, every key-value head `copies` times."""
+    """Forward FLOPs of one sequence in one layer without core attention, with every key-value head computed `copies`
+    times."""
     return sum(_products(model, copies).values())
 
 
@@ -234,8 +234,8 @@ def _products(model: ModelConfig, copies: int) -> dict[str, int]:
 
 
 def _backward(spec: JobSpec, copies: int, vocabulary: int) -> int:
-    """Backward FLOPs of one sequence but for core attention: the gradients of inputs from the first layer that they
-    reach on, and of the weights that are trained."""
+    """Backward FLOPs of one sequence without core attention: the gradients of inputs, from the first layer that they
+    reach, and of trained weights."""
     model, frozen = spec.model, frozen_names(spec)
     products, reached = _products(model, copies), _reached_layers(spec)
     inputs = len(reached) * sum(products.values()) + _logits(model, vocabulary)
@@ -285,7 +285,8 @@ def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
 
 
 def recomputed_layer_passes(spec: JobSpec, sequences: int) -> int:
-    """In how many (layer, sequence) pairs of a step over `sequences` the layer, or modules of it, are recomputed."""
+    """Number of (layer, sequence) pairs of a step over `sequences` in which the layer, or modules of it, are
+    recomputed."""
     layout, layers, first = spec.layout, spec.model.layers, _reached_layers(spec).start
     if layout.recompute == "none":
         return 0
@@ -302,8 +303,8 @@ def _every(layout: ParallelConfig) -> int:
 
 @lru_cache(maxsize=1024)
 def _passes_of_replica(layout: ParallelConfig, layers: int, first: int, sizes: tuple[int, ...]) -> int:
-    """The same for one replica's micro-batches of `sizes`, by going through what its pipeline ranks recompute; backward
-    ends in layer `first`."""
+    """The same for one replica's micro-batches of `sizes`, by walking through what its pipeline ranks recompute;
+    backward ends in layer `first`."""
     kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
     passes = 0
     for rank, actions in enumerate(schedule(kind, stages, virtual_stages, len(sizes))):

@@ -25,40 +25,40 @@ from workers.config import JobSpec
 from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 
 MASKED_AT_ONCE, MASKED_AT_ONCE_ON_CPU = 2**24, 2**19
-"""Elements of a mask of dropout that are hashed at once."""
+"""Elements of a dropout mask that are hashed at once."""
 
 LEAVING = {"mlp_activation": ("mlp.down.weight",), "context": ("attention.output.weight",)}
 ENTERING = {
     "mlp_norm": ("mlp.gate.weight", "mlp.up.weight"),
     "attention_norm": ("attention.qkv.weight", "attention.q.weight", "attention.kv.weight"),
 }
-"""Weights of the products behind what goes into them."""
+"""Weights of the products that take each of these inputs."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the tensors that a rank makes in a layer."""
+    """Bytes of the tensors that a rank creates in a layer."""
 
     width: int
     """Bytes of an element."""
     whole: int
     """The residual stream of all tokens."""
     residual: int
-    """What a rank has of it."""
+    """This rank's part of the residual stream."""
     gathered: int
-    """A copy of all of it that is brought together for a product; 0 where a rank has all."""
+    """The copy of the whole residual stream that is gathered for a product; 0 if a rank has all of it anyway."""
     in_chunks: int
-    """What of such a copy is there at once in forward, as of a sum that is yet to be scattered: two chunks."""
+    """The part of such a copy, or of a sum before it is scattered, that exists at once in forward: two chunks."""
     context: int
-    """What attention gives; as large as the queries."""
+    """The output of attention; as large as the queries."""
     keys: int
-    """As large as the values."""
+    """The keys; as large as the values."""
     inner: int
-    """The MLP's inner width; with gates there are two."""
+    """The inner width of the MLP; with gates there are two such tensors."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> Sizes:
-        """Of a rank of this job."""
+        """Those of a rank of this job."""
         model, t, width = spec.model, spec.layout.tensor, width_of(spec)
         tokens, outside = tokens_of(spec)
         whole, context = width * tokens * model.hidden_size, width * tokens * model.attention_width // t
@@ -81,7 +81,7 @@ class LayerPasses:
     """Forward and backward of one layer."""
 
     def __init__(self, spec: JobSpec, layer: int, modules: Collection[str] = (), gpu: bool = True):
-        """`modules` are recomputed; on a `gpu` keys and values of grouped heads may be repeated."""
+        """`modules` are recomputed; on a `gpu`, keys and values of grouped heads may be repeated."""
         self.spec, self.model, self.modules, self.sizes = spec, spec.model, modules, Sizes.of(spec)
         layout, sizes, self.gpu = spec.layout, self.sizes, gpu
         self.split, self.eight = layout.schedule in SPLIT_BACKWARD, EightBits.of(spec)
@@ -97,7 +97,7 @@ class LayerPasses:
             self._keep_repeated()
 
     def _keep_repeated(self) -> None:
-        """The attention's kernel keeps the repeated keys and values in place of what they were made of."""
+        """The attention's kernel keeps the repeated keys and values instead of the original ones."""
         self.terms["repeated"] = self.repeated
         if self.model.parts.query_key_norm:
             self.terms["normed_queries_keys"] -= self.sizes.keys
@@ -106,7 +106,7 @@ class LayerPasses:
 
     @property
     def kept(self) -> int:
-        """Bytes from forward to backward, with the layer's input."""
+        """Bytes kept from forward to backward, including the layer's input."""
         return sum(self.terms.values())
 
     @property
@@ -114,10 +114,10 @@ class LayerPasses:
         return sum(size for name, size in self.terms.items() if name.startswith("mlp_"))
 
     def forward(self, keeps: bool = True) -> Pass:
-        """Without `keeps`, nothing stays but the output."""
+        """Without `keeps`, only the output stays."""
         tape, residual = Tape(), self.sizes.residual
         self._attend(tape)
-        # The block's output is the next one's input.
+        # The output of the attention block is the input of the next one.
         of_attention = self.kept - self._kept_of_mlp - residual if keeps else 0
         tape.free(tape.now - residual - of_attention)
         self.norm(tape, residual)
@@ -128,7 +128,7 @@ class LayerPasses:
         return tape.whole()
 
     def _attend(self, tape: Tape) -> None:
-        """Up to the sum with the residual; nothing is freed that the block holds until then."""
+        """The attention block up to the sum with the residual; nothing that the block holds is freed before."""
         sizes, context, keys = self.sizes, self.sizes.context, self.sizes.keys
         self.norm(tape, sizes.residual)
         self._enter(tape, context + 2 * keys)
@@ -144,7 +144,7 @@ class LayerPasses:
         self._leave(tape, context)
 
     def _core(self, tape: Tape) -> None:
-        """What core attention allocates besides its result stays."""
+        """Core attention: what it allocates in addition to its result stays."""
         terms = core_attention_terms(self.spec, recompute=False)
         if self.spec.attention_is_explicit:
             tape.for_a_moment(self._scores, self._scores)
@@ -153,17 +153,18 @@ class LayerPasses:
         tape.take(*terms.values())
 
     def _hashed(self, size: int) -> int:
-        """Two blocks of 32 bits for a mask of so many bytes of elements (`workers/parallel/tensor/dropout.py`)."""
+        """Two blocks of 32-bit numbers for a mask of `size` bytes (`workers/parallel/tensor/dropout.py`)."""
         most = MASKED_AT_ONCE if self.gpu else MASKED_AT_ONCE_ON_CPU
         return 8 * min(size // self.sizes.width, most) if self.model.dropout > 0 else 0
 
     def _enter(self, tape: Tape, size: int) -> None:
-        """The products that enter a block, whose results are of that size."""
+        """The products at the beginning of a block, with results of `size` bytes in total."""
         tape.for_a_moment(self.sizes.in_chunks, size)
         self.eight.product(tape, self.sizes.whole, self.sizes.gathered, size)
 
     def _leave(self, tape: Tape, size: int) -> None:
-        """The product of an input of that size that leaves a block, summed over the tensor group: its result stays."""
+        """The product at the end of a block, with an input of `size` bytes, summed over the tensor group: its result
+        stays."""
         residual = self.sizes.residual
         self.eight.product(tape, size, self.sizes.whole)
         if self.sizes.gathered:
@@ -172,7 +173,7 @@ class LayerPasses:
         self.drop_out(tape)
 
     def drop_out(self, tape: Tape) -> None:
-        """Elements of the residual stream, and its sum with what they are added to."""
+        """Dropout of the residual stream, and the sum with what it is added to."""
         if self.model.dropout > 0:
             residual = self.sizes.residual
             mask = residual // self.sizes.width
@@ -180,12 +181,12 @@ class LayerPasses:
 
     @property
     def _scores(self) -> int:
-        """Of every head, all tokens by all tokens."""
+        """Bytes of the scores of every head: all tokens by all tokens."""
         heads = self.spec.train.micro_batch_size * self.model.heads // self.spec.layout.tensor
         return heads * self.model.sequence_length**2 * self.sizes.width
 
     def norm(self, tape: Tape, size: int) -> None:
-        """Of as many bytes of input: its output stays."""
+        """A norm of `size` bytes of input: its output stays."""
         if self.model.parts.rms_norm:
             wide = size * WIDE // self.sizes.width
             tape.for_a_moment(wide, wide if wide > size else 0)
@@ -193,13 +194,13 @@ class LayerPasses:
         tape.take(size)
 
     def norm_gradient(self, tape: Tape, size: int) -> None:
-        """The input's gradient stays."""
+        """The gradient of a norm: that of its input stays."""
         if self.model.parts.rms_norm:  # `_RMSNorm.backward`: the norm again, three products in fp32
             tape.for_a_moment(size, 3 * (size * WIDE // self.sizes.width))
         tape.take(size)
 
     def backward(self) -> Pass:
-        """All of it, or where products for weights are put off, what comes before them."""
+        """The whole backward; if products for weights are deferred, only what comes before them."""
         tape, sizes = Tape(), self.sizes
         self._leave_backward(tape, sizes.inner, "mlp_activation")
         if self.gates > 1:
@@ -216,11 +217,11 @@ class LayerPasses:
         return tape.whole()
 
     def computed_again(self) -> Pass:
-        """Backward of a layer that is recomputed as a whole; nothing of it by itself."""
+        """Backward of a layer that is recomputed as a whole, without any partial recomputation."""
         return self.forward().then(Pass(0, -self.sizes.residual)).then(self.backward())
 
     def put_off(self) -> tuple[int, ...]:
-        """What each product for weights that is put off holds until then, in their order."""
+        """Bytes that each deferred product for weights holds until it runs, in their order."""
         sizes = self.sizes
         leaving = sizes.gathered + sizes.residual
         return (
@@ -236,16 +237,16 @@ class LayerPasses:
         return name != "context" and module in self.modules
 
     def _held(self, name: str, size: int) -> int:
-        """An input of a product, which is not there for frozen weights."""
+        """Bytes of the input of a product, which is not kept for frozen weights."""
         return size if name in self.terms or self._again(name) else 0
 
     def _free(self, tape: Tape, *names: str) -> None:
-        """Terms that were kept from forward."""
+        """Free tensors that were kept from forward."""
         tape.free(*(self.terms.get(name, 0) for name in names))
 
     def _leave_backward(self, tape: Tape, size: int, name: str) -> None:
-        """Of the product that leaves a block, with its input `name`; that input's gradient stays. What is put off
-        holds the gathered gradient and the input."""
+        """Backward of the product at the end of a block, with its input `name`; that input's gradient stays. If it is
+        deferred, the gathered gradient and the input are held."""
         again = size if self._again(name) else 0
         tape.take(self._dropped_out, self.sizes.gathered, again)
         columns = self.eight.gradient_of_input(tape, [self.sizes.whole], size)
@@ -256,12 +257,13 @@ class LayerPasses:
 
     @property
     def _dropped_out(self) -> int:
-        """The gradient of what dropout was applied to; without, it is that of the residual stream itself."""
+        """Bytes of the gradient before dropout; without dropout that is the gradient of the residual stream itself."""
         return self.sizes.residual if self.model.dropout > 0 else 0
 
     def _enter_backward(self, tape: Tape, gradients: Sequence[int], norm: str) -> None:
-        """From the gradients of what enters a block, through its norm, to the sum with the residual stream's. What is
-        put off holds these gradients, and the norm's output; and the product that left the block what has come."""
+        """From the gradients at the beginning of a block through its norm to the sum with the residual stream's
+        gradient. Deferred products hold these gradients and the norm's output; the product at the end of the block also
+        holds the incoming gradient."""
         sizes, output = self.sizes, f"{norm}_output"
         again = sizes.residual if self._again(output) else 0
         if again:
@@ -287,7 +289,7 @@ class LayerPasses:
             tape.free(sizes.residual)
 
     def _attend_backward(self, tape: Tape) -> None:
-        """From the context's gradient to those of queries, keys and values."""
+        """From the gradient of attention's output to those of queries, keys and values."""
         context, keys = self.sizes.context, self.sizes.keys
         before = tape.now
         if "core_attention" in self.modules:
@@ -313,12 +315,12 @@ class LayerPasses:
             self._free(tape, "query_key_norm_statistics")
         else:
             self._free(tape, "queries_keys_values")
-        # Gradients of what one product gave are brought together.
+        # Gradients of the parts of one product's result are concatenated.
         tape.for_a_moment(2 * keys if self.grouped or self.model.parts.query_key_norm else context + 2 * keys)
         if not self.model.parts.query_key_norm:
             self._turn_back(tape, *((context, context) if self.grouped else (context + 2 * keys, context + keys)))
 
     def _turn_back(self, tape: Tape, size: int, turned: int) -> None:
-        """Gradients of one projection, of which so much was turned by its position."""
+        """Gradients of one projection, of which `turned` bytes went through the rotary embedding."""
         if self.model.parts.rotary:
             tape.for_a_moment(size, turned // 2)

@@ -1,5 +1,5 @@
-"""Bytes of an optimizer's state in host memory (`train.optimizer.offload`), and of those on the device while it is
-updated. Pure Python."""
+"""Bytes of an offloaded optimizer state (`train.optimizer.offload`), in host memory, and on the device during an
+update. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workers.accounting.snapshot_bytes import STATE_BYTES
 from workers.config import JobSpec
 
 SLICE_ELEMENTS, PLACES = 2**22, 3
-"""Of a slice that is updated at once, and how many there are on the device at a time."""
+"""Elements of a slice, which is updated at once, and most slices that are on the device at a time."""
 
 
 def kept_elements(spec: JobSpec, stage: int) -> int:
@@ -18,11 +18,11 @@ def kept_elements(spec: JobSpec, stage: int) -> int:
 
 
 def host_state_bytes(spec: JobSpec, stage: int) -> int:
-    """What of a rank of this stage waits in host memory."""
+    """Bytes of state of a rank of this stage in host memory."""
     return STATE_BYTES * kept_elements(spec, stage) if spec.train.optimizer.offload else 0
 
 
 def places_bytes(kept: int) -> int:
-    """What the update of so many elements takes on the device."""
+    """Bytes that the update of `kept` elements takes on the device."""
     slices = -(-kept // SLICE_ELEMENTS)
     return STATE_BYTES * min(kept, SLICE_ELEMENTS) * min(PLACES, slices)

@@ -1,4 +1,5 @@
-"""The passes of a pipeline rank, by their memory: few kinds, which schedules repeat in short blocks. Pure Python."""
+"""The passes of a pipeline rank as far as memory is concerned: few kinds, which schedules repeat in short blocks. Pure
+Python."""
 
 from __future__ import annotations
 
@@ -15,40 +16,40 @@ from workers.parallel.pipeline.stages import neighbours
 from workers.parallel.recompute.policy import recomputed_pairs
 
 PERIODS = (1, 2, 3, 5, 6)
-"""Lengths of the blocks that schedules repeat: passes of one kind, a forward and a backward, one of each half with it,
-and those of two chunks."""
+"""Lengths of the blocks that schedules repeat: passes of one kind; a forward and a backward; a forward and both halves
+of backward; and these with two chunks."""
 
 
 class Kind(NamedTuple):
-    """Passes that take and free the same."""
+    """Passes that allocate and free the same."""
 
     kind: str
     chunk: int
     again: bool
     """Whether its micro-batch is recomputed by the layout's policy."""
     posted: int
-    """Messages that are asked for before it."""
+    """Number of receives that are posted before it."""
 
 
 Blocks = tuple[tuple[tuple[Kind, ...], int], ...]
-"""Passes in their order, each block of them with how often it comes."""
+"""Passes in order, as blocks with their number of repetitions."""
 
 
 @lru_cache(maxsize=256)
 def passes_of_rank(kind: str, rank: int, stages: int, virtual_stages: int, micro_batches: int) -> list[Action]:
-    """`compute_of_rank`, which a search asks for again and again. Not to be changed."""
+    """`compute_of_rank`, cached since a search calls it often. The result must not be changed."""
     return compute_of_rank(kind, rank, stages, virtual_stages, micro_batches)
 
 
 def blocks_of_rank(layout: ParallelConfig, rank: int, micro_batches: int, takes: Sequence[bool]) -> Blocks:
-    """The passes of pipeline rank `rank` in a step of so many micro-batches. `takes`: whether each of its chunks has a
-    backward pass."""
+    """The passes of pipeline rank `rank` in a step of `micro_batches` micro-batches. `takes`: whether each of its
+    chunks has a backward pass."""
     shape = layout.schedule, rank, layout.pipeline, layout.virtual_stages, micro_batches
     return _blocks(*shape, tuple(takes), None if layout.recompute == "none" else layout.recompute_keep)
 
 
 def walked(blocks: Blocks, of_kind: Callable[[Kind], Pass]) -> Pass:
-    """All of them, one after the other; bytes are whole numbers, so that what comes often is counted exactly."""
+    """All passes, one after the other. Bytes are integers, so repetitions are counted exactly."""
     known: dict[Kind, Pass] = {}
     most = held = 0
     for block, times in blocks:
@@ -64,7 +65,7 @@ def walked(blocks: Blocks, of_kind: Callable[[Kind], Pass]) -> Pass:
 
 @lru_cache(maxsize=256)
 def comes_to(kind: str, stages: int, chunks: int, rank: int) -> frozenset[tuple[int, str]]:
-    """(chunk, kind of pass) of this rank that need what another rank sends."""
+    """(chunk, kind of pass) of this rank that need a message from another rank."""
     passes: set[tuple[int, str]] = set()
     for chunk in range(chunks):
         before, behind = neighbours(kind, stages, chunks, rank, chunk)
@@ -79,10 +80,10 @@ def comes_to(kind: str, stages: int, chunks: int, rank: int) -> frozenset[tuple[
 def _blocks(
     kind: str, rank: int, stages: int, chunks: int, micro_batches: int, takes: tuple[bool, ...], keep: int | None
 ) -> Blocks:
-    """`keep`: micro-batches of which everything is kept; None: of all."""
+    """`keep`: number of micro-batches of which everything is kept; None: all."""
     actions = passes_of_rank(kind, rank, stages, chunks, micro_batches)
     needs = {each for each in comes_to(kind, stages, chunks, rank) if each[1] == "forward" or takes[each[0]]}
-    # Each message is asked for one pass ahead of its own; the first pass's with itself.
+    # Each receive is posted one pass before the one that needs it; that of the first pass with the pass itself.
     posted = [int((chunk, kind) in needs) for kind, _, chunk in actions] + [0]
     posted[1] += posted[0]
     again: Iterator[bool] = itertools.repeat(keep is not None)
@@ -94,11 +95,11 @@ def _blocks(
 
 
 _Same = tuple[tuple[str, int], bool, int]
-"""As `Kind`, and allocated sooner."""
+"""Like `Kind`, but faster to create."""
 
 
 def _in_blocks(passes: list[_Same]) -> Iterator[tuple[tuple[Kind, ...], int]]:
-    """From each place on the shortest block that repeats."""
+    """The passes cut into the shortest blocks that repeat."""
     at = 0
     while at < len(passes):
         period, times = next(_repeating(passes, at), (1, 1))
@@ -107,7 +108,7 @@ def _in_blocks(passes: list[_Same]) -> Iterator[tuple[tuple[Kind, ...], int]]:
 
 
 def _repeating(passes: list[_Same], at: int) -> Iterator[tuple[int, int]]:
-    """Lengths of the blocks from there on that come several times one after the other, and how often."""
+    """Lengths of the blocks that repeat from there on, and how often."""
     for period in PERIODS:
         block, end = passes[at : at + period], at + period
         while passes[end : end + period] == block:

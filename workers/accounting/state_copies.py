@@ -1,4 +1,5 @@
-"""Bytes of the copies of its state that a rank's process keeps in host memory beside its snapshots. Pure Python."""
+"""Bytes of the copies of its state that a rank's process keeps in host memory in addition to its snapshots. Pure
+Python."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from workers.accounting.snapshot_bytes import STATE_BYTES
 from workers.config import JobSpec
 
 COPIES = 2
-"""That a rank may roll back to (`workers/snapshot/host_copies.py`)."""
+"""States that a rank may roll back to (`workers/snapshot/host_copies.py`)."""
 
 
 def copies_bytes(spec: JobSpec, stage: int) -> int:
-    """Of a rank of this stage: those to roll back to, and where there are no snapshots that checkpoints could be
-    written from, one for these."""
+    """Bytes of these copies on a rank of this stage: those to roll back to, and one for checkpoints if there are no
+    snapshots to write them from."""
     copies = COPIES if spec.recovery.rolls_back else 0
     if spec.checkpoint.snapshots == "off" and spec.checkpoint.every_steps:
         copies += 1

@@ -21,18 +21,18 @@ from workers.parallel.recompute.policy import waits_on_host
 from workers.spec.parameters import first_trained_layer, frozen_by_layer, frozen_names, takes_gradient
 
 LOSS_ROWS, LOSS_ELEMENTS = 256, 2**24
-"""Of a block of 16-bit logits: rows at least, and elements on a GPU."""
+"""Least rows of a block of 16-bit logits, and its elements on a GPU."""
 LOSS_TOKEN = 18
-"""Bytes that the cross-entropy keeps of a token: its target's place (8), whether it is here and counts (2), two factors
-(8)."""
+"""Bytes that the cross-entropy keeps per token: its target's place (8), whether it is on this rank and counts (2), two
+factors (8)."""
 LOSS_NUMBERS = 28
-"""Others of a token that are gone after forward: seven numbers in fp32."""
+"""Bytes per token that are freed after forward: seven fp32 numbers."""
 
 
 class StepPeak:
-    """Of a job whose ranks have GPUs, or with `gpu` false run on CPUs. `sums_apart`: whether products of 16 bits for
-    weights leave matrices in fp32 that are then added to the sums, as on GPUs before torch 2.13; that of the output
-    layer is counted, the largest, at the moment when most is held."""
+    """Peak memory of a job's ranks on GPUs, or with `gpu` false on CPUs. `sums_apart`: whether 16-bit products for
+    weights write fp32 matrices that are then added to the sums, as on GPUs before torch 2.13. Only the largest of
+    these, that of the output layer, is counted, at the moment when most memory is held."""
 
     def __init__(self, spec: JobSpec, gpu: bool = True, sums_apart: bool = False):
         self.spec, self.gpu, self.sizes = spec, gpu, Sizes.of(spec)
@@ -42,7 +42,7 @@ class StepPeak:
         self.takes, self.first = takes_gradient(spec), first_trained_layer(spec.model, spec.train.frozen)
         self.output_trained = output_weight(spec.model) not in frozen_names(spec)
         self.head_tokens = min(spec.train.head_tokens, tokens_of(spec)[0])
-        # A step's first product goes where the sum is.
+        # The first product of a step is written where the sum is.
         several = spec.micro_batches > 1 or 0 < self.head_tokens < tokens_of(spec)[0]
         self.sums_apart = sums_apart and several and self.output_trained and self.sizes.width < WIDE
         self._frozen = frozen_by_layer(spec) if spec.train.frozen else None
@@ -51,20 +51,20 @@ class StepPeak:
         self._ranges: dict[int, range] = {}
         scatters = layout.tensor > 1 and not layout.sequence_parallel_on
         self.message = self.sizes.residual // (layout.tensor if scatters else 1)
-        """What is received, which may be a part that has to be gathered."""
+        """Bytes of a received message, which may be a part that has to be gathered."""
 
     def with_stages(self, spec: JobSpec) -> StepPeak:
-        """Of a job with such layers, of which stages have others; it continues with what is known of them."""
+        """The same for a job with the same layers in other stages; reuses what is known of the layers."""
         other = StepPeak(spec, self.gpu, self.sums_apart)
         other._layers, other._of_layers = self._layers, self._of_layers
         return other
 
     def of_rank(self, rank: int, micro_batches: int) -> int:
-        """Bytes besides the state, of pipeline rank `rank` in a step of so many micro-batches."""
+        """Bytes in addition to the state, of pipeline rank `rank` in a step of `micro_batches` micro-batches."""
         return self.walk(rank, micro_batches)[0]
 
     def walk(self, rank: int, micro_batches: int) -> tuple[int, int]:
-        """The same, and what is left of it when the step is over."""
+        """The same, and the bytes that are left at the end of the step."""
         indices = stages_held(self.spec, rank)
         comes = comes_to(self.kind, self.stages, self.chunks, rank)
         known: dict[tuple[str, int, bool], Pass] = {}
@@ -82,8 +82,8 @@ class StepPeak:
 
     @property
     def tables(self) -> int:
-        """What all layers share: angles of every position and pair of a head's elements in fp64, with cosine and sine
-        in the precision of compute, and who is in whose window, for fused kernels."""
+        """Bytes of tables that all layers share: angles of every position and pair of a head's elements in fp64, with
+        cosine and sine in the precision of compute; and the mask of sliding windows, for fused kernels."""
         model, width = self.spec.model, self.sizes.width
         pairs = model.sequence_length * model.head_size // 2
         angles = pairs * (8 + 2 * width) if model.parts.rotary else 0
@@ -92,7 +92,7 @@ class StepPeak:
         return angles + band
 
     def _pass(self, index: int, kind: str, again: bool, arrives: bool) -> Pass:
-        """What a pass of virtual stage `index` does, of a micro-batch that is recomputed or not."""
+        """A pass of virtual stage `index`, of a micro-batch that is recomputed or not."""
         if kind != "forward" and not self.takes[index]:
             return NOTHING
         tape = Tape()
@@ -120,7 +120,7 @@ class StepPeak:
         return index == self.stages * self.chunks - 1
 
     def _goes_on_here(self, index: int) -> bool:
-        """Whether the same rank has the next virtual stage."""
+        """Whether the same rank holds the next virtual stage."""
         return self.kind == "zb-v" and index == self.stages - 1
 
     def _layer(self, layer: int, again: bool) -> tuple[LayerPasses, bool]:
@@ -141,7 +141,7 @@ class StepPeak:
         return self._of_layers[key]
 
     def _offloaded(self, index: int, place: int, again: bool) -> int:
-        """Bytes of what one layer of a virtual stage keeps that wait in host memory."""
+        """Bytes of offloaded activations of one layer of a virtual stage."""
         number = self._indices(index).start + place
         if place < 0 or number < self.first:
             return 0
@@ -150,8 +150,9 @@ class StepPeak:
         return sum(offloaded(self.spec, index, place, terms))
 
     def _coming_back(self, index: int) -> list[list[int]]:
-        """Places of the layers whose activations come back from the host when a layer's backward begins, by its place:
-        with such a layer itself the next one below, and the last one with the layer behind it."""
+        """For each layer of a virtual stage, by its place: the places of the layers whose activations are brought back
+        from the host when its backward begins. An offloaded layer brings back the next one below it; the last one is
+        brought back with the layer above it."""
         count = len(self._indices(index))
         waiting = [place for place in range(count) if waits_on_host(place, count, self.spec.layout.offload_layers)]
         coming: list[list[int]] = [[] for _ in range(count)]
@@ -173,7 +174,7 @@ class StepPeak:
             if not trained:
                 tape.free(residual)
             if waits_on_host(place, len(self._indices(index)), self.spec.layout.offload_layers):
-                tape.free(leaving)  # which is copied until the next one leaves
+                tape.free(leaving)  # which is copied until the next layer is offloaded
                 leaving = self._offloaded(index, place, again)
         tape.free(leaving)
         if self._is_last(index):
@@ -193,7 +194,7 @@ class StepPeak:
             tape.take(*(self._offloaded(index, each, again) for each in comes_back[place]))
             tape.run(self._known(LayerPasses.computed_again if whole else LayerPasses.backward, layer))
             if number == self._indices(index)[-1] and not self._is_last(index) and not self.split:
-                tape.take(residual)  # the gradient that has come is held until the end
+                tape.take(residual)  # the received gradient is held until the end
         if index == 0 and self.first < 0:
             self._look_up_backward(tape)
         elif not (self._goes_on_here(index - 1) and self.takes[index - 1]):
@@ -202,7 +203,7 @@ class StepPeak:
             tape.free(residual)
 
     def _weights(self, tape: Tape, index: int) -> None:
-        """Products for weights that were put off, each of which frees what it held."""
+        """Deferred products for weights, each of which frees what it held."""
         sizes = self.sizes
         if self._is_last(index) and self.output_trained and not self.head_tokens:
             tape.for_a_moment(sizes.gathered)
@@ -222,11 +223,11 @@ class StepPeak:
 
     @property
     def _columns(self) -> int:
-        """Of the vocabulary on this rank."""
+        """Columns of the vocabulary on this rank."""
         return padded_vocabulary(self.spec) // self.spec.layout.tensor
 
     def _loss(self, tape: Tape) -> None:
-        """Final norm, logits, cross-entropy: the residual stream becomes what is kept of them."""
+        """Final norm, logits, cross-entropy: the residual stream is replaced by what is kept of them."""
         sizes, tokens = self.sizes, tokens_of(self.spec)[0]
         self._layer(0, again=False)[0].norm(tape, sizes.residual)
         if self.head_tokens:
@@ -238,14 +239,14 @@ class StepPeak:
         tape.for_a_moment(LOSS_NUMBERS * tokens, self._widened(tokens))
 
     def _widened(self, tokens: int) -> int:
-        """Of 16-bit logits of so many tokens; compiled kernels widen in registers."""
+        """Bytes of the fp32 copy of 16-bit logits of `tokens` tokens; compiled kernels convert in registers."""
         if self.sizes.width == WIDE or self.spec.train.compile:
             return 0
         rows = max(LOSS_ROWS, LOSS_ELEMENTS // self._columns) if self.gpu else LOSS_ROWS
         return WIDE * self._columns * min(tokens, rows)
 
     def _loss_by_parts(self, tape: Tape) -> None:
-        """Logits, cross-entropy and gradients of a few tokens at a time: what the output layer takes becomes its
+        """Logits, cross-entropy and gradients of a few tokens at a time: the output layer's input is replaced by its
         gradient."""
         sizes, tokens = self.sizes, self.head_tokens
         tape.take(sizes.gathered, sizes.whole)
@@ -257,15 +258,15 @@ class StepPeak:
             tape.free(sizes.whole)
         tape.free(sizes.gathered, sizes.residual)
         self._layer(0, again=False)[0].norm_gradient(tape, sizes.residual)
-        tape.free(sizes.residual)  # the norm's input; backward's beginning is held until its end
+        tape.free(sizes.residual)  # the norm's input; the incoming tensor of backward is held until its end
 
     @property
     def _product_apart(self) -> int:
-        """The gradient of the output layer's weight, before it is added."""
+        """Bytes of the gradient of the output layer's weight, before it is added to the sum."""
         return WIDE * self._columns * self.spec.model.hidden_size if self.sums_apart else 0
 
     def _loss_backward(self, tape: Tape) -> None:
-        """From the logits' gradient, which takes their place, to that of the residual stream."""
+        """From the logits' gradient, which is in the logits' memory, to that of the residual stream."""
         if self.head_tokens:
             self._loss_by_parts(tape)
             return
@@ -286,7 +287,7 @@ class StepPeak:
         tape.free(sizes.residual, sizes.residual, LOSS_TOKEN * tokens_of(self.spec)[0])
 
     def _look_up(self, tape: Tape) -> None:
-        """Rows of the embedding, summed over the tensor group: the residual stream's beginning stays."""
+        """Rows of the embedding, summed over the tensor group: the beginning of the residual stream stays."""
         sizes, alone = self.sizes, self.spec.layout.tensor == 1
         if not alone:
             tape.for_a_moment(sizes.whole, sizes.whole)
@@ -298,7 +299,7 @@ class StepPeak:
             tape.take(sizes.residual // sizes.width)
 
     def _look_up_backward(self, tape: Tape) -> None:
-        """What the residual stream's gradient becomes: the embedding's, at once or put off."""
+        """The embedding's gradient from the residual stream's gradient, at once or deferred."""
         sizes = self.sizes
         if self.spec.model.dropout > 0:
             tape.for_a_moment(sizes.residual)
@@ -314,7 +315,8 @@ class StepPeak:
 
     @property
     def _table(self) -> int:
-        """The embedding's gradient in fp32, which a GPU adds to the sum as a whole, besides those of its rows."""
+        """Bytes of the embedding's gradient in fp32, which a GPU adds to the sum as a whole, in addition to those of
+        its rows."""
         sizes, h = self.sizes, self.spec.model.hidden_size
         rows = sizes.whole // sizes.width * WIDE if sizes.width < WIDE else 0
         return rows + (WIDE * self._columns * h if self.gpu else 0)

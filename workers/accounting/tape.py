@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What something does to a rank's memory."""
+    """The effect of something on a rank's memory."""
 
     most: int
-    """Bytes at its peak, beyond those at its beginning."""
+    """Bytes at its peak, relative to its beginning."""
     left: int
-    """Bytes at its end, beyond those at its beginning; negative where it frees more than it leaves."""
+    """Bytes at its end, relative to its beginning; negative if it frees more than it leaves."""
 
     def then(self, other: Pass) -> Pass:
-        """Both, one after the other."""
+        """This and then `other`."""
         return Pass(max(self.most, self.left + other.most), self.left + other.left)
 
 
@@ -23,22 +23,22 @@ NOTHING = Pass(0, 0)
 
 
 class Tape:
-    """Notes what one pass takes and frees, in its order."""
+    """Records what one pass allocates and frees, in order."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
 
     def take(self, *sizes: int) -> None:
-        """Tensors that are allocated."""
+        """Allocate tensors."""
         self.now += sum(sizes)
         self.most = max(self.most, self.now)
 
     def free(self, *sizes: int) -> None:
-        """Tensors that nothing holds any more."""
+        """Free tensors."""
         self.now -= sum(sizes)
 
     def for_a_moment(self, *sizes: int) -> None:
-        """Tensors that are allocated and freed again."""
+        """Allocate tensors and free them again."""
         self.most = max(self.most, self.now + sum(sizes))
 
     def run(self, other: Pass) -> None:
@@ -47,5 +47,5 @@ class Tape:
         self.now += other.left
 
     def whole(self) -> Pass:
-        """All of it."""
+        """The effect of everything recorded."""
         return Pass(self.most, self.now)
