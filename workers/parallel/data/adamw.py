@@ -1,8 +1,9 @@
-"""AdamW (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2) on flat ranges in fp32: decoupled weight decay, the
-gradient multiplied by a factor (clipping, the loss scale), nothing changed where the step is refused.
+"""AdamW (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2) on flat ranges in fp32: decoupled weight decay; the
+gradient is multiplied by a factor (clipping, the loss scale); nothing changes if the step is refused.
 
-By torch's fused kernel, after a pass over the gradient for the factor and before one that rounds 16-bit parameters; or
-all of it in one pass, by torch.compile: 30 bytes of a GPU's memory are moved for each element instead of 42.
+It runs either torch's fused kernel, with one pass before it to scale the gradient and one after it to round 16-bit
+parameters, or a single pass compiled by torch.compile, which moves 30 bytes of a GPU's memory per element instead of
+42.
 
 Shapes: n elements.
 """
@@ -21,7 +22,7 @@ from workers.config import OptimizerConfig
 
 @dataclass(frozen=True)
 class Piece:
-    """A range with one rate of weight decay."""
+    """A range whose elements have the same weight decay."""
 
     values: torch.Tensor
     gradient: torch.Tensor
@@ -31,15 +32,15 @@ class Piece:
     steps: torch.Tensor
     """Steps done, fp32 scalar."""
     rounded: torch.Tensor | None
-    """Where the values are wanted in 16 bits; None: nowhere, or not by the update."""
+    """Where the values are also stored in 16 bits; None: nowhere, or not by the update."""
 
 
 Groups = Mapping[float, Sequence[Piece]]
-"""Pieces by the rate of their decay."""
+"""Pieces by their weight decay."""
 
 
 def update(groups: Groups, config: OptimizerConfig, learning_rate: float, refused: torch.Tensor) -> None:
-    """One step by torch's fused kernel; gradients have been multiplied with the factor. Rounds nothing."""
+    """One step by torch's fused kernel, for gradients that were multiplied by the factor. Does not round."""
     for decay, pieces in groups.items():
         adamw(
             [piece.values for piece in pieces],
@@ -71,7 +72,7 @@ def update_in_one_pass(
     scales = factor, learning_rate / (1.0 - config.beta1**done), (1.0 - config.beta2**done).rsqrt()
     run = compiled_pass(config.beta1, config.beta2, config.epsilon)
     for decay, pieces in groups.items():
-        # Numbers that differ between calls are tensors: as Python's they would be compiled again.
+        # Numbers that differ between calls are tensors: Python numbers would cause recompilation.
         exact = *scales, torch.full_like(done, 1.0 - learning_rate * decay)
         numbers = [number.to(pieces[0].values.dtype) for number in exact]
         for piece in pieces:
@@ -80,7 +81,7 @@ def update_in_one_pass(
 
 
 def one_pass(beta1: float, beta2: float, epsilon: float) -> Callable[..., None]:
-    """What `compiled_pass` compiles."""
+    """The function that `compiled_pass` compiles."""
 
     def run(
         values_n: torch.Tensor,
@@ -110,8 +111,9 @@ def one_pass(beta1: float, beta2: float, epsilon: float) -> Callable[..., None]:
 
 @cache
 def compiled_pass(beta1: float, beta2: float, epsilon: float) -> Callable[..., None]:
-    """One kernel for pieces of all lengths: values, gradient, both moments [n] and the place of 16-bit values or None;
-    then scalars of the values' dtype: what the gradient is multiplied by, the learning rate over the mean's bias
-    correction, one over the root of the square's, what weight decay leaves; a bool that says that nothing changes."""
+    """One kernel for pieces of all lengths: values, gradient, both moments [n] and the 16-bit values or None; then
+    scalars of the values' dtype: the gradient's factor, the learning rate over the bias correction of the mean, one
+    over the root of that of the square, the factor that weight decay leaves; and a bool that says that nothing
+    changes."""
     compiled: Callable[..., None] = torch.compile(one_pass(beta1, beta2, epsilon), dynamic=True)
     return compiled

@@ -28,12 +28,12 @@ class Agreement:
         """Scalars: loss and z-loss summed over tokens, tokens that have a target, squared norm of the summed
         gradients."""
         self.asked_to_end, self.asked_to_rest, self.saving, self.trace, self.traced_steps = self._values[4:9]
-        """Scalars: how many ranks were asked to end after the step, how many to rest, how many are writing a
-        checkpoint; number of the trace that begins with the next step, and how many steps it has, or 0."""
+        """Scalars: number of ranks that were asked to end after the step, to rest, and that are writing a checkpoint;
+        number of the trace that begins with the next step, and its number of steps, or 0."""
         slices = self._values[9:].split(sizes)
         self.memory_bytes, self.own_seconds, self.rank_squares, self.micro_batch_losses, self.micro_batch_z = slices
-        """[world]: each rank's memory in use, and its time of the step that it did not wait for others. [p t]: squared
-        norm by rank of a replica. [micro-batches of the global batch]: loss and z-loss of each."""
+        """[world]: each rank's memory in use, and the time of its step in which it did not wait for others. [p t]:
+        squared norm by rank of a replica. [micro-batches of the global batch]: loss and z-loss of each."""
 
     def sum(self) -> None:
         """Sum over all ranks. Raises PeerLost."""
@@ -41,7 +41,7 @@ class Agreement:
 
 
 class StepSums:
-    """Makes a step's agreement."""
+    """Performs a step's agreement."""
 
     def __init__(self, comm: Comm, norm: SquaredNorm):
         self.comm, self.norm = comm, norm
@@ -58,7 +58,7 @@ class StepSums:
         return agreed
 
     def _write_own(self, agreed: Agreement, loss: Loss, memory_bytes: int) -> None:
-        """Everything but losses and norm."""
+        """All elements except losses and norm."""
         index = self.comm.index("world")
         agreed.tokens.copy_(loss.tokens)
         agreed.memory_bytes[index] = memory_bytes

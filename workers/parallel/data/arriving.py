@@ -19,17 +19,17 @@ from workers.parallel.data.flat import FlatParameters
 
 
 class ArrivingParameters:
-    """The gathers of one rank that were not waited for yet."""
+    """Gathers of one rank that have not been waited for yet."""
 
     def __init__(self, flat: FlatParameters, comm: Comm):
         self._flat, self._comm = flat, comm
         self._under_way: dict[int, Handle] = {}
-        """By bucket."""
+        """Handles by bucket."""
         self._needed: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
 
     def start(self, parts: Sequence[torch.Tensor]) -> None:
-        """Begin to bring every replica's `parts`, one a bucket, into the flat parameters. They may lie where they will
-        be."""
+        """Begin to gather every replica's `parts`, one per bucket, into the flat parameters. They may already be in
+        their final place."""
         self.wait()
         numbers = range(len(parts))
         for number in (*numbers[-1:], *numbers[:-1]):
@@ -54,7 +54,7 @@ class ArrivingParameters:
             self._under_way.pop(next(iter(self._under_way))).wait()
 
     def forget(self) -> None:
-        """Wait for none: the groups over which they were to come are gone."""
+        """Wait for none of them: the groups that they use are gone."""
         self._under_way.clear()
 
     def _buckets_of(self, module: nn.Module) -> tuple[int, ...]:

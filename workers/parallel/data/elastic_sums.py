@@ -1,12 +1,12 @@
 """Sums over the global batch whose bits do not depend on the number of replicas (`train.deterministic: elastic`).
 
-What replicas share are the micro-batches of the global batch: the leaves of one fixed tree (tree_sum.py). A replica
-adds what the tree allows among its neighbouring leaves (leaf_sums.py). At the end of the step each part of the flat
-buffer goes to the replica that answers for it, as the fewest nodes that cover each replica's leaves, and is added there
-up to the root. Only then come the sums within a replica (tied, replicated and copied parameters), since they would
-round differently on parts of a sum.
+Replicas share out the micro-batches of the global batch, which are the leaves of one fixed tree (tree_sum.py). A
+replica adds its neighbouring leaves as far as the tree allows (leaf_sums.py). At the end of the step each replica
+receives, for its part of the flat buffer, the fewest nodes that cover each other replica's leaves, and adds them up to
+the root. Only then come the sums within a replica (tied, replicated and copied parameters), since they would round
+differently on parts of a sum.
 
-Loss and squared norm are put together from single micro-batches and single rows in one order for all layouts.
+Loss and squared norm are added up from single micro-batches and single rows, in one order for all layouts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 from workers.parallel.pipeline.schedules.action import Action
 
 BLOCK_ROWS = 2**16
-"""Of ALIGNMENT elements, that are squared at once: what that takes beside the gradients is 24 MB, not half of them
-again."""
+"""Rows of ALIGNMENT elements that are squared at once: this takes 24 MB, instead of half the gradients' memory."""
 
 
 class ElasticReduction(GradientReduction):
@@ -43,15 +42,15 @@ class ElasticReduction(GradientReduction):
         super().__init__(flat, comm, shared, {})
         self.spec = spec
         self.waiting = WaitingBuffers(flat.gradients)
-        """Where sums of micro-batches wait for others, besides the flat buffer."""
+        """Where sums of micro-batches wait for others, in addition to the flat buffer."""
         self._by_pass = leaf_sums(flat, chunks, spec.layout.schedule in SPLIT_BACKWARD, self.waiting)
         self._leaf_sums = list(dict.fromkeys(each for sums in self._by_pass.values() for each in sums))
         self.leaves, self.mine = 0, range(0)
         """Micro-batches of the step's global batch, and those of this replica."""
 
     def begin(self, micro_batches: int, sequences: int) -> None:
-        """A step begins, whatever became of the one before. Raises ValueError where this replica does not run so many
-        `micro_batches` of a global batch of `sequences`."""
+        """A step begins, whether or not the one before was completed. Raises ValueError if this replica does not run
+        `micro_batches` micro-batches of a global batch of `sequences`."""
         self.flat.gradients.zero_()  # a leaf begins at zero
         self.leaves, self.mine = shared_leaves(self.spec, sequences, self.comm.index("data"))
         if len(self.mine) != micro_batches:
@@ -70,7 +69,7 @@ class ElasticReduction(GradientReduction):
         """Nothing is reduced before the end of the step."""
 
     def finish(self) -> list[torch.Tensor]:
-        """Add up to the root, then sum up the tail within the replica, and return this rank's part of each bucket."""
+        """Add up to the root, sum the tail within the replica, and return this rank's part of each bucket."""
         assert all(each.complete for each in self._leaf_sums)
         if self.comm.size("data") == 1:
             self.shared.sum()
@@ -83,7 +82,7 @@ class ElasticReduction(GradientReduction):
         return self.reduced
 
     def _reduce(self, number: int) -> None:
-        """Bring every replica's nodes of this rank's part of a bucket here, and add them in the tree's order."""
+        """Bring every replica's nodes for this rank's part of a bucket here, and add them in the tree's order."""
         size, me = self.comm.size("data"), self.comm.index("data")
         covers = [cover(self.leaves, *_ends(leaf_share(self.leaves, self.spec.layout, each))) for each in range(size)]
         own, out = self._own_nodes(len(covers[me])), self.reduced[number]
@@ -100,7 +99,7 @@ class ElasticReduction(GradientReduction):
         out.copy_(tree.total())
 
     def _own_nodes(self, count: int) -> list[torch.Tensor]:
-        """The whole flat buffers of this replica's nodes, in order: the last one is where leaves are made."""
+        """The whole flat buffers of this replica's nodes, in order; leaves are computed in the last one."""
         return [*(self.waiting[number] for number in range(count - 1)), self.flat.gradients]
 
     def _parts_of(self, number: int) -> list[Range]:
@@ -109,8 +108,8 @@ class ElasticReduction(GradientReduction):
 
 
 class ElasticNorm:
-    """The squared norm of the whole stage's parameters that this rank's tensor index counts; every replica computes
-    the same."""
+    """The squared norm of all parameters of the stage that this rank's tensor index counts; every replica computes the
+    same."""
 
     def __init__(self, reduction: ElasticReduction, tensor_index: int):
         self._reduction, self._flat = reduction, reduction.flat
@@ -129,8 +128,8 @@ class ElasticNorm:
 
 
 class ElasticStepSums(StepSums):
-    """StepSums with a loss and a gradient norm whose bits do not depend on the number of replicas: from numbers that
-    one rank each knows and that are added here in one order."""
+    """StepSums with a loss and a gradient norm whose bits do not depend on the number of replicas: they are added in
+    one order, from numbers that a single rank knows."""
 
     def __init__(self, comm: Comm, reduction: ElasticReduction):
         super().__init__(comm, ElasticNorm(reduction, comm.index("tensor")))
@@ -143,7 +142,7 @@ class ElasticStepSums(StepSums):
         leaves, z_losses_m = self.reduction.leaves, loss.z_losses_m
         agreed = Agreement(comm, replica_ranks, leaves, 0 if z_losses_m is None else leaves)
         self._write_own(agreed, loss, memory_bytes)
-        if comm.index("data") == 0:  # every replica knows the same
+        if comm.index("data") == 0:  # all replicas know the same
             agreed.rank_squares[comm.rank % replica_ranks] = square
         agreed.micro_batch_losses[mine.start : mine.stop] = loss.losses_m
         if z_losses_m is not None:
@@ -162,7 +161,7 @@ def shared_leaves(spec: JobSpec, sequences: int, replica: int) -> tuple[int, ran
 
 
 def row_squares(values: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of each row of ALIGNMENT elements, whatever rows come with it."""
+    """The sum of squares of each row of ALIGNMENT elements, independent of the other rows."""
     return torch.cat([_row_squares(rows) for rows in values.view(-1, ALIGNMENT).split(BLOCK_ROWS)])
 
 
@@ -175,8 +174,8 @@ def _row_squares(rows: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_halves(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a vector, which depends on nothing but its values and its length: its halves are added, then the
-    halves of that, as scalar. Kernels' own sums may depend on the device and the number of threads."""
+    """The sum of a vector, as a scalar that depends only on its values and its length: the two halves are added, then
+    the halves of the result, and so on. Sums of kernels may depend on the device and the number of threads."""
     while len(values) > 1:
         half = (len(values) + 1) // 2
         added = values[:half].clone()

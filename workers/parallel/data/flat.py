@@ -79,13 +79,14 @@ class FlatParameters:
             position = _aligned(position + size, ALIGNMENT)
         self.size = _aligned(max(position, ALIGNMENT), unit)
         self.decayed = self._decayed(decayed_groups)
-        """Ranges to which weight decay applies, in order."""
+        """Ranges with weight decay, in order."""
         self.frozen, self.whole = self._behind([entry for entry in shards if not entry.parameter.requires_grad])
-        """Parameters that are not trained, and the elements of all parameters: the first `size` are trained."""
+        """Parameters that are not trained, and the number of elements of all parameters, of which the first `size` are
+        trained."""
         self.parameters = torch.zeros(self.whole, dtype=dtype, device=device)
         self.gradients = torch.zeros(self.size, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.buckets = [(0, self.size)]
-        """Ranges that are reduced as one; the last one holds the tail."""
+        """Ranges that are reduced as a whole; the last one is the tail."""
         if replicas > 1 and head_end is not None:
             self.buckets = _buckets(head_end, self.size, unit, int(bucket_bytes / self.gradients.element_size()))
         for slot in (*self.slots, *self.frozen):
@@ -95,7 +96,7 @@ class FlatParameters:
             self._give_gradient(slot)
 
     def _behind(self, frozen: list[NamedShard]) -> tuple[list[Slot], int]:
-        """Slots behind the trained parameters, and where they end."""
+        """Slots after the trained parameters, and where they end."""
         slots, position = [], self.size
         for entry in frozen:
             slots.append(Slot(entry, position, position + entry.parameter.numel()))
@@ -123,7 +124,7 @@ class FlatParameters:
         return 0 if shard.split_dim is not None and shard.copies == 1 else 2
 
     def _decayed(self, groups: Collection[ParameterGroup]) -> list[Range]:
-        """Runs of decayed parameters, each up to where the next parameter begins."""
+        """Runs of parameters with weight decay, each up to the beginning of the next parameter."""
         ranges: list[Range] = []
         following = [*self.slots[1:], None]
         for slot, after in zip(self.slots, following, strict=False):
@@ -137,19 +138,19 @@ class FlatParameters:
         return ranges
 
     def head(self) -> list[Slot]:
-        """Parameters whose gradients need nothing but the data group."""
+        """Parameters whose gradients are only reduced over the data group."""
         return [slot for slot in self.slots if self._class_of(slot.entry) == 0]
 
     def replicated(self) -> list[Slot]:
-        """Parameters of which every tensor rank holds all."""
+        """Parameters that every tensor rank holds as a whole."""
         return [slot for slot in self.slots if slot.entry.shard.split_dim is None]
 
     def copied(self) -> list[Slot]:
-        """Parameters of which some neighbouring tensor ranks hold the same part."""
+        """Parameters of which neighbouring tensor ranks hold the same part."""
         return [slot for slot in self.slots if slot.entry.shard.copies > 1]
 
     def tied(self) -> list[Slot]:
-        """The token embedding where another stage holds it too, as its output layer."""
+        """The token embedding, if another stage holds it too as its output layer."""
         return [slot for slot in self.slots if slot.entry.shard.tied_across_stages]
 
     def not_answered_for(self, tensor_index: int) -> list[Range]:
@@ -160,7 +161,7 @@ class FlatParameters:
         return [(slot.start, _aligned(slot.end, ALIGNMENT)) for slot in others]
 
     def parts(self, replica: int) -> list[Range]:
-        """The part of each bucket that `replica` answers for."""
+        """The part of each bucket that belongs to `replica`."""
         count = self.replicas
         return [
             (start + replica * (end - start) // count, start + (replica + 1) * (end - start) // count)
@@ -168,16 +169,16 @@ class FlatParameters:
         ]
 
     def frozen_part(self, replica: int) -> Range:
-        """The part of the frozen parameters that `replica` answers for."""
+        """The part of the frozen parameters that belongs to `replica`."""
         share = (self.whole - self.size) // self.replicas
         return self.size + replica * share, self.size + (replica + 1) * share
 
     def same_on_tensor_ranks(self) -> list[Range]:
-        """Ranges of parameters, frozen or not, of which every tensor rank holds all."""
+        """Ranges of parameters, frozen or not, that every tensor rank holds as a whole."""
         return merged([slot for slot in (*self.slots, *self.frozen) if slot.entry.shard.split_dim is None])
 
     def same_on_both_ends(self) -> list[Range]:
-        """Ranges of the token embedding, frozen or not, where another stage holds it too."""
+        """Ranges of the token embedding, frozen or not, if another stage holds it too."""
         return merged([slot for slot in (*self.slots, *self.frozen) if slot.entry.shard.tied_across_stages])
 
 
@@ -190,15 +191,15 @@ def answers_for(entry: NamedShard, tensor_index: int) -> bool:
 
 
 def _widen(parameter: torch.Tensor) -> None:
-    """Move what autograd has left in a 16-bit gradient into the wide sum. It leaves nothing for the weights of
-    parallel products, whose gradients go their own way."""
+    """Add a 16-bit gradient that autograd has computed to the fp32 sum. Autograd computes none for the weights of
+    parallel products, whose gradients are added elsewhere."""
     if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
 
 
 def _buckets(head_end: int, size: int, unit: int, elements: int) -> list[Range]:
-    """The head in ranges of about `elements`, then the tail; all bounds are multiples of `unit`."""
+    """The head in ranges of about `elements`, then the tail; all boundaries are multiples of `unit`."""
     step = max(unit, elements // unit * unit)
     ranges = [(start, min(start + step, head_end)) for start in range(0, head_end, step)]
     return [*ranges, (head_end, size)]
@@ -209,7 +210,7 @@ def _aligned(position: int, to: int) -> int:
 
 
 def merged(slots: list[Slot]) -> list[Range]:
-    """Ranges of these slots (alignment included), which come in the order of the buffers; neighbours as one."""
+    """Ranges of these slots (alignment included), which are in the buffers' order; adjacent ones are merged."""
     ranges: list[Range] = []
     for slot in slots:
         end = _aligned(slot.end, ALIGNMENT)

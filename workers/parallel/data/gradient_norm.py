@@ -14,7 +14,7 @@ _LONG_ROW = 4096
 
 
 class SquaredNorm(Protocol):
-    """The squared norm of what a rank has of the step's summed gradient."""
+    """The squared norm of a rank's part of the step's summed gradient."""
 
     def square(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """fp64 scalar, of the gradient of the rank's `parts`, in their order."""
@@ -22,12 +22,12 @@ class SquaredNorm(Protocol):
 
 
 class CountedNorm:
-    """Over all ranks each global parameter is counted once."""
+    """A norm that counts each global parameter once over all ranks."""
 
     def __init__(self, flat: FlatParameters, owned: list[Range], tensor_index: int):
         """`owned`: the ranges of the flat buffer whose reduced gradients this rank has."""
         self._elsewhere: torch.Tensor | None = None
-        """Which rows of ALIGNMENT elements of the owned ranges another rank of the replica counts: bool."""
+        """bool: which rows of ALIGNMENT elements of the owned ranges are counted by another rank of the replica."""
         others = flat.not_answered_for(tensor_index)
         if others:
             rows = torch.zeros(flat.size // ALIGNMENT, dtype=torch.bool)
@@ -47,7 +47,7 @@ class CountedNorm:
 
 
 def _square_by_long_rows(part: torch.Tensor) -> torch.Tensor:
-    """fp64 scalar. A GPU's threads sum up a row between them, and short rows keep few of them busy."""
+    """fp64 scalar. On a GPU the threads of a block sum one row, and short rows keep few of them busy."""
     end = len(part) // _LONG_ROW * _LONG_ROW
     whole, rest = part[:end].view(-1, _LONG_ROW), part[end:].view(1, -1)
     return torch.stack([torch.linalg.vector_norm(rows, dim=1).double().square().sum() for rows in (whole, rest)]).sum()

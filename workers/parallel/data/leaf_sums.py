@@ -20,11 +20,11 @@ Pass = tuple[str, int]
 """Kind of action and chunk."""
 
 Parts = list[torch.Tensor]
-"""Views of the same ranges of one of the buffers."""
+"""Views of the same ranges of one buffer."""
 
 
 class WaitingBuffers:
-    """As many buffers of the flat gradients' size as the tree has turned out to need."""
+    """Buffers of the flat gradients' size, as many as the tree has needed so far."""
 
     def __init__(self, gradients: torch.Tensor):
         self._gradients = gradients
@@ -40,11 +40,11 @@ class WaitingBuffers:
 
 
 class LeafSum:
-    """The sum over micro-batches of those ranges of the flat buffer whose leaves are complete at the same time."""
+    """The sum over micro-batches of those ranges of the flat buffer whose leaves are completed at the same time."""
 
     def __init__(self, ranges: list[Range], uses: int, gradients: torch.Tensor, waiting: WaitingBuffers):
-        """`uses`: how many passes of a micro-batch add to these ranges of `gradients`: 2 for the tied embedding where
-        both ends of the model are on this rank."""
+        """`uses`: number of passes of a micro-batch that add to these ranges of `gradients`: 2 for the tied embedding
+        if both ends of the model are on this rank."""
         self._ranges, self._uses, self._waiting = ranges, uses, waiting
         self._leaf = self._parts(gradients)
         self._waiting_parts: list[Parts] = []
@@ -57,13 +57,13 @@ class LeafSum:
         return [buffer[start:end] for start, end in self._ranges]
 
     def begin(self, leaves: int, mine: range) -> None:
-        """A step begins in which this replica makes the leaves `mine` out of `leaves`, whatever became of the step
-        before."""
+        """A step begins, whether or not the one before was completed. This replica computes the leaves `mine` out of
+        `leaves`."""
         self._tree, self._leaves, self._next = TreeSum(leaves), mine, mine.start
         self._halves.clear()
 
     def finished(self, micro_batch: int) -> None:
-        """A pass of the replica's `micro_batch` has added to the flat buffer what it had to."""
+        """A pass of `micro_batch` has added its gradients to the flat buffer."""
         if self._uses > 1 and not self._second_use(micro_batch):
             return
         leaf = self._leaves.start + micro_batch
@@ -74,8 +74,8 @@ class LeafSum:
             self._free_flat_buffer()
 
     def _second_use(self, micro_batch: int) -> bool:
-        """Complete the leaf where this is the second pass that adds to it, else put what the first one made aside:
-        passes of other micro-batches come in between."""
+        """Whether this is the second pass that adds to the leaf, which completes it. After the first one its result is
+        set aside, since passes of other micro-batches follow."""
         half = self._halves.pop(micro_batch, None)
         if half is not None:
             torch._foreach_add_(self._leaf, half)
@@ -85,7 +85,8 @@ class LeafSum:
         return False
 
     def _add(self, left: Parts, right: Parts) -> Parts:
-        """The last leaf stays in the flat buffer, with all that it can be added to; the others leave it."""
+        """The last leaf stays in the flat buffer, with everything it can be added to; the others are moved out of
+        it."""
         into, other = (right, left) if self.complete else (left, right)
         torch._foreach_add_(into, other)
         return into

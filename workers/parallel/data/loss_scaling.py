@@ -10,7 +10,7 @@ GROWTH_STEPS = 1000
 
 
 class LossScale:
-    """The factor on the loss; 1 for ever where the precision needs none."""
+    """The factor on the loss; always 1 if the precision needs none."""
 
     def __init__(self, dynamic: bool):
         self.dynamic = dynamic
@@ -19,7 +19,7 @@ class LossScale:
         self.forget()
 
     def forget(self) -> None:
-        """As before the first step."""
+        """Back to the state before the first step."""
         self.state[0], self.state[1] = INITIAL if self.dynamic else 1.0, 0.0
 
     @property
@@ -28,7 +28,7 @@ class LossScale:
         return float(self.state[0])
 
     def after_finite(self) -> None:
-        """A step had finite gradients."""
+        """The gradients of a step were finite."""
         if self.dynamic:
             self.state[1] += 1
             if self.state[1] >= GROWTH_STEPS:
@@ -36,7 +36,8 @@ class LossScale:
                 self.state[1] = 0.0
 
     def after_overflow(self) -> bool:
-        """A step had none. Returns whether a smaller factor may help: the step should be tried again."""
+        """The gradients of a step were not finite. Returns whether a smaller factor may help, so that the step should
+        be repeated."""
         if not self.dynamic or self.value <= 1.0:
             return False
         self.state[0] /= 2.0

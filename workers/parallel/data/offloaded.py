@@ -1,13 +1,13 @@
-"""The optimizer's state in host memory (`train.optimizer.offload`): weights in fp32 and both moments, pinned where a
-GPU copies them.
+"""The optimizer's state in host memory (`train.optimizer.offload`): weights in fp32 and both moments, in pinned memory
+if a GPU copies them.
 
-An update brings the state to the device a slice at a time, into one of PLACES there. The kernel that updates it where
-it stays updates the slice; its weights are rounded into the parameters, and it goes back. On a GPU slices come and go
-on two streams next to the compute stream, and each of the three waits for the others by events, so that the link is
-busy both ways. The places are taken and given back on the compute stream and for the update alone, when no activations
+An update brings the state to the device slice by slice, into one of PLACES there. The same kernel as for state on the
+device updates the slice; its weights are rounded into the parameters, and it is copied back. On a GPU both copies have
+a stream of their own next to the compute stream, and the three streams wait for each other by events, so that the link
+is busy both ways. The places are allocated and freed on the compute stream, only for the update, when no activations
 are left. On a CPU the same happens without streams.
 
-The host waits for the end of the update: what reads the state between two of them is a thread, not a stream.
+The host waits for the end of the update, since what reads the state between two updates is a thread, not a stream.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from workers.parallel.data.flat import FlatParameters, overlap
 from workers.system.pinned import PinnedMemory, copy_streams
 
 SLICE_ELEMENTS = 2**22
-"""Of a slice, a multiple of flat.ALIGNMENT: a copy takes a hundred times as long as it takes to be asked for."""
+"""Elements of a slice, a multiple of flat.ALIGNMENT: a copy takes a hundred times as long as launching it."""
 PLACES = 3
-"""One that comes, one that is updated, one that goes."""
+"""Slices on the device: one arriving, one being updated, one leaving."""
 KINDS = 3
-"""Weights and both moments."""
+"""Kinds of state: weights and both moments."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Neighbouring elements of one replica's state that have one rate of weight decay."""
+    """Consecutive elements of one replica's state with the same weight decay."""
 
     position: int
-    """Of the first in the state."""
+    """First element, in the state."""
     start: int
-    """The first in the flat buffers."""
+    """First element, in the flat buffers."""
     end: int
-    """One past the last there."""
+    """One past the last element, in the flat buffers."""
     decay: float
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What a slice has of a cut."""
+    """The part of a cut that is in a slice."""
 
     at: int
-    """First element in the slice."""
+    """First element, in the slice."""
     start: int
     end: int
-    """In the flat buffers."""
+    """Range in the flat buffers."""
     decay: float
     steps: torch.Tensor
     """Steps done, fp32 scalar on the device."""
 
     def of(self, vector: torch.Tensor) -> torch.Tensor:
-        """Its elements of a slice's vector."""
+        """The part's elements of a slice's vector."""
         return vector[self.at : self.at + self.end - self.start]
 
 
@@ -65,18 +65,18 @@ class _Part:
 class _Slice:
     start: int
     end: int
-    """In the state."""
+    """Range in the state."""
     parts: tuple[_Part, ...]
 
 
 def host_state(elements: int, like: torch.Tensor) -> torch.Tensor:
-    """Zeros of the host, [KINDS, elements], of the type of `like`."""
+    """Zeros in host memory, [KINDS, elements], of the dtype of `like`."""
     return torch.zeros(KINDS, elements, dtype=like.dtype, device="cpu")
 
 
 def device_place(elements: int, like: torch.Tensor) -> torch.Tensor:
-    """Memory of the device of `like` for a slice, [KINDS, elements]; the compute stream may still use it for something
-    else."""
+    """Memory for a slice on the device of `like`, [KINDS, elements]; earlier work on the compute stream may still use
+    it."""
     return torch.empty(KINDS, elements, dtype=like.dtype, device=like.device)
 
 
@@ -109,8 +109,8 @@ class OffloadedState:
                 part.steps.fill_(step)
 
     def update(self, run: Callable[[adamw.Groups], None]) -> None:
-        """Have `run` update all of the state, and round its weights into the parameters. Returns when the state lies
-        in host memory again."""
+        """Have `run` update all of the state, and round its weights into the parameters. Returns when the state is in
+        host memory again."""
         like = self._flat.gradients
         with torch.no_grad():
             places = [device_place(self._slices[0].end, like) for _ in self._slices[:PLACES]]
@@ -127,7 +127,7 @@ class OffloadedState:
                 queue.end()
 
     def _round(self, each: _Slice, weights: torch.Tensor) -> None:
-        """Where the kernel has not."""
+        """Round the weights into the parameters, if the kernel has not done so."""
         if not self._rounded_by_update:
             for part in each.parts:
                 self._flat.parameters[part.start : part.end].copy_(part.of(weights))
@@ -144,14 +144,14 @@ class OffloadedState:
 
 
 class _Queue:
-    """The copies of one update. What is asked for between two calls goes to the compute stream."""
+    """The copies of one update. Work that is launched between two calls goes to the compute stream."""
 
     def __init__(self, like: torch.Tensor, places: int):
-        """`like`: lies on the device."""
+        """`like`: a tensor on the device."""
         self._device = like.device
         self._streams = copy_streams(like.device) if like.is_cuda else None
         self._free = [self._reached(self._compute)] * places if self._streams else []
-        """For each place in turn, after what it may be used again."""
+        """For each place, the event after which it may be used again."""
 
     @property
     def _compute(self) -> torch.cuda.Stream:
@@ -174,14 +174,14 @@ class _Queue:
             self._free.append(self._copy(self._streams[0], updated, there, here))
 
     def end(self) -> None:
-        """Return when no copy is under way: then the places can be given back, and the host's threads read the
+        """Return when no copy is in progress: then the places can be freed, and threads of the host may read the
         state."""
         for stream in self._streams or ():
             self._reached(stream).synchronize()
 
     @staticmethod
     def _reached(stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """After all that the stream has been given."""
+        """An event after all work given to the stream so far."""
         event = torch.cuda.Event(blocking=True)  # a thread that spins would take a core from others
         event.record(stream)
         return event
@@ -189,7 +189,7 @@ class _Queue:
     def _copy(
         self, stream: torch.cuda.Stream, ready: torch.cuda.Event, target: torch.Tensor, source: torch.Tensor
     ) -> torch.cuda.Event:
-        """Row by row, each of which lies in one piece."""
+        """Copy row by row, since each row is contiguous."""
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
             for row, source_row in zip(target, source, strict=True):

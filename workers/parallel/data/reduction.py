@@ -21,11 +21,11 @@ class GradientReduction:
     """The gradients of one rank's part of each bucket, summed over the data group."""
 
     def __init__(self, flat: FlatParameters, comm: Comm, shared: SharedGradients, uses: dict[nn.Parameter, int]):
-        """`uses`: how often a micro-batch adds to the gradient of each weight of the head."""
+        """`uses`: how many times a micro-batch adds to the gradient of each weight of the head."""
         self.flat, self.comm, self.shared, self.uses = flat, comm, shared, uses
         self.parts = flat.parts(comm.index("data"))
         self.reduced = [flat.gradients[start:end] for start, end in self.parts]
-        """This rank's part of each bucket, where it lies: the sum takes the place of its own gradient."""
+        """This rank's part of each bucket, in place: the sum replaces the rank's own gradient."""
         self.overlaps = comm.size("data") > 1
         self._buckets_of = {
             slot.entry.parameter: [
@@ -41,8 +41,8 @@ class GradientReduction:
         self._added_to = [main_grad(slot.entry.parameter) for slot in flat.slots if slot.entry.by_autograd]
 
     def begin(self, micro_batches: int, sequences: int) -> None:
-        """A step of so many micro-batches of this replica begins, whatever became of the one before. `sequences`: in
-        the global batch."""
+        """A step of `micro_batches` micro-batches of this replica begins, whether or not the one before was completed.
+        `sequences`: in the global batch."""
         self._started.clear()
         forget(self._written_over)
         if self._added_to:
@@ -67,8 +67,7 @@ class GradientReduction:
                 self._next -= 1
 
     def finish(self) -> list[torch.Tensor]:
-        """Sum up the tail within the replica, reduce what is left, and return this rank's part of each bucket's
-        sum."""
+        """Sum the tail within the replica, reduce what is left, and return this rank's part of each bucket's sum."""
         clear_forgotten(self._written_over)
         self.shared.sum()
         if self.overlaps:
@@ -86,8 +85,8 @@ class GradientReduction:
         self._started.append(work)
 
     def gather(self, parts: list[torch.Tensor], into: torch.Tensor, row: int = 1) -> None:
-        """Bring every replica's `parts`, one a bucket, into the flat buffer `into`, which has one element for each
-        `row` of the gradients'. They may lie where they will be."""
+        """Gather every replica's `parts`, one per bucket, into the flat buffer `into`, which has one element for each
+        `row` elements of the gradients. They may already be in their final place."""
         works = []
         for part, (start, end) in zip(parts, self.flat.buckets, strict=True):
             works.append(self.comm.start_all_gather("data", part, into[start // row : end // row])[1])

@@ -18,16 +18,16 @@ from workers.parallel.data.flat import Range
 from workers.parallel.data.zero import ZeroOptimizer
 
 BLOCK_WORDS = 2**17
-"""Words of 8 bytes that are hashed at once."""
+"""8-byte words that are hashed at once."""
 BLOCK_ELEMENTS = 2**22
-"""Of a rank's weights that are compared with another copy of them at once: a whole one would take as much memory of a
-GPU again, in a step that comes long after those by which memory is judged."""
+"""Elements of a rank's weights that are compared with another copy at once: a whole copy would double their memory on
+the GPU, in a step long after those that show whether the job fits."""
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 UNKNOWN, SOUND, UNSOUND = 0, 1, 2
 
 
 def multipliers(device: torch.device) -> torch.Tensor:
-    """One odd number for each place of a block, int64."""
+    """One odd number for each position in a block, int64."""
     places = torch.arange(BLOCK_WORDS, dtype=torch.int64, device=device)
     return (places * _MULTIPLIER).bitwise_or_(1)
 
@@ -35,9 +35,9 @@ def multipliers(device: torch.device) -> torch.Tensor:
 def hash_of(values: torch.Tensor, ranges: Sequence[Range], weights: torch.Tensor) -> torch.Tensor:
     """A hash of the bits of these ranges of a flat buffer, which begin and end at multiples of 8 bytes: int64 scalar.
 
-    A sum of the words, each times an odd number for its place, modulo 2^64; blocks are chained by another odd number.
-    So any change of a single word, a flipped bit in particular, changes it for certain; other changes escape with a
-    chance of about 2^-64.
+    It is the sum of the words, each times an odd number for its position, modulo 2^64; blocks are chained by another
+    odd number. Any change of a single word, such as a flipped bit, certainly changes the hash; other changes escape
+    with a probability of about 2^-64.
     """
     digest = torch.zeros((), dtype=torch.int64, device=values.device)
     for start, end in ranges:
@@ -47,10 +47,10 @@ def hash_of(values: torch.Tensor, ranges: Sequence[Range], weights: torch.Tensor
 
 
 def odd_ones(hashes: Mapping[int, Hashable], sound: Mapping[int, int]) -> tuple[set[int], bool]:
-    """Of ranks with these hashes, which ought to be equal: those that differ, and whether that is certain.
+    """Of ranks whose `hashes` should be equal, those that differ, and whether that is certain.
 
-    `sound`: UNSOUND ranks know that their own part has changed, SOUND ones that it has not, and what they hold then
-    goes. Else the majority goes; without one, all ranks are named.
+    `sound`: UNSOUND ranks know that their own part has changed, SOUND ones know that theirs has not, which makes their
+    hash the right one. Otherwise the majority is right; without a majority all ranks are named.
     """
     counts = Counter(hashes.values())
     if len(counts) <= 1:
@@ -77,9 +77,9 @@ class ReplicaCheck:
         }
 
     def differing(self, kept: Sequence[torch.Tensor] | None) -> tuple[list[int], bool]:
-        """The ranks whose parameters differ from those of ranks that ought to hold the same, and whether these are
-        certainly the ones that were changed. `kept`: a copy of this rank's part of the weights (`state`) of the same
-        step from elsewhere, where there is one. Raises PeerLost."""
+        """The ranks whose parameters differ from those of ranks that should hold the same, and whether it is certain
+        that these are the changed ones. `kept`: another copy of this rank's part of the weights (`state`) of the same
+        step, if there is one. Raises PeerLost."""
         if self._weights is None:
             self._weights = multipliers(self.flat.parameters.device)
         world = self.comm.size("world")
@@ -108,7 +108,7 @@ class ReplicaCheck:
         return odd_ones(dict(zip(ranks, hashes, strict=True)), {})
 
     def _of_replicas(self, sound: int) -> tuple[set[int], bool]:
-        """Each replica's part is compared by itself: who keeps its state can tell whether it is what it was."""
+        """Each replica's part is compared separately: the rank that keeps its state can tell whether it has changed."""
         size = self.comm.size("data")
         if size == 1:
             return set(), True
@@ -126,19 +126,19 @@ class ReplicaCheck:
         return (by_certainty[True], True) if by_certainty[True] else (by_certainty[False], False)
 
     def _own_part_is_sound(self, kept: Sequence[torch.Tensor] | None) -> int:
-        """Whether what this rank has published of its own part is still what its state says, and that what was kept
-        of it."""
+        """Whether this rank's own part of the parameters still equals its state, and the other copy that was kept of
+        it."""
         published = [self.flat.parameters[start:end] for start, end in self.optimizer.held]
         if any(not same_bits(a, b) for a, b in zip(published, self.optimizer.parameters, strict=True)):
             return UNSOUND
         frozen = [self.optimizer.frozen] if len(self.optimizer.frozen) else []
-        if kept is None:  # without masters the parameters are the state: nothing to compare them with
+        if kept is None:  # without master weights the parameters are the state itself
             return SOUND if self.optimizer.has_masters and not frozen else UNKNOWN
         pairs = zip([*self.optimizer.parameters, *frozen], kept, strict=True)
         return SOUND if all(same_bits(part, old) for part, old in pairs) else UNSOUND
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two vectors have the same bits, whatever these mean, the second one in the type of the first."""
+    """Whether two vectors have the same bits, the second one converted to the dtype of the first."""
     pairs = zip(first.detach().split(BLOCK_ELEMENTS), second.detach().split(BLOCK_ELEMENTS), strict=True)
     return all(torch.equal(a.view(torch.uint8), b.to(a.dtype).to(a.device).view(torch.uint8)) for a, b in pairs)

@@ -10,7 +10,7 @@ from workers.parallel.tensor.sequence_parallel import sum_replicated_gradients
 
 
 class SharedGradients:
-    """Those of one rank; they make up the flat buffer's tail."""
+    """The shared gradients of one rank; they make up the flat buffer's tail."""
 
     def __init__(self, flat: FlatParameters, comm: Comm, sequence_parallel: bool):
         """`sequence_parallel`: tensor ranks see different parts of the sequence."""
@@ -23,7 +23,7 @@ class SharedGradients:
         sum_replicated_gradients([self._gradient(slot) for slot in self._replicated], self._comm)
         self._sum_copied()
         for slot in self._tied:
-            # The tied embedding has two uses, on the first and on the last stage.
+            # The tied embedding is used on the first and on the last stage.
             self._comm.all_reduce("embedding", self._gradient(slot))
 
     def _sum_copied(self) -> None:

@@ -15,11 +15,11 @@ class Loss:
     losses_m: torch.Tensor
     """Sum over tokens of each micro-batch, fp64 [m]."""
     tokens: torch.Tensor
-    """Tokens that have a target, fp64 scalar."""
+    """Tokens with a target, fp64 scalar."""
     scale: float
     """Factor on the loss in backward."""
     z_losses_m: torch.Tensor | None = None
-    """The z-loss, train.z_loss times log(Z)^2 summed over tokens, of each micro-batch, fp64 [m]; None without."""
+    """z-loss of each micro-batch, train.z_loss times log(Z)^2 summed over tokens, fp64 [m]; None without a z-loss."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,25 @@ class StepStatistics:
     memory_bytes: int
     """Largest memory use of any rank."""
     own_seconds: tuple[float, ...] = ()
-    """Of each rank: time of the step, up to its agreement, that it did not wait for others; 0 where it cannot know."""
+    """Time of each rank's step, up to its agreement, in which it did not wait for others; 0 if unknown."""
     agreed_seconds: float = 0.0
-    """Time of the step up to its agreement, which all ranks leave together: what is not a rank's own, it waited."""
+    """Time of the step up to its agreement, which all ranks leave together; the rest of it a rank has waited."""
     memory_by_rank: tuple[float, ...] = ()
     """Memory use of each rank, in bytes."""
     updated: bool = True
-    """Whether the step has updated anything: not where its numbers are not finite, or above the limits."""
+    """Whether the step has updated anything; false if its numbers are not finite, or above the limits."""
     asked_to_end: bool = False
-    """Whether any rank was asked to save and end; then all do so after the step."""
+    """Whether any rank was asked to save and end; all ranks then do so after the step."""
     asked_to_rest: bool = False
-    """Whether any rank was asked to leave the generation; then all do so after the step."""
+    """Whether any rank was asked to leave the generation; all ranks then do so after the step."""
     saving: bool = False
     """Whether any rank was writing a checkpoint."""
     trace: tuple[int, int] | None = None
-    """Number of the trace that begins with the next step, and how many steps it has; None: none begins."""
+    """Number of the trace that begins with the next step, and its number of steps; None: no trace begins."""
     z_loss: float | None = None
     """Mean z-loss over the same tokens; None without."""
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradients are finite; where they are not, nothing has been updated."""
+        """Whether loss and gradients are finite; if not, nothing has been updated."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)

@@ -24,33 +24,34 @@ class Node:
     level: int
     """0: a leaf."""
     index: int
-    """Place among the nodes of its level."""
+    """Index among the nodes of its level."""
 
     @property
     def parent(self) -> Node:
-        """The sum that it goes into."""
+        """The node that it is added into."""
         return Node(self.level + 1, self.index // 2)
 
 
 class TreeSum(Generic[Value]):
-    """Adds nodes that are pushed in their order, as far as the tree allows."""
+    """Adds nodes, which are pushed in order, as far as the tree allows."""
 
     def __init__(self, leaves: int):
         """A tree of `leaves`."""
         self.leaves = leaves
         self.nodes: list[tuple[Node, Value]] = []
-        """What could not be added to anything yet: the fewest nodes that cover what was pushed."""
+        """Sums that cannot be added to anything yet: the fewest nodes that cover what was pushed."""
 
     def push(self, node: Node, value: Value, add: Callable[[Value, Value], Value]) -> None:
-        """Take the node right behind the last one; `add` takes the values of a left and a right node. It is not kept:
-        as a method of the object that holds this sum it would keep its buffers from being freed at once."""
+        """Add the node that directly follows the last one; `add` takes the values of a left and a right node. `add` is
+        not stored: as a method of the object that holds this sum, it would form a cycle that delays freeing the
+        buffers."""
         while True:
             if node.index % 2:
                 if not self.nodes or self.nodes[-1][0] != Node(node.level, node.index - 1):
                     break  # its left neighbour is elsewhere
                 value = add(self.nodes.pop()[1], value)
             elif (node.index + 1) << node.level < self.leaves or self._is_root(node):
-                break  # its right neighbour is still to come
+                break  # its right neighbour has not been pushed yet
             node = node.parent
         self.nodes.append((node, value))
 
@@ -58,7 +59,7 @@ class TreeSum(Generic[Value]):
         return node.index == 0 and 1 << node.level >= self.leaves
 
     def total(self) -> Value:
-        """The whole sum. Raises ValueError while leaves are missing."""
+        """The whole sum. Raises ValueError if leaves are missing."""
         if len(self.nodes) != 1 or not self._is_root(self.nodes[0][0]):
             raise ValueError(f"the sum of {self.leaves} leaves is not complete: {[node for node, _ in self.nodes]}")
         return self.nodes[0][1]
@@ -75,9 +76,9 @@ def cover(leaves: int, first: int, stop: int) -> tuple[Node, ...]:
 
 @cache
 def buffers(leaves: int, first: int, stop: int) -> int:
-    """Most nodes that wait at once while leaves `first` to `stop` - 1 are pushed one by one, but for the last one's:
-    how many buffers it takes to add them, besides the one that each leaf is computed in. At most 2 log2(stop -
-    first)."""
+    """Most nodes that wait at once while leaves `first` to `stop` - 1 are pushed one by one, not counting the last
+    leaf's: the number of buffers needed to add them, in addition to the one in which leaves are computed. At most 2
+    log2(stop - first)."""
     tree: TreeSum[None] = TreeSum(leaves)
     most = 0
     for leaf in range(first, stop - 1):

@@ -1,10 +1,10 @@
 """The optimizer under ZeRO (arXiv:1910.02054, section 5.1). Stage 1: each replica keeps the optimizer state of its
-parts of the flat buffer, updates them, and the updated parts are gathered again. Stage 0: every replica keeps and
-updates everything; gradients are reduced the same way, so both stages give the same bits.
+parts of the flat buffer and updates them; the updated parts are then gathered. Stage 0: every replica keeps and updates
+everything; gradients are reduced in the same way, so both stages give the same bits.
 
-AdamW (`adamw.py`) works on flat ranges in fp32: decoupled weight decay on the decayed ones, none on the others. With
-16-bit compute the parts are fp32 master weights, rounded into the parameters after each step. The state may lie in host
-memory (`offloaded.py`): master weights then, whatever the precision.
+AdamW (`adamw.py`) works on flat ranges in fp32, with decoupled weight decay on some of them. With 16-bit compute the
+parts are fp32 master weights, rounded into the parameters after each step. The state may be in host memory
+(`offloaded.py`), which always includes master weights.
 """
 
 from __future__ import annotations
@@ -39,43 +39,43 @@ class ZeroOptimizer:
         stage: int,
         one_pass: bool = False,
     ):
-        """`stage`: 0 or 1. `one_pass`: update by a kernel that is compiled first."""
+        """`stage`: 0 or 1. `one_pass`: update with a compiled kernel."""
         self.flat, self.config, self.comm, self.reduction, self.sums = flat, config, comm, reduction, sums
         self.owned = reduction.parts
-        """Ranges of the flat buffer that this replica saves; between them the replicas save each element once."""
+        """Ranges of the flat buffer that this replica saves; together the replicas save each element once."""
         self.held = self.owned if stage == 1 and comm.size("data") > 1 else [(0, flat.size)]
-        """Ranges of the flat buffer whose state this rank keeps: all that follow speak of them one after the other."""
+        """Ranges of the flat buffer whose state this rank keeps: the vectors below have them one after the other."""
         everything = self.held != self.owned
         self.frozen_owned = flat.frozen_part(comm.index("data"))
         self.frozen_held = (flat.size, flat.whole) if everything else self.frozen_owned
-        """The same of the frozen parameters: one range each, perhaps an empty one."""
+        """The same for the frozen parameters: one range each, possibly empty."""
         self.frozen = flat.parameters[slice(*self.frozen_held)]
         """Frozen parameters whose values this rank keeps, in the precision of compute."""
         narrow = flat.parameters.dtype != flat.gradients.dtype
         self.has_masters = narrow or config.offload
-        """Whether the weights that are updated are kept in addition to the parameters."""
+        """Whether there are master weights in addition to the parameters."""
         self.one_pass = one_pass
         self.rounds_at_once = one_pass and narrow and self.holds_everything
-        """Whether the kernel of the update rounds the parameters too."""
+        """Whether the update's kernel also rounds the parameters."""
         self.offloaded: OffloadedState | None = None
-        """The state where it lies in host memory."""
+        """The state, if it is in host memory."""
         self._groups: dict[float, list[adamw.Piece]] = {}
-        """The state elsewhere, by the rate of its decay."""
+        """The state otherwise, by weight decay."""
         self.parameters = [flat.parameters[start:end] for start, end in self.held]
         """The fp32 weights of the held ranges: views of the parameters, or of the master weights."""
         masters, self.exp_avg, self.exp_avg_sq = self._make_state()
         if masters is not None:
             self.parameters = list(masters.split([end - start for start, end in self.held]))
         self.arriving: ArrivingParameters | None = None
-        """Where the next forward waits for the parameters of other replicas, instead of the update."""
+        """Set if the next forward waits for the parameters of other replicas, not the update."""
         self.updating = False
-        """Whether an update has begun that was not declared complete."""
+        """Whether an update has begun and was not declared complete."""
         self.set_step(0)
         self.limits = (math.inf, math.inf)
         """Loss and gradient norm above which a step updates nothing; the same on every rank."""
 
     def _cuts(self) -> Iterator[Cut]:
-        """The held ranges cut where weight decay begins or ends."""
+        """The held ranges, divided where weight decay begins or ends."""
         position = 0
         for start, end in self.held:
             for (first, last), decayed in self._cut(start, end):
@@ -84,7 +84,7 @@ class ZeroOptimizer:
             position += end - start
 
     def _make_state(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Master weights, if there are any, and both moments of the held ranges; what updates them is made ready."""
+        """Master weights, if there are any, and both moments of the held ranges; also prepares their update."""
         cuts = list(self._cuts())
         if self.config.offload:
             self.offloaded = OffloadedState(self.flat, cuts, self.rounds_at_once)
@@ -104,7 +104,7 @@ class ZeroOptimizer:
         return kept, exp_avg, exp_avg_sq
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[Range, bool]]:
-        """The range in pieces that are wholly decayed or not at all."""
+        """The range divided into pieces with or without weight decay."""
         for wish in self.flat.decayed:
             first, last = overlap((start, end), wish)
             if first < last:
@@ -141,9 +141,9 @@ class ZeroOptimizer:
     ) -> StepStatistics:
         """Reduce the gradients, agree on the norm with all ranks, clip, update, gather.
 
-        `before_update` is called before this rank agrees to the update: the last moment at which the state is sure to
-        be what it was. Every rank is inside this call when any of them updates its parameters. Where the loss or the
-        norm is not finite, or above its limit, nothing is updated on any rank, which is decided on the device.
+        `before_update` is called before this rank agrees to the update: until then the state is certain to be
+        unchanged. Every rank is inside this call when any of them updates its parameters. If the loss or the norm is
+        not finite, or above its limit, nothing is updated on any rank; the device decides this.
         """
         step = self.comm.step
         with step.phase("reduction"):
@@ -160,7 +160,7 @@ class ZeroOptimizer:
             if has_parts_alone:
                 self.reduction.gather(gradient, self.flat.gradients)
             if self.offloaded is not None:
-                self.wait_for_parameters()  # which are about to be rounded into
+                self.wait_for_parameters()  # before they are rounded into
             self.updating = True
             self._update(learning_rate, clipping, has_parts_alone)
             with step.phase("gather"):
@@ -173,7 +173,7 @@ class ZeroOptimizer:
             return statistics
 
     def _update(self, learning_rate: float, clipping: Clipping, scaled: bool) -> None:
-        """AdamW on the held ranges, whose gradients have perhaps been `scaled`; does nothing where it is refused."""
+        """AdamW on the held ranges, whose gradients may have been `scaled`; changes nothing if the step is refused."""
         factor = torch.ones_like(clipping.factor) if scaled and self.one_pass else clipping.factor
 
         def run(groups: adamw.Groups) -> None:
@@ -188,7 +188,7 @@ class ZeroOptimizer:
             run(self._groups)
 
     def load_range(self, start: int, values: torch.Tensor) -> None:
-        """Take over `values`, fp32 [n], as the flat parameters from element `start` on."""
+        """Use `values`, fp32 [n], as the flat parameters from element `start` on."""
         end = start + len(values)
         self.flat.parameters[start:end].copy_(values)
         for part, (first, last) in zip(self.parameters, self.held, strict=True):
@@ -196,19 +196,19 @@ class ZeroOptimizer:
             part[low - first : high - first].copy_(values[low - start : high - start])
 
     def forget(self) -> None:
-        """Moments as before the first step."""
+        """Reset the moments to those before the first step."""
         self.exp_avg.zero_()
         self.exp_avg_sq.zero_()
 
     def publish_frozen(self) -> None:
-        """Bring the frozen parameters that are held, of all replicas, into the parameters. Raises PeerLost."""
+        """Gather the frozen parameters that are held by all replicas. Raises PeerLost."""
         if self.frozen_held != (self.flat.size, self.flat.whole):
             into = self.flat.parameters[self.flat.size :]
             self.comm.start_all_gather("data", self.frozen.clone(), into)[1].wait()
 
     def publish_parameters(self) -> None:
-        """Bring the held weights, of all replicas, into the parameters. Frozen ones stay as they are. Parameters that
-        are still on their way are waited for, as they are read and written where they lie."""
+        """Copy the held weights of all replicas into the parameters, except for frozen ones. Waits first for parameters
+        that are still arriving, since they are in the same memory."""
         self.wait_for_parameters()
         if self.has_masters and (self.holds_everything or self.offloaded is not None):
             for part, (start, end) in zip(self.parameters, self.held, strict=True):
@@ -216,13 +216,13 @@ class ZeroOptimizer:
         self._gather_parameters()
 
     def _gather_parameters(self) -> None:
-        """Bring the parameters of other replicas here."""
+        """Gather the parameters of other replicas."""
         if self.holds_everything:
             return
         if self.offloaded is not None:
-            parts = [self.flat.parameters[start:end] for start, end in self.held]  # rounded by now
+            parts = [self.flat.parameters[start:end] for start, end in self.held]  # already rounded
         else:
-            # A copy also where no rounding is needed: the parts lie inside of what is gathered into.
+            # They are copied even if no rounding is needed, since the parts are inside of the gathered buffer.
             parts = [part.to(self.flat.parameters.dtype, copy=True) for part in self.parameters]
         if self.arriving is None:
             self.reduction.gather(parts, self.flat.parameters)
@@ -230,14 +230,14 @@ class ZeroOptimizer:
             self.arriving.start(parts)
 
     def gather_beside_forward(self) -> ArrivingParameters | None:
-        """From now on the update does not wait for the parameters: the computation that uses them does. None where
-        nothing is gathered, or where what is gathered is the state itself, which snapshots read meanwhile."""
+        """From now on the computation that uses the parameters waits for them, not the update. Returns None if nothing
+        is gathered, or if the gathered parameters are the state itself, which snapshots read at that time."""
         if self.has_masters and self.held == self.owned and self.comm.size("data") > 1:
             self.arriving = ArrivingParameters(self.flat, self.comm)
         return self.arriving
 
     def forget_arriving(self) -> None:
-        """A generation begins: what was on its way in the one before does not come any more."""
+        """A generation begins: parameters that were arriving in the last one will not come."""
         if self.arriving is not None:
             self.arriving.forget()
 
@@ -248,7 +248,7 @@ class ZeroOptimizer:
 
 
 def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_loss: bool) -> StepStatistics:
-    """Bring a step's numbers to the host: the one place of a step where it waits for the device."""
+    """Copy a step's numbers to the host: the only place in a step where the host waits for the device."""
     refused_or_not = clipping.refused.to(agreed.loss.dtype)
     scalars = torch.stack([agreed.loss, agreed.z_loss, agreed.tokens, clipping.norm, refused_or_not])
     asked = torch.stack([agreed.asked_to_end, agreed.asked_to_rest, agreed.saving, agreed.trace, agreed.traced_steps])

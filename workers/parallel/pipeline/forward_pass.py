@@ -18,13 +18,13 @@ class ForwardPass:
     keys_b: torch.Tensor | None = None
     """Dropout keys of the samples (workers/parallel/tensor/dropout.py); None: no dropout."""
     recompute: Recompute = NOTHING
-    """What is dropped, and recomputed in backward."""
+    """What is dropped in forward and recomputed in backward."""
     batch_first: bool = False
-    """Whether the residual stream is [b, s, h]: then attention finds the tokens of a sample side by side."""
+    """Whether the residual stream is [b, s, h], so that a sample's tokens are contiguous for attention."""
     documents: Documents | None = None
-    """Documents that attention stays within; None: it looks across."""
+    """Documents that attention does not cross; None: it crosses them."""
     cache: KeyValueCache | None = None
-    """What the model has read before, where it continues with it; only where one rank has the whole model, and without
-    gradients. Then there are logits of the last token alone."""
+    """Keys and values of the tokens read before, for generation; only if one rank has the whole model, and without
+    gradients. Logits are then those of the last token only."""
     logits: bool = True
-    """Whether the output layer computes; without, the last stage gives what that is to take."""
+    """Whether the output layer computes; if not, the last stage returns that layer's input."""

@@ -47,17 +47,17 @@ _Plan = tuple[list[Action], frozenset[tuple[int, int]]]
 
 @dataclass
 class _Receiving:
-    """A message that has been asked for."""
+    """A receive that has been posted."""
 
     buffer: torch.Tensor
     work: Handle
     shape: tuple[int, ...]
-    """Shape of the whole tensor, of which the message may be one tensor rank's part."""
+    """Shape of the whole tensor; the message may be one tensor rank's part of it."""
 
 
 @dataclass
 class _Step:
-    """What a rank holds of the micro-batches of one step."""
+    """State of a rank's micro-batches during one step."""
 
     batch: list[MicroBatch]
     loss_scale: float
@@ -66,16 +66,16 @@ class _Step:
     z_losses_m: torch.Tensor
     valid_tokens: torch.Tensor
     dropout_keys: tuple[torch.Tensor, ...]
-    """Of each micro-batch's samples; none without dropout."""
+    """Keys of each micro-batch's samples; empty without dropout."""
     messages: dict[tuple[str, int, int], _Receiving] = field(default_factory=dict)
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Leaves of the graphs, whose .grad goes to the virtual stage before."""
+    """Leaves of the graphs, whose .grad is sent to the previous virtual stage."""
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """What has been computed and is not sent yet."""
+    """Results that were not sent yet."""
     edges: dict[Key, GradientEdge] = field(default_factory=dict)
-    """Where backward begins. The output itself is freed once sent: its values are not needed for that."""
+    """Where backward begins. The output itself is freed once sent: backward does not need its values."""
     head_inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """What the output layer is to take in backward, with `train.head_tokens`."""
+    """Inputs of the output layer, for backward with `train.head_tokens`."""
     gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
     """Gradients of outputs that went to another chunk of this rank."""
     input_gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
@@ -87,15 +87,15 @@ class Stage(Protocol):
     """All virtual stages of a rank."""
 
     chunks: nn.ModuleList
-    """In the order of the schedule's chunk numbers; each maps (input, ForwardPass) to its output."""
+    """Chunks, by the schedule's numbers; each maps (input, ForwardPass) to its output."""
     weight_gradients: WeightGradients
 
     def begin(self) -> None:
-        """A step or an evaluation begins, whose weights may be others than those of the one before."""
+        """A step or an evaluation begins; its weights may differ from those of the last one."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of all chunks."""
+        """Those of all chunks."""
         ...
 
 
@@ -110,13 +110,13 @@ class Pipeline:
         when_done: Callable[[Action], None] | None = None,
         when_added: Callable[[nn.Parameter], None] | None = None,
     ):
-        """`when_done` is called with each action once it is done, `when_added` with a parameter each time a
+        """`when_done` is called with each action when it is done; `when_added` with a parameter each time a
         micro-batch's gradient has been added to it."""
         self.spec, self.model, self.comm = spec, model, comm
         self.rank, layout = comm.index("pipeline"), spec.layout
         self.split = layout.tensor if layout.sequence_parallel_on else 1
         # Without sequence parallelism every tensor rank has the same boundary tensor: each sends its part of it, and
-        # the receiver gathers (arXiv:2104.04473, section 4.1).
+        # the receiver gathers them (arXiv:2104.04473, section 4.1).
         self.scatters = layout.tensor > 1 and not layout.sequence_parallel_on
         self.places = [
             neighbours(layout.schedule, layout.pipeline, layout.virtual_stages, self.rank, chunk)
@@ -129,14 +129,15 @@ class Pipeline:
         ]
         self._stages = indices
         self.takes_gradient = [takes[index] for index in indices]
-        """Of each chunk: whether backward has anything to do in it. Where nothing up to it is trained, it has not."""
+        """For each chunk: whether backward reaches it. It does not if nothing up to and including the chunk is
+        trained."""
         self.passes_gradient = [index > 0 and takes[index - 1] for index in indices]
-        """Of each chunk: whether the one before it takes a gradient."""
+        """For each chunk: whether it sends a gradient to the chunk before it."""
         self.dtype = next(model.parameters()).dtype
         self._when_done, self._when_added = when_done, when_added
         self._known: dict[tuple[bool, int], _Plan] = {}
         self.head_loss = self._head_loss()
-        """Output layer and loss together, where a micro-batch's tokens go through them a few at a time."""
+        """Output layer and loss combined, if they process a few tokens at a time."""
 
     def _head_loss(self) -> HeadLoss | None:
         at_once, size = self.spec.train.head_tokens, self.spec.vocabulary_size
@@ -157,7 +158,7 @@ class Pipeline:
         return self._known[key]
 
     def train(self, batch: list[MicroBatch], loss_scale: float) -> Loss:
-        """Forward and backward of all micro-batches; gradients of the loss summed over tokens (the z-loss included),
+        """Forward and backward of all micro-batches. Gradients of the loss summed over tokens (the z-loss included),
         times `loss_scale`, accumulate in the parameters.
 
         Returns this rank's share of the loss, which is zero except on one tensor rank of the last stage.
@@ -171,8 +172,8 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward alone. Returns this rank's share of (each micro-batch's loss summed over tokens [m], tokens that have
-        a target), fp64, without a z-loss."""
+        """Forward only. Returns this rank's share of (each micro-batch's loss summed over tokens [m], tokens with a
+        target), fp64, without a z-loss."""
         actions, again = self._plan(len(batch), training=False)
         held = self._step(batch, 1.0, again)
         self._run(actions, held)
@@ -186,7 +187,7 @@ class Pipeline:
         samples = [sample for each in batch for sample in each.samples]
         keys: tuple[torch.Tensor, ...] = ()
         if self.spec.model.dropout > 0.0:
-            # All at once: on a GPU a copy from the host may wait for the device.
+            # All at once: on a GPU each copy from the host may wait for the device.
             keys = sample_keys(self.spec.train.seed, samples, self.comm.device).split(sizes)
         return _Step(batch, loss_scale, again, losses_m, z_losses_m, zeros[0], keys)
 
@@ -272,10 +273,10 @@ class Pipeline:
 
     @staticmethod
     def _with_targets(x: torch.Tensor, micro_batch: int, held: _Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the model gives for each token, as it lies in memory, and the targets [n] in the same order."""
+        """The model's output for each token, in memory order, and the targets [n] in the same order."""
         targets_sb = held.batch[micro_batch].targets_sb
         assert targets_sb is not None
-        if not x.is_contiguous():  # a sample's tokens lie side by side
+        if not x.is_contiguous():  # a sample's tokens are contiguous
             x, targets_sb = x.transpose(0, 1), targets_sb.t()
         return x, targets_sb.flatten()
 
@@ -297,7 +298,7 @@ class Pipeline:
     def _loss_by_parts(
         self, x: torch.Tensor, micro_batch: int, held: _Step, gradients: Gradients | None
     ) -> torch.Tensor | None:
-        """Counts the losses that `_loss` does, from what the output layer takes, and with `gradients` gives x's."""
+        """Counts the losses like `_loss`, from the output layer's input x; with `gradients` returns x's gradient."""
         rows, targets_n = self._with_targets(x, micro_batch, held)
         assert self.head_loss is not None
         weight = self.spec.train.z_loss if gradients is not None else 0.0
@@ -324,8 +325,7 @@ class Pipeline:
             held.input_gradients[key] = grad_x
 
     def _gradient(self, action: Action, held: _Step, wanted: bool) -> torch.Tensor | None:
-        """That of what the chunk's forward has left, where it is `wanted`: it is not where the output layer alone is
-        trained."""
+        """The gradient of the chunk's output, if it is `wanted`: it is not if only the output layer is trained."""
         key = (action.chunk, action.micro_batch)
         _, behind = self.places[action.chunk]
         if behind is None:
@@ -350,7 +350,7 @@ class Pipeline:
     def _backward_weight(self, action: Action, held: _Step) -> None:
         with torch.no_grad():
             tasks = deque(held.weight_tasks.pop((action.chunk, action.micro_batch)))
-            while tasks:  # each frees what it held
+            while tasks:  # each frees what it holds
                 tasks.popleft()()
 
     def _send_forward(self, action: Action, held: _Step) -> None:
@@ -370,7 +370,7 @@ class Pipeline:
         if self.scatters:
             part = part.view(self.comm.size("tensor"), -1)[self.comm.index("tensor")]
         held.sends.append((self.comm.send(rank, part), part))
-        while held.sends and held.sends[0][0].done:  # frees what has left
+        while held.sends and held.sends[0][0].done:  # frees what has been sent
             held.sends.popleft()
 
     def _receive_forward(self, action: Action, held: _Step) -> None:
@@ -394,7 +394,7 @@ class Pipeline:
         held.messages[direction, action.chunk, action.micro_batch] = _Receiving(buffer, work, shape)
 
     def _arrived(self, direction: str, key: Key, held: _Step) -> torch.Tensor:
-        """Wait for a message; gathered from its parts where it was sent scattered."""
+        """Wait for a message; if it was sent in parts, gather them."""
         message = held.messages.pop((direction, *key))
         message.work.wait()
         if not self.scatters:

@@ -1,9 +1,8 @@
-"""Where the parts of the model live: virtual stages on pipeline ranks, layers in virtual stages. Pure Python.
+"""Where the parts of the model are: virtual stages on pipeline ranks, layers in virtual stages. Pure Python.
 
-A model is cut into as many virtual stages as there are pipeline ranks times model chunks per rank. Virtual stage 0
-has the embedding, the last one the logits; micro-batches go forward through them in order. How many layers each has is
-said by `parallel.stage_layers`, or else they are shared out evenly: everything that asks for a stage's layers asks
-`layers_of`.
+A model is divided into as many virtual stages as there are pipeline ranks times chunks per rank. Virtual stage 0 has
+the embedding, the last one the logits; micro-batches go through them in order. `parallel.stage_layers` says how many
+layers each has; otherwise layers are shared out evenly. All code gets the layers of a stage from `layers_of`.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from itertools import accumulate
 from workers.config import ParallelConfig
 
 Place = tuple[int, int]
-"""Pipeline rank and chunk of it."""
+"""Pipeline rank, and chunk on it."""
 
 
 def place(kind: str, stages: int, virtual_stages: int, index: int) -> Place:
-    """Pipeline rank and chunk of that rank which hold virtual stage `index` under schedule `kind`.
+    """The pipeline rank and its chunk that hold virtual stage `index` under schedule `kind`.
 
-    Chunks go round robin over the ranks (arXiv:2104.04473, section 2.2.2), but under zb-v forth and back, so that
-    rank 0 holds both ends of the model (arXiv:2401.10241, section 6).
+    Chunks go round robin over the ranks (arXiv:2104.04473, section 2.2.2), but under zb-v forward and then back, so
+    that rank 0 holds both ends of the model (arXiv:2401.10241, section 6).
     """
     _check_in_range("virtual stage", index, stages * virtual_stages)
     chunk, position = divmod(index, stages)
@@ -53,7 +52,7 @@ def ends_share_rank(layout: ParallelConfig) -> bool:
 
 
 def neighbours(kind: str, stages: int, virtual_stages: int, rank: int, chunk: int) -> tuple[Place | None, Place | None]:
-    """Places of the virtual stages before and behind the one on (`rank`, `chunk`); None at the model's ends."""
+    """Places of the virtual stages before and after the one at (`rank`, `chunk`); None at the model's ends."""
     index = virtual_stage(kind, stages, virtual_stages, rank, chunk)
     before = place(kind, stages, virtual_stages, index - 1) if index > 0 else None
     behind = place(kind, stages, virtual_stages, index + 1) if index < stages * virtual_stages - 1 else None
@@ -61,8 +60,9 @@ def neighbours(kind: str, stages: int, virtual_stages: int, rank: int, chunk: in
 
 
 def layers_of(layers: int, layout: ParallelConfig, index: int) -> range:
-    """Indices of the layers in virtual stage `index` of a model of `layers` under `layout`. Raises ValueError where
-    there is no such stage, or `parallel.stage_layers` has not one number for each (the rules of the spec see to it)."""
+    """Indices of the layers in virtual stage `index` of a model of `layers` under `layout`. Raises ValueError if there
+    is no such stage, or `parallel.stage_layers` does not have one number for each (the rules of the spec prevent
+    that)."""
     count = layout.pipeline * layout.virtual_stages
     _check_in_range("virtual stage", index, count)
     counts = layer_counts(layers, layout)
@@ -79,11 +79,11 @@ def layer_counts(layers: int, layout: ParallelConfig) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def even_counts(layers: int, virtual_stages: int) -> tuple[int, ...]:
-    """How many layers each of so many virtual stages has where they are shared out evenly.
+    """Number of layers of each virtual stage if they are shared out evenly.
 
-    Where the layers do not divide evenly, the extra ones go to virtual stages 1, 2, ..., last but one, then 0: the
-    last one has the logits already, which cost about as much as a layer, the first one the embedding. Raises
-    ValueError where there are fewer layers than virtual stages.
+    If layers do not divide evenly, the extra ones go to virtual stages 1, 2, ..., last but one, then 0: the last one
+    also has the logits, which cost about as much as a layer, and the first one the embedding. Raises ValueError if
+    there are fewer layers than virtual stages.
     """
     if layers < virtual_stages:
         raise ValueError(f"{layers} layers do not fill {virtual_stages} virtual stages: each needs one or more")
@@ -94,7 +94,7 @@ def even_counts(layers: int, virtual_stages: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _ends(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """The layer behind each virtual stage's last one."""
+    """For each virtual stage, one past its last layer."""
     return tuple(accumulate(counts))
 
 

@@ -1,4 +1,4 @@
-"""Recomputes dropped activations in backward (the package describes what is dropped)."""
+"""Recomputes dropped activations in backward (the package's docstring says what is dropped)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from workers.comm.comm import Comm
 Result = TypeVar("Result")
 
 Again = Callable[[], torch.Tensor]
-"""Computes a tensor once more in backward, which forward has not kept."""
+"""Computes a tensor again in backward, which forward did not keep."""
 
 
 class _Keepers(threading.local):
-    """Of each thread, what `kept_through` said last."""
+    """The functions that `kept_through` has set, for each thread."""
 
     innermost: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
 
@@ -29,8 +29,8 @@ _keepers = _Keepers()
 
 @contextmanager
 def kept_through(keep: Callable[[torch.Tensor], Any], give: Callable[[Any], torch.Tensor]) -> Iterator[None]:
-    """Within the block, whatever is kept for backward is held as keep(tensor), and comes back by `give`: what autograd
-    keeps, and inputs of what is computed again."""
+    """Within the block, everything kept for backward is stored as keep(tensor), and restored by `give`: tensors that
+    autograd keeps, and inputs of recomputation."""
     before, _keepers.innermost = _keepers.innermost, (keep, give)
     try:
         with saved_tensors_hooks(keep, give):
@@ -40,7 +40,7 @@ def kept_through(keep: Callable[[torch.Tensor], Any], give: Callable[[Any], torc
 
 
 def _kept(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Gives x apart from its graph in backward."""
+    """A function that returns x in backward, detached from its graph."""
     x = x.detach()
     if _keepers.innermost is None:
         return lambda: x
@@ -50,13 +50,13 @@ def _kept(x: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def again(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Again:
-    """Computes function(x) once more, for consumers of function(x) that do not keep it."""
+    """A function that computes function(x) again, for consumers of function(x) that do not keep it."""
     kept = _kept(x)
     return lambda: function(kept())
 
 
 def in_backward(compute: Callable[[], Result], comm: Comm) -> Result:
-    """What `compute` computes once more, within a backward that autograd runs; its time counts as recomputation."""
+    """Runs `compute` within a backward that autograd runs; its time counts as recomputation."""
     with comm.step.phase("recompute"), torch.no_grad():
         return compute()
 
@@ -66,7 +66,7 @@ def checkpointed(comm: Comm, function: Callable[..., torch.Tensor], *inputs: Any
     state for that (workers/parallel/tensor/dropout.py)."""
     if not torch.is_grad_enabled():
         return function(*inputs)
-    if torch.compiler.is_compiling():  # the compiler knows torch's own
+    if torch.compiler.is_compiling():  # the compiler supports torch's own
         from torch.utils.checkpoint import checkpoint
 
         result: torch.Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -77,14 +77,14 @@ def checkpointed(comm: Comm, function: Callable[..., torch.Tensor], *inputs: Any
 
 
 class _EnoughRecomputed(Exception):
-    """Forward has computed again all that backward needs of it."""
+    """Forward has recomputed everything that backward needs of it."""
 
 
 class _Dropped:
-    """What one forward of a function would have kept for backward. It is numbered in the order in which forward asks
-    for it to be kept, which is the same each time.
+    """The tensors that one forward of a function would have kept for backward. They are numbered in the order in which
+    forward keeps them, which is the same each time.
 
-    torch's own checkpoint does the same, and imports a compiler for it: a second of each process that trains.
+    torch's own checkpoint does the same, but imports a compiler: a second for each process that trains.
     """
 
     def __init__(self, comm: Comm, function: Callable[..., torch.Tensor], inputs: tuple[Any, ...]):
@@ -94,12 +94,13 @@ class _Dropped:
         self._again: dict[int, torch.Tensor] = {}
 
     def drop(self, tensor: torch.Tensor) -> int:
-        """A number in place of the tensor."""
+        """A number that replaces the tensor."""
         self._count += 1
         return self._count - 1
 
     def recomputed(self, number: int) -> torch.Tensor:
-        """The tensor of this number; forward runs again for the first that backward asks for. Each is given once."""
+        """The tensor with this number. Forward runs again for the first one that backward asks for. Each is returned
+        once."""
         if number not in self._again:
             self._compute_again()
         return self._again.pop(number)
@@ -130,7 +131,7 @@ class _Dropped:
 
 
 def _again_a_leaf(value: Any) -> Callable[[], Any]:
-    """Gives an input in backward, apart from the graph that it came from."""
+    """A function that returns an input in backward, detached from the graph that it came from."""
     if not isinstance(value, torch.Tensor):
         return lambda: value
     kept, has_gradient = _kept(value), value.requires_grad

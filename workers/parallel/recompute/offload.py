@@ -1,14 +1,14 @@
 """Activations of layers in host memory from forward to backward (`parallel.offload_layers`).
 
-What autograd keeps of a layer is copied out when the layer's forward has been queued, while the layers up to the next
-such one compute, and is let go of on the device once that one has been queued too, after the copies. Backward has each
-one's brought back while the next such layer behind it, and those between, compute. On a GPU copies go to and from
-pinned memory, on two streams next to the compute stream, which waits for them by events; memory of the device is taken
-and given back on the compute stream alone, so no block waits for another stream, and the most that there is at once
-does not depend on how far the host runs ahead. On a CPU the same happens without streams.
+What autograd keeps of a layer is copied to the host when the layer's forward has been queued, while the layers up to
+the next offloaded one compute; it is freed on the device after the copies, when that next one has been queued. Backward
+brings a layer's activations back while the next offloaded layer above it, and those in between, compute. On a GPU,
+copies use pinned memory and two streams next to the compute stream, which waits for them by events. Device memory is
+allocated and freed on the compute stream only, so no block waits for another stream, and the peak does not depend on
+how far the host runs ahead. On a CPU the same happens without streams.
 
-Whatever lies in the same memory is copied once. Small tensors stay, and what is kept elsewhere anyway: parameters,
-tables that layers share, the input of a stage that came as a message.
+Tensors that share memory are copied once. Small tensors stay on the device, and so do those that are kept anyway:
+parameters, tables that layers share, the input of a stage that came as a message.
 """
 
 from __future__ import annotations
@@ -25,71 +25,71 @@ from workers.parallel.recompute.modules import kept_through
 from workers.system.pinned import Streams, copy_streams
 
 LARGEST_SHARE = 4
-"""How many times larger than a tensor its memory may be: queries, keys and values of one product are parts of it."""
+"""Largest ratio of a tensor's memory to its own size: queries, keys and values are parts of one product."""
 
 
 def host_memory(size: int, pinned: bool) -> torch.Tensor:
-    """So many bytes of the host."""
+    """`size` bytes of host memory."""
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 class HostBlocks:
-    """Host memory of one rank's activations, which is used again and again: in powers of two, as torch takes pinned
-    memory anyway.
+    """Host memory of one rank's activations, which is reused: in powers of two, as torch allocates pinned memory
+    anyway.
 
-    A block that is given back may still be read by a copy to the device. Its next user writes to it after what
-    the compute stream has been given by then, which has waited for that copy.
+    A block that was returned may still be read by a copy to the device. Its next user writes to it after the work that
+    was queued on the compute stream by then, which includes a wait for that copy.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """As much as the vector has, of its type."""
+        """A block of the size and dtype of the vector `like`."""
         size = block_bytes(like.nbytes)
         block = self._free[size].pop() if self._free[size] else host_memory(size, like.is_cuda)
         return block[: like.nbytes].view(like.dtype)
 
     def give_back(self, taken: torch.Tensor) -> None:
-        """It is not needed any more."""
+        """Return a block."""
         whole = taken.view(torch.uint8)
         size = block_bytes(len(whole))
         self._free[size].append(whole.as_strided((size,), (1,)))
 
 
 def block_bytes(size: int) -> int:
-    """Of the block for so many bytes."""
+    """Size of the block for `size` bytes."""
     return 1 << (size - 1).bit_length()
 
 
 def device_memory(like: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """As much memory of the device, for the compute stream, which may still use it for something else by then."""
+    """Device memory of the size of `like`, for the compute stream; earlier work on that stream may still use it."""
     return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """A number of the memory that a tensor lies in, while that exists."""
+    """A number that identifies the memory of a tensor while it exists."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
 
 class _Stored:
-    """Memory that autograd keeps something in; gone when nothing in it is kept any more."""
+    """Memory in which autograd keeps something; deleted when nothing in it is kept any more."""
 
     def __init__(self, layer: OffloadedLayer, whole: torch.Tensor):
         self.layer = layer
         self.device: torch.Tensor | None = whole
-        """All of it as a vector, while it is there."""
+        """All of the memory as a vector, while it is on the device."""
         self.host: torch.Tensor | None = None
 
     def __del__(self) -> None:
-        if self.host is not None:  # backward has broken off before it
+        if self.host is not None:  # backward has failed before
             self.layer.host.give_back(self.host)
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd holds in place of a tensor."""
+    """What autograd holds instead of a tensor."""
 
     stored: _Stored
     size: torch.Size
@@ -101,7 +101,7 @@ class OffloadedLayer:
     """What is kept of one layer's forward of one micro-batch."""
 
     def __init__(self, host: HostBlocks, stays: Collection[int]):
-        """`host`: where it waits; `stays`: memory that is not copied."""
+        """`host`: memory for it; `stays`: memory that is not copied."""
         self.host, self._stays = host, stays
         self._new: dict[tuple[int, torch.dtype], _Stored] = {}
         self._stored: list[weakref.ref[_Stored]] = []
@@ -112,7 +112,7 @@ class OffloadedLayer:
         self._here = True
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        """What is to be held in place of the tensor, maybe itself."""
+        """What autograd should hold instead of the tensor; may be the tensor itself."""
         size, memory = tensor.untyped_storage().nbytes(), memory_of(tensor)
         if size < policy.OFFLOADED_BYTES or size > LARGEST_SHARE * tensor.nbytes or memory in self._stays:
             return tensor
@@ -123,7 +123,7 @@ class OffloadedLayer:
         return _Saved(self._new[key], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def give(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
-        """The tensor again."""
+        """The tensor for what autograd holds."""
         if isinstance(saved, torch.Tensor):
             return saved
         self.fetch()
@@ -149,8 +149,8 @@ class OffloadedLayer:
         self._copied = self._copy(pairs, 0)
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], direction: int) -> torch.cuda.Event | None:
-        """Copy into the first of each pair, on a GPU after what has been queued for it. What the copies are done
-        at."""
+        """Copy into the first of each pair; on a GPU, after the work queued so far. Returns an event after the copies,
+        on a GPU."""
         with torch.no_grad():
             if self._streams is None:
                 for target, source in pairs:
@@ -167,7 +167,7 @@ class OffloadedLayer:
             return done
 
     def release(self) -> None:
-        """Let go of what has been copied, on a GPU after that."""
+        """Free what has been copied; on a GPU, after the copies."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
         for each in self._alive():
@@ -175,7 +175,7 @@ class OffloadedLayer:
         self._here = False
 
     def fetch(self) -> None:
-        """Begin to bring it back, unless that has begun."""
+        """Begin to bring the activations back, unless that has begun."""
         if self._here:
             return
         self._here, pairs = True, []
@@ -190,7 +190,7 @@ class OffloadedLayer:
             self.host.give_back(host)
 
     def __del__(self) -> None:
-        # Backward has broken off before anything waited, and the memory that is copied to is free now.
+        # Backward has failed before anything waited, and the memory that is copied to becomes free now.
         if self._fetched is not None:
             torch.cuda.current_stream(self._device).wait_event(self._fetched)
 
@@ -199,17 +199,17 @@ class OffloadedLayer:
 
 
 class OffloadedPass:
-    """The layers of one virtual stage in one micro-batch's forward, some of whose activations go to the host."""
+    """The layers of one virtual stage in one micro-batch's forward, some of which are offloaded."""
 
     def __init__(self, layers: int, count: int, host: HostBlocks, stays: Collection[int]):
-        """`layers`: of the stage; `count`: how many go there; `host`: where they wait; `stays`: memory that is not
+        """`layers`: of the stage; `count`: how many are offloaded; `host`: memory for them; `stays`: memory that is not
         copied."""
         self._layers, self._count, self._host, self._stays = layers, count, host, set(stays)
         self._place = 0
         self._below: OffloadedLayer | None = None
-        """The nearest one that waits on the host."""
+        """The last offloaded layer."""
         self._before: OffloadedLayer | None = None
-        """That of the layer before, if it does."""
+        """The layer before, if it is offloaded."""
 
     def run(self, layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """layer(x) of the next layer."""
@@ -221,7 +221,7 @@ class OffloadedPass:
             with kept_through(offloaded.keep, offloaded.give):
                 y = layer(x)
             offloaded.leave()
-            # The one below is copied while all that lies between computes, so that the link is never idle.
+            # The layer below is copied back while everything in between computes, so that the link is never idle.
             wanted = [offloaded]
             if self._below is not None:
                 wanted.append(self._below)

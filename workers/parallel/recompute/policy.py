@@ -16,20 +16,20 @@ from workers.config import ParallelConfig
 from workers.parallel.pipeline.schedules.action import Action
 
 OFFLOADED_BYTES = 2**20
-"""Of what is kept for backward, what is smaller than this stays on the device: a copy of its own costs more."""
+"""Smallest tensor in bytes that is offloaded: for smaller ones a copy costs too much."""
 
 
 def waits_on_host(place: int, layers: int, count: int) -> bool:
-    """Whether the layer at `place` of a stage's `layers` is one of the `count` whose activations wait in host memory.
-    They are spread, so that each one's copies have the layers between to hide behind; the last layer, whose backward
-    comes first, is one only where all are."""
+    """Whether the layer at `place` of a stage's `layers` is one of the `count` offloaded ones. These are spread out, so
+    that copies overlap with the layers in between; the last layer, whose backward comes first, is offloaded only if all
+    are."""
     behind, count = layers - 1 - place, min(count, layers)
     return (behind + 1) * count // layers != behind * count // layers
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What of one micro-batch is dropped in forward and recomputed in backward; by default nothing."""
+    """What is dropped in forward and recomputed in backward for one micro-batch; by default nothing."""
 
     core_attention: bool = False
     """Softmax, dropout mask and dropped-out weights of every layer; with fused kernels their log-sums."""
@@ -38,7 +38,7 @@ class Recompute:
     mlp_activation: bool = False
     """Output of every layer's GELU."""
     every: int = 0
-    """k: every k-th layer is recomputed as a whole; 0: none is."""
+    """k: every k-th layer is recomputed as a whole; 0: none."""
 
     @classmethod
     def of(cls, layout: ParallelConfig) -> Recompute:
@@ -71,7 +71,7 @@ def recomputed(actions: list[Action], layout: ParallelConfig) -> frozenset[tuple
 
 
 def recomputed_pairs(actions: list[Action], room: int) -> frozenset[tuple[int, int]]:
-    """The same, where everything is kept of at most `room` pairs."""
+    """The same, with everything kept of at most `room` pairs."""
     kept: set[tuple[int, int]] = set()
     dropped: set[tuple[int, int]] = set()
     for action in actions:

@@ -1,11 +1,11 @@
 """The parallel products as operators that are opaque to torch.compile.
 
-A compiled block holds them by name: what they talk to is looked up when they run, by the address of their weight, so
-neither a change of groups nor another layer of the same shape needs a new compilation. Weight gradients leave through
-the side door (`Region.weight_gradients`), which the compiler need not know: what it sees of the backward operators is
-the input's gradient, and it never drops or repeats them.
+A compiled block contains them by name. They look up their layer when they run, by the address of its weight, so neither
+a change of groups nor another layer of the same shape needs a new compilation. Weight gradients are added elsewhere
+(`Region.weight_gradients`), as a side effect that the compiler need not know of: it sees that the backward operators
+return the input's gradient, and it never drops or repeats them.
 
-torch's registry of operators belongs to the process, so the table of places does too; an engine that compiles enters
+torch's registry of operators belongs to the process, so the table of layers does too; an engine that compiles enters
 its layers there, and they leave it with the engine.
 """
 
@@ -22,7 +22,7 @@ from workers.parallel.tensor.region import Region
 
 
 class Product(Protocol):
-    """A parallel layer: one weight, perhaps a bias, and where it talks."""
+    """A parallel layer: one weight, perhaps a bias, and its communication."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -33,7 +33,7 @@ _PLACES: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def enter(layer: Product) -> None:
-    """Let the operators find `layer` by its weight, which must not move any more."""
+    """Let the operators find `layer` by its weight, which must not be moved from then on."""
     _PLACES[layer.weight.data_ptr()] = layer
 
 
@@ -43,8 +43,8 @@ def _place_of(weight: torch.Tensor) -> Product:
 
 
 def _to_keep(place: Product, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """What products for weights are computed from. Where those are put off it is copied: once an operator has returned,
-    compiled code takes the memory of what it was given for something else."""
+    """Tensors that products for weights are computed from. If these are deferred they are copied: after an operator has
+    returned, compiled code reuses the memory of its inputs."""
     return [tensor.clone() if place.region.weight_gradients.keeping else tensor for tensor in tensors]
 
 

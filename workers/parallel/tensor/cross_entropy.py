@@ -1,10 +1,10 @@
-"""Cross-entropy over logits that are split along the vocabulary (arXiv:1909.08053, section 3): instead of the
-logits, three numbers a token cross the tensor group. On request with it comes the square of log Z, Z being a token's
-sum of exponentials, for the z-loss (arXiv:2204.02311, section 5), which needs nothing else to cross.
+"""Cross-entropy over logits that are split along the vocabulary (arXiv:1909.08053, section 3): instead of the logits,
+three numbers per token cross the tensor group. On request it also returns the square of log Z, with Z a token's sum of
+exponentials, for the z-loss (arXiv:2204.02311, section 5); this needs no further communication.
 
-The logits' memory is used again for their gradient, and 16-bit logits are widened to fp32 a block of rows at a time, or
-inside of compiled kernels, so there is never a second tensor of their size. Shapes: n tokens, v vocabulary padded to a
-multiple of the tensor-parallel size t.
+The logits' gradient reuses their memory, and 16-bit logits are converted to fp32 a block of rows at a time, or within
+compiled kernels, so there is never a second tensor of their size. Shapes: n tokens, v vocabulary padded to a multiple
+of the tensor-parallel size t.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import torch
 from workers.comm.comm import Comm
 
 BLOCK_ROWS = 256
-"""Rows of 16-bit logits that are widened at once, at least: on a CPU they stay in its caches."""
+"""Fewest rows of 16-bit logits that are converted at once: on a CPU they stay in its caches."""
 BLOCK_ELEMENTS = 2**24
-"""Of a block on a GPU, 64 MB in fp32: that a step is not thousands of small kernels."""
+"""Elements of a block on a GPU, 64 MB in fp32: otherwise a step would have thousands of small kernels."""
 
 
 @dataclass(frozen=True)
 class LossKernels:
-    """What is done with each 16-bit logit, in fp32: here an element costs what its memory does."""
+    """What is computed for each 16-bit logit in fp32; memory traffic dominates its cost."""
 
     sums: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """Of the exponentials of logits [n, v/t] less a number a row [n]: fp32 [n]."""
+    """Sums the exponentials of logits [n, v/t] minus a number per row [n]: fp32 [n]."""
     exponentials: Callable[[torch.Tensor, torch.Tensor], object]
-    """Turns the logits into them."""
+    """Replaces the logits by these exponentials."""
     scaled: Callable[[torch.Tensor, torch.Tensor], object]
-    """Multiplies each row of 16-bit numbers, in place, with a number of fp32, and rounds once."""
+    """Multiplies each row of 16-bit numbers, in place, by an fp32 number, and rounds once."""
 
 
 Kept = tuple[torch.Tensor | None, ...]
-"""What the logits' gradient is computed from: the logits' memory, and a few numbers a token."""
+"""What the logits' gradient is computed from: the logits' memory, and a few numbers per token."""
 
 
 def token_losses(
@@ -49,8 +49,8 @@ def token_losses(
     kernels: LossKernels,
     keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Kept]:
-    """Losses [n], log Z [n] for whom wants its squares, and where `keeps`, what `logits_gradient` needs. Overwrites the
-    logits; no gradients of autograd's."""
+    """Losses [n], log Z [n] for their squares, and with `keeps`, what `logits_gradient` needs. Overwrites the logits;
+    not differentiable by autograd."""
     columns = logits_nv.shape[1]
     start = comm.index("tensor") * columns
     real = max(0, min(columns, vocabulary_size - start))
@@ -73,7 +73,7 @@ def token_losses(
     if not keeps:
         return losses_n, log_z_n, ()
     factor_n = _unscaled_probabilities(logits_nv, largest_n, own_n, sums_2n[0], kernels)
-    # Kept apart: rounding p before 1 is taken from it would lose the small difference.
+    # Kept separate: rounding p before subtracting it from 1 would lose the small difference.
     error_n = target_n.exp() / sums_2n[0] - 1.0
     return losses_n, log_z_n, (logits_nv, local_n, mine_n, error_n, factor_n, ignored_n, log_z_n)
 
@@ -86,13 +86,13 @@ def logits_gradient(
     logits_nv, local_n, mine_n, error_n, factor_n, ignored_n, log_z_n = kept
     assert logits_nv is not None and local_n is not None and mine_n is not None
     assert error_n is not None and factor_n is not None and ignored_n is not None
-    grad_nv = logits_nv.detach()  # who keeps the gradient must not keep the graph that the logits came from
+    grad_nv = logits_nv.detach()  # whoever keeps the gradient must not keep the graph that the logits came from
     grad_n = grad_n.masked_fill(ignored_n, 0.0)
     every_n, target_n = grad_n, grad_n * error_n
     if log_z_n is not None and grad_square_n is not None:  # zero where there is no target
         of_square_n = 2.0 * log_z_n * grad_square_n
         every_n, target_n = grad_n + of_square_n, target_n + of_square_n * (error_n + 1.0)
-    # In fp32 and rounded once: the scale is the same for all tokens, and so would be its rounding to 16 bits.
+    # In fp32 and rounded once: the scale is the same for all tokens, and so would be its rounding error in 16 bits.
     scaled = kernels.scaled if grad_nv.dtype != factor_n.dtype else _scaled_rows
     scaled(grad_nv, every_n * factor_n)
     targets_n = target_n.unsqueeze(1).to(grad_nv.dtype)
@@ -131,8 +131,8 @@ def _sums_of_exponentials(
     real: int,
     kernels: LossKernels,
 ) -> torch.Tensor:
-    """This rank's part of each token's sum of exponentials, in units of the largest. Wide logits become this rank's
-    own softmax, by torch's fused kernel."""
+    """This rank's part of each token's sum of exponentials, relative to the largest. fp32 logits become this rank's own
+    softmax, by torch's fused kernel."""
     if logits_nv.dtype == largest_n.dtype:
         if real == 0:
             logits_nv.zero_()
@@ -150,8 +150,8 @@ def _unscaled_probabilities(
     sums_n: torch.Tensor,
     kernels: LossKernels,
 ) -> torch.Tensor:
-    """Turn 16-bit logits into what, times the factor [n] that is returned, are the probabilities; wide ones are that
-    already."""
+    """Turn 16-bit logits into values that, times the returned factor [n], are the probabilities; fp32 ones already are
+    that."""
     if logits_nv.dtype == largest_n.dtype:
         return own_n / sums_n
     kernels.exponentials(logits_nv, sums_n.log() + largest_n)
@@ -181,7 +181,7 @@ def _scaled_rows(grad_nv: torch.Tensor, factor_n: torch.Tensor) -> None:
 
 
 BY_BLOCKS = LossKernels(_sums_by_blocks, _exponentials_by_blocks, _scaled_rows)
-"""One torch operator after the other."""
+"""Kernels made of separate torch operators."""
 
 
 def _whole_sums(logits_nv: torch.Tensor, less_n: torch.Tensor) -> torch.Tensor:
@@ -198,8 +198,8 @@ def _whole_scaled(grad_nv: torch.Tensor, factor_n: torch.Tensor) -> None:
 
 @cache
 def compiled_kernels() -> LossKernels:
-    """Made by torch.compile: each logit is read once, and nothing is kept of it in between. Sums are rounded otherwise
-    than by blocks."""
+    """Kernels made by torch.compile: each logit is read once, and nothing is stored in between. Sums are rounded
+    differently from those by blocks."""
     return LossKernels(
         torch.compile(_whole_sums, dynamic=True),
         torch.compile(_whole_exponentials, dynamic=True),
@@ -229,6 +229,6 @@ def cross_entropy_and_log_z(
     comm: Comm,
     kernels: LossKernels = BY_BLOCKS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and the square of each token's log Z [n], the natural logarithm of its sum of exponentials; 0 where
-    there is no target. Both have gradients. Keeps one number a token more for backward."""
+    """The same, and the square of each token's log Z [n], the natural logarithm of its sum of exponentials; 0 if there
+    is no target. Both have gradients. Keeps one more number per token for backward."""
     return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, vocabulary_size, comm, True, kernels)

@@ -33,7 +33,7 @@ def _mix_integer(value: int) -> int:
 
 
 def derived_keys(keys: torch.Tensor, numbers: torch.Tensor | int) -> torch.Tensor:
-    """Keys of the things numbered `numbers` (a number, or int32) under those of `keys`; both are broadcast."""
+    """Keys of the things numbered `numbers` (a number, or int32), derived from `keys`; both are broadcast."""
     if isinstance(numbers, int):
         wrapped = (numbers * _STRIDE + 2**31) % 2**32 - 2**31
         return _mix(keys + wrapped)
@@ -48,8 +48,8 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 
 def kept(row_keys: torch.Tensor, columns: int, rate: float) -> torch.Tensor:
-    """Which elements dropout keeps: bool [*rows, columns] for row keys int32 [*rows]. A block at a time: the hash is
-    four times as wide as the mask, and stays in the cache."""
+    """Which elements dropout keeps: bool [*rows, columns] for row keys int32 [*rows]. Computed block by block: the hash
+    is four times as wide as the mask, and stays in the cache."""
     numbers = torch.arange(columns, dtype=torch.int32, device=row_keys.device)
     threshold = int(rate * 2**32) - 2**31
     keys_r1 = row_keys.reshape(-1, 1)
@@ -75,8 +75,8 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x_sbh: torch.Tensor, keys_b: torch.Tensor, rate: float, first_position: int) -> torch.Tensor:
-    """Dropout of [s or s/t, b, h] whose first row is at `first_position` of the sequence; `keys_b` are of the samples
-    and the place in the model."""
+    """Dropout of [s or s/t, b, h], whose first row is at `first_position` of the sequence; `keys_b` belong to the
+    samples and the place in the model."""
     positions = torch.arange(first_position, first_position + x_sbh.shape[0], dtype=torch.int32, device=x_sbh.device)
     mask = kept(derived_keys(keys_b, positions.unsqueeze(-1)), x_sbh.shape[-1], rate)
     return _Dropout.apply(x_sbh, mask, 1.0 / (1.0 - rate))

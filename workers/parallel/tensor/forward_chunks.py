@@ -24,11 +24,11 @@ from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.sequence_parallel import start_gather
 
 Rows = tuple[int, int]
-"""[first, end)."""
+"""[first, end) of rows."""
 
 
 def chunks_of(rows: int, count: int) -> list[Rows]:
-    """`count` chunks of as many rows each, or one more; fewer where there are fewer rows."""
+    """`count` chunks whose numbers of rows differ by at most one; fewer if there are fewer rows."""
     count = max(1, min(rows, count))
     return [(rows * number // count, rows * (number + 1) // count) for number in range(count)]
 
@@ -47,7 +47,7 @@ def column_forward_in_chunks(
         if number + 1 < len(chunks):
             ahead = _gathering(x, chunks[number + 1], region)
         for output, weight, bias in zip(outputs, weights, biases, strict=True):
-            # No name for its view, which would hold the chunk while the next but one is gathered.
+            # No name for its view, which would keep the chunk alive while the next but one is gathered.
             chunk_tno = _of_each_rank(output, rows, ranks)
             region.products.output_into(chunk_tno, gathered.view(ranks, -1, x.shape[-1]), weight, bias)
     return tuple(outputs)
@@ -65,17 +65,17 @@ def _of_each_rank(whole: torch.Tensor, rows: Rows, ranks: int) -> torch.Tensor:
 
 
 def row_sum_in_chunks(x: torch.Tensor, weight: torch.Tensor, region: Region) -> torch.Tensor:
-    """The sum over ranks of x W^T, [s, b, i/t] -> [s or s/t, b, o], each chunk summed while the next one's product
+    """The sum over ranks of x W^T, [s, b, i/t] -> [s or s/t, b, o]; each chunk is summed while the next one's product
     runs."""
     x, ranks = x.contiguous(), region.sequence_split
     total = x.new_empty((len(x) // ranks, *x.shape[1:-1], len(weight)))
     summing: Handle = DONE
     for rows in chunks_of(len(total), region.forward_chunks):
         chunk, width = total[slice(*rows)], len(weight)
-        # What stays whole is summed in its place.
+        # Without sequence parallelism the sum is in place.
         partial = x.new_empty((ranks * len(chunk), *chunk.shape[1:])) if region.sequence_parallel else chunk
         region.products.output_into(partial.view(ranks, -1, width), _of_each_rank(x, rows, ranks), weight)
-        summing.wait()  # over some backends there is only one at a time
+        summing.wait()  # some backends allow only one at a time
         if region.sequence_parallel:
             summing = region.comm.start_reduce_scatter("tensor", partial, chunk)[1]
         else:

@@ -1,9 +1,9 @@
-"""Linear layers whose products take 8-bit matrices and sum in fp32, on kernels that do twice as many a second as with
-16 bits. Weights, what is kept for backward and all that leaves a product stay as they are without: only what enters a
-product is cast, with a scale that is computed each time (dynamic scaling), so nothing has to be kept with the state.
+"""Linear layers whose products take 8-bit matrices and sum in fp32, on kernels with twice the rate of those for 16
+bits. Weights, tensors kept for backward and results of products have the same types as without: only the inputs of a
+product are cast, with a scale that is computed each time (dynamic scaling), so there is no additional state.
 
-Inputs and weights are e4m3. With one scale a matrix gradients are e5m2, since what the tokens of a batch have as
-gradients lies many powers of two apart; with one scale a row they are e4m3 too, since each row has its own range.
+Inputs and weights are e4m3. With one scale per matrix, gradients are e5m2, since those of a batch's tokens differ by
+many powers of two; with one scale per row they are e4m3 too, since each row has a range of its own.
 
 Shapes: n tokens, i input width, o output width of this rank's part of W [o, i].
 """
@@ -23,11 +23,11 @@ from workers.spec.fp8_rules import UNIT
 
 Kind = Literal["tensorwise", "rowwise"]
 LEAST_CAPABILITY = (8, 9)
-"""Of a GPU with 8-bit products."""
+"""Least compute capability of a GPU with 8-bit products."""
 
 
 class _Weight:
-    """A weight, and in 8 bits from its first use in a step to the next step."""
+    """A weight, and its 8-bit form from its first use in a step to the next step."""
 
     def __init__(self, weight: nn.Parameter):
         self.weight, self.is_trained = weight.detach(), weight.requires_grad
@@ -35,7 +35,7 @@ class _Weight:
 
 
 class Fp8Products(TorchProducts):
-    """8-bit products for the weights that were registered, torch's own for all others."""
+    """8-bit products for registered weights, torch's own for all others."""
 
     def __init__(self, kind: Kind, device: torch.device, compiled: bool = False):
         """`compiled`: whether casts are compiled. Raises ModelError for a GPU without 8-bit products."""
@@ -46,18 +46,19 @@ class Fp8Products(TorchProducts):
         casts = BY_ROW if by_row else BY_TENSOR
         self._casts = casts.compiled() if compiled else casts
         self._of_gradients = E4M3 if by_row else E5M2
-        # Kernels with a scale a row give 16 bits alone.
+        # Kernels with a scale per row only write 16 bits.
         self._wide = torch.bfloat16 if by_row else torch.float32
         self._weights: dict[int, _Weight] = {}
-        """By address."""
+        """Registered weights by address."""
         self._totals: set[int] = set()
-        """Addresses of their gradients' sums."""
+        """Addresses of the sums of their gradients."""
         self._gradients: list[tuple[torch.Tensor, Cast]] = []
-        """Those that have entered the last product for an input, with their columns, which enter that for a weight."""
+        """Gradients that the last product for an input has used, with their column casts for the product for a
+        weight."""
 
     def take(self, name: str, weight: nn.Parameter) -> None:
-        """Compute the products of `weight`, which must not move any more, in 8 bits. Raises ModelError for widths that
-        do not fit."""
+        """Compute the products of `weight` in 8 bits; it must not be moved from then on. Raises ModelError for
+        unsuitable widths."""
         outputs, inputs = weight.shape
         if outputs % UNIT or inputs % UNIT:
             raise ModelError(
@@ -69,7 +70,7 @@ class Fp8Products(TorchProducts):
             self._totals.add(weight.main_grad.data_ptr())  # type: ignore[attr-defined]
 
     def begin(self) -> None:
-        """Weights may be others than in the step before."""
+        """A step begins, possibly with other weights."""
         for each in self._weights.values():
             each.cast = None
 
@@ -80,7 +81,7 @@ class Fp8Products(TorchProducts):
     def outputs(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
-        """Their input is cast once."""
+        """The same of several layers with one input, which is cast once."""
         known = self._known(weights)
         if known is None:
             return tuple([super(Fp8Products, self).output(x, *each) for each in zip(weights, biases, strict=True)])
@@ -129,7 +130,8 @@ class Fp8Products(TorchProducts):
         inputs_ni: torch.Tensor,
         keeps: Sequence[bool],
     ) -> None:
-        """Their input is cast once. A kernel of 8 bits adds to nothing, so the sum comes after it."""
+        """The same of several layers with one input, which is cast once. 8-bit kernels cannot add to a matrix, so the
+        sum is a separate step."""
         if any(total_oi.data_ptr() not in self._totals for total_oi in totals_oi):
             for total_oi, grad_no, keep in zip(totals_oi, grads_no, keeps, strict=True):
                 super().add_weight_gradient(total_oi, grad_no, inputs_ni, keep)
@@ -144,7 +146,7 @@ class Fp8Products(TorchProducts):
                 product(left, right, self._wide, out=total_oi)
 
     def _columns_of(self, grad_no: torch.Tensor) -> Cast:
-        """Of a gradient whose rows have just been multiplied, or where products for weights are put off, again."""
+        """The column cast of a gradient; computed again if products for weights are deferred."""
         for number, (known_no, columns) in enumerate(self._gradients):
             if known_no is grad_no:
                 self._gradients.pop(number)
@@ -152,7 +154,7 @@ class Fp8Products(TorchProducts):
         return self._casts.columns(grad_no, self._of_gradients)
 
     def _known(self, weights: Sequence[torch.Tensor]) -> list[_Weight] | None:
-        """Those of layers with one input; None where they are not in 8 bits."""
+        """The registered weights of layers with one input; None if they are not in 8 bits."""
         known = [self._weights.get(weight.data_ptr()) for weight in weights]
         return [each for each in known if each is not None] if all(known) else None
 
@@ -169,10 +171,10 @@ def product(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """left right^T + b: [m, k] [n, k] -> [m, n], summed in fp32: fewer bits of sums in between, as a Hopper's tensor
-    cores offer, would win 2%."""
+    """left right^T + b: [m, k] [n, k] -> [m, n], summed in fp32. Hopper's tensor cores also offer sums with fewer bits,
+    which would gain 2%."""
     options: dict[str, Any] = {} if out is None else {"out": out}
-    # One scale a row stands in a column on the left and in a row on the right.
+    # Scales per row form a column on the left and a row on the right.
     inverse = right.inverse.view(1, -1) if right.inverse.dim() else right.inverse
     return torch._scaled_mm(
         left.values,
@@ -187,7 +189,7 @@ def product(
 
 
 def refuse_without_kernels(capability: tuple[int, int]) -> None:
-    """Raises ModelError for a GPU of this compute capability that has no 8-bit products."""
+    """Raises ModelError for a GPU with this compute capability if it has no 8-bit products."""
     if capability < LEAST_CAPABILITY:
         raise ModelError(
             f"train.fp8 needs a GPU of compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or above (Ada, "

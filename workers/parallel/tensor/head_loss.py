@@ -1,10 +1,11 @@
 """Output layer and cross-entropy of a few tokens at a time, so that the logits of a whole micro-batch are never in
-memory, nor their gradient. What is computed is what the layers do one after the other, and in a micro-batch of no more
-tokens than are taken at once it has the same bits.
+memory, nor their gradient. The computation is that of the two layers, with the same bits for a micro-batch with at most
+as many tokens as are processed at once.
 
 In training all of it runs in the backward pass, forward and gradients of a few tokens together: nothing is computed
-twice, nothing of the logits waits, and the weight's gradient is added where a schedule's backward adds what belongs to
-its micro-batch. A schedule that puts weights' products off does not put off this one, which would have to keep logits.
+twice, no logits are stored, and the weight's gradient is added at the point of the schedule where a backward adds the
+gradients of its micro-batch. Schedules that defer products for weights do not defer this one, which would have to keep
+logits.
 
 Shapes: s sequence, b micro-batch, h hidden, v vocabulary padded to a multiple of the tensor-parallel size t; n = s b
 tokens, m of them at once.
@@ -25,7 +26,7 @@ from workers.parallel.tensor.sequence_parallel import gather, start_sum
 
 @dataclass(frozen=True)
 class Losses:
-    """Of a micro-batch."""
+    """Losses of a micro-batch."""
 
     losses_n: torch.Tensor
     """Cross-entropy of each token, in nats; 0 without a target."""
@@ -37,16 +38,16 @@ class Losses:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What is wanted of the gradients of the sum of losses and z-loss."""
+    """Which gradients of the sum of losses and z-loss are computed."""
 
     scale: torch.Tensor
-    """Of the sum, a scalar in the precision of losses."""
+    """Gradient of the sum, a scalar in the precision of losses."""
     of_input: bool
-    """Whether that of the output layer's input is wanted; the weight's is where that is trained."""
+    """Whether the gradient of the output layer's input is computed; that of the weight is if it is trained."""
 
 
 class HeadLoss:
-    """The loss of one rank's end of the model."""
+    """The loss on one rank with the output layer."""
 
     def __init__(self, output: VocabularyParallelOutput, vocabulary_size: int, at_once: int, kernels: LossKernels):
         """`at_once`: tokens whose logits are in memory."""
@@ -55,7 +56,7 @@ class HeadLoss:
 
     @property
     def weight(self) -> nn.Parameter:
-        """[v/t, h] of the output layer."""
+        """Weight of the output layer, [v/t, h]."""
         return self.output.weight
 
     @torch.no_grad()
@@ -63,7 +64,7 @@ class HeadLoss:
         self, x: torch.Tensor, targets_n: torch.Tensor, z_weight: float = 0.0, gradients: Gradients | None = None
     ) -> Losses:
         """Losses of x [s or s/t, b, h], contiguous, with targets in the order of its tokens; with `z_weight`, squares
-        of log Z too. With `gradients` that of x as well, and the weight's is added where weight gradients go."""
+        of log Z too. With `gradients` also the gradient of x, and the weight's gradient is added to its sum."""
         region = self.region
         whole = gather(x, region)
         x_nh = whole.reshape(-1, whole.shape[-1])
@@ -78,7 +79,7 @@ class HeadLoss:
             if grad is not None:
                 grad.view(-1, grad.shape[-1])[tokens] = region.products.input_gradient([grad_mv], [self.weight])
                 if is_last:
-                    grad, reducing = start_sum(grad, region)  # overlaps the last product for the weight
+                    grad, reducing = start_sum(grad, region)  # overlaps with the last product for the weight
             if self.weight.requires_grad:
                 region.weight_gradients.add_product(self.weight, grad_mv, x_nh[tokens], is_last)
             del grad_mv  # before the next logits are computed
@@ -87,7 +88,7 @@ class HeadLoss:
         return Losses(results_2n[0], results_2n[1].square() if z_weight else None, grad)
 
     def _parts(self, count: int) -> Iterator[tuple[slice, bool]]:
-        """Tokens that are taken at once, and whether they are the last ones."""
+        """Slices of tokens that are processed at once, and whether each is the last."""
         for first in range(0, count, self.at_once):
             yield slice(first, first + self.at_once), first + self.at_once >= count
 
@@ -99,7 +100,7 @@ class HeadLoss:
         results_2m: torch.Tensor,
         gradients: Gradients | None,
     ) -> torch.Tensor | None:
-        """Losses, and log Z where it is wanted, into `results_2m`; the gradient of logits where one is."""
+        """Losses, and log Z if needed, into `results_2m`; returns the gradient of logits if one is computed."""
         logits_mv = self.region.products.output(x_mh, self.weight)
         losses_m, log_z_m, kept = token_losses(
             logits_mv,

@@ -1,9 +1,9 @@
-"""First values of parameters, as a function of (seed, layout-free name) alone, so that all layouts start equal, and no
-rank draws much more than what it holds.
+"""Initial values of parameters, as a function of (seed, layout-free name) only, so that all layouts start equal, and no
+rank draws much more than it holds.
 
-A parameter of up to WHOLE numbers is one draw, of which a rank takes its part. A larger one is cut into tiles of the
-whole parameter, each drawn from a seed of its own: a rank draws those in which something of its part lies, some beside
-each other.
+A parameter of up to WHOLE numbers is one draw, of which a rank takes its part. A larger one is divided into tiles of
+the whole parameter, each drawn from a seed of its own: a rank draws the tiles that overlap with its part, several at a
+time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from workers.parallel.data.flat import overlap
 from workers.parallel.tensor.shards import NamedShard
 
 WHOLE = 2**22
-"""Most numbers that are drawn as one."""
+"""Most numbers in one draw."""
 TILE = 2**20
-"""Numbers of a tile."""
+"""Numbers in a tile."""
 TILE_COLUMNS = 1024
 """Most columns of a tile: parts of a matrix that is split along its columns are rarely narrower."""
 
@@ -61,17 +61,17 @@ class Tile:
     rows: Bounds
     columns: Bounds
     mark: str = ""
-    """What tells its seed from that of the parameter's other tiles."""
+    """Distinguishes its seed from those of the parameter's other tiles."""
 
     def draw(self, seed: int, name: str, std: float) -> torch.Tensor:
-        """Its values, of parameter `name`, normal with deviation `std`."""
+        """Its values, of parameter `name`, normal with standard deviation `std`."""
         generator = torch.Generator().manual_seed(_name_seed(seed, name + self.mark))
         shape = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
         return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
 def _tiles(height: int, width: int, rows: Bounds, columns: Bounds) -> Iterator[Tile]:
-    """The tiles of a parameter of `height` x `width` in which something of `rows` and `columns` lies."""
+    """The tiles of a parameter of `height` x `width` that overlap with `rows` and `columns`."""
     if height * width <= WHOLE:
         yield Tile((0, height), (0, width))
         return
@@ -84,8 +84,8 @@ def _tiles(height: int, width: int, rows: Bounds, columns: Bounds) -> Iterator[T
 
 
 def _threads() -> int:
-    """How many tiles are drawn at a time, where other ranks of the machine draw theirs: machines with GPUs have eight
-    of them and more cores for each."""
+    """Number of tiles that are drawn at a time while other ranks of the machine draw theirs: machines with GPUs have
+    eight ranks, and more cores than that for each."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // 8))
 
 

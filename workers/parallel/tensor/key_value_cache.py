@@ -9,7 +9,7 @@ import torch
 
 
 class KeyValueCache:
-    """Those of all layers. `first` is the position of the first token that the model reads next."""
+    """Keys and values of all layers. `first` is the position of the next token to be read."""
 
     def __init__(self, length: int):
         """`length`: most tokens of a sequence."""
@@ -18,8 +18,8 @@ class KeyValueCache:
         self._values: dict[int, torch.Tensor] = {}
 
     def extended(self, layer: int, k_bsgd: torch.Tensor, v_bsgd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the keys and values of the tokens that are read now; returns those of all tokens up to the last of
-        them, [b, first + s, g, d]."""
+        """Keep the keys and values of the tokens that are read now; returns those of all tokens up to the last of them,
+        [b, first + s, g, d]."""
         batch, count, *rest = k_bsgd.shape
         if layer not in self._keys:
             self._keys[layer] = k_bsgd.new_empty(batch, self.length, *rest)
@@ -30,10 +30,10 @@ class KeyValueCache:
         return self._keys[layer][:, :end], self._values[layer][:, :end]
 
     def advance(self, count: int) -> None:
-        """So many tokens have been read by all layers."""
+        """All layers have read `count` tokens."""
         self.first += count
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these sequences alone."""
+        """Continue with only these sequences."""
         for stored in (self._keys, self._values):
             stored.update({layer: tensor[rows] for layer, tensor in stored.items()})

@@ -63,7 +63,7 @@ def both(
 
 
 class RowParallelLinear(ShardedModule):
-    """y = x W^T + b with W [out, in] split over its columns: [s, b, in/t] -> [s or s/t, b, out]. With a `gelu`, of
+    """y = x W^T + b with W [out, in] split over its columns: [s, b, in/t] -> [s or s/t, b, out]; with `gelu`, of
     gelu(x)."""
 
     def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float, gelu: Gelu | None = None):
@@ -106,7 +106,7 @@ class GatedRowParallelLinear(RowParallelLinear):
 
 
 class LayerNorm(ShardedModule):
-    """Layer norm over h, on whatever part of the sequence this rank holds."""
+    """Layer norm over h, on this rank's part of the sequence."""
 
     by_autograd = True
 
@@ -123,8 +123,8 @@ class LayerNorm(ShardedModule):
 
 
 def vocabulary_rows(vocabulary_size: int, tensor_size: int) -> int:
-    """Rows of the token embedding on each tensor rank; those of the last ones reach past the vocabulary where it is
-    padded."""
+    """Rows of the token embedding on each tensor rank; with padding, those of the last ranks extend past the
+    vocabulary."""
     return padded_rows(vocabulary_size, tensor_size) // tensor_size
 
 
@@ -140,7 +140,7 @@ class VocabularyParallelEmbedding(ShardedModule):
         self.weight = self.add_parameter("weight", (self.rows, hidden_size), shard)
 
     def forward(self, tokens_sb: torch.Tensor) -> torch.Tensor:
-        """Each rank looks up the tokens it holds; the others' rows are zero in its partial sum."""
+        """Each rank looks up the tokens that it holds; other rows are zero in its partial sum."""
         region = self.region
         if region.tensor_size == 1:
             return look_up(tokens_sb, self.weight, region)

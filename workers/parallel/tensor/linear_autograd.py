@@ -46,17 +46,17 @@ def column_backward(
     biases: Biases,
     region: Region,
 ) -> torch.Tensor:
-    """The gradient of x; those of weights and biases that are trained go to `region.weight_gradients`. x may be None
-    where no weight is.
+    """The gradient of x; the gradients of trained weights and biases go to `region.weight_gradients`. x may be None if
+    no weight is trained.
 
-    Under sequence parallelism the gathered input was not kept: it is gathered again while the input's gradient is
-    computed, whose reduction in turn runs while the weights' gradients are.
+    With sequence parallelism the gathered input was not kept: it is gathered again while the input's gradient is
+    computed, and the reduction of that gradient runs while the weights' gradients are computed.
     """
     store = region.weight_gradients
     if region.tensor_size == 1 and len(weights) == 1:
         return _backward_alone(grads[0], x, weights[0], biases[0], region)
     grads_no = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-    # The input of frozen weights is not needed. What is kept for later leaves the graph, which would keep more.
+    # The input of frozen weights is not needed. Deferred work must not refer to the graph, which would keep more.
     needed = x.detach() if x is not None and _trained(weights) else None
     gathered = None if store.keeping or needed is None else start_gather(needed, region)
     grad_x = region.products.input_gradient(grads_no, weights).view(*grads[0].shape[:-1], -1)
@@ -110,8 +110,8 @@ def row_backward(
     bias: nn.Parameter | None,
     region: Region,
 ) -> torch.Tensor:
-    """The gradient of the input, which `input_of` gives where the weight is trained (it may have to be computed again,
-    overlapping the gathering of the gradient); those of weight and bias, where trained, go to
+    """The gradient of the input. `input_of` returns the input if the weight is trained (it may have to be recomputed,
+    which overlaps with the gradient's gather). The gradients of weight and bias, if trained, go to
     `region.weight_gradients`."""
     store = region.weight_gradients
     if region.tensor_size == 1:
@@ -137,10 +137,10 @@ def row_backward(
 def _backward_alone(
     grad: torch.Tensor, x: torch.Tensor | None, weight: nn.Parameter, bias: nn.Parameter | None, region: Region
 ) -> torch.Tensor:
-    """The gradient of the input of a whole product, without communication. A product of matrices leaves the caches
-    without a trace of the interpreter, so as much as possible is done before the first one."""
+    """The gradient of the input of a product that is not split, without communication. A matrix product evicts the
+    interpreter from the caches, so as much as possible is done before the first one."""
     store, grad_no = region.weight_gradients, grad.reshape(-1, weight.shape[0])
-    # Apart from the graph, which would keep the pass's input as long as this waits for its turn.
+    # Detached from the graph, which would keep the pass's input as long as this is deferred.
     x_ni = x.detach().reshape(-1, weight.shape[1]) if x is not None and weight.requires_grad else None
     if bias is not None and bias.requires_grad:
         store.submit(lambda: store.add_sum(bias, grad_no))
@@ -151,7 +151,7 @@ def _backward_alone(
 
 
 # Autograd does not see the parameters of these products, which are hidden in tuples: it would only pass on that they
-# have no gradients. So there is a gradient only where x has one, and that it has in all layers.
+# have no gradients. So there is a gradient only if x requires one, which it does in all layers.
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -159,14 +159,14 @@ class _ColumnParallel(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, region: Region, again: Again | None, weights: Weights, biases: Biases
     ) -> tuple[torch.Tensor, ...]:
-        # Parameters stay attributes: within a recomputed layer, saved tensors come back as others.
+        # Parameters stay attributes: within a recomputed layer, saved tensors are restored as different objects.
         ctx.region, ctx.again, ctx.weights, ctx.biases = region, again, weights, biases
         ctx.save_for_backward(x if again is None and _trained(weights) else None)
         return column_forward(x, weights, biases, region)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        again, ctx.again = ctx.again, None  # it holds what is not needed any more
+        again, ctx.again = ctx.again, None  # it refers to memory that is not needed any more
         computes_again = again is not None and _trained(ctx.weights)
         x = in_backward(again, ctx.region.comm) if computes_again else ctx.saved_tensors[0]
         grad_x = column_backward(grads, x, ctx.weights, ctx.biases, ctx.region)

@@ -1,9 +1,9 @@
-"""The matrix products of a linear layer, behind one seam: other kernels (fp8, fused, of a library) take the place of
+"""The matrix products of a linear layer, behind one interface: other kernels (fp8, fused, of a library) replace
 `TorchProducts` by implementing `Products`, of which an engine has one (`Engine(..., products=...)`). Communication,
-autograd and when a gradient is computed are not theirs.
+autograd and the time at which a gradient is computed are not their concern.
 
-Shapes: n tokens, i input width, o output width of this rank's part of W [o, i]; where n is not written, inputs may
-have several leading dimensions.
+Shapes: n tokens, i input width, o output width of this rank's part of W [o, i]; if n is not mentioned, inputs may have
+several leading dimensions.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch.nn.functional as F
 Gelu = Literal["gelu", "gelu_tanh"]
 """Exact by erf, or approximated by tanh."""
 ADDS_WIDER = torch.__version__ >= "2.13"  # compared as a version
-"""Whether a product of 16-bit matrices can be added to an fp32 matrix as it leaves a GPU's tensor cores, without a
-matrix in between."""
+"""Whether a product of 16-bit matrices can be added to an fp32 matrix directly from a GPU's tensor cores, without an
+intermediate matrix."""
 APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
-"""As torch calls them."""
+"""Names of the kinds in torch."""
 
 
 class Products(Protocol):
     """What a linear layer computes, forward and backward."""
 
     def begin(self) -> None:
-        """A step or an evaluation begins, whose weights may be others than those of the one before. Within it they do
-        not change."""
+        """A step or an evaluation begins; its weights may differ from those of the last one, and do not change within
+        it."""
         ...
 
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,23 +44,23 @@ class Products(Protocol):
     def output_into(
         self, out_rno: torch.Tensor, x_rni: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        """x W^T + b, put into `out_rno`. Both are r blocks of rows, which may lie apart from each other in memory."""
+        """x W^T + b, written to `out_rno`. Both are r blocks of rows, which may not be contiguous with each other."""
         ...
 
     def output_added(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        """x W^T + b + residual [..., o], which is not changed."""
+        """x W^T + b + residual [..., o]; the residual is not changed."""
         ...
 
     def input_gradient(self, grads_no: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over layers that share their input of grad W: [n, i]."""
+        """The sum of grad W over layers with the same input: [n, i]."""
         ...
 
     def add_weight_gradient(
         self, total_oi: torch.Tensor, grads_no: torch.Tensor, inputs_ni: torch.Tensor, keep: bool
     ) -> None:
-        """Add grads^T inputs to `total_oi`, which may be wider than they are; without `keep`, put it there instead."""
+        """Add grads^T inputs to `total_oi`, which may have a wider type; without `keep`, overwrite it."""
         ...
 
     def add_weight_gradients(
@@ -78,21 +78,21 @@ class Products(Protocol):
         ...
 
     def gelu(self, x: torch.Tensor, kind: Gelu) -> torch.Tensor:
-        """GELU: the input of a product."""
+        """GELU, for the input of a product."""
         ...
 
     def gelu_gradient(self, grad: torch.Tensor, x: torch.Tensor, kind: Gelu) -> torch.Tensor:
-        """The gradient of GELU's input x from that of its output, whose memory may be used for it."""
+        """The gradient of GELU's input x from that of its output, whose memory may be reused."""
         ...
 
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) up, with silu(x) = x sigmoid(x): the input of a product."""
+        """silu(gate) up, with silu(x) = x sigmoid(x), for the input of a product."""
         ...
 
     def swiglu_gradients(
         self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of gate and up from that of their result, whose memory may be used for them."""
+        """The gradients of gate and up from that of their result, whose memory may be reused."""
         ...
 
 
@@ -103,7 +103,7 @@ class TorchProducts:
         self._ones: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Nothing is known of weights."""
+        """Nothing depends on the weights."""
 
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b."""
@@ -135,7 +135,7 @@ class TorchProducts:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
         """x W^T + b + residual."""
-        # The product is added to what is there: one pass over the result less.
+        # The product is added in place: one pass less over the result.
         y = (residual.clone() if bias is None else residual + bias).contiguous()
         y.view(-1, y.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
         return y
@@ -204,13 +204,13 @@ class TorchProducts:
     def swiglu_gradients(
         self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """That of up in the memory of `grad`."""
+        """The gradient of up is in the memory of `grad`."""
         grad_gate = grad * up
         torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         return grad_gate, grad.mul_(F.silu(gate))
 
 
 def _wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A product of 16-bit matrices, to be added in `dtype`: on a GPU it leaves the tensor cores like that, so no
-    rounding lies between it and the sum."""
+    """A product of 16-bit matrices, to be added in `dtype`: on a GPU it leaves the tensor cores in that type, so it is
+    not rounded before the sum."""
     return torch.mm(left, right, out_dtype=dtype) if left.is_cuda else left @ right

@@ -8,8 +8,7 @@ from workers.parallel.tensor.weight_gradients import WeightGradients
 
 
 class Region:
-    """A tensor-parallel region (arXiv:1909.08053, section 3): between its two ends every rank has a part of the width
-    of a layer."""
+    """A tensor-parallel region (arXiv:1909.08053, section 3): within it every rank has a part of a layer's width."""
 
     def __init__(self, comm: Comm, sequence_parallel: bool, products: Products, forward_chunks: int = 1):
         self.comm, self.sequence_parallel, self.products = comm, sequence_parallel, products
@@ -17,6 +16,6 @@ class Region:
         self.tensor_size = comm.size("tensor")
         """Ranks that share each layer (t)."""
         self.sequence_split = self.tensor_size if sequence_parallel else 1
-        """Ranks over which the sequence is split outside of the region."""
+        """Ranks that the sequence is split over outside of the region."""
         self.forward_chunks = forward_chunks if self.tensor_size > 1 else 1
-        """In how many chunks a forward product overlaps its communication (`forward_chunks.py`)."""
+        """Number of chunks in which a forward product overlaps with its communication (`forward_chunks.py`)."""

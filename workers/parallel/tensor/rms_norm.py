@@ -1,7 +1,8 @@
-"""RMS norm, x / sqrt(mean(x^2) + epsilon) times a weight (Zhang & Sennrich 2019, arXiv:1910.07467), of which backward
-keeps the input and one number a row.
+"""RMS norm, x / sqrt(mean(x^2) + epsilon) times a weight (Zhang & Sennrich 2019, arXiv:1910.07467). Backward keeps the
+input and one number per row.
 
-16-bit inputs are normed in fp32 and rounded before they are weighted, as Llama does. Shapes: n rows, h width.
+16-bit inputs are normalized in fp32 and rounded before they are multiplied by the weight, like Llama. Shapes: n rows, h
+width.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from workers.parallel.tensor.shards import ParameterShard, ShardedModule
 
 
 class RMSNorm(ShardedModule):
-    """Over the last dimension."""
+    """RMS norm over the last dimension."""
 
     by_autograd = True
 
     def __init__(self, size: int, epsilon: float, partial: bool = False):
-        """`partial`: each tensor rank norms heads of its own, so the weight's gradient is the sum over ranks."""
+        """`partial`: each tensor rank normalizes heads of its own, so the weight's gradient is the sum over ranks."""
         super().__init__()
         self.epsilon = epsilon
         shard = ParameterShard((size,), group="norm", constant=1.0, partial=partial)
@@ -58,5 +59,5 @@ def _inverse_root(x: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 
 def _normed(x: torch.Tensor, inverse_n1: torch.Tensor) -> torch.Tensor:
-    """In the precision of x, in memory of its own."""
+    """In the precision of x, as a new tensor."""
     return (x * inverse_n1).to(x.dtype)

@@ -23,18 +23,18 @@ from workers.parallel.tensor.region import Region
 
 
 def gather(x: torch.Tensor, region: Region) -> torch.Tensor:
-    """What enters a region: [s/t, b, h] -> [s, b, h]; without sequence parallelism x itself."""
+    """Gather the input of a region: [s/t, b, h] -> [s, b, h]; without sequence parallelism x itself."""
     return region.comm.all_gather("tensor", x.contiguous()) if region.sequence_parallel else x
 
 
 def start_gather(x: torch.Tensor, region: Region) -> tuple[torch.Tensor, Handle | None]:
-    """Begin to `gather`: (result, handle to wait for, None where it is there)."""
+    """Begin to `gather`: (result, handle to wait for, or None if it is there)."""
     return region.comm.start_all_gather("tensor", x.contiguous()) if region.sequence_parallel else (x, None)
 
 
 def start_sum(partial: torch.Tensor, region: Region) -> tuple[torch.Tensor, Handle | None]:
-    """Begin to sum the ranks' partial results, where they leave a region or their gradients enter it: [s, b, h] ->
-    [s/t, b, h] with sequence parallelism, else in place: (result, handle to wait for, None where it is there)."""
+    """Begin to sum the ranks' partial results, at the end of a region or, for gradients, at its beginning: [s, b, h] ->
+    [s/t, b, h] with sequence parallelism, otherwise in place: (result, handle to wait for, or None if it is there)."""
     if region.sequence_parallel:
         return region.comm.start_reduce_scatter("tensor", partial)
     return partial, region.comm.start_all_reduce("tensor", partial) if region.tensor_size > 1 else None
@@ -63,8 +63,8 @@ class _Leave(torch.autograd.Function):
 
 
 def leave(x: torch.Tensor, region: Region) -> torch.Tensor:
-    """Sum the ranks' partial results: [s, b, h] -> [s/t, b, h] with sequence parallelism, else [s, b, h]. The gradient
-    goes back to each."""
+    """Sum the ranks' partial results: [s, b, h] -> [s/t, b, h] with sequence parallelism, otherwise [s, b, h]. Backward
+    passes the gradient to each rank."""
     if region.tensor_size == 1:
         return x
     left: torch.Tensor = _Leave.apply(x, region)
@@ -72,13 +72,13 @@ def leave(x: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def first_position(region: Region, length: int) -> int:
-    """Place in the sequence of the first of the `length` rows that this rank holds outside of the regions."""
+    """Position in the sequence of the first of the `length` rows that this rank holds outside of the regions."""
     return region.comm.index("tensor") * length if region.sequence_parallel else 0
 
 
 def sum_replicated_gradients(gradients: Sequence[torch.Tensor], comm: Comm) -> None:
-    """Sum, in place, the gradients [n] of parameters of which every tensor rank holds all (norms, positions, biases of
-    row-parallel products) and has seen only its part of the sequence, or of the heads; in one message for all."""
+    """Sum, in place and in one message, the gradients [n] of parameters that every tensor rank holds as a whole (norms,
+    positions, biases of row-parallel products): each rank has seen only its part of the sequence, or of the heads."""
     if gradients:
         together = torch.cat(list(gradients))
         comm.all_reduce("tensor", together)

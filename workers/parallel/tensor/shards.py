@@ -17,32 +17,32 @@ class ParameterShard:
     shape: tuple[int, ...]
     """Full shape, without padding."""
     split_dim: int | None = None
-    """Dimension split over the tensor group; None: every tensor rank holds all of it."""
+    """Dimension split over the tensor group; None: every tensor rank holds the whole parameter."""
     start: int = 0
-    """First index of this rank's part along split_dim; the part's length is the local tensor's, which may reach
-    past the full shape where the vocabulary is padded."""
+    """First index of this rank's part along split_dim. The part's length is that of the local tensor, which may extend
+    past the full shape if the vocabulary is padded."""
     copies: int = 1
-    """Neighbouring tensor ranks that hold the same part (key-value heads fewer than tensor ranks)."""
+    """Number of neighbouring tensor ranks with the same part (if there are fewer key-value heads than tensor ranks)."""
     partial: bool = False
-    """Whether each tensor rank has only seen its own heads with it, all of which it holds: its gradient is the sum over
-    ranks, also where they see the same part of the sequence."""
+    """Whether every tensor rank holds the whole parameter but uses it for its own heads only: its gradient is the sum
+    over ranks, even if they see the same part of the sequence."""
     group: ParameterGroup = "linear"
-    """What kind of parameter it is, on which weight decay depends."""
+    """Kind of parameter, which weight decay depends on."""
     tied_across_stages: bool = False
-    """Whether another stage holds the same parameter, so that its gradient is the sum of both: the token embedding that
-    is tied to the output layer."""
+    """Whether another stage holds the same parameter, so that its gradient is the sum of both: the token embedding,
+    tied to the output layer."""
     shared_copy: bool = False
-    """Whether this is the last stage's copy of it; the first stage's is the original."""
+    """Whether this is the last stage's copy of a tied parameter; the original is the first stage's."""
     name: str | None = None
     """Layout-free name; None: the parameter's path in the model."""
     std: float | None = None
-    """Standard deviation of its normal initialisation; None: constant."""
+    """Standard deviation of its normal initialization; None: constant."""
     constant: float = 0.0
-    """Value of its constant initialisation."""
+    """Value of its constant initialization."""
 
     def rows_and_columns(self, local: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """[first, end) in both dimensions of the full shape of what a part of shape `local` holds, padding left out;
-        of a vector's only column all."""
+        """[first, end) of rows and columns, in the full shape, that a part of shape `local` holds, without padding; a
+        vector has one column."""
         full = (*self.shape, 1)[:2]
         bounds = []
         for dim, (size, length) in enumerate(zip(full, (*local, 1)[:2], strict=True)):
@@ -55,10 +55,10 @@ class ShardedModule(nn.Module):
     """A module that describes its own parameters: `shards` maps their local names."""
 
     by_autograd = False
-    """Whether autograd itself adds the gradients of its parameters. Those of the others go to WeightGradients, under
-    the zero-bubble schedules in the weights' pass (workers/parallel/tensor/weight_gradients.py)."""
+    """Whether autograd itself adds the gradients of its parameters. Otherwise they go to WeightGradients, under the
+    zero-bubble schedules in the weights' pass (workers/parallel/tensor/weight_gradients.py)."""
     never_put_off = False
-    """Whether they go there in the first half of backward under those schedules too."""
+    """Whether they go there in the first half of backward even under those schedules."""
 
     def __init__(self) -> None:
         super().__init__()

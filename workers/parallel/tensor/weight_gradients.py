@@ -1,8 +1,8 @@
-"""Where weight gradients go: added to the flat gradient buffer as they are computed, in its precision, either at once
-or, for the zero-bubble schedules, in a pass of their own (arXiv:2401.10241, section 2: B and W).
+"""Weight gradients are added to the flat gradient buffer as they are computed, in its precision, either at once or, for
+the zero-bubble schedules, in a pass of their own (arXiv:2401.10241, section 2: B and W).
 
-Autograd never sees them: a layer's backward hands over a function that computes them, which saves autograd's
-temporary copy, and lets the input's gradient be sent first.
+Autograd never sees them: a layer's backward passes on a function that computes them. This avoids autograd's temporary
+copy, and lets the input's gradient be sent first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WeightGradients:
         self._when_added: Callable[[nn.Parameter], None] | None = None
 
     def submit(self, task: Task) -> None:
-        """Run `task`, which adds weight gradients; now, or when the pass that it was kept for comes."""
+        """Run `task`, which adds weight gradients, now or in the pass that it is deferred to."""
         if self._kept is None:
             task()
         else:
@@ -35,12 +35,12 @@ class WeightGradients:
 
     @property
     def keeping(self) -> bool:
-        """Whether tasks are kept for later."""
+        """Whether tasks are deferred."""
         return self._kept is not None
 
     @contextmanager
     def kept(self) -> Iterator[list[Task]]:
-        """Within the block, tasks are kept in the list that it gives."""
+        """Within the block, tasks are deferred to the list that it yields."""
         tasks: list[Task] = []
         self._kept = tasks
         try:
@@ -61,8 +61,8 @@ class WeightGradients:
     def add_product(
         self, weight: nn.Parameter, grads_no: torch.Tensor, inputs_ni: torch.Tensor, is_last: bool = True
     ) -> None:
-        """Add grads^T inputs, [out, in], to the gradient of `weight`: n tokens, with `is_last` the last ones of the
-        micro-batch."""
+        """Add grads^T inputs, [out, in], to the gradient of `weight`: n tokens; `is_last`: they are the last ones of
+        the micro-batch."""
         self._products.add_weight_gradient(main_grad(weight), grads_no, inputs_ni, _take_up(weight))
         if is_last:
             self._added(weight)
@@ -100,28 +100,28 @@ class WeightGradients:
 
 
 def forget(parameters: Sequence[nn.Parameter]) -> None:
-    """Whatever the gradients of `parameters` hold, the first that is added takes its place: that saves clearing them,
-    and reading them once."""
+    """Discard the gradients of `parameters`: the first one that is added overwrites them, which saves clearing and
+    reading them."""
     for parameter in parameters:
         parameter.holds_gradient = False  # type: ignore[attr-defined]
 
 
 def clear_forgotten(parameters: Sequence[nn.Parameter]) -> None:
-    """Clear the gradients of those `parameters` to which nothing has been added since they were forgotten."""
+    """Clear the gradients of those `parameters` that nothing has been added to since they were discarded."""
     for parameter in parameters:
         if not _take_up(parameter):
             main_grad(parameter).zero_()
 
 
 def _take_up(parameter: nn.Parameter) -> bool:
-    """Whether the next gradient of `parameter` is added to what is there, instead of taking its place; from then on it
-    is."""
+    """Whether the next gradient of `parameter` is added to the buffer instead of overwriting it; from then on all are
+    added."""
     held: bool = parameter.holds_gradient  # type: ignore[attr-defined]
     parameter.holds_gradient = True  # type: ignore[attr-defined]
     return held
 
 
 def main_grad(parameter: nn.Parameter) -> torch.Tensor:
-    """The buffer in which `parameter`'s gradient is summed up (see workers/parallel/data/flat.py)."""
+    """The buffer in which `parameter`'s gradient is summed (see workers/parallel/data/flat.py)."""
     buffer: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return buffer

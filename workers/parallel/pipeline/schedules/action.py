@@ -26,7 +26,8 @@ Kind = Literal[
 
 
 class Action(NamedTuple):
-    """One thing a pipeline rank does for one micro-batch. A tuple, as searches of the planner make millions."""
+    """One thing that a pipeline rank does for one micro-batch. A tuple, because searches of the planner create
+    millions."""
 
     kind: Kind
     """What it does: compute, or pass activations (*_forward) or their gradients (*_backward) between ranks."""
@@ -38,9 +39,9 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=256)
 def of_all(kind: Kind, micro_batches: int, chunk: int = 0) -> tuple[Action, ...]:
-    """The same for each micro-batch in turn; all ranks of a schedule have these."""
+    """The same action for each micro-batch in turn; shared by all ranks of a schedule."""
     return tuple(Action(kind, index, chunk) for index in range(micro_batches))
 
 
 COMPUTE: frozenset[str] = frozenset({"forward", "backward", "backward_input", "backward_weight"})
-"""Kinds of action that compute; the others pass messages."""
+"""Kinds of actions that compute; the others pass messages."""

@@ -25,12 +25,12 @@ def check(
     *,
     training: bool = True,
 ) -> None:
-    """Raise ScheduleError unless `lists`, the actions of every rank, are one sound step.
+    """Raise ScheduleError unless `lists`, the actions of every rank, are one valid step.
 
-    Sound is: every rank takes every micro-batch through every of its chunks forward once and, where `training`,
-    backward once, whole or in halves; sends what the neighbours need and posts receives for what they send; all in
-    an order in which nothing is used before it is there; receives come in the order of their sends; and all ranks
-    come to their end when sends never block and computes wait for their messages.
+    A step is valid if every rank takes every micro-batch through each of its chunks forward once and, with `training`,
+    backward once, as a whole or in halves; sends what its neighbours need and posts receives for what they send; uses
+    nothing before it is there; receives messages in the order in which they are sent; and if all ranks finish, given
+    that sends never block and computes wait for their messages.
     """
     if len(lists) != stages:
         raise ScheduleError(f"there are actions for {len(lists)} ranks, not {stages}")
@@ -59,7 +59,7 @@ class _Pipeline:
                 self.behind[rank, chunk] = places[index + 1] if index < total - 1 else None
 
     def check_complete(self, rank: int, actions: list[Action]) -> None:
-        """Every action that must be there is there once, and no other."""
+        """Every required action is there exactly once, and there are no others."""
         counts = Counter(actions)
         for action, count in counts.items():
             if count > 1:
@@ -73,7 +73,7 @@ class _Pipeline:
             raise ScheduleError(f"rank {rank} has no reason for {_name(action)}")
 
     def _wanted(self, rank: int, chunk: int, micro_batch: int, counts: Counter[Action]) -> Iterator[Action]:
-        """Actions which `rank` owes one micro-batch on one chunk."""
+        """Actions that `rank` must do for one micro-batch on one chunk."""
         before = self._is_remote(rank, self.before[rank, chunk])
         behind = self._is_remote(rank, self.behind[rank, chunk])
         halves = Action("backward_input", micro_batch, chunk) in counts
@@ -96,7 +96,7 @@ class _Pipeline:
         return other is not None and other[0] != rank
 
     def check_order(self, rank: int, actions: list[Action]) -> None:
-        """On its own rank every action comes behind what it needs."""
+        """On its own rank every action comes after those that it depends on."""
         at = {action: index for index, action in enumerate(actions)}
         for index, action in enumerate(actions):
             for kind in _NEEDS[action.kind]:
@@ -128,7 +128,7 @@ class _Pipeline:
                     )
 
     def check_progress(self, lists: list[list[Action]]) -> None:
-        """All ranks come to their end: sends never block, computes wait for their input."""
+        """All ranks finish, given that sends never block and computes wait for their input."""
         reached = [0] * self.stages
         finished: set[tuple[str, tuple[int, int], int]] = set()
         moved = True
@@ -148,7 +148,7 @@ class _Pipeline:
             raise ScheduleError(f"deadlock: {'; '.join(stuck)}")
 
     def _act(self, rank: int, action: Action, finished: set[tuple[str, tuple[int, int], int]]) -> bool:
-        """Do `action` unless its input is not there. `finished`: way, where it leads to, micro-batch."""
+        """Do `action` unless its input is missing. `finished`: direction, destination, micro-batch."""
         here = (rank, action.chunk)
         if action.kind in ("forward", "backward", "backward_input"):
             way = "forward" if action.kind == "forward" else "backward"
@@ -177,7 +177,7 @@ _NEEDS: dict[Kind, tuple[Kind, ...]] = {
     "receive_forward": (),
     "receive_backward": (),
 }
-"""What comes before each kind of action, of the same micro-batch and chunk and where the rank has it."""
+"""For each kind of action, the kinds that come before it for the same micro-batch and chunk, if the rank has them."""
 
 
 def _name(action: Action) -> str:

@@ -13,7 +13,7 @@ _MESSAGES: dict[str, tuple[Kind, Kind, Kind]] = {
     "backward": ("send_backward", "receive_backward", "backward"),
     "backward_input": ("send_backward", "receive_backward", "backward_input"),
 }
-"""By the compute that makes the message: its send, its receive, the compute that needs it."""
+"""For each compute that produces a message: its send, its receive, and the compute that needs it."""
 
 
 def with_messages(passes: list[list[Action]], kind: str, virtual_stages: int) -> list[list[Action]]:

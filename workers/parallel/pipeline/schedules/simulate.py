@@ -19,13 +19,13 @@ class PassTimes:
 
     forward: float
     backward_input: float
-    """The half of the backward pass that makes the gradients of the activations."""
+    """The half of the backward pass that computes gradients of activations."""
     backward_weight: float
-    """The half that makes the gradients of the weights. A full backward pass takes both."""
+    """The half that computes gradients of weights. A full backward pass takes both."""
     communication: float = 0.0
-    """One message. It is as large, and takes as long, whatever the number of chunks (arXiv:2104.04473, 2.2.2)."""
+    """One message. Its size and time do not depend on the number of chunks (arXiv:2104.04473, 2.2.2)."""
     share: tuple[float, ...] | None = None
-    """Per virtual stage, how long its passes take relative to an even cut of the model; None: all are 1."""
+    """For each virtual stage, the time of its passes relative to an even division of the model; None: all are 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _seconds(times: PassTimes, part: float) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Where the chunk's inputs come from, and how long its passes take."""
+    """Where a chunk's inputs come from, and how long its passes take."""
 
     before: Place | None
     behind: Place | None
@@ -114,7 +114,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Rank:
-    """How far a rank has come."""
+    """Progress of a rank."""
 
     rank: int
     todo: list[Action]

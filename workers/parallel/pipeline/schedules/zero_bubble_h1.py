@@ -9,17 +9,17 @@ from workers.parallel.pipeline.schedules.one_forward_one_backward import one_for
 
 
 def zero_bubble_h1(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
-    """1F1B whose rank r does the weights' half r micro-batches later.
+    """1F1B in which rank r does the weights' half of backward r micro-batches later.
 
-    So gradients reach the ranks before sooner, the activations of 1F1B's first rank are the most any rank holds, and
-    the weights' halves put off fill what was 1F1B's bubble at the end.
+    Gradients therefore reach the preceding ranks sooner, no rank holds more activations than 1F1B's first rank, and the
+    deferred weights' halves fill what was 1F1B's bubble at the end.
     """
     return with_late_weights(one_forward_one_backward(rank, stages, virtual_stages, micro_batches), rank, micro_batches)
 
 
 def with_late_weights(actions: Iterable[Action], late: int, micro_batches: int) -> Iterator[Action]:
-    """`actions`, in which each backward pass is its inputs' half, and its weights' half follows `late` micro-batches
-    later."""
+    """`actions`, with each backward pass replaced by its inputs' half, and its weights' half following `late`
+    micro-batches later."""
     inputs, weights = of_all("backward_input", micro_batches), of_all("backward_weight", micro_batches)
     for action in actions:
         if action.kind == "forward":

@@ -14,9 +14,9 @@ from workers.parallel.pipeline.schedules.zero_bubble_h1 import with_late_weights
 
 
 def zero_bubble_h2(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
-    """1F1B with twice the warm-up, whose rank r does the weights' half 2 r micro-batches later.
+    """1F1B with twice the warm-up, in which rank r does the weights' half 2 r micro-batches later.
 
-    The warm-up's forwards fill what was the bubble at the start, the weights' halves put off the one at the end.
+    The warm-up's forwards fill the bubble at the start, the deferred weights' halves the one at the end.
     """
     forwards = [Action("forward", index) for index in range(micro_batches)]
     backwards = [Action("backward", index) for index in range(micro_batches)]

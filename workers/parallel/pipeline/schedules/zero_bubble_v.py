@@ -12,10 +12,10 @@ _HALVES: tuple[Kind, Kind, Kind] = ("forward", "backward_input", "backward_weigh
 
 
 def zero_bubble_v(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
-    """No bubble where forward and both halves of backward take equally long.
+    """No bubble if forward and both halves of backward take equally long.
 
     Chunk 0 runs from the first rank to the last, chunk 1 back. A rank holds at most 2 x `stages` chunk activations.
-    Made for the 2 x `stages` - 1 micro-batches that fill the pipeline or more; fewer leave out what is not there.
+    Designed for at least the 2 x `stages` - 1 micro-batches that fill the pipeline; with fewer, passes are left out.
     """
     left = {(kind, chunk): iter(of_all(kind, micro_batches, chunk)) for kind in _HALVES for chunk in range(2)}
     for each in _passes(rank, stages, max(micro_batches, 2 * stages - 1)):
@@ -30,7 +30,7 @@ def _passes(rank: int, stages: int, micro_batches: int) -> Iterator[tuple[Kind, 
     yield from [(forward, 0)] * (2 * behind - 1)
     yield from [(forward, 1), (forward, 0)] * rank
     yield from [(forward, 1), (backward, 1), (weight, 1)] * behind
-    # Steady: every pass of both chunks in turn, as long as there are micro-batches to go forward.
+    # Steady: every pass of both chunks in turn, as long as there are micro-batches left to go forward.
     steady: list[tuple[Kind, int]] = [
         (forward, 0),
         (backward, 0),
@@ -42,7 +42,7 @@ def _passes(rank: int, stages: int, micro_batches: int) -> Iterator[tuple[Kind, 
     new = micro_batches - (2 * stages - 1 - rank)
     yield from steady * new
     yield from steady[1:] * (micro_batches - stages - new)
-    # Cool-down: the weights' halves wait where that lets gradients leave earlier, and fill the end.
+    # Cool-down: the weights' halves are delayed if that lets gradients leave earlier, and fill the end.
     yield from [(backward, 0), (backward, 1)] * rank
     yield from [(backward, 0), (weight, 0)] * behind
     yield from [(weight, 1)] * rank
