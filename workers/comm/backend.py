@@ -36,7 +36,7 @@ class Transfer(Handle, Protocol):
 
 
 class Started:
-    """Communications under way that are waited for as one, and what remains to be done with what they bring."""
+    """Several communications that are waited for as one, and what remains to be done with their results."""
 
     def __init__(self, works: Iterable[Handle] = (), finish: Callable[[], object] | None = None):
         self._works, self._finish = works, finish
@@ -50,7 +50,7 @@ class Started:
 
 
 DONE = Started()
-"""A communication that needed none."""
+"""A communication that was not needed."""
 
 
 class Backend(Protocol):
@@ -62,11 +62,11 @@ class Backend(Protocol):
         ...
 
     def start_all_gather(self, axis: Axis, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        """Begin to bring every rank's `tensor`, in their order, into `out`."""
+        """Begin to gather every rank's `tensor`, in order of ranks, into `out`."""
         ...
 
     def start_reduce_scatter(self, axis: Axis, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        """Begin to bring this rank's part of the sum of every rank's `tensor` into `out`."""
+        """Begin to reduce-scatter: this rank's part of the sum of every rank's `tensor`, into `out`."""
         ...
 
     def start_all_to_all(self, axis: Axis, outgoing: Sequence[Tensors], incoming: Sequence[Tensors]) -> Handle:
@@ -82,13 +82,13 @@ class Backend(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Called by another thread: threads that wait here, now or later, get PeerLost; who waits for a device
-        continues, and learns it from `confirm`. On a CPU the peers notice at once."""
+        """Called by another thread: threads that wait here, now or later, get PeerLost; a thread that waits for a
+        device continues, and gets it from `confirm`. On a CPU the peers notice at once."""
         ...
 
     def confirm(self) -> None:
-        """Called where the host has waited for the device, before it believes what came: raises PeerLost where
-        communication was broken off, after which results on a device mean nothing."""
+        """Called after the host has waited for the device, before its results are used: raises PeerLost if
+        communication was aborted, after which results on the device are meaningless."""
         ...
 
     def close(self) -> None:

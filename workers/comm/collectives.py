@@ -11,7 +11,7 @@ import torch
 from workers.comm.backend import Started, Tensors
 from workers.comm.links import Links, Operation
 
-# Up to this size latency counts, not volume: one rank adds for all.
+# Up to this size latency matters, not volume: one rank adds for all.
 SMALL_BYTES = 32 * 1024
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -45,7 +45,7 @@ class Collectives:
         return self._links.receive(self._ranks[source], self._channel, tensor)
 
     def start_all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Started:
-        """Begin to bring every rank's `tensor`, one after the other, into `out`."""
+        """Begin to gather every rank's `tensor`, one after the other, into `out`."""
         parts = out.view(len(self._ranks), -1)
         works = [self._receive(parts[i], i) for i in self._others]
         works += [self._send(tensor, i) for i in self._others]
@@ -58,7 +58,7 @@ class Collectives:
 
     def start_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, combine: Combine = add) -> Started:
         """Begin to bring this rank's part of the sum of every rank's `tensor` into `out`, which may be that part of
-        `tensor` itself; else `tensor` must not change until the wait is over."""
+        `tensor` itself; otherwise `tensor` must not change until the wait is over."""
         parts = tensor.view(len(self._ranks), -1)
         received = parts.new_empty((len(self._others), parts.shape[1]))
         works = [self._receive(received[at], i) for at, i in enumerate(self._others)]
@@ -66,7 +66,7 @@ class Collectives:
 
         def finish() -> None:
             flat = out.view(-1)
-            # In the order of ranks: the same bits every time. The first one's memory, if it is ours, takes the sum:
+            # In the order of ranks, for the same bits every time. The sum is in the first one's memory if that is ours:
             # `out` may hold a part that is yet to be added.
             in_order = [*received[: self._index], parts[self._index], *received[self._index :]]
             total = flat.copy_(in_order[0]) if self._index == 0 else in_order[0]
@@ -88,8 +88,8 @@ class Collectives:
         return Started(works + [self._send(tensor, i) for i in self._others for tensor in outgoing[i]])
 
     def start_all_reduce(self, tensor: torch.Tensor, combine: Combine = add) -> Started:
-        """Begin to bring the sum of every rank's `tensor` into it, with the same bits on every rank. Nothing else may
-        be started along the axis before its wait: part of its messages are sent then."""
+        """Begin to sum every rank's `tensor` in place, with the same bits on every rank. Nothing else may be started
+        along the axis before its wait: part of its messages are sent then."""
         flat = tensor.view(-1)
         size = len(self._ranks)
         if size == 2:

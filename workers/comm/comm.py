@@ -53,22 +53,23 @@ class Comm:
         ports: PortRange | None = None,
         in_place: bool = False,
     ):
-        """`backend`: our links, through host memory where `device` is a GPU, which several ranks may then share; or
-        process groups of torch.distributed. Where none is named, the links on a CPU and process groups on a GPU.
-        `progress`: record of where this rank stands, for the agent that watches it; private where there is none;
-        `ports`: on which our links listen, None: any; `in_place`: whether the process is to survive the loss of a peer
-        over NCCL, which it does over everything else."""
+        """`backend`: our links, which use host memory if `device` is a GPU (several ranks may then share it), or
+        process groups of torch.distributed; by default links on a CPU and process groups on a GPU. `progress`: record
+        of this rank's position, for the agent that watches it; by default a private one. `ports`: for our links to
+        listen on, None: any. `in_place`: whether the process should survive the loss of a peer over NCCL, as it does
+        over everything else."""
         self.grid, self.rank, self.device, self._ports = grid, rank, device, ports
         self.generation = 0
         self._kind = backend or ("links" if device.type == "cpu" else "process_groups")
         self.progress = progress or Progress()
         self._trail = trail_for(device, self.progress) if self._kind == "process_groups" else None
         self.step = StepPhases(device, self.progress, trail=self._trail)
-        """What this rank does at every moment; `progress` follows it."""
+        """What this rank is doing at any moment; `progress` follows it."""
         self.trace_orders = TraceOrders()
-        """Traces that are wanted of the job, where this is rank 0."""
+        """Requested traces of the job, if this is rank 0."""
         self.shared_work = SharedWork()
-        """Of all ranks, for the thread that writes checkpoints: its messages must not mix with a step's."""
+        """Links between all ranks for the thread that writes checkpoints: its messages must not mix with those of a
+        step."""
         self._ranks = {axis: grid.group(axis, rank) for axis in (*AXES, "context")}
         self._sizes: dict[str, int] = {axis: len(ranks) for axis, ranks in self._ranks.items()}
         self._indices: dict[str, int] = {axis: ranks.index(rank) for axis, ranks in self._ranks.items()}
@@ -78,13 +79,13 @@ class Comm:
         self._over = -1
         self._last_to_rest = self._last_to_save = -1
         self.saving = False
-        """Whether this rank is writing a checkpoint, which it tells the others with the step's agreement."""
+        """Whether this rank is writing a checkpoint; the others learn it with the step's agreement."""
         self._cut_until = 0.0
         self._lock = threading.Lock()
 
     def connect(self, store: dist.Store, generation: int, store_host: str, secret: str) -> None:
-        """Meet the other ranks of `generation` through `store` on `store_host`. `secret`: what they know too and no one
-        else, see `Secret`; process groups do not ask for it. Raises PeerLost."""
+        """Connect to the other ranks of `generation` through `store` on `store_host`. `secret`: known to these ranks
+        only, see `Secret`; process groups do not use it. Raises PeerLost."""
         self.progress.belongs_to(generation)
         self.step.enter("connecting")
         self.generation = generation
@@ -101,8 +102,8 @@ class Comm:
         self.raise_if_over()
 
     def try_repair(self, store: dist.Store, generation: int) -> RepairSelfTest:
-        """Before `connect` to `generation`, with all its ranks: try whether its groups can be repaired in place. Where
-        they can't, the process is not to survive the loss of a peer."""
+        """Before `connect` to `generation`, with all its ranks: test whether its groups can be repaired in place. If
+        not, the process will not survive the loss of a peer."""
         self.progress.belongs_to(generation)
         self.step.enter("connecting")
         self.generation = generation
@@ -118,7 +119,7 @@ class Comm:
     def _new_groups(self) -> ProcessGroups:
         groups = ProcessGroups(self.grid, self.rank, self.device, self._regroup, self.progress)
         with self._lock:
-            self._backend = groups  # from here on it can be interrupted
+            self._backend = groups  # from now on it can be interrupted
         self.raise_if_over()
         return groups
 
@@ -138,8 +139,8 @@ class Comm:
                 self._interrupt()
 
     def ask_to_rest(self, generation: int) -> None:
-        """Called by another thread: the ranks of the generations up to this one are to leave them after a step, all
-        after the same. One rank that is asked tells the others with the step's agreement."""
+        """Called by another thread: the ranks of the generations up to this one are to leave them, all after the same
+        step. A rank that is asked informs the others with the step's agreement."""
         self._last_to_rest = max(self._last_to_rest, generation)
 
     @property
@@ -148,8 +149,8 @@ class Comm:
         return self.generation <= self._last_to_rest
 
     def ask_to_end(self, generation: int) -> None:
-        """Called by another thread: the ranks of the generations up to this one are to save their state and end after
-        a step, all after the same. One rank that is asked tells the others with the step's agreement."""
+        """Called by another thread: the ranks of the generations up to this one are to save their state and end, all
+        after the same step. A rank that is asked informs the others with the step's agreement."""
         self._last_to_save = max(self._last_to_save, generation)
 
     @property
@@ -159,14 +160,14 @@ class Comm:
 
     @property
     def trace_due(self) -> TraceOrder | None:
-        """The trace that this rank, the first, has all ranks begin with the next step; None where there is none."""
+        """The trace that all ranks are to begin with the next step, known to the first rank; None if there is none."""
         recorder = self.step.recorder
         if self.rank != 0 or not (recorder is None or recorder.in_last_step):
             return None
         return self.trace_orders.due(self.generation, self.progress.step + 1)
 
     def cut(self, seconds: float) -> None:
-        """As if the network had failed: all connections break, and none is made again for `seconds`."""
+        """Simulates a failed network: all connections break, and no new ones are made for `seconds`."""
         self._cut_until = time.monotonic() + seconds
         with self._lock:
             self._interrupt()
@@ -186,8 +187,7 @@ class Comm:
             raise PeerLost(f"generation {self.generation} is over")
 
     def settle(self) -> None:
-        """Wait until the device has done what was started: groups that are left may break off what no host waits
-        for."""
+        """Wait until the device has done all that was started: leaving groups may abort work that no host waits for."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -205,35 +205,35 @@ class Comm:
         self.shared_work = SharedWork()
 
     def forget(self) -> None:
-        """Let go, after `close`, of what was kept for a later generation: another object joins it."""
+        """After `close`, free what was kept for a later generation, because another object joins it."""
         self._regroup.forget()
 
     @property
     def own_seconds(self) -> float:
-        """Time of the step so far that this rank did not wait for others. Over process groups the host does not know:
-        on a GPU it is that of a step before, which the device has measured (`device_step_seconds`), on a CPU 0."""
+        """Time of the step so far in which this rank did not wait for others. Over process groups the host does not
+        know it: on a GPU it is that of an earlier step, measured by the device (`device_step_seconds`), on a CPU 0."""
         if self._kind == "links":
             return self.progress.own_seconds()
         return self.device_step_seconds[1] if self.device_step_seconds is not None else 0.0
 
     @property
     def step_seconds(self) -> float:
-        """Time of the step so far, of which `own_seconds` is a part: on a GPU of that step before."""
+        """Time of the step so far, of which `own_seconds` is a part; on a GPU, of the same earlier step."""
         return self.device_step_seconds[0] if self.device_step_seconds is not None else self.progress.seconds()
 
     @property
     def tells_idle_seconds(self) -> bool:
-        """Whether `idle_seconds` tells something: our links know when nothing moves."""
+        """Whether `idle_seconds` is known: only our links know when no data moves."""
         return self._kind == "links"
 
     def idle_seconds(self) -> float:
-        """Time that this rank has waited for others so far without anything that moved."""
+        """Time so far in which this rank has waited for others and no data moved."""
         return self.progress.idle_seconds
 
     @property
     def device_step_seconds(self) -> tuple[float, float] | None:
-        """Of the last step that was over on the GPU when this one began: its time, and what of it the GPU did not wait
-        for others; None where that is not known."""
+        """For the last step that was complete on the GPU when this one began: its time, and the part of it in which the
+        GPU did not wait for others; None if unknown."""
         return self._trail.step_seconds if self._trail is not None else None
 
     def size(self, axis: Axis) -> int:
@@ -257,7 +257,7 @@ class Comm:
         return self._timed(axis, work, "all_reduce", (tensor,))
 
     def all_gather(self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Concatenation of every rank's `tensor` along dimension 0, into `out` where it is given."""
+        """Concatenation of every rank's `tensor` along dimension 0, into `out` if given."""
         out, work = self.start_all_gather(axis, tensor, out)
         work.wait()
         return out
@@ -326,20 +326,20 @@ class Comm:
         return work
 
     def barrier(self) -> None:
-        """Wait until every rank of the generation is here."""
+        """Wait until every rank of the generation has called this."""
         here = torch.zeros(1, device=self.device)
         self.all_reduce("world", here)
         here.item()  # on a GPU only this makes the host wait
         self.confirm()
 
     def confirm(self) -> None:
-        """To be called where the host has waited for what a communication brought to the device, before it believes
-        it: raises PeerLost where communication was broken off meanwhile, after which that means nothing."""
+        """To be called after the host has waited for the result of a communication on the device, before it is used:
+        raises PeerLost if communication was aborted meanwhile, after which the result is meaningless."""
         if self._backend is not None:
             self._backend.confirm()
 
     def _entered(self, what: str) -> Backend:
-        """The backend, for one more of `what`, as the record counts them."""
+        """The backend; counts one more of `what` in the record."""
         if self._backend is None:
             raise PeerLost("this rank has not joined a generation, or has left it")
         self.progress.entered(what)
@@ -350,8 +350,8 @@ class Comm:
         return self._backend
 
     def _timed(self, axis: Axis, work: Handle, operation: str, tensors: Sequence[torch.Tensor]) -> Handle:
-        """`work`, an `operation` on `tensors`, whose wait counts as communication along `axis` where the step is
-        measured, and is a slice where it is traced."""
+        """`work`, an `operation` on `tensors`. Its wait counts as communication along `axis` if the step is measured,
+        and is a slice if it is traced."""
         if self._trail is not None:
             work = Marked(work, self._trail, axis, self.progress.count(axis))
         if self.step.parts.measuring:
@@ -374,7 +374,7 @@ class _Timed:
 
 
 class _TimedMessage:
-    """A message of the pipeline that is waited for: while nothing moves, the rank stands in the bubble."""
+    """A message of the pipeline that is waited for: while no data moves, the rank is in the bubble."""
 
     def __init__(self, work: Handle, step: StepPhases):
         self._work, self._step = work, step

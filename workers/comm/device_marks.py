@@ -22,15 +22,15 @@ def new_event() -> DeviceEvent:
 
 
 def trail_for(device: torch.device, progress: Progress) -> DeviceTrail | None:
-    """Follows `device` and tells `progress`; None where the host does not run ahead of it."""
+    """Follows `device` and updates `progress`; None if the host does not run ahead of the device."""
     return DeviceTrail(new_event, progress) if device.type == "cuda" else None
 
 
 class Marked(Generic[H]):
-    """A communication under way, whose wait is marked."""
+    """A communication whose wait is marked."""
 
     def __init__(self, work: H, trail: DeviceTrail, axis: Axis, number: int, peer: int = NOBODY, sending: bool = False):
-        """`number` and what follows: see `DeviceTrail.waits`."""
+        """`number` and the following: see `DeviceTrail.waits`."""
         self._work, self._trail, self._about = work, trail, (AXES.index(axis), number, peer, sending)
 
     def wait(self) -> None:

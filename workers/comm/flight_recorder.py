@@ -16,7 +16,7 @@ _NAMES = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def take_flight_record() -> FlightRecord | None:
-    """What is recorded of this process; None where nothing is, or in a format that is not known."""
+    """The flight record of this process; None if there is none, or its format is unknown."""
     for name in _NAMES:
         dump = getattr(_distributed_c10d, name, None)
         if dump is not None:

@@ -20,36 +20,36 @@ import torch.distributed as dist
 from workers.errors import PeerLost
 
 TURN = timedelta(seconds=0.05)
-_SHORT_TURN = timedelta(milliseconds=10)  # to torch, less than a millisecond is no time-out at all
+_SHORT_TURN = timedelta(milliseconds=10)  # torch takes less than a millisecond as no timeout at all
 END_SECONDS = 0.1
-"""How long what was broken off may take to end, before it counts as one that does not."""
+"""How long an aborted operation may take to end before it counts as one that does not end."""
 _NOT_YET = "Operation timed out"
 
 
 class GlooWaits:
-    """Those of one rank in one generation."""
+    """The waits of one rank in one generation."""
 
     def __init__(self, interrupted: Callable[[], bool]):
-        """`interrupted`: whether the communication was broken off."""
+        """`interrupted`: whether communication was aborted."""
         self._interrupted = interrupted
         self._collectives: set[dist.Work] = set()
         self._others: set[dist.Work] = set()
         self._waits: queue.SimpleQueue[_Wait | None] | None = None
 
     def begun(self, collective: dist.Work, heeds_time_outs: bool) -> None:
-        """It has; a thread of gloo's is in it until it ends. `heeds_time_outs`: see `by_thread`."""
+        """A collective has begun; a thread of gloo's is in it until it ends. `heeds_time_outs`: see `by_thread`."""
         (self._collectives if heeds_time_outs else self._others).add(collective)
 
     def in_turns(self, work: dist.Work) -> None:
         """Wait for a collective. Raises PeerLost, RuntimeError."""
         while not _ended_within(work, TURN):
             self._raise_if_interrupted()
-        work.wait()  # it may have ended right after its turn: what it ended with is raised now
+        work.wait()  # it may have ended just after its interval: its error is raised now
         self._collectives.discard(work)
 
     def by_thread(self, work: dist.Work) -> None:
-        """Wait for what takes no short time-out, in another thread: a send or a receive, where it would end all of the
-        group, and a reduce-scatter, which pays no heed to it. Raises PeerLost, RuntimeError."""
+        """Wait in another thread for an operation that supports no short timeout: a send or a receive, whose timeout
+        would end the whole group, and a reduce-scatter, which ignores it. Raises PeerLost, RuntimeError."""
         wait = self._begin_wait(work)
         while not wait.ended.wait(TURN.total_seconds()):
             self._raise_if_interrupted()
@@ -70,8 +70,8 @@ class GlooWaits:
             raise PeerLost("communication was broken off while this rank waited")
 
     def end(self) -> bool:
-        """After it was broken off: whether all collectives have ended, as far as is known. One that has not keeps a
-        thread of gloo's, and the memory that it uses, until its time-out."""
+        """After an abort: whether all collectives have ended, as far as known. One that has not keeps a thread of
+        gloo's, and the memory that it uses, until its timeout."""
         deadline = time.monotonic() + END_SECONDS
         waits = [self._begin_wait(work) for work in self._others]
         for work in self._collectives:
@@ -83,7 +83,7 @@ class GlooWaits:
 
 
 class _Wait:
-    """For one of those."""
+    """A wait by a thread."""
 
     def __init__(self, work: dist.Work):
         self.work = work
@@ -101,7 +101,7 @@ def _wait_for_each(waits: queue.SimpleQueue[_Wait | None]) -> None:
 
 
 def _ended_within(work: Any, time_out: timedelta) -> bool:
-    """Whether it has ended, after `time_out` at the latest. Raises what it ended with, if that is an error."""
+    """Whether it ends within `time_out`. Raises the error that it ended with, if any."""
     try:
         work.wait(time_out)
     except RuntimeError as error:
@@ -112,7 +112,7 @@ def _ended_within(work: Any, time_out: timedelta) -> bool:
 
 
 def _ended_by(work: Any, deadline: float) -> None:
-    """Return once `work` has ended, however, and at `deadline` at the latest."""
+    """Return once `work` has ended, with or without an error, but not later than `deadline`."""
     while not work.is_completed() and time.monotonic() < deadline:
         with contextlib.suppress(RuntimeError):
             work.wait(_SHORT_TURN)

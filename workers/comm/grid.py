@@ -9,7 +9,8 @@ from workers.config import ParallelConfig
 
 Axis = Literal["tensor", "pipeline", "data", "context", "embedding", "world"]
 AXES: tuple[Axis, ...] = ("tensor", "pipeline", "data", "embedding", "world")
-"""Axes along which ranks communicate, in the order of their channels' numbers; names of what they count, too."""
+"""Axes along which ranks communicate, in the order of their channel numbers; the names also say what their ranks differ
+in."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class RankGrid:
         self.tensor, self.pipeline = layout.tensor, layout.pipeline
         self.data, self.context = layout.data, layout.context
         self.world_size = layout.world_size
-        # Where the first and the last virtual stage live: under zb-v both on the first rank, see pipeline/stages.py.
+        # Ranks of the first and the last virtual stage: under zb-v both are the first rank, see pipeline/stages.py.
         self._ends = sorted({0, 0 if layout.schedule == "zb-v" else layout.pipeline - 1})
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -46,10 +47,10 @@ class RankGrid:
         return ((at.data * self.pipeline + at.pipeline) * self.context + at.context) * self.tensor + at.tensor
 
     def group(self, axis: Axis, rank: int) -> list[int]:
-        """Ranks that share every coordinate with `rank` but the one along `axis`, in order along it.
+        """Ranks that share every coordinate with `rank` except the one along `axis`, in order along it.
 
-        `embedding` holds the ranks of the first and of the last stage of the rank's pipeline, which both need the
-        token embedding when it is tied; for other ranks it is the rank alone. `world` is all ranks.
+        `embedding` is the ranks of the first and the last stage of the rank's pipeline, which both need the token
+        embedding if it is tied; for other ranks it is the rank alone. `world` is all ranks.
         """
         if axis == "world":
             return list(range(self.world_size))
@@ -68,13 +69,13 @@ class RankGrid:
 
 
 def state_peers(layout: ParallelConfig, rank: int) -> list[int]:
-    """The ranks whose whole state has the same bits as that of `rank`, itself among them, in order: those of its data
-    group, unless ZeRO has split the optimizer's state over it."""
+    """The ranks whose whole state has the same bits as that of `rank`, including itself, in order: its data group,
+    unless ZeRO splits the optimizer's state over it."""
     return [rank] if layout.zero else RankGrid(layout).group("data", rank)
 
 
 def state_groups(layout: ParallelConfig) -> list[list[int]]:
     """All ranks, in groups with the same state, ordered by their first rank."""
     ranks = layout.world_size
-    apart = ranks if layout.zero else ranks // layout.data  # ranks of a data group lie so far from each other
+    apart = ranks if layout.zero else ranks // layout.data  # distance between ranks of a data group
     return [list(range(first, ranks, apart)) for first in range(apart)]

@@ -15,12 +15,13 @@ import threading
 from datetime import timedelta
 
 ADDRESS = "127.93.17.2"
-"""Of this machine, and in no table of names, so that a name server is asked."""
+"""A name of this machine that is in no table of names, so that a name server is asked."""
 PATIENCE = timedelta(seconds=5)
 
 
 class _Resolver(ctypes.Structure):
-    """How the C library asks name servers, of each thread its own: the beginning of `struct __res_state` (resolv.h)."""
+    """Settings of the C library's resolver, of which each thread has its own: the beginning of `struct __res_state`
+    (resolv.h)."""
 
     _fields_ = (
         ("seconds", ctypes.c_int),
@@ -32,8 +33,8 @@ class _Resolver(ctypes.Structure):
 
 
 def ask_for_none() -> None:
-    """From now on TCPStore asks for no names in this process and in those that are forked from it."""
-    # A thread of its own: all others ask whom they have always asked.
+    """From now on TCPStore resolves no names in this process and in those forked from it."""
+    # A separate thread, so that all others keep their name servers.
     failing = threading.Thread(target=_fail_once, name="host names")
     failing.start()
     failing.join()
@@ -45,8 +46,8 @@ def _fail_once() -> None:
 
 
 def _ask_where_nobody_answers() -> None:
-    """Have this thread send its questions to a port that is closed. Where names come from elsewhere than glibc's
-    resolver (another C library, systemd's `resolve` in nsswitch.conf), it asks as before."""
+    """Make this thread send its requests to a closed port. If names come from something other than glibc's resolver
+    (another C library, systemd's `resolve` in nsswitch.conf), this has no effect."""
     library = ctypes.CDLL(None)
     try:
         initialize, state = library.__res_init, library.__res_state
@@ -64,12 +65,12 @@ def _ask_where_nobody_answers() -> None:
 
 
 def connect_once() -> None:
-    """Have a store connect to itself, which asks for a name."""
+    """Have a store connect to itself, which resolves a name."""
     from torch.distributed import TCPStore
 
     with socket.create_server((ADDRESS, 0)) as listener:
         port, descriptor = listener.getsockname()[1], listener.detach()
-    with contextlib.suppress(RuntimeError):  # not even this machine reaches itself there: it asks on
+    with contextlib.suppress(RuntimeError):  # this machine cannot even reach itself there: names are still resolved
         TCPStore(
             ADDRESS,
             port,

@@ -12,7 +12,7 @@ from workers.comm.grid import Axis
 
 
 class HostStaged:
-    """What `hosts` does, on copies in host memory."""
+    """Does what `hosts` does, on copies in host memory."""
 
     def __init__(self, hosts: Backend):
         self._hosts = hosts

@@ -29,7 +29,7 @@ from workers.system.open_files import make_room
 from workers.system.ports import PortRange
 
 _HEADER = struct.Struct("<QQ")  # channel, payload bytes
-_BUFFER_BYTES = 4 * 1024 * 1024  # asked of the kernel, which may grant less
+_BUFFER_BYTES = 4 * 1024 * 1024  # requested from the kernel, which may grant less
 
 
 class Operation:
@@ -50,11 +50,12 @@ class Operation:
         self.done = False
 
     def wait(self) -> None:
-        """Return once the tensor is received, or may be changed again. Raises PeerLost."""
+        """Return once the tensor is received, or, for a send, may be changed again. Raises PeerLost."""
         self._links.wait(self)
 
     def advance(self, count: int) -> None:
-        """Note that the next `count` bytes are through. Raises MantaError once the header is and was not due."""
+        """Note that the next `count` bytes are transferred. Raises MantaError when a header is complete that does not
+        match."""
         while self.buffers and count >= len(self.buffers[0]):
             count -= len(self.buffers.pop(0))
             if self.expected is not None and bytes(self.header) != self.expected:
@@ -79,7 +80,7 @@ class _Link:
         connection.setblocking(False)
 
     def push(self) -> None:
-        """Send what the kernel takes. Raises PeerLost."""
+        """Send as much as the kernel accepts. Raises PeerLost."""
         while self.sends:
             try:
                 count = self.connection.sendmsg(self.sends[0].buffers)
@@ -92,7 +93,7 @@ class _Link:
                 self.sends.popleft()
 
     def pull(self) -> None:
-        """Receive what has arrived for the receives that wait. Raises PeerLost."""
+        """Receive what has arrived for posted receives. Raises PeerLost."""
         while self.receives:
             try:
                 count = self.connection.recvmsg_into(self.receives[0].buffers)[0]
@@ -121,9 +122,9 @@ class Links:
         progress: Progress | None = None,
         ports: PortRange | None = None,
     ):
-        """Connect to `peers`, meeting them through `store` (already prefixed by generation). `secret`: what they know
-        too; `host`: this rank's address, where it listens on one of `ports`; `progress` learns for whom and how long it
-        waits. Raises PeerLost when a peer goes away meanwhile, and once `is_over()`; OpenFilesError."""
+        """Connect to `peers` through `store` (already prefixed by generation). `secret`: shared with them; `host`: this
+        rank's address, where it listens on one of `ports`; `progress` records which peer is waited for, and how long.
+        Raises PeerLost if a peer is lost meanwhile, and once `is_over()`; OpenFilesError."""
         self.rank = rank
         self._progress = progress or Progress()
         peers = set(peers) - {rank}
@@ -150,7 +151,7 @@ class Links:
         return operation
 
     def wait(self, operation: Operation) -> None:
-        """Move everything that can move until `operation` is done. Raises PeerLost."""
+        """Transfer everything possible until `operation` is done. Raises PeerLost."""
         if not operation.done:
             operation.link.push()
             operation.link.pull()

@@ -19,7 +19,7 @@ _PIPELINE_CHANNEL = AXES.index("pipeline")
 
 
 def linked_through_first(grid: RankGrid, rank: int) -> set[int]:
-    """Whom `rank` talks to where everything goes through rank 0."""
+    """The ranks that `rank` is linked to if everything goes through rank 0."""
     return set(range(grid.world_size)) if rank == 0 else {0}
 
 
@@ -37,8 +37,8 @@ class LinksBackend:
         progress: Progress,
         ports: PortRange | None = None,
     ):
-        """Connect. `secret`: what the other ranks know too; `host`: address of this rank, where it listens on one of
-        `ports`; `progress` learns for whom and how long it waits. Raises PeerLost."""
+        """Connect. `secret`: shared with the other ranks; `host`: address of this rank, where it listens on one of
+        `ports`; `progress` records which peer is waited for, and how long. Raises PeerLost."""
         ranks = {axis: grid.group(axis, rank) for axis in AXES}
         near = {peer for axis in AXES if axis != "world" for peer in ranks[axis]}
         # Sums over all ranks go through rank 0, so all ranks are linked to it.
@@ -72,7 +72,7 @@ class LinksBackend:
         self.links.interrupt()
 
     def confirm(self) -> None:
-        """Nothing: every wait has said so itself."""
+        """Nothing to do: every wait reports errors itself."""
 
     def close(self) -> None:
         self.links.close()

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from workers.errors import PeerLost
 
 _OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""A device's own: they stay what they are, whichever peer is gone."""
+"""Errors of a device, which keep their type, whatever happened to peers."""
 _OF_THE_STORE = (dist.DistNetworkError, dist.DistStoreError)
-"""The rendezvous store, or a rank that was waited for there, does not answer."""
+"""The rendezvous store does not answer, or a rank that was awaited there."""
 
 _LOST = re.compile(
     r"gloo/transport/|socket (unexpectedly )?closed|connection (closed|reset|refused|was likely closed|timed out)|"
@@ -28,20 +28,20 @@ _LOST = re.compile(
     r"collective operation timeout|ncclremoteerror|remote process exit|communicator was aborted",
     re.IGNORECASE,
 )
-"""How torch 2.11 to 2.14, its gloo, and NCCL 2.27 to 2.30 say it. What gloo's transport says, with the file in front of
-it, is always of a connection."""
+"""Messages of torch 2.11 to 2.14, its gloo, and NCCL 2.27 to 2.30. Messages of gloo's transport, which begin with a
+file name, are always about a connection."""
 _OWN = re.compile(
     r"ncclinvalidargument|ncclinvalidusage|ncclunhandledcudaerror|duplicate gpu|out of memory|enforce fail",
     re.IGNORECASE,
 )
-"""What is this rank's own although such words may stand next to it."""
+"""Messages about this rank itself, although such words may appear in them."""
 _ANY_REASON = re.compile(r"ncclsystemerror|ncclinternalerror", re.IGNORECASE)
-"""Sockets, memory, libraries: what it was stands in NCCL's last error."""
+"""Sockets, memory, libraries: NCCL's last error says which it was."""
 _LAST_ERROR = re.compile(r"last error:(.*)", re.IGNORECASE | re.DOTALL)
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether `error`, raised inside of torch.distributed, says that another rank, or the store, is gone or silent."""
+    """Whether `error`, raised by torch.distributed, means that another rank, or the store, is gone or silent."""
     if isinstance(error, _OF_THE_DEVICE):
         return False
     if isinstance(error, _OF_THE_STORE):
@@ -57,8 +57,8 @@ def is_lost_peer(error: RuntimeError) -> bool:
 
 @contextmanager
 def naming_lost_peers(interrupted: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Turn what means a lost peer into PeerLost. `interrupted`: whether another thread has broken this rank's
-    communication off, which then fails in whatever words; a device's own errors stay what they are even so."""
+    """Turn errors that mean a lost peer into PeerLost. `interrupted`: whether another thread has aborted this rank's
+    communication, which can then fail with any message; errors of a device keep their type even then."""
     try:
         yield
     except RuntimeError as error:
@@ -68,13 +68,13 @@ def naming_lost_peers(interrupted: Callable[[], bool] = lambda: False) -> Iterat
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says, without the stack that torch adds to it."""
+    """The message of `error`, without the stack that torch adds to it."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def in_short(error: BaseException) -> str:
-    """The same, of NCCL with what it calls its last error."""
+    """The same, for NCCL with its last error."""
     said = _LAST_ERROR.search(str(error))
     last = said.group(1).strip().splitlines() if said else []
     return f"{first_line(error)} ({last[0].strip()})" if last else first_line(error)

@@ -1,15 +1,15 @@
 """Rendezvous and mutual authentication of the ranks of one generation.
 
-Each rank listens on a port of its own, says where in the rendezvous store, and calls the ranks below it. Both ends of a
-call prove that they know the generation's secret, with numbers used once (nonces):
+Each rank listens on a port of its own, publishes its address in the rendezvous store, and connects to the ranks below
+it. Both ends of a connection prove that they know the generation's secret, with numbers used once (nonces):
 
     caller -> called    generation, its rank, a nonce
     called -> caller    a nonce, proof
     caller -> called    proof
 
-One loop carries on all calls at once, so that all of it takes a round trip. Anybody may write to the store and reach
-the port: what they say there is not believed, and they cannot make a rank wait. What is said later over a connection is
-neither hidden nor proved: who can change packets on their way is not kept out.
+One loop handles all connections at once, so that everything takes one round trip. Anyone may write to the store and
+reach the port: without proof nothing is trusted, and a rank cannot be made to wait. Later traffic on a connection is
+neither encrypted nor authenticated: an attacker who can change packets in transit is not kept out.
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ from workers.system.ports import PortRange, listen
 
 NONCE_BYTES = 32
 MOST_UNAUTHENTICATED = 64
-"""Callers at a time, beyond those that are awaited, of whom it is not known who they are."""
+"""Most unidentified callers at a time, in addition to those that are expected."""
 PATIENCE_SECONDS = 20.0
-"""How long one may take to say it."""
+"""Seconds that a caller may take to identify itself."""
 REACH_SECONDS = 20.0
-"""After which a port that does not take a call counts as closed: kernels take calls for processes that are busy."""
+"""Seconds after which a port that does not accept a connection counts as closed: kernels accept connections for busy
+processes."""
 DISBELIEF_SECONDS = 10.0
-"""How long a rank's address may be another process's words, before its reader gives up."""
+"""How long another process's words may be in the place of a rank's address before the reader gives up."""
 _HELLO = struct.Struct(f"<QQ{NONCE_BYTES}s")  # generation, rank, nonce
 _BACKLOG = 4096
-# How often a rank that waits to be connected looks whether its generation is over: nothing else can wake it there.
+# How often a rank that waits for connections checks whether its generation is over: nothing else can wake it there.
 _LOOK = timedelta(seconds=0.1)
 _SAY_AGAIN_SECONDS = 1.0
 
 
 class _HungUp(Exception):
-    """The other end has closed its connection, or says what it should not."""
+    """The other end has closed its connection, or violates the protocol."""
 
 
 class _Conversation:
-    """A connection on which two ranks, or a rank and a stranger, make sure of each other. Never blocks."""
+    """A connection on which two ranks, or a rank and a stranger, authenticate each other. Never blocks."""
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
@@ -77,7 +78,7 @@ class _Conversation:
         return heard
 
     def _say(self, words: bytes) -> None:
-        """Few enough for the kernel to take them at once. Raises _HungUp, BlockingIOError without a connection."""
+        """Sends few bytes, which the kernel accepts at once. Raises _HungUp, BlockingIOError without a connection."""
         try:
             count = self.connection.send(words)
         except BlockingIOError:
@@ -89,7 +90,7 @@ class _Conversation:
 
 
 class _Call(_Conversation):
-    """A call to rank `peer`, which is at `address`."""
+    """A connection to rank `peer`, which is at `address`."""
 
     def __init__(self, rank: int, peer: int, address: str, secret: Secret, here: str):
         """`here`: the caller's own address, for messages."""
@@ -102,7 +103,7 @@ class _Call(_Conversation):
         self._began = self.connection.connect_ex((host, int(port)))
 
     def greet(self) -> None:
-        """Begin to talk, unless the connection is not there yet. Raises PeerLost."""
+        """Send the greeting, unless the connection is not established yet. Raises PeerLost."""
         number = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._began
         if number not in (0, errno.EINPROGRESS):
             raise self.unreached(os.strerror(number))
@@ -111,11 +112,11 @@ class _Call(_Conversation):
             self.greeted = True
 
     def unreached(self, why: str) -> PeerLost:
-        """The error of a call that is not taken."""
+        """The error if the connection is not accepted."""
         return PeerLost(f"rank {self.peer} cannot be reached at {self._address} from {self._here}: {why}")
 
     def go_on(self) -> bool:
-        """Whether both have made sure of each other. Raises PeerLost."""
+        """Whether both ends are authenticated. Raises PeerLost."""
         return self._or_lost(self._go_on)
 
     def _go_on(self) -> bool:
@@ -136,7 +137,7 @@ class _Call(_Conversation):
 
 
 class _Caller(_Conversation):
-    """A process that has connected, and may be any."""
+    """A process that has connected, and may be any process."""
 
     def __init__(self, rank: int, connection: socket.socket, secret: Secret):
         super().__init__(connection)
@@ -191,18 +192,18 @@ class Meeting:
         self._awaited = {peer for peer in peers if peer > rank}
         self._address, self._say_again_at = "", 0.0
         self._calls: set[_Call] = set()
-        self._callers: dict[_Caller, None] = {}  # the longest here first
+        self._callers: dict[_Caller, None] = {}  # the oldest first
         self._met: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
 
     def connections(self) -> dict[int, socket.socket]:
-        """A connection to each peer, which does not block. Raises PeerLost when a peer goes away meanwhile, when its
-        address is never its own words, and once the generation is over."""
+        """A non-blocking connection to each peer. Raises PeerLost if a peer is lost meanwhile, if its address in the
+        store is never valid, and once the generation is over."""
         try:
             with self._selector, listen(self._host, self._ports, _BACKLOG) as listener:
                 self._address = f"{self._host}:{listener.getsockname()[1]}"
                 self._say_where()
-                # All addresses before the first call: who has called must not be kept waiting.
+                # All addresses are read before the first connection: ranks that connect here must not be kept waiting.
                 for peer, address in [(peer, self._address_of(peer)) for peer in self._below]:
                     self._call(peer, address)
                 listener.setblocking(False)
@@ -218,18 +219,18 @@ class Meeting:
         return self._met
 
     def _say_where(self) -> None:
-        """Say in the store where this rank listens: again and again, since others may write there too."""
+        """Publish in the store where this rank listens: repeatedly, since others may write there too."""
         proof = self._secret.proof("address", self._rank, self._address).decode()
         self._store.set(f"address/{self._rank}", f"{self._address} {proof}")
         self._say_again_at = time.monotonic() + _SAY_AGAIN_SECONDS
 
     def _keep_saying_where(self) -> None:
         if time.monotonic() >= self._say_again_at:
-            with contextlib.suppress(RuntimeError):  # a store that is gone is missed by those that still need it
+            with contextlib.suppress(RuntimeError):  # if the store is gone, those that still need it will notice
                 self._say_where()
 
     def _address_of(self, peer: int) -> str:
-        """Where `peer` says that it is. What others say in its place is waited out."""
+        """The address that `peer` has published. Anything that others have written in its place is waited out."""
         key, disbelieved = f"address/{peer}", 0.0
         while True:
             self._raise_if_over()
@@ -262,7 +263,7 @@ class Meeting:
                     self._accept(listener)
                 elif isinstance(key.data, _Call):
                     self._go_on_with_call(key.data)
-                elif key.data in self._callers:  # else it had to make room just now
+                elif key.data in self._callers:  # otherwise it was just closed to make room
                     self._go_on_with_caller(key.data)
             self._turn_away_the_slow()
             self._give_up_the_unreached()
@@ -279,7 +280,7 @@ class Meeting:
     def _call(self, peer: int, address: str) -> None:
         call = _Call(self._rank, peer, address, self._secret, self._host)
         self._calls.add(call)
-        call.greet()  # within a machine the connection is there at once
+        call.greet()  # on the same machine the connection is established at once
         self._selector.register(call.connection, selectors.EVENT_READ if call.greeted else selectors.EVENT_WRITE, call)
 
     def _go_on_with_call(self, call: _Call) -> None:
@@ -295,13 +296,13 @@ class Meeting:
     def _accept(self, listener: socket.socket) -> None:
         try:
             caller = _Caller(self._rank, listener.accept()[0], self._secret)
-        except OSError:  # it has hung up already
+        except OSError:  # it has closed the connection already
             return
         self._callers[caller] = None
         self._selector.register(caller.connection, selectors.EVENT_READ, caller)
         if len(self._callers) > len(self._awaited) + MOST_UNAUTHENTICATED:
             self._turn_away(next(iter(self._callers)))
-        self._go_on_with_caller(caller)  # it may have spoken already
+        self._go_on_with_caller(caller)  # its greeting may have arrived already
 
     def _go_on_with_caller(self, caller: _Caller) -> None:
         try:

@@ -22,11 +22,11 @@ from workers.errors import PeerLost
 from workers.liveness.progress import Progress
 from workers.liveness.record_layout import CONNECTING_CHANNEL
 
-# Messages towards later and towards earlier ranks of a pipeline: on GPUs each has its own communicator, so that two
-# neighbours that send to each other never wait for each other.
+# Messages towards later and towards earlier ranks of a pipeline: on GPUs each direction has its own communicator, so
+# that two neighbours that send to each other never wait for each other.
 _DIRECTIONS = ("pipeline_up", "pipeline_down")
 _LOOK = timedelta(seconds=0.5)
-"""How often who waits for others to come looks whether its generation is over."""
+"""How often a rank that waits for others to come checks whether its generation is over."""
 
 
 class _Work:
@@ -52,8 +52,8 @@ class ProcessGroups:
     def __init__(
         self, grid: RankGrid, rank: int, device: torch.device, regroup: Regroup, progress: Progress | None = None
     ):
-        """`regroup`: makes the groups; it stays, where `connect` to a later generation may follow. `progress` learns
-        who is waited for before that."""
+        """`regroup`: makes the groups; it is kept if `connect` to a later generation may follow. `progress` records
+        which rank is waited for before that."""
         self._grid, self._rank, self._device, self._regroup = grid, rank, device, regroup
         self._progress = progress or Progress()
         self._ranks: dict[Axis, list[int]] = {axis: grid.group(axis, rank) for axis in AXES}
@@ -72,7 +72,8 @@ class ProcessGroups:
         self.confirm()
 
     def _wait_for_all(self, store: dist.Store) -> None:
-        """Return once all ranks are here: from then on, who does not answer is dead, and is not waited for longer."""
+        """Return once all ranks are here: from then on, a rank that does not answer is dead, and is not waited for any
+        longer."""
         missing, last = 0, self._grid.world_size - 1
         store.set(f"here/{self._rank}", "")
         if store.add("here", 1) > last:
@@ -88,16 +89,16 @@ class ProcessGroups:
                 self._progress.waits_for(missing, CONNECTING_CHANNEL, sending=False)
 
     def _members(self) -> dict[str, list[int]]:
-        # A group's name counts the groups that its members have made before, so all must have made as many: the
-        # embedding's, which ranks between the ends do not have, comes last.
+        # A group's name counts the groups that its members have made before, so all members must have made the same
+        # number: the embedding's group, which ranks between the ends do not have, comes last.
         named: list[tuple[str, Axis]] = [("tensor", "tensor"), ("data", "data")]
         named += [(direction, "pipeline") for direction in _DIRECTIONS]
         named.append(("embedding", "embedding"))
         return {name: self._ranks[axis] for name, axis in named if len(self._ranks[axis]) > 1}
 
     def _open_channels(self) -> None:
-        """Use every NCCL communicator once, in one order on all ranks: each is made at its first use, in which its
-        members' hosts wait for each other, and a step has no place for that."""
+        """Use every NCCL communicator once, in one order on all ranks: each is created at its first use, in which its
+        members' hosts wait for each other, which must not happen within a step."""
         probe = torch.zeros(1, device=self._device)
         axes: tuple[Axis, ...] = ("world", "tensor", "data", "embedding")
         for axis in axes:
@@ -157,7 +158,7 @@ class ProcessGroups:
             return _Work(self, dist.irecv(tensor, self._ranks["pipeline"][stage], group=group), False, tensor)
 
     def wait(self, work: dist.Work, heeds_time_outs: bool) -> None:
-        """Return once `work` is done, over NCCL once it is queued. Raises PeerLost."""
+        """Return once `work` is done, or over NCCL once it is queued. Raises PeerLost."""
         with naming_lost_peers(self._interrupted):
             if self._gloo_waits is None:
                 work.wait()

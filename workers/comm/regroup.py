@@ -37,50 +37,50 @@ from workers.settings import nccl_is_the_second
 from workers.system.connections import Connection, break_connections, open_connections
 
 MEETING_TIMEOUT = timedelta(seconds=20)
-"""All members are there when a group is made, so who does not answer then is dead or stopped."""
+"""Seconds: when groups are made all members are there, so one that does not answer is dead or stopped."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""A dead peer is noticed through its process long before this; it only bounds a wait that nothing supervises."""
+"""A dead peer is noticed through its process long before this; it only limits waits that nothing supervises."""
 _REPORTED_ONLY = "0"
 _RECORDED_OPERATIONS = "8000"
-"""Of NCCL's flight recorder, unless the environment says how many: a step of a large model has 2,000, which is torch's
-own number. Measured over gloo with torch 2.13: 10 MB."""
+"""Entries of NCCL's flight recorder, unless the environment says how many: a step of a large model has 2,000, which is
+torch's own number. Measured over gloo with torch 2.13: 10 MB."""
 _END_SECONDS = 0.5
 
 Members = Mapping[str, Sequence[int]]
-"""By name of a group: global ranks, in order. All members of a group have the groups that they share in one order."""
+"""Global ranks of each group, in order, by its name. All members have the groups that they share in the same order."""
 Groups = dict[str, dist.ProcessGroup]
 
 
 class Breaking(Protocol):
-    """How communication over one kind of groups is broken off."""
+    """How communication over one kind of groups is aborted."""
 
     def begin(self) -> None:
-        """Groups are about to be made."""
+        """Groups are about to be created."""
         ...
 
     def made(self) -> None:
-        """They are."""
+        """They have been created."""
         ...
 
     def options(self) -> Any:
-        """What torch takes as `pg_options` of such a group."""
+        """The value for torch's `pg_options` of such a group."""
         ...
 
     def break_off(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
-        """Called by any thread: free the threads that wait in one of `groups`, or is about to make them. `store`:
-        through which they are being made; None once they are."""
+        """Called by any thread: release the threads that wait in one of `groups`, or are creating them. `store`: the
+        one through which they are being created; None once they are."""
         ...
 
     def drain(self) -> None:
-        """Return once nothing of them runs any more. Raises DeviceLost."""
+        """Return once none of their work is running any more. Raises DeviceLost."""
         ...
 
 
 class GlooBreaking:
-    """Gloo knows no abort. But an error on a connection ends the waits on it, here and at its other end, as a peer's
-    death would: so all connections that were opened for the groups are shut. The destruction of groups, which waits for
-    gloo's own threads, takes milliseconds then, and otherwise as long as the longest wait. Of waits that continue all
-    the same: `gloo_waits.py`."""
+    """Gloo has no abort. But an error on a connection ends the waits on it, here and at its other end, as a peer's
+    death would: so all connections that were opened for the groups are shut down. Destroying groups, which waits for
+    gloo's own threads, then takes milliseconds, instead of as long as the longest wait. For waits that continue
+    nevertheless see `gloo_waits.py`."""
 
     def __init__(self) -> None:
         self._before: set[Connection] = set()
@@ -90,7 +90,7 @@ class GlooBreaking:
         self._before, self._own = open_connections(), None
 
     def made(self) -> None:
-        """No more are opened: later ones belong to others."""
+        """From now on connections that are opened belong to others."""
         self._own = open_connections() - self._before
 
     def options(self) -> Any:
@@ -108,12 +108,12 @@ class GlooBreaking:
         break_connections(wanted)
 
     def drain(self) -> None:
-        """Nothing: waits have ended by an error."""
+        """Nothing to do: waits have ended with an error."""
 
 
 class NcclBreaking:
-    """NCCL aborts communicators: their kernels end, and what they have written means nothing. Where `wanted` is not
-    set, it stays with torch's own way, which is that its watchdog ends the process."""
+    """NCCL aborts communicators: their kernels end, and their results are meaningless. Without `wanted`, torch's
+    default applies, in which its watchdog ends the process."""
 
     def __init__(self, device: torch.device, wanted: bool):
         self._device, self._wanted = device, wanted
@@ -126,13 +126,14 @@ class NcclBreaking:
             os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
 
     def made(self) -> None:
-        """Nothing: communicators are known by their groups."""
+        """Nothing to do: communicators are found through their groups."""
 
     def options(self) -> Any:
-        # High priority: a product that was started before must not keep all processors from a message that others wait
-        # for. And torch takes such streams from another pool than those of copies (`workers/snapshot/state_copy.py`).
+        # High priority: a product that was started before must not keep all multiprocessors from a message that others
+        # wait for. Also, torch takes such streams from another pool than those of copies
+        # (`workers/snapshot/state_copy.py`).
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = MEETING_TIMEOUT  # torch warns where it is not what `timeout` says
+        options._timeout = MEETING_TIMEOUT  # torch warns if it differs from `timeout`
         if self._wanted:
             options.config.blocking = 0
         return options
@@ -140,9 +141,9 @@ class NcclBreaking:
     def break_off(self, groups: Sequence[dist.ProcessGroup], store: dist.Store | None) -> None:
         if not self._wanted or not groups:
             return
-        # Together: of two communicators that wait for each other, one alone would not come to its end.
+        # Together: if two communicators wait for each other, aborting one alone would not finish.
         first: Any = groups[0]._get_backend(self._device)
-        together = isinstance(first, dist.ProcessGroupNCCL)  # torch's second NCCL backend knows no such bracket
+        together = isinstance(first, dist.ProcessGroupNCCL)  # torch's second NCCL backend has no such bracket
         if together:
             first._group_start()
         for group in reversed(groups):
@@ -153,39 +154,39 @@ class NcclBreaking:
     def drain(self) -> None:
         try:
             torch.cuda.synchronize(self._device)
-        except RuntimeError as error:  # an error of the device that it does not forget
+        except RuntimeError as error:  # a sticky error of the device
             raise DeviceLost(
                 f"the GPU answers with an error after communication was broken off: {str(error).splitlines()[0]}"
             ) from error
 
 
 class Regroup(Protocol):
-    """Makes the groups of one generation after the other."""
+    """Creates the groups of one generation after the other."""
 
     way: str
-    """In a word, for people."""
+    """One word for people."""
 
     def make(self, store: dist.Store, rank: int, world: int, members: Members) -> Groups:
-        """The group of all `world` ranks as "world", and `members`; all their ranks are here. Raises RuntimeError."""
+        """The group of all `world` ranks, as "world", and `members`; all their ranks are here. Raises RuntimeError."""
         ...
 
     def break_off(self) -> None:
-        """Called by any thread: a thread that waits in a group, or makes them, gets an error; a device's kernels
+        """Called by any thread: a thread that waits in a group, or creates groups, gets an error; kernels on a device
         end."""
         ...
 
     def leave(self, all_ended: bool = True) -> None:
-        """After `break_off`: have nothing of the groups run any more; `make` may follow. `all_ended`: whether what was
-        broken off has; what has not, is left to itself. Raises DeviceLost."""
+        """After `break_off`: make sure that none of the groups' work is running; `make` may follow. `all_ended`:
+        whether all aborted work has ended; the rest is abandoned. Raises DeviceLost."""
         ...
 
     def forget(self) -> None:
-        """After `leave`: no `make` follows."""
+        """After `leave`, if no `make` follows."""
         ...
 
 
 class NewGroups:
-    """Other groups in every generation."""
+    """New groups in every generation."""
 
     way = "abort and new groups"
 
@@ -197,7 +198,7 @@ class NewGroups:
     def make(self, store: dist.Store, rank: int, world: int, members: Members) -> Groups:
         self._store = store
         self._breaking.begin()
-        distributed_c10d._world.group_count = 0  # it goes into keys, and counts also what was broken off while made
+        distributed_c10d._world.group_count = 0  # it is part of keys, and includes groups whose creation was aborted
         dist.init_process_group(
             self._kind,
             store=store,
@@ -232,14 +233,15 @@ class NewGroups:
         self._breaking.drain()
 
     def forget(self) -> None:
-        """Nothing is left."""
+        """Nothing to do."""
 
 
 class LastingGroups:
-    """The same groups in every generation, whose members are reconfigured: torch 2.14 and later.
+    """The same groups in every generation, with their members reconfigured: torch 2.14 and later.
 
-    A group continues meeting through the store that it began with, so the groups are others where that is another, and
-    where anything goes wrong while they are made."""
+    A group keeps using the store that it began with, so new groups are created if the store changes, and if anything
+    goes wrong during creation.
+    """
 
     way = "reconfigure"
 
@@ -272,7 +274,7 @@ class LastingGroups:
         return dict(self._groups)
 
     def _empty(self, name: str, store: dist.Store, rank: int, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A group that knows no peers yet."""
+        """A group without any peers yet."""
         options: dict[str, Any] = {"enable_reconfigure": True}
         if name == "world":
             options |= {"pg_options": self._breaking.options(), "timeout": MEETING_TIMEOUT}
@@ -280,7 +282,7 @@ class LastingGroups:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         options |= {"backend_options": self._breaking.options(), "timeout": MEETING_TIMEOUT, "group_desc": name}
-        private: Any = distributed_c10d  # what `new_group` calls, which does not hand the flag on
+        private: Any = distributed_c10d  # `new_group` calls this, but does not pass on the flag
         group: dist.ProcessGroup
         group, _ = private._new_process_group_helper(
             *(len(ranks), ranks.index(rank), list(ranks), self._kind, store, f"{name} of {ranks[0]}"), **options
@@ -289,7 +291,7 @@ class LastingGroups:
         return group
 
     def _join(self, name: str, store: dist.Store, index: int, size: int) -> None:
-        """Make this rank and its peers, who do the same, members number `index` and so on of the group."""
+        """Make this rank and its peers, who do the same, members of the group, with consecutive numbers."""
         private: Any = distributed_c10d
         group = self._groups[name]
         store.set(f"handle/{index}", private._get_reconfigure_handle(group))
@@ -319,24 +321,25 @@ class LastingGroups:
 
 
 def regroup_for(device: torch.device, in_place: bool) -> Regroup:
-    """For ranks on `device`. `in_place`: whether its process is to survive the loss of a peer."""
+    """The Regroup for ranks on `device`. `in_place`: whether its process should survive the loss of a peer."""
     lasting = in_place and hasattr(distributed_c10d, "_reconfigure")
     if device.type == "cpu":
         return LastingGroups("gloo", GlooBreaking()) if lasting else NewGroups("gloo", GlooBreaking())
-    # In torch 2.14 only the second of its NCCL backends, which is not its default, takes new members.
+    # In torch 2.14 only the second NCCL backend, which is not the default, accepts new members.
     lasting = lasting and nccl_is_the_second()
     breaking = NcclBreaking(device, in_place)
     return LastingGroups("nccl", breaking) if lasting else NewGroups("nccl", breaking)
 
 
 def _forget_all(kind: str, groups: list[dist.ProcessGroup], all_ended: bool) -> None:
-    """Whatever torch knows of `groups`, which were broken off. `all_ended`: whether their collectives have."""
+    """Remove all that torch knows of `groups`, which were aborted. `all_ended`: whether their collectives have
+    ended."""
     if dist.is_initialized():
         if kind == "nccl":
-            distributed_c10d._abort_process_group()  # a destroyed one would wait for its peers
+            distributed_c10d._abort_process_group()  # destroying it would wait for its peers
         else:
             dist.destroy_process_group()
-    # The end of a group waits for its threads, of which one may be in a collective that does not end.
+    # A group's end waits for its threads, one of which may be in a collective that does not end.
     ending = threading.Thread(target=groups.clear, name="ends of groups", daemon=True)
     ending.start()
     if all_ended:
@@ -344,7 +347,7 @@ def _forget_all(kind: str, groups: list[dist.ProcessGroup], all_ended: bool) -> 
 
 
 def _server_of(store: dist.Store) -> dist.TCPStore:
-    """The connection to the server behind `store`."""
+    """The client of the server behind `store`."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):

@@ -22,33 +22,33 @@ from workers.comm.process_groups import ProcessGroups
 from workers.errors import MantaError, PeerLost
 
 BLOCKED_SECONDS = 0.3
-"""How long a sum must not return without the last rank."""
+"""How long a sum must be observed not to return without the last rank."""
 PATIENCE = timedelta(seconds=20)
-"""How long a rank is waited for that ends its part, and a wait that was broken off."""
+"""How long to wait for a rank that ends its part, and for an aborted wait."""
 
 _OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
 class _Stuck(MantaError):
-    """What was broken off continues: nothing else can be done with this process."""
+    """An aborted wait continues: nothing else can be done with this process."""
 
 
 @dataclass(frozen=True)
 class RepairSelfTest:
-    """What all ranks know after it."""
+    """Result of the test, known to all ranks."""
 
     passed: bool
     problem: str
-    """Of the first rank that had one; empty where it passed."""
+    """Problem of the first rank that had one; empty if the test passed."""
     seconds: float
-    """All of it, on this rank."""
+    """Duration of the whole test, on this rank."""
     way: str
     """See `Regroup.way`."""
     torch_version: str
     nccl_version: str | None
-    """None where it is not NCCL."""
+    """None if it is not NCCL."""
     usable: bool = True
-    """Whether this process can continue without it."""
+    """Whether this process can continue without repair in place."""
 
     @property
     def sentence(self) -> str:
@@ -58,19 +58,19 @@ class RepairSelfTest:
         return f"no repair in place: {self.problem}; after a failure all ranks are started again"
 
     def to_json(self) -> dict[str, Any]:
-        """Data of the event."""
+        """The event's data."""
         return {name: value for name, value in asdict(self).items() if name != "usable"}
 
 
 def try_repair(
     make: Callable[[], ProcessGroups], store: dist.Store, rank: int, world: int, device: torch.device, way: str
 ) -> RepairSelfTest:
-    """Try it with all other ranks. `make`: groups that are not connected yet; `store`: of this test alone. Leaves no
-    groups behind."""
+    """Run the test with all other ranks. `make`: creates groups that are not connected yet; `store`: for this test
+    only. Leaves no groups behind."""
     began = time.monotonic()
 
     def over_new_groups(part: Callable[[ProcessGroups], str], name: str) -> tuple[str, bool]:
-        """What is wrong on some rank, if anything, and whether this process can be used after it."""
+        """The problem on some rank, if any, and whether this process can be used afterwards."""
         apart, usable = dist.PrefixStore(name, store), True
         try:
             problem = _over(make(), apart, part)
@@ -88,7 +88,7 @@ def try_repair(
                 _break_off(groups, device)
         finally:
             _say(store, "free", world)
-        store.wait(["all-free"], PATIENCE)  # the last rank's end would free the others
+        store.wait(["all-free"], PATIENCE)  # the end of the last rank would release the others
         return ""
 
     def anew(groups: ProcessGroups) -> str:
@@ -120,8 +120,8 @@ def _sum(groups: ProcessGroups, number: float, device: torch.device) -> float:
 
 
 def _break_off(groups: ProcessGroups, device: torch.device) -> None:
-    """Break a sum off that waits. Raises _Stuck when that does not end it, RuntimeError when it did not wait, or ended
-    as if it had been whole."""
+    """Abort a sum that waits. Raises _Stuck if that does not end it, RuntimeError if it did not wait, or ended without
+    an error."""
     ended: list[BaseException | None] = []
 
     def wait() -> None:
@@ -147,13 +147,13 @@ def _break_off(groups: ProcessGroups, device: torch.device) -> None:
 
 
 def _say(store: dist.Store, what: str, wanted: int) -> None:
-    """Note that this rank is so far; who is the last of `wanted` says so to all."""
+    """Note that this rank has come so far; the last of `wanted` announces it to all."""
     if store.add(what, 1) == wanted:
         store.set(f"all-{what}", "")
 
 
 def _of_all(store: dist.Store, rank: int, world: int, problem: str) -> str:
-    """The first problem of any rank; what keeps one from saying whether it has one is a problem too."""
+    """The first problem of any rank; it is also a problem if a rank cannot report whether it has one."""
     try:
         if problem:
             store.compare_set("problem", "", f"rank {rank}: {problem}")

@@ -13,22 +13,22 @@ PROOF_BYTES = 64
 
 @dataclass(frozen=True)
 class Secret:
-    """The secret of one generation, used for one purpose. It never travels between ranks; proofs do."""
+    """The secret of one generation, for one purpose. Ranks never send it; they send proofs."""
 
     value: str = field(repr=False)
     generation: int
     purpose: str
-    """A proof for one purpose is none for another."""
+    """A proof for one purpose is not valid for another."""
 
     def __post_init__(self) -> None:
         if len(self.value) < SECRET_LENGTH:
             raise ValueError(f"the secret of a generation has {SECRET_LENGTH} characters, not {len(self.value)}")
 
     def proof(self, *statement: str | int) -> bytes:
-        """PROOF_BYTES that only who knows the secret can say, and nothing else than `statement` with."""
-        text = json.dumps([self.purpose, self.generation, *statement])  # so that no two statements are alike
+        """PROOF_BYTES that only an owner of the secret can compute, valid for `statement` only."""
+        text = json.dumps([self.purpose, self.generation, *statement])  # different statements have different texts
         return hmac.new(self.value.encode(), text.encode(), "sha256").hexdigest().encode()
 
     def proves(self, proof: bytes, *statement: str | int) -> bool:
-        """Whether `proof` is that of `statement`. How long it takes tells nothing about the right one."""
+        """Whether `proof` is that of `statement`. The time that it takes reveals nothing about the right proof."""
         return hmac.compare_digest(proof, self.proof(*statement))

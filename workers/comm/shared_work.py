@@ -24,13 +24,13 @@ Share = TypeVar("Share")
 
 _CHANNEL = 0
 WORLD = AXES.index("world")
-"""What stands in records for a wait for such work."""
+"""The name in records for a wait for such work."""
 _MESSAGE_BYTES = 1 << 30
-"""No rank has more to say."""
+"""Marks that a rank has nothing more to send."""
 
 
 class SharedWorkFailed(MantaError):
-    """What some rank's part of a work of all ranks failed with, also where it said what makes no sense."""
+    """The error of some rank's part of such work; also if a rank sent something invalid."""
 
 
 class SharedWork:
@@ -40,7 +40,7 @@ class SharedWork:
         """`links`: between rank 0 and each other rank; None for a single rank."""
         self._links, self._size = links, size
         self.awaited: int | None = None
-        """The rank whose word is waited for, at this moment. For any thread."""
+        """The rank whose message is being waited for. For any thread."""
 
     @property
     def rank(self) -> int:
@@ -54,12 +54,12 @@ class SharedWork:
         kinds: tuple[Any, Any],
         progress: Progress | None = None,
     ) -> Share:
-        """`part` on every rank; on rank 0 `combine` of all results, in order of ranks; what it returns for this rank.
-        `kinds`: the types of a part and of a share, as annotations name them, which is how they travel. `progress`: the
-        calling thread's record, where it has one, which learns for whom it waits.
+        """Runs `part` on every rank; on rank 0 `combine` of all results, in order of ranks; returns this rank's share
+        of what that returns. `kinds`: the types of a part and of a share, as annotations, which determine their
+        encoding. `progress`: the calling thread's record, if it has one, of the rank that it waits for.
 
-        Raises the error of a single rank as it is, SharedWorkFailed on every rank when any part or `combine` has
-        failed or a rank sends anything else than that, PeerLost when a rank goes away.
+        Raises the error of a single rank as it is, SharedWorkFailed on every rank if any part or `combine` has failed
+        or a rank sends anything of another type, PeerLost if a rank is lost.
         """
         if self._links is None:
             return combine([part()])[0]
@@ -115,7 +115,7 @@ class SharedWork:
 
 
 _Outcome = tuple[Any, str | None]
-"""(Result, None), or (None, what went wrong)."""
+"""(result, None), or (None, the problem)."""
 
 
 def _decoded(document: JsonObject, kind: Codec) -> _Outcome:
@@ -127,7 +127,7 @@ def _decoded(document: JsonObject, kind: Codec) -> _Outcome:
 def _attempt(work: Callable[[], Any], rank: int) -> _Outcome:
     try:
         return work(), None
-    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks get it and raise it
+    except Exception as error:  # noqa: BLE001 - all ranks get it and raise it
         return None, f"rank {rank}: {_sentence(error)}"
 
 
