@@ -26,26 +26,26 @@ from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
 from workers.system.ports import PortRange, listen
 
 RETRY_SECONDS = 0.5
-"""Between two attempts to reach a partner that refuses or is gone."""
+"""Seconds between two attempts to reach a partner that refuses or is gone."""
 CONNECT_SECONDS = 5.0
 
 
 @dataclass
 class BackupProgress:
-    """How far a rank's backup is."""
+    """Progress of a rank's backup."""
 
     step: int | None = None
-    """Newest step that arrived whole."""
+    """Newest step that arrived complete."""
     sent: int = 0
-    """Slots that arrived whole."""
+    """Number of slots that arrived complete."""
     dropped: int = 0
-    """Slots that were overwritten while they were on their way."""
+    """Number of slots that were overwritten during their transfer."""
     bytes: int = 0
-    """Of the slots that arrived."""
+    """Bytes of the slots that arrived."""
     seconds: float = 0.0
-    """That they took, checks at the other end included."""
+    """Seconds that they took, including checks at the other end."""
     problem: str | None = None
-    """Why nothing can be sent now."""
+    """Why nothing can be sent at present."""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -65,8 +65,8 @@ class BackupSender:
         generation: int,
         every: int = 1,
     ):
-        """`layout`: tag of the layout; `partner`: address of its BackupServer; `every`: only steps that are a multiple
-        of it, the same for all ranks, so that slow backups still have steps in common."""
+        """`layout`: tag of the layout; `partner`: address of its BackupServer; `every`: send only steps that are a
+        multiple of this; it is the same for all ranks, so that slow backups still have steps in common."""
         self._path = snapshot_path(folder, rank, layout)
         self._partner, self._token, self._every = partner, token, every
         self._request = wire.BackupRequest("put", rank, layout, generation)
@@ -78,7 +78,7 @@ class BackupSender:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it; a slot that is under way does not arrive."""
+        """End it; a slot that is being transferred does not arrive."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -111,7 +111,7 @@ class BackupSender:
                 self._connection = None
 
     def _stream(self, file: SnapshotFile, connection: socket.socket) -> None:
-        """Until it is stopped, or the trainer makes a new file."""
+        """Runs until it is stopped, or the trainer creates a new file."""
         wire.send_form(connection, file.form)
         wire.expect_agreement(connection)
         self.state.problem = None
@@ -141,7 +141,7 @@ def _is_at(file: SnapshotFile, path: Path) -> bool:
 
 
 class BackupServer:
-    """Keeps backups of other ranks' snapshots in `folder`, and gives out what lies there."""
+    """Keeps backups of other ranks' snapshots in `folder`, and serves the snapshots there."""
 
     def __init__(
         self,
@@ -152,29 +152,30 @@ class BackupServer:
         ports: PortRange | None = None,
         memory: SnapshotMemory = ANY_MEMORY,
     ):
-        """Listen at `host` on one of `ports` (None: any), for callers who know `token` and are of `generation` or
-        later. `memory`: where backups lie."""
+        """Listen at `host` on one of `ports` (None: any), for callers that know `token` and are of `generation` or
+        later. `memory`: where backups are kept."""
         self.folder, self._token, self._generation = Path(folder), token, generation
         self._memory = memory
         self._listener = listen(host, ports)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._lock = threading.Lock()
         self._writers: dict[tuple[int, str], tuple[int, socket.socket, threading.Thread]] = {}
-        """By rank and layout: generation, connection and thread of who writes its backup."""
+        """Who writes each backup, by rank and layout: generation, connection and thread."""
         self._connections: set[socket.socket] = set()
         self._thread = threading.Thread(target=self._accept, name="backup server", daemon=True)
         self._thread.start()
 
     def expect(self, token: str, generation: int) -> None:
-        """From now on only callers of `generation` or later, who know `token`. Raises BackupError for an older one."""
+        """From now on accept only callers of `generation` or later that know `token`. Raises BackupError for an older
+        one."""
         if generation < self._generation:
             raise BackupError(f"generation {generation} was replaced by {self._generation}")
         self._token, self._generation = token, generation
 
     def remove_former(self, rank: int) -> None:
-        """Remove the backups that were made here, but not in this generation, and whose steps are all before those that
-        `rank`, which lives here, has itself: their ranks have had other partners since, and no rank can resume from
-        what they hold. Else each change of partners would leave as much as a rank's snapshots take."""
+        """Remove backups that earlier generations wrote here if all their steps are older than those of `rank`, which
+        lives here: their ranks have had other partners since, so no rank can resume from them. Otherwise each change of
+        partners would leave behind as much memory as a rank's snapshots."""
         with self._lock:
             former = [key for key, (generation, _, _) in self._writers.items() if generation < self._generation]
         removed = []
@@ -187,7 +188,7 @@ class BackupServer:
             self._memory.give_back()
 
     def close(self) -> None:
-        """Stop listening, let go of all connections and remove the backups that were made here."""
+        """Stop listening, close all connections and remove the backups that were written here."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -216,7 +217,7 @@ class BackupServer:
                 wire.prepare(connection)
                 self._answer(connection)
         except (OSError, MantaError):
-            pass  # the other end knows, or is gone; it will call again
+            pass  # the other end knows, or is gone; it will connect again
         finally:
             with self._lock:
                 self._connections.discard(connection)
@@ -242,7 +243,7 @@ class BackupServer:
             _give(max((own, backup), key=lambda path: max(committed_steps(path), default=-1)), connection)
 
     def _claim(self, key: tuple[int, str], generation: int, connection: socket.socket) -> None:
-        """Become the one who writes a backup. Who did so in an older generation, or is not there any more, stops."""
+        """Become the writer of a backup. A writer of an older generation, or one that is gone, is stopped."""
         with self._lock:
             before = self._writers.get(key)
             if before is not None and before[0] > generation:
@@ -262,14 +263,14 @@ class BackupServer:
         wire.agree(connection)
         with contextlib.closing(opened) as file, contextlib.suppress(EOFError):
             while self._writers[key][1] is connection:
-                connection.settimeout(None)  # a step may take as long as it likes
+                connection.settimeout(None)  # a step may take any time
                 connection.recv(1, socket.MSG_PEEK)
                 connection.settimeout(wire.SILENCE_SECONDS)
                 wire.receive_slot(connection, file)
 
 
 def _give(path: Path, connection: socket.socket) -> None:
-    """Send all slots that have sums, the older one first."""
+    """Send all slots that have checksums, the older one first."""
     with contextlib.closing(SnapshotFile.open(path)) as file:
         wire.send_form(connection, file.form)
         for sealed in reversed(wire.sealed_slots(file)):
@@ -292,9 +293,9 @@ def fetch(
     of: int | None = None,
     memory: SnapshotMemory = ANY_MEMORY,
 ) -> list[int]:
-    """Bring the snapshots of `rank` that the agent at `holder` keeps into `folder`, as the rank's own; the steps that
-    came whole. A file of the rank that is there already is replaced, once all has come. `of`: another rank that has the
-    same state, whose snapshots are to be taken. `memory`: where they lie here.
+    """Copy the snapshots of `rank` from the agent at `holder` into `folder`, as the rank's own; returns the steps that
+    arrived complete. An existing file of the rank is replaced once everything has arrived. `of`: another rank with the
+    same state, whose snapshots are to be copied. `memory`: where they are kept here.
 
     Raises BackupError, SharedMemoryError, OSError.
     """

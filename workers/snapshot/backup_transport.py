@@ -33,42 +33,42 @@ NONCE_BYTES = 32
 MESSAGE_BYTES = 64 * 1024
 TABLE_BYTES = 1 << 30
 SILENCE_SECONDS = 20.0
-"""How long a partner in the middle of a message may say nothing."""
+"""Seconds that a partner may be silent in the middle of a message."""
 
 
 class BackupError(MantaError):
-    """The other end refused, went away, or says what makes no sense."""
+    """The other end refused, is gone, or violates the protocol."""
 
 
 @dataclass(frozen=True)
 class BackupRequest:
-    """What one agent asks of another."""
+    """A request from one agent to another."""
 
     do: Literal["put", "get"]
-    """put: take a backup from now on; get: give out the snapshots that are there."""
+    """put: receive a backup from now on; get: send the snapshots that are there."""
     rank: int
-    """Whose snapshots."""
+    """Rank whose snapshots these are."""
     layout: str
     """Tag of the layout."""
     generation: int
-    """Of the caller."""
+    """Generation of the caller."""
 
 
 @dataclass(frozen=True)
 class _Introduction:
     wish: JsonObject
-    """The BackupRequest as it was sent, which is what the MAC is of."""
+    """The BackupRequest as it was sent, which the MAC is computed from."""
     mac: str
 
 
 @dataclass(frozen=True)
 class _Answer:
     refused: str | None = None
-    """Why the request is not granted; None: it is."""
+    """Why the request is refused; None: it is granted."""
 
 
 def prepare(connection: socket.socket) -> None:
-    """Notice when the other machine is gone, and do not wait for more to send."""
+    """Notice when the other machine is gone, and send without delay."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
@@ -77,7 +77,7 @@ def prepare(connection: socket.socket) -> None:
 
 
 def receive_exactly(connection: socket.socket, target: memoryview) -> None:
-    """Fill `target`. Raises BackupError when the other end closes before, OSError."""
+    """Fill `target`. Raises BackupError if the other end closes first, OSError."""
     while target:
         count = connection.recv_into(target)
         if count == 0:
@@ -86,7 +86,7 @@ def receive_exactly(connection: socket.socket, target: memoryview) -> None:
 
 
 def expect_silence(connection: socket.socket) -> None:
-    """Raise BackupError where the other end has closed the connection, or talks out of turn."""
+    """Raise BackupError if the other end has closed the connection, or sends something unexpected."""
     if select.select([connection], [], [], 0)[0]:
         raise BackupError("the other end closed the connection")
 
@@ -122,33 +122,32 @@ def _mac(token: str, nonce: bytes, request: JsonObject) -> str:
 
 
 def introduce(connection: socket.socket, token: str, request: BackupRequest) -> None:
-    """Prove to know `token` and send the request. Raises BackupError with the other end's reason when it
-    refuses."""
+    """Prove knowledge of `token` and send the request. Raises BackupError with the other end's reason if it refuses."""
     nonce, wish = _bytes(connection, NONCE_BYTES), to_json(request)
     send_message(connection, to_json(_Introduction(wish, _mac(token, nonce, wish))))
     expect_agreement(connection)
 
 
 def expect_agreement(connection: socket.socket) -> None:
-    """Raise BackupError with the other end's reason where it refuses."""
+    """Raise BackupError with the other end's reason if it refuses."""
     answer = _read(_Answer, receive_message(connection))
     if answer.refused is not None:
         raise BackupError(answer.refused)
 
 
 def agree(connection: socket.socket) -> None:
-    """Grant what the other end asks for."""
+    """Grant the other end's request."""
     send_message(connection, to_json(_Answer()))
 
 
 def refuse(connection: socket.socket, reason: str) -> None:
-    """Do not grant what the other end asks for."""
+    """Refuse the other end's request."""
     send_message(connection, to_json(_Answer(reason)))
 
 
 def challenge(connection: socket.socket, token: str) -> BackupRequest:
-    """What the caller asks for, who has proved to know `token`. Raises BackupError for any other, and for what is no
-    request."""
+    """The request of a caller that has proved knowledge of `token`. Raises BackupError for any other caller, and for an
+    invalid request."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(nonce)
     introduction = _read(_Introduction, receive_message(connection))
@@ -165,12 +164,12 @@ def _read(kind: type[T], document: JsonObject) -> T:
 
 
 def send_form(connection: socket.socket, form: Form) -> None:
-    """What the file is like."""
+    """Send the form of a file."""
     connection.sendall(_FORM.pack(form.identity, form.payload, len(form.table)) + form.table)
 
 
 def receive_form(connection: socket.socket) -> Form:
-    """What the file is like. Raises BackupError, OSError."""
+    """The form of a file. Raises BackupError, OSError."""
     identity, payload, table = _FORM.unpack(_bytes(connection, _FORM.size))
     if table > TABLE_BYTES:
         raise BackupError(f"a table of {table} bytes is not of this protocol")
@@ -178,7 +177,7 @@ def receive_form(connection: socket.socket) -> Form:
 
 
 def file_of(path: Path, form: Form, memory: SnapshotMemory = ANY_MEMORY) -> SnapshotFile:
-    """The file at `path`, open for writing, or a new one in `memory` where it is not of `form`. Raises
+    """The file at `path`, open for writing; if it does not have that `form`, a new one in `memory`. Raises
     SharedMemoryError."""
     try:
         file = SnapshotFile.open(path, mmap.ACCESS_WRITE)
@@ -192,7 +191,7 @@ def file_of(path: Path, form: Form, memory: SnapshotMemory = ANY_MEMORY) -> Snap
 
 @dataclass(frozen=True)
 class Sealed:
-    """A slot that has its sums."""
+    """A slot that has its checksums."""
 
     slot: int
     step: int
@@ -200,8 +199,8 @@ class Sealed:
 
 
 def sealed_slots(file: SnapshotFile) -> list[Sealed]:
-    """The slots that can be sent, the newest step first. Not one whose sums make no sense: it is being overwritten, or
-    damaged."""
+    """The slots that can be sent, the newest step first. A slot with an invalid seal is left out: it is being
+    overwritten, or damaged."""
     slots = []
     for slot in range(SLOTS):
         with contextlib.suppress(CheckpointError):
@@ -212,7 +211,7 @@ def sealed_slots(file: SnapshotFile) -> list[Sealed]:
 
 
 def send_slot(connection: socket.socket, file: SnapshotFile, sealed: Sealed) -> bool:
-    """Send a slot, and hear whether it arrived as it was written."""
+    """Send a slot; returns whether it arrived unchanged."""
     start, note = file.form.payload_at(sealed.slot), file.note_size(sealed.slot)
     connection.sendall(_SLOT.pack(sealed.step + 1, note))
     with open(file.descriptor, "rb", closefd=False, buffering=0) as stream:
@@ -223,15 +222,15 @@ def send_slot(connection: socket.socket, file: SnapshotFile, sealed: Sealed) -> 
 
 
 def send_end(connection: socket.socket) -> None:
-    """There are no more slots."""
+    """Announce that there are no more slots."""
     connection.sendall(_SLOT.pack(0, 0))
 
 
 def receive_slot(connection: socket.socket, file: SnapshotFile) -> int | None:
-    """Receive a slot into the file, over the one that is worth least, and say whether it arrived whole.
+    """Receive a slot into the file, over the one whose loss costs least; returns its step, or None if it was dropped as
+    incomplete.
 
-    The number of its step; None where it was dropped. Raises EOFError after the last slot, BackupError and OSError
-    when the other end goes away.
+    Raises EOFError after the last slot, BackupError and OSError if the other end is gone.
     """
     number, note = _SLOT.unpack(_bytes(connection, _SLOT.size))
     if number == 0:
@@ -242,7 +241,7 @@ def receive_slot(connection: socket.socket, file: SnapshotFile) -> int | None:
     held = [file.step(slot) for slot in range(SLOTS)]
     for slot, other in enumerate(held):
         if other is not None and other > step:
-            file.begin(slot)  # of a future that did not happen
+            file.begin(slot)  # of a step that was rolled back
     slot = held.index(step) if step in held else file.oldest()
     file.begin(slot)
     start = form.payload_at(slot)

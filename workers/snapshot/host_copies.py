@@ -37,7 +37,7 @@ class HostCopies(Generic[Note]):
     """The last COPIES states that were kept, each with a note. All methods are called on the training thread."""
 
     def __init__(self, state: list[torch.Tensor]):
-        """`state`: the tensors to copy. Memory is taken with the first copies, once the size of the state each."""
+        """`state`: the tensors to copy. Memory is allocated with the first copies, the size of the state for each."""
         self.state = state
         self._slots = [_Slot[Note]() for _ in range(COPIES)]
         self._copier = StateCopier("copies")
@@ -50,8 +50,8 @@ class HostCopies(Generic[Note]):
         return sorted(slot.step for slot in self._slots if slot.step is not None)
 
     def start(self, step: int, note: Note) -> None:
-        """Begin to copy the state of committed step `step`, in place of the oldest copy. The state must not change
-        before `finish`. `note`: what else belongs to the step."""
+        """Begin to copy the state of committed step `step`, replacing the oldest copy. The state must not change before
+        `finish`. `note`: anything else that belongs to the step."""
         self.forget(step)
         slot = min(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
         slot.step = None
@@ -62,11 +62,11 @@ class HostCopies(Generic[Note]):
         slot.step, slot.note = step, note
 
     def finish(self) -> None:
-        """Return once the copy that was begun is whole."""
+        """Return once the copy is complete."""
         self._copier.finish()
 
     def load(self, step: int) -> Note:
-        """Make the copy of `step` the state again and return its note. Raises KeyError where there is none."""
+        """Copy the state of `step` back and return its note. Raises KeyError if there is none."""
         self.finish()
         slot = next((slot for slot in self._slots if slot.step == step), None)
         if slot is None or slot.note is None:
@@ -75,21 +75,21 @@ class HostCopies(Generic[Note]):
         return slot.note
 
     def forget(self, *steps: int) -> None:
-        """Keep none of these."""
+        """Discard the copies of these steps."""
         self.finish()
         for slot in self._slots:
             if slot.step in steps:
                 slot.step = None
 
     def close(self) -> None:
-        """End the thread. Nothing is copied any more."""
+        """End the thread. No more copies can be made."""
         self._copier.close()
         _release(self._pinned)
 
 
 def _memory_for(state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Memory for a copy of `state`: all of it in bytes, in pages of its own, since pages are what is pinned; and a
-    tensor in it for each. Not as torch pins memory, which takes up to twice as much: its sizes are powers of two."""
+    """Memory for a copy of `state`: all of it as bytes, in pages of its own, since whole pages are pinned; and a tensor
+    in it for each tensor. torch's own pinned memory would take up to twice as much: its sizes are powers of two."""
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in state]
     whole = torch.frombuffer(mmap.mmap(-1, max(1, sum(sizes))), dtype=torch.uint8)
     parts = [part[: like.nbytes] for part, like in zip(whole[: sum(sizes)].split(sizes), state, strict=True)]

@@ -32,7 +32,7 @@ from workers.accounting.snapshot_interval import steps_between
 from workers.comm.comm import Comm
 
 AGREE_EVERY = 16
-"""Steps between two looks at the numbers."""
+"""Steps between two exchanges of the numbers."""
 
 
 class SnapshotInterval:
@@ -51,21 +51,21 @@ class SnapshotInterval:
         return step % self.every == 0
 
     def restart(self) -> None:
-        """A generation begins: all ranks know the same, which is nothing."""
+        """A generation begins: all ranks start without measurements."""
         if self._auto:
             self.every = 1
         self._stalls.clear()
         self._steps.clear()
 
     def note_stall(self, seconds: float) -> None:
-        """For how long a snapshot held the training thread up."""
+        """How long a snapshot held up the training thread."""
         self._stalls.append(seconds)
 
     def note_step(self, step: int, seconds: float, comm: Comm) -> None:
-        """What step `step` took, after it was decided whether to snapshot it. Raises PeerLost."""
+        """The time of step `step`, after it was decided whether to snapshot it. Raises PeerLost."""
         self._steps.append(seconds)
         if not self._auto or step % AGREE_EVERY or len(self._steps) < AGREE_EVERY:
-            return  # the first steps of a generation touch all memory for the first time, and say little
+            return  # the first steps of a generation touch all memory for the first time, and are not typical
         mine = [statistics.median(self._stalls or [0.0]), statistics.median(self._steps)]
         shared = torch.tensor(mine, dtype=torch.float64, device=comm.device)
         comm.all_reduce("world", shared, largest=True)

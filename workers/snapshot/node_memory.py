@@ -33,16 +33,15 @@ _GIVE_BACK = b"give back\n"
 
 @dataclass(frozen=True)
 class SnapshotMemory:
-    """Where new snapshot files lie."""
+    """Where new snapshot files are created."""
 
     place: Place = "auto"
-    """auto: shared memory, or the daemon's where that has no room."""
+    """auto: shared memory, or the daemon's if there is no room."""
     keeper: Path | None = None
     """Socket of the node's MemoryKeeper; None: there is none."""
 
     def create(self, path: Path, form: Form) -> SnapshotFile:
-        """A new file without any step, in place of what is at `path`. Raises SharedMemoryError when there is no
-        room."""
+        """A new file without any step, replacing the one at `path`. Raises SharedMemoryError if there is no room."""
         if self.place == "node_memory":
             return self._with_daemon(path, form)
         try:
@@ -58,7 +57,7 @@ class SnapshotMemory:
             return file
 
     def give_back(self) -> None:
-        """Links were removed: have the memory that they led to given back now, instead of with the next file."""
+        """Links were removed: free the memory that they led to now, not only with the next file."""
         if self.keeper is not None:
             with contextlib.suppress(OSError), _connected(self.keeper) as connection:
                 connection.sendall(_GIVE_BACK)
@@ -94,7 +93,7 @@ ANY_MEMORY = SnapshotMemory()
 
 
 def in_node_memory(path: Path) -> bool:
-    """Whether what is at `path` leads to memory that a living process holds for a snapshot."""
+    """Whether the file at `path` leads to memory that a living process holds for a snapshot."""
     if not path.is_symlink():
         return False
     try:
@@ -104,7 +103,7 @@ def in_node_memory(path: Path) -> bool:
 
 
 def hand_over(keeper: Path, path: Path, descriptor: int) -> None:
-    """Have the MemoryKeeper that listens at `keeper` hold the file `descriptor`, which is at `path` from then on.
+    """Have the MemoryKeeper that listens at `keeper` hold the file `descriptor`, which is found at `path` from then on.
     Raises OSError."""
     with _connected(keeper) as connection:
         socket.send_fds(connection, [json.dumps(str(path)).encode() + b"\n"], [descriptor])
@@ -125,8 +124,7 @@ class MemoryKeeper:
     """Holds the files that processes of this node hand over to it, on a thread of its own."""
 
     def __init__(self, address: Path, root: Path):
-        """Listen at the socket `address`; `root`: the folder below which links to the files may lie, in folders of
-        jobs."""
+        """Listen at the socket `address`; `root`: folder that links to the files must be in, in folders of jobs."""
         self._address, self._root = address, root
         self._held: set[int] = set()
         self._lock = threading.Lock()
@@ -139,9 +137,9 @@ class MemoryKeeper:
         self._thread.start()
 
     def give_back(self) -> None:
-        """Let go of what no link leads to any more."""
+        """Free everything that no link leads to any more."""
         with self._lock:
-            # Looked at twice, since one that is renamed meanwhile may be missed at both of its names.
+            # Checked twice, since one that is being renamed may be missed under both of its names.
             links = [*self._links(), *self._links()]
             linked = {descriptor for _, process, descriptor in links if process == os.getpid()}
             for descriptor in self._held - linked:
@@ -149,7 +147,7 @@ class MemoryKeeper:
             self._held &= linked
 
     def close(self) -> None:
-        """Listen no more, and let go of everything."""
+        """Stop listening, and free everything."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -161,17 +159,17 @@ class MemoryKeeper:
             self._held.clear()
 
     def _links(self) -> list[tuple[Path, int, int]]:
-        """Each link among the files of jobs: where, process and descriptor."""
+        """Each link among the files of jobs: path, process and descriptor."""
         links = []
         for path in self._root.glob("*/*"):
-            with contextlib.suppress(OSError):  # it is none, or is being removed
+            with contextlib.suppress(OSError):  # not a link, or being removed
                 match = _LINK.fullmatch(str(path.readlink()))
                 if match is not None:
                     links.append((path, int(match[1]), int(match[2])))
         return links
 
     def _remove_links_of_the_dead(self) -> None:
-        """Those of a daemon before this one, whose number a new process may have by now."""
+        """Remove links of earlier daemons, whose process numbers may have been reused."""
         for path, process, _ in self._links():
             if process == os.getpid() or not in_node_memory(path):
                 path.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from workers.numerics.bad_numbers import NumericsHistory
 from workers.snapshot.snapshot_file import NOTE_BYTES
 
 JOURNAL_ROWS = 256
-"""Rows kept: of more steps than are ever under way to the database."""
+"""Rows kept: more steps than are ever on their way to the database."""
 
 
 class RowJournal:
@@ -25,21 +25,21 @@ class RowJournal:
         self._lines: deque[bytes] = deque(maxlen=JOURNAL_ROWS)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep the row of one more step, in place of the oldest."""
+        """Add the row of one more step, replacing the oldest."""
         self._lines.append(json.dumps(row).encode())
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Discard all rows."""
         self._lines.clear()
 
     def forget_after(self, step: int) -> None:
-        """Forget the rows of steps above `step`."""
+        """Discard the rows of steps above `step`."""
         kept = [line for line in self._lines if json.loads(line)["step"] <= step]
         self._lines = deque(kept, JOURNAL_ROWS)
 
     def note(self, history: NumericsHistory | None, most: int = NOTE_BYTES) -> bytes:
         """The note with these rows, of which the oldest are left out until it has at most `most` bytes; `history`: as
-        of the same step, None where nothing depends on it."""
+        of the same step, None if nothing depends on it."""
         lines = deque(self._lines)
         if history is not None:
             lines.append(json.dumps({"numbers": history.to_json()}).encode())
@@ -49,7 +49,7 @@ class RowJournal:
 
 
 def read_note(note: bytes) -> tuple[list[dict[str, Any]], NumericsHistory | None]:
-    """The rows in a note, oldest first, and its history; None where it has none."""
+    """The rows in a note, oldest first, and its history; None if it has none."""
     rows, history = [], None
     for line in note.splitlines():
         document = json.loads(line)

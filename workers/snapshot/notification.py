@@ -15,7 +15,7 @@ from workers.paths import rank_stem
 
 
 def notification_path(folder: str | Path, rank: int) -> Path:
-    """The pipe through which the trainer of `rank` says that a snapshot has its sums."""
+    """The pipe through which the trainer of `rank` announces that a snapshot has its checksums."""
     return Path(folder) / f"{rank_stem(rank)}.bell"
 
 
@@ -25,17 +25,17 @@ def notify(path: Path) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return  # nothing listens
-    # The pipe is full of notifications that were not read yet, or the listener has just left.
+    # The pipe is full of unread notifications, or the listener has just left.
     with contextlib.suppress(BlockingIOError, BrokenPipeError):
         os.write(descriptor, b"!")
     os.close(descriptor)
 
 
 class NotificationPipe:
-    """The listener's end."""
+    """The listener's end of the pipe."""
 
     def __init__(self, path: Path):
-        """Make the pipe at `path`, in place of one that is there."""
+        """Create the pipe at `path`, replacing an existing one."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)
@@ -43,13 +43,13 @@ class NotificationPipe:
         self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
     def notify(self) -> None:
-        """Wake this listener, also where another pipe lies at its path by now."""
+        """Wake this listener, even if another pipe is at its path by now."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._descriptor, b"!")
 
     def wait(self, timeout: float | None = None, connection: socket.socket | None = None) -> bool:
-        """Return once there was a notification since the last wait, or once something comes over `connection`, its end
-        included; or after `timeout` seconds with False."""
+        """Return True after a notification since the last wait, or when data or the end of `connection` arrives; False
+        after `timeout` seconds."""
         watched = [self._descriptor] if connection is None else [self._descriptor, connection.fileno()]
         ready, _, _ = select.select(watched, [], [], timeout)
         with contextlib.suppress(BlockingIOError):
@@ -58,7 +58,7 @@ class NotificationPipe:
         return bool(ready)
 
     def close(self) -> None:
-        """Remove the pipe, unless another one lies at its path by now."""
+        """Remove the pipe, unless another one is at its path by now."""
         with contextlib.suppress(OSError):
             if self.path.stat().st_ino == os.fstat(self._descriptor).st_ino:
                 self.path.unlink()

@@ -31,13 +31,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def describe(job: str, layout: dict[str, Any], engine: Engine, comm: Comm) -> dict[str, Any]:
-    """The table of a rank's snapshots, of what `Engine.state` gives; `layout` is the spec's `parallel` as JSON.
+    """The table of a rank's snapshots, which describes the output of `Engine.state`; `layout` is the spec's `parallel`
+    as JSON.
 
-    `rank` is the first of those that hold the same state: they may take each other's files.
+    `rank` is the first of the ranks with the same state, which may use each other's files.
 
-    The payload is one part for each kind, the held ranges one after the other, then the loss scale, and the frozen
-    parameters. A rectangle lies in each of the parts, from element `start` on, its rows `stride` elements apart; one of
-    frozen parameters in theirs.
+    The payload has one part for each kind of state, with the held ranges one after the other, then the loss scale, and
+    the frozen parameters. A rectangle is in each of the parts, from element `start` on, with its rows `stride` elements
+    apart; one of frozen parameters is in their part.
     """
     optimizer, parts, at = engine.optimizer, {}, 0
     tensors = [optimizer.parameters, [optimizer.exp_avg], [optimizer.exp_avg_sq], [engine.loss_scale.state]]
@@ -60,22 +61,22 @@ def describe(job: str, layout: dict[str, Any], engine: Engine, comm: Comm) -> di
 
 @dataclass(frozen=True)
 class ReshardedState:
-    """A rank's state as it is read from the snapshots of another layout."""
+    """A rank's state read from the snapshots of another layout."""
 
     parts: dict[str, torch.Tensor]
-    """By KINDS and FROZEN, on the CPU; zero where no rectangle lies."""
+    """By KINDS and FROZEN, on the CPU; zero where there is no rectangle."""
     loss_scale: list[float]
     note: bytes
-    """That of rank 0."""
+    """The note of rank 0."""
 
 
 def load_from_snapshots(
     paths: Sequence[str | Path], step: int, rectangles: Rectangles, lengths: Mapping[str, int]
 ) -> ReshardedState:
-    """What the snapshot files at `paths`, of any ranks of one layout, hold of `rectangles` at `step`, in new parts of
-    so many elements. Those of all KINDS are the same.
+    """Read `rectangles` at `step` from the snapshot files at `paths`, of any ranks of one layout, into new parts with
+    the given numbers of elements, which are the same for all KINDS.
 
-    Raises DamagedCheckpoint naming file and byte, CheckpointError when they do not hold the step, are of another
+    Raises DamagedCheckpoint naming file and byte; CheckpointError if the files do not hold the step, are of another
     model, or lack something, which it names.
     """
     parts = {kind: torch.zeros(lengths[kind]) for kind in rectangles}
@@ -97,7 +98,7 @@ def load_from_snapshots(
 
 
 class _Source:
-    """One file, and what it holds of one step."""
+    """One file, and its contents for one step."""
 
     def __init__(self, stack: ExitStack, path: Path, step: int):
         self._file, self._step = SnapshotFile.open(path, mmap.ACCESS_COPY), step
@@ -117,14 +118,14 @@ class _Source:
             raise CheckpointError(f"{path} does not say what it consists of") from error
 
     def view(self, kind: str, rectangle: Rectangle) -> torch.Tensor:
-        """The elements of one of its rectangles, checked."""
+        """The elements of one of its rectangles, verified."""
         rows, stride = (rectangle.sizes[0], rectangle.stride) if len(rectangle.sizes) == 2 else (1, 0)
         return rectangle.view(
             self.tensor(kind, rectangle.start, rectangle.start + (rows - 1) * stride + rectangle.sizes[-1])
         )
 
     def tensor(self, kind: str, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """One part, of which the elements from `start` to `end` are checked."""
+        """One part, of which the elements from `start` to `end` are verified."""
         entry = self._parts[kind]
         dtype = getattr(torch, entry["dtype"])
         self._check(*(entry["at"] + dtype.itemsize * at for at in (start, entry["length"] if end is None else end)))
@@ -132,12 +133,12 @@ class _Source:
         return torch.frombuffer(self._file.memory, dtype=dtype, count=entry["length"], offset=at)
 
     def note(self) -> bytes:
-        """The note, checked."""
+        """The note, verified."""
         self._check_block(self._file.form.blocks - 1)
         return self._file.note(self._slot)
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where the step was overwritten meanwhile."""
+        """Raise CheckpointError if the step was overwritten meanwhile."""
         if self._file.step(self._slot) != self._step:
             raise CheckpointError(f"{self._file.path} was overwritten while step {self._step} was being read")
 
@@ -152,7 +153,7 @@ class _Source:
 
 
 def _cover(rectangle: Rectangle, sources: list[_Source], step: int) -> Iterator[tuple[_Source, Rectangle, Box]]:
-    """Which boxes of `rectangle` come from which stored rectangle; together they are all of it, each element once."""
+    """Which boxes of `rectangle` come from which stored rectangle; together they cover it, each element once."""
     todo: list[Box] = [(rectangle.offsets, rectangle.sizes)]
     for source in sources:
         for stored in source.rectangles.get(rectangle.name, ()):
@@ -181,7 +182,7 @@ def _cover(rectangle: Rectangle, sources: list[_Source], step: int) -> Iterator[
 
 
 def intersection(first: Box, second: Box) -> Box | None:
-    """What two boxes have in common; None when that is nothing."""
+    """The intersection of two boxes; None if it is empty."""
     offsets = tuple(max(a, b) for a, b in zip(first[0], second[0], strict=True))
     ends = zip(*first, *second, strict=True)
     sizes = tuple(min(a + m, b + n) - at for at, (a, m, b, n) in zip(offsets, ends, strict=True))
@@ -189,7 +190,7 @@ def intersection(first: Box, second: Box) -> Box | None:
 
 
 def rest(box: Box, hole: Box) -> list[Box]:
-    """`box` without `hole`, which lies within it, as boxes that do not overlap."""
+    """`box` without `hole`, which is within it, as boxes that do not overlap."""
     offsets, sizes = list(box[0]), list(box[1])
     boxes: list[Box] = []
     for dim, (start, length) in enumerate(zip(*hole, strict=True)):
@@ -208,9 +209,9 @@ def _within(rectangle: Rectangle, values: torch.Tensor, box: Box) -> torch.Tenso
 
 
 def restore_from_snapshots(engine: Engine, comm: Comm, paths: Sequence[str], step: int) -> bytes:
-    """Make what the files of another layout hold of `step` the state of this rank; returns the note of their rank 0.
+    """Restore the state of `step` of this rank from files of another layout; returns the note of their rank 0.
 
-    Raises CheckpointError on every rank as soon as one of them cannot read its part. Then nothing has changed on any.
+    Raises CheckpointError on every rank as soon as one of them cannot read its part. No rank's state has changed then.
     """
     problem: CheckpointError | None = None
     try:

@@ -32,7 +32,7 @@ from workers.system.host_memory import memory_available
 
 SLOTS = 2
 NOTE_BYTES = 256 * 1024
-"""Most that a slot's note can hold."""
+"""Maximum size of a slot's note."""
 
 _MAGIC, _VERSION = b"MANTASNP", 2
 _HEAD = struct.Struct("<8sI16sQII")  # magic, version, identity, bytes of payload, bytes of table, its CRC-32
@@ -51,13 +51,14 @@ def damaged_at(path: Path, at: int, problem: str) -> DamagedCheckpoint:
 
 
 def _marker_of(step: int) -> int:
-    """One word, so that it is there as a whole or not at all: step + 1 and 24 bits of its sum. 0: no step."""
+    """A single word, so that it is written completely or not at all: step + 1 and 24 bits of its checksum. 0: no
+    step."""
     number = step + 1
     return number | (crc32(_WORD.pack(number)) & 0xFFFFFF) << _STEP_BITS
 
 
 def _step_of(marker: int) -> int | None:
-    """The step of a marker; None for none, or for one that was never written."""
+    """The step of a marker; None if there is none, or it is invalid."""
     step = (marker & ((1 << _STEP_BITS) - 1)) - 1
     return step if step >= 0 and _marker_of(step) == marker else None
 
@@ -68,14 +69,14 @@ def _aligned(size: int) -> int:
 
 @dataclass(frozen=True)
 class Form:
-    """Where everything lies in a file; what is equal in two files that fit each other."""
+    """The structure of a file; equal for files that fit each other."""
 
     identity: bytes
-    """16 bytes that tell apart states that do not fit each other."""
+    """16 bytes that distinguish states that do not fit each other."""
     payload: int
     """Bytes of the state."""
     table: bytes = b"{}"
-    """JSON: what the payload consists of."""
+    """JSON: the contents of the payload."""
 
     @cached_property
     def head(self) -> bytes:
@@ -85,7 +86,7 @@ class Form:
 
     @cached_property
     def blocks(self) -> int:
-        """Number of sums of a slot: of the blocks of its payload, and of its note."""
+        """Number of checksums of a slot: of the blocks of its payload, and of its note."""
         return -(-self.payload // BLOCK_BYTES) + 1
 
     @cached_property
@@ -117,8 +118,8 @@ class Form:
 
     @classmethod
     def of(cls, path: Path, head: bytes) -> Form:
-        """The form by the first bytes of a file, its table left out. Raises DamagedCheckpoint, CheckpointError for a
-        format that this program does not read."""
+        """The form given by the first bytes of a file, without its table. Raises DamagedCheckpoint, or CheckpointError
+        for a format that this program does not support."""
         length = _HEAD.size + _SUM.size
         if len(head) < length:
             raise damaged_at(path, len(head), "it is cut off")
@@ -131,7 +132,7 @@ class Form:
 
 
 def committed_steps(path: str | Path) -> list[int]:
-    """Steps whose state is whole in the file at `path`, ascending; none when there is no usable file."""
+    """Steps whose state is complete in the file at `path`, ascending; none if there is no usable file."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -146,16 +147,17 @@ def committed_steps(path: str | Path) -> list[int]:
 
 
 class SnapshotFile:
-    """A snapshot file, mapped. One process writes it, others may read it meanwhile."""
+    """A mapped snapshot file. One process writes it, others may read it at the same time."""
 
     def __init__(self, path: Path, form: Form, descriptor: int, access: int = mmap.ACCESS_WRITE):
-        """Takes over `descriptor`, of a file of `form`; see `create` and `open`."""
+        """Takes ownership of `descriptor`, of a file with `form`; see `create` and `open`."""
         self.path, self.form, self.descriptor = path, form, descriptor
         self.memory = mmap.mmap(descriptor, form.size, access=access)
 
     @classmethod
     def create(cls, path: Path, form: Form) -> SnapshotFile:
-        """A new file without any step, in place of what is there. Raises SharedMemoryError when there is no room."""
+        """A new file without any step, replacing the one that is there. Raises SharedMemoryError if there is no
+        room."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -176,16 +178,16 @@ class SnapshotFile:
 
     @classmethod
     def open(cls, path: Path, access: int = mmap.ACCESS_READ) -> SnapshotFile:
-        """The file at `path`. Raises DamagedCheckpoint where head, table or size are not what was written,
-        CheckpointError where there is none."""
+        """The file at `path`. Raises DamagedCheckpoint if head, table or size are not as written, CheckpointError if
+        there is none."""
         try:
-            # Not blocking, since what a link into a process's memory leads to may be another's pipe by now.
+            # Non-blocking, since a link into a process's memory may lead to another process's pipe by now.
             flags = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
             descriptor = os.open(path, flags | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise CheckpointError(f"there is no snapshot file {path}") from error
         except OSError as error:
-            # Not UnreadableCheckpoint: a snapshot is not waited for, the next source of the state is taken.
+            # Not UnreadableCheckpoint: nobody waits for a snapshot; the next source of the state is used.
             raise CheckpointError(f"the snapshot file {path} cannot be read: {error.strerror or error}") from error
         try:
             return cls(path, _form_of_file(path, descriptor), descriptor, access)
@@ -194,13 +196,13 @@ class SnapshotFile:
             raise
 
     def close(self) -> None:
-        """Let go of the file; its memory stays mapped as long as something points into it."""
+        """Close the file; its memory stays mapped as long as something refers to it."""
         os.close(self.descriptor)
         with contextlib.suppress(BufferError):
             self.memory.close()
 
     def table(self) -> dict[str, Any]:
-        """What the payload consists of."""
+        """The description of the payload."""
         table: dict[str, Any] = json.loads(self.form.table)
         return table
 
@@ -215,18 +217,18 @@ class SnapshotFile:
         return seal
 
     def step(self, slot: int) -> int | None:
-        """The step that is whole in `slot`."""
+        """The step that is complete in `slot`."""
         return _step_of(self._marker(slot))
 
     def oldest(self, spared: int | None = None) -> int:
-        """The slot whose loss costs least, of those that are not `spared`."""
+        """The slot whose loss costs least, except for the one that is `spared`."""
         steps = [self.step(slot) for slot in range(SLOTS)]
         others = [slot for slot in range(SLOTS) if slot != spared]
         return min(others, key=lambda slot: (steps[slot] is not None, steps[slot] or 0))
 
     def slot_of(self, step: int) -> int:
-        """The slot that holds `step`. Raises CheckpointError when none does, DamagedCheckpoint for a file that is cut
-        off and when that is not known because of a damaged marker."""
+        """The slot that holds `step`. Raises CheckpointError if none does, DamagedCheckpoint for a truncated file, or
+        if a damaged marker makes it impossible to know."""
         size = os.fstat(self.descriptor).st_size
         if size != self.form.size:
             raise damaged_at(self.path, size, f"it should have {self.form.size} bytes")
@@ -251,23 +253,23 @@ class SnapshotFile:
     # Content.
 
     def write_note(self, slot: int, note: bytes) -> None:
-        """Put a note of at most NOTE_BYTES next to the state."""
+        """Write a note of at most NOTE_BYTES next to the state."""
         at = self.form.note_at(slot)
         _WORD.pack_into(self.memory, at, len(note))
         self.memory[at + _WORD.size : at + _WORD.size + len(note)] = note
 
     def note_size(self, slot: int) -> int:
-        """Bytes of the note and of its length."""
+        """Bytes of the note, including its length."""
         length: int = _WORD.unpack_from(self.memory, self.form.note_at(slot))[0]
         return _WORD.size + min(length, NOTE_BYTES)
 
     def note(self, slot: int) -> bytes:
-        """The note of a slot; check it before."""
+        """The note of a slot; verify it first."""
         at = self.form.note_at(slot)
         return bytes(self.memory[at + _WORD.size : at + self.note_size(slot)])
 
     def _range(self, slot: int, block: int) -> tuple[int, int]:
-        """First byte of what a sum is of, and the first after it."""
+        """The range [first, end) of bytes that a checksum covers."""
         if block == self.form.blocks - 1:
             at = self.form.note_at(slot)
             return at, at + self.note_size(slot)
@@ -275,7 +277,7 @@ class SnapshotFile:
         return start, min(start + BLOCK_BYTES, self.form.note_at(slot))
 
     def sums(self, slot: int, known: Mapping[int, int] = NOTHING_KNOWN) -> Iterator[int]:
-        """CRC-32 of each block of the slot as it is now; of `known` blocks it is what is given."""
+        """CRC-32 of each block of the slot as it is now; for `known` blocks the given ones."""
         with memoryview(self.memory) as memory:
             for block in range(self.form.blocks):
                 if block in known:
@@ -287,7 +289,7 @@ class SnapshotFile:
                 yield block_sum
 
     def seal(self, slot: int, step: int, sums: list[int]) -> None:
-        """Note the sums of the slot's blocks, which hold `step`."""
+        """Write the checksums of the slot's blocks, which hold `step`."""
         packed, at = struct.pack(f"<{len(sums)}I", *sums), self.form.sums_at(slot)
         self.memory[at : at + len(packed)] = packed
         marker = _marker_of(step)
@@ -295,7 +297,7 @@ class SnapshotFile:
         _WORD.pack_into(self.memory, _SEALS_AT + _SEAL.size * slot, marker)
 
     def sealed_sums(self, slot: int) -> tuple[int, ...] | None:
-        """What the blocks of the slot should sum to; None while that is not known. Raises DamagedCheckpoint."""
+        """Expected checksums of the slot's blocks; None if they are not known yet. Raises DamagedCheckpoint."""
         (marker, whole), at = self._seal(slot), self.form.sums_at(slot)
         if marker == 0:
             return None
@@ -305,8 +307,7 @@ class SnapshotFile:
         return struct.unpack(f"<{self.form.blocks}I", packed)
 
     def check(self, slot: int) -> bool:
-        """Compare all of the slot with its sums; False where there are none yet. Raises DamagedCheckpoint, which names
-        the block."""
+        """Verify the whole slot; False if it has no checksums yet. Raises DamagedCheckpoint, which names the block."""
         sums = self.sealed_sums(slot)
         if sums is None:
             return False
@@ -315,7 +316,7 @@ class SnapshotFile:
         return True
 
     def check_block(self, slot: int, block: int, sums: tuple[int, ...]) -> None:
-        """Compare one block of the payload with its sum. Raises DamagedCheckpoint."""
+        """Verify one block of the payload. Raises DamagedCheckpoint."""
         start, end = self._range(slot, block)
         with memoryview(self.memory) as memory, memory[start:end] as content:
             self._compare(slot, block, crc32(content), sums)
@@ -328,11 +329,11 @@ class SnapshotFile:
 
 
 def lay_out(descriptor: int, form: Form) -> None:
-    """Make the empty file `descriptor` one of `form` without any step. Raises OSError, with one of NO_ROOM where its
-    bytes cannot be had."""
-    if form.size > memory_available():  # files in memory may be promised more than the machine has
+    """Make the empty file `descriptor` a file with `form` and without any step. Raises OSError, with one of NO_ROOM if
+    there is not enough memory."""
+    if form.size > memory_available():  # more files may be allocated in memory than the machine has
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    # Reserved now: a write into memory that is full would kill the process instead of failing.
+    # Allocated now: a write into full memory would kill the process instead of failing.
     os.posix_fallocate(descriptor, 0, form.size)
     os.pwrite(descriptor, form.table, _TABLE_AT)
     os.pwrite(descriptor, form.head, 0)

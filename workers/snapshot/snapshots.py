@@ -34,8 +34,8 @@ from workers.system.pinned import PinnedMemory
 
 
 class _Constants:
-    """What of the state no step changes, at the end of each slot: which slots have it, and the sums of the blocks that
-    hold nothing else. These are taken once, so that corruption after that is noticed."""
+    """The part of the state that no step changes, at the end of each slot: which slots have it, and the checksums of
+    the blocks that hold nothing else. These are computed once, so that later corruption is noticed."""
 
     def __init__(self, changing: int, state: Sequence[torch.Tensor]):
         """The first `changing` tensors of the state do change."""
@@ -45,36 +45,37 @@ class _Constants:
         self._blocks = range(first, -(-sum(sizes) // BLOCK_BYTES)) if changing < len(state) else range(0)
         self._there = [False] * SLOTS
         self.sums: list[dict[int, int]] = [{} for _ in range(SLOTS)]
-        """For each slot, those that are known."""
+        """Known checksums for each slot."""
 
     def to_copy(self, slot: int) -> int:
-        """How many tensors of the state the slot has to be given, which then has them all."""
+        """How many tensors of the state must be copied to the slot, which then has all of them."""
         there, self._there[slot] = self._there[slot], True
         return self._changing if there else self._count
 
     def keep_sums(self, slot: int, sums: Sequence[int]) -> None:
-        """The slot has these sums."""
+        """These are the slot's checksums."""
         if self._there[slot]:
             self.sums[slot] = {block: sums[block] for block in self._blocks}
 
     def forget(self) -> None:
-        """No slot has what is constant now."""
+        """The constant part has changed, so no slot has it."""
         self._there = [False] * SLOTS
         self.sums = [{} for _ in range(SLOTS)]
 
 
 @dataclass(frozen=True)
 class HeldSlot:
-    """A slot that is not overwritten. For any thread."""
+    """A slot that is protected from being overwritten. For any thread."""
 
     part: Callable[[int, int], torch.Tensor]
-    """The tensors of the state from one number to before another, which have one type, as one: so they lie there."""
+    """Returns the tensors of the state from one index to another, which have the same type, as one tensor, since they
+    are contiguous."""
     check: Callable[[], object]
-    """Raises DamagedCheckpoint where the slot is not what was copied any more."""
+    """Raises DamagedCheckpoint if the slot no longer has the copied contents."""
     _copying: Future[Done] | None
 
     def wait(self) -> None:
-        """Return once the copy is whole; raises what kept it from that."""
+        """Return once the copy is complete; raises the error of the copy."""
         if self._copying is not None:
             self._copying.result()
 
@@ -96,9 +97,9 @@ class Snapshots:
         constant: Sequence[torch.Tensor] = (),
         memory: SnapshotMemory = ANY_MEMORY,
     ):
-        """Open the rank's file, or make it. `table` says what the state consists of (`reshard.describe`). `constant`:
-        what belongs to the state too and changes with `load` and before `clear` alone, so that each slot is given it
-        once. `memory`: where a new file lies. Raises SharedMemoryError when there is no room for both slots.
+        """Open the rank's file, or create it. `table`: description of the state (`reshard.describe`). `constant`:
+        tensors of the state that only change with `load` and before `clear`, so that they are copied to each slot only
+        once. `memory`: where a new file is created. Raises SharedMemoryError if there is no room for both slots.
 
         Each slot also holds a note: up to NOTE_BYTES that belong to the same step.
         """
@@ -108,7 +109,7 @@ class Snapshots:
         payload = sum(tensor.numel() * tensor.element_size() for tensor in self.state)
         form = Form(identity, payload, json.dumps(table or {}, separators=(",", ":"), sort_keys=True).encode())
         self._unusable: CheckpointError | None = None
-        """Why the file that was there is not used."""
+        """Why an existing file is not used."""
         self._memory = memory
         self._room: MappedFile | None = None
         self._file = self._opened(form) or memory.create(self.path, form)
@@ -116,22 +117,22 @@ class Snapshots:
         """For each slot, a tensor over its memory for each tensor of the state."""
         self._pinned = self._pin()
         self.stall_seconds = 0.0
-        """For how long the last snapshot held the training up: the thread, on a GPU the device."""
+        """How long the last snapshot held up the training: the thread, or on a GPU the device."""
         self.copy_seconds = 0.0
-        """What the last copy took, alongside the training."""
+        """Duration of the last copy, which overlaps with training."""
         self.sum_seconds = 0.0
-        """What the last checksums took, alongside the training."""
+        """Duration of the last checksums, which overlap with training."""
         self._copier = StateCopier("snapshot")
         self._summer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot-sums")
         self._summing: Future[None] | None = None
         self._stalled = 0.0
         self._turns = [0] * SLOTS
-        """How often each slot was begun: sums of a slot that was begun again meanwhile are dropped."""
+        """How many times each slot was begun: checksums are dropped if the slot was begun again meanwhile."""
         self._lock = threading.Lock()
         self._newest: tuple[int, int] | None = None
-        """Step and slot of the copy that was begun last."""
+        """Step and slot of the last copy that was begun."""
         self._spared: int | None = None
-        """The slot that is held."""
+        """The protected slot."""
 
     def _opened(self, form: Form) -> SnapshotFile | None:
         if not self.path.exists():
@@ -149,12 +150,13 @@ class Snapshots:
 
     @property
     def bytes_outside(self) -> int:
-        """Of the file where it does not lie in shared memory but with the node's daemon."""
+        """Bytes of the file if it is in the daemon's memory; 0 if it is in shared memory."""
         return self._file.form.size if in_node_memory(self.path) else 0
 
     @property
     def pin_error(self) -> int:
-        """The driver's code where a GPU cannot copy into the file's memory by itself; 0 where it can, or is none."""
+        """The driver's error code if a GPU cannot copy into the file's memory directly; 0 if it can, or there is no
+        GPU."""
         return self._pinned.error
 
     def _pin(self) -> PinnedMemory:
@@ -170,7 +172,7 @@ class Snapshots:
 
     def start(self, step: int, note: bytes = b"", then: Callable[[], object] | None = None) -> None:
         """Begin to copy the state of committed step `step` into the older slot, and return. The state must not change
-        before `finish`. Once the copy is whole, `then` is called, on another thread.
+        before `finish`. When the copy is complete, `then` is called on another thread.
 
         Raises ValueError for a note of more than NOTE_BYTES.
         """
@@ -185,7 +187,7 @@ class Snapshots:
         self._stalled = time.perf_counter() - began
 
     def finish(self) -> bool:
-        """Return once the copy that was begun is whole, and whether there was one; raises what kept it from that."""
+        """Wait for the copy that was begun; returns whether there was one. Raises the error of the copy."""
         if not self._copier.finish():
             return False
         self.stall_seconds = self._stalled + self._copier.stall_seconds
@@ -230,10 +232,10 @@ class Snapshots:
         notify(self._notification)
 
     def load(self, step: int) -> bytes:
-        """Copy the state of `step` back and return its note. Forgets a newer one, which not all ranks committed.
+        """Copy the state of `step` back and return its note. Discards a newer one, which not all ranks committed.
 
-        Raises CheckpointError when the file does not hold that step, DamagedCheckpoint naming file and byte when it
-        is not what was written. Then the state is as it was, and a damaged step is not offered again.
+        Raises CheckpointError if the file does not hold that step, DamagedCheckpoint naming file and byte if it is not
+        as written. The state is then unchanged, and a damaged step is not offered again.
         """
         self.finish()
         self._follow()
@@ -255,15 +257,15 @@ class Snapshots:
         return self._file.note(slot)
 
     def kept(self, step: int) -> list[torch.Tensor] | None:
-        """The copy of the state of `step`, in the order of `state`; None where there is none. It is overwritten by the
-        second copy from now."""
+        """The copy of the state of `step`, in the order of `state`; None if there is none. The second copy from now
+        overwrites it."""
         self.finish()
         slot = next((slot for slot in range(SLOTS) if self._file.step(slot) == step), None)
         return None if slot is None else self._slots[slot]
 
     def hold(self, step: int, make_note: Callable[[], bytes]) -> HeldSlot:
-        """The snapshot of committed step `step`, which is started now where it was not yet, with the note that
-        `make_note` makes. Until `let_go` its slot is not overwritten, and snapshots take turns in the other one."""
+        """The snapshot of committed step `step`, which is started now if it was not yet, with a note from `make_note`.
+        Until `let_go` its slot is not overwritten, and all snapshots use the other one."""
         slot = self._slot_of(step)
         if slot is None:
             self.start(step, make_note())
@@ -273,24 +275,24 @@ class Snapshots:
         return HeldSlot(partial(self._part, slot), partial(self._check, slot), self._copier.under_way)
 
     def let_go(self) -> None:
-        """The slot that is held may be overwritten again. All ranks do so at the same step, or they would end up with
-        none in common."""
+        """The protected slot may be overwritten again. All ranks do this at the same step, or they would end up with no
+        common step."""
         self._spared = None
 
     @property
     def held_step(self) -> int | None:
-        """The step whose snapshot is held."""
+        """The step whose snapshot is protected."""
         return None if self._spared is None else self._file.step(self._spared)
 
     @property
     def room(self) -> MappedFile:
-        """The memory of all slots; another one once the file is."""
+        """The memory of all slots; it changes if the file does."""
         if self._room is None or self._room.descriptor != self._file.descriptor:
             self._room = MappedFile(self._file.descriptor, self._file.memory)
         return self._room
 
     def _slot_of(self, step: int) -> int | None:
-        """The slot that holds `step`, or is given it now."""
+        """The slot that holds `step`, or is being filled with it."""
         if self._copier.under_way is not None and self._newest is not None and self._newest[0] == step:
             return self._newest[1]
         return next((slot for slot in range(SLOTS) if self._file.step(slot) == step), None)
@@ -302,11 +304,11 @@ class Snapshots:
         return torch.frombuffer(self._file.memory, dtype=dtype, count=count, offset=at)
 
     def _check(self, slot: int) -> None:
-        self._summer.submit(lambda: None).result()  # its sums come first
+        self._summer.submit(lambda: None).result()  # pending checksums come first
         self._file.check(slot)
 
     def forget_after(self, step: int) -> None:
-        """Forget all steps above `step`."""
+        """Discard all steps above `step`."""
         self.finish()
         for slot in range(SLOTS):
             held = self._file.step(slot)
@@ -314,8 +316,8 @@ class Snapshots:
                 self._begin(slot)
 
     def _follow(self) -> None:
-        """Use the file that lies at the path now, where it is another one: a backup that the agent fetched after this
-        process was made ready."""
+        """Use the file that is at the path now, if it is a different one: a backup that the agent fetched after this
+        process was prepared."""
         if not self.path.exists() or self._is_at_its_path():
             return
         file = self._opened(self._file.form)
@@ -339,13 +341,13 @@ class Snapshots:
         before.close()
 
     def wait_for_sums(self) -> None:
-        """Return once the newest copy has its sums."""
+        """Return once the newest copy has its checksums."""
         self.finish()
         if self._summing is not None:
             self._summing.result()
 
     def clear(self) -> None:
-        """Forget everything: the job starts from another state than these. A file that was removed is created again."""
+        """Discard everything: the job starts from a different state. A file that was removed is created again."""
         self.finish()
         if not self._is_at_its_path():
             self._go_on_in(self._memory.create(self.path, self._file.form))
@@ -354,7 +356,7 @@ class Snapshots:
             self._begin(slot)
 
     def close(self) -> None:
-        """Finish, end the threads and let go of the file, which stays."""
+        """Finish, end the threads and close the file, which stays."""
         self.finish()
         self._copier.close()
         self._summer.shutdown()

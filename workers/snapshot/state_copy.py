@@ -1,9 +1,9 @@
-"""Copies a rank's state concurrently with training, on a thread, while the state does not change.
+"""Copies a rank's state on a thread, concurrently with training, while the state does not change.
 
-On a GPU they are made on a stream of their own, the one of the process: torch hands out streams from a pool of 32 again
-and again, so that a new one for each copy would sooner or later be one that something else waits for. What is copied
-into should be registered (`workers/system/pinned.py`), else the driver copies it twice. A state in host memory
-(`train.optimizer.offload`) the thread copies itself: nothing of it is under way when an update has returned.
+On a GPU the copies use a stream of their own, one per process: torch hands out streams from a pool of 32 repeatedly, so
+that a new one for each copy would eventually be one that other work waits for. The target memory should be registered
+(`workers/system/pinned.py`), otherwise the driver copies twice. A state in host memory (`train.optimizer.offload`) is
+copied by the thread itself: when an update has returned, no work on it is pending.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 Ready = torch.cuda.Event | None
 """On a GPU, an event after all work on the state so far."""
 Done = torch.cuda.Event | None
-"""On a GPU, an event after a copy that is made."""
+"""On a GPU, an event after a completed copy."""
 
 
 class StateCopier:
@@ -29,20 +29,20 @@ class StateCopier:
         self._copying: Future[Done] | None = None
         self._state: Sequence[torch.Tensor] = ()
         self.stall_seconds = 0.0
-        """For how long the training stood still at the last `finish`: the thread, or on a GPU the device."""
+        """How long training was held up at the last `finish`: the thread, or on a GPU the device."""
 
     def start(self, state: Sequence[torch.Tensor], copy: Callable[[Ready], Done]) -> None:
-        """Begin `copy`, which is called on the thread with what to wait for before it reads `state`, and returns what
-        `copy_tensors` does. The state must not change before `finish`, and the copy before must be finished."""
+        """Begin `copy`, which is called on the thread with the event to wait for before it reads `state`, and returns
+        the result of `copy_tensors`. The state must not change before `finish`, and the last copy must be finished."""
         self._state = state
         self._copying = self._thread.submit(copy, event_after(state))
 
     def finish(self) -> bool:
-        """Return once the copy that was begun is made, and whether there was one; raises what kept it from that."""
+        """Wait for the copy that was begun; returns whether there was one. Raises the error of the copy."""
         if self._copying is None:
             return False
         copying, self._copying = self._copying, None
-        # A host is ahead of its GPU: that it waits here says nothing about whether the GPU has nothing to do.
+        # A host runs ahead of its GPU: that it waits here does not mean that the GPU is idle.
         began, reached = time.perf_counter(), event_after(self._state, timed=True)
         done = copying.result()
         self.stall_seconds = time.perf_counter() - began if done is None else _seconds_between(reached, done)
@@ -59,15 +59,14 @@ class StateCopier:
 
 
 def _seconds_between(reached: Ready, done: torch.cuda.Event) -> float:
-    """For how long the device had reached the one event and not yet the other, which it has now."""
+    """How long ago the device had reached the first event when it reached the second one."""
     if reached is None or not reached.query():
-        return 0.0  # it still computes
+        return 0.0  # it is still computing
     return max(0.0, reached.elapsed_time(done) / 1000)
 
 
 def event_after(state: Sequence[torch.Tensor], timed: bool = False) -> Ready:
-    """On a GPU, an event after all work on `state` so far, with its time where it is `timed`. For the training
-    thread."""
+    """On a GPU, an event after all work on `state` so far, with a timestamp if `timed`. For the training thread."""
     device = _device_of(state)
     if device is None:
         return None
@@ -77,21 +76,22 @@ def event_after(state: Sequence[torch.Tensor], timed: bool = False) -> Ready:
 
 
 def _device_of(state: Sequence[torch.Tensor]) -> torch.device | None:
-    """Where the first of these is that is on a GPU: an optimizer's state may be on the host, and the rest not."""
+    """The device of the first of these that is on a GPU: an optimizer's state may be in host memory, and the rest
+    not."""
     return next((tensor.device for tensor in state if tensor.is_cuda), None)
 
 
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which this process copies state, as torch's streams belong to the process."""
+    """The stream on which this process copies state; torch's streams belong to the process."""
     return torch.cuda.Stream(device)
 
 
 def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], ready: Ready) -> Done:
-    """Copy each source into its target, and return once that is done, with what it was done at.
+    """Copy each source into its target, and return when that is done, on a GPU with the event after it.
 
-    With `ready` this is waited for on a stream other than that of the training thread, so that no copy waits for the
-    forward pass that was queued before it; the copies are queued together, and the host waits once, for the last.
+    A `ready` event is waited for on a stream other than that of the training thread, so that no copy waits for the
+    forward pass that was queued before; the copies are queued together, and the host waits once, for the last.
     """
     with torch.no_grad():
         if ready is None:
@@ -108,9 +108,9 @@ def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
                 if target.is_cuda or source.is_cuda:
                     target.copy_(source, non_blocking=True)
         for target, source in pairs:
-            if not (target.is_cuda or source.is_cuda):  # an optimizer's state on the host, which has been waited for
+            if not (target.is_cuda or source.is_cuda):  # offloaded optimizer state, which has been waited for
                 target.copy_(source)
-        # Blocking: a thread that spins would take a core from the one that trains.
+        # Blocking: a spinning thread would take a core from the training thread.
         done = torch.cuda.Event(enable_timing=True, blocking=True)
         done.record(stream)
     done.synchronize()
