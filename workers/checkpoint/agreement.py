@@ -14,7 +14,7 @@ from workers.errors import CheckpointError
 
 @dataclass(frozen=True)
 class _Problem:
-    """A rank's error when reading its part."""
+    """A rank's error from reading its part."""
 
     message: str
     kind: str

@@ -23,7 +23,7 @@ import numpy
 from workers.checkpoint.read_only_bytes import ReadOnlyBytes
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""Of an element, by the dtypes that a checkpoint holds, as torch calls them."""
+"""Bytes of an element, for the dtypes that a checkpoint holds, by torch's names."""
 _STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -31,35 +31,35 @@ _STORAGES = {
     "BFloat16Storage": "bfloat16",
 }
 BEGINNING_BYTES = 4096
-"""Of an archive, in which the elements should begin."""
+"""The first bytes of an archive, in which the elements should begin."""
 ORDER = b"little"
 _HEADER, _HEADER_BYTES = b"PK\x03\x04", 30
-"""Of a record in a zip file: its beginning; without name and extra field, whose lengths are its last two numbers."""
+"""Beginning of a record in a zip file, without name and extra field, whose lengths are its last two numbers."""
 
 Read = Callable[[int, int], numpy.ndarray]
-"""Bytes of an archive: from where, how many; [bytes] uint8, valid until the next call."""
+"""Reads bytes of an archive: (offset, count) -> [count] uint8, valid until the next call."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements of a tensor that lie in one piece, row after row."""
+    """The elements of a contiguous tensor, in row-major order."""
 
     at: int
-    """First byte, from the archive's beginning."""
+    """Offset of the first byte in the archive."""
     dtype: str
     sizes: tuple[int, ...]
 
 
 def elements_of(read: Read, size: int) -> Elements:
-    """Where the tensor lies in the archive of `size` bytes that `read` reads. Raises ValueError, KeyError,
-    zipfile.BadZipFile and pickle.UnpicklingError where it is no archive of a tensor that lies in one piece."""
+    """Where the tensor is in the archive of `size` bytes that `read` reads. Raises ValueError, KeyError,
+    zipfile.BadZipFile and pickle.UnpicklingError if it is not an archive of a contiguous tensor."""
     records = _Beginning(read(0, min(size, BEGINNING_BYTES)).tobytes())
     elements = records.elements()
     return _by_directory(read, size) if elements is None else elements
 
 
 class _Beginning:
-    """The first bytes of an archive, with records that follow one another."""
+    """The first bytes of an archive, with consecutive records."""
 
     def __init__(self, content: bytes):
         self._content = content
@@ -67,7 +67,7 @@ class _Beginning:
         self._folder = name.removesuffix(b"data.pkl")
 
     def elements(self) -> Elements | None:
-        """The tensor's, if all that they depend on is there."""
+        """The tensor's elements, if all that describes them is there."""
         pickled, order = self._begin("data.pkl"), self._begin("byteorder")
         if pickled is None:
             return None
@@ -104,7 +104,7 @@ def _content(read: Read, record: zipfile.ZipInfo) -> bytes:
 
 
 def _place(read: Read, record: zipfile.ZipInfo) -> tuple[int, int]:
-    """First byte of a record, and how many it has."""
+    """First byte of a record, and its size."""
     header = read(record.header_offset, _HEADER_BYTES).tobytes()
     if not header.startswith(_HEADER) or record.compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"{record.filename} is not a stored record")
@@ -113,7 +113,7 @@ def _place(read: Read, record: zipfile.ZipInfo) -> tuple[int, int]:
 
 
 class _Archive(ReadOnlyBytes):
-    """The bytes that `read` reads, as a file."""
+    """A file object over the bytes that `read` reads."""
 
     def __init__(self, read: Read, size: int):
         super().__init__(size)
@@ -135,7 +135,7 @@ class _Storage:
 class _Tensor:
     dtype: str
     key: str
-    """Of its storage."""
+    """Offset in its storage."""
     offset: int
     sizes: tuple[int, ...]
 
@@ -150,7 +150,7 @@ class _Tensor:
 
 
 def _tensor(pickled: bytes) -> _Tensor:
-    """What the pickle that `pickled` begins with says. Raises pickle.UnpicklingError, EOFError."""
+    """The tensor described by the pickle at the beginning of `pickled`. Raises pickle.UnpicklingError, EOFError."""
     tensor = _Unpickler(io.BytesIO(pickled)).load()
     if not isinstance(tensor, _Tensor):
         raise pickle.UnpicklingError(f"it holds a {type(tensor).__name__}, not a tensor")
@@ -158,7 +158,7 @@ def _tensor(pickled: bytes) -> _Tensor:
 
 
 def _rebuilt(storage: Any, offset: Any, sizes: Any, strides: Any, *_: Any) -> _Tensor:
-    """What torch's `_rebuild_tensor_v2` is called with."""
+    """Stands in for torch's `_rebuild_tensor_v2`, and records its arguments."""
     if not isinstance(storage, _Storage) or not all(isinstance(n, int) and n >= 0 for n in (offset, *sizes, *strides)):
         raise pickle.UnpicklingError("it is not a tensor of a storage")
     expected = 1
@@ -170,7 +170,7 @@ def _rebuilt(storage: Any, offset: Any, sizes: Any, strides: Any, *_: Any) -> _T
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names in the pickle of a tensor only."""
+    """Resolves only the names in the pickle of a tensor."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in. Raises pickle.UnpicklingError for any other name."""

@@ -87,12 +87,12 @@ class ListedCheckpoint:
 
     path: Place
     step: int
-    """As its name says."""
+    """From its name."""
     generation: int
-    """As its name says."""
+    """From its name."""
     condition: Condition
     manifest: Manifest | None = None
-    """Manifest; only of a complete checkpoint."""
+    """None if it is not complete."""
     problem: str = ""
     """One sentence: why it is not complete, or why that is unknown."""
 
@@ -115,8 +115,9 @@ class Listing:
         return [(each.path, each.manifest) for each in self.checkpoints if each.manifest is not None]
 
     def look_up(self, path: str, saved: Collection[str]) -> tuple[Condition, str]:
-        """What is known of the checkpoint at `path`, and why it is no more. `saved`: paths of checkpoints that are
-        known to have been whole here, which tell the folder that they were saved in from an empty one in its place."""
+        """The condition of the checkpoint at `path`, and why it is not complete. `saved`: paths of checkpoints that are
+        known to have been complete here; they distinguish the folder in which they were saved from an empty one in its
+        place."""
         for each in self.checkpoints:
             if str(each.path) == path:
                 return each.condition, each.problem
@@ -126,8 +127,8 @@ class Listing:
         return Condition.NOT_WHOLE, f"the checkpoint at {path} is gone"
 
     def _not_that_folder(self, saved: Collection[str]) -> str | None:
-        """Why this does not seem to be the folder that held `saved`; None where it does: one of them is here, in
-        whatever state, or another that is whole."""
+        """Why this does not seem to be the folder that held `saved`; None if it does: one of them is here, in any
+        state, or another complete checkpoint."""
         read = [each for each in self.checkpoints if each.condition is not Condition.UNKNOWN]
         if not saved or any(each.manifest is not None or str(each.path) in saved for each in read):
             return None
@@ -292,8 +293,8 @@ def _folders(folder: Place) -> list[tuple[Place, int, int]] | None:
     """(path, step, generation) of all checkpoints, complete or not, in order of creation; None if the folder does not
     exist. Raises UnreadableCheckpoint if it cannot be listed.
 
-    Generations come before steps: where a generation begins at an earlier step than one that is on disk, that one could
-    not be used, and what is made now is newer than it.
+    They are ordered by generation before step: if a generation begins at an earlier step than that of an existing
+    checkpoint, the latter could not be used, so everything that the generation saves is newer.
     """
     try:
         matches = [(folder / name, _FOLDER.match(name)) for name in files_of(folder).names(folder)]

@@ -7,29 +7,29 @@ import numpy
 from workers.checkpoint.checksums import BLOCK_BYTES, CheckedFile
 
 ALIGNMENT = 64
-"""Of the address, in bytes, of a piece for which room is made; others lie where their block does."""
+"""Alignment in bytes of the address of a piece for which memory is allocated; others are wherever their block is."""
 
 
 SPAN_BYTES = 4 * BLOCK_BYTES + 2 * ALIGNMENT
-"""Memory of a span, unless a piece needs more: some blocks, since a part of the last one is moved to the beginning when
-there is no room; not many, so that they stay in the processor's cache."""
+"""Memory of a span, unless a piece needs more: several blocks, since a part of the last one is moved to the beginning
+when memory runs out; but few, so that they stay in the processor's cache."""
 
 
 class CheckedSpan:
-    """The blocks of one file that were read last. What is asked for from the file's beginning to its end is read and
-    checked once: blocks that the next piece needs as well are kept."""
+    """The most recently read blocks of one file. If pieces are requested in the file's order, everything is read and
+    verified once: blocks that the next piece also needs are kept."""
 
     def __init__(self, file: CheckedFile):
         self._file = file
         self._memory = numpy.empty(0, numpy.uint8)
         self._start = 0
-        """Of the first block in the memory."""
+        """First block in memory."""
         self._first, self._end = 0, 0
-        """Blocks that are there: [first, end)."""
+        """Blocks in memory: [first, end)."""
 
     def piece(self, at: int, count: int) -> numpy.ndarray:
         """Bytes [at, at + count) of the file, [count] uint8, valid until the next call. Raises DamagedCheckpoint,
-        UnreadableCheckpoint, ValueError where the file is shorter."""
+        UnreadableCheckpoint, or ValueError if the file is shorter."""
         if at < 0 or count < 0 or at + count > self._file.size:
             raise ValueError(f"there are no bytes {at} to {at + count}")
         size = self._file.block_bytes
@@ -44,8 +44,8 @@ class CheckedSpan:
         return self._memory[begin : begin + count]
 
     def _make_room(self, first: int, end: int, start: int) -> None:
-        """Keep of the blocks that are there those from `first` on, and have room up to `end`; the first one is to lie
-        `start` bytes behind an aligned address."""
+        """Keep the blocks from `first` on, and have memory up to `end`; the first one must be `start` bytes after an
+        aligned address."""
         size = self._file.block_bytes
         kept = self._end - first if self._first <= first < self._end else 0
         held = self._start + (first - self._first) * size
@@ -55,5 +55,5 @@ class CheckedSpan:
         start += -memory.ctypes.data % ALIGNMENT
         count = min(kept * size, self._file.size - first * size)
         if kept:
-            memory[start : start + count] = self._memory[held : held + count]  # numpy minds where they overlap
+            memory[start : start + count] = self._memory[held : held + count]  # numpy handles the overlap
         self._memory, self._start, self._first, self._end = memory, start, first, first + kept

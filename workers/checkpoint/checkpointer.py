@@ -36,17 +36,17 @@ from workers.storage.places import ObjectPath, place_of
 from workers.system.pinned import PinnedMemory
 
 Parts = Callable[[], AbstractContextManager[dict[str, torch.Tensor]]]
-"""The state that is saved, by KINDS and FROZEN, which stays as it is until it is left."""
+"""Opens the state to save, by KINDS and FROZEN, which stays unchanged within the block."""
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Called to report an event: type, step, message, data."""
 
 SAVE_WAITS = (0.0, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each try to save what is to be on disk before all ranks end."""
+"""Seconds before each attempt of a save that must be on disk before all ranks end."""
 PATIENCE_SECONDS = 1.0
 """Maximum total seconds that a save may delay training if other saves become due before it is written."""
 LEAVE_SECONDS = 2.0
-"""For how long a rank that leaves a generation waits for a save that can come to no end any more, or lies with a store
-that does not answer. A process that uploads is given half of it to end."""
+"""Seconds that a rank that leaves a generation waits for a save that cannot be completed any more, or whose store does
+not answer. A process that uploads gets half of that to end."""
 LOOK_SECONDS = 1.0
 """Seconds between checks of whether an awaited save makes progress."""
 
@@ -65,7 +65,7 @@ class Checkpointer:
         snapshots: Snapshots | None = None,
         note: Callable[[], bytes] = bytes,
     ):
-        """`snapshots`: of the same state, and what makes the `note` of one; None: there are none."""
+        """`snapshots`: of the same state, with notes from `note`; None: there are none."""
         self.folder, self.job, self.spec = folder, job, spec
         self.engine, self.optimizer, self.loss_scale = engine, engine.optimizer, engine.loss_scale
         self.comm, self.event = comm, event
@@ -75,37 +75,37 @@ class Checkpointer:
         self._writer = _new_thread()
         self._under_way: Future[str | None] | None = None
         self._save: Save | None = None
-        """The newest one."""
+        """The newest save."""
         self._look: Look | None = None
-        """For what generations before this one did not get to save, until all ranks know what came of it."""
+        """The search for a save that earlier generations did not complete, until all ranks know its result."""
         self._aside: SharedRoom | None = None
         self._pinned: PinnedMemory | None = None
         self._uploads: Uploads | None = None
         self._writes = 0
         """Number of writes of all saves."""
         self._started = 0.0
-        """When the newest save began, or the look, by the monotonic clock."""
+        """When the newest save or search began, by the monotonic clock."""
         self._patience = 0.0
-        """Seconds for which the newest save may still hold up the training."""
+        """Seconds that the newest save may still hold up training."""
         self._delayed = False
-        """Whether a save is due since an earlier step; the same on all ranks."""
+        """Whether a save has been due since an earlier step; the same on all ranks."""
         self.began = 0
-        """The generation that began at step 0 and from which the state descends; 0: none is known."""
+        """The generation that began at step 0 and that the state descends from; 0: unknown."""
         self.deletes_old = True
-        """Whether a complete checkpoint has those deleted that it makes superfluous."""
+        """Whether a complete checkpoint makes older ones be deleted."""
         self._sealed = 0
         """Step of the newest checkpoint that this process has completed; 0: none."""
         self.failure: str | None = None
-        """Why the newest save has failed; the same on all ranks."""
+        """Why the newest save failed; the same on all ranks."""
 
     def enter_generation(self, began: int, step: int) -> None:
-        """A generation begins at committed step `step`, whose state descends from that of `began`, which began at step
-        0. What waits to be saved waits no longer: a rank that is new to the job does not know of it."""
+        """A generation begins at committed step `step`, with a state that descends from that of `began`, which began at
+        step 0. Delayed saves are dropped, since a rank that is new to the job does not know of them."""
         self.began, self._delayed, self._look = began, False, None
         self._forget_sealed_after(step)
 
     def _forget_sealed_after(self, step: int) -> None:
-        """Later steps are done again: what was sealed of them says nothing about what there will be."""
+        """Later steps are repeated, so checkpoints that were sealed of them no longer count."""
         if self._sealed > step:
             self._sealed = 0
 
@@ -119,8 +119,9 @@ class Checkpointer:
         return self._delayed or self._look is not None or self.due(step)
 
     def begin(self, step: int, numbers: dict[str, Any] | None = None) -> None:
-        """`start`, unless some rank is still writing the save before: then the one that is `wanted` waits, alongside
-        the training, for the first step at which none is. That of the last step is not delayed. Raises PeerLost."""
+        """`start`, unless some rank is still writing the last save: in that case the due save is delayed, without
+        holding up training, to the first step at which no rank is. The save of the last step is not delayed. Raises
+        PeerLost."""
         look, is_last = self._look, step == self.spec.train.steps
         is_due = self._delayed or (self.due(step) and (look is None or step != look.step))
         if is_last:
@@ -136,10 +137,10 @@ class Checkpointer:
             self.start(step, numbers)
 
     def begin_missing(self, step: int, numbers: dict[str, Any] | None = None) -> None:
-        """`begin` where of the saves from the last one that was due up to committed step `step` none is whole on disk:
-        a rank died meanwhile. Rank 0 looks, and tells the others: all files of all checkpoints are looked at, which no
-        more ranks than one should do to a store that they share, and what one finds there another may not. It looks
-        alongside the training, which does not wait for a store that does not answer. Raises PeerLost."""
+        """`begin` if no save since the last due one, up to committed step `step`, is complete on disk, because a rank
+        died meanwhile. Rank 0 looks for it and informs the others: it reads the listing of all checkpoints, which not
+        every rank should do to a shared store, and ranks might see different results. It does so concurrently with
+        training, which does not wait for a store that does not answer. Raises PeerLost."""
         every = self.spec.checkpoint.every_steps
         due = step if self.due(step) else step - step % every if every else 0
         if not due:
@@ -151,7 +152,7 @@ class Checkpointer:
         self.begin(step, numbers)
 
     def _look_for(self, look: Look, due: int) -> str | None:
-        """As `_write`, of which it takes the place: nothing here can fail."""
+        """Like `_write`, in whose place it runs: nothing here can fail."""
         steps = range(due, look.step + 1)
         look.is_missing = self._sealed not in steps and all(
             each.step not in steps for _, each in catalog.whole_checkpoints(self.folder)
@@ -159,8 +160,8 @@ class Checkpointer:
         return None
 
     def save_now(self, step: int, numbers: dict[str, Any] | None = None, waits: Sequence[float] = SAVE_WAITS) -> bool:
-        """Save the state of committed step `step`, due or not, and return when it is complete on disk. False if all
-        attempts failed; `waits` are the seconds before each attempt. Raises PeerLost."""
+        """Save the state of committed step `step`, due or not, and return when it is complete on disk. Returns False if
+        all attempts failed; `waits` are the seconds before each attempt. Raises PeerLost."""
         self.finish()
         for seconds in waits:
             if self._all_see(step):
@@ -171,14 +172,14 @@ class Checkpointer:
         return self._all_see(step)
 
     def _all_see(self, step: int) -> bool:
-        """Whether this generation's checkpoint of `step` is whole, as rank 0 sees it, who seals checkpoints."""
+        """Whether this generation's checkpoint of `step` is complete according to rank 0, which seals checkpoints."""
         path, seen = catalog.checkpoint_path(self.folder, step, self.comm.generation), False
         if self.comm.rank == 0:
             seen = catalog.look_at(path)[0] is Condition.WHOLE
         return self._anywhere(seen)[0]
 
     def _anywhere(self, *said: bool) -> list[bool]:
-        """Of each of these, whether any rank says so; all ranks answer the same. Raises PeerLost."""
+        """For each of these values, whether it is true on any rank; the same on all ranks. Raises PeerLost."""
         counts = torch.tensor([float(each) for each in said], device=self.comm.device)
         self.comm.all_reduce("world", counts)
         answer = [bool(count) for count in counts.tolist()]
@@ -187,8 +188,9 @@ class Checkpointer:
 
     def start(self, step: int, numbers: dict[str, Any] | None = None, if_it_fails: str | None = None) -> None:
         """Begin to write the state of committed step `step`, with its `numbers` in the manifest: from its snapshot,
-        which is held and begun where it was not yet, or a copy aside. Nothing may change the state before that is whole
-        and `finish_copy` returns. Waits for the save before. `if_it_fails`: what happens then, in words."""
+        which is protected and started if necessary, or from a copy. The state must not change before that is complete
+        and `finish_copy` has returned. Waits for the last save. `if_it_fails`: the consequence of a failure, in
+        words."""
         self.finish()
         self.failure, self._delayed = None, False
         self._started, self._patience = time.monotonic(), PATIENCE_SECONDS
@@ -207,13 +209,12 @@ class Checkpointer:
 
     @property
     def writing(self) -> bool:
-        """Whether the newest save is under way, or it is looked whether one is missing."""
+        """Whether the newest save is in progress, or the search for a missing one."""
         return self._under_way is not None and not self._under_way.done()
 
     def _all_are_free(self) -> tuple[bool, bool]:
-        """Whether no rank is writing any more, nor looking; and where one was, whether a save is missing. It is waited
-        for while the save's patience lasts: what takes no longer than that is saved at the steps that were asked
-        for."""
+        """Whether no rank is writing or searching any more; and after a search, whether a save is missing. Waits as
+        long as the save's patience lasts: saves that take no longer are made at the requested steps."""
         if self._under_way is not None:
             began = time.monotonic()
             wait([self._under_way], self._patience)
@@ -241,8 +242,8 @@ class Checkpointer:
             self._save.copied.wait()
 
     def finish(self) -> None:
-        """Wait until the save under way is on disk or has failed. While it gets on, the rank does not stand still, and
-        once it waits for another one's part, that is known."""
+        """Wait until the save in progress is on disk or has failed. While it makes progress, the rank does not count as
+        hung; if it waits for another rank's part, the record shows that."""
         if self._under_way is not None:
             writes, waits = self._writes, False
             while not wait([self._under_way], LOOK_SECONDS).done:
@@ -258,8 +259,8 @@ class Checkpointer:
             self._under_way = None
 
     def leave(self) -> None:
-        """`finish` for who comes to rest, and has little time: what a store has not taken by now is given up, and one
-        that does not answer is not waited for."""
+        """`finish` for a rank that comes to rest and has little time: an upload that is incomplete by now is aborted,
+        and a store that does not answer is not waited for."""
         if self._under_way is not None and self._has_left():
             if self._uploads is not None and self.writing:
                 self._uploads.give_up()
@@ -268,8 +269,8 @@ class Checkpointer:
         self.finish()
 
     def _leave_behind(self) -> None:
-        """Go on with another thread. The one that is left writes no more than it is about to: it ends when the store
-        or file system answers, or with the process. What all ranks have written it may still make whole."""
+        """Continue with another thread. The abandoned one finishes only its current write: it ends when the store or
+        file system answers, or with the process. It may still complete a checkpoint that all ranks have written."""
         if self._save is not None:
             self._save.left_behind = True
         self._under_way, self.failure = None, "it was not whole when its ranks left each other"
@@ -277,12 +278,12 @@ class Checkpointer:
         self._writer = _new_thread()
 
     def _has_left(self) -> bool:
-        """Whether the ranks have left each other, so that none can bring a save to its end."""
+        """Whether the ranks have left each other, so that none can complete a save."""
         return self.comm.size("world") > 1 and self.comm.is_over()
 
     def _wrote(self, save: Save) -> None:
-        """Some of a save is written. Raises PeerLost where the rest is of no use: its ranks have left each other, and
-        who comes to rest has little time."""
+        """Some part of a save is written. Raises PeerLost if the rest is useless because its ranks have left each
+        other, and a rank that comes to rest has little time."""
         self._writes += 1
         if save.left_behind:
             raise PeerLost("the ranks that saved have left each other")
@@ -298,7 +299,7 @@ class Checkpointer:
             self._uploads.close()
 
     def undo_after(self, step: int) -> None:
-        """Delete the checkpoints of later steps, which will be redone. No rank is saving one."""
+        """Delete the checkpoints of later steps, which will be repeated. No rank may be saving one."""
         self._delayed, self._look = False, None
         self._forget_sealed_after(step)
         for old in pruning.remove_after(self.folder, step, self.began) if self.comm.rank == 0 else ():
@@ -307,8 +308,8 @@ class Checkpointer:
     def restore(self, path: str) -> dict[str, Any] | None:
         """Load this rank's part of the state from the checkpoint at `path`; returns the manifest's numbers.
 
-        Raises CheckpointError, DamagedCheckpoint where an older one may do: on every rank, as soon as one of them
-        cannot read its part. Then nothing has changed on any rank.
+        Raises CheckpointError, or DamagedCheckpoint if an older one may be usable: on every rank, as soon as one of
+        them cannot read its part. No rank's state has changed then.
         """
         problem: CheckpointError | None = None
         try:
@@ -320,8 +321,8 @@ class Checkpointer:
         return manifest.numbers
 
     def make_room(self) -> None:
-        """Have the memory in which what is saved lies, and the process that uploads it, before the first save,
-        alongside the training."""
+        """Prepare the memory that is saved from, and the process that uploads it, before the first save and
+        concurrently with training."""
         if self.spec.checkpoint.every_steps > 0:
             self._writer.submit(self._prepare)
 
@@ -335,8 +336,8 @@ class Checkpointer:
             self._uploads.start()
 
     def _room(self) -> SharedRoom:
-        """[kinds, elements that this rank holds]. It stays from one save to the next: new pages take longer to be given
-        than to be filled, and the next step's update waits for that."""
+        """[kinds, elements that this rank holds]. It is kept between saves: allocating new pages takes longer than
+        filling them, and the next step's update waits for that."""
         if self._aside is None:
             length = len(self.optimizer.exp_avg)
             self._aside = SharedRoom((len(durable.KINDS), length), self.optimizer.exp_avg.dtype)
@@ -345,7 +346,7 @@ class Checkpointer:
 
     @contextmanager
     def _aside_of(self, ready: Ready, copied: threading.Event) -> Iterator[dict[str, torch.Tensor]]:
-        """A copy of the state, kept until the next save."""
+        """A copy of the state, whose memory is reused by the next save."""
         try:
             state = self._copy_aside(ready)
         finally:
@@ -361,19 +362,19 @@ class Checkpointer:
 
     @contextmanager
     def _in_slot(self, held: HeldSlot) -> Iterator[dict[str, torch.Tensor]]:
-        """The state as its snapshot has it. That is memory which others may open by its name, so what was written is
-        believed only where the slot's sums still hold afterwards."""
+        """The state in its snapshot. Other processes can open that memory by its name, so what was written only counts
+        if the slot's checksums still match afterwards."""
         held.wait()
         optimizer, count = self.optimizer, len(self.optimizer.parameters)
         places = (0, count), (count, count + 1), (count + 1, count + 2)
         parts = {kind: held.part(*place) for kind, place in zip(durable.KINDS, places, strict=True)}
-        scale_at = count + 2  # after the moments, and before what is frozen (`Engine.state`, `Engine.frozen_state`)
+        scale_at = count + 2  # between moments and frozen parameters (`Engine.state`, `Engine.frozen_state`)
         frozen = held.part(scale_at + 1, scale_at + 2) if len(optimizer.frozen) else optimizer.frozen.cpu()
         yield parts | {durable.FROZEN: frozen}
         held.check()
 
     def _write(self, save: Save, parts: Parts) -> str | None:
-        """Why the save has failed; None if it has not."""
+        """Returns why the save has failed; None if it has not."""
         try:
             self._prepare()
             sums = durable.save(save.path, self._owned, parts, save.ranks, lambda: self._wrote(save), self._uploads)
@@ -384,15 +385,15 @@ class Checkpointer:
             message = f"checkpoint of step {save.step} failed: {reason}; {save.if_it_fails}"
             self._report("checkpoint_failed", save.step, message, {"path": save.path})
             place = place_of(save.path)
-            # What is left of it would keep a full disk full. In a store, which may be long in answering, a later one
-            # removes it.
+            # Its remains would keep a full disk full. In a store, which may be slow to answer, a later save removes
+            # them.
             in_store = isinstance(place, ObjectPath)
             if self.comm.rank == 0 and not (in_store and (save.left_behind or self._has_left())):
                 files_of(place).remove_folder(place)
             return reason
         finally:
             save.copied.set()
-        # Generations after it may have started over, and must not lose what was there by it.
+        # Later generations may have started over, and must not lose checkpoints because of this one.
         if self.comm.rank == 0 and self.deletes_old and not save.left_behind:
             self._prune(save)
         return None
@@ -410,7 +411,7 @@ class Checkpointer:
         self._report("checkpoint_saved", save.step, f"checkpoint of step {save.step} is complete", data)
 
     def _prune(self, save: Save) -> None:
-        """Delete what the checkpoint that was saved, which is complete, makes superfluous. Raises nothing."""
+        """Delete checkpoints that the completed save makes superfluous. Raises nothing."""
         recovery = self.spec.recovery
         undoes = 2 * recovery.roll_back_steps if recovery.rolls_back else 0
         for old in pruning.prune(self.folder, self.spec.checkpoint.keep, save.generation, undoes, self.began):

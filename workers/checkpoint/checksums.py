@@ -42,14 +42,14 @@ def damaged(file: Place, problem: str) -> DamagedCheckpoint:
 
 
 def unreadable(file: Place, error: OSError, at: int = 0) -> CheckpointError:
-    """The error for what the system said about `file`, from byte `at` on: damage where the file is gone from a folder
-    that is there; anything else, such as missing rights or a medium that fails, is UnreadableCheckpoint, since it says
-    nothing about what was written."""
+    """The error for an OSError about `file`, from byte `at` on: damage if the file is gone from a folder that exists;
+    anything else, such as missing permissions or a failing medium, is UnreadableCheckpoint, since it says nothing about
+    what was written."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         try:
             files_of(file).check_folder(file.parent)
         except NotADirectoryError:
-            pass  # a file has its place, which is an answer too
+            pass  # a file in the place of the folder is an answer too
         except OSError as gone:
             return UnreadableCheckpoint(f"the checkpoint at {file.parent} cannot be read: {gone.strerror or gone}")
         return damaged(file, "is missing")
@@ -67,7 +67,7 @@ class FileSums:
     blocks: tuple[int, ...] | None
     """CRC-32 of each block; None: it was written before there were any."""
     block_bytes: int
-    """Bytes of each block but the last."""
+    """Bytes of each block except the last."""
 
 
 class SummingFile(io.RawIOBase):
@@ -86,7 +86,7 @@ class SummingFile(io.RawIOBase):
         return self._size
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """As any file's."""
+        """See io.RawIOBase."""
         content = memoryview(data).cast("B")
         count = self._file.write(content) or 0
         content = content[:count]
@@ -114,11 +114,11 @@ class SummedFiles:
         """`wrote` is called after each write to any of them."""
         self._wrote = wrote
         self.sums: dict[str, FileSums] = {}
-        """By name, of those that are complete."""
+        """By name, for completed files."""
 
     @contextmanager
     def create(self, file: Place) -> Iterator[io.BufferedWriter[SummingFile]]:
-        """A new file, which stays whatever happens to the machine once the block has ended. Raises OSError."""
+        """A new file, which is durable once the block has ended. Raises OSError."""
         with files_of(file).writer(file) as opened:
             summing = SummingFile(opened, self._wrote)
             with io.BufferedWriter(summing, BUFFER_BYTES) as stream:
@@ -142,7 +142,7 @@ class CheckedFile(io.RawIOBase):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of each block but the last."""
+        """Bytes of each block except the last."""
         return self._sums.block_bytes
 
     def readable(self) -> bool:
@@ -175,8 +175,7 @@ class CheckedFile(io.RawIOBase):
         return count
 
     def expect(self, pieces: Iterable[tuple[int, int]]) -> None:
-        """(First byte, count) of all that will be read, from the beginning of the file to its end: what lies far away
-        is fetched ahead."""
+        """(First byte, count) of all that will be read, in the file's order: distant storage is read ahead."""
         size = self._sums.block_bytes
         numbers = dict.fromkeys(block for at, count in pieces for block in range(at // size, -(-(at + count) // size)))
         self._stream.expect((n * size, min(size, self._sums.size - n * size)) for n in numbers)
@@ -213,7 +212,7 @@ class CheckedFile(io.RawIOBase):
 
 
 class Window(ReadOnlyBytes):
-    """The bytes of `stream` from `start` on, `size` of them, as a file of their own."""
+    """`size` bytes of `stream` from `start` on, as a separate file object."""
 
     def __init__(self, stream: CheckedFile, start: int, size: int):
         super().__init__(size)
@@ -225,8 +224,8 @@ class Window(ReadOnlyBytes):
         return self._stream.readinto(wanted)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As any file's. Here because torch.load, where `readinto` has raised, finds no `read` that is inherited, and
-        raises that instead."""
+        """See io.RawIOBase. It is defined here because torch.load, after an error in `readinto`, looks for a `read`
+        that is not inherited, and raises an error about that instead."""
         left = max(0, self.size - self.tell())
         content = bytearray(left if size is None or size < 0 else min(size, left))
         return bytes(content[: self.readinto(content)])
@@ -234,7 +233,7 @@ class Window(ReadOnlyBytes):
 
 @contextmanager
 def checked(file: Place, sums: FileSums) -> Iterator[CheckedFile]:
-    """`file`, open for reading. Raises DamagedCheckpoint where it is missing or has another size than `sums` says."""
+    """`file`, open for reading. Raises DamagedCheckpoint if it is missing or its size differs from that in `sums`."""
     with contextlib.ExitStack() as stack:
         try:
             stream = stack.enter_context(files_of(file).reader(file))

@@ -1,10 +1,10 @@
-"""What a checkpoint contains and where: which rectangle of which tensor lies where in which of its files.
+"""The contents of a checkpoint: which rectangle of which tensor is where in which of its files.
 
-It is written as `contents.json`, which the manifest's checksums cover like any other file, and is all that loading
-needs to know. Nothing in it can run. Pure Python.
+They are written as `contents.json`, which the manifest's checksums cover like any other file, and are all that loading
+needs. Nothing in it can be executed. Pure Python.
 
-A gang of thousands of ranks writes a million rectangles. So what a rank says of its own stays text until it is asked
-for for that tensor: rank 0 joins texts, and a rank that loads reads those of its own stage.
+A gang of thousands of ranks writes a million rectangles. So the rectangles of each rank stay text until they are needed
+for a tensor: rank 0 joins texts, and a loading rank parses those of its own stage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_ROWS = frozenset("[],0123456789")
 
 @dataclass(frozen=True)
 class StoredRectangle:
-    """A rectangle of a tensor, and the bytes that hold it: an archive of its own, as torch.save writes one."""
+    """A rectangle of a tensor, and the bytes that hold it: a separate archive in the format of torch.save."""
 
     offsets: tuple[int, ...]
     """First index in each dimension."""
@@ -47,20 +47,20 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: str
-    """As torch calls it, without the "torch."."""
+    """torch's name, without "torch."."""
     rectangles: tuple[StoredRectangle, ...]
     """Together they hold each element once."""
 
     def overlapping(self, first: int, end: int) -> list[StoredRectangle]:
-        """Those in which something of the rows [first, end) lies."""
+        """The rectangles that overlap with rows [first, end)."""
         in_order, firsts, furthest = self._by_row
-        # None ends behind `first` before the first one that `furthest` says so of.
+        # No rectangle before the first one with `furthest` > `first` can overlap.
         some = in_order[bisect_right(furthest, first) : bisect_left(firsts, end)]
         return [each for each in some if each.offsets[0] + each.sizes[0] > first]
 
     @cached_property
     def _by_row(self) -> tuple[list[StoredRectangle], list[int], list[int]]:
-        """The rectangles by their first row; these rows; where the furthest of those up to each ends."""
+        """The rectangles by their first row; these rows; and the furthest end of all rectangles up to each."""
         in_order = sorted(self.rectangles, key=lambda each: each.offsets[0])
         ends = accumulate((each.offsets[0] + each.sizes[0] for each in in_order), max)
         return in_order, [each.offsets[0] for each in in_order], list(ends)
@@ -73,35 +73,36 @@ class WrittenRectangles:
     shape: tuple[int, ...]
     dtype: str
     rows: str
-    """JSON without blanks: of each rectangle a list of its offsets, its sizes, its first byte and its bytes."""
+    """JSON without blanks: for each rectangle a list of its offsets, sizes, first byte and number of bytes."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor as the file has it."""
+    """A tensor as it is in the file."""
 
     shape: tuple[int, ...]
     dtype: str
     rows: dict[str, str]
-    """By file: as in WrittenRectangles."""
+    """Rectangles by file, as in WrittenRectangles."""
 
 
 @dataclass(frozen=True)
 class _OldContents:
-    """What the file held before: all rectangles as objects."""
+    """The former format of the file: all rectangles as objects."""
 
     tensors: dict[str, StoredTensor]
 
 
 class Tensors(MutableMapping[str, StoredTensor]):
-    """Tensors by name, read from their text when they are asked for, which raises MalformedMessage."""
+    """Tensors by name, parsed when they are first accessed, which may raise MalformedMessage."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], entries: Mapping[str, _Entry]):
         self._read, self._entries = dict(tensors), dict(entries)
         self._files: Mapping[str, int] | None = None
 
     def check(self, files: Mapping[str, int]) -> None:
-        """All of it has to lie within `files`, by their bytes. Raises MalformedMessage, now or when it is read."""
+        """Everything must be within `files`, given with their sizes. Raises MalformedMessage, now or when a tensor is
+        parsed."""
         self._files = files
         for name, tensor in self._read.items():
             _check(name, tensor, files)
@@ -137,12 +138,12 @@ class Contents:
         """By name."""
 
     def to_bytes(self) -> bytes:
-        """As the file holds it."""
+        """The content of the file."""
         return _to_bytes({name: _entry(tensor) for name, tensor in self.tensors.items()})
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Contents:
-        """From what `to_bytes` made, also that of older releases. Raises MalformedMessage and ValueError."""
+        """From the output of `to_bytes`, also that of older releases. Raises MalformedMessage and ValueError."""
         document = json.loads(content)
         tensors = document.get("tensors") if isinstance(document, dict) else None
         if not isinstance(tensors, dict):
@@ -152,18 +153,18 @@ class Contents:
         return cls({}, {name: from_json(_Entry, entry) for name, entry in tensors.items()})
 
     def check(self, manifest: Manifest) -> None:
-        """Raise MalformedMessage unless all of it lies within the files of the checkpoint with this `manifest`: of what
-        is text yet, when that is read."""
+        """Raise MalformedMessage unless everything is within the files of the checkpoint with this `manifest`; for
+        tensors that are still text, when they are parsed."""
         self.tensors.check(manifest.files)
 
 
 def checked_types(tensors: dict[str, StoredTensor]) -> Contents:
-    """Contents of tensors that come from elsewhere. Raises MalformedMessage where a field is of another type."""
+    """Contents made of tensors from elsewhere. Raises MalformedMessage if a field has another type."""
     return Contents(from_json(_OldContents, to_json(_OldContents(tensors))).tensors)
 
 
 def as_text(shape: tuple[int, ...], dtype: str, rectangles: Iterable[StoredRectangle]) -> WrittenRectangles:
-    """What a rank says of its `rectangles` of a tensor, which all lie in its one file."""
+    """The `rectangles` of a tensor that a rank has written to its single file."""
     rows = [[*each.offsets, *each.sizes, each.at, each.bytes] for each in rectangles]
     return WrittenRectangles(shape, dtype, json.dumps(rows, separators=(",", ":")))
 
@@ -173,13 +174,13 @@ class Merged:
     """What all ranks have written."""
 
     content: bytes
-    """Of the file."""
+    """Content of the file."""
     rectangles: int
 
 
 def merged(parts: Iterable[tuple[str, Mapping[str, WrittenRectangles]]]) -> Merged:
-    """What all ranks have written, (file, tensors) of each in their order. Raises MalformedMessage where they disagree
-    about a tensor, or what one says is no list of numbers."""
+    """What all ranks have written: (file, tensors) of each, in order. Raises MalformedMessage if they disagree about a
+    tensor, or a list is invalid."""
     entries: dict[str, _Entry] = {}
     count = 0
     for file, tensors in parts:
@@ -223,7 +224,7 @@ def _stored(name: str, entry: _Entry) -> StoredTensor:
 
 
 def _is_table(rows: Any, columns: int) -> bool:
-    """Whether it is a list of lists of so many integers."""
+    """Whether it is a list of lists of `columns` integers."""
     if not isinstance(rows, list):
         return False
     return all(isinstance(row, list) and len(row) == columns and {type(n) for n in row} <= {int} for row in rows)

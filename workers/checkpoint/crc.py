@@ -1,5 +1,5 @@
-"""CRC-32, the fastest that there is: zlib-ng's at about 20 GB/s. A node with an image of torch alone does without it:
-Python's own gives the same numbers, at about 4 GB/s. Both let go of the interpreter's lock."""
+"""CRC-32 by the fastest implementation that is installed: zlib-ng's, at about 20 GB/s, otherwise Python's own, which
+gives the same numbers at about 4 GB/s. Both release the interpreter's lock."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The `.metadata` of torch.distributed.checkpoint, written for torch's own readers; `old_metadata.py` reads it, where
-there is nothing else.
+"""The `.metadata` of torch.distributed.checkpoint, written for torch's own readers; `old_metadata.py` reads it in
+checkpoints that have nothing else.
 
 It is a pickle of objects of that package, whose import takes as long as torch's own. Nothing else of it is needed here,
-so the pickle is put together from its opcodes, without the classes.
+so the pickle is assembled from its opcodes, without the classes.
 
-Checkpoints of very many rectangles are saved without; `python -m workers.checkpoint.dcp_metadata CHECKPOINT` adds it.
+Checkpoints with very many rectangles are saved without it; `python -m workers.checkpoint.dcp_metadata CHECKPOINT` adds
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from workers.storage.files import files_of
 from workers.storage.places import place_of
 
 VERSION = "1.0.0"
-"""Of the format, as torch numbers it."""
+"""Version of the format in torch."""
 _RECORDS, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _NAMES = (
     (_RECORDS, "Metadata"),
@@ -39,13 +40,14 @@ _NAMES = (
     ("torch.serialization", "_get_layout"),
     *(("torch", dtype) for dtype in sorted(DTYPES)),
 )
-"""All that the pickle names, by module. It begins with them: from then on each is asked for by its number here."""
+"""All names in the pickle, by module. The pickle begins with them; from then on each is referred to by its index
+here."""
 _NAMED = {name: pickle.BINGET + bytes([number]) for number, (_, name) in enumerate(_NAMES)}
 _FALSE = pickle.NEWFALSE
 
 
 def metadata_file(contents: Contents) -> bytes:
-    """The `.metadata` of a checkpoint, which says the same as what torch would write. Raises MalformedMessage."""
+    """The `.metadata` of a checkpoint, equivalent to torch's own. Raises MalformedMessage."""
     tensors, places = [], []
     for name, tensor in contents.tensors.items():
         if tensor.dtype not in DTYPES:
@@ -57,21 +59,21 @@ def metadata_file(contents: Contents) -> bytes:
         state_dict_metadata=_dict(tensors),
         planner_data=pickle.NONE,
         storage_data=_dict(places),
-        storage_meta=pickle.NONE,  # torch's reader makes one of its own
+        storage_meta=pickle.NONE,  # torch's reader creates its own
         version=_text(VERSION),
     )
     return b"".join([pickle.PROTO, b"\x02", *map(_introduced, range(len(_NAMES))), metadata, pickle.STOP])
 
 
 def _introduced(number: int) -> bytes:
-    """Have a name looked up, and kept under its number."""
+    """Look up a name, and store it under its number."""
     module, name = _NAMES[number]
     return pickle.GLOBAL + f"{module}\n{name}\n".encode() + pickle.BINPUT + bytes([number]) + pickle.POP
 
 
 def _tensor(tensor: StoredTensor) -> bytes:
     layout, contiguous = _call("_get_layout", _text("torch.strided")), _call("_MEM_FORMAT_ENCODING", _int(0))
-    properties = _tuple([_NAMED[tensor.dtype], layout, _FALSE, contiguous, _FALSE])  # neither gradient nor pinned
+    properties = _tuple([_NAMED[tensor.dtype], layout, _FALSE, contiguous, _FALSE])  # requires no gradient, not pinned
     chunks = [
         _record("ChunkStorageMetadata", offsets=_size(r.offsets), sizes=_size(r.sizes)) for r in tensor.rectangles
     ]
@@ -97,7 +99,7 @@ def _record(name: str, **fields: bytes) -> bytes:
 
 
 def _object(name: str, state: bytes) -> bytes:
-    """An instance made without a call of its class, with this state."""
+    """An instance with this state, created without a call of its class."""
     return _NAMED[name] + pickle.EMPTY_TUPLE + pickle.NEWOBJ + state + pickle.BUILD
 
 

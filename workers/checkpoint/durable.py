@@ -1,9 +1,9 @@
-"""Durable checkpoints in torch.distributed.checkpoint's format, which does not know the layout.
+"""Durable checkpoints in torch.distributed.checkpoint's format, which is independent of the layout.
 
-Every element of the parameters and of both moments is written once, as a rectangle of its layout-free tensor
-(`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`), so torch's own readers, and any other layout, can load it. All files
-are summed while they are written and checked while they are read. What lies where is said twice: in `contents.json`,
-which we read, and in `.metadata`, a pickle, which torch's readers want.
+Every element of the parameters and of both moments is written once, as part of a rectangle of its layout-free tensor
+(`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`), so torch's own readers, and any other layout, can load it. Checksums
+of all files are computed while they are written and verified while they are read. The positions of the rectangles are
+written twice: to `contents.json`, which we read, and to `.metadata`, a pickle for torch's readers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ FROZEN = "frozen"
 """Parameters that are not trained, which have no moments. In a checkpoint they are called `model.NAME` as well."""
 
 MOST_IN_METADATA = 100_000
-"""Rectangles of a checkpoint up to which `.metadata` is written: its readers have torch make objects of them, and a
-million take minutes and gigabytes. `python -m workers.checkpoint.dcp_metadata` writes it later."""
+"""Most rectangles of a checkpoint for which `.metadata` is written: its readers have torch create objects of them, and
+a million take minutes and gigabytes. `python -m workers.checkpoint.dcp_metadata` writes it later."""
 
 Rectangles = Mapping[str, Sequence[Rectangle]]
-"""By KINDS and FROZEN, within the part of that kind."""
+"""Rectangles by KINDS and FROZEN, within the part of that kind."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Written:
 
     file: str
     tensors: dict[str, WrittenRectangles]
-    """What it holds."""
+    """Its contents."""
     sums: dict[str, FileSums]
-    """By file."""
+    """Checksums by file."""
 
 
 def save(
@@ -61,11 +61,11 @@ def save(
     wrote: Callable[[], object] = lambda: None,
     uploads: Uploads | None = None,
 ) -> dict[str, FileSums]:
-    """Write this rank's `rectangles` of each of the `parts` (CPU tensors; called once, and left once they are written)
-    below `path`, together with all `ranks`. On rank 0 what comes back are the sums of all files of all ranks. `wrote`
-    is called whenever some of it is written. Where `path` is in an object store, `uploads` brings the rectangles there.
+    """Write this rank's `rectangles` of each of the `parts` (CPU tensors; entered once, and left when they are written)
+    below `path`, together with all `ranks`. Returns, on rank 0, the checksums of all files of all ranks. `wrote` is
+    called whenever some of it is written. If `path` is in an object store, `uploads` uploads the rectangles.
 
-    Raises what the file system raised or, where there are several ranks, SharedWorkFailed on each of them.
+    Raises errors of the file system or, with several ranks, SharedWorkFailed on each of them.
     """
     files, folder = SummedFiles(wrote), place_of(path)
 
@@ -99,7 +99,7 @@ def save(
 def _write_rectangles(
     stream: IO[bytes], file: str, rectangles: Rectangles, parts: dict[str, torch.Tensor]
 ) -> dict[str, WrittenRectangles]:
-    """Append each rectangle of each part to the new `file` as an archive of its own, and say where they lie."""
+    """Append each rectangle of each part to the new `file` as a separate archive, and return where they are."""
     tensors: dict[str, tuple[tuple[int, ...], str, list[StoredRectangle]]] = {}
     for kind, part in parts.items():
         dtype = str(part.dtype).removeprefix("torch.")
@@ -113,13 +113,13 @@ def _write_rectangles(
 
 
 def _name(kind: str, rectangle: Rectangle) -> str:
-    """Of the tensor in a checkpoint."""
+    """Name of the tensor in a checkpoint."""
     return f"{KINDS[0] if kind == FROZEN else kind}.{rectangle.name}"
 
 
 @contextmanager
 def _without_sums() -> Iterator[None]:
-    """torch sums nothing that it saves, and looks at no sums when it loads: ours are of every byte of a file."""
+    """torch computes no checksums when it saves, and verifies none when it loads: ours cover every byte of a file."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -129,9 +129,9 @@ def _without_sums() -> Iterator[None]:
 
 
 def _alone(view: torch.Tensor) -> torch.Tensor:
-    """`view`, of a CPU tensor, with a storage that holds nothing else, since all of that is saved with it: the same
-    memory where it lies there in one piece."""
-    if not view.is_contiguous() or view.dtype == torch.bfloat16:  # which numpy does not know
+    """`view`, of a CPU tensor, with a storage that holds nothing else, since the whole storage is saved: the same
+    memory if it is contiguous there."""
+    if not view.is_contiguous() or view.dtype == torch.bfloat16:  # which numpy does not support
         return view.clone(memory_format=torch.contiguous_format)
     return torch.from_numpy(view.detach().numpy())
 
@@ -139,16 +139,16 @@ def _alone(view: torch.Tensor) -> torch.Tensor:
 def load(
     path: str, rectangles: Rectangles, lengths: Mapping[str, int], moved: Callable[[], object] = lambda: None
 ) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """What the checkpoint at `path` holds of `rectangles`, in new parts of so many elements (by the same kinds, on the
-    CPU; zero where no rectangle lies), and its manifest. Each rank reads what it needs by itself. A parameter that the
-    checkpoint's job did not train has no moments there; they are zero then. `moved` is called whenever a rectangle is
-    there.
+    """Read `rectangles` from the checkpoint at `path` into new parts with these numbers of elements (by the same kinds,
+    on the CPU; zero where there is no rectangle); returns them with its manifest. Each rank reads its own parts. A
+    parameter that the checkpoint's job did not train has no moments there; they are zero then. `moved` is called for
+    each rectangle.
 
-    Every byte that is used is checked as it is read: the manifest, the contents, and of the data files those blocks
-    (4 MiB) in which something lies that the rank needs. That costs a CRC-32 of them, 0.3 s a GB, and no reading of
-    its own; what only other ranks need is left to them. Nothing of what is read is run.
+    Every byte that is used is verified as it is read: the manifest, the contents, and those blocks of the data files (4
+    MiB) that contain something the rank needs. That costs a CRC-32 of them, 0.3 s per GB, and no additional reading.
+    Nothing that is read can be executed.
 
-    Raises DamagedCheckpoint naming file and byte, CheckpointError when it holds another model or cannot be read.
+    Raises DamagedCheckpoint naming file and byte, CheckpointError if it is of another model or cannot be read.
     """
     manifest = manifest_of(place_of(path))
     parts = {kind: torch.zeros(lengths[kind]) for kind in rectangles}
@@ -171,24 +171,24 @@ def load(
 
 
 def _was_frozen(contents: Contents, kind: str, rectangle: Rectangle) -> bool:
-    """Whether these are moments of a parameter that has none, since it was not trained."""
+    """Whether these are moments of a parameter that has none, because it was not trained."""
     names = [f"{each}.{rectangle.name}" in contents.tensors for each in KINDS]
     return kind in KINDS[1:] and names == [True, False, False]
 
 
 @dataclass(frozen=True)
 class _Read:
-    """The part of a stored rectangle that falls into a wanted one."""
+    """The part of a stored rectangle that overlaps with a wanted one."""
 
     source: StoredRectangle
     dtype: str
     start: tuple[int, ...]
     """First index in the stored rectangle, in each dimension."""
     target: torch.Tensor
-    """Where it goes."""
+    """Where it is copied to."""
 
     def read(self, stream: CheckedFile) -> None:
-        """Read it from its file. Raises what torch.load raises, and ValueError where something else is there."""
+        """Read it from its file. Raises the errors of torch.load, and ValueError if something else is there."""
         window = Window(stream, self.source.at, self.source.bytes)
         piece = torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
         if not isinstance(piece, torch.Tensor) or piece.shape != self.source.sizes or str(piece.dtype) != self.dtype:
@@ -199,8 +199,8 @@ class _Read:
 
 
 def _reads(path: str, contents: Contents, name: str, wanted: Rectangle, view: torch.Tensor) -> Iterator[_Read]:
-    """All overlaps of stored rectangles with `wanted`, which is to go into `view`. Raises CheckpointError when a wanted
-    element is not there."""
+    """All overlaps of stored rectangles with `wanted`, which is to be copied into `view`. Raises CheckpointError if an
+    element is missing."""
     stored = contents.tensors.get(name)
     if stored is None or stored.shape != wanted.shape:
         shape = stored.shape if stored is not None else "nothing"
@@ -225,7 +225,7 @@ def _reads(path: str, contents: Contents, name: str, wanted: Rectangle, view: to
 
 
 def _read(path: str, manifest: Manifest, reads: list[_Read], moved: Callable[[], object]) -> None:
-    """Carry out `reads`, each file from its beginning to its end, so that each of its blocks is read once."""
+    """Carry out `reads`, with each file read sequentially, so that each of its blocks is read once."""
     by_file: dict[str, list[_Read]] = {}
     for each in reads:
         by_file.setdefault(each.source.file, []).append(each)

@@ -1,8 +1,8 @@
-"""The `.metadata` of torch.distributed.checkpoint, read without torch. Checkpoints of before there was `contents.json`
-have nothing else.
+"""Reads the `.metadata` of torch.distributed.checkpoint without torch, for checkpoints that are older than
+`contents.json`.
 
-It is a pickle, which can run anything when it is loaded as torch does it. Here it is unpickled with stand-ins of our
-own in place of the few names that a Metadata needs. No other name is resolved, and nothing of torch is made or touched.
+It is a pickle, which torch would load in a way that can execute anything. Here the few names that a Metadata needs are
+replaced by stand-ins. No other name is resolved, and nothing of torch is created or touched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor,
 METADATA = ".metadata"
 
 DTYPES = {"float64", "float32", "float16", "bfloat16"}
-"""Of tensors in a checkpoint, as torch calls them."""
+"""Dtypes of tensors in a checkpoint, by torch's names."""
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
@@ -28,12 +28,12 @@ _RECORDS = {
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }  # fmt: skip
-"""All names in the pickle of a Metadata but torch.Size and the dtypes, by module."""
+"""All names in the pickle of a Metadata except torch.Size and the dtypes, by module."""
 
 
 def read_metadata(stream: io.RawIOBase) -> Contents:
-    """What a `.metadata` says. Raises pickle.UnpicklingError where it names anything that a Metadata does not need,
-    which is then not run, and whatever else may go wrong with bytes that make no sense."""
+    """The contents of a `.metadata`. Raises pickle.UnpicklingError if it names anything that a Metadata does not need,
+    which is then not executed, and other errors for malformed bytes."""
     document = _Unpickler(stream).load()
     if not isinstance(document, _Record):
         raise TypeError(f"it holds a {type(document).__name__}")
@@ -72,12 +72,12 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows a Metadata's names only, as stand-ins."""
+    """Resolves only the names of a Metadata, as stand-ins."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in. Raises pickle.UnpicklingError for any other name."""
         if name in _RECORDS.get(module, ()):
-            return type(name, (_Record,), {})  # its own, so that the pickle can change no other one
+            return type(name, (_Record,), {})  # a new class, so that the pickle can modify no other one
         if module == "torch" and name == "Size":
             return tuple
         if module == "torch" and name in DTYPES:

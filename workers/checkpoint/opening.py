@@ -1,5 +1,5 @@
-"""Files of a durable checkpoint, opened to be read: every byte is checked, and what is wrong with one is a sentence
-that names it. No torch: what only looks at a checkpoint, or copies bytes of it, starts at once."""
+"""Opens files of a durable checkpoint for reading: every byte is verified, and a problem with a file is a sentence that
+names it. No torch, so that programs that only look at a checkpoint, or copy it, start at once."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from workers.storage.places import Place, place_of
 
 @contextmanager
 def opened(file: Place, manifest: Manifest) -> Iterator[CheckedFile]:
-    """A file of a checkpoint, checked while it is read. What goes wrong with its content names it."""
+    """A file of a checkpoint, verified while it is read. Problems with its content name it."""
     with checked(file, manifest.sums(file)) as stream, explained(file, manifest, stream):
         yield stream
 
 
 @contextmanager
 def explained(file: Place, manifest: Manifest, stream: CheckedFile) -> Iterator[None]:
-    """Within it, whatever goes wrong with the content of `file`, open as `stream`, is a CheckpointError naming it."""
+    """Within the block, any problem with the content of `file`, open as `stream`, becomes a CheckpointError naming
+    it."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        if manifest.blocks is None:  # these bytes were never checked
+        if manifest.blocks is None:  # these bytes were never verified
             raise damaged(file, f"makes no sense at byte {stream.tell()} ({sentence(error)})") from None
         raise CheckpointError(f"{file} is as it was written, but cannot be read: {sentence(error)}") from error
 
 
 def read_contents(path: str | Place, manifest: Manifest) -> Contents:
-    """What the checkpoint at `path`, of that `manifest`, contains. One of before there was `contents.json` has to say
-    so in `.metadata`. Raises CheckpointError."""
+    """The contents of the checkpoint at `path` with that `manifest`; those of an older checkpoint are in `.metadata`.
+    Raises CheckpointError."""
     name = CONTENTS if CONTENTS in manifest.files else METADATA
     with opened(place_of(path) / name, manifest) as stream:
         contents = Contents.from_bytes(stream.read()) if name == CONTENTS else read_metadata(stream)

@@ -1,8 +1,8 @@
-"""Which durable checkpoints are deleted. The rules are pure functions of what a folder holds.
+"""Which durable checkpoints are deleted. The rules are pure functions of a folder's listing.
 
-Deleted is only what was read: a checkpoint of which it is not known whether it is whole is neither deleted nor counted.
-And nothing is deleted for the sake of a training that began at step 0 meanwhile: `began` is the generation that did,
-and what generations before it have saved is older, but may be further.
+Only what could be read is deleted: a checkpoint that may or may not be complete is neither deleted nor counted. And
+nothing is deleted in favour of a training that has started again at step 0: `began` is the generation that did, and
+checkpoints of earlier generations are older, but may be of later steps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from workers.storage.places import Place
 def to_prune(
     listed: Sequence[ListedCheckpoint], keep: int, generation: int, undoes: int = 0, began: int = 0
 ) -> list[ListedCheckpoint]:
-    """Of the checkpoints `listed`, in the order of their making: all but the newest `keep` whole ones, and those of
-    generations before `generation` that are known not to be whole.
+    """Of the checkpoints `listed`, in order of creation: all except the newest `keep` complete ones, and those of
+    generations before `generation` that are known to be incomplete.
 
-    `undoes`: how many steps may yet be undone, with their checkpoints; one from before those is kept too, and one that
-    takes its place in time. `began`: nothing of generations before this one goes while any of it is whole or unknown.
+    `undoes`: number of steps that may yet be undone, with their checkpoints; one from before them is kept too, and the
+    one that will replace it. `began`: no checkpoint of an earlier generation is deleted while any of those is complete
+    or unknown.
     """
     own = [each for each in listed if each.generation >= began]
     earlier = [each for each in listed if each.generation < began]
@@ -39,24 +40,24 @@ def to_prune(
 
 
 def to_undo(listed: Sequence[ListedCheckpoint], step: int, began: int) -> list[ListedCheckpoint]:
-    """Of the checkpoints `listed` the whole ones of steps above `step`, by generation `began` and those after it."""
+    """Of the checkpoints `listed`, the complete ones of steps above `step`, by generation `began` and later."""
     whole = [each for each in listed if each.condition is Condition.WHOLE]
     return [each for each in whole if each.step > step and each.generation >= began]
 
 
 def prune(folder: str | Place, keep: int, generation: int, undoes: int = 0, began: int = 0) -> list[Place]:
-    """Delete what `to_prune` says. Returns what was deleted; what cannot be stays."""
+    """Delete what `to_prune` returns. Returns what was deleted; the rest stays."""
     return _removed(to_prune(list_checkpoints(folder).checkpoints, keep, generation, undoes, began))
 
 
 def remove_after(folder: str | Place, step: int, began: int = 0) -> list[Place]:
-    """Delete what `to_undo` says. Returns what was deleted; what cannot be stays."""
+    """Delete what `to_undo` returns. Returns what was deleted; the rest stays."""
     return _removed(to_undo(list_checkpoints(folder).checkpoints, step, began))
 
 
 def remove_newer(folder: str | Place, than: str) -> list[Place]:
-    """Delete the checkpoints that were made after the one called `than`, whole or not; none where that is not there.
-    Returns what was deleted; what cannot be stays."""
+    """Delete the checkpoints that were created after the one called `than`, complete or not; none if that one does not
+    exist. Returns what was deleted; the rest stays."""
     listed = list_checkpoints(folder).checkpoints
     names = [each.path.name for each in listed]
     newer = listed[names.index(than) + 1 :] if than in names else ()
@@ -64,10 +65,10 @@ def remove_newer(folder: str | Place, than: str) -> list[Place]:
 
 
 def remove(checkpoint: Place) -> bool:
-    """Delete one checkpoint, its manifest first; whether nothing of it is left."""
+    """Delete one checkpoint, its manifest first; returns whether nothing of it is left."""
     files = files_of(checkpoint)
     with contextlib.suppress(OSError):
-        files.remove(checkpoint / MANIFEST)  # first, so that a half-deleted one is never taken for whole
+        files.remove(checkpoint / MANIFEST)  # first, so that a half-deleted one never counts as complete
     files.remove_folder(checkpoint)
     return _is_gone(checkpoint)
 

@@ -1,4 +1,4 @@
-"""Some bytes of a checkpoint as a file that is only read, for readers that want one."""
+"""Bytes of a checkpoint as a read-only file object, for readers that need one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class ReadOnlyBytes(io.RawIOBase):
-    """A position in `size` bytes; `fill` says what they are."""
+    """A position in `size` bytes, which `fill` provides."""
 
     def __init__(self, size: int):
         self.size, self._position = size, 0
 
     @abstractmethod
     def fill(self, wanted: memoryview, at: int) -> int:
-        """Put the bytes from `at` on into `wanted`, which none of them lies behind; returns how many."""
+        """Copy the bytes from `at` on into `wanted`, which does not extend past the end; returns how many."""
 
     def readable(self) -> bool:
         return True
@@ -37,7 +37,7 @@ class ReadOnlyBytes(io.RawIOBase):
         return position
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Fill `buffer`, less only at the end."""
+        """Fill `buffer`; shorter only at the end."""
         wanted = memoryview(buffer).cast("B")[: max(0, self.size - self._position)]
         count = self.fill(wanted, self._position)
         self._position += count

@@ -1,4 +1,4 @@
-"""One save of a checkpoint, as the thread knows it that carries it out: by the time it ends its ranks may be in a later
+"""One save of a checkpoint, as seen by the thread that carries it out: by the time it ends, its ranks may be in a later
 generation."""
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from workers.comm.shared_work import SharedWork
 
 @dataclass
 class Save:
-    """Of the state of committed step `step`."""
+    """A save of the state of committed step `step`."""
 
     step: int
     path: str
     generation: int
-    """That makes it."""
+    """The generation that saves."""
     ranks: SharedWork
-    """Of that generation."""
+    """Shared work of that generation."""
     loss_scale: list[float] | None
     numbers: dict[str, Any] | None
-    """What the manifest says of the numbers up to this step."""
+    """The manifest's numbers, for the steps up to this one."""
     if_it_fails: str
-    """What happens then, in words."""
+    """The consequence of a failure, in words."""
     copied: threading.Event = field(default_factory=threading.Event)
-    """Set once the state may change, which is being copied aside until then."""
+    """Set once the state may change, since it has been copied."""
     left_behind: bool = False
-    """Whether its ranks have left each other and nothing waits for it any more."""
+    """Whether its ranks have left each other, and nothing waits for it any more."""
 
 
 @dataclass
 class Look:
-    """For a save that generations before did not get to make."""
+    """A search for a save that earlier generations did not complete."""
 
     step: int
     """Committed step at which it began."""
     is_missing: bool = False
-    """What came of it."""
+    """Its result."""

@@ -1,4 +1,4 @@
-"""What of a job's state one rank has: rectangles of layout-free tensors, by the kinds of state."""
+"""The part of a job's state that one rank has: rectangles of layout-free tensors, by kinds of state."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from workers.parallel.data.flat import Range
 
 
 def needed_rectangles(engine: Engine) -> Rectangles:
-    """All that the rank keeps."""
+    """Rectangles of all that the rank keeps."""
     optimizer = engine.optimizer
     return _of_ranges(engine, optimizer.held, optimizer.frozen_held, owned_only=False)
 
 
 def owned_rectangles(engine: Engine) -> Rectangles:
-    """What the rank saves: over all ranks each element once."""
+    """Rectangles that the rank saves; over all ranks each element is saved once."""
     optimizer = engine.optimizer
     return _of_ranges(engine, optimizer.owned, optimizer.frozen_owned, owned_only=True)
 
 
 def part_lengths(engine: Engine) -> dict[str, int]:
-    """Elements that the rank keeps."""
+    """Number of elements that the rank keeps, by kind of state."""
     return dict.fromkeys(KINDS, len(engine.optimizer.exp_avg)) | {FROZEN: len(engine.optimizer.frozen)}
 
 

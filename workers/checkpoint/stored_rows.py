@@ -1,7 +1,7 @@
-"""Rows of a checkpoint's tensors, whatever layout wrote them, as arrays and without torch.
+"""Reads rows of a checkpoint's tensors, independent of the layout that wrote them, as arrays and without torch.
 
-Every block of the files in which something lies that is asked for is checked as it is read, and is read once where rows
-and tensors are asked for in the files' order (`in_file_order`).
+Every block of a file that contains something requested is verified as it is read. It is read once if rows and tensors
+are requested in the files' order (`in_file_order`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from workers.errors import CheckpointError
 from workers.storage.places import Place
 
 MOST_OPEN = 4
-"""Files that stay open when others are read, since they are likely to be needed again."""
+"""Files that stay open when others are read, since they will probably be needed again."""
 RAW = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
-"""Of arrays that hold elements, by dtype as torch calls it; numpy has no bfloat16, whose bits are a number here."""
+"""Array dtypes of elements, by torch's names; numpy has no bfloat16, so its bits are integers here."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the rows that were asked for, or some columns of them."""
+    """Some of the requested rows, or some columns of them."""
 
     rows: slice
-    """From the first row that was asked for."""
+    """Index of the first row, relative to the first requested one."""
     columns: slice
     values: numpy.ndarray
-    """[rows, columns], as `RAW` says; valid until the next part."""
+    """[rows, columns], with a dtype of `RAW`; valid until the next part."""
 
 
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of a tensor as a matrix; a vector is one of a single column. Raises ValueError for what is neither."""
+    """Of a tensor as a matrix; a vector has one column. Raises ValueError for other tensors."""
     if len(shape) not in (1, 2):
         raise ValueError(f"{shape} is neither a vector nor a matrix")
     return shape[0], (shape[1] if len(shape) == 2 else 1)
@@ -56,13 +56,13 @@ def in_file_order(tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
 
 
 def most_memory(tensors: Iterable[StoredTensor], rows_bytes: int) -> int:
-    """Bytes that a `StoredRows` takes at most for these tensors, of which `rows_bytes` are read at a time."""
+    """Most bytes that a `StoredRows` uses for these tensors, of which `rows_bytes` are read at a time."""
     files = max((len(_side_by_side(tensor)) for tensor in tensors), default=1)
     return max(files, MOST_OPEN) * max(SPAN_BYTES, rows_bytes + 2 * BLOCK_BYTES) + 2 * BLOCK_BYTES
 
 
 def _side_by_side(tensor: StoredTensor) -> set[str]:
-    """The files of the most that lies in any one row."""
+    """For the row that is spread over most files, these files."""
     firsts = {each.offsets[0] for each in tensor.rectangles}
     rows = ({each.file for each in tensor.overlapping(row, row + 1)} for row in firsts)
     return max(rows, key=len, default=set())
@@ -74,12 +74,12 @@ class StoredRows:
     def __init__(self, place: Place, manifest: Manifest, contents: Contents):
         self._place, self._manifest, self._contents = place, manifest, contents
         self._open: dict[str, tuple[ExitStack, CheckedFile, CheckedSpan]] = {}
-        """By name; the files that the last rows were in, that which was used last at the end."""
+        """By name: files that the last rows were in, the last used one at the end."""
         self._known: dict[StoredRectangle, Elements] = {}
         """Of the last tensor."""
         self._name = ""
         self._expected: set[str] = set()
-        """Files that know what of that tensor they will be asked for."""
+        """Files that know which parts of that tensor will be requested."""
 
     def __enter__(self) -> StoredRows:
         return self
@@ -103,7 +103,7 @@ class StoredRows:
             raise CheckpointError(f"the checkpoint at {self._place} does not hold all of {name}")
 
     def _prepare(self, name: str, tensor: StoredTensor, files: set[str]) -> None:
-        """Have these `files` open, which know what they will be asked for; of others those that were used last."""
+        """Open these `files` and inform them of what will be requested; of other files keep the last used ones."""
         if name != self._name:
             self._name, self._known, self._expected = name, {}, set()
         others = [file for file in self._open if file not in files]
@@ -136,7 +136,7 @@ class StoredRows:
         return Part(slice(low - first, high - first), slice(column, column + width), values)
 
     def _elements(self, span: CheckedSpan, tensor: StoredTensor, each: StoredRectangle) -> Elements:
-        """Where in its archive the rectangle's elements lie."""
+        """Where the rectangle's elements are in its archive."""
         if each not in self._known:
             elements = elements_of(lambda at, count: span.piece(each.at + at, count), each.bytes)
             if elements.sizes != each.sizes or elements.dtype != tensor.dtype:

@@ -1,4 +1,4 @@
-"""Copies a durable checkpoint from one place to another, byte by byte, and makes sure of each byte on the way."""
+"""Copies a durable checkpoint from one place to another, and verifies each byte on the way."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PIECE_BYTES = 1024 * 1024
 
 
 class PlaceTaken(CheckpointError):
-    """Something lies where a checkpoint was to be copied to."""
+    """Something exists where a checkpoint was to be copied to."""
 
 
 def copy(source: Place, target: Place, progress: Callable[[int, int], None] = lambda done, of: None) -> Manifest:
-    """Copy the whole checkpoint at `source` to `target`, where nothing may be yet; what a copy before has broken off is
-    replaced. `progress` is called with how many bytes of how many are there.
+    """Copy the complete checkpoint at `source` to `target`, where nothing may exist yet except the remains of an
+    interrupted copy, which are replaced. `progress` is called with (bytes copied, total bytes).
 
-    Like any checkpoint the copy has its manifest last, so that it is whole or none. Raises DamagedCheckpoint,
+    Like any checkpoint the copy gets its manifest last, so it is complete or unusable. Raises DamagedCheckpoint,
     UnreadableCheckpoint, PlaceTaken, OSError.
     """
     manifest = manifest_of(source)
@@ -44,7 +44,7 @@ def copy(source: Place, target: Place, progress: Callable[[int, int], None] = la
 
 
 def _clear(target: Place, ours: Collection[str]) -> None:
-    """Remove what a copy of files called `ours` has left when it was broken off; nothing else is ever removed. Raises
+    """Remove the remains of an interrupted copy of files called `ours`; nothing else is ever removed. Raises
     PlaceTaken."""
     files = files_of(target)
     left = set(files.names(target)) if files.is_there(target) else set()

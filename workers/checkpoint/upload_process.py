@@ -1,10 +1,10 @@
 """`python -m workers.checkpoint.upload_process DESCRIPTOR BYTES OPTIONS`: uploads files for the process that starts it,
-out of memory that both see, so that neither sums nor sockets keep the interpreter from a training step.
+from shared memory, so that neither checksums nor sockets hold the interpreter's lock during a training step.
 
-On stdin comes, for each file, its URL as a line of JSON and then its pieces as `PIECE`s: a count of bytes that follow,
-a range of the shared memory, and an end. On stdout goes a line of JSON for each block that the store's client has taken
-(`WROTE`), and then one with what was summed or with what went wrong. When stdin ends, or at SIGTERM, so does this
-process; an upload under way is aborted.
+Its stdin has, for each file, its URL as a line of JSON and then its pieces as `PIECE`s: a count of bytes that follow, a
+range of the shared memory, and an end. Its stdout has a line of JSON for each block that the store's client has
+accepted (`WROTE`), and then one with the checksums or the error. When stdin ends, or at SIGTERM, so does this process;
+an upload in progress is aborted.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ BYTES, MEMORY, END = range(3)
 """Kinds of pieces: (BYTES, count, 0) and then as many bytes; (MEMORY, offset, count); (END, 0, 0)."""
 WROTE = b"{}\n"
 NICER_BY = 5
-"""The training goes first where they share a core: about three times the weight (sched(7))."""
+"""Lets training go first if they share a core: about three times the weight (sched(7))."""
 
 
 class _Over(Exception):
-    """The process that asks is gone."""
+    """The requesting process is gone."""
 
 
 def main(descriptor: int, size: int, options: dict[str, Any]) -> None:
-    """Upload what is requested until nothing more can be."""
+    """Upload what is requested until there are no more requests."""
     os.nice(NICER_BY)
     signal.signal(signal.SIGTERM, lambda *_: _leave())
     object_files.OPTIONS.update(options)
@@ -44,7 +44,7 @@ def main(descriptor: int, size: int, options: dict[str, Any]) -> None:
 
 
 def _leave() -> NoReturn:
-    """Exit, by which an upload under way is aborted. The requester does not wait until the store has answered that."""
+    """Exit, which aborts an upload in progress. The requester does not wait until the store has answered that."""
     null = os.open(os.devnull, os.O_RDWR)
     for ours in (sys.stdin.fileno(), sys.stdout.fileno()):
         os.dup2(null, ours)
@@ -81,7 +81,7 @@ def _upload(url: str, pieces: Iterator[memoryview], wrote: Any) -> FileSums:
 
 
 def _pieces(requests: IO[bytes], memory: memoryview) -> Iterator[memoryview]:
-    """Up to the end of a file, each at most a block. Raises _Over."""
+    """Pieces up to the end of a file, each at most a block. Raises _Over."""
     while True:
         kind, first, second = PIECE.unpack(_read(requests, PIECE.size))
         if kind == END:

@@ -1,5 +1,5 @@
-"""Files that a child process uploads (`upload_process.py`): a step of the training is not held up by what
-sums and sends them. What lies in the memory that both see is not copied."""
+"""Uploads files in a child process (`upload_process.py`), so that checksums and network traffic do not hold up a
+training step. Shared memory is not copied."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 
 
 ABORT_SECONDS = 10.0
-"""That the process gets to have a store forget the parts of what it was uploading, which would be paid for."""
+"""Seconds that the process gets to have a store delete the parts of an aborted upload, which would cost money."""
 
 
 ENDING_SECONDS = 1.0
-"""That the exit code of a process may take to be known behind its last word."""
+"""Seconds until the exit code of a process is known after its last message."""
 
 
 class Uploads:
-    """Uploads one file after the other. Of one thread, but for `give_up`."""
+    """Uploads one file after the other. For one thread, except for `give_up`."""
 
     def __init__(self, room: Room):
-        """`room`: the memory in which most of what is written lies."""
+        """`room`: the memory that most written data is in."""
         self.room = room
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._ending: list[threading.Thread] = []
-        """Each sees a process out that still aborts an upload."""
+        """Threads that wait for processes that still abort an upload."""
 
     def start(self) -> None:
-        """Have the process ready; otherwise it is started with the first file. Raises OSError."""
+        """Start the process now; otherwise it is started with the first file. Raises OSError."""
         self._running()
 
     @contextmanager
     def create(self, file: ObjectPath, wrote: Callable[[], object], sums: dict[str, FileSums]) -> Iterator[IO[bytes]]:
-        """A new file, whose sums are in `sums` once the block has ended and it is there. Until then what is written
-        from the room stays as it is. `wrote` is called whenever some of it was taken. Raises OSError, and what `wrote`
-        raises, by which the file is given up."""
+        """A new file, whose checksums are in `sums` once the block has ended and the file exists. Until then data
+        written from the shared memory must not change. `wrote` is called whenever some of it was accepted. Raises
+        OSError, and the errors of `wrote`, which abort the upload."""
         process = self._running()
         assert process.stdin is not None
         try:
@@ -62,12 +62,12 @@ class Uploads:
         except BrokenPipeError as error:
             raise self._ended(process) from error
         except BaseException:
-            self._end()  # the file is not whole, and the process must not take it for that
+            self._end()  # the file is incomplete, and the process must not complete it
             raise
         sums[file.name] = self._answer(process, wrote)
 
     def give_up(self) -> None:
-        """From any thread: the caller that uploads a file gets an OSError, whatever the store does."""
+        """From any thread: the caller that uploads a file gets an OSError, even if the store does not answer."""
         self._end()
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class Uploads:
             try:
                 wrote()
             except BaseException:
-                self._end()  # its further answers are not those about the next file
+                self._end()  # its further answers would be taken for those about the next file
                 raise
         raise self._ended(process)
 
@@ -113,8 +113,8 @@ class Uploads:
         return OSError(f"the process that uploads has ended{code}")
 
     def _end(self) -> None:
-        """An upload under way is aborted, on another thread: who leaves a generation has less time than a store may
-        take for that."""
+        """Abort an upload in progress, on another thread: a rank that leaves a generation has less time than a store
+        may need for that."""
         with self._lock:
             process, self._process = self._process, None
             if process is not None:
@@ -125,7 +125,7 @@ class Uploads:
 
 
 def _see_out(process: subprocess.Popen[bytes]) -> None:
-    """Return once a process that was asked to end has ended; it is killed when that takes too long."""
+    """Return when a process that was asked to end has ended; it is killed if that takes too long."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(ABORT_SECONDS)
     process.kill()
@@ -133,7 +133,7 @@ def _see_out(process: subprocess.Popen[bytes]) -> None:
 
 
 class _Pieces(io.RawIOBase):
-    """Passes on what is written: where it is, or what it is."""
+    """Forwards written data: its position in shared memory, or its content."""
 
     def __init__(self, requests: IO[bytes], room: Room):
         self._requests, self._room, self._size = requests, room, 0
@@ -145,7 +145,7 @@ class _Pieces(io.RawIOBase):
         return self._size
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """As any file's."""
+        """See io.RawIOBase."""
         content = memoryview(data).cast("B")
         offset = self._room.offset_of(content) if content else None
         if offset is None:
