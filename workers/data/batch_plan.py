@@ -51,8 +51,8 @@ class BatchPlan:
 
 
 def _levels(ramp: BatchRamp, largest: int) -> list[Level]:
-    """Increment number i begins with the first step at which i/n of the ramp's samples have been consumed, n being
-    the number of increments."""
+    """Increment i begins with the first step at which i/n of the ramp's samples have been consumed, n being the number
+    of increments."""
     increments = (largest - ramp.start) // ramp.increment
     levels = [Level(1, 0, ramp.start)]
     for number in range(1, increments + 1):
@@ -81,7 +81,8 @@ def micro_batches(samples: range, size: int) -> list[range]:
 
 def replica_micro_batches(samples: range, spec: JobSpec, replica: int) -> list[range]:
     """The micro-batches of a global batch that `replica` runs. With `train.deterministic: elastic` the global batch is
-    cut into micro-batches first, so that they are the same for every number of replicas; else it is shared first."""
+    first divided into micro-batches, so that they are the same for every number of replicas; otherwise it is first
+    divided among replicas."""
     size = spec.train.micro_batch_size
     if spec.train.deterministic == "layout":
         return micro_batches(replica_share(samples, spec.layout.data, replica), size)

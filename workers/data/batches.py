@@ -25,7 +25,7 @@ from workers.data.token_cache import SILENT, Watcher
 from workers.errors import DataError
 from workers.storage.places import Place
 
-# Target of a position that has none: it adds nothing to the loss and does not count as a token.
+# Target of a position that has none: it does not contribute to the loss and does not count as a token.
 NO_TARGET = -1
 
 
@@ -40,12 +40,12 @@ class MicroBatch:
     targets_sb: torch.Tensor | None = None
     """Targets: the following tokens, int64 [s, b], or NO_TARGET."""
     documents: Documents | None = None
-    """Where attention stays within documents: those of the samples, on all stages."""
+    """Documents that attention does not cross, on all stages; None: it crosses them."""
 
 
 def with_documents_apart(batch: MicroBatch, end: int) -> MicroBatch:
-    """The same micro-batch, in which each document, the last token of which is `end`, is by itself: nothing follows
-    there that its own document could tell."""
+    """The same micro-batch with each document, whose last token is `end`, by itself: its last position has no target,
+    since what follows belongs to another document."""
     inputs_sb, targets_sb = batch.inputs_sb, batch.targets_sb
     assert inputs_sb is not None and targets_sb is not None
     documents = Documents.of(inputs_sb.t().numpy(), end)
@@ -53,8 +53,8 @@ def with_documents_apart(batch: MicroBatch, end: int) -> MicroBatch:
 
 
 def with_marks(batch: MicroBatch, marks: Sequence[Marks], apart: bool) -> MicroBatch:
-    """The same micro-batch, in which only what the `marks` of its samples say is learned; `apart`: and each
-    conversation is by itself."""
+    """The same micro-batch, with targets only where the `marks` of its samples say so; `apart`: also with each
+    conversation by itself."""
     targets_sb = batch.targets_sb
     assert targets_sb is not None
     learned_bs = np.stack([each.learned[1:] for each in marks])
@@ -90,9 +90,9 @@ class Batches:
         cache: Path | None = None,
         watcher: Watcher = SILENT,
     ):
-        """`reads_tokens`: whether this rank's stage is the first or the last, else it reads them only to see where
-        documents end; `record`: file that says what the corpus was when the job began; `records`: whether this rank
-        makes it; `cache`: folder for tokens; `watcher`: observes how they are prepared."""
+        """`reads_tokens`: whether this rank's stage is the first or the last; other stages only read tokens to find the
+        ends of documents; `record`: file that records the corpus as it was when the job began; `records`: whether this
+        rank writes it; `cache`: folder for tokens; `watcher`: observes how they are prepared."""
         self.spec, self.replica, self.device = spec, replica, device
         self._apart = spec.data.documents == "apart"
         self.reads_tokens = reads_tokens or self._apart
@@ -112,18 +112,18 @@ class Batches:
         self.held_out = self._held_out([split[1] for split in splits], cache, record, records, watcher)
         """Held-out texts for validation losses; empty if there are none."""
         self._reading = threading.Lock()
-        """Held by the one thread that reads."""
+        """Held by the only thread that reads."""
         self.skipped = SkippedSamples()
         """Skipped training samples; the same on all ranks."""
 
     def _are_conversations(self) -> bool:
-        """Whether all texts are, which themselves know where each ends."""
+        """Whether all texts are conversations, whose ends are known without a token for it."""
         return all(each.source == "chat" for each in self.spec.data.corpora)
 
     def _held_out(
         self, tokens: list[int], cache: Path | None, record: Place | None, records: bool, watcher: Watcher
     ) -> tuple[HeldOut, ...]:
-        """`tokens`: those of each part of the corpus that are held out."""
+        """`tokens`: of each part of the corpus, the tokens that are held out."""
         train = self.spec.train
         if not train.validate_every:
             return ()
@@ -146,8 +146,8 @@ class Batches:
         return self.skipped.samples(self.plan.samples(step))
 
     def validation(self, held_out: HeldOut, batch: int) -> list[MicroBatch]:
-        """The replica's micro-batches of validation batch `batch`: the text from its start, in order. Windows past its
-        end are read from its start again."""
+        """The replica's micro-batches of validation batch `batch`: the text in order from its start. Windows past its
+        end start again at its beginning."""
         length, size = self.spec.model.sequence_length, self.spec.train.global_batch_size
         samples = range(batch * size, (batch + 1) * size)
         return self._read(samples, lambda sample: held_out.start(sample, length), held_out.corpus)

@@ -1,10 +1,10 @@
 """Which part of a blended corpus each sample comes from. Pure Python.
 
-After any number n of samples each part has had its share of them within less than one: part p is due for its j-th
-sample (from 0) not before sample floor(j / w_p) and not after sample ceil((j + 1) / w_p) - 1, w_p being its share, and
-of the parts that are due the one that must come first takes the next sample. That this always works is the theorem of
-proportionate fairness (Baruah, Cohen, Plaxton and Varvel 1996, section 3; for one resource Tijdeman 1980). Megatron-LM
-blends by the largest deficit instead, which with several parts may be off by more.
+After any number n of samples each part has had its share of them to within less than one: part p may supply its j-th
+sample (from 0) from sample floor(j / w_p) on and must do so by sample ceil((j + 1) / w_p) - 1, w_p being its share; of
+the parts that may supply the next sample, the one with the earliest deadline does. That this always works is the
+theorem of proportionate fairness (Baruah, Cohen, Plaxton and Varvel 1996, section 3; for one resource Tijdeman 1980).
+Megatron-LM blends by the largest deficit instead, which can deviate by more with several parts.
 
 The shares are ratios of whole numbers, so the order repeats itself after `period` samples, and any sample's part is
 looked up in a table of that length.
@@ -23,12 +23,12 @@ from math import gcd, lcm
 from workers.data.order import SampleOrder, derived_seed
 
 MOST_PERIOD = 2**20
-"""Samples after which the order repeats itself at the latest."""
+"""Maximum number of samples after which the order repeats."""
 
 
 def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in the ratio of `weights` as they are written in decimals; where these would add up to more than
-    MOST_PERIOD, the nearest ones that add up to that, which are off by less than one sample in a million."""
+    """Integers in the ratio of the decimal representations of `weights`; if their sum would exceed MOST_PERIOD, the
+    nearest ones with that sum, which deviate by less than one sample in a million."""
     exact = [Fraction(repr(weight)) for weight in weights]
     unit = lcm(*(each.denominator for each in exact))
     numbers = [int(each * unit) for each in exact]
@@ -38,7 +38,7 @@ def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
     if total <= MOST_PERIOD:
         return tuple(numbers)
     shares = [max(1, number * MOST_PERIOD // total) for number in numbers]
-    # What is left goes to those that were cut most (largest remainders).
+    # The remainder goes to those that were rounded down most (largest remainders).
     by_rest = sorted(range(len(numbers)), key=lambda part: (-(numbers[part] * MOST_PERIOD % total), part))
     for part in by_rest[: max(0, MOST_PERIOD - sum(shares))]:
         shares[part] += 1
@@ -58,7 +58,7 @@ class Blend:
         return sum(self.shares)
 
     def place(self, sample: int) -> tuple[int, int]:
-        """The part that sample number `sample` comes from, and the number that it has among that part's samples."""
+        """The part that sample number `sample` comes from, and its number among that part's samples."""
         if len(self.shares) == 1:
             return 0, sample
         periods, position = divmod(sample, self.period)
@@ -68,7 +68,7 @@ class Blend:
 
     @cached_property
     def _table(self) -> tuple[array[int], array[int]]:
-        """For each sample of a period its part, and its number among the part's."""
+        """For each sample of a period its part, and its number among the part's samples."""
         period, parts, numbers = self.period, array("I"), array("I")
         waiting: list[tuple[int, int]] = [(0, part) for part in range(len(self.shares))]
         due: list[tuple[int, int]] = []
@@ -91,7 +91,7 @@ class BlendedOrder:
 
     blend: Blend
     parts: tuple[SampleOrder, ...]
-    """The order within each part, which counts its epochs by itself."""
+    """The order within each part, which counts its own epochs."""
     begins: tuple[int, ...]
     """First token of each part."""
 
@@ -109,8 +109,8 @@ def blended(
     seed: int,
     shifts: bool = True,
 ) -> BlendedOrder:
-    """The order over parts that begin at `begins`, whose first `training_tokens` are trained on. One part has the order
-    of `SampleOrder` itself; each of several has a seed of its own. `shifts`: as there."""
+    """The order over parts that begin at `begins`, whose first `training_tokens` are for training. A single part has
+    the order of `SampleOrder` itself; each of several has a seed of its own. `shifts`: as there."""
     seeds = [seed] if len(begins) == 1 else [derived_seed(seed, part) for part in range(len(begins))]
     pairs = zip(training_tokens, seeds, strict=True)
     orders = [SampleOrder(tokens, sequence_length, own, shifts) for tokens, own in pairs]

@@ -1,9 +1,9 @@
-"""Chat templates: Jinja text that turns a conversation into the text a model reads. They come with weights, from
-others wrote these, so they run in Jinja's sandbox (`render_bounds.py` bounds what they take).
+"""Chat templates: Jinja text that turns a conversation into the text that a model reads. They come with weights and are
+written by others, so they run in Jinja's sandbox (`render_bounds.py` limits their time and memory).
 
-A template is given what those of Hugging Face's `transformers` rely on: messages, tools, add_generation_prompt, the
-special tokens by name, raise_exception, strftime_now, tojson, loop controls, `{% generation %}`. What it writes depends
-on the conversation alone: strftime_now says the same date every day.
+A template gets what templates for Hugging Face's `transformers` rely on: messages, tools, add_generation_prompt, the
+special tokens by name, raise_exception, strftime_now, tojson, loop controls, `{% generation %}`. Its output depends on
+the conversation only: strftime_now always uses the same date.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from workers.data.tokenizer import SETTINGS, SPECIAL_TOKENS, TEMPLATE, tokenizer
 from workers.errors import DataError
 
 MOST_BYTES = 2**20
-"""Of a template."""
+"""Maximum size of a template."""
 START, STOP = "\ufdd0", "\ufdd1"
-"""What stands for the bounds of a generation block while text is made: no characters, by Unicode's definition."""
+"""Marks of the bounds of a generation block during rendering: noncharacters of Unicode."""
 DATE = datetime.datetime(2024, 7, 26)
-"""What strftime_now takes for today: the date that Llama 3's template has where there is no clock."""
+"""The date that strftime_now uses: the one that Llama 3's template has if there is no clock."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CHATML = (
     "{%- for message in messages %}"
@@ -53,44 +53,44 @@ _ERRORS = (
     jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, SyntaxError,
     TypeError, ValueError,
 )  # fmt: skip
-"""What a template may raise, which is as much as Python's expressions do."""
+"""Errors that a template may raise: all those of Python's expressions."""
 
 Span = tuple[int, int]
-"""First character and one past the last."""
+"""First character, and one past the last."""
 
 
 class TemplateFailed(Exception):
-    """A template made no text of a conversation; says why."""
+    """A template could not render a conversation; says why."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template, and its variables besides the conversation."""
+    """A template, and its variables in addition to the conversation."""
 
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
-    """Special tokens by the names that templates have for them, such as bos_token."""
+    """Special tokens by their names in templates, such as bos_token."""
     name: str = CHATML
     """Where it comes from, for messages."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what it does."""
+        """SHA-256 of everything that its output depends on."""
         return hashlib.sha256(json.dumps([self.source, sorted(self.tokens)]).encode()).hexdigest()
 
     @property
     def marks_answers(self) -> bool:
-        """Whether the template itself says what the model has to write, by generation blocks."""
+        """Whether the template itself marks what the model has to write, by generation blocks."""
         return self._compiled[1]
 
     def check(self) -> None:
-        """Raise DataError where it is no template."""
+        """Raise DataError if it is not a template."""
         _ = self._compiled
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """The conversation's text, and its generation blocks. On a process's main thread. Raises TemplateFailed."""
+        """The conversation's text, and its generation blocks. For a process's main thread. Raises TemplateFailed."""
         values = {"messages": list(messages), "tools": tools, "documents": None, **dict(self.tokens)}
         pieces, size = [], 0
         try:
@@ -109,12 +109,12 @@ class ChatTemplate:
         return _without_bounds("".join(pieces))
 
     def as_document(self) -> dict[str, Any]:
-        """What is kept of it as JSON."""
+        """Its representation as JSON."""
         return {"template": self.source, "tokens": dict(self.tokens), "name": self.name}
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> ChatTemplate:
-        """The same again. Raises KeyError, TypeError, ValueError for something else."""
+        """The template from `as_document`. Raises KeyError, TypeError, ValueError for anything else."""
         tokens = tuple((str(name), str(text)) for name, text in dict(document["tokens"]).items())
         return cls(str(document["template"]), tokens, str(document["name"]))
 
@@ -131,8 +131,8 @@ class ChatTemplate:
 
 
 def open_template(data: DataConfig) -> ChatTemplate:
-    """The template of a job's conversations: the one that is named, else what lies next to the tokenizer's file. Raises
-    DataError where there is none, or it is no template."""
+    """The template for a job's conversations: the one that it names, or the one next to the tokenizer's file. Raises
+    DataError if there is none, or it is not a template."""
     folder = None if data.tokenizer_file is None else tokenizer_path(data.tokenizer_file).parent
     tokens = () if folder is None else _special_tokens(folder)
     if data.template == CHATML:
@@ -148,7 +148,7 @@ def open_template(data: DataConfig) -> ChatTemplate:
 
 
 def _next_to_tokenizer(folder: Path, tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
-    """As `transformers` looks for it: a file of its own counts more than what tokenizer_config.json says."""
+    """Searched like in `transformers`: a separate file takes precedence over tokenizer_config.json."""
     if (folder / TEMPLATE).exists():
         return ChatTemplate(_text(folder / TEMPLATE), tokens, str(folder / TEMPLATE))
     said = _json(folder / SETTINGS).get("chat_template")
@@ -169,7 +169,7 @@ def _next_to_tokenizer(folder: Path, tokens: tuple[tuple[str, str], ...]) -> Cha
 
 def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
     special: dict[str, str] = {}
-    for content in (_json(folder / SPECIAL_TOKENS), _json(folder / SETTINGS)):  # the latter counts more
+    for content in (_json(folder / SPECIAL_TOKENS), _json(folder / SETTINGS)):  # the latter takes precedence
         for name in _TOKENS:
             said = content.get(name)
             text = said.get("content") if isinstance(said, dict) else said
@@ -179,7 +179,7 @@ def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no file."""
+    """The object in a file; empty if there is no file."""
     if not path.exists():
         return {}
     try:
@@ -207,7 +207,7 @@ def _text(path: Path) -> str:
 
 
 def _without_bounds(text: str) -> tuple[str, list[Span]]:
-    """The text between the bounds of generation blocks, and where these were; of nested ones the outer."""
+    """The text between the marks of generation blocks, and where these were; of nested ones the outer."""
     if START not in text:
         return text, []
     spans: list[Span] = []
@@ -226,8 +226,8 @@ def _without_bounds(text: str) -> tuple[str, list[Span]]:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    # Nothing is computed while a template is compiled, which no bounds guard: neither by the optimizer nor, because
-    # `finalize` wants to know the context, for what is written as it is.
+    # Nothing is computed while a template is compiled, since that is not limited: neither by the optimizer nor, because
+    # `finalize` needs the context, for constant output.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"],
         optimized=False, finalize=_as_it_is,
@@ -245,7 +245,7 @@ def _as_it_is(context: Context, value: Any) -> Any:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON as it is: Jinja's own filter escapes what HTML does not take."""
+    """Plain JSON: Jinja's own filter escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -264,7 +264,7 @@ class _GenerationBlocks(Extension):
         """Whether the template has such a block."""
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The block's content between its bounds, in a scope of its own."""
+        """The block's content between its marks, in a scope of its own."""
         self.found = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -1,8 +1,9 @@
-"""Conversations: what is read of a row, the text that a chat template makes of it, and which part of that is answers.
+"""Conversations: reading them from rows, rendering them with a chat template, and finding the parts of the text that
+are answers.
 
-Where a template has generation blocks, these are the answers. Else the text is compared with those of the
-conversation's beginnings: an answer begins where the messages before it end, the header of the answer included, and
-ends with what the template writes behind its last word, such as `<|im_end|>`, but for blanks after that.
+If a template has generation blocks, these are the answers. Otherwise the text is compared with those of the
+conversation's beginnings: an answer begins where the messages before it end (including the answer's header), and ends
+with what the template writes after its last word, such as `<|im_end|>`, except for trailing blanks.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERER, "bot": ANSWERER}
 
 @dataclass(frozen=True)
 class Conversation:
-    """Who said what."""
+    """Messages, and who said them."""
 
     messages: list[dict[str, Any]]
-    """Each with `role` and `content`, and whatever else the row says of it."""
+    """Each with `role` and `content`, and other fields of the row."""
     tools: list[Any] | None
-    """What the row says that can be called."""
+    """Functions that the model may call, from the row."""
     where: str
     """Its file and place, for messages."""
 
@@ -47,8 +48,8 @@ def conversation_in(row: Mapping[str, Any], key: str, where: str) -> Conversatio
 
 
 def as_text(conversation: Conversation, template: ChatTemplate, answers_only: bool) -> tuple[str, tuple[Span, ...]]:
-    """The conversation's text, and its characters that are to be learned: the answers, none where there are none, or
-    all. Raises DataError."""
+    """The conversation's text, and the parts of it that are to be learned: the answers, if any, or everything. Raises
+    DataError."""
     text, blocks = _rendered(template, conversation, len(conversation.messages))
     if not answers_only:
         return text, ((0, len(text)),) if text else ()
@@ -87,7 +88,7 @@ def _message(said: Any, where: str) -> dict[str, Any]:
 def _rendered(
     template: ChatTemplate, conversation: Conversation, count: int, prompt: bool = False
 ) -> tuple[str, list[Span]]:
-    """Of the first `count` messages."""
+    """The text of the first `count` messages."""
     try:
         return template.render(conversation.messages[:count], conversation.tools, prompt)
     except TemplateFailed as error:
@@ -98,15 +99,14 @@ def _rendered(
 
 
 def _answer(conversation: Conversation, number: int, template: ChatTemplate, text: str) -> Span:
-    """Where message `number`, an answer, is in the conversation's `text`. Raises DataError where that cannot be
-    told."""
+    """Where message `number`, an answer, is in the conversation's `text`. Raises DataError if that is ambiguous."""
     before, _ = _rendered(template, conversation, number, prompt=True)
     is_last = number + 1 == len(conversation.messages)
     after = text if is_last else _rendered(template, conversation, number + 1)[0]
     own = conversation.messages[number]["content"].strip()
     if text.startswith(before) and after.startswith(before):
         whole = after[len(before) :]
-        # Templates may leave out, once more was said, what stood before an answer, such as its reasoning.
+        # Templates may omit parts of earlier answers, such as reasoning, once the conversation has continued.
         for first in range(len(whole) - len(own) + 1):
             written = whole[first:]
             if written and text.startswith(written, len(before)) and own in written:

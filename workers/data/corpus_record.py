@@ -22,22 +22,22 @@ T = TypeVar("T")
 FILE_NAME = "corpus.json"
 HEAD_BYTES = 4096
 ANSWER_SECONDS = 5.0
-"""A place that takes longer to give out or to take the record does not answer. No rank waits longer for that: one that
-replaces another would keep all of them waiting."""
+"""Seconds after which a place counts as not answering when the record is read or written. No rank waits longer: a rank
+that replaces another would keep all of them waiting."""
 ADVICE = "put it back as it was, or submit a new job"
 """Advice for a file that has changed."""
 
 
 def head_digest(content: bytes) -> str:
-    """SHA-256 of the first HEAD_BYTES of a file, of which `content` are the first or all."""
+    """SHA-256 of the first HEAD_BYTES of a file; `content`: at least these, or the whole file."""
     return hashlib.sha256(content[:HEAD_BYTES]).hexdigest()
 
 
 def as_recorded(files: Sequence[CorpusFile], record: Place, write: bool) -> list[CorpusFile]:
-    """`files` with the digests that `record` holds, which are checked when a file is first read.
+    """`files` with the digests in `record`, which are compared when a file is first read.
 
-    `write`: make the record where there is none. One that cannot be read or written now is no reason not to train: then
-    `files` come back as they are. Raises DataError where they are others than the record's.
+    `write`: create the record if there is none. A record that cannot be read or written now does not prevent training:
+    `files` are then returned unchanged. Raises DataError if the files differ from the record's.
     """
     try:
         recorded = [CorpusFile(**entry) for entry in json.loads(_read(record))["files"]]
@@ -54,13 +54,13 @@ def as_recorded(files: Sequence[CorpusFile], record: Place, write: bool) -> list
 
 
 def with_heads(files: Sequence[CorpusFile]) -> list[CorpusFile]:
-    """`files` with the digests of their beginnings as they are now. Raises DataError."""
+    """`files` with digests of their present beginnings. Raises DataError."""
     return [replace(file, head=_head_of(file)) for file in files]
 
 
 def as_recorded_tokens(tokens: dict[str, Any], record: Place, write: bool) -> bool:
-    """Hold `tokens` (names and digests of a job's tokenizer, of its parts' tokens) against those that `record` has, and
-    with `write` note those that it has not; whether any were noted. Raises DataError where they are others."""
+    """Compare `tokens` (names and digests of a job's tokenizer and of its parts' tokens) with those in `record`; with
+    `write`, add missing ones. Returns whether any were added. Raises DataError if they differ."""
     try:
         content = json.loads(_read(record))
         before = dict(content.get("tokens", {}))

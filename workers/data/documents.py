@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from workers.data.conversations import Conversation
 
 MOST_WHOLE_BYTES = 2**30
-"""Of a text that must not be cut: its tokens take up to a hundred times as much memory while it is tokenized."""
+"""Maximum size of a text that must not be split: tokenizing it takes up to a hundred times as much memory."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Text:
     where: str
     """File and position, for messages."""
     learned: tuple[tuple[int, int], ...] | None = None
-    """Of a conversation: which parts are to be learned, each by its first character and one past its last."""
+    """Conversations only: parts to be learned, each by its first character and one past its last."""
 
 
 @dataclass(frozen=True)
 class Raw:
-    """As `Text`, of bytes that are not to be decoded."""
+    """Like `Text`, for bytes that are not decoded."""
 
     content: bytes
     ends: bool
@@ -45,8 +45,8 @@ class Raw:
 def texts_of(
     section: Section, data: DataConfig, cuts_are_exact: bool, template: ChatTemplate | None = None
 ) -> Iterator[Text]:
-    """The documents of `section`; those of `text` come in pieces where they may be cut. Documents without any text are
-    left out. `template`: of conversations, where it was opened before. Raises DataError."""
+    """The documents of `section`; those of source `text` come in pieces if they may be split. Empty documents are left
+    out. `template`: for conversations, if already opened. Raises DataError."""
     if data.source == "chat":
         from workers.data.chat_template import open_template
         from workers.data.conversations import as_text
@@ -83,7 +83,7 @@ def conversations_of(section: Section, data: DataConfig) -> Iterator[Conversatio
 
 
 def raw_pieces_of(section: Section) -> Iterator[Raw]:
-    """The bytes of a section of `text`: one token each, whatever they mean. Raises DataError."""
+    """The bytes of a section of source `text`: one token each, whatever they mean. Raises DataError."""
     content = _content(section)
     for start in range(0, len(content), PIECE_BYTES):
         stop = start + PIECE_BYTES
@@ -132,13 +132,13 @@ def _content(section: Section) -> bytes:
 
 
 def _lines(section: Section) -> Iterator[tuple[str, bytes]]:
-    """Each line that is not blank, with its position in words. Lines are counted from the start of the file."""
+    """Each line that is not blank, and its position as text. Lines are counted from the start of the file."""
     number = _lines_before(section)
     position = section.start
     for line in lines_of(section):
         number += 1
         if line.strip():
-            # Of a compressed file the position is that in what it holds.
+            # In a compressed file the position is that in the decompressed text.
             yield f"{section.path}, line {number} (byte {position})", line
         position += len(line)
 

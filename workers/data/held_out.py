@@ -52,16 +52,16 @@ class BlendedHeldOut(HeldOut):
     """The last part of each part of a blended corpus, in the ratio of the weights."""
 
     parts: tuple[tuple[int, int], ...]
-    """First held-out token of each, and how many there are."""
+    """First held-out token of each part, and their number."""
     blend: Blend
     """Which part a window comes from."""
 
     def windows(self, length: int) -> int:
-        """Of all parts."""
+        """Sequences of all parts."""
         return sum((tokens - 1) // length for _, tokens in self.parts)
 
     def start(self, sample: int, length: int) -> int:
-        """As for a single text; past the end of its text a part wraps around."""
+        """As for a single text; a part wraps around past the end of its text."""
         part, number = self.blend.place(sample)
         first, tokens = self.parts[part]
         return first + (number % ((tokens - 1) // length)) * length
@@ -70,8 +70,9 @@ class BlendedHeldOut(HeldOut):
 def validation_sets(
     spec: JobSpec, record: Place | None, records: bool, cache: Path | None = None, watcher: Watcher = SILENT
 ) -> list[HeldOut]:
-    """The validation sets of a job. `record`: the file that says what the training corpus was when the job began; those
-    of validation sets lie next to it; the others as for `open_corpus`. Raises DataError where one does not do."""
+    """The validation sets of a job. `record`: file that records the training corpus as it was when the job began; the
+    records of validation sets are next to it; the other parameters are those of `open_corpus`. Raises DataError if one
+    is unsuitable."""
     sets = []
     for each in spec.data.validation:
         own = None if record is None else record.parent / f"validation-{each.name}.json"

@@ -1,10 +1,10 @@
 """Megatron-LM's indexed datasets (`megatron/core/datasets/indexed_dataset.py`): tokens end to end in a .bin file, and
-in an .idx file next to it where each sequence and each document begins.
+an .idx file with the beginnings of sequences and documents.
 
 The .idx, all little-endian: MMIDIDX and two zero bytes; version 1 (u64); type of the tokens (u8); number of sequences
 (u64); number of document boundaries (u64); tokens in each sequence (i32 each); byte at which each begins (i64 each);
-first sequence of each document, and one past the last (i64 each). The tokens of a corpus that Manta has tokenized lie
-in one too: several sequences are a document where that was encoded in pieces.
+first sequence of each document, and one past the last (i64 each). The tokens of a corpus that Manta has tokenized are
+stored in one too: a document encoded in pieces is several sequences.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from workers.errors import DataError
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")
 _TYPES: dict[int, npt.DTypeLike] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""By Megatron's number; those of floating-point numbers hold no tokens."""
+"""Token types by Megatron's number; its floating-point types cannot be tokens."""
 MOST_RESIDENT_BYTES = 2**26
-"""Of a mapping that may count as memory of the process, which would grow with all that it ever reads."""
+"""Bytes of a mapping that may be resident in the process, which would otherwise grow with everything that it reads."""
 _FAULT_BYTES = 2**16
-"""What the kernel maps around a byte that is read."""
+"""Bytes that the kernel maps around a byte that is read."""
 _NUMBERS = {np.dtype(name): number for number, name in _TYPES.items()}
 
 
 @dataclass(frozen=True)
 class Index:
-    """What an .idx says."""
+    """Contents of an .idx."""
 
     dtype: np.dtype
     """Type of the tokens in the .bin."""
@@ -46,12 +46,12 @@ class Index:
 
     @property
     def tokens(self) -> int:
-        """In all sequences."""
+        """Tokens in all sequences."""
         return int(self.lengths.sum(dtype=np.int64))
 
 
 def read_index(prefix: str | Path) -> Index:
-    """The index of the dataset `prefix`. Raises DataError where it is none, or its tokens do not lie end to end."""
+    """The index of the dataset `prefix`. Raises DataError if it is invalid, or its tokens are not contiguous."""
     path = f"{prefix}.idx"
     content = _content(path)
     head = len(MAGIC) + _HEADER.size
@@ -77,7 +77,7 @@ def read_index(prefix: str | Path) -> Index:
 
 
 def tokens_in(prefix: str | Path) -> int:
-    """Number of tokens of the dataset. Raises DataError where its two files do not fit each other."""
+    """Number of tokens of the dataset. Raises DataError if its two files do not match."""
     index = read_index(prefix)
     _check_size(prefix, index.dtype, index.tokens)
     return index.tokens
@@ -98,7 +98,7 @@ def _check_size(prefix: str | Path, dtype: np.dtype, tokens: int) -> None:
 def write_index(
     prefix: str | Path, dtype: npt.DTypeLike, lengths: npt.NDArray[np.int32], documents: npt.NDArray[np.int64]
 ) -> None:
-    """Write the .idx of a dataset whose sequences lie end to end in the .bin."""
+    """Write the .idx of a dataset whose sequences are contiguous in the .bin."""
     kept = np.dtype(dtype)
     with Path(f"{prefix}.idx").open("wb") as file:
         file.write(MAGIC + _HEADER.pack(1, _NUMBERS[kept], len(lengths), len(documents)))
@@ -110,7 +110,7 @@ def write_index(
 
 
 def _begins(lengths: npt.NDArray[np.int32], dtype: np.dtype) -> npt.NDArray[np.int64]:
-    """Byte at which each sequence begins, and that at which the last one ends."""
+    """Byte at which each sequence begins, and the end of the last one."""
     begins = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, dtype=np.int64, out=begins[1:])
     return begins * dtype.itemsize
@@ -120,8 +120,8 @@ class IndexedTokens:
     """The tokens of a dataset as one row, mapped into memory. Stays readable when its files are deleted."""
 
     def __init__(self, prefix: str | Path, known: tuple[str, int] | None = None):
-        """`known`: type and number of the tokens, where the index need not be read for them. Raises DataError where the
-        files cannot be read, or do not fit each other."""
+        """`known`: type and number of the tokens, if the index need not be read for them. Raises DataError if the files
+        cannot be read, or do not match."""
         self.prefix = str(prefix)
         if known is None:
             index = read_index(prefix)
@@ -149,26 +149,26 @@ class IndexedTokens:
             raise IndexError(f"tokens {start} to {start + length} of a row of {self._length}")
         self._resident += max(length * self._dtype.itemsize, _FAULT_BYTES)
         if self._resident > MOST_RESIDENT_BYTES and self._memory is not None:
-            # The file stays in the system's cache; only this process no longer counts what it has seen of it.
+            # The file stays in the system's cache; the process just no longer counts what it has read.
             self._memory.madvise(mmap.MADV_DONTNEED)
             self._resident = 0
         return self._tokens[start : start + length].astype(np.int64)
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Lowest and highest id of tokens [start, stop), which are not none."""
+        """Lowest and highest id of tokens [start, stop), of which there must be some."""
         part = self._tokens[start:stop]
         return int(part.min()), int(part.max())
 
     def close(self) -> None:
-        """Let go of the mapping."""
+        """Unmap the file."""
         self._tokens = np.frombuffer(b"", self._dtype)
         if self._memory is not None:
-            with contextlib.suppress(BufferError):  # a view is still held: the memory goes with that
+            with contextlib.suppress(BufferError):  # a view is still held: the memory is freed with it
                 self._memory.close()
 
 
 def boundaries(ends: Sequence[npt.NDArray[np.bool_]]) -> npt.NDArray[np.int64]:
-    """First sequence of each document, and one past the last, from whether a document ends with each sequence."""
+    """First sequence of each document, and one past the last; `ends`: whether a document ends with each sequence."""
     marks = np.flatnonzero(np.concatenate([*ends, np.zeros(0, bool)])) + 1
     return np.concatenate([np.zeros(1, np.int64), marks])
 

@@ -17,8 +17,8 @@ _KINDS = {"str": "a text", "dict": "an object", "list": "a list", "bool": "a boo
 
 
 def lines_of(section: Section) -> Iterator[bytes]:
-    """The lines of `section`, with their ends; of a compressed file all of it. Raises DataError, naming the line after
-    which a compressed file is cut short or damaged."""
+    """The lines of `section`, with their ends; a compressed file is read as a whole. Raises DataError, naming the line
+    after which a compressed file is truncated or damaged."""
     try:
         with Path(section.path).open("rb") as file:
             name = section.path.lower()
@@ -133,6 +133,6 @@ def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _split(block: bytes) -> list[bytes]:
-    """After line feeds alone: `splitlines` also takes a carriage return, which JSON takes for a blank."""
+    """Split at line feeds only: `splitlines` also splits at carriage returns, which are blanks in JSON."""
     lines = block.split(b"\n")
     return [line + b"\n" for line in lines[:-1]] + [lines[-1]] * bool(lines[-1])

@@ -24,12 +24,12 @@ class SampleOrder:
     seed: int
     """Seed of the job."""
     shifts: bool = True
-    """Whether each epoch begins at a token of its own. Not where texts were laid out for samples that begin at
-    multiples of sequence_length."""
+    """Whether each epoch begins at a different token; not if texts were packed into samples that begin at multiples of
+    sequence_length."""
 
     @property
     def windows(self) -> int:
-        """Samples in one epoch. One sequence is given up so that epochs can be shifted."""
+        """Samples in one epoch. One sequence less than there are, so that epochs can be shifted."""
         if not self.shifts:
             return self.tokens // self.sequence_length
         return max(1, (self.tokens - 1) // self.sequence_length - 1)

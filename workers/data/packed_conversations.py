@@ -1,9 +1,8 @@
-"""Conversations laid out for training: samples that begin at multiples of the sequence's length, in each of which whole
-conversations lie one behind the other, and then tokens that mean nothing.
+"""Packs conversations into samples for training, which begin at multiples of the sequence length: each holds whole
+conversations, followed by filler tokens.
 
-A conversation that is longer than a sample is cut at its length. The others are put where the least room is left over
-for them (best fit, over the samples that were begun last), in the order of the corpus, so that every process lays them
-out in the same way.
+A conversation that is longer than a sample is truncated. The others are placed where they leave the least room (best
+fit, over the most recently begun samples), in the order of the corpus, so that every process gets the same result.
 """
 
 from __future__ import annotations
@@ -21,34 +20,35 @@ from workers.data.indexed_dataset import IndexedTokens, read_index
 from workers.errors import DataError
 
 OPEN_SAMPLES = 64
-"""Samples that may still get a conversation. The fullest is closed first."""
+"""Number of samples that may still get a conversation. The fullest is closed first."""
 FILLER = 0
-"""Token behind a sample's last conversation: nothing that is learned sees it."""
+"""Filler token after a sample's last conversation; no learned position attends to it."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What is known of some tokens besides their ids."""
+    """What is known about some tokens in addition to their ids."""
 
     learned: npt.NDArray[np.bool_]
-    """Of each whether it is to be predicted."""
+    """For each token, whether it is to be predicted."""
     begins: tuple[int, ...]
-    """The positions at which a conversation begins, or what is behind the last one; the first is 0."""
+    """Positions at which a conversation or the filler begins; the first is 0."""
 
 
 class PackedConversations:
     """The conversations of a corpus as a row of tokens: first the samples for training, then those held out."""
 
     def __init__(self, tokens: IndexedTokens, marks: IndexedTokens, length: int, held_out: float, name: str):
-        """`tokens`: the conversations end to end, with `marks` (1: is learned); `length`: of a sample; `held_out`: how
-        much of them, the last ones, is not trained on; `name`: of the corpus, for messages. Raises DataError."""
+        """`tokens`: the conversations end to end, with `marks` (1: learned); `length`: of a sample; `held_out`:
+        fraction of the conversations, at the end, that is not used for training; `name`: of the corpus, for messages.
+        Raises DataError."""
         self._tokens, self._marks, self._length, self._name = tokens, marks, length, name
         lengths = read_index(tokens.prefix).lengths.astype(np.int64)
         self._begins = np.cumsum(lengths) - lengths
         self._lengths = np.minimum(lengths, length)
         longer = np.flatnonzero(lengths > length)
         self.cut = len(longer)
-        """Conversations that are longer than a sample."""
+        """Number of conversations that are longer than a sample."""
         nothing = {int(number) for number in longer if not marks.read(self._begins[number], length)[1:].any()}
         used = [number for number in range(len(lengths)) if number not in nothing]
         training = len(used) - int(len(used) * held_out)
@@ -59,12 +59,11 @@ class PackedConversations:
         self._ends = np.cumsum([len(sample) for sample in chain(*parts)], dtype=np.int64)
 
     def __len__(self) -> int:
-        """Number of tokens: those of the samples, and one behind the last."""
+        """Number of tokens: those of the samples, and one after the last."""
         return len(self._ends) * self._length + 1
 
     def split(self, spec: JobSpec) -> tuple[int, int]:
-        """Tokens of the training and of the validation part. Raises DataError where there are not enough
-        conversations."""
+        """Tokens of the training and of the validation part. Raises DataError if there are not enough conversations."""
         training = self._training * self._length
         if not training:
             raise DataError(
@@ -87,8 +86,8 @@ class PackedConversations:
         return values
 
     def marks(self, start: int, length: int) -> Marks:
-        """Of tokens [start, start + length). A conversation's first token is not learned: nothing comes before it.
-        Raises IndexError outside of the row."""
+        """Marks of tokens [start, start + length). A conversation's first token is not learned, since nothing comes
+        before it. Raises IndexError outside of the row."""
         learned, begins = np.zeros(length, bool), {0}
         for position, first, count, is_begin in self._pieces(start, length):
             learned[position : position + count] = self._marks.read(first, count).astype(bool)
@@ -104,8 +103,8 @@ class PackedConversations:
         self._marks.close()
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int, bool]]:
-        """Of each conversation with tokens in [start, start + length): its position there, the place of its first token
-        among all tokens, how many it has there, and whether it begins there."""
+        """For each conversation with tokens in [start, start + length): its position there, the index of its first such
+        token among all tokens, their number, and whether it begins there."""
         if start < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of a row of {len(self)}")
         for sample in range(start // self._length, min(-(-(start + length) // self._length), len(self._ends))):
@@ -120,7 +119,7 @@ class PackedConversations:
 
 
 def packed(numbers: Sequence[int], lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """`numbers` in samples of at most `capacity` tokens, number n having `lengths`[n]."""
+    """`numbers` in samples of at most `capacity` tokens; number n has `lengths`[n] tokens."""
     samples: list[list[int]] = []
     begun: list[tuple[int, int]] = []  # room and number of samples that may get more, the fullest first
     for number in numbers:

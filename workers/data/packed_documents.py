@@ -15,27 +15,27 @@ import torch
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of some samples, which lie one behind the other in each of them."""
+    """The documents of some samples, which are consecutive within each sample."""
 
     starts: tuple[tuple[int, ...], ...]
-    """Of each sample the positions at which one begins; the first is 0."""
+    """For each sample the positions at which a document begins; the first is 0."""
     length: int
     """Tokens of a sample (s)."""
 
     @classmethod
     def of(cls, tokens_bs: np.ndarray, end: int) -> Documents:
-        """Those of samples in which the token `end` is the last one of each document."""
+        """The documents of samples in which `end` is each document's last token."""
         length = tokens_bs.shape[1]
         starts = [(0, *(np.flatnonzero(row[: length - 1] == end) + 1).tolist()) for row in tokens_bs]
         return cls(tuple(starts), length)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each document, sample after sample; in all s b."""
+        """Tokens of each document, sample after sample; s b in total."""
         return [end - start for row in self.starts for start, end in pairwise((*row, self.length))]
 
     def first_tokens(self) -> torch.Tensor:
-        """Of each token the position at which its document begins: int64 [b, s]."""
+        """For each token the position at which its document begins: int64 [b, s]."""
         rows = [
             torch.repeat_interleave(torch.tensor(row), torch.tensor([*row, self.length]).diff()) for row in self.starts
         ]

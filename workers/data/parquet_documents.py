@@ -27,8 +27,8 @@ def texts_of_rows(section: Section, column: str) -> Iterator[tuple[str, str]]:
 
 
 def rows_of(section: Section, column: str, more: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Place of each row, and what it has in `column` and in those of `more` that are there; the groups are those from
-    `section.start` on. Raises DataError."""
+    """Place of each row, and its values in `column` and in those of `more` that exist; from row group `section.start`
+    on. Raises DataError."""
     file = _opened(section.path)
     if column not in file.schema_arrow.names:
         there = ", ".join(map(repr, file.schema_arrow.names[:10])) or "none"
@@ -42,7 +42,7 @@ def rows_of(section: Section, column: str, more: Sequence[str] = ()) -> Iterator
     while True:
         try:
             batch = next(batches, None)
-        except (OSError, ValueError) as error:  # what Arrow raises is one of these
+        except (OSError, ValueError) as error:  # Arrow's errors are among these
             raise DataError(f"{section.path} cannot be read after row {row}: {_first_line(error)}") from error
         if batch is None:
             return

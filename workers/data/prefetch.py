@@ -16,11 +16,11 @@ class Prefetch:
         self._batches, self._last_step = batches, last_step
         self._thread = ThreadPoolExecutor(1, "prefetch")
         self._ahead: tuple[int, SkippedSamples, Future[list[MicroBatch]]] | None = None
-        """Step, the samples that were skipped when it was begun, and what comes of it."""
+        """Step, the samples that were skipped when it was begun, and its future result."""
 
     def training(self, step: int) -> list[MicroBatch]:
-        """The replica's micro-batches of step `step` (from 1), whichever step was asked for before. Raises what
-        `Batches.training` does, not before the step is asked for."""
+        """The replica's micro-batches of step `step` (from 1), whichever step was requested before. Raises the errors
+        of `Batches.training`, not before the step is requested."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[:2] == (step, self._batches.skipped):
             made = ahead[2].result()

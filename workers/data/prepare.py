@@ -174,7 +174,7 @@ class _Tokenized:
         """Its tokens."""
         began = time.monotonic()
         were_there = self._are_there(parts)
-        # One lock around all of it, so that one process makes all that a job needs.
+        # One lock for everything that a job needs, so that a single process creates it.
         with nullcontext() if were_there else locked(self.cache / f"job-{self._key(parts)}", self.watcher):
             tokenizer, file = self._tokenizer()
             digest = {f"the tokenizer {self.spec.data.tokenizer}": tokenizer.digest}
@@ -246,8 +246,8 @@ class _Tokenized:
 
 
 def _pin(record: Place | None, records: bool, pins: dict[str, str], tokenizer: Path | None = None) -> bool:
-    """Hold digests against the record, or note them there, with a copy of the tokenizer's file; whether they were
-    new."""
+    """Compare digests with the record, or add them, with a copy of the tokenizer's file; returns whether any were
+    added."""
     if record is None or not as_recorded_tokens(pins, record, records):
         return False
     if tokenizer is not None:

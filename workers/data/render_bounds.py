@@ -1,5 +1,5 @@
-"""Bounds around code that is not ours and may never end, or take any memory: seconds of the processor, and address
-space of the process. For the main thread of a process that does nothing else meanwhile."""
+"""Limits for code of others, which may never end, or use any amount of memory: processor time, and address space of the
+process. For the main thread of a process that does nothing else meanwhile."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 from types import FrameType
 
 SECONDS = 10.0
-"""Of the processor, so that a busy machine changes nothing."""
+"""Processor time, so that a busy machine makes no difference."""
 LAST_SECONDS = 20.0
-"""After which the process is killed: one long operation hears of nothing in between."""
+"""Processor time after which the process is killed: a single long operation cannot be interrupted otherwise."""
 MOST_CHARACTERS = 2**26
-"""Of what is written."""
+"""Maximum length of the output."""
 MEMORY_BYTES = 2**31
-"""More than there was before."""
+"""Maximum memory in addition to what is used before."""
 
 
 class TooMuch(Exception):
-    """A bound was reached; says which."""
+    """A limit was reached; says which."""
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Raise TooMuch in what runs inside once it has used SECONDS, or MemoryError where it wants more than
-    MEMORY_BYTES; kill the process, with SIGVTALRM, after LAST_SECONDS."""
+    """Within the block, raise TooMuch after SECONDS of processor time, or MemoryError beyond MEMORY_BYTES; kill the
+    process, with SIGVTALRM, after LAST_SECONDS."""
     handler = signal.signal(signal.SIGPROF, _too_long)
     deadly = signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
     before = resource.getrlimit(resource.RLIMIT_AS)

@@ -43,8 +43,8 @@ class DataRoots:
         return None if self._holds(path) else Problem(where, self._rule(path))
 
     def check(self, spec: JobSpec) -> None:
-        """Raise DataError when the spec's corpus or a validation set cannot be read, its weights are not what its model
-        needs, or a file of any of them lies outside."""
+        """Raise DataError if the spec's corpus or a validation set cannot be read, its weights do not fit its model, or
+        a file of any of them is outside."""
         for problem in self.problems(spec):
             raise DataError(f"{problem.path}: {problem.rule}")
         chats = any(each.source == "chat" for each in spec.data.corpora)
@@ -74,7 +74,7 @@ class DataRoots:
                 raise DataError(f"{path} leads elsewhere: {self._rule(path)}")
 
     def _files(self, data: DataConfig) -> list[CorpusFile]:
-        """Those that may lie anywhere: the standard library's do not."""
+        """The files that may be anywhere, unlike those of the standard library."""
         return [] if self.folders is None or data.source == "python-stdlib" else corpus_files(data)
 
     def _holds(self, path: str) -> bool:
@@ -92,7 +92,7 @@ ANYWHERE = DataRoots()
 
 
 def named_paths(spec: JobSpec) -> dict[str, str]:
-    """The files and folders that a spec names, by the key that does."""
+    """The files and folders that a spec names, by the key that names them."""
     named = {f"data.paths.{at}": path for at, path in enumerate(spec.data.paths)}
     for number, each in enumerate(spec.data.validation):
         named |= {f"data.validation.{number}.paths.{at}": path for at, path in enumerate(each.paths)}

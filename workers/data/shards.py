@@ -1,5 +1,5 @@
-"""How a corpus is cut into shards, which are tokenized apart from each other. A function of the files alone, so that
-the same files have the same shards on every machine."""
+"""Divides a corpus into shards, which are tokenized separately. A function of the files alone, so that the same files
+have the same shards on every machine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from workers.data.sources import CorpusFile, is_compressed, kind_of_file
 SHARD_BYTES = 2 * 2**20
 MOST_SHARDS = 4096
 PIECE_BYTES = 2**20
-"""Of a text that is encoded at once, where it may be cut."""
+"""Bytes of a text that are encoded at once, if it may be split."""
 _BLANK = rb"[\x00-\x20\x7f]|\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"
-"""A character that is no visible one, in UTF-8."""
+"""A character that is not visible, in UTF-8."""
 _NOT_AFTER_BLANK = b"".join(b"(?<!" + kind + b")" for kind in _BLANK.split(b"|"))
 _VISIBLE = rb"(?!" + _BLANK + rb")(?=[\x21-\xff])"
 CUT = re.compile(rb"\n(?= " + _VISIBLE + rb")|" + _NOT_AFTER_BLANK + rb"\n" + _VISIBLE)
-"""Where a text may be cut: after a line's end that a space and something visible follow, or that stands by itself
-between two visible characters. The rules by which byte-level tokenizers (GPT-2's, those of tiktoken) find words before
-they make tokens have none across that, and none that looks further."""
+"""Where a text may be split: after a line feed followed by a space and a visible character, or between two visible
+characters. The rules by which byte-level tokenizers (GPT-2's, those of tiktoken) split text into words before making
+tokens allow no word across that, and none looks further."""
 _CONTEXT = 3
-"""Bytes before a line's end that say whether it is one."""
+"""Bytes before a line feed that decide whether it is a place to split."""
 _WINDOW = 2**16
 
 
@@ -34,13 +34,13 @@ class Section:
 
     path: str
     start: int
-    """First byte; of parquet the first group of rows."""
+    """First byte; for parquet, the first row group."""
     stop: int
-    """One past the last."""
+    """One past the last byte or row group."""
     bytes: int
     """Its size in the file, for progress."""
     ends: bool = True
-    """Whether a document ends with it, where a file is a document."""
+    """Whether a document ends with it, if files are documents."""
 
 
 Shard = tuple[Section, ...]
@@ -63,7 +63,7 @@ def shards_of(files: Sequence[CorpusFile], data: DataConfig, cuts_are_exact: boo
 
 
 def pieces_of(text: bytes, size: int) -> Iterator[bytes]:
-    """`text` cut where it may be, into pieces of about `size` bytes; a line that is longer stays whole."""
+    """`text` divided into pieces of about `size` bytes, where it may be split; a longer line stays whole."""
     start = 0
     while start < len(text):
         match = CUT.search(text, start + size)
@@ -85,7 +85,7 @@ def _sections(file: CorpusFile, data: DataConfig, target: int, cuts_are_exact: b
 
 
 def _between(file: CorpusFile, target: int, cut: re.Pattern[bytes]) -> Iterator[Section]:
-    """About `target` bytes each, from one cut to another."""
+    """Sections of about `target` bytes, from one split to another."""
     start = 0
     while start < file.size:
         is_last = file.size - start <= 3 * target // 2
@@ -102,7 +102,7 @@ def _cut_after(file: CorpusFile, position: int, cut: re.Pattern[bytes]) -> int:
             match = cut.search(window, _CONTEXT)
             if match is not None:
                 return min(position - _CONTEXT + match.end(), file.size)
-            position += max(1, len(window) - 2 * _CONTEXT)  # what follows a line's end may lie in the next window
+            position += max(1, len(window) - 2 * _CONTEXT)  # what follows a line feed may be in the next window
     return file.size
 
 

@@ -1,8 +1,8 @@
 """Samples that a job skips, and what that does to the order in which it uses the others. Pure Python.
 
-A step uses places in the order, which are numbered without gaps (`batch_plan.py`). At each place is a sample: that of
-the same number as long as nothing is skipped, else the next one that is used. So which samples a step uses depends on
-the skipped ranges alone, and skipping one changes nothing about the steps before it.
+A step uses places in the order, which are numbered without gaps (`batch_plan.py`). Place n has sample n as long as
+nothing is skipped, otherwise the n-th sample that is not skipped. So the samples of a step depend on the skipped ranges
+only, and skipping one changes nothing about the steps before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class SkippedSamples:
     """Ranges of samples that no step uses."""
 
     ranges: tuple[range, ...] = ()
-    """In order, with samples between them."""
+    """Sorted, and separated by other samples."""
 
     @classmethod
     def of(cls, ranges: Iterable[range]) -> SkippedSamples:
@@ -38,7 +38,7 @@ class SkippedSamples:
         return place
 
     def samples(self, places: range) -> list[range]:
-        """The samples at `places`, in order: one range, or more where skipped ones lie in between."""
+        """The samples at `places`, in order: one range, or several if skipped ones are in between."""
         ranges: list[range] = []
         for sample in map(self.sample, places):
             if ranges and ranges[-1].stop == sample:

@@ -20,7 +20,7 @@ SUFFIXES = {
 }
 SUFFIXES["chat"] = SUFFIXES["jsonl"] | SUFFIXES["parquet"]
 """File name suffixes by source, for directories."""
-# Parts of the standard library's folder that are not the library itself, and its tests, which are as large again.
+# Parts of the standard library's folder that do not belong to it, and its tests, which are as large as the rest.
 STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
 
 
@@ -33,7 +33,7 @@ class CorpusFile:
     size: int
     """Bytes."""
     head: str | None = None
-    """SHA-256 of its beginning (`corpus_record.head_digest`), where it has to be the same."""
+    """SHA-256 of its beginning (`corpus_record.head_digest`), if it must not have changed."""
 
 
 def corpus_files(data: DataConfig) -> list[CorpusFile]:
@@ -43,7 +43,7 @@ def corpus_files(data: DataConfig) -> list[CorpusFile]:
     """
     try:
         return _corpus_files(data)
-    except OSError as error:  # a name that is too long, a folder that may not be entered, a link in a circle
+    except OSError as error:  # a name that is too long, a folder without permission, a circular link
         raise DataError(f"cannot be read: {error.filename or ', '.join(data.paths)} ({error.strerror})") from error
 
 
@@ -55,7 +55,7 @@ def parts_of(data: DataConfig) -> list[DataConfig]:
 
 
 def kind_of_file(path: str, source: str) -> str:
-    """The source whose files are like this one: conversations are in those of jsonl or of parquet."""
+    """The source whose files have the same format: those of conversations are jsonl or parquet."""
     if source != "chat":
         return source
     return "parquet" if path.lower().endswith(".parquet") else "jsonl"
@@ -67,7 +67,7 @@ def is_compressed(path: str) -> bool:
 
 
 def in_words(data: DataConfig) -> str:
-    """Where the corpus comes from, for messages."""
+    """The source of the corpus, for messages."""
     return ", ".join(data.paths) or f"the standard library's folder {sysconfig.get_path('stdlib')}"
 
 
@@ -109,7 +109,7 @@ def split_tokens(spec: JobSpec, data: DataConfig, tokens: int) -> tuple[int, int
 
 
 def check_validation_set(spec: JobSpec, validation: ValidationSet, tokens: int) -> None:
-    """Raise DataError when the set has not enough `tokens` for one sequence and its targets."""
+    """Raise DataError if the set has too few `tokens` for one sequence and its targets."""
     needed = spec.model.sequence_length + 1
     if tokens < needed:
         where = ", ".join(validation.paths) or validation.source
@@ -120,7 +120,7 @@ def check_validation_set(spec: JobSpec, validation: ValidationSet, tokens: int) 
 
 
 def check_data(spec: JobSpec) -> None:
-    """Raise DataError when the spec's corpus cannot be trained on, or a validation set not be used, as far as that is
+    """Raise DataError if the spec's corpus cannot be trained on, or a validation set cannot be used, as far as that is
     known before they are tokenized."""
     for part in parts_of(spec.data):
         tokens = _known_tokens(part)
@@ -155,7 +155,7 @@ def _known_tokens(data: DataConfig) -> int | None:
 
 
 def check_vocabulary(spec: JobSpec, ids: int, whose: str) -> None:
-    """Raise DataError where token ids below `ids`, which are those of `whose`, are more than the model knows."""
+    """Raise DataError if the token ids of `whose`, which are below `ids`, exceed those that the model knows."""
     if ids > spec.vocabulary_size:
         raise DataError(
             f"{whose} has token ids up to {ids - 1}, but the model knows those below {spec.vocabulary_size}: "
@@ -164,7 +164,7 @@ def check_vocabulary(spec: JobSpec, ids: int, whose: str) -> None:
 
 
 def prefixes_of(files: Sequence[CorpusFile]) -> list[str]:
-    """The indexed datasets among `files`: each is called by what its two files' names have in common."""
+    """The indexed datasets among `files`, each by the common prefix of its two files' names."""
     return [file.path.removesuffix(".idx") for file in files if file.path.endswith(".idx")]
 
 
@@ -204,8 +204,8 @@ def _files_at(path: Path, source: str) -> list[CorpusFile]:
 def _files_below(
     root: Path, suffixes: frozenset[str], left_out: frozenset[str], whole: bool = True
 ) -> list[CorpusFile]:
-    """Links to folders are not followed: what is below `root` anyway is not taken twice, and what is not is an error
-    where the `whole` is wanted."""
+    """Links to folders are not followed: a target below `root` would be read twice, and another target is an error if
+    the `whole` is wanted."""
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))

@@ -1,10 +1,10 @@
-"""`python -m workers.data.token_process PARENT`: turns shards of a corpus into files of tokens, for the process
-that starts it (`token_processes.py`), and ends with that.
+"""`python -m workers.data.token_process PARENT`: turns shards of a corpus into files of tokens, for the process that
+starts it (`token_processes.py`), and ends together with that.
 
-On stdin comes the `Order` and then a shard a line, `{"shard", "sections"}`; on stdout go lines of JSON: how far it is,
-`{"bytes", "tokens"}`, and at the shard's end its `ShardResult`, or `{"error"}` and then nothing more. A shard has three
-files, one of conversations four (their marks: a byte a token, 1 where it is learned), of which the last says that the
-others are whole; all are written under another name first.
+Its stdin has the `Order` and then one shard per line, `{"shard", "sections"}`; its stdout has lines of JSON: its
+progress, `{"bytes", "tokens"}`, and at the shard's end its `ShardResult`, or `{"error"}` and then nothing more. A shard
+has three files, one of conversations four (with marks: a byte per token, 1 if it is learned). The last one exists when
+the others are complete; all are written under a temporary name first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Order:
     digest: str
     """Digest of the tokenizer, which must not have changed."""
     dtype: str
-    """Of the tokens."""
+    """Type of the tokens."""
     folder: str
     """Where the files go."""
     template: dict[str, Any] | None = None
@@ -64,10 +64,10 @@ class ShardResult:
     number: int
     tokens: int
     documents: int
-    """Those that end in it."""
+    """Documents that end in the shard."""
     sequences: int
     bytes: int
-    """Of the sections that it is made from."""
+    """Bytes of the sections that it is made from."""
     digest: str
     """SHA-256 of its tokens, and of their marks."""
     left_out: int = 0
@@ -111,14 +111,14 @@ def main(parent: int, requests: IO[str], answers: IO[str]) -> int:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Some sequences."""
+    """Some encoded sequences."""
 
     ids: npt.NDArray[Any]
     """Their tokens, end to end."""
     parts: list[tuple[int, bool]]
     """Length of each, and whether a document ends with it."""
     marks: npt.NDArray[np.bool_] | None = None
-    """Of conversations: which tokens are learned."""
+    """Conversations only: which tokens are learned."""
 
 
 class _Writer:
@@ -192,8 +192,8 @@ class _Writer:
             yield batch
 
     def _conversations(self, batch: list[Text]) -> _Encoded:
-        """Those in which something is learned that is not the first token, which nothing comes before. The template has
-        said all that there is of each, so no token is added."""
+        """Conversations in which something is learned other than the first token, which nothing comes before. The
+        template has written everything, so no token is added."""
         lists, marks, parts = [], [], []
         for ids, learned in self._encode([(each.text, each.learned or ()) for each in batch], batch):
             if learned[1:].any():
@@ -222,7 +222,7 @@ class _Writer:
         return _Encoded(np.concatenate(arrays), parts)
 
     def _encode(self, texts: list[Any], batch: list[Text]) -> Sequence[Any]:
-        """Of texts, or of texts with their spans."""
+        """Encodes texts, or texts with their spans."""
         try:
             if self._template is None:
                 return self._tokenizer.encode(texts)

@@ -29,7 +29,7 @@ class Counts:
     """Progress of the work."""
 
     bytes: int = 0
-    """Of the corpus's files that are done."""
+    """Bytes of the corpus's files that are done."""
     tokens: int = 0
 
 
@@ -38,10 +38,10 @@ class _Worker:
     process: subprocess.Popen[bytes]
     shard: int | None = None
     begun: Counts = field(default_factory=Counts)
-    """Of the shard that it is at."""
+    """Progress with its present shard."""
     cpu_seconds: float = 0.0
     heard: bytes = b""
-    """Of a line of which the end has not come yet."""
+    """Incomplete last line."""
 
     @property
     def answers(self) -> IO[bytes]:
@@ -51,7 +51,7 @@ class _Worker:
     def ask(self, content: dict[str, Any]) -> None:
         """Send a line."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is noticed where its answers are read
+        with contextlib.suppress(BrokenPipeError):  # its end is noticed when its answers are read
             self.process.stdin.write(json.dumps(content).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -117,7 +117,7 @@ class _Work:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "workers.data.token_process", str(os.getpid())]
-        # A group of its own: whoever interrupts the command means this process, which ends the others.
+        # In a process group of its own: an interrupt is meant for this process, which ends the others.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         worker = _Worker(process)
         self._workers.add(worker)

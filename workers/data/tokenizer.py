@@ -1,7 +1,7 @@
 """Tokenizers: bytes, and those of Hugging Face's library `tokenizers`, which is imported only where one is read.
 
-Texts are encoded as they are: no token is put before or after them but the one that ends a document, which is not a
-tokenizer's work (`token_process.py`).
+Texts are encoded as they are: no token is added before or after them except the one that ends a document, which is
+added elsewhere (`token_process.py`).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 FILE_NAME = "tokenizer.json"
 KEPT_CHAT = "chat.json"
-"""Under which a job keeps its chat template next to that."""
+"""Name under which a job stores its chat template next to its tokenizer."""
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 BESIDE_TOKENIZER = (TEMPLATE, SETTINGS, SPECIAL_TOKENS)
-"""Files next to it in which chat templates, and their variables, are looked for."""
+"""Files next to the tokenizer that may contain chat templates and their variables."""
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|endofdocument|>", "[SEP]")
-"""Special tokens that are known to end a document, in the order in which one is looked for."""
+"""Special tokens that are known to end a document, in order of preference."""
 _WHOLE_TEXTS = (
     "One line.\nAnother one, of 12 words\n\nand (more\n\n\n#  of\r\nthem\n  indented\n\tand\nso on);\n}\nend\n",
     "Ein Satz über Größe\nétude №5\nДва слова\n日本語の文\n한국어\n\n«quoted» text\n<b>\n123\n456\n\n\n",
 )
-"""What a tokenizer is tried with, to see whether it may be given a text in pieces."""
+"""Texts for testing whether a tokenizer may be given a text in pieces."""
 
 
 Spans = Sequence[tuple[int, int]]
 """Parts of a text, each by its first character and one past its last."""
 Marks = npt.NDArray[np.bool_]
-"""One of each token."""
+"""One for each token."""
 
 
 class Tokenizer(Protocol):
@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what it does: two with the same one make the same tokens of a text."""
+        """SHA-256 of its behaviour: two tokenizers with the same one make the same tokens of any text."""
 
     @property
     def end_of_document(self) -> int | None:
@@ -61,13 +61,13 @@ class Tokenizer(Protocol):
 
     @property
     def cuts_are_exact(self) -> bool:
-        """Whether a text may be cut where `shards.CUT` matches without any token being another one."""
+        """Whether splitting a text where `shards.CUT` matches never changes its tokens."""
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Ids of each text's tokens."""
 
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> Sequence[tuple[Sequence[int], Marks]]:
-        """Of each text the ids of its tokens, and which of these have a character of its `spans`."""
+        """For each text the ids of its tokens, and which of these contain a character of its `spans`."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class ByteTokenizer:
         return [text.encode() for text in texts]
 
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[bytes, Marks]]:
-        """The bytes, and which of them are of characters in `spans`."""
+        """The bytes, and which of them belong to characters in `spans`."""
         encoded = []
         for text, own in zip(texts, spans, strict=True):
             marks = np.zeros(len(content := text.encode()), bool)
@@ -106,8 +106,8 @@ class FileTokenizer:
         needs_end: bool = True,
     ):
         """`end_of_document`: the token's text, `none`, or None for the first of `ENDS` that is one of its special
-        tokens, of which there may be none unless it `needs_end`; `content`: what the file holds, where that was read
-        already. Raises DataError where the file is none, or has no such token."""
+        tokens (it may have none unless it `needs_end`); `content`: of the file, if it was already read. Raises
+        DataError if the file is invalid, or has no such token."""
         content = _content(Path(path)) if content is None else content
         self.path = str(path)
         self.digest = hashlib.sha256(content).hexdigest()
@@ -121,7 +121,7 @@ class FileTokenizer:
 
     @property
     def cuts_are_exact(self) -> bool:
-        """Tried out, since a file may hold any rule."""
+        """Tested, since a file may hold any rule."""
         if self._exact is None:
             self._exact = all(self._survives_cuts(text) for text in _WHOLE_TEXTS)
         return self._exact
@@ -131,10 +131,10 @@ class FileTokenizer:
         return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[list[int], Marks]]:
-        """Ids of each text's tokens, and which of them have a character of its `spans`."""
+        """Ids of each text's tokens, and which of them contain a character of its `spans`."""
         encoded = []
         for each, own in zip(self._tokenizer.encode_batch(list(texts), add_special_tokens=False), spans, strict=True):
-            # Tokens that stand for nothing that is seen have places too, which never go back.
+            # Tokens without visible text have positions too, which never decrease.
             bounds = np.maximum.accumulate(np.array(each.offsets, np.int64).reshape(-1, 2), 0)
             marks = np.zeros(len(bounds), bool)
             for start, stop in own:
@@ -148,7 +148,7 @@ class FileTokenizer:
         return str(self._tokenizer.decode(list(tokens)))
 
     def text_of(self, token: int) -> str:
-        """What the file calls a token."""
+        """The name of a token in the file."""
         return str(self._tokenizer.id_to_token(token))
 
     def _end(self, wanted: str | None, ids: dict[str, int], needs_end: bool) -> int | None:
@@ -186,12 +186,12 @@ def tokenizer_path(path: str | Path) -> Path:
 
 def file_tokenizer(data: DataConfig, path: str | Path, content: bytes | None = None) -> FileTokenizer:
     """The tokenizer of `data` whose file is `path`, or holds `content`. Raises DataError."""
-    # Where a conversation ends is known without a token for it.
+    # The end of a conversation is known without a token for it.
     return FileTokenizer(path, data.end_of_document, content, needs_end=data.source != "chat")
 
 
 def open_tokenizer(data: DataConfig, trained: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of `data`; of `bpe` the file that was `trained`. Raises DataError, ValueError for `bpe` without
+    """The tokenizer of `data`; for `bpe` from the `trained` file. Raises DataError, or ValueError for `bpe` without
     one."""
     if data.tokenizer == "bytes":
         if data.end_of_document in (None, NO_TOKEN):
@@ -228,7 +228,7 @@ def _parsed(content: bytes, path: str | Path) -> tokenizers.Tokenizer:
         parsed = library().Tokenizer.from_str(content.decode())
     except DataError:
         raise
-    except BaseException as error:  # what the library raises has no type of its own; a panic is no Exception
+    except BaseException as error:  # the library's errors have no type of their own; a panic is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         why = " ".join(str(error).split())[:200]

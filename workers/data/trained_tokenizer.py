@@ -1,11 +1,11 @@
 """A byte-level BPE tokenizer that is trained on a job's own corpus (Sennrich et al. 2016, arXiv:1508.07909; over bytes
-as in Radford et al. 2019), once, and kept next to the tokens.
+as in Radford et al. 2019), once, and stored next to the tokens.
 
-Deterministic: pairs are merged by their count, and of those that are as frequent the one with the lowest ids first. A
-large corpus is not read as a whole: of each shard as much as its share of `TRAINING_BYTES`, from its start.
+Deterministic: pairs are merged by their count, and of equally frequent ones the one with the lowest ids first. Of a
+large corpus only a part is read: the beginning of each shard, up to its share of `TRAINING_BYTES`.
 
-`python -m workers.data.trained_tokenizer PARENT`, with an order on stdin, is the process that does it, so that the
-memory it takes is not that of a rank.
+`python -m workers.data.trained_tokenizer PARENT`, with an order on stdin, is the process that does it, so that its
+memory is not that of a rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOOK_SECONDS = 0.1
 
 
 def trained_tokenizer(root: Path, files: Sequence[CorpusFile], data: DataConfig, watcher: Watcher) -> Path:
-    """The tokenizer's file below `root`, trained on `files` where it is not there. Raises DataError."""
+    """The tokenizer's file below `root`, trained on `files` if it does not exist. Raises DataError."""
     path, vocabulary = tokenizer_file(root, files, data), data.token_ids or TRAINED_VOCABULARY
     if path.exists():
         return path
@@ -60,7 +60,7 @@ def trained_tokenizer(root: Path, files: Sequence[CorpusFile], data: DataConfig,
 
 
 def tokenizer_file(root: Path, files: Sequence[CorpusFile], data: DataConfig) -> Path:
-    """Where the tokenizer of `files` is, once it is trained. Raises DataError."""
+    """The path of the tokenizer for `files` once it is trained. Raises DataError."""
     kind = [FORMAT, data.token_ids, _end_of(data), TRAINING_BYTES]
     description = {"bpe": kind, "corpus": describe(files, data, ByteTokenizer())}
     return root / f"bpe-{key_of(description)}" / FILE_NAME
@@ -79,11 +79,11 @@ def train(files: Sequence[CorpusFile], data: DataConfig, path: Path) -> None:
         show_progress=False,
     )
     texts = _training_texts(shards_of(files, data, cuts_are_exact=True), data)
-    # The library asks for the next text on a thread of its own, where templates of conversations do not run.
+    # The library requests the next text on a thread of its own, where templates of conversations cannot run.
     tokenizer.train_from_iterator(list(texts) if data.source == "chat" else texts, trainer)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     if len(ids) < BYTE_VOCABULARY + 1:
-        raise DataError(f"a tokenizer trained on {in_words(data)} lacks bytes")  # its library's fault
+        raise DataError(f"a tokenizer trained on {in_words(data)} lacks bytes")  # a fault of the library
     begun = path.with_name(f"{path.name}.begun")
     with begun.open("w", encoding="utf-8") as file:
         file.write(tokenizer.to_str(pretty=False))
@@ -113,7 +113,7 @@ def _texts(shard: Sequence[Section], data: DataConfig) -> Iterator[str]:
 
 def _run(order: dict[str, Any], watcher: Watcher) -> None:
     command = [sys.executable, "-m", "workers.data.trained_tokenizer", str(os.getpid())]
-    # A group of its own: whoever interrupts the command means this process, which ends the other.
+    # In a process group of its own: an interrupt is meant for this process, which ends the other.
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
     ) as process:
@@ -139,7 +139,7 @@ def _run(order: dict[str, Any], watcher: Watcher) -> None:
 
 
 def main(parent: int, order: dict[str, Any]) -> int:
-    """Carry out an order; what is wrong goes to stdout as `{"error"}`."""
+    """Carry out an order; errors are written to stdout as `{"error"}`."""
     ParentDeathSignal().arm(parent)
     files = [CorpusFile(path, size) for path, size in zip(order["files"], order["sizes"], strict=True)]
     try:

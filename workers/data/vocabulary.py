@@ -1,5 +1,5 @@
-"""The number of token ids where a tokenizer's file says it: read once, when a job is submitted, and kept in its spec,
-so that everything else takes it from there."""
+"""The number of token ids according to a tokenizer's file: read once, when a job is submitted, and stored in its spec,
+which everything else reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from workers.spec.rules import find_problems
 
 
 def with_vocabulary(spec: JobSpec) -> JobSpec:
-    """`spec` with `data.tokenizer_vocabulary` as its tokenizer's file says. Raises SpecError where that cannot be read
-    and the spec itself does not say enough, or where they contradict each other."""
+    """`spec` with `data.tokenizer_vocabulary` from its tokenizer's file. Raises SpecError if that cannot be read and
+    the spec itself does not say enough, or if they contradict each other."""
     file = spec.data.tokenizer_file
     if file is None:
         return spec
@@ -20,7 +20,7 @@ def with_vocabulary(spec: JobSpec) -> JobSpec:
         tokenizer = file_tokenizer(spec.data, tokenizer_path(file))
     except DataError as error:
         if spec.data.tokenizer_vocabulary is not None and not tokenizer_path(file).exists():
-            return spec  # it may be there where the job runs, which looks again
+            return spec  # it may exist where the job runs, which tries again
         raise SpecError([Problem("data.tokenizer", str(error))]) from error
     said, size = spec.data.tokenizer_vocabulary, tokenizer.vocabulary
     if said not in (None, size):

@@ -1,4 +1,4 @@
-"""A rank that prepares its data says so: to its agent, which would take it for hung, and to the people who wait."""
+"""Reports that a rank is preparing its data: to its agent, which would otherwise take it for hung, and to users."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class DataWatch(Watcher):
         self._comm, self._reporter = comm, reporter
 
     def alive(self) -> None:
-        """In the record that the rank's agent reads."""
+        """Record progress where the rank's agent reads it."""
         self._comm.step.enter("preparing")
 
     def tell(self, kind: str, message: str, data: dict[str, Any]) -> None:
-        """As an event of the job."""
+        """Report an event of the job."""
         self.alive()
         self._reporter.event(kind, 0, message, data)
 
 
 def check_same_tokens(corpus: Corpus, comm: Comm) -> None:
-    """Raise DataError unless all ranks have the same tokens: nodes that share nothing make their own, of files that may
-    differ. Raises PeerLost."""
+    """Raise DataError unless all ranks have the same tokens: nodes without shared storage make their own, from files
+    that may differ. Raises PeerLost."""
     if not corpus.digest or comm.size("world") == 1:
         return
     words = [float(int(corpus.digest[at : at + 8], 16)) for at in range(0, 64, 8)]
