@@ -93,7 +93,7 @@ def _measure_cores(say: Callable[[str], None]) -> Measurements:
 
 
 def _measure_one_rank(cores: int, say: Callable[[str], None]) -> Measurements:
-    """What one rank does alone. Several are no children of this process, and would count as other work."""
+    """What one rank does alone. Ranks are not children of this process, so their work would count as other work."""
     others, device = OtherWork(), torch.device("cpu")
     say("matrix products and attention")
     products = product_times(device, torch.float32) + product_times(device, torch.bfloat16)

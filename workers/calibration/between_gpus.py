@@ -1,8 +1,8 @@
-"""Collectives and messages between the GPUs of this machine, a process for each, over what jobs communicate with there:
-NCCL. CPUs rehearse it over gloo.
+"""Collectives and messages between the GPUs of this machine, with a process for each, over what jobs use: NCCL. On CPUs
+it can be rehearsed over gloo.
 
-Two GPUs each, all pairs of neighbours at once, and then all GPUs together: as plans have it, whose groups communicate
-while all others of their kind do.
+First pairs of neighbouring GPUs, all pairs at once, and then all GPUs together. This matches plans, in which all groups
+of a kind communicate at the same time.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from workers.settings import read_visible_gpus
 SIZES = (2**12, 2**15, 2**18, 2**20, 2**23, 2**26, 2**28)
 """Bytes of the whole tensor, or of a message."""
 LEAST_TIMES, MOST_TIMES, MOVED = 3, 20, 2**27
-"""Runs of a round, and bytes of all of them where that leaves it between both."""
+"""Fewest and most runs of a round, and the bytes of all of them in between."""
 SECONDS = 120.0
-"""For the pairs, and for all together: NCCL may wait for ever where GPUs do not reach each other's memory."""
+"""Seconds for the pairs, and for all together: NCCL may hang if GPUs cannot reach each other's memory."""
 
 OnRank = tuple[str, list[CollectiveTime]]
-"""What a rank has measured, and the name of its GPU."""
+"""A rank's measurements, and the name of its GPU."""
 
 
 class UnlikeGpus(MantaError):
-    """No two constants say what lies between GPUs of several kinds."""
+    """The GPUs are of several kinds, so no two constants describe the links between them."""
 
 
 def gpu_places() -> list[Place]:
-    """A place on each GPU that this process sees. Makes no context on any of them."""
+    """A place on each GPU that this process sees. Creates no context on any of them."""
     count = torch.cuda.device_count()
     named = [each.strip() for each in read_visible_gpus().split(",") if each.strip()]
     names = (named or [str(each) for each in range(count)])[:count]
@@ -50,8 +50,8 @@ def gpu_places() -> list[Place]:
 def between_gpus(
     places: Sequence[Place], say: Callable[[str], None], sizes: Sequence[int] = SIZES
 ) -> tuple[list[CollectiveTime], str | None]:
-    """What collectives and messages between these GPUs take; or nothing, and why. `say` is told what is measured
-    next."""
+    """Measurements of collectives and messages between these GPUs; or none, and why. `say` is called with the name of
+    the next part."""
     if len(places) < 2:
         return [], "there is one GPU"
     rows: list[CollectiveTime] = []
@@ -70,7 +70,7 @@ def between_gpus(
 
 
 def _gangs(count: int) -> Iterator[tuple[str, dict[str, int], int]]:
-    """What they are between, the layout, and how many ranks it has."""
+    """For each round: what it measures, the layout, and its number of ranks."""
     pairs = count // 2
     if pairs > 1:
         yield "pairs of GPUs", {"tensor": 2, "data": pairs}, 2 * pairs
@@ -78,7 +78,8 @@ def _gangs(count: int) -> Iterator[tuple[str, dict[str, int], int]]:
 
 
 def of_all(results: Sequence[OnRank]) -> list[CollectiveTime]:
-    """The rows of the ranks of a gang as those of the slowest, for whom others wait. Raises UnlikeGpus."""
+    """The rows of a gang's ranks, combined into those of the slowest, since the others wait for it. Raises
+    UnlikeGpus."""
     if len(names := sorted({name for name, _ in results})) > 1:
         raise UnlikeGpus(f"they are of several kinds: {', '.join(names)}")
     alike = zip(*(rows for _, rows in results), strict=True)
@@ -86,8 +87,8 @@ def of_all(results: Sequence[OnRank]) -> list[CollectiveTime]:
 
 
 def exchange_times(comm: Comm, _: JobSpec, sizes: Sequence[int]) -> OnRank:
-    """Program for ranks: collectives of the tensor group; where there is none those of all ranks, and messages along
-    the pipeline."""
+    """Program for ranks: collectives of the tensor group; without one, those of all ranks, and messages along the
+    pipeline."""
     device, rows = comm.device, []
     for size in sizes:
         times = max(LEAST_TIMES, min(MOST_TIMES, MOVED // size))
@@ -98,7 +99,7 @@ def exchange_times(comm: Comm, _: JobSpec, sizes: Sequence[int]) -> OnRank:
 
 
 def _runs(comm: Comm, size: int) -> Iterator[tuple[ExchangeKind, int, int, Run]]:
-    """Of about `size` bytes: what is done, between how many ranks, bytes, and one run of it."""
+    """Operations on about `size` bytes: kind, number of ranks, bytes, and a function that runs it once."""
     axis: Axis = "tensor" if comm.size("tensor") > 1 else "world"
     ranks = comm.size(axis)
     part = torch.zeros(size // 4 // ranks, device=comm.device)
@@ -112,7 +113,7 @@ def _runs(comm: Comm, size: int) -> Iterator[tuple[ExchangeKind, int, int, Run]]
 
 
 def _pass_on(comm: Comm, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-    """Each rank sends to the next one, while the one before it sends to it."""
+    """Each rank sends to the next one, and receives from the one before it."""
     stage, last = comm.index("pipeline"), comm.size("pipeline") - 1
     works: list[Handle] = []
     if stage > 0:

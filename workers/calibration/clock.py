@@ -1,4 +1,4 @@
-"""How long something takes on a device, whatever else the machine does meanwhile as far as that can be told."""
+"""How long something takes on a device, as independent as possible of other work on the machine."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ SECONDS = 0.05
 LEAST_TIMES = 5
 ROUNDS, MOST_TIMES, ROUND_SECONDS = 5, 20, 0.005
 SQUARE, LEAST_OF_SQUARE = 8192, 4e-4
-"""Rows of a square product, and seconds that it takes on any GPU at least."""
+"""Rows of a square matrix product, and the least seconds that it takes on any GPU."""
 BETWEEN, WARM = 10, 600
-"""Such products in front of each round, and before anything: what a device is measured at is the clock that is left to
-it by its limit of power while it trains, and not that of one that has rested."""
+"""Number of such products before each round, and before the first: a device is measured at the clock rate that its
+power limit allows during training, not at that of a rested device."""
 
 Run = Callable[[], object]
 
 
 spreads: list[float] = []
-"""Of everything that was measured here, how far its repetitions were apart: between their quarters, of their median."""
+"""For everything measured in this process: interquartile range of the repetitions, relative to their median."""
 
 
 def median_seconds(run: Run, device: torch.device, seconds: float = SECONDS) -> float:
-    """Median of what `run` takes: of a core's time on a CPU, where others may take turns with this thread; of the time
-    between two events on a GPU. Runs for about `seconds`, and some times at least."""
+    """Median time of `run`: processor time on a CPU, where other threads may interrupt; time between two events on a
+    GPU. Runs for about `seconds`, and at least a few times."""
     once = _on_gpu if device.type == "cuda" else _on_core
-    once(run, device)  # memory, and the library's choice of kernels
+    once(run, device)  # allocation, and the library's choice of kernels
     taken: list[float] = []
     began = time.perf_counter()
     while len(taken) < LEAST_TIMES or time.perf_counter() - began < seconds:
@@ -38,8 +38,8 @@ def median_seconds(run: Run, device: torch.device, seconds: float = SECONDS) -> 
 
 
 def back_to_back_seconds(run: Run, device: torch.device) -> float:
-    """What `run` takes of a device that has more of them queued behind it, so that no host is waited for, and that was
-    busy with large products before: the median of some rounds. On a CPU as `median_seconds`, only shorter."""
+    """Time of `run` on a device that has more of them queued, so that the host does not matter, and that was busy with
+    large products before: the median of some rounds. On a CPU like `median_seconds`, only shorter."""
     if device.type != "cuda":
         return median_seconds(run, device, 0.0)
     run()
@@ -48,15 +48,16 @@ def back_to_back_seconds(run: Run, device: torch.device) -> float:
     began = time.perf_counter()
     for _ in range(times):
         run()
-    queueing = time.perf_counter() - began  # at least what the host needs for it
+    queueing = time.perf_counter() - began  # at least the host's time for it
     torch.cuda.synchronize(device)
     return _median([_queued(run, times, queueing, device) for _ in range(ROUNDS)])
 
 
 def joint_seconds(run: Run, times: int, meet: Run, device: torch.device) -> float:
-    """What `run` takes that several processes do together: the median of some rounds of `times` each, the same number
-    for all of them. `meet` returns once all are there. On a GPU between two events, with the others of a round queued
-    behind, after one that none is timed by, so that nobody is waited for; else by the clock."""
+    """Time of `run` if several processes do it together: the median of some rounds of `times` each, which must be the
+    same number for all of them. `meet` returns once all of them have called it. On a GPU it is measured between two
+    events, with the rest of a round queued, and after a first run that is not timed, so that waiting for others does
+    not count; otherwise by the clock."""
     run()
     meet()
     began = time.perf_counter()
@@ -85,8 +86,7 @@ def _median(taken: list[float]) -> float:
 
 
 def _queued(run: Run, times: int, queueing: float, device: torch.device, before: Run = lambda: None) -> float:
-    """Seconds of one of so many runs, which are queued, behind `before`, while the device is busy with something
-    else."""
+    """Seconds of one of `times` runs, which are queued after `before` while the device is busy with other work."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     _keep_busy(max(BETWEEN, int(1.5 * queueing / LEAST_OF_SQUARE)), device)
     before()
@@ -99,7 +99,7 @@ def _queued(run: Run, times: int, queueing: float, device: torch.device, before:
 
 
 def warm_up(device: torch.device) -> None:
-    """Bring a GPU to the clock at which it trains."""
+    """Bring a GPU to the clock rate at which it trains."""
     if device.type == "cuda":
         _keep_busy(WARM, device)
         torch.cuda.synchronize(device)
@@ -118,7 +118,7 @@ def _square(device: torch.device) -> torch.Tensor:
 
 
 def release() -> None:
-    """Give back what kept devices busy."""
+    """Free the memory used to keep devices busy."""
     _square.cache_clear()
 
 

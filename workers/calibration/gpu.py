@@ -1,7 +1,7 @@
-"""What is measured on one GPU: matrix products and attention by shape, element-wise kernels, copies, and steps of the
-engine. A CPU can rehearse it with tiny shapes.
+"""Measurements of one GPU: matrix products and attention by shape, element-wise kernels, copies, and steps of the
+engine. It can be rehearsed on a CPU with tiny shapes.
 
-Kernels are timed with others queued behind them, so that no host is waited for; steps by the clock.
+Kernels are timed with others queued after them, so that the host does not matter; steps are timed by the clock.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from workers.system.processor import processor_name
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is measured."""
+    """The shapes that are measured."""
 
     products: Sequence[tuple[int, ...]]
-    """(n, i, o) in 16 bits: what models from 100 million parameters on have."""
+    """(n, i, o) in 16 bits: those of models from 100 million parameters on."""
     wide_products: Sequence[tuple[int, ...]]
     """The same in fp32, and in TF32."""
     attention: Sequence[tuple[int, ...]]
@@ -42,7 +42,7 @@ class Shapes:
     copied: int
     """Bytes."""
     steps: Sequence[dict[str, Any]]
-    """Jobs. Of the small ones the host is what takes time; the others say how well the constants add up."""
+    """Jobs. The small ones are bound by the host; the others show how well the constants add up."""
 
 
 def step_document(
@@ -101,11 +101,11 @@ TINY = Shapes(
     copied=2**16,
     steps=tuple(step_document(family, 2, 32, 2, 16, 1, 2, 64, 1) for family in ("gpt", "llama")),
 )
-"""For a rehearsal."""
+"""Tiny shapes, for a rehearsal."""
 
 
 def measure_gpu(device: torch.device, shapes: Shapes, say: Callable[[str], None]) -> Measurements:
-    """Everything, part by part."""
+    """Measures everything, part by part."""
     gpu.use(device)
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else processor_name()
@@ -130,7 +130,7 @@ def measure_gpu(device: torch.device, shapes: Shapes, say: Callable[[str], None]
 
 @contextmanager
 def _rounded_products() -> Iterator[None]:
-    """Products of fp32 by tensor cores, which round its factors to TF32."""
+    """Products of fp32 on tensor cores, which round the factors to TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -140,7 +140,7 @@ def _rounded_products() -> Iterator[None]:
 
 
 def element_times(device: torch.device, size: int) -> list[ElementTime]:
-    """Kernels of the engine on tensors of `size` bytes in 16 bits, twice that in fp32."""
+    """Element-wise kernels of the engine on tensors of `size` bytes in 16 bits, twice that in fp32."""
     count = size // 2
     x, y, out = (torch.randn(count, device=device).to(torch.bfloat16) for _ in range(3))
     wide, wide_out = x.float(), y.float()
@@ -167,8 +167,8 @@ def element_times(device: torch.device, size: int) -> list[ElementTime]:
 
 
 def _update(values: torch.Tensor, gradient: torch.Tensor) -> Run:
-    """What the engine does with each parameter at the end of a step that is not compiled: the gradients' norm, their
-    factor, AdamW, and 16-bit parameters."""
+    """The engine's work per parameter at the end of a step without torch.compile: the gradients' norm, their factor,
+    AdamW, and 16-bit parameters."""
     means, squares, rounded = torch.zeros_like(values), torch.zeros_like(values), values.to(torch.bfloat16)
     steps = torch.zeros((), dtype=torch.float32, device=values.device)
     factor = torch.ones((), dtype=torch.float64, device=values.device)
@@ -186,7 +186,7 @@ def _update(values: torch.Tensor, gradient: torch.Tensor) -> Run:
 
 
 def copy_times(device: torch.device, size: int) -> list[CopyTime]:
-    """To the device and back."""
+    """Copies to the device and back."""
     there = torch.zeros(size, dtype=torch.uint8, device=device)
     here = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     to_device = back_to_back_seconds(partial(there.copy_, here, non_blocking=True), device)

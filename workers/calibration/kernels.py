@@ -25,8 +25,8 @@ Shapes = Sequence[tuple[int, ...]]
 def product_times(
     device: torch.device, dtype: torch.dtype, shapes: Shapes | None = None, called: str = ""
 ) -> list[ProductTime]:
-    """Of each shape: forward, the gradient of the input, and that of the weights, which is added to a sum in fp32.
-    `called`: name of the precision, where it is not that of `dtype`."""
+    """For each shape: forward, the gradient of the input, and that of the weights, which is added to an fp32 sum.
+    `called`: name of the precision, if it differs from that of `dtype`."""
     products, times = TorchProducts(), []
     precision = called or str(dtype).removeprefix("torch.")
     for n, i, o in shapes or ON_CPU:
@@ -48,10 +48,10 @@ def _seconds(run: Run, device: torch.device) -> float:
 
 
 def attention_times(device: torch.device, dtype: torch.dtype, shapes: Shapes | None = None) -> list[AttentionTime]:
-    """Forward and backward of causal attention, together; of a GPU's `shapes` forward alone, too."""
+    """Forward and backward of causal attention, together; on a GPU, with `shapes`, also forward alone."""
     times = []
     for b, a, s, d in shapes or HEADS_ON_CPU:
-        # Where a rank has the whole model a sample's tokens lie side by side.
+        # If a rank has the whole model, a sample's tokens are contiguous.
         shape, order = ((b, s, a, d), (0, 2, 1, 3)) if shapes else ((s, b, a, d), (1, 2, 0, 3))
         leaves = tuple(torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
         grad = torch.randn(shape, device=device).to(dtype).permute(order)

@@ -30,7 +30,8 @@ from workers.system import gpu
 from workers.threads import threads_of
 
 Program = Callable[..., Any]
-"""Runs on one rank: takes its Comm, the JobSpec and what else it was given; returns what can be pickled."""
+"""A program that runs on one rank. It takes the rank's Comm, the JobSpec and further arguments, and returns something
+that can be pickled."""
 
 HOST = "127.0.0.1"
 SECONDS = 300.0
@@ -42,12 +43,12 @@ class RanksFailed(MantaError):
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank computes on, and communicates over."""
+    """The device that a rank computes on, and the backend it communicates over."""
 
     device: str = "cpu"
     backend: BackendKind = "links"
     visible_gpu: str | None = None
-    """The only GPU that its process sees, as CUDA_VISIBLE_DEVICES takes it; None: whatever this process sees."""
+    """The only GPU that its process sees, as for CUDA_VISIBLE_DEVICES; None: the same ones as this process."""
 
 
 ON_CPU = Place()
@@ -55,15 +56,15 @@ ON_CPU = Place()
 
 @dataclass(frozen=True)
 class _Failed:
-    """What a rank raised."""
+    """The error that a rank raised."""
 
     why: str
     by_others: bool
-    """Whether another rank is gone, which says why itself."""
+    """Whether the cause is the loss of another rank, which reports its own error."""
 
 
 class LocalRanks:
-    """Starts ranks from a warm process, one gang at a time."""
+    """Starts ranks by forking a process that has the imports done, one gang at a time."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -80,8 +81,8 @@ class LocalRanks:
         seconds: float = SECONDS,
         places: Sequence[Place] = (ON_CPU,),
     ) -> list[Any]:
-        """Run `program` on every rank of a job's layout: results by rank. `places`: of each, or one for all. Raises
-        RanksFailed, also when that takes more than `seconds`."""
+        """Run `program` on every rank of a job's layout and return the results by rank. `places`: one per rank, or one
+        for all. Raises RanksFailed, also after `seconds` without a result."""
         self._generation += 1
         world = parse_job_spec(document).layout.world_size
         secret, ranks = secrets.token_hex(SECRET_LENGTH // 2), []
@@ -104,7 +105,7 @@ class LocalRanks:
 
 
 def _collect(ranks: Sequence[tuple[BaseProcess, Connection]], seconds: float) -> list[Any]:
-    """The results of all ranks. Raises RanksFailed; where one says that another is gone, what that one says."""
+    """The results of all ranks. Raises RanksFailed; if a rank lost another one, with the error of the other one."""
     deadline, results = time.monotonic() + seconds, dict[int, Any]()
     while len(results) < len(ranks):
         missing = {connection: rank for rank, (_, connection) in enumerate(ranks) if rank not in results}
@@ -145,7 +146,7 @@ def _run_rank(
     arguments: tuple[Any, ...],
 ) -> None:
     threading.Thread(target=end_with_reader, args=(connection,), daemon=True).start()
-    os.dup2(2, 1)  # what libraries print there is nobody's result
+    os.dup2(2, 1)  # what libraries print must not mix with results
     spec = parse_job_spec(document)
     torch.set_num_threads(threads_of(spec))
     try:
@@ -159,17 +160,17 @@ def _run_rank(
 
 
 def end_with_reader(connection: Connection) -> None:
-    """End this process once nobody can read any more what is sent into `connection`: whoever started it is gone. The
-    death of its parent says nothing of that: the server that forked it lives as long as it does."""
+    """End this process when nobody can read from `connection` any more, since whoever started it is gone. The end of
+    its parent does not show that: the server that forked it lives as long as this process does."""
     poll = select.poll()
-    poll.register(connection.fileno(), 0)  # an error is told all the same
+    poll.register(connection.fileno(), 0)  # errors are reported in any case
     poll.poll()
     os._exit(1)
 
 
 def _joined(grid: RankGrid, rank: int, port: int, generation: int, secret: str, place: Place) -> Comm:
-    """A rank that has met the others."""
-    if place.visible_gpu is not None:  # before anything here asks CUDA for something
+    """A Comm that has connected to the other ranks."""
+    if place.visible_gpu is not None:  # before anything here uses CUDA
         os.environ.update(visible([place.visible_gpu]))
     device = torch.device(place.device)
     gpu.use(device)

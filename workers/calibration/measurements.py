@@ -1,4 +1,4 @@
-"""What a calibration has measured, before anything is fitted on it. Pure Python."""
+"""The measurements of a calibration, before anything is fitted to them. Pure Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ProductTime:
     name: str
     """forward, input (its gradient) or weight (its gradient, added to a sum)."""
     precision: str
-    """Of its factors, as torch calls it: float32, bfloat16; tf32 for float32 that tensor cores round."""
+    """Data type of the factors, as torch calls it: float32, bfloat16; tf32 for float32 rounded by tensor cores."""
     n: int
     i: int
     o: int
@@ -37,11 +37,11 @@ class AttentionTime:
     head_size: int
     seconds: float
     forward_seconds: float | None = None
-    """Of forward alone; None where it was not measured."""
+    """Seconds of forward alone; None if it was not measured."""
 
 
 UPDATE = "update"
-"""What a GPU does with each parameter at the end of a step: of several kernels, unlike the others."""
+"""The kind of row for a GPU's work per parameter at the end of a step: several kernels, unlike the others."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StepSeconds:
     document: dict[str, Any]
     """The job."""
     seconds: float
-    """Of a core's time, or of the device's."""
+    """Processor time of a core, or time of the device."""
 
 
 ExchangeKind = Literal["all_gather", "reduce_scatter", "all_reduce", "message"]
@@ -95,41 +95,41 @@ class BusyTime:
 
     ranks: int
     seconds: float
-    """Of a core's time."""
+    """Processor time of a core."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """Everything."""
+    """All measurements of a machine."""
 
     device: str
     """Name of the accelerator, or of the processor."""
     cores: int
-    """Cores that the ranks share; of a GPU's host."""
+    """Cores that the ranks share; on a GPU node, those of the host."""
     products: list[ProductTime] = field(default_factory=list)
     attention: list[AttentionTime] = field(default_factory=list)
     steps: list[StepSeconds] = field(default_factory=list)
     collectives: list[CollectiveTime] = field(default_factory=list)
-    """Of GPUs none where they could not be measured."""
+    """For GPUs none, if they could not be measured."""
     busy: list[BusyTime] = field(default_factory=list)
-    """With one rank first."""
+    """The row of one rank comes first."""
     elements: list[ElementTime] = field(default_factory=list)
     copies: list[CopyTime] = field(default_factory=list)
     gpu_memory_bytes: int | None = None
-    """Of a GPU; None: a processor was measured."""
+    """GPUs only; None: a processor was measured."""
     adds_wider: bool = False
     """Whether products there add 16-bit gradients to fp32 sums themselves."""
     other_cores: float | None = None
-    """Cores that others kept busy meanwhile, as a mean; None: not known."""
+    """Mean number of cores that other work used meanwhile; None: not known."""
     spread: float | None = None
-    """How far repetitions were apart: between their quarters, of their median, and of these the median. None: not
+    """Median over all measurements of the interquartile range of their repetitions, relative to the median. None: not
     known."""
     links_problem: str | None = None
-    """Of a GPU, why there are no collectives; None where there are."""
+    """GPUs only: why there are no collectives; None if there are."""
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Measurements:
-        """What `dataclasses.asdict` made of one. Raises KeyError, TypeError."""
+        """From what `dataclasses.asdict` returned. Raises KeyError, TypeError."""
         kinds = {
             "products": ProductTime,
             "attention": AttentionTime,
@@ -148,7 +148,7 @@ class Measurements:
 
 
 SMALL = 256
-"""Hidden size up to which the time of a GPU's step is its host's."""
+"""Largest hidden size with which a step on a GPU is bound by the host."""
 
 
 def step_job(step: StepSeconds) -> JobSpec:

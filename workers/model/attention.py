@@ -19,10 +19,10 @@ from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLine
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v, between one product before and one behind.
+    """softmax(q k^T / sqrt(d)) v, with a product before it and another one after it.
 
     Rows of the fused projection are ordered (head, q/k/v, d), so that any contiguous split holds whole heads. With
-    fewer key-value heads there are two projections, of rows (head, d) and (key-value head, k/v, d).
+    fewer key-value heads there are two projections, with rows (head, d) and (key-value head, k/v, d).
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Attention(nn.Module):
         rotary: Rotary | None = None,
         head_norms: tuple[nn.Module, nn.Module] | None = None,
     ):
-        """`rotary` turns queries and keys; `head_norms` norm them, each head by itself, before that."""
+        """`rotary` rotates queries and keys; `head_norms` first normalize them, each head by itself."""
         super().__init__()
         spec, region = shared.spec, shared.region
         model, t = spec.model, region.tensor_size
@@ -58,7 +58,7 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """[s or s/t, b, h] -> the same, added to the residual where it is given."""
+        """[s or s/t, b, h] -> the same, added to the residual if one is given."""
         q, k, v = self._projections(x, norm_again, run)
         recompute = run.recompute.core_attention
         if run.cache is not None:
@@ -72,8 +72,8 @@ class Attention(nn.Module):
         return self.output(context.flatten(2), residual)
 
     def _projections(self, x: torch.Tensor, norm_again: Again | None, run: ForwardPass) -> tuple[torch.Tensor, ...]:
-        """q [s, b, a/t, d], k and v [s, b, g/t, d]; [b, s, ...] where x is [b, s, h]."""
-        rotary = self.rotary if self.q_norm is None else None  # what is normed is turned after that
+        """q [s, b, a/t, d], k and v [s, b, g/t, d]; if x is [b, s, h], these are [b, s, ...]."""
+        rotary = self.rotary if self.q_norm is None else None  # with norms of heads, the rotation follows them
         if self.fused:
             qkv = self.qkv(x, norm_again)
             if rotary is not None:

@@ -23,7 +23,7 @@ from workers.parallel.tensor.layers import VocabularyParallelOutput
 
 
 class Chunk(nn.Module):
-    """Some consecutive layers; the embedding before the first of all, the final norm and the output behind the last."""
+    """Some consecutive layers; the first chunk has the embedding too, the last one the final norm and the output."""
 
     def __init__(self, shared: Shared, index: int, count: int):
         """Virtual stage `index` of `count`, in model order."""
@@ -32,11 +32,11 @@ class Chunk(nn.Module):
         parts = parts_of(model)
         self.shared, self.region, self.index = shared, region, index
         self.is_first, self.is_last = index == 0, index == count - 1
-        self.sequence_is_whole = count == 1 and region.tensor_size == 1  # so no other rank sees the order of its tokens
+        self.sequence_is_whole = count == 1 and region.tensor_size == 1  # so the order of tokens concerns no other rank
         self.before: Callable[[nn.Module], object] = _nothing
-        """Called with each part before it computes: its parameters may still be on their way."""
+        """Called with each part before it computes: its parameters may not have arrived yet."""
         self._stays: frozenset[int] | None = None
-        """Memory of what is no activation, once it is known."""
+        """Memory that is not an activation, once it is known."""
         self.embedding = parts.embedding(shared) if self.is_first else None
         indices = layers_of(model.layers, spec.layout, index)
         self.layers = nn.ModuleDict({str(i): parts.layer(shared, i) for i in indices})
@@ -47,8 +47,8 @@ class Chunk(nn.Module):
             self.output = VocabularyParallelOutput(model.hidden_size, spec.vocabulary_size, region, INIT_STD, by_parts)
 
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
-        """Tokens [s, b] in the first virtual stage, else [s or s/t, b, h]; in the last one logits [s, b, v/t] or what
-        they are made of, perhaps a view of [b, s, v], else [s or s/t, b, h]."""
+        """Tokens [s, b] in the first virtual stage, otherwise [s or s/t, b, h]. Returns logits [s, b, v/t] in the last
+        one, or the input of the output layer, perhaps as a view of [b, s, v]; otherwise [s or s/t, b, h]."""
         if self.sequence_is_whole and run.keys_b is None:
             run = replace(run, batch_first=True)
             x = x.t().contiguous()
@@ -80,7 +80,7 @@ class Chunk(nn.Module):
         return result
 
     def _offloading(self) -> OffloadedPass | None:
-        """What sends activations to the host, where that is asked for."""
+        """Offloads activations to the host, if the job asks for it."""
         count = self.shared.spec.layout.offload_layers
         if not count or not torch.is_grad_enabled():
             return None
@@ -94,8 +94,8 @@ def _nothing(module: nn.Module) -> None:
 
 
 def _gradient_begins(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """The module's input, which has a gradient where nothing before the module is trained and the module is: its
-    products take theirs from it (workers/parallel/tensor/linear_autograd.py)."""
+    """The module's input. It requires a gradient if something in the module is trained, even if nothing before it is:
+    the module's products only have a gradient if their input has one (workers/parallel/tensor/linear_autograd.py)."""
     if not torch.is_grad_enabled() or x.requires_grad or not any(each.requires_grad for each in module.parameters()):
         return x
     return x.detach().requires_grad_()

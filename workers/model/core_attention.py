@@ -1,5 +1,5 @@
-"""Core attention, softmax(q k^T / sqrt(d)) v under a causal mask, which may be a band: by torch's fused kernels, or
-written out.
+"""Core attention, softmax(q k^T / sqrt(d)) v under a causal mask, possibly with a sliding window: by torch's fused
+kernels, or written out.
 
 Shapes: s sequence, b micro-batch, a heads of this rank, g key-value heads, d head size; n = b g.
 """
@@ -20,16 +20,16 @@ from workers.system import gpu
 
 
 class Visible:
-    """Which tokens each token attends to: itself and those before it, or of these the nearest."""
+    """Which tokens each token attends to: itself and all before it, or with a window only the nearest of these."""
 
     def __init__(self, window: int | None):
-        """`window`: how many, itself included; None: all."""
+        """`window`: number of tokens, itself included; None: all."""
         self.window = window
         self._bands: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
     def band(self, length: int, like: torch.Tensor) -> torch.Tensor | None:
-        """[s, s], zero where a row's token attends to a column's, else -inf; None where that is all before it. One for
-        all layers: kernels would make one of each from a bool mask, and keep it for backward."""
+        """[s, s], zero where a row's token attends to a column's, otherwise -inf; None if no window applies. All layers
+        share it: from a bool mask, kernels would make one like this for each layer, and keep it for backward."""
         if self.window is None or length <= self.window:
             return None
         key = (length, like.dtype, like.device)
@@ -39,11 +39,11 @@ class Visible:
         return self._bands[key]
 
     def bands(self) -> list[torch.Tensor]:
-        """Those that have been made so far."""
+        """The masks made so far."""
         return list(self._bands.values())
 
     def hidden(self, length: int, device: torch.device) -> torch.Tensor:
-        """bool [s, s], true where a row's token does not attend to a column's, documents aside."""
+        """bool [s, s], true where a row's token does not attend to a column's, without regard to documents."""
         later = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
         return later if self.window is None else later.logical_or_(torch.ones_like(later).tril_(-self.window))
 
@@ -58,11 +58,11 @@ def fused_attention(
     recompute: bool,
     comm: Comm,
 ) -> torch.Tensor:
-    """[s, b, a, d], or [b, s, a, d] with `batch_first`, from such q and from k and v that may have fewer heads (g
-    divides a), by scaled_dot_product_attention.
+    """[s, b, a, d], or [b, s, a, d] with `batch_first`, from q of this shape and from k and v that may have fewer heads
+    (g divides a), by scaled_dot_product_attention.
 
-    Its kernels keep no s x s tensor for backward, and their result is the next product's input, so recomputing it
-    saves no more than the log-sums of the softmax: one fp32 number a token and head.
+    Its kernels keep no s x s tensor for backward, and the next product keeps their result anyway, so recomputation
+    would only save the log-sums of the softmax: one fp32 number per token and head.
     """
     if documents is not None:
         return _within_documents(q, k, v, visible, documents, batch_first, recompute, comm)
@@ -87,7 +87,8 @@ def _within_documents(
     recompute: bool,
     comm: Comm,
 ) -> torch.Tensor:
-    """The same with each document by itself: the tokens of all samples lie in a row, which is cut where one begins."""
+    """The same within documents: the tokens of all samples form one row, which is split at the beginnings of
+    documents."""
     shape = q.shape if batch_first else (q.shape[1], q.shape[0], *q.shape[2:])
     q, k, v = ((x if batch_first else x.transpose(0, 1)).reshape(-1, *x.shape[2:]) for x in (q, k, v))
     grouped, band = q.shape[1] != k.shape[1], visible.band(documents.length, q)
@@ -108,7 +109,7 @@ def _within_documents(
 def cached_attention(
     q_bsad: torch.Tensor, k_btgd: torch.Tensor, v_btgd: torch.Tensor, visible: Visible
 ) -> torch.Tensor:
-    """[b, s, a, d] of the last s of t tokens. No gradients."""
+    """[b, s, a, d], attention of the last s of t tokens. No gradients."""
     count, length = q_bsad.shape[1], k_btgd.shape[1]
     first = 0 if visible.window is None else max(0, length - count + 1 - visible.window)  # no token looks further back
     q, k, v = (x.transpose(1, 2) for x in (q_bsad, k_btgd[:, first:], v_btgd[:, first:]))
@@ -121,9 +122,9 @@ def cached_attention(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, grouped: bool
 ) -> torch.Tensor:
-    """scaled_dot_product_attention [b, a, s, d]. Raises ModelError where no fused kernel of a GPU takes it."""
+    """scaled_dot_product_attention [b, a, s, d]. Raises ModelError if no fused kernel of a GPU supports it."""
     if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # The one kernel for masks, and for fp32, wants as many heads of keys as of queries.
+        # The only kernel for masks, and for fp32, needs as many heads of keys as of queries.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
     try:
@@ -218,7 +219,7 @@ def _attention_weights(
         by_sample = scores.view(len(earlier_bss), -1, s, s)
         by_sample.masked_fill_(earlier_bss.unsqueeze(1).to(q.device), minus_infinity)
     softmax = torch.softmax(scores, -1)
-    del scores  # its memory is wanted for the mask
+    del scores  # the mask needs this memory
     if keys_n is None:
         return softmax, None, softmax
     positions = torch.arange(s, dtype=torch.int32, device=q.device)

@@ -13,7 +13,7 @@ OFFERED = ("embedding", "layer", "norm")
 
 
 def custom_parts(model: ModelConfig) -> Parts:
-    """Those of the user's model. Raises ModelError with what is wrong with it."""
+    """The parts of a custom model. Raises ModelError with what is wrong with it."""
     assert model.entrypoint is not None
     module, _, name = model.entrypoint.partition(":")
     try:

@@ -11,5 +11,5 @@ _FILES: dict[str, Parts] = {"gpt": gpt, "llama": llama, "qwen": qwen}
 
 
 def parts_of(model: ModelConfig) -> Parts:
-    """Those of the model's family, or of the user's own. Raises ModelError."""
+    """The parts of the model's family, or of a custom model. Raises ModelError."""
     return custom_parts(model) if model.entrypoint is not None else _FILES[model.family]

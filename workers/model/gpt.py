@@ -31,12 +31,12 @@ class MLP(nn.Module):
     def forward(
         self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """[s or s/t, b, h] -> the same, added to the residual where it is given."""
+        """[s or s/t, b, h] -> the same, added to the residual if one is given."""
         return self.down(self.up(x, norm_again), residual, run.recompute.mlp_activation)
 
 
 def embedding(shared: Shared) -> Embedding:
-    """Of tokens and of positions."""
+    """Embedding of tokens and positions."""
     return Embedding(shared, learned_positions=True)
 
 
@@ -48,5 +48,5 @@ def layer(shared: Shared, index: int) -> Layer:
 
 
 def norm(model: ModelConfig) -> LayerNorm:
-    """That before each block, and the final one."""
+    """The norm before each block, and the final one."""
     return LayerNorm(model.hidden_size, model.bias, model.norm_epsilon)

@@ -48,7 +48,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """[s or s/t, b, h] -> the same."""
-        # Dropout lies between a block and the residual; without it the block's last product adds the residual itself.
+        # Dropout comes between a block and the residual; without it the block's last product adds the residual itself.
         residual = x if run.keys_b is None else None
         y = self.attention(self.attention_norm(x), run, self._norm_again(self.attention_norm, x, run), residual)
         x = y if run.keys_b is None else x + self.attention_dropout(y, run.keys_b)
@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding, plus that of the position where positions are learned."""
+    """Token embedding, plus a position embedding if positions are learned."""
 
     def __init__(self, shared: Shared, learned_positions: bool):
         super().__init__()

@@ -34,13 +34,13 @@ class SwiGLU(nn.Module):
     def forward(
         self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """[s or s/t, b, h] -> the same, added to the residual where it is given."""
+        """[s or s/t, b, h] -> the same, added to the residual if one is given."""
         gate, up = both(x, self.gate, self.up, norm_again)
         return self.down(gate, up, residual, run.recompute.mlp_activation)
 
 
 def embedding(shared: Shared) -> Embedding:
-    """Of tokens alone."""
+    """Embedding of tokens only."""
     return Embedding(shared, learned_positions=False)
 
 
@@ -53,5 +53,5 @@ def layer(shared: Shared, index: int) -> Layer:
 
 
 def norm(model: ModelConfig) -> RMSNorm:
-    """That before each block, and the final one."""
+    """The norm before each block, and the final one."""
     return RMSNorm(model.hidden_size, model.norm_epsilon)

@@ -41,13 +41,13 @@ class ModelStage(nn.Module):
         chunks = [Chunk(shared, index, count) for index in indices]
         self.chunks = nn.ModuleList(chunks)
         self.used_twice = tie_embeddings(chunks) if spec.model.tie_embeddings else None
-        """The weight of the token embedding where it is the output layer's too, on this rank."""
+        """The token embedding's weight on this rank, if the output layer uses it too."""
         frozen = frozen_names(spec)
         for entry in self.named_shards():
             entry.parameter.requires_grad_(entry.name not in frozen)
 
     def begin(self) -> None:
-        """A step or an evaluation begins, whose weights may be others than those of the one before."""
+        """A step or an evaluation begins; its weights may differ from those of the last one."""
         self._products.begin()
 
     @property
@@ -56,15 +56,15 @@ class ModelStage(nn.Module):
         return any(chunk.is_first or chunk.is_last for chunk in self.chunks)
 
     def named_shards(self) -> list[NamedShard]:
-        """This rank's parameters under the names of the whole model."""
+        """This rank's parameters by their names in the whole model."""
         return [shard for chunk in self.chunks for shard in named_shards(chunk)]
 
 
 def tie_embeddings(chunks: Sequence[Chunk]) -> nn.Parameter | None:
-    """Make the output layer's weight the token embedding's (arXiv:1909.08053, section 3).
+    """Make the output layer use the token embedding's weight (arXiv:1909.08053, section 3).
 
-    Where a rank's `chunks` hold both ends of the model it is one parameter with two uses, which is returned. Else each
-    end has a copy, whose gradients are summed once a step (workers/parallel/data/shared_gradients.py).
+    If a rank's `chunks` contain both ends of the model, they share one parameter, which is returned. Otherwise each end
+    has a copy, whose gradients are summed once per step (workers/parallel/data/shared_gradients.py).
     """
     embedding = next((chunk.embedding.token for chunk in chunks if chunk.embedding is not None), None)
     output = next((chunk.output for chunk in chunks if chunk.output is not None), None)
@@ -93,14 +93,14 @@ def wait_before_parts(stage: ModelStage, wait_for: Callable[[nn.Module], object]
 
 
 def compute_in_fp8(stage: ModelStage, products: Fp8Products) -> None:
-    """Have `products` compute the layers' linear ones in 8 bits. Parameters must not move any more. Raises ModelError
-    for widths that do not fit."""
+    """Have `products` compute the linear layers of transformer layers in 8 bits. Parameters must not be moved from then
+    on. Raises ModelError for unsuitable widths."""
     for name, module in linear_layers(stage):
         products.take(f"{name}.weight", module.weight)
 
 
 def linear_layers(stage: ModelStage) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
-    """Those inside of the stage's transformer layers, with their names there."""
+    """The linear layers within the stage's transformer layers, with their names there."""
     for chunk in stage.chunks:
         assert isinstance(chunk, Chunk)
         for name, module in chunk.layers.named_modules(prefix="layers"):
@@ -109,8 +109,9 @@ def linear_layers(stage: ModelStage) -> Iterator[tuple[str, ColumnParallelLinear
 
 
 def compile_layers(stage: ModelStage, backend: str = "inductor") -> None:
-    """Compile each layer as a block of its own; equal ones share the result. Parameters must not move any more."""
-    # Training and evaluation, whole and smaller micro-batches, recomputed or not: each is a variant of its own.
+    """Compile each layer as a separate block; equal ones share the result. Parameters must not be moved from then
+    on."""
+    # Training and evaluation, full and smaller micro-batches, recomputed or not: each is a separate variant.
     torch._dynamo.config.recompile_limit = 32
     for _, module in linear_layers(stage):
         compiled_operators.enter(module)

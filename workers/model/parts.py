@@ -12,7 +12,7 @@ from workers.model.shared import Shared
 
 
 class Parts(Protocol):
-    """What the file of a family offers."""
+    """The functions that the file of a family provides."""
 
     def embedding(self, shared: Shared) -> Embedding:
         """Tokens [s, b] -> the residual stream."""

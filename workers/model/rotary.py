@@ -16,7 +16,7 @@ from workers.parallel.pipeline.forward_pass import ForwardPass
 
 
 class Rotary:
-    """Turns queries and keys. The tables are shared by all layers of a stage."""
+    """Rotates queries and keys. The tables are shared by all layers of a stage."""
 
     def __init__(self, rope: RopeConfig, head_size: int, length: int):
         """`length`: of the longest sequence, in tokens."""
@@ -25,8 +25,8 @@ class Rotary:
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x: torch.Tensor, head_size: int, parts: int, turned: int, run: ForwardPass) -> torch.Tensor:
-        """x [s, b, ...], or [b, s, ...] with `batch_first`, whose last dimensions hold (head, part, d): of each head's
-        `parts` the first `turned` are turned, in the memory of x."""
+        """x [s, b, ...], or [b, s, ...] with `batch_first`, whose last dimensions hold (head, part, d): the first
+        `turned` of each head's `parts` are rotated, in place unless the code is being compiled."""
         cos, sin = self.tables(x)
         length = x.shape[1] if run.batch_first else x.shape[0]
         shape = (1, length, 1, 1, -1) if run.batch_first else (length, 1, 1, 1, -1)
@@ -46,14 +46,14 @@ class Rotary:
         return self._tables[key]
 
     def all_tables(self) -> list[torch.Tensor]:
-        """Those that have been made so far."""
+        """The tables made so far."""
         return [table for pair in self._tables.values() for table in pair]
 
 
 class _Turn(torch.autograd.Function):
-    """A turn in place; its backward turns the gradient back and needs nothing that forward computed.
+    """A rotation in place; its backward rotates the gradient back and needs nothing that forward computed.
 
-    Autograd is not told that this is in place: it refuses where x is a view of what a product wrote. Nothing else may
+    Autograd is not informed that it is in place: it would refuse if x is a view of a product's result. Nothing else may
     hold x.
     """
 
@@ -80,7 +80,7 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, tur
 
 
 def _halves(x: torch.Tensor, parts: int, turned: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both halves of the parts that are turned: [s, b, a, parts, d/2]."""
+    """Both halves of the parts that are rotated: [s, b, a, parts, d/2]."""
     whole = x.view(*x.shape[:2], -1, parts, head_size)[..., :turned, :]
     return whole[..., : head_size // 2], whole[..., head_size // 2 :]
 
@@ -95,7 +95,7 @@ def _turned_in_new_memory(
 
 
 def frequencies_of(rope: RopeConfig, head_size: int) -> tuple[torch.Tensor, float]:
-    """Angles in radians a token, fp64 [d/2], and what queries and keys are multiplied with in addition."""
+    """Angles in radians per token, fp64 [d/2], and a factor for queries and keys."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
     frequencies = rope.theta**-exponents
     scaling = rope.scaling
@@ -110,13 +110,14 @@ def frequencies_of(rope: RopeConfig, head_size: int) -> tuple[torch.Tensor, floa
 
 
 def _blended(frequencies: torch.Tensor, factor: float, kept: torch.Tensor) -> torch.Tensor:
-    """Frequencies of which the part `kept` stays and the rest is divided by the factor (arXiv:2309.00071, eq. 13)."""
+    """Frequencies that stay as they are to the degree `kept`, and are divided by the factor to the rest
+    (arXiv:2309.00071, eq. 13)."""
     return frequencies * kept + frequencies / factor * (1.0 - kept)
 
 
 def _kept_by_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Linear in how often a frequency turns in the original length (Llama 3.1, arXiv:2407.21783, section 3.4.2, as its
-    published code has it)."""
+    """Linear in the number of rotations within the original length (Llama 3.1, arXiv:2407.21783, section 3.4.2, and its
+    published code)."""
     assert scaling.original_length is not None
     turns = scaling.original_length * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
@@ -124,8 +125,8 @@ def _kept_by_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Te
 
 
 def _kept_by_yarn(theta: float, head_size: int, scaling: RopeScaling) -> torch.Tensor:
-    """Linear in the frequency's number between those that turn beta_fast and beta_slow times in the original length,
-    rounded outwards, as YaRN's published code has it (arXiv:2309.00071, section 3.2)."""
+    """Linear in the index of the frequency, between those that rotate beta_fast and beta_slow times within the original
+    length, rounded outwards, like YaRN's published code (arXiv:2309.00071, section 3.2)."""
     length = scaling.original_length
     assert length is not None
 

@@ -10,33 +10,33 @@ from workers.model.rotary import Rotary
 from workers.parallel.recompute.offload import HostBlocks
 from workers.parallel.tensor.region import Region
 
-# Places in the model at which dropout happens; keys of different places are independent.
+# Places in the model that have dropout; keys of different places are independent.
 EMBEDDING_PLACE = 0
 PLACES_A_LAYER = 3
 
 
 class Shared:
-    """The job, where its layers talk, and tables that are the same for many layers."""
+    """The job, its tensor-parallel region, and tables that many layers share."""
 
     def __init__(self, spec: JobSpec, region: Region):
         self.spec, self.region, model = spec, region, spec.model
         self.rotary: Rotary | None = None
-        """None where positions are learned."""
+        """None if positions are learned."""
         if model.parts.rotary:
             self.rotary = Rotary(model.rope_or_default, model.head_size, model.sequence_length)
         self.host_blocks = HostBlocks()
-        """Where activations wait that are not to wait on the device."""
+        """Host memory for offloaded activations."""
         self._visible = {window: Visible(window) for window in {model.window(i) for i in range(model.layers)}}
 
     def prepare(self, x: torch.Tensor) -> None:
-        """Have the tables that layers need for inputs like x: compiled layers are not to make any."""
+        """Create the tables that layers need for inputs like x: compiled layers cannot create any."""
         if self.rotary is not None:
             self.rotary.tables(x)
         for visible in self._visible.values():
             visible.band(self.spec.model.sequence_length, x)
 
     def all_tables(self) -> list[torch.Tensor]:
-        """Those that have been made so far."""
+        """The tables made so far."""
         turning = [] if self.rotary is None else self.rotary.all_tables()
         return [*turning, *(band for each in self._visible.values() for band in each.bands())]
 
@@ -46,5 +46,5 @@ class Shared:
 
 
 def first_place(layer: int) -> int:
-    """The first of a layer's places: attention weights, the attention's output, the MLP's output."""
+    """The first of a layer's places of dropout: attention weights, the attention's output, the MLP's output."""
     return 1 + layer * PLACES_A_LAYER
