@@ -1,4 +1,4 @@
-"""`parallel: auto`: the layout of a job is found once, when it is submitted. Pure Python."""
+"""`parallel: auto`: the layout of a job is searched for once, at submission. Pure Python."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def asks_for_layout(document: Any) -> bool:
 
 
 def without_layout(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with the smallest layout, so that everything else can be checked."""
+    """The document with the smallest layout, to check everything else."""
     return {name: value for name, value in document.items() if name not in ("parallel", "elastic")}
 
 
 def bounds_in(document: dict[str, Any]) -> ElasticConfig:
-    """The document's bounds for changes of size. Raises SpecError."""
+    """The document's limits for changes of size. Raises SpecError."""
     try:
         return ElasticConfig.model_validate(document.get("elastic", {}))
     except ValidationError as error:
@@ -34,7 +34,7 @@ def bounds_in(document: dict[str, Any]) -> ElasticConfig:
 
 
 def with_layout(spec: JobSpec, elastic: ElasticConfig, cluster: Cluster) -> JobSpec:
-    """`spec` with the fastest layout that fits on `cluster` and into `elastic`. Raises SpecError without one."""
+    """`spec` with the fastest layout that fits on `cluster` and within `elastic`. Raises SpecError if there is none."""
     job = spec.model_copy(update={"parallel": "auto", "elastic": elastic})
     answer = best_layouts(job, cluster, limit=1)
     if answer.plans:

@@ -1,7 +1,7 @@
-"""What a training does beside its steps: validations, snapshots, durable checkpoints. Pure Python.
+"""What a training does in addition to its steps: validations, snapshots, durable checkpoints. Pure Python.
 
-Not counted: what copies take of memory and cores that others want meanwhile, reading of held-out texts, and the writing
-of the last checkpoint, whose storage is not known.
+Not counted: memory bandwidth and cores that copies take from other work, reading held-out texts, and writing the last
+checkpoint, since the speed of the storage is unknown.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from workers.config import CheckpointConfig, JobSpec
 
 @dataclass(frozen=True)
 class BesideSteps:
-    """Of one training; seconds are of the clock."""
+    """The work of one training outside its steps, in seconds of wall time."""
 
     steps_seconds: float
-    """All its steps."""
+    """All steps together."""
     validations: int
     validation_seconds: float
-    """Of one, at most: a held-out text may be shorter than what is asked of it."""
+    """Upper bound for one validation: a held-out text may be shorter than the number of batches asked for."""
     snapshots: int
     snapshot_every: int
-    """Steps; 0: none are taken."""
+    """Steps between snapshots; 0: none are taken."""
     stall_seconds: float
-    """For how long a copy of the state holds an update up, as it takes longer than the passes before that."""
+    """How long an update waits for a copy of the state that takes longer than the passes before the update."""
     checkpoints: int
-    """Durable ones."""
+    """Durable checkpoints."""
     copied_checkpoints: int
-    """Of these, at steps that have no snapshot, so that the state is copied for them."""
+    """Those of them at steps without a snapshot, for which the state is copied."""
     checkpoint_bytes: int
     storage_rate: float | None
-    """Bytes/s at which one checkpoint is written before the next is due; None where there is no next."""
+    """Bytes/s needed to write one checkpoint before the next is due; None if there is only one."""
 
     @property
     def validation(self) -> float:
@@ -54,16 +54,16 @@ class BesideSteps:
 
     @property
     def checkpoint(self) -> float:
-        """The same for checkpoints."""
+        """Seconds of all updates that wait for a checkpoint's copy of the state."""
         return self.copied_checkpoints * self.stall_seconds
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Seconds of all this work together."""
         return self.validation + self.snapshot + self.checkpoint
 
     def sentences(self) -> tuple[str, ...]:
-        """What there is to say, a sentence each."""
+        """The explanation, one sentence per item."""
         said, whole = [], self.steps_seconds + self.seconds
         if self.validations:
             one, part = f"{self.validation_seconds:.3g} s", f"{self.validation / whole:.1%}"
@@ -78,7 +78,7 @@ class BesideSteps:
         return tuple(said)
 
     def to_json(self) -> dict[str, Any]:
-        """In the form of `api.schemas.BesideSteps`."""
+        """As JSON, in the form of `api.schemas.BesideSteps`."""
         return {
             "validation_seconds": self.validation_seconds if self.validations else None,
             "validation_hours": self.validation / 3600,
@@ -97,7 +97,7 @@ def _gigabytes(size: float) -> str:
 
 
 def beside_steps(model: StepModel, time: StepTime) -> BesideSteps:
-    """Of the training whose step is `model` and takes `time`."""
+    """The work outside steps of the training whose step is `model` and takes `time`."""
     spec = model.spec
     steps, train, keeps = spec.train.steps, spec.train, spec.checkpoint
     stall = stall_seconds(model, time)
@@ -119,7 +119,7 @@ def beside_steps(model: StepModel, time: StepTime) -> BesideSteps:
 
 
 def _snapshot_every(keeps: CheckpointConfig, stall: float, step_seconds: float) -> int:
-    """Steps; 0: none are taken."""
+    """Steps between snapshots; 0: none are taken."""
     if keeps.snapshots == "off":
         return 0
     every = keeps.snapshot_every_steps
@@ -127,12 +127,12 @@ def _snapshot_every(keeps: CheckpointConfig, stall: float, step_seconds: float) 
 
 
 def _checkpoints(steps: int, every: int) -> int:
-    """One every so many steps, and the last step's; every 0: none."""
+    """Number of checkpoints: one every `every` steps (0: none), and one of the last step."""
     return -(-steps // every) if every else 0
 
 
 def _at_snapshots(steps: int, every: int, snapshot_every: int) -> int:
-    """How many of the checkpoints are of steps that have a snapshot."""
+    """How many of the checkpoints are of steps that also have a snapshot."""
     if every == 0 or snapshot_every == 0:
         return 0
     last_alone = steps % every != 0 and steps % snapshot_every == 0
@@ -140,14 +140,15 @@ def _at_snapshots(steps: int, every: int, snapshot_every: int) -> int:
 
 
 def validation_seconds(model: StepModel) -> float:
-    """One validation of all held-out texts, with as many global batches as are asked for: forwards alone, and then the
-    slowest replica is waited for."""
+    """Seconds of one validation of all held-out texts, with the number of global batches asked for: forward passes
+    only, and then the wait for the slowest replica."""
     spec = model.spec
     return _validation_batches(spec) * _forwards(model) * slowest_of(spec.layout.data, model.cluster)
 
 
 def _forwards(model: StepModel) -> float:
-    """Of one global batch. Nothing is kept for a backward, so no activations go to host memory."""
+    """Seconds of the forward passes of one global batch. Nothing is kept for a backward, so no activations go to host
+    memory."""
     spec, machine = model.spec, model.cluster.machine
     if model.part_of(0) is not model:  # stages on several kinds of nodes
         return replace(model.pipeline(), trains=False).seconds(spec.micro_batches)
@@ -166,8 +167,8 @@ def _validation_batches(spec: JobSpec) -> int:
 
 
 def stall_seconds(model: StepModel, time: StepTime) -> float:
-    """For how long an update waits for a copy of the state, which has the step's passes to hide behind. A device copies
-    to its host's memory; a core within it, also where the optimizer's state lies there."""
+    """How long an update waits for a copy of the state, which overlaps with the step's passes. A device copies to its
+    host's memory; a core copies within host memory, also if the optimizer's state is offloaded there."""
     spec, machine = model.spec, model.cluster.machine
     trained = max(trained_parameters(spec)) / (spec.layout.data if spec.layout.zero else 1)
     if machine.core is not None:

@@ -1,6 +1,5 @@
-"""What can be said of a layout in a few operations: the least time of its step, the least memory of its ranks, and how
-its stages would share the layers by time. Pure Python.
-"""
+"""Bounds that take only a few operations per layout: the least time of its step, the least memory of its ranks, and how
+its stages would share the layers by time. Pure Python."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ from workers.config import JobSpec, ParallelConfig
 from workers.parallel.pipeline.stages import even_counts
 
 SLACK = 1 - 1e-9
-"""Bounds are sums in another order than what they bound."""
+"""Tolerance for rounding: bounds are summed in another order than the quantities they bound."""
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Parameters of a rank at one tensor size: of a layer, and of what stages at the ends have beside layers."""
+    """Parameters of one rank at one tensor size: of a layer, and what the stages at the ends have besides layers."""
 
     layer: int
     first: int
@@ -41,8 +40,8 @@ class _Sizes:
 
 
 class Bounds:
-    """Least seconds and bytes of candidates, from parts that many share, and what they really take, where it was asked.
-    Nothing of it goes by the number of nodes."""
+    """Lower bounds for the seconds and bytes of candidates, computed from parts that many candidates share, and cached
+    exact values where they were asked for. Nothing here depends on the number of nodes."""
 
     def __init__(self, job: JobSpec, cluster: Cluster, software: Software):
         self.job, self.cluster, self.software = job, cluster, software
@@ -57,7 +56,7 @@ class Bounds:
         self._stages: dict[tuple[int, int, str, int, int, int, bool, bool], StageTimes] = {}
 
     def _parts_of(self, candidate: Candidate) -> tuple[Passes, FrozenPasses | None]:
-        """The times of the parts of the model, and with `train.frozen` of its layers."""
+        """Times of the parts of the model, and with `train.frozen` also those of its layers."""
         threads, counted = self._threads(candidate), self._counted(candidate)
         key = candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted
         if key not in self._parts:
@@ -71,7 +70,7 @@ class Bounds:
         return self._parts[key]
 
     def _counted(self, candidate: Candidate) -> int:
-        """Micro-batches, where a pass takes longer with more of them; else 0."""
+        """Number of micro-batches if a pass takes longer with more of them; else 0."""
         return candidate.micro_batches(self.job) if self.software.counts_kernels else 0
 
     def _threads(self, candidate: Candidate) -> int:
@@ -97,7 +96,7 @@ class Bounds:
         return self._sizes[tensor]
 
     def parameters(self, candidate: Candidate) -> int:
-        """Most parameters of a rank."""
+        """Parameters of the rank that has most."""
         sizes, p = self._sizes_of(candidate.tensor), candidate.pipeline
         if p == 1:
             return self.job.model.layers * sizes.layer + sizes.both
@@ -108,8 +107,9 @@ class Bounds:
         return max(*ends, max(ranks) * sizes.layer)
 
     def least_update(self, candidate: Candidate, stages: int) -> float:
-        """Seconds that an update takes at least, and bringing it to all replicas, where so many of the pipeline's
-        stages are here, however layers are shared out: some rank has as many parameters as there are to a rank."""
+        """Lower bound for the seconds of an update and of distributing it to all replicas, if `stages` of the
+        pipeline's stages are on this cluster. It holds however layers are shared out: some rank has at least the mean
+        number of parameters."""
         if self._frozen is not None:
             trained = self._frozen.whole(candidate.tensor)
         else:
@@ -120,21 +120,22 @@ class Bounds:
         return StepModel(spec, self.cluster, self.software, passes, mean, frozen).optimizer_seconds()
 
     def least_bytes(self, candidate: Candidate) -> float:
-        """Less than the rank needs that needs most: state, and activations of what it has in flight at least."""
+        """Lower bound for the bytes of the rank that needs most: its state, and activations of the fewest micro-batches
+        it has in flight."""
         p, v = candidate.pipeline, candidate.virtual_stages
         if self._frozen is not None:
             more = self._bytes_of_state(candidate) - self._width
             return self._frozen.least_bytes(candidate, self.counts(candidate), self._width, more)
         if candidate.stage_layers:
             return self._least_bytes_of_list(candidate)
-        # Under zb-v, of few micro-batches the last chunk's may be gone before the first chunk's have all come.
+        # Under zb-v with few micro-batches, the last chunk's may be released before all of the first chunk's have come.
         layers = self.job.model.layers // (p * v) * (1 if candidate.schedule == "zb-v" else v)
         held = min(candidate.micro_batches(self.job), p) * layers
         return self._state(candidate, self.parameters(candidate)) + held * self._bytes_of_layer(candidate)
 
     def _least_bytes_of_list(self, candidate: Candidate) -> float:
-        """The same where stages differ: of the first rank, which holds most micro-batches, or of the parameters of
-        another."""
+        """The same with unequal stages: of the first rank, which holds most micro-batches, or of the parameters of
+        another rank."""
         counts, sizes = candidate.stage_layers, self._sizes_of(candidate.tensor)
         ends = sizes.both if candidate.schedule == "zb-v" else sizes.first
         layers = counts[0] if candidate.schedule == "zb-v" else sum(counts[:: candidate.pipeline])
@@ -148,7 +149,7 @@ class Bounds:
         return parameters * self._bytes_of_state(candidate)
 
     def _bytes_of_state(self, candidate: Candidate) -> float:
-        """Of a parameter that is trained."""
+        """Bytes of state per trained parameter."""
         moved = 0 if self.job.train.optimizer.offload else 8 + (4 if self._width == 2 else 0)
         return self._width + 4 + moved / candidate.data
 
@@ -169,21 +170,21 @@ class Bounds:
         return self._layer_bytes[key]
 
     def memory(self, candidate: Candidate) -> RankMemory:
-        """Of the rank that needs most; where it finds no room, of the first that is looked at."""
+        """Memory of the rank that needs most; if a rank does not fit, of the first such rank found."""
         if candidate not in self._memory:
             machine, usable = self.cluster.machine, usable_bytes(self.cluster)
             self._memory[candidate] = worst_rank(candidate.spec(self.job), machine, usable)
         return self._memory[candidate]
 
     def room(self, candidate: Candidate, usable: float) -> tuple[int, ...]:
-        """For how many layers each pipeline rank has room in so many bytes."""
+        """For how many layers each pipeline rank has room in `usable` bytes."""
         key = candidate, usable
         if key not in self._room:
             self._room[key] = layers_with_room(candidate.spec(self.job), usable, self.cluster.machine)
         return self._room[key]
 
     def time(self, candidate: Candidate) -> StepTime:
-        """Of the candidate's step."""
+        """Time of the candidate's step."""
         if candidate not in self._times:
             self._times[candidate] = self.model(candidate).time()
         return self._times[candidate]
@@ -198,8 +199,8 @@ class Bounds:
         return StepModel(candidate.spec(self.job), self.cluster, self.software, passes, parameters, frozen)
 
     def stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
-        """Times of a virtual stage of so many layers, at one end of the model or at none; with `train.frozen`, where it
-        depends on the layers what else there is, of its forward alone (`stage_of` knows them)."""
+        """Times of a virtual stage with `layers` layers, at one end of the model or at neither. With `train.frozen` the
+        rest depends on which layers these are, so only the forward is valid; `stage_of` has all of it."""
         threads, counted = self._threads(candidate), self._counted(candidate)
         key = (candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted, layers, first, last)
         if key not in self._stages:
@@ -217,7 +218,7 @@ class Bounds:
         return frozen.times(layers, first, last) if frozen else self.stage(candidate, len(layers), first, last)
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """No more than its step takes: the pipeline at least, and what comes behind it."""
+        """Lower bound for the step: of its pipeline, and of what follows it."""
         if candidate not in self._least:
             self._least[candidate] = self._least_seconds(candidate)
         return self._least[candidate]
@@ -226,24 +227,25 @@ class Bounds:
         model = self.model(candidate)
         of = self._least_in_part if self.job.train.frozen else self._least_pipeline
         pipeline, backward = of(candidate, model)
-        if self.cluster.machine.core is not None:  # where ranks share cores these may have more to do than any rank
+        # Ranks that share cores may have more work together than any single rank.
+        if self.cluster.machine.core is not None:
             pipeline = max(pipeline, model.pipeline().work(candidate.micro_batches(self.job)))
         rest = model.gradient_seconds(backward) + model.tied_seconds() + model.optimizer_seconds()
         return (pipeline + rest) * slowest_of(candidate.data, self.cluster)
 
     def _least_in_part(self, candidate: Candidate, model: StepModel) -> tuple[float, float]:
-        """The same as `_least_pipeline` where layers differ in what of them is frozen."""
+        """The same as `_least_pipeline`, for layers of which different parts are frozen."""
         built, m = model.pipeline(), candidate.micro_batches(self.job)
         chunks = chunks_of(built.kind, built.stages, built.virtual_stages)
         least = least_pipeline(built.kind, chunks, built.times, built.messages[: built.stages - 1], m)
         return least, least_backward(built)
 
     def _least_pipeline(self, candidate: Candidate, model: StepModel) -> tuple[float, float]:
-        """Seconds of the pipeline at least, and of the shortest backward of a virtual stage.
+        """Lower bound for the seconds of the pipeline, and the shortest backward of a virtual stage.
 
         The first rank computes all of its passes. The last one begins when the first micro-batch has gone through all
-        stages before it, and when it is done the last gradient has to go back through them; where the weights' half is
-        apart, that of as many micro-batches as stages need not be done by then.
+        stages before it, and after it is done the last gradient has to go back through them. If the weights' half of
+        backward is separate, as many of these halves as there are stages may still be open at that moment.
         """
         p, v, m = candidate.pipeline, candidate.virtual_stages, candidate.micro_batches(self.job)
         counts = self.counts(candidate)
@@ -271,12 +273,12 @@ class Bounds:
             else:
                 back += first.backward_weight + sum(times * each.backward_weight for each, times in between)
         fullest = max(self._totals(candidate)[1:-1], default=0)
-        # One that is not the first begins when something has come from there.
+        # A rank that is not the first can begin only after a message has arrived from the first.
         busy = m * self.stage(candidate, fullest).seconds + first.forward
         return max(busy_first, busy, there + busy_last, there + busy_last - late + back), backward
 
     def _seconds(self, candidate: Candidate, counts: Iterable[int]) -> float:
-        """Of inner virtual stages together."""
+        """Seconds of these inner virtual stages together."""
         return sum(self.stage(candidate, layers).seconds for layers in counts)
 
     def counts(self, candidate: Candidate) -> tuple[int, ...]:
@@ -289,43 +291,43 @@ class Bounds:
         return rank_totals(self.counts(candidate), candidate.pipeline, candidate.schedule)
 
     def balanced(self, candidate: Candidate) -> Candidate | None:
-        """The same with layers shared out by the time that ranks take, where the busiest one then has less to do than
-        with even stages."""
+        """The candidate with layers shared out by the time that ranks take, if the busiest rank then has less to do
+        than with even stages; else None."""
         chosen = self.shared_out(candidate) if self._can_be_balanced(candidate) else None
         return None if chosen is None or chosen == self.counts(candidate) else replace(candidate, stage_layers=chosen)
 
     def shared_out(self, candidate: Candidate, room: Sequence[int] | None = None) -> tuple[int, ...] | None:
-        """Layers of each virtual stage by the time that ranks take; `room`: most of each rank."""
+        """Layers of each virtual stage, shared out by the time that ranks take; `room`: most layers of each rank."""
         p, v = candidate.pipeline, candidate.virtual_stages
         layer, first, last = self.parts(candidate)
         costs = [(layer, first), *[(layer, 0.0)] * (p * v - 2), (layer, last)]
         return shared_out(self.job.model.layers, chunks_of(candidate.schedule, p, v), costs, room)
 
     def layers_of_rank(self, candidate: Candidate, rank: int) -> int:
-        """How many a pipeline rank has."""
+        """Number of layers of one pipeline rank."""
         return self._totals(candidate)[rank]
 
     def least_seconds_with_more(self, candidate: Candidate) -> float:
-        """What a step takes at least in which some rank has more layers than there are to a rank."""
+        """Lower bound for a step in which some rank has more layers than the mean."""
         more = self.job.model.layers // candidate.pipeline + 1
         work = candidate.micro_batches(self.job) * self.stage(candidate, more).seconds
         return (work + self.least_update(candidate, candidate.pipeline)) * slowest_of(candidate.data, self.cluster)
 
     def work_seconds(self, candidate: Candidate) -> float:
-        """No more than `least_seconds`, however layers are shared out, from parts that are known: the work of all
-        micro-batches, evenly on all ranks."""
+        """A bound no higher than `least_seconds` however layers are shared out, from parts that are already known: the
+        work of all micro-batches, spread evenly over all ranks."""
         whole = self.stage_of(candidate, range(self.job.model.layers), first=True, last=True).seconds
         work = candidate.micro_batches(self.job) * whole / candidate.pipeline
         return SLACK * work * slowest_of(candidate.data, self.cluster)
 
     def with_least_seconds(self, candidate: Candidate) -> list[tuple[float, Candidate]]:
-        """With even stages, and balanced ones where these are others, each with the least that it takes."""
+        """The candidate with even stages, and with balanced ones if these differ, each with its lower bound."""
         balanced = self.balanced(candidate)
         both = [candidate] if balanced is None else [candidate, balanced]
         return [(self.least_seconds(each), each) for each in both]
 
     def _can_be_balanced(self, candidate: Candidate) -> bool:
-        """Whether any other number of layers on some rank leaves the busiest one less to do."""
+        """Whether another number of layers on some rank leaves the busiest one less to do."""
         p = candidate.pipeline
         if p == 1:
             return False
@@ -336,7 +338,7 @@ class Bounds:
         return room[0] + room[1] + (p - 2) * room[2] >= self.job.model.layers
 
     def parts(self, candidate: Candidate) -> tuple[float, float, float]:
-        """Seconds of a layer, and of what the first and the last virtual stage have besides."""
+        """Seconds of a layer, and of what the first and the last virtual stage have besides layers."""
         layers = max(1, self.job.model.layers // (candidate.pipeline * candidate.virtual_stages))
         inner = self.stage(candidate, layers).seconds
         ends = self.stage(candidate, layers, first=True), self.stage(candidate, layers, last=True)
@@ -351,10 +353,10 @@ def least_pipeline(
     messages: Sequence[float],
     micro_batches: int,
 ) -> float:
-    """No more than a pipeline takes: every rank begins when the first micro-batch has come through the ranks before it
-    and computes all of its passes; then the last one's gradients go back through them. Where the weights' half of
-    backward is apart, that of as many micro-batches as ranks need not be done by then. `chunks`: virtual stages of each
-    rank; `messages`: between each rank and the next."""
+    """Lower bound for a pipeline: every rank begins when the first micro-batch has come through the ranks before it,
+    and computes all of its passes; then the last one's gradients go back through them. If the weights' half of backward
+    is separate, as many of these halves as there are ranks may still be open. `chunks`: virtual stages of each rank;
+    `messages`: seconds of a message between each rank and the next."""
     apart = schedule.startswith("zb")
     came, back, least = 0.0, 0.0, 0.0
     for rank, (own, message) in enumerate(zip(chunks, [*messages, 0.0], strict=True)):
@@ -368,5 +370,5 @@ def least_pipeline(
 
 @lru_cache(maxsize=4096)
 def _by_layers(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """How many of the stages have so many layers."""
+    """Pairs of a number of layers and how many of the stages have that many."""
     return tuple(Counter(counts).items())

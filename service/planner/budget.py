@@ -1,7 +1,6 @@
-"""From a device's peak down to what a step reaches of it: every second of a planned step by what it goes to, and what
-would help. Pure Python.
+"""Where the seconds of a planned step go, starting from the device's peak rate, and what would help. Pure Python.
 
-The parts of a rank's passes are means over all ranks, so that what ranks wait for one another, in bubbles and behind
+The parts of a rank's passes are means over all ranks; the time that ranks wait for each other, in bubbles and behind
 stages with more layers, is a part of its own. All parts together are the step.
 """
 
@@ -15,7 +14,7 @@ from service.planner.step_time import StepModel, StepTime
 from workers.accounting.flops import step_flops
 
 WORTH_SAYING = 0.04
-"""Part of a step, from which on one of its parts is named in a sentence."""
+"""Smallest part of a step that gets a sentence."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,15 @@ class Share:
 
 
 def step_shares(model: StepModel, time: StepTime, peak_flops: float) -> tuple[Share, ...]:
-    """The parts of a step that takes `time`, of which `peak_flops` a device would take the first alone. Their sum is
-    the step's seconds; that of products may be below zero where kernels leave out what FLOPs count."""
+    """The parts of a step that takes `time`; at `peak_flops` a device would take only the first part. They add up to
+    the step's seconds. The part of products may be negative, since kernels may leave out work that the FLOP count
+    includes."""
     spec, mean = model.spec, _mean_passes(model)
     flops = step_flops(spec)
     counted = flops.model_full if spec.attention_is_explicit else flops.model_causal
     ideal = counted / spec.layout.world_size / (_peak_of_rank(model) or peak_flops)
     passes = mean.seconds
-    # Of each rank its own; the others are waited for.
+    # Each rank casts its own weights; the rest is waiting for the others.
     casts = model.cast_seconds() / spec.layout.pipeline
     bubble = time.pipeline - passes - model.first_wait() - casts
     seconds = {
@@ -71,7 +71,7 @@ def _peak_of_rank(model: StepModel) -> float | None:
 
 
 def _mean_passes(model: StepModel) -> Budget:
-    """Of all passes of a step on one rank, the mean over the pipeline's ranks."""
+    """Passes of a whole step on one rank, as the mean over the pipeline's ranks."""
     layout = model.spec.layout
     total = Budget()
     for index in range(layout.pipeline * layout.virtual_stages):
@@ -145,7 +145,7 @@ def _words_of_update(model: StepModel, replicas: str) -> tuple[str, str]:
 
 
 def sentences(shares: tuple[Share, ...]) -> tuple[str, ...]:
-    """What an expert would say of where the step goes, the largest loss first."""
+    """Where the step's time goes, as sentences, the largest loss first."""
     step = sum(each.seconds for each in shares)
     losses = sorted((each for each in shares if each.help), key=lambda each: -each.seconds)
     spoken = [each for each in losses if each.seconds >= WORTH_SAYING * step][:3]

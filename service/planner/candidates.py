@@ -1,10 +1,10 @@
-"""The layouts that are looked at. Pure Python.
+"""The layouts that the search looks at. Pure Python.
 
-Left out is what another layout of the same search is never worse than: gpipe (1f1b takes as long and holds less);
-`zero: 0`; layouts without sequence parallelism where it is possible. Of many GPUs or layers (above `COMPLETE`) also
-what is hardly ever best: more stages than the layers of the fullest one need, but for two, which make the ends of the
-model lighter; chunks whose rounding gives a rank more layers, or of too many stages to be simulated soon; fewer
-replicas than find room, but where the batch divides.
+A layout is left out if another one of the same search is never worse: gpipe (1f1b takes as long and holds less); `zero:
+0`; layouts without sequence parallelism where it is possible. With many GPUs or layers (above `COMPLETE`) layouts that
+are hardly ever best are left out too: more stages than the layers of the fullest one need, except for up to two more,
+which make the ends of the model lighter; chunks whose rounding gives a rank more layers, or of too many stages to be
+simulated quickly; fewer replicas than there is room for, unless the batch divides evenly.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from workers.spec.divisors import divisors
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_STAGES = 256
-"""Pipeline stages; of more no simulation would be done in time."""
+"""Most pipeline stages; with more a simulation would take too long."""
 COMPLETE = 2048
 """GPUs times layers up to which every size is looked at."""
 MOST_SIMULATED = 2**15
-"""Stages times stages times chunks of each: passes grow as these, and beyond it chunks are left out, as one simulation
-of them takes seconds. Zero-bubble schedules of so many stages wait as little."""
+"""Most stages times stages times chunks of each, which is how the number of passes grows. Beyond it chunks are left
+out, since one simulation of them takes seconds; zero-bubble schedules of so many stages have little waiting anyway."""
 MOST_MICRO_BATCH = 64
-"""Sequences; beyond it products gain nothing any more."""
+"""Most sequences of a micro-batch; beyond it products gain nothing."""
 
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A layout and a micro-batch size; ordered by simplicity, which decides between equals."""
+    """A layout and a micro-batch size. The order is by simplicity, which decides between equal times."""
 
     pipeline: int
     tensor: int
@@ -42,10 +42,10 @@ class Candidate:
     micro_batch: int
     recompute: str
     stage_layers: tuple[int, ...] = ()
-    """Of each virtual stage; none: shared out evenly."""
+    """Layers of each virtual stage; empty: shared out evenly."""
 
     def layout(self, wish: ParallelConfig) -> ParallelConfig:
-        """As a layout, with what the search leaves alone as in `wish`."""
+        """As a layout; fields that the search does not choose are taken from `wish`."""
         return wish.model_copy(
             update={
                 "tensor": self.tensor,
@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def ranks(self) -> int:
-        """Of the whole job."""
+        """Ranks of the whole job."""
         return self.pipeline * self.tensor * self.data
 
     @property
@@ -72,11 +72,11 @@ class Candidate:
 
     @property
     def recomputing_nothing(self) -> tuple[Candidate, bool]:
-        """The same that keeps everything, and whether its stages are even."""
+        """The same candidate without recomputation, and whether its stages are even."""
         return replace(self, recompute="none", stage_layers=()), not self.stage_layers
 
     def micro_batches(self, job: JobSpec) -> int:
-        """Of a replica in a step."""
+        """Micro-batches of a replica in a step."""
         share = -(-job.train.global_batch_size // self.data)
         return -(-share // self.micro_batch)
 
@@ -88,7 +88,7 @@ class Candidate:
 
 
 def candidates(job: JobSpec, cluster: Cluster) -> Iterator[Candidate]:
-    """All of them, in no order that matters."""
+    """All candidates, in no particular order."""
     batch, every = job.train.global_batch_size, is_complete(job, cluster)
     for tensor, pipeline, data in axes(job, cluster):
         share = -(-batch // data)
@@ -101,7 +101,7 @@ def candidates(job: JobSpec, cluster: Cluster) -> Iterator[Candidate]:
 
 
 def micro_batch_sizes(job: JobSpec, share: int) -> list[int]:
-    """Sizes that divide what a replica has of the batch; where the job says one, that one."""
+    """Micro-batch sizes that divide a replica's `share` of the batch; if the job sets one, only that."""
     if "micro_batch_size" in job.train.model_fields_set:
         return [job.train.micro_batch_size]
     return [size for size in divisors(share) if size <= MOST_MICRO_BATCH]
@@ -113,7 +113,7 @@ def is_complete(job: JobSpec, cluster: Cluster) -> bool:
 
 
 def axes(job: JobSpec, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
-    """Tensor, pipeline and data sizes that find room: a tensor group lies on one node."""
+    """Tensor, pipeline and data sizes that there is room for; a tensor group is always within one node."""
     model, batch, complete = job.model, job.train.global_batch_size, is_complete(job, cluster)
     for tensor in range(1, cluster.gpus_per_node + 1):
         if model.heads % tensor or model.ffn_size % tensor:
@@ -129,21 +129,22 @@ def axes(job: JobSpec, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
 
 @lru_cache(maxsize=256)
 def _pipeline_sizes(layers: int) -> tuple[int, ...]:
-    """For each number of layers of the fullest stage as few stages as it takes, and up to two more."""
+    """For each number of layers of the fullest stage, the fewest stages that it takes, and up to two more."""
     fewest = {-(-layers // each) for each in range(1, layers + 1)}
     return tuple(sorted({size + more for size in fewest for more in range(3) if size + more <= layers}))
 
 
 def _data_sizes(most: int, batch: int, pipeline: int) -> list[int]:
-    """The largest; the largest that divides the batch evenly, also into micro-batches as interleaving takes them."""
+    """The largest number of replicas, and the largest that divides the batch evenly, also into groups of micro-batches
+    for interleaving."""
     even = [size for size in divisors(batch) if size <= most]
     whole = [size for size in even if batch // size % pipeline == 0]
     return sorted({most, even[-1], *whole[-1:]})
 
 
 def schedules(layers: int, pipeline: int, whole: bool, every: bool) -> Iterator[tuple[str, int]]:
-    """Schedules and virtual stages of a rank. `whole`: micro-batches come in groups as interleaving takes them;
-    `every`: whatever becomes of the layers."""
+    """Schedules and virtual stages per rank. `whole`: whether micro-batches come in groups as interleaving needs them;
+    `every`: also those that give stages unequal numbers of layers."""
     yield "1f1b", 1
     if pipeline == 1:
         return
@@ -157,7 +158,8 @@ def schedules(layers: int, pipeline: int, whole: bool, every: bool) -> Iterator[
 
 @lru_cache(maxsize=4096)
 def _chunk_numbers(layers: int, pipeline: int) -> tuple[int, ...]:
-    """Numbers of chunks a stage that give no stage more layers than it has without, and can be simulated soon."""
+    """Numbers of chunks per rank that give no rank more layers than it has without chunks and can be simulated
+    quickly."""
     return tuple(
         virtual_stages
         for virtual_stages in range(2, min(layers // pipeline, MOST_SIMULATED // pipeline**2) + 1)

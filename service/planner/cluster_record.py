@@ -1,5 +1,5 @@
-"""The cluster that a job was planned for, as it is kept with the plan: enough to plan and to draw the same again,
-whatever was calibrated since. Pure Python."""
+"""The cluster that a job was planned for, as it is stored with the plan: enough to plan and draw the same again after
+later calibrations. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.planner.refinement import constants_of, measured_of, with_constants
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
-    """As it is kept."""
+    """As JSON."""
     return _one_kind(cluster) | {"type": cluster.type, "others": [to_json(other) for other in cluster.others]}
 
 
@@ -27,7 +27,7 @@ def _one_kind(cluster: Cluster) -> dict[str, Any]:
 
 
 def from_json(document: dict[str, Any]) -> Cluster:
-    """What `to_json` made. Raises KeyError, TypeError where another release made it."""
+    """The cluster from a document of `to_json`. Raises KeyError, TypeError if another release wrote it."""
     if "core" in document:
         core = Core(**document["core"])
         machine = cpu_machine(document["slots"], document["cores"], document["memory"], core)

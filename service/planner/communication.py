@@ -1,4 +1,4 @@
-"""How long ranks take to exchange tensors, by where they are. Pure Python."""
+"""How long ranks take to exchange tensors, depending on where they are. Pure Python."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Group:
 
     size: int
     per_node: int
-    """Its members on one node."""
+    """How many of its members are on one node."""
     through_hosts: bool = False
-    """Whether what leaves one of its nodes first goes from the memory of one NUMA node to that of another."""
+    """Whether data that leaves a node first goes from the memory of one NUMA node to that of another."""
 
     @property
     def nodes(self) -> int:
@@ -28,16 +28,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one layout on a cluster, and how its messages go."""
+    """The communication groups of one layout on a cluster."""
 
     cluster: Cluster
     tensor: Group
     data: Group
     stage_stride: int
-    """Ranks between a rank and the same one of the next stage."""
+    """Distance between a rank and its counterpart in the next stage."""
 
     def stages_share_node(self, stage: int, other: int) -> bool:
-        """Whether the first ranks of two pipeline ranks' stages are on one node, which has whole tensor groups."""
+        """Whether the first ranks of two pipeline stages are on the same node; a node holds whole tensor groups."""
         return self._node_of(stage) == self._node_of(other)
 
     def _node_of(self, stage: int) -> int:
@@ -46,7 +46,8 @@ class Groups:
 
 
 def groups_of(layout: ParallelConfig, cluster: Cluster, software: Software) -> Groups:
-    """Tensor groups are innermost; behind them the replicas of a stage, or all stages of a replica."""
+    """The groups of a layout. Tensor groups are innermost; next come the replicas of a stage, or all stages of a
+    replica."""
     t, p, d = layout.tensor, layout.pipeline, layout.data
     data_stride, stage_stride = (t, t * d) if software.replicas_inside else (t * p, t)
     return Groups(
@@ -58,11 +59,11 @@ def groups_of(layout: ParallelConfig, cluster: Cluster, software: Software) -> G
 
 
 def _group(size: int, stride: int, cluster: Cluster, software: Software) -> Group:
-    """Every `stride`-th rank, `size` of them.
+    """The group of every `stride`-th rank, `size` of them.
 
-    NCCL before 2.12 has a ring leave a node over the adapter by which it came in, from the member that is last in the
-    ring. Where no two members are beside the same adapters, that one's GPU is on another NUMA node, too far for the
-    adapter to read its memory: the hosts pass it on. That is what the search of 2.7.8 and of 2.8.3 finds on a DGX A100
+    With NCCL before 2.12 a ring leaves a node over the adapter by which it came in, from the ring's last member there.
+    If no two members are next to the same adapters, that member's GPU is on another NUMA node, too far for the adapter
+    to read its memory, and the hosts pass the data on. This is what the search of 2.7.8 and 2.8.3 does on a DGX A100
     (github.com/NVIDIA/nccl, src/graph/search.cc and paths.cc).
     """
     machine, members = cluster.machine, max(1, min(size, cluster.gpus_per_node // stride))
@@ -71,37 +72,37 @@ def _group(size: int, stride: int, cluster: Cluster, software: Software) -> Grou
 
 
 def bus_bandwidth(group: Group, cluster: Cluster) -> float:
-    """Bytes/s at which a ring over the group goes round, while all other groups of its kind do the same."""
+    """Bus bandwidth of a ring over the group in bytes/s, while all other groups of its kind communicate too."""
     machine, constants = cluster.machine, cluster.machine.constants
     inside = machine.accelerator.link_bandwidth * constants.inside
     if group.nodes == 1:
         return inside
-    # A node's groups share its adapters; the ring of each leaves the node once over each adapter of its own. Groups of
-    # whole nodes have their nodes side by side; those with a part of each are spread over the cluster.
+    # A node's groups share its adapters; each group's ring leaves the node once over each of the group's adapters.
+    # Groups that fill whole nodes use neighbouring nodes; groups with a part of each node are spread over the cluster.
     adapters = machine.adapters_each * group.per_node
     reached = constants.message if group.per_node == cluster.gpus_per_node else constants.collective
     outside = adapters * machine.adapter_bandwidth * reached
     if group.through_hosts:
-        # One ring a member, and the devices of a NUMA node share its way to another.
+        # There is one ring per member, and the devices of a NUMA node share its path to the other nodes.
         outside = min(outside, group.per_node * NUMA_BANDWIDTH * machine.numa_nodes / machine.devices)
     return min(inside, outside)
 
 
 def _ring_latency(group: Group, machine: Machine) -> float:
-    """Seconds of one way round a ring for an empty tensor."""
+    """Seconds that an empty tensor takes once round a ring."""
     between = group.nodes if group.nodes > 1 else 0
     return (group.size - between) * machine.hop_seconds + between * BETWEEN_LATENCY
 
 
 def _tree_latency(group: Group, machine: Machine) -> float:
-    """Seconds up a tree over the nodes and down again, with chains inside them."""
+    """Seconds up a tree over the nodes and down again, with chains inside the nodes."""
     inside = (min(group.per_node, group.size) - 1) * machine.hop_seconds
     return 2 * (inside + math.ceil(math.log2(group.nodes)) * BETWEEN_LATENCY)
 
 
 def _message_on_core(core: Core, size: float) -> float:
-    """Seconds of the core at one end of a message of `size` bytes: over the engine's own links (`workers/comm/
-    collectives.py`) every rank's part goes straight to whoever needs it."""
+    """Seconds of the core at one end of a message of `size` bytes: over the engine's own links
+    (`workers/comm/collectives.py`) every rank sends its part directly to each rank that needs it."""
     return core.message_seconds + size / core.link
 
 
@@ -128,7 +129,7 @@ def reduce_seconds(group: Group, cluster: Cluster, size: float) -> float:
 
 
 def message_seconds(cluster: Cluster, size: float, same_node: bool) -> float:
-    """One rank to another; where these are cores, of each of them."""
+    """Seconds of a message from one rank to another; between cores, of the core at each end."""
     if (core := cluster.machine.core) is not None:
         return _message_on_core(core, size) + (0.0 if same_node else size / cluster.machine.adapter_bandwidth)
     machine, constants = cluster.machine, cluster.machine.constants

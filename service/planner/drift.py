@@ -1,7 +1,7 @@
-"""What steps of a job really take beside what was planned of them, and where they differ most. Pure Python.
+"""Compares the measured steps of a job with its plan, and finds where they differ most. Pure Python.
 
-The planner's parts and those that the engine measures (`workers/timing/step_parts.py`) are cut differently, so they are
-compared in groups that mean the same on both sides.
+The planner's parts and those that the engine measures (`workers/timing/step_parts.py`) are divided differently, so they
+are compared in groups that mean the same on both sides.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 SETTLING_STEPS = 5
-"""First steps of a generation that are not looked at: caches, allocators and the first kernels take their time."""
+"""First steps of a generation, which are ignored: caches, allocators and the first kernels take extra time."""
 MEASURED_STEPS = 20
-"""Steps after these of which the median is taken."""
+"""Number of steps after these, of which the median is taken."""
 TOLERANCE = 0.2
-"""Part by which a step, or its memory, may differ from what was planned before it is said."""
+"""Largest relative difference from the plan, of a step or its memory, that is not reported."""
 
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "computing": (("arithmetic", "products", "elementwise", "host", "copies"), ("forward", "backward")),
@@ -27,32 +27,33 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "update": (("optimizer",), ("optimizer",)),
     "loading and the rest": ((), ("data", "other")),
 }
-"""By what people call it: parts of a plan, and of a measurement."""
+"""For each group, by the name that users see: its parts in a plan, and in a measurement."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps of one generation took."""
+    """Measurements of steps of one generation."""
 
     first_step: int
     last_step: int
     step_seconds: float
-    """Median."""
+    """Median of the steps."""
     memory_bytes: int | None
-    """Most of any rank: of a GPU's memory the peak; else all that is resident, interpreter and libraries included."""
+    """Maximum over ranks: the peak of a GPU's memory; without GPUs all resident memory, interpreter and libraries
+    included."""
     parts: dict[str, float] | None
-    """Seconds by part of the engine's measurement, medians; None where no step was measured in parts."""
+    """Median seconds of each part that the engine measures; None if no step was measured in parts."""
     spread: float | None = None
-    """Between the quarters of the steps' times, of their median; None of fewer than four steps."""
+    """Interquartile range of the step times, relative to their median; None with fewer than four steps."""
 
     def to_json(self) -> dict[str, Any]:
-        """In the form of `api.schemas.MeasuredStep`."""
+        """As JSON, in the form of `api.schemas.MeasuredStep`."""
         return dict(vars(self))
 
 
 def measured_of(rows: Sequence[Mapping[str, Any]], full_tokens: int) -> Measured | None:
-    """Of the rows of metrics of one generation, by step; those of its first steps and of smaller batches than of
-    `full_tokens` tokens are left out. None where no row is left."""
+    """Measurements from the rows of metrics of one generation, in order of steps. The first steps, and steps with
+    batches smaller than `full_tokens` tokens, are left out; None if no row is left."""
     settled = [row for row in rows[SETTLING_STEPS:] if _is_full(row, full_tokens)]
     if not settled:
         return None
@@ -92,16 +93,17 @@ def _parts(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Compared:
-    """One group of parts."""
+    """One group of parts, planned and measured."""
 
     name: str
     planned: float
     measured: float
-    """Seconds of a step."""
+    """Both are seconds of a step."""
 
 
 def compared(planned: Mapping[str, Any], measured: Measured) -> tuple[Compared, ...]:
-    """The groups of both; none where the steps were not measured in parts. `planned`: as `job_plan.planned` has it."""
+    """The groups of the plan and of the measurement; empty if steps were not measured in parts. `planned`: the document
+    of `job_plan.planned`."""
     if measured.parts is None:
         return ()
     of_plan = {part["name"]: part["seconds"] for part in planned["parts"]}
@@ -116,15 +118,15 @@ class Drift:
     """A step, or its memory, is far from what was planned."""
 
     ratio: float
-    """Of what is measured to what was planned."""
+    """Measured relative to planned."""
     part: str
-    """What makes most of the difference."""
+    """The group that makes most of the difference."""
     message: str
 
 
 def drift_of(planned: Mapping[str, Any], measured: Measured) -> Drift | None:
-    """Whether, and where, a job is not as it was planned; None within the tolerance. Time is looked at before memory,
-    and memory on GPUs only: elsewhere what a process holds is mostly not tensors."""
+    """Whether, and where, a job differs from its plan; None within the tolerance. Time is checked before memory, and
+    memory only on GPUs: elsewhere most of a process's memory is not tensors."""
     step = planned["step_seconds"]
     ratio = measured.step_seconds / step
     tail = _tail(planned)

@@ -1,8 +1,8 @@
-"""What this engine's layers do on a GPU that was measured: every element-wise kernel with the bytes that it reads and
-writes, as the modules of `workers/model` and `workers/parallel/tensor` have them, compiled or not. Pure Python.
+"""What this engine's layers do on a calibrated GPU: every element-wise kernel with the bytes that it reads and writes,
+as in the modules of `workers/model` and `workers/parallel/tensor`, compiled or eager. Pure Python.
 
-Eager, each operation is a kernel: an RMS norm is eight, six of them over numbers in fp32. torch.compile makes one of
-what lies between two products (decision 0029). Shapes as in `layer_time.py`.
+Eager, each operation is a kernel: an RMS norm is eight, six of them on fp32 numbers. torch.compile fuses everything
+between two products into one kernel (decision 0029). Shapes are those of `layer_time.py`.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from service.planner.software import Software
 from workers.config import JobSpec
 
 LAYER, COMPILED_LAYER = (35, 45), (45, 60)
-"""What a layer takes of its host beside its kernels, in launches of kernels, forward and backward: modules, the
-engine's own functions and autograd are Python, and so is what calls a compiled layer and the operators within it."""
+"""Host time of a layer in addition to launching its kernels, in units of one kernel launch, forward and backward:
+modules, the engine's own functions and autograd are Python, and so are the call of a compiled layer and the operators
+within it."""
 UNDER_HOOKS = 35
-"""The same where a layer is recomputed: each tensor that forward would have kept goes through Python twice."""
+"""The same for the hooks of a recomputed layer: each tensor that forward would have kept goes through Python twice."""
 MICRO_BATCH = 30
-"""The same of a micro-batch, beside layers."""
+"""The same for a micro-batch, outside its layers."""
 LOSS_ELEMENTS, LOSS_ROWS = 2**24, 256
-"""Logits that are widened at once, and rows of them at least (`workers/parallel/tensor/cross_entropy.py`)."""
+"""Most logits that are converted to fp32 at once, and the least number of rows of them
+(`workers/parallel/tensor/cross_entropy.py`)."""
 SMALL_OF_LOSS = (35, 15)
-"""Kernels over a number a token, forward and backward."""
+"""Kernels over one number per token, forward and backward."""
 WIDENED, REDUCED, SPREAD = 1.7, 1.4, 1.3
-"""How often bytes count in torch's kernels that widen 16 bits to fp32, that add up columns or norm rows, and that
-spread a number over a row: they reach 1.8, 1.9 to 2.4 and 2.3 TB/s on an H100, where others reach 3.0."""
+"""Factors on the bytes of torch's kernels that convert 16 bits to fp32, that sum columns or norm rows, and that
+broadcast a number over a row: they reach 1.8, 1.9 to 2.4 and 2.3 TB/s on an H100, where others reach 3.0."""
 MIXED = 15
-"""Bytes that a product of a number in 16 bits with one of its row in fp32 counts as, whatever it writes: its kernel
-converts element by element, 5 ps each there."""
+"""Bytes that the product of a 16-bit number with an fp32 number of its row counts as, whatever it writes: the kernel
+converts element by element, at 5 ps each."""
 SORT = 14
-"""Kernels that bring the gradients of an embedding's rows together: tokens are sorted first."""
+"""Kernels that add up the gradients of an embedding's rows: tokens are sorted first."""
 
 
 def layer_time(spec: JobSpec, groups: Groups, software: Software) -> LayerTime:
-    """The times of a model's parts, as exactly as they are known."""
+    """Times of a model's parts, as exactly as they are known for this machine."""
     exact = software.counts_kernels and groups.cluster.machine.gpu is not None
     return EnginePasses(spec, groups, software) if exact else LayerTime(spec, groups, software)
 
@@ -52,7 +54,7 @@ class EnginePasses(LayerTime):
         self.parts, self.values = model.parts, self.key_values // 2
         self.fused_projection = model.key_value_heads == model.heads
 
-    # What passes are made of.
+    # Parts of passes.
 
     def _elements(self, budget: Budget, moved: float, kernels: int = 1) -> None:
         budget.elementwise += memory_seconds(self.machine, moved) + kernels * self.gpu.kernel_seconds
@@ -93,7 +95,7 @@ class EnginePasses(LayerTime):
 
     @property
     def _turned(self) -> list[tuple[int, int]]:
-        """Of what is turned by its position at once: columns, and how many of them are."""
+        """Tensors that rotary embeddings rotate in one call: columns, and how many of these columns are rotated."""
         queries, keys = self.attention_width, self.values
         if not self.parts.rotary:
             return []
@@ -226,15 +228,16 @@ class EnginePasses(LayerTime):
         return budget
 
     def _accumulate(self, budget: Budget, parameters: int, products: int, parts: int = 1) -> None:
-        """Products of 16 bits leave fp32 matrices that are added to the sums; others read the sums themselves. A step's
-        first ones take their place. `parts`: in how many products each of them is made."""
+        """Products of 16 bits write fp32 matrices that are then added to the sums; others add to the sums directly. In
+        a step's first micro-batch they overwrite the sums. `parts`: the number of products that compute each
+        gradient."""
         apart = self.width < WIDE and not self.gpu.adds_wider
         later = parts - 1 / self.spec.micro_batches
         budget.accumulation += later * memory_seconds(self.machine, (12 if apart else 4) * parameters)
         budget.accumulation += later * products * self.gpu.kernel_seconds if apart else 0.0
 
     def recomputed(self) -> Budget:
-        """What a layer's backward computes again, where it does."""
+        """What a layer's backward recomputes."""
         layout = self.spec.layout
         if layout.recompute == "none":
             return Budget()
@@ -253,7 +256,7 @@ class EnginePasses(LayerTime):
     # The ends of the model.
 
     def embedding_forward(self) -> Budget:
-        """Rows of the table, over the tensor group a sum; positions and dropout."""
+        """Looks up rows of the table, sums them over the tensor group, adds positions and applies dropout."""
         budget, residual = Budget(operations=MICRO_BATCH), self.outside * self.hidden
         self._elements(budget, 2 * self.width * residual, 3)
         if not self.parts.rotary:
@@ -262,7 +265,7 @@ class EnginePasses(LayerTime):
         return budget
 
     def embedding_backward(self) -> Budget:
-        """Gradients into rows of a table in fp32, which is added to the sum."""
+        """Adds gradients to rows of an fp32 table, which is added to the sum."""
         budget, table = Budget(), self._vocabulary * self.hidden
         self._elements(budget, (self.width + 3 * WIDE) * self.tokens * self.hidden + 4 * WIDE * table, SORT)
         if not self.parts.rotary:
@@ -270,7 +273,7 @@ class EnginePasses(LayerTime):
         return budget
 
     def output_forward(self) -> Budget:
-        """Final norm, logits, cross-entropy in fp32; with `train.head_tokens` the norm alone."""
+        """Final norm, logits, cross-entropy in fp32; with `train.head_tokens` only the norm."""
         budget = Budget()
         self._norm(budget, self.outside * self.hidden)
         return budget if self.spec.train.head_tokens else budget.plus(self._logits_forward())
@@ -293,10 +296,10 @@ class EnginePasses(LayerTime):
         return budget
 
     def output_backward(self) -> Budget:
-        """The same, back."""
+        """Backward of `output_forward`."""
         budget, tokens = Budget(), self.spec.train.head_tokens
         parts = -(-self.tokens // tokens) if tokens else 1
-        if tokens:  # a few of them at a time, there and back
+        if tokens:  # with `train.head_tokens`: a few tokens at a time, forward and backward
             budget = self._logits_forward()
         scaled = MIXED if self.width < WIDE else SPREAD * 2 * WIDE
         self._elements(budget, scaled * self.tokens * self._vocabulary, SMALL_OF_LOSS[1])

@@ -1,5 +1,5 @@
-"""Why a plan takes as long as it does: its step from the device's peak on, what one change would do, the pipeline's
-timeline and the memory of each stage. Pure Python."""
+"""Explains a plan: its step starting from the device's peak rate, what single changes would do, the pipeline's timeline
+and the memory of each stage. Pure Python."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from service.planner.search import Plan
 from service.planner.what_if import WhatIf, what_ifs
 
 MOST_PASSES = 20_000
-"""Of a timeline: a browser still draws so many, and an answer still holds them."""
+"""Most passes of a timeline: browsers can draw that many, and an answer can hold them."""
 LONG_SECONDS = 86400.0
-"""Of a training that is looked at with its failures."""
+"""Shortest training that is simulated with failures."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Of one plan."""
+    """Explanation of one plan."""
 
     shares: tuple[Share, ...]
-    """Of a step, from the device's peak on."""
+    """Parts of a step, starting from the device's peak rate."""
     changes: tuple[WhatIf, ...]
     memory: tuple[RankMemory, ...]
-    """Of a rank of each pipeline stage."""
+    """Memory of one rank of each pipeline stage."""
     usable_bytes: tuple[float, ...]
-    """Of a device's memory, on each of them."""
+    """Usable memory of a device in each of these stages."""
     bars: tuple[Bar, ...] | None
-    """The passes of one step on each pipeline rank; None where they are too many."""
+    """The passes of one step on each pipeline rank; None if there are too many."""
     beside: BesideSteps
-    """What the training does beside its steps."""
+    """What the training does in addition to its steps."""
     run: Advice | NeverDone | None
-    """Of the whole training with failures; None of what takes less than a day, or no accelerators."""
+    """The whole training with failures; None if it takes less than a day or uses no accelerators."""
 
 
 def explain(plan: Plan, cluster: Cluster) -> Explanation:
-    """Look at `plan`, one of a search on `cluster`."""
+    """Explain `plan`, which a search on `cluster` returned."""
     spec, layout, parts = plan.spec, plan.spec.layout, parts_of(plan.spec, cluster)
     model = step_model(spec, cluster)
     passes = (3 if layout.schedule.startswith("zb") else 2) * layout.pipeline * layout.virtual_stages
@@ -88,7 +88,7 @@ def _run_to_json(advice: Advice) -> dict[str, Any]:
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
-    """In the form of `api.schemas.PlanExplanation`."""
+    """As JSON, in the form of `api.schemas.PlanExplanation`."""
     run, said = explanation.run, [*sentences(explanation.shares), *explanation.beside.sentences()]
     if isinstance(run, NeverDone):
         run, said = None, [*said, f"Of the whole training: {run}."]

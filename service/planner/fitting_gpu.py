@@ -1,7 +1,7 @@
-"""The constants of a GPU, fitted on what `python -m workers.calibration` has measured there. Pure Python.
+"""Fits the constants of a GPU to the measurements of `python -m workers.calibration` on it. Pure Python.
 
-Rates are medians over rows of one kind. What an operation takes of the host comes from steps of models so small that
-the device waits; nothing is fitted on the other steps.
+Rates are medians over rows of one kind. The host's time per operation comes from steps of models so small that the
+device waits; nothing is fitted to the other steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from workers.calibration.measurements import (
 )
 
 STREAMED = ("sum", "gelu", "square")
-"""Kernels that do nothing but read and write; how others do beside them is in `engine_passes.py`."""
+"""Kernels that only read and write; how others compare with them is in `engine_passes.py`."""
 
 
 def machine_measured(measurements: Measurements) -> str:
@@ -48,7 +48,7 @@ def machine_measured(measurements: Measurements) -> str:
 
 
 def fit_gpu(measurements: Measurements, machine: Machine) -> Gpu:
-    """What a GPU of `machine` reaches. Raises ValueError where rows are missing."""
+    """The constants of a GPU of `machine`. Raises ValueError if rows are missing."""
     smallest, largest = (
         {each.name: each for each in sorted(measurements.elements, key=lambda each: sign * each.moved)}
         for sign in (-1, 1)
@@ -76,7 +76,7 @@ def _bytes_per_second(row: ElementTime, kernel: float) -> float:
 
 
 def product_time(row: ProductTime, machine: Machine) -> float:
-    """What the planner says of a product of a calibration: one for weights is added to a sum in fp32."""
+    """The planner's prediction for a product of a calibration; one for weights is added to an fp32 sum."""
     gpu, width = machine.gpu, 2 if row.precision == "bfloat16" else 4
     assert gpu is not None
     if row.name != "weight":
@@ -88,7 +88,7 @@ def product_time(row: ProductTime, machine: Machine) -> float:
 
 
 def _product_rate(row: ProductTime, known: Gpu, machine: Machine) -> float:
-    """FLOP/s with which it takes as long as it did."""
+    """FLOP/s with which the prediction equals the measurement."""
 
     def seconds(each: float) -> float:
         gpu = replace(known, product_16bit=1 / each, product_fp32=1 / each)
@@ -98,7 +98,7 @@ def _product_rate(row: ProductTime, known: Gpu, machine: Machine) -> float:
 
 
 def _attention_rates(row: AttentionTime, known: Gpu, machine: Machine) -> tuple[float, float]:
-    """FLOP/s, as forward and as backward have it."""
+    """FLOP/s of attention, forward and backward."""
     shape = row.batch * row.heads, row.sequence, row.head_size
     forward, backward = attention_seconds(measured(machine, replace(known, kernel_seconds=0.0)), *shape)
     taken = row.seconds / 3.5 if row.forward_seconds is None else row.forward_seconds
@@ -107,12 +107,12 @@ def _attention_rates(row: AttentionTime, known: Gpu, machine: Machine) -> tuple[
 
 
 def step_seconds(row: StepSeconds, machine: Machine) -> float:
-    """What the planner says of a step of a calibration."""
+    """The planner's prediction for a step of a calibration."""
     return StepModel(step_job(row), Cluster(machine, 1, 1), engine_on(machine)).time().seconds
 
 
 def _host_seconds(row: StepSeconds, known: Gpu, machine: Machine) -> float:
-    """Seconds of an operation with which the step takes as long as it did."""
+    """Host seconds per operation with which the prediction for the step equals the measurement."""
 
     def seconds(each: float) -> float:
         return step_seconds(row, measured(machine, replace(known, host_seconds=each)))
@@ -121,7 +121,7 @@ def _host_seconds(row: StepSeconds, known: Gpu, machine: Machine) -> float:
 
 
 def _solved(seconds: Callable[[float], float], wanted: float, least: float) -> float:
-    """x, at least `least`, with seconds(x) = wanted, where more of x takes no less."""
+    """The x >= `least` with seconds(x) = wanted, for a function that does not decrease."""
     low, high = least, least
     while seconds(high) < wanted:
         low, high = high, 2 * high

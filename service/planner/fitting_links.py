@@ -1,8 +1,8 @@
-"""What lies between the GPUs of a node, fitted on what collectives and messages take there. Pure Python.
+"""Fits the constants of the links between the GPUs of a node to measured collectives and messages. Pure Python.
 
-How much of a row goes by either constant, the planner's own formulas say. Every row counts the same, by how far the
-logarithms of told and measured seconds are apart: where pairs of GPUs have links of their own, the constants are those
-of the larger groups, of which there are more rows, and not a mean that holds for neither (decision 0043).
+The planner's own formulas say how much of a row depends on each constant. Every row counts the same, by the difference
+between the logarithms of predicted and measured seconds: if pairs of GPUs have links of their own, the fit yields the
+constants of the larger groups, of which there are more rows, and not a mean that holds for neither (decision 0043).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from service.planner.hardware import Cluster, Links, Machine, linked
 from workers.calibration.measurements import CollectiveTime
 
 _ROUNDS, _NEAR, _FAR = 60, 0.02, 0.5
-"""Of the fit, which ends in fewer; errors (of a logarithm) up to which they count by their squares, and beyond which a
-round corrects no more of them."""
+"""Rounds of the fit, which converges in fewer; and errors (of a logarithm) up to which they count by their squares, and
+the most that one round corrects."""
 
 
 def fit_links(rows: Sequence[CollectiveTime], machine: Machine) -> Links:
-    """What the links inside a node of `machine` reach. Raises ValueError where rows are missing."""
+    """The constants of the links inside a node of `machine`. Raises ValueError if rows are missing."""
     per_hop, per_byte = linked(machine, Links(NEVER, 1.0)), linked(machine, Links(1.0, 0.0))
     shares = [(exchange_seconds(row, per_hop), exchange_seconds(row, per_byte), row.seconds) for row in rows]
     hop, byte = least_squares([(*share, share[-1]) for share in shares])
@@ -33,15 +33,15 @@ def fit_links(rows: Sequence[CollectiveTime], machine: Machine) -> Links:
 
 
 def _corrected(hops: float, moved: float, seconds: float, hop: float, byte: float) -> tuple[float, float, float, float]:
-    """A row of the next round's least squares: what is told with these constants, corrected by its error; its square
-    counts as the error itself."""
+    """A row of the next round's least squares: the prediction with these constants, corrected by its error, and scaled
+    so that the square counts as the error itself."""
     told = hops * hop + moved * byte
     error = max(-_FAR, min(_FAR, math.log(told / seconds)))
     return hops, moved, told * (1 - error), told * math.sqrt(max(_NEAR, abs(error)))
 
 
 def exchange_seconds(row: CollectiveTime, machine: Machine) -> float:
-    """What the planner says of a row of a calibration."""
+    """The planner's prediction for a row of a calibration."""
     cluster, group = Cluster(machine, 1, row.ranks), Group(row.ranks, row.ranks)
     if row.kind == "message":
         return message_seconds(cluster, row.size, True)

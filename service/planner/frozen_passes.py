@@ -1,7 +1,7 @@
-"""Passes of virtual stages of a model that is trained in part (`train.frozen`). Pure Python.
+"""Passes of virtual stages of a partly frozen model (`train.frozen`). Pure Python.
 
-Backward ends in the first layer that a gradient reaches; below it there are forwards alone. Above, frozen weights have
-no products, sums and casts of their own; gradients still go through them.
+Backward ends in the first layer that a gradient reaches; the layers below only run forward. Above, frozen weights need
+no gradient products, sums or casts of their own; gradients still pass through them.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ Budgets = tuple[Budget, Budget, Budget]
 
 
 class FrozenPasses:
-    """Of one job, whose layers differ in what of them is trained."""
+    """Times of one job's virtual stages, whose layers may have different parts frozen."""
 
     def __init__(self, layer: LayerTime, passes: Passes):
-        """`layer`, `passes`: times of the job's parts, as if all were trained."""
+        """`layer`, `passes`: times of the job's parts with everything trained."""
         self._layer, self._passes, spec = layer, passes, layer.spec
         self._frozen, self._first = frozen_by_layer(spec), first_trained_layer(spec.model, spec.train.frozen)
         self._known: dict[frozenset[str], tuple[Budget, Budget]] = {}
         self._times: dict[tuple[int, frozenset[tuple[frozenset[str], int]], bool, bool], StageTimes] = {}
 
     def times(self, layers: range, first: bool, last: bool) -> StageTimes:
-        """Of a virtual stage with `layers` of the model, at one end of it or both."""
+        """Times of a virtual stage with these `layers` of the model, at one end of it or both."""
         key = len(layers), frozenset(self._kinds(layers).items()), first, last
         if key not in self._times:
             self._times[key] = StageTimes(*(each.seconds for each in self.budgets(layers, first, last)))
         return self._times[key]
 
     def budgets(self, layers: range, first: bool, last: bool) -> Budgets:
-        """The same, by what they go to."""
+        """The same, broken down by what the time goes to."""
         passes, machine = self._passes, self._layer.machine
         forward, backward, weight = passes.forward_of_stage(len(layers), first, last), Budget(), Budget()
         for kind, times in self._kinds(layers).items():
@@ -53,11 +53,11 @@ class FrozenPasses:
         return forward.wait_for_host(machine), backward.wait_for_host(machine), weight.wait_for_host(machine)
 
     def _kinds(self, layers: range) -> Counter[frozenset[str]]:
-        """How many of those of the layers that have a backward have the same frozen."""
+        """Of these layers that have a backward, how many have the same parameters frozen."""
         return Counter(self._frozen[max(layers.start, self._first) : layers.stop])
 
     def _backward(self, frozen: frozenset[str]) -> tuple[Budget, Budget]:
-        """Both halves of a layer's backward in which these are not trained."""
+        """Both halves of the backward of a layer in which the parameters `frozen` are not trained."""
         if frozen not in self._known:
             layer = self._layer.without(frozen)
             self._known[frozen] = layer.backward_input(), layer.backward_weight()

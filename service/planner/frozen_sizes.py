@@ -1,6 +1,5 @@
-"""Parameters and bytes of the ranks of a model that is trained in part (`train.frozen`), from sums over its first
-layers that many layouts share. Pure Python.
-"""
+"""Parameters and bytes of the ranks of a partly frozen model (`train.frozen`), from prefix sums over its layers that
+many layouts share. Pure Python."""
 
 from __future__ import annotations
 
@@ -17,12 +16,13 @@ from workers.parallel.pipeline.stages import even_counts
 from workers.spec.parameters import first_trained_layer
 
 Sums = tuple[int, ...]
-"""Of no layer, of the model's first, of its first two, and so on."""
+"""Prefix sums over layers: of none, of the model's first, of its first two, and so on."""
 
 
 @dataclass(frozen=True)
 class _Parameters:
-    """Of one tensor rank: of the layers, and of what stages at the ends, or one that is both, have beside them."""
+    """Parameters on one tensor rank: prefix sums of the layers, and what the stages at the ends, or a stage that is
+    both ends, have besides layers."""
 
     before: Sums
     first: int
@@ -31,7 +31,7 @@ class _Parameters:
 
 
 class FrozenSizes:
-    """Of one job under many layouts."""
+    """Sizes of one job under many layouts."""
 
     def __init__(self, job: JobSpec):
         self._job = job
@@ -39,20 +39,21 @@ class FrozenSizes:
         self._kept: dict[tuple[int, int, str], Sums] = {}
 
     def whole(self, tensor: int) -> int:
-        """Parameters of the model on one of so many tensor ranks that have gradients."""
+        """Parameters with gradients of the whole model on one of `tensor` tensor ranks."""
         _, trained = self._parameters(tensor)
         return trained.before[-1] + trained.both
 
     def most_trained(self, candidate: Candidate, counts: Counts) -> int:
-        """Most parameters of a rank that have gradients; at least one. `counts`: layers of each virtual stage."""
+        """Parameters with gradients of the rank that has most; at least one. `counts`: layers of each virtual stage."""
         _, trained = self._parameters(candidate.tensor)
         return max(1, *_of_ranks(candidate, counts, trained))
 
     def least_bytes(self, candidate: Candidate, counts: Counts, frozen: float, trained: float) -> float:
-        """Less than the rank needs that needs most, a parameter of which takes so many bytes: its state, and
-        activations of what it has in flight at least. The first rank has as many micro-batches as there are ranks, each
-        behind it one less; of schedules with several chunks the first rank alone is looked at, and under zb-v, where
-        the last chunk's may be gone before the first chunk's have all come, its first chunk."""
+        """Lower bound for the bytes of the rank that needs most, with `frozen` and `trained` bytes per parameter: its
+        state, and activations of the fewest micro-batches in flight. The first rank has as many micro-batches in flight
+        as there are ranks, each later one has one less. For schedules with several chunks only the first rank is looked
+        at, and under zb-v only its first chunk, since the last chunk's may be released before all of the first chunk's
+        have come."""
         held, with_gradients = self._parameters(candidate.tensor)
         kept = _of_ranks(candidate, counts, _Parameters(self._kept_before(candidate), 0, 0, 0))
         if candidate.schedule == "zb-v":
@@ -67,7 +68,7 @@ class FrozenSizes:
         )
 
     def _parameters(self, tensor: int) -> tuple[_Parameters, _Parameters]:
-        """All of them, and those with gradients."""
+        """All parameters, and those with gradients."""
         if tensor not in self._known:
             frozen = frozen_of_layers(self._with(tensor, 1))
             layer = rank_parameters(self._with(tensor, 1, layers=2))[0] - rank_parameters(self._with(tensor, 1, 1))[0]
@@ -92,7 +93,7 @@ class FrozenSizes:
         return self._job.model_copy(update={"model": model, "parallel": layout})
 
     def _kept_before(self, candidate: Candidate) -> Sums:
-        """Bytes that layers keep of one full micro-batch."""
+        """Prefix sums of the bytes that layers keep of one full micro-batch."""
         key = candidate.tensor, candidate.micro_batch, candidate.recompute
         if key not in self._kept:
             alone = replace(candidate, pipeline=1, data=1, virtual_stages=1, schedule="1f1b", stage_layers=())
@@ -108,7 +109,7 @@ class FrozenSizes:
 
 
 def _of_ranks(candidate: Candidate, counts: Counts, of: _Parameters) -> list[int]:
-    """What each pipeline rank has of it."""
+    """Parameters `of` on each pipeline rank."""
     stages = [b - a for a, b in pairwise(of.before[end] for end in accumulate(counts, initial=0))]
     chunks = chunks_of(candidate.schedule, candidate.pipeline, candidate.virtual_stages)
     ranks = [sum(stages[index] for index in own) for own in chunks]

@@ -1,8 +1,8 @@
-"""The machines that the planner knows: what their makers say, and at most eight constants each of what of that is
+"""The machines that the planner knows: their data sheets, and at most eight constants each for how much of that is
 reached. Pure Python.
 
-Data-sheet values are no constants in that sense. The eight are those of `Constants`; which rows each was fitted on, or
-where else it comes from, is said in `docs/planner.md` and, per machine, at `MACHINES`.
+Data-sheet values do not count as constants. The eight are those of `Constants`; `docs/planner.md` and the comments of
+`MACHINES` say which rows each was fitted to, or where else it comes from.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class UnknownMachine(MantaError):
 
 
 HOST_COPY = 48e9
-"""Bytes/s between a device and pinned memory of its host, where nothing is measured: an H100's over PCIe 5, in one
-direction at a time."""
+"""Bytes/s between a device and pinned memory of its host if not measured: those of an H100 over PCIe 5, one direction
+at a time."""
 
 HOST_CORE_COPY = 8e9
-"""Bytes/s that one core copies within its host's memory; assumed, from an EPYC that others used too."""
+"""Bytes/s at which one core copies within its host's memory; assumed, from an EPYC that had other work too."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Accelerator:
 
     name: str
     memory_bytes: float
-    """Memory that a process finds, less what context and libraries take of it."""
+    """Memory available to a process, after what context and libraries take."""
     peak_16bit: float
     """Dense matrix products of 16-bit numbers, FLOP/s."""
     peak_fp32: float
@@ -51,132 +51,134 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Constants:
-    """What of a data sheet is reached. The first five are ratios to it."""
+    """How much of a data sheet is reached. The first five are ratios to it."""
 
     product: float
-    """Of the peak rate: a large matrix product that fills all multiprocessors."""
+    """Relative to the peak rate: a large matrix product that fills all multiprocessors."""
     memory: float
-    """Of the memory's bandwidth: element-wise kernels on large tensors."""
+    """Relative to the memory's bandwidth: element-wise kernels on large tensors."""
     inside: float
-    """Of the links inside a node: bus bandwidth of collectives on large tensors."""
+    """Relative to the links inside a node: bus bandwidth of collectives on large tensors."""
     message: float
-    """Of a network adapter: a message between two ranks of different nodes."""
+    """Relative to a network adapter: a message between two ranks of different nodes."""
     collective: float
-    """Of a network adapter: bus bandwidth of collectives across nodes, while all of a node's devices communicate."""
+    """Relative to a network adapter: bus bandwidth of collectives across nodes, while all of a node's devices
+    communicate."""
     spread: float
-    """Standard deviation of a replica's step, as a part of it: the slowest of many is waited for."""
+    """Standard deviation of a replica's step time, relative to it: all replicas wait for the slowest."""
     skew_seconds: float
-    """What a collective inside a node waits for the last of its ranks, while nothing else runs."""
+    """How long a collective inside a node waits for the last of its ranks, while nothing else runs."""
     host_seconds: float
     """Host time of one operation, which is hidden while the device has work queued."""
 
 
 @dataclass(frozen=True)
 class Core:
-    """What a rank reaches that computes on one core of a CPU: the eight constants of such a machine. There is no data
-    sheet of what a thread does, so they are no ratios. `docs/planner.md` says what each is measured on."""
+    """What a rank that computes on one core of a CPU reaches: the eight constants of such a machine. They are absolute,
+    since no data sheet gives the rates of a thread. `docs/planner.md` says what each is measured on."""
 
     product_fp32: float
     """Matrix products of fp32, FLOP/s."""
     product_16bit: float
-    """The same of bf16."""
+    """Matrix products of bf16, FLOP/s."""
     attention_width: float
-    """Softmax within fused attention, as that much more width of each head in its products; elements."""
+    """Cost of the softmax within fused attention, expressed as additional width of each head in its products;
+    elements."""
     memory: float
-    """What element-wise kernels and the optimizer move, bytes/s."""
+    """Memory traffic of element-wise kernels and the optimizer, bytes/s."""
     operation_seconds: float
-    """What an operation takes beside its arithmetic: Python, autograd, and the kernel's launch."""
+    """Fixed cost of an operation: Python, autograd, and the kernel's launch."""
     link: float
     """Bytes/s of a message at one of its ends, where it takes a core's time."""
     message_seconds: float
-    """What a message takes of either end beside its bytes."""
+    """Fixed cost of a message at either end."""
     all_busy: float
-    """Speed of a core while all cores compute, of that of one alone."""
+    """Speed of a core while all cores compute, relative to that of one alone."""
 
     def product_rate(self, width: int) -> float:
-        """Products of elements of so many bytes, FLOP/s."""
+        """Rate of products of elements of `width` bytes, FLOP/s."""
         return self.product_16bit if width == 2 else self.product_fp32
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What was measured on one GPU: the eight constants of its calibration, which take the place of what is assumed of
-    products, memory and host. `docs/planner.md` says what each is measured on."""
+    """The eight constants measured by calibrating one GPU, which replace assumed values for products, memory and host.
+    `docs/planner.md` says what each is measured on."""
 
     product_16bit: float
     """FLOP/s of matrix products of 16-bit numbers that fill all multiprocessors."""
     product_fp32: float
-    """The same of fp32."""
+    """FLOP/s of matrix products of fp32."""
     attention: float
     """FLOP/s of fused attention's forward, over the scores that the causal mask leaves, with `SOFTMAX` in
     operations.py."""
     memory: float
     """Bytes/s of element-wise kernels on large tensors."""
     update: float
-    """Bytes/s of an update that is not compiled."""
+    """Bytes/s of an update without torch.compile."""
     kernel_seconds: float
-    """What a kernel takes of the device beside its work, with others waiting behind it."""
+    """Fixed cost of a kernel on the device, with others queued behind it."""
     host_seconds: float
-    """What the host takes for one operation (`Budget.operations`)."""
+    """Host time of one operation (`Budget.operations`)."""
     copy: float
-    """Bytes/s between the device and pinned memory of its host, the slower way."""
+    """Bytes/s between the device and pinned memory of its host, in the slower direction."""
     adds_wider: bool = False
-    """No constant: whether products there add 16-bit gradients to fp32 sums themselves (torch 2.13)."""
+    """Not a constant: whether products there add 16-bit gradients to fp32 sums themselves (torch 2.13)."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """What was measured between the GPUs of one node: two constants, in place of what is assumed of `Constants.inside`
-    and of a hop. `docs/planner.md` says what they are fitted on."""
+    """Two constants measured between the GPUs of one node, which replace the assumed `Constants.inside` and the assumed
+    time of a hop. `docs/planner.md` says what they are fitted to."""
 
     bandwidth: float
-    """Bytes/s at which a ring goes round, and a message to its other end."""
+    """Bytes/s of a ring, and of a message."""
     hop_seconds: float
-    """What each hop of a ring, and a message, takes beside its bytes."""
+    """Fixed cost of each hop of a ring, and of a message."""
     error: float = 0.0
-    """No constant: how far measured times are from what both say, as a mean of logarithms."""
+    """Not a constant: the mean absolute difference between the logarithms of measured and predicted times."""
 
 
 @dataclass(frozen=True)
 class Refined:
-    """What the steps of jobs have changed of a machine's constants (`refinement.py`)."""
+    """What the measured steps of jobs have changed in a machine's constants (`refinement.py`)."""
 
     jobs: int
-    """That say so."""
+    """Number of jobs that it is based on."""
     before: tuple[tuple[str, float], ...]
-    """Each constant that jobs may move there, as it was without them."""
+    """Each constant that jobs may move, with its value without any job."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node with accelerators, or with cores that take their place."""
+    """A node with accelerators, or with cores that are used instead."""
 
     accelerator: Accelerator
     devices: int
-    """Accelerators of a node as it is sold; a cluster may use fewer."""
+    """Accelerators of a node as sold; a cluster may use fewer."""
     adapters: float
-    """Network adapters of such a node for its accelerators."""
+    """Network adapters of a node, shared by its accelerators."""
     adapter_bandwidth: float
     """Bytes/s of one adapter, each way."""
     constants: Constants
     core: Core | None = None
-    """Of a node whose ranks compute on cores, how they do; it takes the place of `constants`."""
+    """If ranks compute on cores: the constants of a core, used instead of `constants`."""
     cores: int = 0
-    """Such a node's cores, which its ranks share."""
+    """Number of cores of such a node, which its ranks share."""
     threads: int = 1
-    """With which each rank computes there."""
+    """Threads of each rank on such a node."""
     numa_nodes: int = 0
-    """Among which its accelerators are divided, with adapters of their own; 0: no matter, or not known."""
+    """NUMA nodes among which accelerators and adapters are divided; 0: irrelevant or unknown."""
     gpu: Gpu | None = None
-    """What was measured on one of its GPUs, and is in `constants` too where these have it."""
+    """Measurements of one of its GPUs; also in `constants` if there is a corresponding field."""
     links: Links | None = None
-    """What was measured between its GPUs; the bandwidth is in `constants` too."""
+    """Measurements between its GPUs; the bandwidth is in `constants` too."""
     refined: Refined | None = None
-    """Where jobs have moved some of its constants."""
+    """Set if jobs have moved some of its constants."""
 
     @property
     def adapters_each(self) -> float:
-        """Adapters for one accelerator."""
+        """Adapters per accelerator."""
         return self.adapters / self.devices
 
     @property
@@ -191,51 +193,50 @@ class Machine:
 
     @property
     def sums_apart(self) -> bool:
-        """Whether products for weights there leave matrices in fp32 that are then added to the sums."""
+        """Whether products for weights there write fp32 matrices that are then added to the sums."""
         return self.gpu is not None and not self.gpu.adds_wider
 
     @property
     def hop_seconds(self) -> float:
-        """Of one hop of a ring between its GPUs."""
+        """Seconds of one hop of a ring between its GPUs."""
         return INSIDE_LATENCY if self.links is None else self.links.hop_seconds
 
     @property
     def links_are_assumed(self) -> bool:
-        """Whether its GPUs were measured, and of what lies between them at least a part was neither fitted nor
-        measured."""
+        """Whether its GPUs were measured, but the links between them were neither fully fitted nor measured."""
         replaced = ASSUMED_OF_GPU if self.links is None else ASSUMED_OF_GPU | {"inside": HOPPER.inside}
         return self.gpu is not None and replace(self.constants, **replaced) == HOPPER
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many nodes of one kind, and others beside them."""
+    """`nodes` nodes of one kind, and possibly others."""
 
     machine: Machine
     nodes: int
     gpus_per_node: int
     type: str | None = None
-    """Of their GPUs, as Ray calls it, where there are others."""
+    """Ray's name for the type of their GPUs, if there are other kinds."""
     others: tuple[Cluster, ...] = ()
-    """Nodes of other kinds. A layout that does not say where its stages are has none of them."""
+    """Nodes of other kinds. A layout that does not say where its stages are does not use them."""
 
     @property
     def gpus(self) -> int:
-        """Accelerators of the nodes of its own kind."""
+        """Accelerators of the nodes of the first kind."""
         return self.nodes * self.gpus_per_node
 
     @property
     def parts(self) -> tuple[Cluster, ...]:
-        """The nodes of each kind."""
+        """One cluster for each kind of node."""
         return replace(self, others=()), *self.others
 
 
 INSIDE_LATENCY, BETWEEN_LATENCY = 3.4e-6, 14.0e-6
-"""Seconds of one hop of a ring inside a node and between two: what NCCL's own tuning model assumes (its simple
-protocol; github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
+"""Seconds of one hop of a ring inside a node and between two: the values that NCCL's own tuning model assumes (its
+simple protocol; github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
 NUMA_BANDWIDTH = 16e9
-"""Bytes/s, each way, between two NUMA nodes with AMD's processors: what NCCL assumes since 2.16 when it chooses paths
-(src/graph/topo.h there)."""
+"""Bytes/s, each way, between two NUMA nodes with AMD's processors: the value that NCCL assumes since 2.16 when it
+chooses paths (src/graph/topo.h there)."""
 
 
 def _accelerator(
@@ -263,13 +264,13 @@ that nccl-tests report for eight GPUs. memory: 1.6 TB/s of 2.0. host_seconds: 16
 without graphs; nothing was fitted."""
 V100 = replace(A100, product=0.92, skew_seconds=2e-4)
 """product and skew_seconds: fitted on the four V100 rows of Megatron-LM's README of September 2020 (its peak is that of
-the data sheet; those GPUs have a higher power limit). The others as of the A100."""
+the data sheet; those GPUs have a higher power limit). The others are those of the A100."""
 HOPPER = replace(A100, product=0.70, collective=A100.message, skew_seconds=1e-4, host_seconds=3e-5)
 """Nothing was fitted: products reach a smaller part of a higher peak under the same power limits, hosts are faster. The
-A100's collective is what is left where groups with one GPU of a node share four of its eight adapters; NCCL has each
-of them leave by the adapter beside it since 2.12, before there was a Hopper."""
+A100's collective is low because groups with one GPU per node share four of its eight adapters; since NCCL 2.12, which
+is older than Hopper, each of them leaves by the nearest adapter."""
 ASSUMED_OF_GPU = {name: getattr(HOPPER, name) for name in ("product", "memory", "host_seconds")}
-"""What a calibration of one GPU takes the place of."""
+"""The constants that a calibration of one GPU does not replace keep these values."""
 
 MACHINES = {
     # DGX-2: arXiv:1909.08053, section 5 (32 GB, NVSwitch of 300 GB/s both ways, 8 adapters of 100 Gb/s).
@@ -286,7 +287,7 @@ MACHINES = {
     # PCIe 4.0 x16 to the host and no links between devices.
     "l40s-48gb": Machine(_accelerator("l40s-48gb", 44.4, 0.864, 142, 25, "l40s"), 8, 2, 25e9, HOPPER),
 }
-"""By the name that a cluster is asked for with."""
+"""By the name under which a cluster asks for them."""
 
 
 ASSUMED_CORE = Core(
@@ -299,12 +300,12 @@ ASSUMED_CORE = Core(
     message_seconds=3e-5,
     all_busy=0.9,
 )
-"""Nothing was fitted and nothing measured: a place holder until a machine is calibrated."""
+"""Nothing was fitted or measured: a placeholder until a machine is calibrated."""
 
 
 def with_threads(cluster: Cluster, threads: int) -> Cluster:
-    """The same cluster, whose ranks compute with so many threads each. An operation that is cut among threads wakes the
-    others, which takes as long as waking who waits for a message."""
+    """The cluster with ranks that compute with `threads` threads each. An operation that is split among threads wakes
+    the others, which takes as long as waking the receiver of a message."""
     machine, core = cluster.machine, cluster.machine.core
     if core is None or threads == machine.threads:
         return cluster
@@ -322,13 +323,12 @@ class CpuNode:
     core: Core = ASSUMED_CORE
 
     def machine(self, slots: int) -> Machine:
-        """With room for so many ranks."""
+        """The machine with room for `slots` ranks."""
         return cpu_machine(slots, self.cores, self.memory_bytes, self.core)
 
 
 def cpu_machine(slots: int, cores: int, memory_bytes: float, core: Core = ASSUMED_CORE) -> Machine:
-    """A node whose ranks compute with a thread of a CPU each, on `cores` that they share. `memory_bytes`: of the
-    node."""
+    """A node whose ranks compute with one CPU thread each, on `cores` that they share. `memory_bytes`: of the node."""
     share = min(1.0, cores / slots)
     rates = (core.product_16bit * share, core.product_fp32 * share, core.memory * share)
     device = Accelerator("cpu", memory_bytes / slots, *rates, 1, core.link)
@@ -337,7 +337,7 @@ def cpu_machine(slots: int, cores: int, memory_bytes: float, core: Core = ASSUME
 
 
 def machine_of(name: str) -> Machine:
-    """The machine with accelerators called `name`; `a100` and the like mean the one with most memory. Raises
+    """The machine with accelerators called `name`; `a100` and the like mean the variant with most memory. Raises
     UnknownMachine."""
     wanted = name.lower()
     fitting = [known for known in MACHINES if known == wanted or known.split("-")[0] == wanted]
@@ -347,7 +347,7 @@ def machine_of(name: str) -> Machine:
 
 
 def measured(machine: Machine, gpu: Gpu, links: Links | None = None) -> Machine:
-    """The same machine by what was measured on one of its GPUs, and between them if that was."""
+    """The machine with the measurements of one of its GPUs, and of the links between them if there are any."""
     device = machine.accelerator
     product, memory = gpu.product_16bit / device.peak_16bit, gpu.memory / device.memory_bandwidth
     constants = replace(machine.constants, product=product, memory=memory, host_seconds=gpu.host_seconds)
@@ -356,13 +356,13 @@ def measured(machine: Machine, gpu: Gpu, links: Links | None = None) -> Machine:
 
 
 def linked(machine: Machine, links: Links) -> Machine:
-    """The same machine by what was measured between its GPUs."""
+    """The machine with the measurements of the links between its GPUs."""
     inside = links.bandwidth / machine.accelerator.link_bandwidth
     return replace(machine, constants=replace(machine.constants, inside=inside), links=links)
 
 
 def named_by_driver(device: str, memory_bytes: float) -> str | None:
-    """The name in MACHINES of a GPU that its driver calls `device`; None: there is none."""
+    """The name in MACHINES of a GPU that its driver calls `device`; None if there is none."""
     words = device.lower().replace("-", " ").split()
     kinds = {name.split("-")[0] for name in MACHINES}
     kind = next((word for word in words if word in kinds), None)
@@ -375,8 +375,8 @@ def ray_type(name: str) -> str:
 
 
 def known_as(ray_type: str, memory_bytes: float | None) -> str | None:
-    """The name in MACHINES of what Ray calls `ray_type`, such as H100 or A100-40G; of several that of so much memory
-    each, or if that is not known with most. None: there is none."""
+    """The name in MACHINES of the type that Ray calls `ray_type`, such as H100 or A100-40G. Of several variants it is
+    the one with that much memory, or with most if that is unknown. None if there is none."""
     exact = f"{ray_type.lower()}b"
     if exact in MACHINES:
         return exact
@@ -387,8 +387,8 @@ def known_as(ray_type: str, memory_bytes: float | None) -> str | None:
 
 
 def parts_of(spec: JobSpec, cluster: Cluster) -> tuple[Cluster, ...]:
-    """For each pipeline stage of a job the nodes that it is on; where its layout does not say it, and there are nodes
-    of several kinds, the slowest of them. Raises UnknownMachine where its layout wants nodes that are not there."""
+    """The nodes that each pipeline stage of a job is on; if its layout does not say so and there are several kinds, the
+    slowest of them. Raises UnknownMachine if the layout asks for nodes that are not there."""
     types = spec.layout.stage_accelerators
     if types is None or not cluster.machine.has_gpus:
         slowest = min(cluster.parts, key=_peak) if cluster.others else cluster

@@ -1,5 +1,5 @@
-"""What a job's step is planned to take where the job really runs, as a JSON document that is kept with it, and the
-sentence that takes its place where that is not known. Pure Python."""
+"""The planned step of a job on the nodes where it really runs, as a JSON document that is stored with it, or the
+sentence that is stored instead if nothing can be planned. Pure Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workers.threads import with_threads
 
 
 class NotPlanned(MantaError):
-    """Nothing can be said of this job; the message says why."""
+    """No plan can be made for this job; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Place:
 
     ranks: int
     cores: int
-    """That a rank without a GPU may keep busy; 0: not known."""
+    """Cores that a rank without a GPU may use; 0: not known."""
     has_gpus: bool
     gpu_type: str | None = None
-    """As Ray calls it."""
+    """Ray's name for the type of its GPUs."""
     gpu_memory_bytes: int | None = None
 
 
@@ -62,7 +62,7 @@ def cluster_of(places: Sequence[Place], node: CpuNode, known: Machines = NONE_ME
 
 
 def refuse_unplannable(spec: JobSpec) -> None:
-    """Raises NotPlanned where nothing can be said of this job."""
+    """Raises NotPlanned if no plan can be made for this job."""
     if spec.model.family == "custom":
         raise NotPlanned("what a user's model is made of is not known")
     if problems := too_large(spec):
@@ -70,11 +70,11 @@ def refuse_unplannable(spec: JobSpec) -> None:
 
 
 def planned(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
-    """What a step of `spec` takes on `cluster`, in the form of `api.schemas.PlannedStep`. Raises NotPlanned."""
+    """The planned step of `spec` on `cluster`, in the form of `api.schemas.PlannedStep`. Raises NotPlanned."""
     refuse_unplannable(spec)
     try:
         model = step_model(spec, cluster)
-    except UnknownMachine as error:  # it is not on the nodes that it was submitted for
+    except UnknownMachine as error:  # the job was submitted for nodes that it is not on
         raise NotPlanned(str(error)) from error
     plan = plan_of(spec, cluster, time=model.time())
     shares = step_shares(model, plan.time, plan.peak_flops)
@@ -88,14 +88,13 @@ def planned(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
         "cluster": cluster_record.to_json(cluster),
         "threads": threads_in(spec, cluster),
         "refined_by_jobs": 0 if cluster.machine.refined is None else cluster.machine.refined.jobs,
-        # Of nodes of several kinds nobody can tell which it was that took so long.
+        # With several kinds of nodes it cannot be said which of them was slow.
         "dependence": None if cluster.others else dependence_of(model, cluster),
     }
 
 
 def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
-    """The picture (SVG) of what is kept of a job: `planned`, and the layout (`parallel`) of `spec` that it is about.
-    Raises NotPlanned."""
+    """The picture (SVG) of a job's stored plan: `kept`, and the layout (`parallel`) of `spec`. Raises NotPlanned."""
     if kept["planned"] is None:
         raise NotPlanned(kept["problem"])
     try:
@@ -109,7 +108,7 @@ def drawn(spec: JobSpec, kept: dict[str, Any], title: str) -> str:
 
 
 def _sizes(spec: JobSpec, cluster: Cluster) -> list[dict[str, Any]]:
-    """What the job goes on in as it loses GPUs; nothing where its size is fixed."""
+    """The layouts that the job continues in as it loses GPUs; empty if its size is fixed."""
     plans = elastic_sizes(spec, cluster, engine_on(cluster.machine))
     return [each.to_json() for each in plans] if len(plans) > 1 else []
 

@@ -1,8 +1,8 @@
 """Seconds of one micro-batch through a layer, the embedding and the output layer, forward and backward. Pure Python.
 
 Shapes: n tokens of the micro-batch, o those that a rank has outside of the tensor-parallel blocks, h hidden, a heads of
-the rank, d head size, f inner width of the MLP on the rank, s sequence, v vocabulary of the rank. "Bytes" of element-
-wise kernels count each tensor that is read or written once.
+the rank, d head size, f inner width of the MLP on the rank, s sequence, v vocabulary of the rank. The bytes of
+element-wise kernels count each tensor that is read or written once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ MASK = 1
 MLP_INPUTS = ("mlp.up", "mlp.gate")
 """Matrices of an MLP that read the residual stream; the second of those with gates."""
 KEYS_OF_BLOCK = 512
-"""Of which torch's fused attention goes through all on a CPU, or through none."""
+"""Block of scores that torch's fused attention on a CPU computes as a whole, or skips as a whole."""
 CAST_ROWS, CAST_COLUMNS, CAST_BOTH = 5, 5, 6
-"""Bytes that are moved for an element of 16 bits: it is read for the scale and to be cast, and written once or
-twice."""
+"""Bytes moved per 16-bit element: read for the scale and again for the cast, and written once or twice."""
 
 
 def unit_of(*rows: int) -> int:
-    """Of elements, by which all of these rows of matrices can be divided, as far as it matters."""
+    """A number of elements that divides all these row lengths, as far as alignment matters."""
     return math.gcd(ROW_BYTES, *rows)
 
 
@@ -45,10 +44,10 @@ class LayerTime:
     groups: Groups
     software: Software
     frozen: frozenset[str] = frozenset()
-    """Names within a layer of parameters that are not trained, or of the output layer's weight."""
+    """Names, within a layer, of parameters that are not trained; or that of the output layer's weight."""
 
     def without(self, frozen: frozenset[str]) -> LayerTime:
-        """The same where these are not trained."""
+        """The same with these parameters frozen."""
         return replace(self, frozen=frozen)
 
     def __post_init__(self) -> None:
@@ -68,7 +67,7 @@ class LayerTime:
         self.has_dropout = model.dropout > 0
 
     def passes(self) -> Passes:
-        """All of them."""
+        """The times of all parts."""
         forward, backward, weight = self.forward(), self.backward_input(), self.backward_weight()
         forward.copies = self._waiting_for_copies(forward.device_seconds)
         backward.copies = self._waiting_for_copies(backward.device_seconds + weight.device_seconds)
@@ -83,8 +82,8 @@ class LayerTime:
         )
 
     def _waiting_for_copies(self, seconds: float) -> float:
-        """What a layer that takes so long waits, as a mean over a stage's layers, for activations of those that have
-        them in host memory: each one's copies have as many layers to hide behind as there are to one of them."""
+        """How long a layer that takes `seconds` waits for offloaded activations, as a mean over a stage's layers: the
+        copies of each offloaded layer overlap with its share of all layers."""
         layout, model = self.spec.layout, self.spec.model
         fewest = max(1, model.layers // (layout.pipeline * layout.virtual_stages))
         layers = fewest if layout.stage_layers is None else min(layout.stage_layers)
@@ -97,10 +96,10 @@ class LayerTime:
         moved = sum(offloaded(self.spec, 0, 0, terms)) / rate
         return max(0.0, moved * count / layers - seconds)
 
-    # What passes are made of.
+    # Parts of passes.
 
     def _product(self, budget: Budget, m: int, n: int, k: int) -> None:
-        """Of the m tokens with a matrix."""
+        """A product of m tokens with a matrix."""
         budget.products += product_seconds(self.machine, m, n, k, 1, self.width, unit_of(n, k))
         budget.operations += 1
 
@@ -110,7 +109,7 @@ class LayerTime:
         budget.operations += 1
 
     def _cast(self, budget: Budget, columns: int, times: int, moved: int) -> None:
-        """With 8-bit products: matrices of all tokens and so many columns in all, in so many casts."""
+        """With 8-bit products: casts, `times` of them, of matrices of all tokens with `columns` columns in total."""
         if self.linear_width < self.width:
             budget.elementwise += memory_seconds(self.machine, moved * self.tokens * columns)
             budget.operations += 3 * times
@@ -132,17 +131,17 @@ class LayerTime:
         return reduce_seconds(tensor, cluster, size)
 
     def _communicate(self, budget: Budget, times: int) -> None:
-        """So many collectives, while nothing else runs."""
+        """`times` collectives, while nothing else runs."""
         if self.groups.tensor.size > 1:
             budget.tensor += times * self._boundary + self._waits(times) * self.machine.constants.skew_seconds
             budget.operations += times
 
     def _waits(self, times: int) -> float:
-        """How many of so many collectives find ranks apart: a gather follows a scatter closely."""
+        """How many of `times` collectives wait for late ranks: a gather that directly follows a scatter does not."""
         return times / 2 if self.spec.layout.sequence_parallel_on else times
 
     def _communicate_beside(self, budget: Budget, times: int, work: float) -> None:
-        """So many collectives beside so many seconds of products, as far as the engine does that."""
+        """`times` collectives that overlap with `work` seconds of products, as far as the engine does that."""
         hidden = self.software.overlaps_tensor
         if not hidden:
             self._communicate(budget, times)
@@ -152,7 +151,7 @@ class LayerTime:
             budget.operations += times
 
     def _enter(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
-        """Forward products (n, k) of what enters a tensor-parallel block, which is gathered where the sequence is
+        """Forward products (n, k) of the input of a tensor-parallel block, which is gathered first if the sequence is
         split."""
         if self.spec.layout.sequence_parallel_on:
             self._with_boundary(budget, width, *products)
@@ -165,20 +164,20 @@ class LayerTime:
         budget.operations += len(products)
 
     def _with_boundary(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
-        """Products of all tokens that share an input, with the collective that brings it or that sums up their result:
-        one after the other, or chunk by chunk beside each other."""
+        """Products of all tokens with a common input, and the collective that gathers it or sums their result: one
+        after the other, or overlapping chunk by chunk."""
         layout, ranks = self.spec.layout, self.groups.tensor.size
         chunks = layout.forward_chunks if ranks > 1 else 1
         if chunks == 1:
             self._forward_products(budget, width, *products)
             self._communicate(budget, 1)
             return
-        # Of each rank's part of the sequence one block, in one kernel.
+        # One block of each rank's part of the sequence, in one kernel.
         blocks = ranks if layout.sequence_parallel_on else 1
         rows = -(-self.tokens // (blocks * chunks))
         product = sum(product_seconds(self.machine, rows, n, k, blocks, width, unit_of(n, k)) for n, k in products)
         collective = self._collective(self.tokens * self.hidden * self.width / chunks)
-        # All but the first gathering, or the last sum, run beside a product.
+        # Every chunk's collective overlaps with a product, except the first gather or the last sum.
         hidden = self.software.overlaps_tensor * (chunks - 1) * min(collective, product)
         budget.products += chunks * product
         budget.tensor += chunks * collective - hidden + self._waits(1) * self.machine.constants.skew_seconds
@@ -211,7 +210,8 @@ class LayerTime:
         return (tensors * self.width + (MASK if self.has_dropout else 0)) * self.outside * self.hidden
 
     def _attention_products(self, budget: Budget, scores: int, context: int) -> None:
-        """Batched products over [s, s] scores: `scores` that make such, `context` that read them."""
+        """Batched products over [s, s] scores: `scores` products that compute scores, `context` products that read
+        them."""
         model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
         s, d = model.sequence_length, model.head_size
         unit = unit_of(s, d)
@@ -249,8 +249,8 @@ class LayerTime:
         budget.operations += 3
 
     def _fused_attention(self, budget: Budget, times: float) -> None:
-        """Kernels that hold no scores and leave out what the causal mask hides, on cores by blocks; with a window's
-        mask they go through all scores. A backward has five products where a forward has two (arXiv:2205.14135,
+        """Kernels that do not store scores and skip what the causal mask hides (on cores, in whole blocks); with a
+        window's mask they compute all scores. A backward has five products where a forward has two (arXiv:2205.14135,
         section 3). They reach about half of the rate of a large product (arXiv:2307.08691, section 4), whose tiles of
         scores never leave a multiprocessor."""
         model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
@@ -268,12 +268,12 @@ class LayerTime:
 
     @cached_property
     def _windowed(self) -> float:
-        """Part of the layers whose attention has a window: what one takes is a mean over all of them."""
+        """Part of the layers whose attention has a window; times of a layer are means over all of them."""
         model = self.spec.model
         return sum(model.window(layer) is not None for layer in range(model.layers)) / model.layers
 
     def backward_input(self) -> Budget:
-        """The half of one layer's backward that makes gradients of activations, with what is recomputed."""
+        """The half of one layer's backward that computes gradients of activations, including recomputation."""
         budget, width, h = Budget(), self.width, self.hidden
         columns = self.attention_width + self.key_values
         for _ in range(2):
@@ -294,8 +294,8 @@ class LayerTime:
         return budget.plus(self.recomputed(), self._recomputed_part)
 
     def _tensor_backward(self, budget: Budget) -> None:
-        """Gradients of blocks' inputs are reduced; with sequence parallelism those of their outputs are gathered
-        first, and the inputs again for the weights' gradients."""
+        """Collectives of backward: gradients of the blocks' inputs are reduced; with sequence parallelism those of
+        their outputs are gathered first, and the inputs again for the weights' gradients."""
         weights = self.weight_products()
         if self.spec.layout.sequence_parallel_on:
             again = bool(self.trained_projections) + any(map(self._is_trained, MLP_INPUTS[: self.up_matrices]))
@@ -318,7 +318,7 @@ class LayerTime:
 
     @property
     def _projected(self) -> list[int]:
-        """The same, as the engine makes its products."""
+        """The same, combined as the engine computes them."""
         return [sum(self.trained_projections)] if self.trained_projections else []
 
     def trained_matrices(self) -> list[tuple[int, int]]:
@@ -329,12 +329,12 @@ class LayerTime:
         return sizes + [(self.inner, h) for name in MLP_INPUTS[: self.up_matrices] if self._is_trained(name)]
 
     def weight_products(self) -> float:
-        """Seconds of all products for the weights' gradients of a layer."""
+        """Seconds of all products for a layer's weight gradients."""
         machine, tokens, width = self.machine, self.tokens, self.linear_width
         return sum(product_seconds(machine, m, n, tokens, 1, width, unit_of(m, n)) for m, n in self.trained_matrices())
 
     def _cast_inputs(self, budget: Budget) -> None:
-        """Of products for weights that are trained."""
+        """Casts of the inputs of products for trained weights."""
         inputs = [self.hidden] if self.trained_projections else []
         inputs += [self.hidden] if any(map(self._is_trained, MLP_INPUTS[: self.up_matrices])) else []
         inputs += [self.attention_width] if self._is_trained("attention.output") else []
@@ -342,7 +342,7 @@ class LayerTime:
         self._cast(budget, sum(inputs), len(inputs), CAST_COLUMNS)
 
     def backward_weight(self) -> Budget:
-        """The half that makes gradients of weights, and adds them up."""
+        """The half of backward that computes gradients of weights and accumulates them."""
         matrices = self.trained_matrices()
         budget = Budget(products=self.weight_products(), operations=2 * len(matrices))
         self._cast_inputs(budget)
@@ -354,7 +354,7 @@ class LayerTime:
 
     @cached_property
     def _recomputed_part(self) -> float:
-        """How many of a step's layers and micro-batches that have a backward have something to compute again."""
+        """Part of a step's layers and micro-batches with a backward that recompute something."""
         layout, batch = self.spec.layout, self.spec.train.global_batch_size
         if layout.recompute_every == 1 and layout.recompute_keep == 0:
             return 1.0
@@ -362,7 +362,7 @@ class LayerTime:
         return recomputed_layer_passes(self.spec, batch) / max(1, reached * batch)
 
     def recomputed(self) -> Budget:
-        """What a layer's backward computes again, where it does."""
+        """What a layer's backward recomputes."""
         layout = self.spec.layout
         if layout.recompute == "none":
             return Budget()
@@ -383,14 +383,14 @@ class LayerTime:
     # The ends of the model.
 
     def embedding_forward(self) -> Budget:
-        """Rows of the table, over the tensor group a sum; positions and dropout."""
+        """Looks up rows of the table, sums them over the tensor group, adds positions and applies dropout."""
         budget = Budget()
         self._elements(budget, 6 * self.width * self.outside * self.hidden)
         self._communicate(budget, 1)
         return budget
 
     def embedding_backward(self) -> Budget:
-        """Gradients back into rows."""
+        """Adds gradients to rows of the table."""
         budget = Budget()
         self._elements(budget, 6 * self.width * self.tokens * self.hidden)
         return budget
@@ -400,7 +400,7 @@ class LayerTime:
         return padded_vocabulary(self.spec) // self.spec.layout.tensor
 
     def output_forward(self) -> Budget:
-        """Final norm, logits, cross-entropy in fp32; with `train.head_tokens` the norm alone."""
+        """Final norm, logits, cross-entropy in fp32; with `train.head_tokens` only the norm."""
         budget = Budget()
         self._elements(budget, 2 * self.width * self.outside * self.hidden)
         return budget if self.spec.train.head_tokens else budget.plus(self._logits_forward())
@@ -424,7 +424,7 @@ class LayerTime:
         return product_seconds(self.machine, rows, columns, self.tokens, 1, self.width, unit_of(rows, columns))
 
     def output_backward(self) -> Budget:
-        """The same, back."""
+        """Backward of `output_forward`."""
         budget = Budget()
         loss = self.software.loss_bytes[1] - WIDE + self.width
         self._elements(budget, loss * self.tokens * self._vocabulary)

@@ -1,9 +1,9 @@
-"""Runs of weeks on many GPUs, with failures: how much of the time trains, what spares and checkpoints are worth. Pure
-Python.
+"""Runs of weeks on many GPUs, with failures: how much of the time is spent training, and what spares and checkpoints
+are worth. Pure Python.
 
-A run is simulated from failure to failure: failures are exponential, each costs what its kind takes, and nodes that are
-lost come back later. Two systems are told apart: one that keeps the state in memory beside every rank and on another
-node (this one), and one that starts the whole gang again from a checkpoint after every failure.
+A run is simulated from failure to failure: times between failures are exponential, each failure costs what its kind
+takes, and lost nodes come back later. Two systems are compared: one that keeps the state in memory on each rank's node
+and on another node (this one), and one that restarts the whole gang from a checkpoint after every failure.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from typing import Literal
 from workers.errors import MantaError
 
 SEEDS = 5
-"""Runs over which an outcome is a mean."""
+"""Simulated runs whose mean is an outcome."""
 MOST_SPARES = 8
 MOST_FAILURES = 2000
-"""Expected in a run that is simulated as it is; of a longer one a part with so many stands for the whole. One that has
-ten times as many, and is not done, never will be."""
+"""Most expected failures of a run that is simulated in full; of a longer one a part with that many is simulated. A run
+that reaches ten times as many failures before its end is never done."""
 
 
 class NeverDone(MantaError):
-    """Failures come faster than steps."""
+    """Failures come faster than steps are completed."""
 
 
 @dataclass(frozen=True)
 class Reliability:
-    """Hours between failures."""
+    """How often something fails."""
 
     gpu_hours_a_process: float = 217_000.0
-    """Of GPUs, between failures after which the node is still of use: software, time-outs, links."""
+    """GPU hours between failures after which the node is still usable: software, timeouts, links."""
     gpu_hours_a_node: float = 66_000.0
-    """Of GPUs, between failures that cost a node until it is repaired."""
+    """GPU hours between failures that cost a node until it is repaired."""
     hours_of_all: float = 720.0
-    """Between failures of everything at once, such as power or the network's core: an assumption."""
+    """Hours between failures of everything at once, such as power or the core network: an assumption."""
 
 
 LLAMA_3 = Reliability()
 """419 unexpected interruptions of 16,384 GPUs in 54 days (arXiv:2407.21783, section 3.3.4, table 5): 98 of them by
-software, time-outs, dependencies and links between nodes, the others by hardware of a node."""
+software, timeouts, dependencies and links between nodes, the others by hardware of a node."""
 
 
 @dataclass(frozen=True)
@@ -51,29 +51,29 @@ class Recovery:
     """What failures and checkpoints cost, in seconds."""
 
     process: float
-    """From a failure to the next step, where the node is still of use."""
+    """From a failure to the next step, if the node is still usable."""
     node: float
-    """The same where another node takes its place."""
+    """The same if another node replaces it."""
     all: float
-    """Where everything starts again from a checkpoint."""
+    """The same if everything restarts from a checkpoint."""
     checkpoint: float
-    """That training stands still for a checkpoint."""
+    """How long training stands still for a checkpoint."""
     lost_steps: float
-    """Steps that are done again after a failure, in the mean; those behind the last checkpoint where nothing is kept in
-    memory."""
+    """Mean number of steps that are repeated after a failure; without snapshots in memory, those since the last
+    checkpoint in addition."""
     in_memory: bool = True
 
 
 MANTA = Recovery(process=5.0, node=60.0, all=600.0, checkpoint=0.1, lost_steps=1.0)
-"""This engine. A rank that is killed costs about a second on four ranks (docs/recovery.md); on thousands nobody has
-measured it, so five are assumed, and a minute for a node whose state comes from its backups."""
+"""This engine. A killed rank costs about a second on four ranks (docs/recovery.md). Nobody has measured it on
+thousands, so five seconds are assumed, and a minute for a node whose state comes from its backups."""
 RESTARTS = Recovery(process=600.0, node=600.0, all=600.0, checkpoint=10.0, lost_steps=0.0, in_memory=False)
-"""A system that starts again from the last checkpoint, in ten minutes."""
+"""A system that restarts from the last checkpoint in ten minutes."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training, and the cluster that it has."""
+    """A training, and the cluster that it uses."""
 
     gpus: int
     gpus_per_node: int
@@ -81,56 +81,56 @@ class Run:
     step_seconds: float
     steps: int
     checkpoint_seconds: float
-    """Of training between two checkpoints."""
+    """Seconds of training between two checkpoints."""
     spares: int = 0
-    """Nodes that wait to take the place of others."""
+    """Nodes that stand by to replace others."""
     repair_hours: float = 24.0
-    """Until a node that was lost is of use again."""
+    """Hours until a lost node is usable again."""
     beside_seconds: float = 0.0
-    """What is done beside steps (`beside_steps.py`), for each of them."""
+    """Seconds per step of the work outside steps (`beside_steps.py`)."""
     short: Literal["shrink", "wait"] = "shrink"
-    """What happens without enough nodes: fewer replicas, or nothing."""
+    """What happens without enough nodes: fewer replicas, or waiting."""
 
     @property
     def seconds(self) -> float:
-        """Without failures and checkpoints."""
+        """Seconds without failures and checkpoints."""
         return self.steps * (self.step_seconds + self.beside_seconds)
 
     @property
     def nodes(self) -> int:
-        """That it uses."""
+        """Nodes that it uses."""
         return -(-self.gpus // self.gpus_per_node)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run; seconds are of the clock."""
+    """Result of a run, in seconds of wall time."""
 
     seconds: float
     training: float
-    """Of steps that counted, at full speed."""
+    """Steps that counted, at full speed."""
     redone: float
-    """Of steps that were lost and done again."""
+    """Steps that were lost and repeated."""
     recovering: float
     checkpoints: float
     waiting: float
-    """Without enough nodes."""
+    """Waiting without enough nodes."""
     slower: float
-    """Lost by training with fewer replicas."""
+    """Time lost by training with fewer replicas."""
     beside_steps: float
-    """Validation, and what waits for snapshots."""
+    """Validation, and updates that wait for snapshots."""
     failures: float
     gpu_hours: float
-    """With spares."""
+    """Including those of spares."""
 
     @property
     def goodput(self) -> float:
-        """Part of the time that trained."""
+        """Part of the wall time that was spent training."""
         return self.training / self.seconds
 
 
 def simulate(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3, seeds: int = SEEDS) -> Outcome:
-    """The mean of so many runs. Raises NeverDone."""
+    """The mean of `seeds` runs. Raises NeverDone."""
     part = _part(run, recovery, reliability)
     outcomes = [_simulated(part, recovery, reliability, random.Random(seed)) for seed in range(seeds)]
     times, fields = run.steps / part.steps, Outcome.__dataclass_fields__
@@ -138,7 +138,7 @@ def simulate(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3, s
 
 
 def _part(run: Run, recovery: Recovery, reliability: Reliability) -> Run:
-    """As much of a run as is simulated."""
+    """The part of a run that is simulated."""
     failures = run.seconds * sum(_Clock(run, recovery, reliability, random.Random(0)).rates())
     if failures <= MOST_FAILURES:
         return run
@@ -146,7 +146,7 @@ def _part(run: Run, recovery: Recovery, reliability: Reliability) -> Run:
 
 
 class _Clock:
-    """One run under way."""
+    """A run in progress."""
 
     def __init__(self, run: Run, recovery: Recovery, reliability: Reliability, draw: random.Random):
         self.run, self.recovery, self.reliability, self.draw = run, recovery, reliability, draw
@@ -154,18 +154,18 @@ class _Clock:
         self.failures = 0
         self.usable = run.nodes + run.spares
         self.repairs: list[float] = []
-        """When nodes that were lost come back."""
+        """When lost nodes come back."""
         self.last_lost = -math.inf
 
     def speed(self) -> float:
-        """Part of the replicas that train."""
+        """Part of the replicas that are training."""
         if self.run.short == "wait":
             return 1.0 if self.usable >= self.run.nodes else 0.0
         nodes_each = self.run.nodes / self.run.replicas
         return min(self.run.replicas, math.floor(self.usable / nodes_each + 1e-9)) / self.run.replicas
 
     def train_until(self, moment: float) -> None:
-        """Train up to `moment` of the clock or to the end; nodes come back meanwhile."""
+        """Train up to `moment` or to the end; lost nodes come back meanwhile."""
         while self.now < moment and self.done < self.run.seconds:
             while self.repairs and self.repairs[0] <= self.now:
                 heapq.heappop(self.repairs)
@@ -185,13 +185,13 @@ class _Clock:
             self.now += passed
 
     def fail(self) -> None:
-        """Something fails now."""
+        """A failure happens now."""
         process, node, everything = self.rates()
         kind = self.draw.choices((process, node, everything), (process, node, everything))[0]
         self.failures += 1
         both_lost = False
         if kind is node:
-            # A rank's state lies on two nodes; both are gone where the second fails before a copy is made anew.
+            # A rank's state is on two nodes; both copies are lost if the second node fails before a new copy is made.
             recent = self.now - self.last_lost < self.recovery.node
             both_lost = recent and self.draw.random() < 1 / max(1, self.run.nodes - 1)
             self.last_lost = self.now
@@ -209,7 +209,7 @@ class _Clock:
         self.now += seconds
 
     def rates(self) -> tuple[float, float, float]:
-        """Failures a second of a process, of a node, of everything."""
+        """Failures per second: of a process, of a node, of everything."""
         gpus, reliability = self.run.gpus, self.reliability
         return (
             gpus / reliability.gpu_hours_a_process / 3600,
@@ -238,8 +238,8 @@ def _simulated(run: Run, recovery: Recovery, reliability: Reliability, draw: ran
 
 
 def daly(checkpoint: float, between: float) -> float:
-    """Seconds of training between two checkpoints that cost `checkpoint` seconds each, where failures that need one
-    come every `between` seconds (Daly, FGCS 22, 2006, equation 37)."""
+    """Seconds of training between two checkpoints that cost `checkpoint` seconds each, if failures that need one come
+    every `between` seconds (Daly, FGCS 22, 2006, equation 37)."""
     if checkpoint >= 2 * between:
         return between
     ratio = checkpoint / (2 * between)
@@ -247,7 +247,7 @@ def daly(checkpoint: float, between: float) -> float:
 
 
 def seconds_between_restores(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3) -> float:
-    """Mean time between failures that need a checkpoint."""
+    """Mean seconds between failures that need a checkpoint."""
     process, node, everything = _Clock(run, recovery, reliability, random.Random(0)).rates()
     if not recovery.in_memory:
         return 1 / (process + node + everything)
@@ -265,19 +265,20 @@ def best_spares(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3
 
 @dataclass(frozen=True)
 class Advice:
-    """A run with failures, and what is best for it."""
+    """A run with failures, and the best settings for it."""
 
     outcome: Outcome
-    """With `spares`, and checkpoints every `checkpoint_seconds`."""
+    """The outcome with `spares`, and checkpoints every `checkpoint_seconds`."""
     restarted: Outcome
-    """The same run where every failure starts everything again from a checkpoint, with that system's best interval."""
+    """The outcome of the same run if every failure restarts everything from a checkpoint, with the best interval for
+    that."""
     spares: int
-    """Nodes beside those that train, with which the run takes the fewest GPU-hours."""
+    """Standby nodes with which the run takes the fewest GPU hours."""
     checkpoint_seconds: float
 
 
 def advise(run: Run) -> Advice:
-    """Look at `run`, whose spares and checkpoints are chosen. Raises NeverDone."""
+    """Choose spares and checkpoint interval of `run`, and simulate it. Raises NeverDone."""
 
     def chosen(recovery: Recovery) -> Run:
         return replace(run, checkpoint_seconds=daly(recovery.checkpoint, seconds_between_restores(run, recovery)))

@@ -1,6 +1,6 @@
-"""Memory of a job's ranks by part, before it runs, and what would make it fit. Pure Python.
+"""Predicts the memory of a job's ranks by part, and says what would make the job fit. Pure Python.
 
-The arithmetic is that of `workers/accounting/device_bytes.py`, which torch's own count of a step is held against.
+The arithmetic is that of `workers/accounting/device_bytes.py`, which is checked against torch's own count of a step.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from workers.spec.parameters import first_trained_layer, frozen_by_layer
 from workers.spec.rules import find_problems
 
 RESERVE = 0.04
-"""Part of a device's memory that stays free for what the allocator cannot use: it keeps blocks of the sizes that it was
-asked for."""
+"""Part of a device's memory that stays free for fragmentation: the allocator keeps blocks of the sizes that were
+requested."""
 
 
 HEAD_TOKENS = 1024
-"""Of `train.head_tokens`, where it is advised: enough for a GPU's matrix products."""
+"""The value suggested for `train.head_tokens`: large enough for a GPU's matrix products."""
 
 
 @dataclass(frozen=True)
@@ -42,30 +42,30 @@ class RankMemory:
     gradients: float
     optimizer: float
     activations: float
-    """Kept from forward to backward, with the logits."""
+    """Kept from forward to backward, logits included."""
     buffers: float
-    """Beside them for a moment: gradients of activations, a layer that is recomputed, copies of parameters on their way
-    to other replicas."""
+    """Temporary: gradients of activations, a layer that is being recomputed, copies of parameters on their way to other
+    replicas."""
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """All parts together."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
     def parts(self) -> dict[str, int]:
-        """By name, in bytes, with the total."""
+        """Bytes of each part by name, and the total."""
         names = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
         return {name: round(getattr(self, name)) for name in names}
 
 
 def usable_bytes(cluster: Cluster) -> float:
-    """What a rank may take of a device's memory."""
+    """Bytes of a device's memory that a rank may use."""
     return cluster.machine.accelerator.memory_bytes * (1 - RESERVE)
 
 
 def worst_rank(spec: JobSpec, machine: Machine | None = None, usable: float = math.inf) -> RankMemory:
-    """The rank that needs most; of those that need more than `usable` bytes the first that is looked at. `machine`:
-    what ranks are on, which makes some tensors otherwise; by default a GPU."""
+    """The rank that needs most; if one needs more than `usable` bytes, the first such rank found. `machine`: what ranks
+    run on, which changes some tensors; by default a GPU."""
     passes, memories = _passes(spec, machine), []
     for rank in _candidates(spec):
         memories.append(_memory(passes, rank))
@@ -75,10 +75,10 @@ def worst_rank(spec: JobSpec, machine: Machine | None = None, usable: float = ma
 
 
 def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
-    """The rank that has the least bytes to spare, and how many it may take. Raises UnknownMachine where the layout
-    wants nodes that the cluster has not."""
+    """The rank with the least memory to spare, and the bytes that it may use. Raises UnknownMachine if the layout asks
+    for nodes that the cluster does not have."""
     parts = parts_of(spec, cluster)
-    if spec.layout.stage_accelerators is None:  # on any nodes, so on those where there is least room
+    if spec.layout.stage_accelerators is None:  # any kind of node may be used, so the one with the least room counts
         memories = [(worst_rank(spec, part.machine), usable_bytes(part)) for part in cluster.parts]
     elif all(part is parts[0] for part in parts):
         memories = [(worst_rank(spec, parts[0].machine), usable_bytes(parts[0]))]
@@ -88,21 +88,20 @@ def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
 
 
 def least_to_spare(memories: Sequence[tuple[RankMemory, float]]) -> tuple[RankMemory, float]:
-    """Of ranks, and what each may take, the one that has the fewest bytes left."""
+    """The rank with the fewest bytes left; each comes with the bytes that it may use."""
     return max(memories, key=lambda each: each[0].total - each[1])
 
 
 def by_kind(spec: JobSpec, parts: Sequence[Cluster]) -> list[tuple[RankMemory, float]]:
-    """Memory of a rank of each stage that may need most of those that are alike, and what it may take; `parts`: where
-    each stage is."""
+    """Memory of the ranks that may need most, and the bytes that each may use; `parts`: the nodes of each stage."""
     ranks = _candidates(spec, [part.type for part in parts])
     return [(memory_of(spec, rank, parts[rank].machine), usable_bytes(parts[rank])) for rank in ranks]
 
 
 def _candidates(spec: JobSpec, types: Sequence[str | None] | None = None) -> list[int]:
-    """Ranks one of which needs most, each once: both ends, the one behind the first, and of those that are alike, also
-    in their `types` of nodes, the first, which holds most micro-batches. Under zb-v that may be the last, and where a
-    part is frozen the second, as the first may be where backward ends."""
+    """Ranks of which one needs most: both ends, the second one, and of ranks that are alike (also in the `types` of
+    their nodes) the first, which holds most micro-batches. Under zb-v that may be the last instead, and with a frozen
+    part the second, since backward may end in the first."""
     last, alike = spec.layout.pipeline - 1, dict[object, list[int]]()
     for rank in range(last + 1):
         kind = _kind_of(spec, rank), None if types is None else types[rank]
@@ -115,7 +114,7 @@ def _candidates(spec: JobSpec, types: Sequence[str | None] | None = None) -> lis
 
 
 def _kind_of(spec: JobSpec, rank: int) -> tuple[object, ...]:
-    """What is the same for ranks that are alike: how many layers each chunk has, and what of them is frozen."""
+    """A key that is equal for ranks that are alike: number of layers of each chunk, and which parts are frozen."""
     if not spec.train.frozen:
         return _layers_of(spec, rank)
     first, by_layer = first_trained_layer(spec.model, spec.train.frozen), frozen_by_layer(spec)
@@ -124,7 +123,7 @@ def _kind_of(spec: JobSpec, rank: int) -> tuple[object, ...]:
 
 
 def _layers_of(spec: JobSpec, rank: int) -> tuple[int, ...]:
-    """Of each chunk."""
+    """Layers of each chunk."""
     layout, counts = spec.layout, layer_counts(spec.model.layers, spec.layout)
     kind, p, v = layout.schedule, layout.pipeline, layout.virtual_stages
     return tuple(counts[virtual_stage(kind, p, v, rank, chunk)] for chunk in range(v))
@@ -146,7 +145,7 @@ def _memory(passes: StepPeak, rank: int) -> RankMemory:
 
 
 def _enough(spec: JobSpec) -> int:
-    """As many micro-batches as there can be in flight, but for gpipe, where all are."""
+    """Enough micro-batches for the most that can be in flight; for gpipe that is all of them."""
     layout, m = spec.layout, spec.micro_batches
     if layout.schedule == "gpipe":
         return m
@@ -155,8 +154,8 @@ def _enough(spec: JobSpec) -> int:
 
 
 def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
-    """Bytes of a node's memory that its ranks take for snapshots, without backups of others', for other copies of their
-    state, and for activations and an optimizer's state that lie there."""
+    """Bytes of a node's memory that its ranks use for snapshots (without backups of other ranks), for other copies of
+    their state, and for offloaded activations and optimizer state."""
     ranks, stages = min(gpus_per_node, spec.layout.world_size), range(spec.layout.pipeline)
     waiting = max(
         host_bytes_of_rank(spec, stage, _enough(spec)) + host_state_bytes(spec, stage) + copies_bytes(spec, stage)
@@ -169,9 +168,9 @@ def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
 
 
 def layers_with_room(spec: JobSpec, usable: float, machine: Machine | None = None) -> tuple[int, ...]:
-    """For how many layers each pipeline rank has room in so many bytes, by what it needs now and what one more on each
-    of its virtual stages would need. Both are looked at for the ranks at the ends and those beside them; between those
-    they change from one to the next as the number of micro-batches in flight does. `machine` as in `worst_rank`."""
+    """For how many layers each pipeline rank has room in `usable` bytes, from what it needs now and what one more layer
+    on each of its virtual stages would need. Both are computed for the two ranks at either end, and interpolated for
+    those between them, where they change with the number of micro-batches in flight. `machine`: as in `worst_rank`."""
     stages, passes = spec.layout.pipeline, _passes(spec, machine)
     known = {rank: _growth(passes, rank) for rank in sorted({0, 1, stages - 2, stages - 1} & set(range(stages)))}
     room = []
@@ -186,8 +185,8 @@ def layers_with_room(spec: JobSpec, usable: float, machine: Machine | None = Non
 
 
 def _within_room(spec: JobSpec, usable: float, machine: Machine) -> tuple[int, ...] | None:
-    """Layers of each virtual stage for which there seems to be room, as even as they can be; None where nothing is to
-    be shared out otherwise."""
+    """Layers of each virtual stage for which there seems to be room, as even as possible; None if that does not differ
+    from the present ones."""
     layout = spec.layout
     if layout.pipeline == 1:
         return None
@@ -199,7 +198,8 @@ def _within_room(spec: JobSpec, usable: float, machine: Machine) -> tuple[int, .
 
 
 def _growth(passes: StepPeak, rank: int) -> tuple[float, float]:
-    """Bytes that a rank needs without layers, and for each, by a line through what it needs with two numbers."""
+    """Bytes that a rank needs without layers, and for each layer, by linear extrapolation from two numbers of
+    layers."""
     spec = passes.spec
     layout, counts = spec.layout, list(layer_counts(spec.model.layers, spec.layout))
     now = sum(_layers_of(spec, rank))
@@ -221,11 +221,11 @@ class Fit:
     usable: float
     """Bytes of a device that a rank may take."""
     change: str | None = None
-    """The smallest change that makes it fit; None where it fits, or where none was found."""
+    """The smallest change that makes it fit; None if it fits, or if none was found."""
 
     @property
     def fits(self) -> bool:
-        """Whether the rank that needs most finds room."""
+        """Whether there is room for the rank that needs most."""
         return self.missing <= 0
 
     @property
@@ -246,7 +246,7 @@ class Fit:
 
 
 def fits(spec: JobSpec, cluster: Cluster) -> Fit:
-    """Whether `spec` fits on the devices of `cluster`; where it does not, with the smallest change that helps."""
+    """Whether `spec` fits on the devices of `cluster`; if not, with the smallest change that helps."""
     fit = Fit(*tightest(spec, cluster))
     if fit.fits:
         return fit
@@ -260,12 +260,12 @@ def fits(spec: JobSpec, cluster: Cluster) -> Fit:
 
 
 def _broken(spec: JobSpec) -> set[str]:
-    """Keys that break rules; of a plan those of its data may."""
+    """Fields that break rules."""
     return {problem.path for problem in find_problems(spec)}
 
 
 def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[str, JobSpec]]:
-    """One change at a time, from those that cost least to those that take another cluster."""
+    """One change at a time, from the cheapest to those that need another cluster."""
     layout, size = spec.layout, spec.train.micro_batch_size
 
     def with_layout(**values: object) -> JobSpec:

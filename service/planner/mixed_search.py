@@ -1,9 +1,9 @@
 """The fastest layouts of a job on a cluster of unequal nodes. Pure Python.
 
-Besides all layouts on the nodes of one kind alone there are those whose pipeline goes over several: its first stages on
-nodes of one kind, those behind them on nodes of another, with fewer layers where these are slower. All replicas are cut
-alike, and tensor groups have one size everywhere, since that is what the engine runs. Layers are shared out so that the
-stage that takes longest takes the least, within what each stage's memory holds; then the step is simulated.
+Besides all layouts on nodes of one kind there are layouts whose pipeline spans several: its first stages on nodes of
+one kind, the next on nodes of another, with fewer layers where nodes are slower. All replicas have the same stages, and
+tensor groups have one size everywhere, since the engine runs nothing else. Layers are shared out so that the slowest
+stage is as fast as possible within the memory of each stage; then the step is simulated.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from workers.spec.divisors import divisors
 from workers.spec.rules import find_problems
 
 MOST_IN_A_PIPELINE = 3
-"""Kinds of nodes that one goes over."""
+"""Most kinds of nodes in one pipeline."""
 FEW_CHUNKS = (1, 2, 4)
-"""Virtual stages of a rank that are looked at on large clusters."""
+"""Numbers of virtual stages per rank that are looked at on large clusters."""
 MOST_IN_VAIN = 100
-"""Layouts of a large cluster that are simulated, one after the other, without one that is among the best."""
+"""Most layouts of a large cluster that are simulated in a row without improving the result."""
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """Axes that find room on several kinds of nodes."""
+    """Sizes of the axes that there is room for on several kinds of nodes."""
 
     order: tuple[int, ...]
-    """Which parts of the cluster, in the pipeline's order."""
+    """Parts of the cluster, in the pipeline's order."""
     stages: tuple[int, ...]
-    """How many are on each."""
+    """Number of stages on each part."""
     tensor: int
     data: int
 
@@ -63,26 +63,26 @@ class _Frame:
 
 @dataclass(frozen=True)
 class _Mixed:
-    """A layout in such a frame."""
+    """A layout within such a frame."""
 
     frame: _Frame
     shape: Candidate
 
     @property
     def recomputing_nothing(self) -> _Mixed:
-        """The same that keeps everything."""
+        """The same layout without recomputation."""
         return replace(self, shape=replace(self.shape, recompute="none"))
 
 
 def best_layouts(job: JobSpec, cluster: Cluster, limit: int = 5) -> Answer:
-    """The `limit` fastest layouts that the rules allow and that fit, on whatever nodes there are."""
+    """The `limit` fastest layouts that the rules allow and that fit, on equal or unequal nodes."""
     if cluster.others:
         return search_mixed(job, cluster, limit)
     return search(job, cluster, engine_on(cluster.machine), limit)
 
 
 def search_mixed(job: JobSpec, cluster: Cluster, limit: int = 5) -> Answer:
-    """The `limit` fastest layouts on the nodes of one kind, or over several. Deterministic."""
+    """The `limit` fastest layouts on nodes of one kind or over several. Deterministic."""
     answers = [_on_one_kind(job, part, limit) for part in cluster.parts]
     plans = sorted((plan for answer in answers for plan in answer.plans), key=lambda each: each.time.seconds)[:limit]
     best = sorted([*plans, *_over_several(job, cluster, limit, plans)], key=lambda each: each.time.seconds)[:limit]
@@ -91,7 +91,7 @@ def search_mixed(job: JobSpec, cluster: Cluster, limit: int = 5) -> Answer:
 
 
 def _on_one_kind(job: JobSpec, part: Cluster, limit: int) -> Answer:
-    """The layouts on these nodes alone, which say so."""
+    """The layouts on these nodes alone, with stages marked accordingly."""
     answer = search(job, part, engine_on(part.machine), limit)
     plans = tuple(replace(plan, spec=_placed(plan.spec, part)) for plan in answer.plans)
     where = f"among layouts on {part.type} alone"
@@ -105,14 +105,14 @@ def _placed(spec: JobSpec, part: Cluster) -> JobSpec:
 
 
 def _over_several(job: JobSpec, cluster: Cluster, limit: int, known: Sequence[Plan]) -> list[Plan]:
-    """The fastest over several kinds, as far as they can be among the best beside `known`. What takes least comes
-    first: frames by what their layers take at least, then the layouts in them, then these with their layers shared out,
-    then with all that a step has besides, which alone are simulated."""
+    """The fastest layouts over several kinds, as far as they can compete with `known`. The lowest bounds come first:
+    frames by a bound for their layers, then the layouts in them, then these with their layers shared out, then with
+    everything else in a step; only these last ones are simulated."""
     rates = _Rates(job, cluster.parts)
     seconds = sorted(plan.time.seconds for plan in known)
     several: list[Plan] = []
     enough: set[_Mixed] = set()
-    number = count()  # between equals the one that came first
+    number = count()  # of equal bounds the first one added comes first
     waiting: list[tuple[float, int, _Frame | _Mixed | _Stages | _Step]] = [
         (rates.least_of_frame(frame), next(number), frame)
         for frame in _frames(job, cluster.parts)
@@ -134,7 +134,7 @@ def _over_several(job: JobSpec, cluster: Cluster, limit: int, known: Sequence[Pl
             if stages.counts is not None:
                 heapq.heappush(waiting, (stages.least_seconds, next(number), stages))
         elif at.mixed.recomputing_nothing in enough:
-            continue  # the same that recomputes less fits
+            continue  # the same layout with less recomputation fits
         elif isinstance(at, _Stages):
             step = at.step(cluster)
             if step is not None:
@@ -160,8 +160,8 @@ class _Rates:
         self._updates: dict[tuple[int, int, int, int, int], float] = {}
 
     def balanced_seconds(self, mixed: _Mixed) -> float:
-        """Of the layers alone, if they could be cut so that no stage waits for another, and of the update; the slowest
-        replica is waited for."""
+        """Lower bound: the layers, if they could be divided so that no stage waits for another, and the update, times
+        the wait for the slowest replica."""
         frame, m = mixed.frame, mixed.shape.micro_batches(self._job)
         rate = sum(n / self._seconds(part, mixed.shape, m) for part, n in zip(frame.order, frame.stages, strict=True))
         update = min(self._update(part, mixed.shape, n) for part, n in zip(frame.order, frame.stages, strict=True))
@@ -169,25 +169,25 @@ class _Rates:
         return (m * self._job.model.layers / rate + update) * slowest
 
     def _update(self, part: int, shape: Candidate, stages: int) -> float:
-        """Least of the update, with so many stages there."""
+        """Lower bound for the update, with `stages` stages on that part."""
         key = part, shape.tensor, shape.pipeline, shape.data, stages
         if key not in self._updates:
             self._updates[key] = self.timed[part].least_update(shape, stages)
         return self._updates[key]
 
     def least_of_frame(self, frame: _Frame) -> float:
-        """The least of those of its layouts."""
+        """Lower bound for all layouts of the frame."""
         return min(self.balanced_seconds(_Mixed(frame, shape)) for shape in _shapes(self._job, frame))
 
     def message(self, part: int, other: int, shape: Candidate) -> float:
-        """Least of a message between two stages."""
+        """Lower bound for a message between two stages."""
         inside, between = self._messages_of(part, shape)
         if part != other:
             return max(between, self._messages_of(other, shape)[1])
         return min(inside, between) if 2 * shape.tensor <= self.timed[part].cluster.gpus_per_node else between
 
     def _messages_of(self, part: int, shape: Candidate) -> tuple[float, float]:
-        """On one node, and between two."""
+        """Seconds of a message within a node, and between two."""
         key = part, shape.tensor, shape.micro_batch
         if key not in self._messages:
             model = self.timed[part].model(shape)
@@ -195,7 +195,7 @@ class _Rates:
         return self._messages[key]
 
     def _seconds(self, part: int, shape: Candidate, micro_batches: int) -> float:
-        """Of one layer."""
+        """Seconds of one layer."""
         counted = micro_batches if self.timed[part].software.counts_kernels else 0
         key = part, shape.tensor, shape.micro_batch, shape.recompute, counted
         if key not in self._layer:
@@ -205,12 +205,12 @@ class _Rates:
 
 
 def _is_complete(job: JobSpec, parts: Sequence[Cluster]) -> bool:
-    """Whether every size is looked at: the more kinds there are, the more orders and sizes of each."""
+    """Whether every size is looked at: with more kinds there are more orders, and more sizes of each."""
     return len(parts) == 2 and sum(part.gpus for part in parts) * job.model.layers <= COMPLETE
 
 
 def _frames(job: JobSpec, parts: Sequence[Cluster]) -> Iterator[_Frame]:
-    """Every order of two or three parts, with every size of the axes that finds room there."""
+    """Every order of two or three parts, with every size of the axes that there is room for."""
     complete = _is_complete(job, parts)
     for kinds in range(2, min(MOST_IN_A_PIPELINE, len(parts)) + 1):
         for order in permutations(range(len(parts)), kinds):
@@ -226,7 +226,7 @@ def _frames(job: JobSpec, parts: Sequence[Cluster]) -> Iterator[_Frame]:
 
 
 def _shapes(job: JobSpec, frame: _Frame) -> Iterator[Candidate]:
-    """Of every micro-batch size the simplest layout."""
+    """The simplest layout for each micro-batch size."""
     for micro_batch in micro_batch_sizes(job, -(-job.train.global_batch_size // frame.data)):
         yield Candidate(sum(frame.stages), frame.tensor, frame.data, 1, "1f1b", micro_batch, RECOMPUTE[0])
 
@@ -241,13 +241,13 @@ def _layouts(job: JobSpec, frame: _Frame, complete: bool) -> Iterator[_Mixed]:
 
 
 def _data_sizes(most: int, batch: int, complete: bool) -> list[int]:
-    """Replicas; of large clusters those that divide the batch, and the most."""
+    """Numbers of replicas; on large clusters only those that divide the batch, and the largest."""
     most = min(most, batch)
     return list(range(1, most + 1)) if complete else sorted({most, *(size for size in divisors(batch) if size <= most)})
 
 
 def _stage_counts(most: int, complete: bool) -> list[int]:
-    """Stages on one part; of large clusters all that find room, or half of them."""
+    """Numbers of stages on one part; on large clusters only all that there is room for, or half of them."""
     return list(range(1, most + 1)) if complete else sorted({most, max(1, most // 2)})
 
 
@@ -262,8 +262,8 @@ class _Stages:
         self._part = {index: part for part, own in zip(parts, self._chunks, strict=True) for index in own}
         self._messages = [rates.message(part, other, shape) for part, other in pairwise(parts)]
         self.counts = self._shared_out(room)
-        """Layers of each virtual stage, so that the rank that takes longest takes the least; None where there is no
-        room for all."""
+        """Layers of each virtual stage, so that the slowest rank is as fast as possible; None if there is no room for
+        all."""
 
     def _shared_out(self, room: Sequence[int] | None) -> Counts | None:
         parts = {part: self._rates.timed[part].parts(self.mixed.shape) for part in self.mixed.frame.order}
@@ -279,19 +279,19 @@ class _Stages:
 
     @property
     def least_seconds(self) -> float:
-        """No more than a step takes: its pipeline; the slowest replica is waited for."""
+        """Lower bound for a step: of its pipeline, times the wait for the slowest replica."""
         timed, frame = self._rates.timed, self.mixed.frame
         return self.least_pipeline() * min(slowest_of(frame.data, timed[part].cluster) for part in frame.order)
 
     def least_pipeline(self) -> float:
-        """No more than the pipeline takes."""
+        """Lower bound for the pipeline."""
         shape = self.mixed.shape
         return least_pipeline(
             shape.schedule, self._chunks, list(self._times()), self._messages, shape.micro_batches(self._job)
         )
 
     def _times(self) -> Iterator[StageTimes]:
-        """Of each virtual stage."""
+        """Times of each virtual stage."""
         behind, last = 0, len(self._part) - 1
         for index, layers in enumerate(self.counts or ()):
             behind += layers
@@ -299,7 +299,7 @@ class _Stages:
             yield timed.stage_of(self.mixed.shape, own, index == 0, index == last)
 
     def step(self, cluster: Cluster) -> _Step | None:
-        """A step of this; None where the rules forbid it."""
+        """A step of this layout; None if the rules forbid it."""
         parts = [cluster.parts[part] for part in self.mixed.frame.part_of_stage]
         spec = self.mixed.shape.spec(self._job)
         stages = {"stage_layers": self.counts, "stage_accelerators": tuple(part.type for part in parts)}
@@ -324,20 +324,20 @@ class _Step:
 
     @property
     def least_seconds(self) -> float:
-        """No more than it takes."""
+        """Lower bound for the whole step."""
         return self.model.seconds_with(self.stages.least_pipeline())
 
     @property
     def memory(self) -> list[tuple[RankMemory, float]]:
-        """Of the ranks of which one needs most, each with what it may take."""
+        """Memory of the ranks of which one needs most, and the bytes that each may use."""
         return by_kind(self.model.spec, self._parts)
 
 
 def _fitted(cluster: Cluster, step: _Step, worst: float) -> Plan | None:
-    """The plan of this layout with as many layers on each stage as it has room for; None where it has not, or takes
-    longer than `worst`."""
+    """The plan of this layout, with as many layers on each stage as there is room for; None if there is not enough
+    room, or it takes longer than `worst`."""
     most = [step.model.spec.model.layers] * step.mixed.shape.pipeline
-    while step.model.time().seconds <= worst:  # with fewer layers where they take least it takes longer still
+    while step.model.time().seconds <= worst:  # moving layers away from where they are fastest makes it slower still
         held = step.memory
         full = [memory.rank for memory, usable in held if memory.total > usable]
         if not full:

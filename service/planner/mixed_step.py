@@ -1,7 +1,7 @@
-"""The step of a job whose pipeline's stages are on nodes of several kinds. Pure Python.
+"""The step of a job whose pipeline stages are on several kinds of nodes. Pure Python.
 
-Each stage is timed as one of a job on nodes of its own kind alone. What all ranks do at the end of a step takes as long
-as on the kind where it takes longest.
+Each stage is timed as if the whole job ran on nodes of that kind. Work that all ranks do at the end of a step takes as
+long as on the slowest kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Part(StepModel):
     """The stages on nodes of one kind."""
 
     def whole_model(self) -> tuple[Budget, Budget, Budget] | None:
-        """None: another part has the rest."""
+        """None: another part has the other stages."""
         return None
 
 
@@ -31,7 +31,7 @@ class MixedStepModel(StepModel):
     """The step of one job on a cluster of unequal nodes; the spec says where its stages are."""
 
     def __init__(self, spec: JobSpec, cluster: Cluster):
-        """Raises UnknownMachine where a stage is on GPUs that the cluster does not have."""
+        """Raises UnknownMachine if a stage is on GPUs that the cluster does not have."""
         layout = spec.layout
         types = layout.stage_accelerators or ()
         parts: dict[str, StepModel] = {}
@@ -49,11 +49,12 @@ class MixedStepModel(StepModel):
         super().__init__(spec, slowest.cluster, slowest.software, slowest.passes, slowest.parameters)
 
     def part_of(self, index: int) -> StepModel:
-        """The model of the nodes that virtual stage `index` is on."""
+        """The model of the part of the cluster that virtual stage `index` is on."""
         return self._stages[self.rank_of(index)]
 
     def message(self, index: int) -> float:
-        """Seconds of the message from virtual stage `index` to the next; between unequal nodes, of the slower end."""
+        """Seconds of the message from virtual stage `index` to the next; between unequal nodes, the slower end
+        counts."""
         here, there = self.rank_of(index), self.rank_of(index + 1)
         part = self._stages[here]
         if part is not self._stages[there]:
@@ -67,15 +68,15 @@ class MixedStepModel(StepModel):
         return 0.0
 
     def gradient_seconds(self, backward: float) -> float:
-        """Reduction over the replicas, as far as it is not hidden, where that takes longest."""
+        """The part of the reduction over replicas that nothing hides, where that takes longest."""
         return max(each.gradient_seconds(backward) for each in self._parts)
 
     def optimizer_seconds(self) -> float:
-        """The update, and bringing it to all replicas, where that takes longest."""
+        """The update and its distribution to all replicas, where that takes longest."""
         return max(each.optimizer_seconds() for each in self._parts)
 
     def tied_seconds(self) -> float:
-        """Summing up the gradients of an embedding that two stages hold, which are on two nodes."""
+        """Summing the gradients of an embedding that two stages on different nodes share."""
         layout, model = self.spec.layout, self.spec.model
         if not model.tie_embeddings or ends_share_rank(layout) or TOKEN_EMBEDDING in frozen_names(self.spec):
             return 0.0
@@ -85,8 +86,8 @@ class MixedStepModel(StepModel):
 
 
 def step_model(spec: JobSpec, cluster: Cluster, software: Software | None = None) -> StepModel:
-    """The step of a job where its layout says that it is. `software`: by default this engine. Raises UnknownMachine
-    where the cluster has no such nodes."""
+    """The step of a job, whatever nodes its layout asks for. `software`: by default this engine. Raises UnknownMachine
+    if the cluster has no such nodes."""
     part, *others = parts_of(spec, cluster)
     if any(other is not part for other in others):
         return MixedStepModel(spec, cluster)

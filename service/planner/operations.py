@@ -1,9 +1,9 @@
 """How long single operations take on one accelerator. Pure Python.
 
-A matrix product is cut into tiles, and each multiprocessor works on one tile at a time: the last wave of tiles need not
-fill them all (tile and wave quantization). An operation takes the larger of its arithmetic and its memory traffic. On
-a core of a CPU products of all shapes have about the same rate, and come after what they read and write. On a GPU that
-was measured every kernel takes a little beside its work, and products with few tiles cut their inner dimension too.
+A matrix product is divided into tiles, and each multiprocessor works on one tile at a time: the last wave of tiles need
+not fill them all (tile and wave quantization). An operation takes the larger of its arithmetic and its memory traffic.
+On a CPU core, products of all shapes have about the same rate, and arithmetic and memory traffic add up. On a
+calibrated GPU every kernel has a fixed cost, and products with few tiles may split their inner dimension too.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from service.planner.hardware import Machine
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """Rows and columns of a product's tile, and the rate of its inner loop relative to the largest: small tiles read more
-for what they compute."""
+per result."""
 
 
 RAMP = 32
-"""Elements of the inner dimension whose time filling and draining a tile's pipeline takes: one slice of a tile."""
+"""Time to fill and drain a tile's pipeline, in elements of the inner dimension: one slice of a tile."""
 
 
 WIDE = 4
-"""Bytes of fp32."""
+"""Bytes of an fp32 element."""
 SOFTMAX = 64
-"""The softmax within fused attention, as that much more width of each head in its products: a multiprocessor of Hopper
-has 16 exponentials or 4096 FLOP a clock."""
+"""Cost of the softmax within fused attention, expressed as additional width of each head in its products: a
+multiprocessor of Hopper does 16 exponentials or 4096 FLOP per clock."""
 ATTENTION_BACKWARD = 0.74
-"""Rate of its backward, of that of its forward (arXiv:2407.08608: 550 and 740 TFLOP/s)."""
+"""Rate of the backward relative to the forward (arXiv:2407.08608: 550 and 740 TFLOP/s)."""
 ROWS = 128
-"""Queries of which a multiprocessor computes attention at a time; of the scores on the diagonal it computes all."""
+"""Queries for which a multiprocessor computes attention at a time; of the scores on the diagonal it computes all."""
 SPLITS, LEAST_SPLIT = (1, 2, 4, 8), 512
-"""In how many parts the inner dimension of a product may be cut, and how many elements each has at least."""
+"""Numbers of parts that the inner dimension of a product may be split into, and the fewest elements of a part."""
 
 ROW_BYTES = 16
-"""Of which rows of matrices begin at multiples for tensor cores to read them at their full rate."""
+"""Alignment in bytes of matrix rows with which tensor cores read at full rate."""
 MISALIGNED = {8: 0.6, 4: 0.6, 2: 0.3}
-"""Rate of products in 16 bits whose rows begin at multiples of only so many bytes, of that of others: measured on A100s
+"""Rate of 16-bit products whose rows are aligned to only this many bytes, relative to aligned ones: measured on A100s
 for arXiv:2401.14489 (github.com/EleutherAI/cookbook, sizing/results of commit 27dff48): 51,138 columns of logits reach
 0.55 of what 51,136 do, odd numbers of them 0.29; attention over heads of 130 to 510 elements 0.59 to 0.77."""
 
 GRAIN_BYTES = 2 * 4 * 32768
-"""What an element-wise kernel moves for each thread at least: torch cuts none into pieces of fewer than 32,768
+"""Least bytes that an element-wise kernel moves per thread: torch does not split work into pieces of fewer than 32,768
 elements."""
 
 
@@ -51,8 +51,8 @@ elements."""
 def product_seconds(
     machine: Machine, m: int, n: int, k: int, batch: int = 1, width: int = 2, unit: int = ROW_BYTES
 ) -> float:
-    """Seconds of `batch` products [m, k] x [k, n] of elements of `width` bytes; `unit`: elements of which the rows of
-    all three matrices are multiples as they lie in memory."""
+    """Seconds of `batch` products [m, k] x [k, n] of elements of `width` bytes; `unit`: elements that the rows of all
+    three matrices, as they lie in memory, are multiples of."""
     if (core := machine.core) is not None:
         arithmetic = 2.0 * m * n * k * batch / core.product_rate(width)
         return (arithmetic + batch * width * (m * k + k * n + m * n) / core.memory) / machine.threads
@@ -70,15 +70,15 @@ def product_seconds(
 
 
 def product_rate(machine: Machine, width: int) -> float:
-    """FLOP/s of products of elements of `width` bytes that fill all multiprocessors of an accelerator; those that it
-    has not in 8 bits it makes in 16."""
+    """FLOP/s of products of elements of `width` bytes that fill all multiprocessors of an accelerator. If it has none
+    in 8 bits, it uses those in 16."""
     device = machine.accelerator
     peak = {1: device.peak_8bit or device.peak_16bit, 2: device.peak_16bit}.get(width, device.peak_fp32)
     return peak * machine.constants.product
 
 
 def _of_rows(unit: int, width: int) -> float:
-    """Rate of a product whose rows are multiples of `unit` elements, of that of one whose rows are aligned."""
+    """Rate of a product whose rows are multiples of `unit` elements, relative to one with aligned rows."""
     if width == WIDE:  # not by tensor cores
         return 1.0
     size = math.gcd(unit * width, ROW_BYTES)
@@ -86,7 +86,7 @@ def _of_rows(unit: int, width: int) -> float:
 
 
 def _measured_product(machine: Machine, m: int, n: int, k: int, batch: int, width: int, unit: int) -> float:
-    """The same on a GPU that was measured."""
+    """`product_seconds` on a calibrated GPU."""
     gpu, device = machine.gpu, machine.accelerator
     assert gpu is not None
     count, faster = device.multiprocessors, (device.peak_8bit or device.peak_16bit) / device.peak_16bit
@@ -108,15 +108,15 @@ def _measured_product(machine: Machine, m: int, n: int, k: int, batch: int, widt
 def attention_seconds(
     machine: Machine, heads: int, sequence: int, head_size: int, width: int = 2, masked: bool = False
 ) -> tuple[float, float]:
-    """Seconds of fused causal attention on a GPU that was measured, forward and backward; `heads`: of all samples.
-    Backward has five products where forward has two. `masked`: by a tensor, as for windows, so that all scores are
-    computed, at the same rate; that of the kernel for masks was not measured."""
+    """Seconds of fused causal attention on a calibrated GPU, forward and backward; `heads`: of all samples. Backward
+    has five products where forward has two. `masked`: with a mask tensor, as for windows, so that all scores are
+    computed, at the same rate (that of the kernel for masks was not measured)."""
     gpu, count = machine.gpu, machine.accelerator.multiprocessors
     assert gpu is not None
     each = 4.0 * (head_size + SOFTMAX)
     rows = min(ROWS, sequence)
     whole = each * heads * sequence * (sequence if masked else (sequence + rows) / 2)
-    longest = each * sequence * rows * count  # the last rows see all that is before them
+    longest = each * sequence * rows * count  # the last rows attend to all before them
     slower = 1.0 if width == 2 else gpu.product_16bit / gpu.product_fp32
     work = max(whole, longest) * slower
     backward = 2.5 * work / (gpu.attention * ATTENTION_BACKWARD)
@@ -143,7 +143,7 @@ class Budget:
     accumulation: float = 0.0
     """Adding gradients of micro-batches."""
     recomputation: float = 0.0
-    """What is computed again."""
+    """Recomputation in backward."""
     tensor: float = 0.0
     """Communication of the tensor group that nothing hides."""
     host: float = 0.0
@@ -154,18 +154,18 @@ class Budget:
 
     @property
     def seconds(self) -> float:
-        """Of the whole pass."""
+        """Seconds of the whole pass."""
         return self.device_seconds + self.host
 
     @property
     def device_seconds(self) -> float:
-        """Without waiting for the host."""
+        """Seconds without waiting for the host."""
         computes = self.products + self.attention + self.elementwise + self.accumulation + self.recomputation
         return computes + self.tensor + self.copies
 
     def wait_for_host(self, machine: Machine) -> Budget:
-        """The same, at least as long as the host takes for all operations; where it is the host that computes, longer
-        by that."""
+        """Makes the pass at least as long as the host takes for all its operations, or longer by that time if the host
+        is what computes. Returns itself."""
         host = self.operations * machine.constants.host_seconds
         self.host = host if machine.core is not None else max(0.0, host - self.device_seconds)
         return self

@@ -1,7 +1,6 @@
-"""A plan as an SVG picture: the pipeline of one step by rank, the step by what it goes to, memory by rank. Pure Python.
+"""A plan as an SVG picture: the pipeline of one step by rank, the parts of the step, memory by rank. Pure Python.
 
-A picture stands alone: it has no scripts, no fonts of its own and fetches nothing; each bar says what it is when the
-pointer rests on it.
+A picture is self-contained: it has no scripts or fonts of its own and fetches nothing; each bar has a tooltip.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 WIDTH, LEFT, LANE, GAP = 1200, 150, 22, 46
-"""Pixels: of a picture; in front of its bars; of a lane; between its parts."""
+"""Pixels: width of the picture, left margin, height of a lane, gap between parts."""
 _PASSES = {
     "forward": ("forward", "#4c78a8"),
     "backward": ("backward", "#54a24b"),
     "backward_input": ("backward, inputs", "#54a24b"),
     "backward_weight": ("backward, weights", "#b5cf6b"),
 }
-"""What a pass is called, and its colour."""
+"""Name and colour of each kind of pass."""
 _COLOURS = (
     "#4c78a8", "#9ecae9", "#88d27a", "#f58518", "#e45756", "#b279a2", "#d8d8d8", "#ffbf79", "#54a24b", "#8c6d31",
     "#79706e",
@@ -66,7 +65,7 @@ def _pipeline(bars: Sequence[Mapping[str, Any]] | None) -> _Part:
 
 
 def _step(shares: Sequence[Mapping[str, Any]]) -> _Part:
-    """One bar, and a line a part."""
+    """One bar for the whole step, and a line for each part."""
     total, at, lines = sum(each["seconds"] for each in shares), 0.0, []
     whole = sum(max(0.0, each["seconds"]) for each in shares)
     for row, (each, colour) in enumerate(zip(shares, cycle(_COLOURS), strict=False)):

@@ -1,7 +1,7 @@
 """Event simulation of a pipeline whose stages differ, over the schedules that the engine runs. Pure Python.
 
-`workers.parallel.pipeline.schedules.simulate` times one kind of stage with messages that never block; here every
-virtual stage has times of its own, and messages may take the time of both their ends. Where both apply they agree.
+`workers.parallel.pipeline.schedules.simulate` times equal stages with messages that never block; here every virtual
+stage has times of its own, and messages may take time at both ends. Where both apply they agree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workers.parallel.pipeline.schedules import compute_of_rank, forward_only
 from workers.parallel.pipeline.stages import place, virtual_stage
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
-"""Passes, as the simulation tells them apart."""
+"""Kinds of passes in the simulation."""
 _PASSES: dict[str, int] = {
     "forward": FORWARD,
     "backward": BACKWARD,
@@ -23,11 +23,11 @@ _PASSES: dict[str, int] = {
     "backward_weight": WEIGHT,
 }
 MOST_PASSES = 100_000
-"""Of a pipeline whose pace is looked for by simulating more of it."""
+"""Most passes that are simulated to find the steady pace of a pipeline."""
 ROUNDING = 1e-9
-"""Part by which sums of the same seconds may differ."""
+"""Relative difference that rounding may cause between sums of the same seconds."""
 PASS_NAMES = {number: name for name, number in _PASSES.items()}
-"""What the schedules call each pass."""
+"""Name of each kind in the schedules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StageTimes:
 
     @property
     def seconds(self) -> float:
-        """Of all passes."""
+        """Seconds of all passes."""
         return self.forward + self.backward_input + self.backward_weight
 
     @property
@@ -52,13 +52,13 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One pass on a pipeline rank, with the messages that take its time."""
+    """One pass on a pipeline rank, including messages that take its time."""
 
     rank: int
     kind: int
     """FORWARD, BACKWARD, INPUT or WEIGHT."""
     stage: int
-    """Virtual stage, in the model's order."""
+    """Index of the virtual stage, in the model's order."""
     micro_batch: int
     begin: float
     end: float
@@ -66,26 +66,26 @@ class Bar:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A step's pipeline on one replica."""
+    """The pipeline of one replica's step."""
 
     kind: str
     stages: int
     virtual_stages: int
     times: tuple[StageTimes, ...]
-    """Of each virtual stage, in the model's order."""
+    """Times of each virtual stage, in the model's order."""
     messages: tuple[float, ...]
-    """Seconds of a message from each virtual stage to the one behind it, and back."""
+    """Seconds of a message from each virtual stage to the next, and back."""
     blocking: bool
-    """Whether a message takes the time of both ends: then no other pass, and no other message, runs there."""
+    """Whether a message occupies both its ends, so that no other pass or message runs there meanwhile."""
     cores: SharedCores | None = None
-    """What the ranks share; None: each has a device of its own."""
+    """The cores that the ranks share; None: each rank has a device of its own."""
     trains: bool = True
-    """Whether there are backwards; else it evaluates."""
+    """Whether there are backwards; else only forwards, as in evaluation."""
 
     def seconds(self, micro_batches: int) -> float:
-        """From the first start to the last end. Beyond a few times as many micro-batches as stages every further one
-        takes equally long, so that not all are simulated. Where that is less than the busiest rank has to do, another
-        one that began later is still behind it, and more are looked at."""
+        """Seconds from the first start to the last end. Once there are a few times as many micro-batches as stages,
+        every further one takes equally long, so not all are simulated. If that pace is faster than the busiest rank can
+        be, another rank that began later is still catching up, and more micro-batches are simulated."""
         p, busy = self.stages, (1 - ROUNDING) * self._busy()
         few, more = (4 * p, 2 * p) if p <= 8 else (3 * p, p)
         while (count := few + micro_batches % more) + more < micro_batches:
@@ -99,8 +99,8 @@ class Pipeline:
         return self.simulated_seconds(micro_batches)
 
     def _busy(self) -> float:
-        """Seconds that each micro-batch keeps the busiest rank busy, or all cores, messages that take its time
-        included."""
+        """Seconds that each micro-batch occupies the busiest rank, or all cores, including messages that take its
+        time."""
         seconds = [each.seconds if self.trains else each.forward for each in self.times]
         if self.blocking:
             ways = 2 if self.trains else 1
@@ -109,22 +109,22 @@ class Pipeline:
         return self._most(seconds)
 
     def bars(self, micro_batches: int) -> list[Bar]:
-        """Every pass of every rank, when it begins and ends."""
+        """Every pass of every rank, with its begin and end."""
         spans: list[tuple[int, int, float, float]] = []
         self.simulated_seconds(micro_batches, spans)
         ranks = self._orders(micro_batches)
         return [Bar(rank, *ranks[rank][at], begin, end) for rank, at, begin, end in sorted(spans)]
 
     def simulated_seconds(self, micro_batches: int, spans: list[tuple[int, int, float, float]] | None = None) -> float:
-        """The same as `seconds`, with every micro-batch simulated. `spans`: takes rank, number of the pass on it,
-        begin and end of each."""
+        """The same as `seconds`, with every micro-batch simulated. `spans`: receives rank, number of the pass on it,
+        begin and end of each pass."""
         if self.cores is not None:
             return self._on_shared_cores(micro_batches, self.cores, spans)
         ranks = self._orders(micro_batches)
         return self._advance(_Clocks.of(self, micro_batches), ranks, [len(passes) for passes in ranks], spans)
 
     def _simulated_twice(self, fewer: int, more: int) -> tuple[float, float]:
-        """The same with two numbers of micro-batches; how ranks begin, which is the same, is simulated once."""
+        """`simulated_seconds` for two numbers of micro-batches; the passes with which both begin are simulated once."""
         if self.cores is not None:
             return self.simulated_seconds(fewer), self.simulated_seconds(more)
         shape = self.kind, self.stages, self.virtual_stages, fewer, more, self.trains
@@ -141,8 +141,8 @@ class Pipeline:
         ends: Sequence[int],
         spans: list[tuple[int, int, float, float]] | None = None,
     ) -> float:
-        """Let each rank do its passes up to number `ends`, as far as nothing that they need is missing. Returns when
-        the last of them is done."""
+        """Let each rank do its passes up to number `ends`, as far as their inputs are there. Returns when the last of
+        them is done."""
         count = len(self.times)
         seconds = [
             [each.forward for each in self.times],
@@ -151,7 +151,7 @@ class Pipeline:
             [each.backward_weight for each in self.times],
         ]
         arriving, leaving = self._occupied()
-        # A message that does not block delays only who waits for it.
+        # A message that does not block delays only its receiver.
         delays = [[0.0] * count] * 2 if self.blocking else arriving
         if not self.blocking:
             arriving = leaving = [[0.0] * count] * 2
@@ -189,7 +189,7 @@ class Pipeline:
     def _on_shared_cores(
         self, micro_batches: int, cores: SharedCores, spans: list[tuple[int, int, float, float]] | None
     ) -> float:
-        """The same, where who computes shares cores with all others that do; messages take the time of both ends."""
+        """The same if ranks that compute share cores; messages occupy both ends."""
         count = len(self.times)
         arriving, leaving = self._occupied()
 
@@ -211,7 +211,7 @@ class Pipeline:
         return simulate(each_rank, 2 * count * micro_batches, cores, spans)
 
     def work(self, micro_batches: int) -> float:
-        """Most seconds that any rank computes in the step, messages that block not counted; or that all cores do."""
+        """Most seconds that any rank computes in the step, or that all cores do, without messages that block."""
         return self._most([each.seconds for each in self.times]) * micro_batches
 
     def rank_work(self) -> list[float]:
@@ -219,11 +219,11 @@ class Pipeline:
         return self._by_rank([each.seconds for each in self.times])
 
     def _most(self, seconds: Sequence[float]) -> float:
-        """Of any rank, or of all cores, of what takes each virtual stage so many seconds."""
+        """The most seconds of any rank, or of all cores, if virtual stages take `seconds`."""
         ranks = self._by_rank(seconds)
         if self.cores is None:
             return max(ranks)
-        # Those that do the same at the same time share cores even while nobody else computes.
+        # The ranks of a tensor group, in all replicas, share cores even while no other stage computes.
         return max(max(ranks) / self.cores.speed(1), sum(ranks) * self.cores.ranks / self.cores.most)
 
     def _by_rank(self, seconds: Sequence[float]) -> list[float]:
@@ -237,8 +237,8 @@ class Pipeline:
         return _orders(self.kind, self.stages, self.virtual_stages, micro_batches, self.trains)
 
     def _occupied(self) -> tuple[list[list[float]], list[list[float]]]:
-        """Seconds of the message that comes into, and that leaves, each virtual stage: [backward or not][index].
-        None passes between virtual stages of the same rank."""
+        """Seconds of the incoming and of the outgoing message of each virtual stage: [is backward][index]. There is no
+        message between virtual stages of the same rank."""
         count = len(self.times)
         ranks = [place(self.kind, self.stages, self.virtual_stages, index)[0] for index in range(count)]
         between = [self.messages[i] if ranks[i] != ranks[i + 1] else 0.0 for i in range(count - 1)]
@@ -248,30 +248,30 @@ class Pipeline:
 
 @dataclass
 class _Clocks:
-    """How far a simulation is."""
+    """State of a simulation."""
 
     now: list[float]
-    """Of each rank."""
+    """Time of each rank."""
     reached: list[int]
-    """Passes that each has done."""
+    """Number of passes that each rank has done."""
     done: list[list[list[float]]]
-    """When the pass of each micro-batch on each virtual stage is done, below zero if it is not: [backward or
-    not][virtual stage][micro-batch]."""
+    """When the pass of each micro-batch on each virtual stage is done, negative if it is not: [is backward][virtual
+    stage][micro-batch]."""
 
     @classmethod
     def of(cls, pipeline: Pipeline, micro_batches: int) -> _Clocks:
-        """At the beginning."""
+        """The state at the beginning."""
         done = [[[-1.0] * micro_batches for _ in pipeline.times] for _ in range(2)]
         return cls([0.0] * pipeline.stages, [0] * pipeline.stages, done)
 
     def copy(self) -> _Clocks:
-        """From which another simulation goes on."""
+        """A copy, to continue from twice."""
         return _Clocks([*self.now], [*self.reached], [[[*each] for each in way] for way in self.done])
 
 
 @lru_cache(maxsize=64)
 def _alike(kind: str, stages: int, virtual_stages: int, fewer: int, more: int, trains: bool) -> tuple[int, ...]:
-    """With how many passes each rank begins in the same way whichever of two numbers of micro-batches there are."""
+    """Number of passes of each rank that are the same at the beginning for both numbers of micro-batches."""
     both = (_orders(kind, stages, virtual_stages, count, trains) for count in (fewer, more))
     return tuple(
         next((at for at, (a, b) in enumerate(zip(*passes, strict=False)) if a != b), len(passes[0]))
@@ -283,7 +283,7 @@ def _alike(kind: str, stages: int, virtual_stages: int, fewer: int, more: int, t
 def _orders(
     kind: str, stages: int, virtual_stages: int, micro_batches: int, trains: bool
 ) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """For each rank its passes in order: what, on which virtual stage, of which micro-batch."""
+    """The passes of each rank in order: kind, virtual stage, micro-batch."""
     evaluated = [] if trains else forward_only(kind, stages, virtual_stages, micro_batches)
     ranks = []
     for rank in range(stages):

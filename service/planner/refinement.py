@@ -1,11 +1,11 @@
-"""What the steps of jobs say of the constants that their plans went by. Pure Python.
+"""Refines the assumed constants of a machine from the measured steps of jobs. Pure Python.
 
-A plan keeps how the seconds of each group of its parts (`drift.GROUPS`) depend on the constants that jobs may move:
-`dependence_of` slows each of them down by itself and looks at what becomes of the groups. What was measured of a group
-is then told by the sum of these, each times what its constant is slower by, and those factors are what `refined` looks
-for over all jobs: in logarithms, with the least absolute errors (as a median has them, so that a few wrong jobs do not
-count), and no further from one than the jobs ask for. Which constants jobs move, and why not others, is said in
-`docs/planner.md`.
+A plan stores how the seconds of each group of its parts (`drift.GROUPS`) depend on the constants that jobs may move:
+`dependence_of` slows down each constant by itself and looks at how the groups change. The predicted time of a group is
+then a sum with one term per constant, each multiplied by how much slower that constant is. `refined` looks for these
+factors over all jobs: in logarithms, with the least absolute errors (like a median, so that a few wrong jobs do not
+count), and no further from one than the jobs require. `docs/planner.md` says which constants jobs move, and why not
+others.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from service.planner.hardware import ASSUMED_CORE, Cluster, Machine, Refined, cp
 from service.planner.step_time import StepModel
 
 MOST_JOBS = 20
-"""Of a type of machine that are looked at, the newest."""
+"""Most jobs per type of machine that are looked at, the newest first."""
 LEAST_JOBS = 3
-"""Jobs that must tell something of a constant before it moves: of two that differ, nobody knows which is right."""
+"""Fewest jobs that must depend on a constant before it moves: of two that disagree, nobody knows which is right."""
 TELLING = 0.2
-"""Part of a group's seconds from which on it tells something of a constant."""
+"""Smallest part of a group's seconds that must depend on a constant for the group to say something about it."""
 LEAST_SHARE = 0.05
-"""Part of a step below which a group says nothing: what is not modelled is as large."""
+"""Smallest part of a step for a group to count: effects that are not modelled are as large."""
 MOSTLY = 0.75
-"""Part of a step that must go by constants that jobs may move for the step as a whole to say something of them: else
-they would make up for what was measured."""
+"""Smallest part of a step that must depend on movable constants for the step as a whole to count: else these would
+compensate for what was measured."""
 PART_WEIGHT = 0.25
-"""Of a group beside the step as a whole. Groups tell constants apart, but they do not add up where ranks share cores:
-while one waits for another, that one has its core, and is faster than it is told to be."""
+"""Weight of a group relative to the step as a whole. Groups distinguish constants, but their errors do not add up where
+ranks share cores: while one rank waits, another has its core, and is faster than predicted."""
 MOST_FACTOR = 4.0
-"""How far a constant moves at most, either way."""
+"""Largest factor by which a constant moves, either way."""
 MOST_SPREAD = 0.25
-"""Between the quarters of the step times, in units of their median: steps that differ more were disturbed."""
+"""Largest interquartile range of the step times, relative to their median: steps that vary more were disturbed."""
 
 ON_CORES = ("product_fp32", "product_16bit", "memory", "operation_seconds", "link", "message_seconds")
-"""What jobs move of an assumed `Core`. The other two only ever act together with these."""
+"""The constants of an assumed `Core` that jobs move. The other two only ever appear together with these."""
 BETWEEN_GPUS = ("inside", "message", "collective", "spread", "skew_seconds")
-"""What a calibration of one GPU leaves assumed; that of several measures the first."""
+"""The constants that a calibration of one GPU leaves assumed; that of several GPUs measures the first."""
 ON_GPUS = ("product", "memory", "host_seconds", *BETWEEN_GPUS)
 RATIOS = ("product", "memory", "inside", "message", "collective")
-"""Of these, parts of what a data sheet says, which are one at most."""
+"""Those of them that are ratios to a data sheet, and so at most one."""
 
 _SLOWER = 1.1
 _NEAR, _PULL, _ROUNDS = 0.05, 0.05, 50
-"""Errors (of a logarithm) up to which they count by their squares; what a constant's move costs beside a job's error;
-rounds of the search, which ends in far fewer."""
+"""Errors (of a logarithm) up to which they count by their squares; the cost of moving a constant relative to a job's
+error; and rounds of the search, which converges in far fewer."""
 
 
 def movable(machine: Machine) -> dict[str, float]:
-    """The constants that jobs may move there, as they are without any job: those that were not measured on such a
+    """The constants that jobs may move there, with their values without any job: those that were not measured on such a
     machine."""
     if machine.refined is not None:
         return dict(machine.refined.before)
@@ -66,23 +66,23 @@ def movable(machine: Machine) -> dict[str, float]:
 
 
 def measured_of(machine: Machine) -> dict[str, Any]:
-    """What a calibration has measured of its GPUs, and between them, as a JSON document."""
+    """The measurements of a calibration, of its GPUs and between them, as a JSON document."""
     return {name: part and asdict(part) for name, part in (("gpu", machine.gpu), ("links", machine.links))}
 
 
 def constants_of(machine: Machine) -> dict[str, float]:
-    """The same constants, as they are now."""
+    """The movable constants with their present values."""
     return {name: float(getattr(machine.core or machine.constants, name)) for name in movable(machine)}
 
 
 def moved(machine: Machine) -> dict[str, float]:
-    """Of the constants that jobs have moved, how many times what they were they are."""
+    """By which factor jobs have moved each constant that they moved."""
     before, after = movable(machine), constants_of(machine)
     return {name: after[name] / before[name] for name in before if after[name] != before[name]}
 
 
 def with_constants(machine: Machine, values: Mapping[str, float]) -> Machine:
-    """The same machine with other values of some constants."""
+    """The machine with other values for some constants."""
     if machine.core is None:
         return replace(machine, constants=replace(machine.constants, **values))
     memory = machine.accelerator.memory_bytes * machine.devices
@@ -91,8 +91,8 @@ def with_constants(machine: Machine, values: Mapping[str, float]) -> Machine:
 
 
 def dependence_of(model: StepModel, cluster: Cluster) -> dict[str, Any]:
-    """How a planned step goes by the constants that jobs may move, as a JSON document: `before` and `used` values of
-    each, and by group the `seconds` that go by each of them."""
+    """How a planned step depends on the constants that jobs may move, as a JSON document: their `before` and `used`
+    values, and for each group the `seconds` that depend on each of them."""
     before, used = movable(cluster.machine), constants_of(cluster.machine)
     whole = _group_seconds(model)
     seconds: dict[str, dict[str, float]] = {group: {} for group in GROUPS}
@@ -102,14 +102,14 @@ def dependence_of(model: StepModel, cluster: Cluster) -> dict[str, Any]:
         for group in GROUPS:
             if (more := (changed[group] - whole[group]) / (_SLOWER - 1)) > max(1e-9, 1e-3 * whole[group]):
                 seconds[group][name] = more
-    for group, by_constant in seconds.items():  # what goes by a product of two constants is in both
+    for group, by_constant in seconds.items():  # time that depends on a product of two constants counts for both
         most = min(1.0, whole[group] / (sum(by_constant.values()) or 1.0))
         seconds[group] = {name: most * each for name, each in by_constant.items()}
     return {"before": before, "used": used, "seconds": seconds}
 
 
 def _takes_time(name: str) -> bool:
-    """Whether more of a constant is slower."""
+    """Whether a larger value of the constant is slower."""
     return name == "spread" or name.endswith("_seconds")
 
 
@@ -120,50 +120,50 @@ def _group_seconds(model: StepModel) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Row:
-    """A group of one job's step."""
+    """Measured and planned time of a group of one job's step."""
 
     measured: float
-    """Seconds."""
+    """Measured seconds."""
     rest: float
-    """Of what was planned, what goes by none of the constants."""
+    """Planned seconds that depend on none of the constants."""
     by_constant: Mapping[str, float]
-    """And what goes by each, with its value without any job."""
+    """Planned seconds that depend on each constant, with its value without any job."""
     share: float
-    """Of the step."""
+    """Its part of the step."""
 
     @property
     def planned(self) -> float:
-        """With the constants as they are without any job."""
+        """Planned seconds with all constants at their values without any job."""
         return self.rest + sum(self.by_constant.values())
 
     def predicted(self, slower: Mapping[str, float]) -> dict[str, float]:
-        """Seconds by constant where each is slower by a logarithm of so much."""
+        """Predicted seconds by constant, with each constant slower by the given logarithm."""
         return {name: each * math.exp(slower.get(name, 0.0)) for name, each in self.by_constant.items()}
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one job says."""
+    """What one job contributes."""
 
     job: str
     at: float
-    """When it began, Unix seconds."""
+    """When it began, in Unix seconds."""
     before: Mapping[str, float]
-    """The constants that jobs may move, as they were without any job."""
+    """The constants that jobs may move, with their values without any job."""
     rows: tuple[Row, ...]
     whole: Row | None = None
-    """The step, where most of it goes by these constants."""
+    """The whole step, if most of it depends on these constants."""
     measured: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(("gpu", "links")))
-    """What a calibration had measured (`measured_of`) by which it was planned."""
+    """The calibration (`measured_of`) that it was planned with."""
 
     def tells_of(self, name: str) -> bool:
-        """Whether a good part of one of its groups goes by a constant."""
+        """Whether a good part of one of its groups depends on a constant."""
         return any(row.by_constant.get(name, 0.0) >= TELLING * row.planned for row in self.rows)
 
 
 def observation(job: str, at: float, planned: Mapping[str, Any], measured: Measured) -> Observation | None:
-    """What a job says that began `at` that Unix time, and whose step was planned (`job_plan.planned`) and measured;
-    None where that is nothing. Raises KeyError, TypeError, ValueError where another release has planned it."""
+    """What a job contributes that began at Unix time `at`, from its planned (`job_plan.planned`) and measured step;
+    None if nothing. Raises KeyError, TypeError, ValueError if another release has planned it."""
     dependence = planned.get("dependence")
     if dependence is None or not dependence["before"] or measured.parts is None:
         return None
@@ -188,20 +188,20 @@ def observation(job: str, at: float, planned: Mapping[str, Any], measured: Measu
 
 
 def _row(took: float, whole: float, used: Mapping[str, float], slower: Mapping[str, float], share: float) -> Row:
-    """Of what took so long and was planned to take `whole`, of which `used` goes by the constants as they were used."""
+    """A row: measured `took`, planned `whole`, of which `used` seconds depend on the constants as they were used."""
     by_constant = {name: each * math.exp(-slower[name]) for name, each in used.items()}
     return Row(took, max(0.0, whole - sum(used.values())), by_constant, share)
 
 
 def _slower(name: str, before: float, after: float) -> float:
-    """By what, as a logarithm, what goes by a constant is slower after it moved."""
+    """The logarithm by which time that depends on a constant grows if it moves from `before` to `after`."""
     return math.log(after / before) if _takes_time(name) else math.log(before / after)
 
 
 def refined(machine: Machine, seen: Sequence[Observation]) -> Machine:
-    """The machine with its constants as jobs on such machines say, whatever order they are in; the same one where too
-    few say something of it. `seen`: the newest of each job on such machines, newest first; those of other constants
-    without any job, or of another calibration (before it, by another release), do not count."""
+    """The machine with its constants refined by jobs on such machines, independent of their order; the same machine if
+    too few jobs say anything. `seen`: the newest observation of each job, newest first. Observations with other
+    unrefined constants, or made with another calibration, do not count."""
     known = movable(machine), measured_of(machine)
     usable = sorted((each for each in seen if (each.before, each.measured) == known), key=lambda each: each.job)
     before, usable = known[0], usable[-MOST_JOBS:]
@@ -215,7 +215,7 @@ def refined(machine: Machine, seen: Sequence[Observation]) -> Machine:
 
 
 def _rows(seen: Observation) -> tuple[Row, ...]:
-    """What one job says, each by its weight."""
+    """The rows of one job, with their weights."""
     if seen.whole is None:
         return seen.rows
     return (seen.whole, *(replace(row, share=PART_WEIGHT * row.share) for row in seen.rows))
@@ -232,9 +232,9 @@ def _moved(name: str, value: float, slower: float) -> float:
 
 
 def _fitted(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float]:
-    """By which logarithm each constant is slower: the least sum over the rows of how far the logarithms of predicted
-    and measured are apart, each by its share of a step, with a little for every move. Least squares in rounds, of which
-    each counts a row the less the further it is off."""
+    """The logarithm by which each constant is slower. It minimises the sum over rows of the absolute difference between
+    the logarithms of predicted and measured seconds, weighted by their share of a step, with a small cost for every
+    move: least squares in rounds, in which a row counts less the further it is off."""
     slower, most = dict.fromkeys(names, 0.0), math.log(MOST_FACTOR)
     for _ in range(_ROUNDS):
         matrix = [[_PULL if i == j else 0.0 for j in range(len(names))] for i in range(len(names))]
@@ -259,7 +259,7 @@ def _fitted(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float]:
 
 
 def _solved(matrix: list[list[float]], wanted: list[float]) -> list[float]:
-    """x with `matrix` x = `wanted`; the matrix is symmetric and positive definite."""
+    """The x with `matrix` x = `wanted`; the matrix is symmetric and positive definite."""
     rows = [[*row, right] for row, right in zip(matrix, wanted, strict=True)]
     for i, pivot in enumerate(rows):
         for row in rows[i + 1 :]:

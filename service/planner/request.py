@@ -1,4 +1,4 @@
-"""What a plan is asked for with, as a document: a model, a batch, a cluster, and a layout or `auto`. Pure Python."""
+"""The request for a plan, as a document: a model, a batch, a cluster, and a layout or `auto`. Pure Python."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from workers.spec.problems import Problem, SpecError, kind_of, problems_of
 from workers.spec.rules import find_problems
 
 CurrentCluster = Callable[[str | None], Cluster]
-"""The cluster that a service runs on; it may have to be told which accelerators those are. Raises SpecError."""
+"""Returns the cluster that a service runs on; may need to be given its type of accelerators. Raises SpecError."""
 
 CPU = "cpu"
-"""The accelerator of a cluster of nodes like the one that plans, without GPUs; `gpus_per_node` are their ranks."""
+"""The accelerator of a cluster of nodes like the planning one, without GPUs; `gpus_per_node` are then its ranks."""
 SECTIONS = ("model", "train", "data", "parallel", "cluster")
-"""What is read. A job's other sections may be there too, so that its file can be planned as it is."""
+"""Sections that are read. A job's other sections may be present too, so that its file can be planned as it is."""
 Machines = Mapping[str, Machine]
-"""Those whose GPUs were measured, by their name in MACHINES."""
+"""Machines whose GPUs were measured, by their name in MACHINES."""
 NONE_MEASURED: Machines = MappingProxyType({})
 WISHES = ("explain", "sizes")
-"""What may be asked for beside plans."""
+"""Optional parts of an answer, in addition to plans."""
 MOST_LAYERS, MOST_NODES, MOST_MICRO_BATCHES = 1000, 100_000, 100_000
 _KEYS = {"accelerator", "nodes", "gpus_per_node"}
 MOST_KINDS = 4
-"""Of nodes in one cluster."""
+"""Most nodes in one cluster."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned."""
+    """A checked request for plans."""
 
     job: JobSpec
-    """With the layout, or `auto`."""
+    """The job, with the layout, or with `auto`."""
     cluster: Cluster
     explain: bool = False
     """Whether the best plan is to be explained."""
@@ -57,11 +57,11 @@ class PlanRequest:
 
     @property
     def is_auto(self) -> bool:
-        """Whether a layout is to be found."""
+        """Whether the layout is to be searched for."""
         return isinstance(self.job.parallel, str)
 
     def answer(self, limit: int = 5) -> Answer:
-        """The plans. Where nothing fits, the first of the rejected also says which cluster would do."""
+        """The plans. If nothing fits, the first rejected one also says which cluster would be large enough."""
         if not self.is_auto:
             return evaluate(self.job, self.cluster)
         answer = best_layouts(self.job, self.cluster, limit)
@@ -72,8 +72,8 @@ class PlanRequest:
 
 
 def read_request(document: Any, current: CurrentCluster, node: CpuNode, known: Machines = NONE_MEASURED) -> PlanRequest:
-    """Check `document`. `node`: the one that accelerator `cpu` means. `known`: those whose GPUs were measured. Raises
-    SpecError with everything that is wrong with it."""
+    """Check `document`. `node`: the one that accelerator `cpu` means. `known`: machines whose GPUs were measured.
+    Raises SpecError with everything that is wrong with it."""
     if not isinstance(document, dict):
         raise SpecError([Problem("", f"a plan is asked for with a mapping, not {kind_of(document)}", "model: {...}")])
     wishes = {name: document.get(name, False) for name in WISHES}
@@ -92,8 +92,7 @@ def read_request(document: Any, current: CurrentCluster, node: CpuNode, known: M
 
 
 def for_job(job: JobSpec, current: CurrentCluster) -> CurrentCluster:
-    """What of the cluster that `current` gives `job` may take, which `resources.accelerator` says where nobody says
-    which GPUs those are."""
+    """`current`, limited to what `job` may use: `resources.accelerator` decides if no type of GPU is given."""
     wanted = job.resources.accelerator
 
     def cluster(accelerator: str | None) -> Cluster:
@@ -125,7 +124,8 @@ def _job_in(document: Mapping[str, Any]) -> JobSpec:
         problem = "what a user's model is made of is not known, so that nothing can be said of its time or memory"
         unknown.append(Problem("model.family", problem, "gpt", unsupported=True))
     elif not unknown:
-        # A layout that is to be found is none that breaks rules; those of the model are found with the smallest.
+        # A layout that is still to be searched for breaks no rules; problems of the model show with the smallest
+        # layout.
         judged = job if not isinstance(job.parallel, str) else job.model_copy(update={"parallel": ParallelConfig()})
         unknown += [problem for problem in find_problems(judged) if not problem.path.startswith(("data", "elastic"))]
         if job.model.vocabulary_size is None and job.data.token_ids is None:
@@ -137,15 +137,15 @@ def _job_in(document: Mapping[str, Any]) -> JobSpec:
 
 
 def _data_for(model: Any) -> dict[str, Any]:
-    """A corpus for a job that names none: of tokens, where the model says how many there are."""
+    """A corpus for a job that names none: tokens, if the model says how many there are."""
     if isinstance(model, dict) and model.get("vocabulary_size") is not None:
         return {"source": "megatron", "paths": ["corpus.bin"]}
     return {"source": "python-stdlib"}
 
 
 def read_cluster(document: Any, current: CurrentCluster, node: CpuNode, known: Machines = NONE_MEASURED) -> Cluster:
-    """The cluster that `document` describes; {current: true} is the one that `current` gives, {groups: [...]} has nodes
-    of several kinds. Raises SpecError."""
+    """The cluster that `document` describes; {current: true} is the one that `current` returns, {groups: [...]} has
+    nodes of several kinds. Raises SpecError."""
     example = "{accelerator: a100-80gb, nodes: 8, gpus_per_node: 8}"
     if not isinstance(document, dict):
         what = "required, but missing" if document is None else f"must be a mapping, not {kind_of(document)}"
@@ -194,7 +194,7 @@ def _described(name: str | None, sizes: dict[str, int], node: CpuNode, known: Ma
 
 
 def _unequal_cluster(document: Mapping[str, Any], node: CpuNode, known: Machines) -> Cluster:
-    """Nodes of several kinds; those that can do most come first. Raises SpecError."""
+    """Nodes of several kinds, the most powerful first. Raises SpecError."""
     groups, example = document["groups"], "[{accelerator: a100-80gb, nodes: 2}, {accelerator: v100-32gb, nodes: 4}]"
     problem = None
     if others := {key for key, value in document.items() if value not in (None, False)} - {"groups"}:
@@ -217,7 +217,7 @@ def _unequal_cluster(document: Mapping[str, Any], node: CpuNode, known: Machines
 
 
 def together(parts: Sequence[Cluster]) -> Cluster:
-    """One cluster of these nodes, whose types tell them apart. Raises SpecError where two have the same type."""
+    """One cluster of these nodes, which must have different types. Raises SpecError otherwise."""
     if len(parts) == 1:
         return parts[0]
     typed = [part if part.type else replace(part, type=ray_type(part.machine.accelerator.name)) for part in parts]
@@ -246,7 +246,7 @@ def _named_cluster(name: str | None, sizes: dict[str, int], known: Machines, pat
 
 
 def too_large(job: JobSpec) -> list[Problem]:
-    """What would take longer to plan than anybody waits."""
+    """Problems with jobs that would take too long to plan."""
     problems = []
     if job.model.layers > MOST_LAYERS:
         problems.append(Problem("model.layers", f"plans are made for up to {MOST_LAYERS} layers", str(MOST_LAYERS)))
@@ -263,7 +263,7 @@ def too_large(job: JobSpec) -> list[Problem]:
 
 
 def _type_of(nodes: Sequence[Mapping[str, Any]]) -> str:
-    """The accelerator that most of these nodes have, as the planner calls it. Raises SpecError."""
+    """The accelerator that most of these nodes have, by the planner's name. Raises SpecError."""
     types = Counter(node["gpu_type"] for node in nodes if node.get("gpu_type") is not None)
     if not types:
         problem = "this cluster has GPUs whose type Ray does not know: say it"
@@ -282,10 +282,10 @@ def _type_of(nodes: Sequence[Mapping[str, Any]]) -> str:
 def cluster_of_nodes(
     nodes: Sequence[Mapping[str, Any]], accelerator: str | None, cpu_node: CpuNode, known: Machines = NONE_MEASURED
 ) -> Cluster:
-    """The cluster of which the control plane sees `nodes` (in the form of `api.schemas.Node`), as far as those of one
-    type are equal: of the size that most have. Nodes on which nothing is placed are left out, and where there are GPUs
-    those without. `accelerator`: what all GPUs are taken for, or `cpu`: the slots are meant; `cpu_node`: what a node
-    without GPUs is; `known`: those whose GPUs were measured. Raises SpecError."""
+    """The cluster made of `nodes` (in the form of `api.schemas.Node`), as far as nodes of one type are equal: the size
+    that most of them have counts. Nodes that take no new ranks are left out, and if there are GPUs, nodes without any.
+    `accelerator`: the type that all GPUs are assumed to be, or `cpu` for the slots; `cpu_node`: a node without GPUs;
+    `known`: machines whose GPUs were measured. Raises SpecError."""
     alive = [node for node in nodes if node.get("alive")]
     usable = [node for node in alive if not node.get("draining") and node.get("problem") is None]
     if accelerator == CPU or (accelerator is None and not any(map(_has_gpus, alive))):
@@ -316,8 +316,8 @@ def _by_type(nodes: Sequence[Mapping[str, Any]], known: Machines) -> list[Cluste
 
 
 def _most_alike(places: Sequence[float], of: str) -> tuple[int, int]:
-    """How many nodes have at least the size that most have, and that size. `places`: of each node; `of`: what they
-    are. Raises SpecError."""
+    """How many nodes have at least the most frequent size, and that size. `places`: the size of each node; `of`: what
+    it counts. Raises SpecError."""
     sizes = Counter(int(each) for each in places if int(each) > 0)
     if not sizes:
         raise SpecError([Problem("cluster.current", f"this cluster has no node whose {of} jobs may have", "false")])

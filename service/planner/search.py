@@ -1,8 +1,8 @@
 """The fastest layouts of a job on a cluster, and why the others are not among them. Pure Python.
 
-Candidates come in the order of the least that they can take; each is held against the rules, its memory counted and its
-step simulated, until the next cannot be among the best any more. So the answer is that of trying all of them. What a
-candidate takes at least is only asked where its work alone, evenly on all ranks, would not take too long.
+Candidates are examined in the order of their lower bounds: each is checked against the rules, its memory is counted and
+its step simulated, until the next bound is too high to be among the best. The result is the same as that of trying all
+of them. A candidate's bound is only computed if its work alone, spread evenly over all ranks, is not already too long.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from workers.spec.rules import find_problems
 
 MOST_REJECTED = 20
 LEAST_REFINED = 5
-"""Layouts of which single layers are moved: as many as are asked for, but at least so many, so that the best one is the
-same for up to so many; and some more, of which one may become faster by that."""
+"""Fewest layouts whose layers are then moved between stages. With a fixed minimum, the best layout does not depend on
+how many are asked for; a few more are kept, since one of them may become faster than these by moving layers."""
 MORE, MORE_BY_LAYERS = 2, 100
-"""How many more: at least 2, and 100 over the model's layers, since of fewer layers one is a larger part of a stage."""
+"""How many more are kept: at least 2, and 100 over the model's layers, since with fewer layers one is a larger part of
+a stage."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout that fits, and what a step of it takes."""
+    """A layout that fits, and the time of its step."""
 
     spec: JobSpec
     """The job with the layout and the micro-batch size."""
@@ -44,15 +45,15 @@ class Plan:
     memory: RankMemory
     """Of the rank that needs most."""
     peak_flops: float
-    """Of one rank at the job's precision."""
+    """Peak rate of one rank at the job's precision."""
 
     @property
     def flops(self) -> StepFlops:
-        """Of a step."""
+        """FLOPs of a step."""
         return step_flops(self.spec)
 
     def rate(self, flops: float) -> float:
-        """FLOP/s of a device that does its part of `flops` in a step."""
+        """FLOP/s of a device that does its share of `flops` in a step."""
         return flops / self.spec.layout.world_size / self.time.seconds
 
 
@@ -66,12 +67,12 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search found."""
+    """Result of a search."""
 
     plans: tuple[Plan, ...]
     """Best first."""
     rejected: tuple[Rejected, ...]
-    """One for each tensor and pipeline size that has no plan, the one that came nearest."""
+    """For each tensor and pipeline size without a plan, the layout that came nearest."""
 
 
 def plan_of(
@@ -81,16 +82,16 @@ def plan_of(
     time: StepTime | None = None,
     memory: RankMemory | None = None,
 ) -> Plan:
-    """The plan of a job with a layout, whether it fits or not. `software`: by default this engine; `time`, `memory`:
-    its own, where they are known. Raises UnknownMachine where the layout wants nodes that the cluster has not."""
+    """The plan of a job with a layout, whether it fits or not. `software`: by default this engine; `time`, `memory`: if
+    already known. Raises UnknownMachine if the layout asks for nodes that the cluster does not have."""
     peaks = [peak_of_rank(spec, part) for part in parts_of(spec, cluster)]
     time = time or step_model(spec, cluster, software).time()
     return Plan(spec, time, memory or tightest(spec, cluster)[0], sum(peaks) / len(peaks))
 
 
 def peak_of_rank(spec: JobSpec, part: Cluster) -> float:
-    """FLOP/s of a rank on these nodes that its MFU is of, as the engine counts it: its device's by the data sheet, or a
-    core's for each of its threads."""
+    """Peak FLOP/s of a rank on these nodes, which its MFU refers to, counted like the engine: its device's by the data
+    sheet, or a core's for each of its threads."""
     machine, device, is_wide = part.machine, part.machine.accelerator, spec.train.precision == "fp32"
     if machine.core is not None:
         return machine.core.product_rate(4 if is_wide else 2) * threads_in(spec, part)
@@ -98,7 +99,7 @@ def peak_of_rank(spec: JobSpec, part: Cluster) -> float:
 
 
 def evaluate(spec: JobSpec, cluster: Cluster, software: Software | None = None) -> Answer:
-    """A job whose layout is given: its plan, or why it is none."""
+    """The plan of a job whose layout is given, or why it has none."""
     problem = no_place(spec, cluster)
     if problem is None:
         fit = fits(spec, cluster)
@@ -109,7 +110,7 @@ def evaluate(spec: JobSpec, cluster: Cluster, software: Software | None = None) 
 
 
 def no_place(spec: JobSpec, cluster: Cluster) -> str | None:
-    """Why a layout cannot be placed on these nodes, whatever memory they have; None where it can."""
+    """Why a layout cannot be placed on these nodes, regardless of memory; None if it can."""
     try:
         parts = Counter(parts_of(spec, cluster))
     except UnknownMachine as error:
@@ -131,7 +132,7 @@ def no_products(spec: JobSpec, cluster: Cluster) -> str | None:
 
 
 def _no_room(spec: JobSpec, parts: Sequence[Cluster], stages: int) -> str | None:
-    """Why so many stages find no room on these nodes; None where they do."""
+    """Why there is no room for `stages` stages on these nodes; None if there is."""
     layout = spec.layout
     groups = sum(part.nodes * (part.gpus_per_node // layout.tensor) for part in parts)
     needed = stages * layout.data * layout.context
@@ -158,8 +159,8 @@ def search(
     ranks: int | None = None,
 ) -> Answer:
     """The `limit` fastest layouts that the rules allow and that fit, over tensor, pipeline, virtual stages, data,
-    micro-batch, recomputation and schedule; of so many `ranks`, where that is given. Deterministic: between equals the
-    simpler layout comes first."""
+    micro-batch, recomputation and schedule; only those of `ranks` ranks, if that is given. Deterministic: of equally
+    fast layouts the simpler one comes first."""
     problem = no_products(job, cluster)
     if problem is not None:
         return Answer((), tuple(Rejected(each.spec(job), problem) for each in islice(candidates(job, cluster), 1)))
@@ -185,8 +186,8 @@ def fastest(
     left: Iterable[Candidate], bounds: Bounds, limit: int, most: float = math.inf, notes_slower: bool = False
 ) -> Best:
     """The `limit` fastest of these layouts that the rules allow and that fit, with even stages or others, if they take
-    less than `most` seconds. `bounds`: those of a search on more or fewer of the same nodes will do, and take what they
-    know along; `notes_slower`: whether the nearest of the others are looked for too."""
+    less than `most` seconds. `bounds`: may come from a search on more or fewer of the same nodes, to reuse its results;
+    `notes_slower`: whether to look for the nearest of the others too."""
     job, usable = bounds.job, usable_bytes(bounds.cluster)
     best = Best(limit, most, max(MORE, MORE_BY_LAYERS // job.model.layers))
     no_room = []
@@ -199,7 +200,7 @@ def fastest(
                 heapq.heappush(waiting, _waiting(least, each, True))
             continue
         if candidate.recomputing_nothing in best.enough:
-            continue  # the same that recomputes less fits
+            continue  # the same layout with less recomputation fits
         spec = candidate.spec(job)
         if find_problems(spec):
             continue
@@ -223,12 +224,13 @@ def fastest(
 
 
 _Waiting = tuple[float, int, Candidate, bool]
-"""A layout to be looked at, and whether what it takes at least has been asked; first of what the queue goes by."""
+"""An entry of the queue: seconds (its order), then a tie-break, the layout, and whether the seconds are its exact
+bound."""
 
 
 def _waiting(seconds: float, candidate: Candidate, is_least: bool) -> _Waiting:
-    """Between equals what recomputes less comes first, as where nothing has a backward: if it fits the others are left
-    out."""
+    """An entry of the queue. Of equal bounds, less recomputation comes first (they are equal if nothing has a
+    backward): if it fits, the others are skipped."""
     return seconds, RECOMPUTE.index(candidate.recompute), candidate, is_least
 
 
@@ -238,7 +240,7 @@ def _planned(candidate: Candidate, bounds: Bounds, memory: RankMemory) -> Plan:
 
 
 def _note_slower(best: Best, waiting: list[_Waiting], bounds: Bounds) -> None:
-    """Of layouts that are not among the best, which may have the least of their sizes: its least is told."""
+    """Among layouts that are not among the best, find for each size the one with the lowest bound, for the answer."""
     for seconds, _, candidate, is_least in sorted(waiting):
         nearest = best.slower.get((candidate.tensor, candidate.pipeline))
         if nearest is not None and nearest[0] < seconds:
@@ -249,22 +251,22 @@ def _note_slower(best: Best, waiting: list[_Waiting], bounds: Bounds) -> None:
 
 
 class Best:
-    """The fastest layouts that were found, each with the stages with which it is fastest, and who lost."""
+    """The fastest layouts so far, each with its fastest stages, and the best of the others."""
 
     def __init__(self, limit: int, most: float, more: int):
-        """`most`: seconds that none of them may reach; `more`: how many are kept beyond those that are asked for."""
+        """`most`: seconds that all of them must stay below; `more`: how many are kept beyond those asked for."""
         self.limit, self._kept = limit, max(limit, LEAST_REFINED) + more
         self._found: dict[Candidate, tuple[float, Candidate, Plan]] = {}
         self.most = most
-        """Seconds above which a layout is not among them."""
+        """A layout that takes longer is not among them."""
         self.enough: set[tuple[Candidate, bool]] = set()
-        """What fits without recomputation, if that was looked at."""
+        """Layouts that fit, as they are without recomputation."""
         self.slower: dict[tuple[int, int], tuple[float, Candidate]] = {}
         self.too_large: dict[tuple[int, int], tuple[float, Candidate]] = {}
-        """Of each tensor and pipeline size the one that came nearest."""
+        """For each tensor and pipeline size, the layout that came nearest to fitting."""
 
     def add(self, candidate: Candidate, plan: Plan) -> None:
-        """One that fits."""
+        """Add a layout that fits."""
         seconds = plan.time.seconds
         self.enough.add(candidate.recomputing_nothing)
         if seconds >= self.most or (candidate.even in self._found and self._found[candidate.even][0] <= seconds):
@@ -278,22 +280,22 @@ class Best:
             self.most = ordered[self._kept - 1][0]
 
     def _ordered(self) -> list[tuple[float, Candidate, Plan]]:
-        """Best first, of equals the simpler one."""
+        """Best first; of equal ones the simpler first."""
         return sorted(self._found.values(), key=lambda each: each[:2])
 
     def found(self) -> list[tuple[float, Candidate]]:
-        """Those of which layers may still be moved, best first."""
+        """The layouts whose layers may still be moved, best first."""
         return [(seconds, candidate) for seconds, candidate, _ in self._ordered()]
 
     def plans(self) -> tuple[Plan, ...]:
-        """The fastest; the others are noted as slower."""
+        """The fastest layouts; the others are noted as slower."""
         for slow, worse, _ in self._ordered()[self.limit :]:
             _keep_least(self.slower, worse, slow)
         return tuple(plan for *_, plan in self._ordered()[: self.limit])
 
 
 def _keep_least(of: dict[tuple[int, int], tuple[float, Candidate]], candidate: Candidate, value: float) -> None:
-    """Note `candidate` where it has the least value of those of its tensor and pipeline size."""
+    """Store `candidate` if its value is the lowest of its tensor and pipeline size."""
     key = candidate.tensor, candidate.pipeline
     if key not in of or (value, candidate) < of[key]:
         of[key] = value, candidate
@@ -324,8 +326,8 @@ def _rejected(
 
 
 def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:
-    """With how many more nodes the job would fit, as a sentence; None where it never would, or where there are nodes of
-    several kinds."""
+    """A sentence saying how many nodes the job would fit on; None if no number of them suffices, or if there are nodes
+    of several kinds."""
     if cluster.others or no_products(job, cluster) is not None:
         return None
     for times in (2, 4, 8, 16, 32, 64, 128, 256, 512):

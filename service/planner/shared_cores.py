@@ -1,8 +1,8 @@
-"""A pipeline whose ranks share the cores of a node: each of those that compute gets an equal part of them. Pure Python.
+"""A pipeline whose ranks share the cores of a node: ranks that compute get equal parts of them. Pure Python.
 
-Ranks may be more than cores. Then a step takes at least all ranks' work over the cores, and at least what its longest
-chain of passes takes; how these two meet is what the simulation of processor sharing says (the ideal of which a
-kernel's fair scheduler is an approximation).
+There may be more ranks than cores. A step then takes at least the work of all ranks divided by the cores, and at least
+its longest chain of passes; a simulation of processor sharing (the ideal that a kernel's fair scheduler approximates)
+says how these two combine.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ROUNDING = 1e-9
-"""Part of a pass that may be left of it when it is done."""
+"""Relative remainder of a pass with which it counts as done."""
 
 Pass = tuple[float, tuple[int, ...], tuple[int, ...]]
-"""Seconds that a pass takes alone, what must be done before it can begin, and what is done when it ends; both are
+"""Seconds of a pass if it runs alone; the events that must come before it; the events that its end causes. Events are
 numbers below the `count` of `simulate`."""
 
 
 @dataclass(frozen=True)
 class SharedCores:
-    """The cores of all nodes of a job, as if they were one node's, and who computes on them."""
+    """The cores of all nodes of a job, as if they were of one node, and the ranks that compute on them."""
 
     count: float
-    """Cores in all."""
+    """Cores of all nodes."""
     ranks: int
     """Ranks that do the same at the same time: those of a tensor group, in all replicas."""
     all_busy: float
-    """Speed of a core while all compute, of that of one alone."""
+    """Speed of a core while all compute, relative to one alone."""
     threads: int = 1
-    """Of each rank."""
+    """Threads of each rank."""
 
     def speed(self, groups: int) -> float:
-        """Speed of each rank, of that of one alone, while so many groups of `ranks` compute."""
+        """Speed of each rank, relative to one alone, while `groups` groups of `ranks` ranks compute."""
         wanted = groups * self.ranks * self.threads
         busy = min(self.count, float(wanted))
         share = busy / wanted
@@ -42,7 +42,7 @@ class SharedCores:
 
     @property
     def most(self) -> float:
-        """Most work of ranks that is done in a second."""
+        """Most rank-seconds of work that are done per second."""
         return max(1.0, self.count * self.all_busy) / self.threads
 
 
@@ -52,8 +52,8 @@ def simulate(
     cores: SharedCores,
     spans: list[tuple[int, int, float, float]] | None = None,
 ) -> float:
-    """Seconds until every rank has done its passes, in their order. `spans`: takes rank, number of the pass on it,
-    begin and end of each."""
+    """Seconds until every rank has done its passes in order. `spans`: receives rank, number of the pass on it, begin
+    and end of each pass."""
     began = [0.0] * len(ranks)
     done = [False] * count
     reached = [0] * len(ranks)

@@ -1,4 +1,4 @@
-"""The best layout for every number of GPUs that may be left of a cluster, known before any is lost. Pure Python."""
+"""The best layout for every number of GPUs that may be left of a cluster, computed in advance. Pure Python."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from service.planner.software import Software
 from workers.config import JobSpec
 
 MOST_SIZES = 64
-"""That are told of one job."""
+"""Most sizes that are listed for one job."""
 MOVED = 1.05
-"""How much slower than the best of fewer GPUs a layout may be and still become faster than that by moving layers."""
+"""A layout up to this factor slower than the best with fewer GPUs may still become faster by moving layers."""
 
 
 @dataclass(frozen=True)
 class SizedPlan:
-    """What is best with `gpus` GPUs, and with more up to `up_to`, of which it leaves some idle."""
+    """The best layout with `gpus` GPUs. It is also the best with more of them, up to `up_to`, and leaves the rest
+    idle."""
 
     up_to: int
     plan: Plan
     cluster: Cluster
-    """For which it was planned."""
+    """The cluster that it was planned for."""
     nodes: Mapping[str, int] | None = None
-    """How many of each type there are, where they are unequal."""
+    """Nodes of each type, if they are unequal."""
 
     @property
     def gpus(self) -> int:
-        """That the layout takes."""
+        """GPUs that the layout uses."""
         return self.plan.spec.layout.world_size
 
     def to_json(self) -> dict[str, Any]:
-        """In the form of `api.schemas.PlanSize`."""
+        """As JSON, in the form of `api.schemas.PlanSize`."""
         spec, seconds = self.plan.spec, self.plan.time.seconds
         fit = Fit(*tightest(spec, self.cluster))
         return {
@@ -57,8 +58,8 @@ class SizedPlan:
 
 
 def best_by_size(job: JobSpec, cluster: Cluster, software: Software) -> tuple[SizedPlan, ...]:
-    """From all GPUs of the cluster down to the fewest that the job fits on. Where the search looks at every size
-    (`candidates.is_complete`) every number of GPUs is answered; elsewhere whole nodes are left out, one, two, four and
+    """From all GPUs of the cluster down to the fewest that the job fits on. If the search looks at every size
+    (`candidates.is_complete`), every number of GPUs is answered; otherwise whole nodes are left out: one, two, four and
     so on."""
     if not is_complete(job, cluster):
         return tuple(_by_nodes(job, cluster, software))
@@ -68,7 +69,8 @@ def best_by_size(job: JobSpec, cluster: Cluster, software: Software) -> tuple[Si
 
 
 def best_by_nodes(job: JobSpec, cluster: Cluster) -> tuple[SizedPlan, ...]:
-    """Of unequal nodes: with all of them, and of each kind with one node less, with half of them, and with none."""
+    """The same for unequal nodes: with all of them, and for each kind with one node less, with half of them, and with
+    none."""
     parts = cluster.parts
     sizes = list(_best_of(job, parts, ()))
     of_all = sizes[0].plan if sizes else None
@@ -83,7 +85,8 @@ def best_by_nodes(job: JobSpec, cluster: Cluster) -> tuple[SizedPlan, ...]:
 
 
 def _best_of(job: JobSpec, parts: Sequence[Cluster], known: Sequence[Plan]) -> Iterator[SizedPlan]:
-    """The best on these nodes, where any fits; `known`: what is best of more nodes. If that finds room here, it is."""
+    """The best layout on these nodes, if any fits. `known`: the best layouts on more nodes; one of these that still has
+    room is the best here too."""
     first, *others = parts
     cluster = replace(first, others=tuple(others))
     plans = [plan for plan in known if no_place(plan.spec, cluster) is None] or best_layouts(job, cluster, 1).plans
@@ -93,8 +96,8 @@ def _best_of(job: JobSpec, parts: Sequence[Cluster], known: Sequence[Plan]) -> I
 
 
 def elastic_sizes(spec: JobSpec, cluster: Cluster, software: Software) -> tuple[SizedPlan, ...]:
-    """The layouts that a job with a layout goes on in as it loses GPUs, by its section `elastic`: most ranks first, at
-    most `MOST_SIZES` of them. They need not fit."""
+    """The layouts that a job with a fixed layout continues in as it loses GPUs, according to its section `elastic`:
+    most ranks first, at most `MOST_SIZES`. They need not fit."""
     shapes, sizes = shapes_of(spec), sizes_of(spec)
     plans: list[SizedPlan] = []
     left = most_ranks(spec)
@@ -111,7 +114,7 @@ def elastic_sizes(spec: JobSpec, cluster: Cluster, software: Software) -> tuple[
 
 
 def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Plan]:
-    """The best of each number of ranks that is faster than the best of all smaller ones."""
+    """For each number of ranks, the best layout if it is faster than those of all smaller numbers."""
     bounds, usable = Bounds(job, cluster, software), usable_bytes(cluster)
     groups: dict[int, list[Candidate]] = defaultdict(list)
     for candidate in _with_room(job, cluster, bounds, usable):
@@ -125,7 +128,7 @@ def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Pla
 
 
 def _with_room(job: JobSpec, cluster: Cluster, bounds: Bounds, usable: float) -> Iterator[Candidate]:
-    """Layouts that may find room in so many bytes of a device."""
+    """Layouts that may fit into `usable` bytes of a device."""
     return (each for each in candidates(job, cluster) if bounds.least_bytes(each) <= usable)
 
 

@@ -1,8 +1,8 @@
-"""How many layers each stage of a pipeline has, so that no rank has more to do than it must. Pure Python.
+"""How many layers each stage of a pipeline gets, so that the busiest rank has as little to do as possible. Pure Python.
 
-A step of many micro-batches is bound by the rank that has most to do. Layers take equally long, what the ends of the
-model have besides does not, and a rank has room for so many: so layers are given out one by one, each to the rank that
-is done first with it, which makes the busiest rank's time the least there is.
+A step of many micro-batches is bound by its busiest rank. All layers of a stage take equally long, the ends of the
+model have other work too, and a rank has limited room. So layers are given out one by one, each to the rank that is
+done first with it, which minimises the busiest rank's time.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from itertools import groupby
 from workers.parallel.pipeline.stages import virtual_stage
 
 Cost = tuple[float, float]
-"""Seconds that a virtual stage takes for each layer, above zero, and besides: all passes of one micro-batch. It may be
-on another kind of machine than others."""
+"""Seconds of a virtual stage, for all passes of one micro-batch: of each layer (positive), and of everything else.
+Stages may be on different kinds of machines."""
 Counts = tuple[int, ...]
 """Layers of each virtual stage, in the model's order."""
 
 FEW_STAGES = 8
-"""Virtual stages up to which every move of a layer is looked at; of more, those between some of them."""
+"""Most virtual stages for which every move of a layer is tried; with more, only moves between some of them."""
 
 
 @lru_cache(maxsize=1024)
 def chunks_of(kind: str, pipeline: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
-    """For each pipeline rank its virtual stages."""
+    """The virtual stages of each pipeline rank."""
     return tuple(
         tuple(virtual_stage(kind, pipeline, virtual_stages, rank, chunk) for chunk in range(virtual_stages))
         for rank in range(pipeline)
@@ -36,9 +36,9 @@ def chunks_of(kind: str, pipeline: int, virtual_stages: int) -> tuple[tuple[int,
 def shared_out(
     layers: int, chunks: Sequence[Sequence[int]], costs: Sequence[Cost], room: Sequence[int] | None = None
 ) -> Counts | None:
-    """Layers of each virtual stage, at least one, with which the busiest rank has least to do. `chunks`: as from
-    `chunks_of`; `room`: most layers of each rank. None where there is no room for all. Of ranks that would be done at
-    the same time the first takes the layer, so that the last ones, which hold up nobody, have less."""
+    """Layers of each virtual stage, at least one, such that the busiest rank has the least to do. `chunks`: from
+    `chunks_of`; `room`: most layers of each rank. None if there is no room for all. If several ranks would be done at
+    the same time, the first takes the layer: the last ranks, which hold up nobody, then have less."""
     left = layers - len(costs)
     free = [layers] * len(chunks) if room is None else [most - len(own) for most, own in zip(room, chunks, strict=True)]
     if left < 0 or min(free) < 0 or sum(free) < left:
@@ -58,20 +58,20 @@ def shared_out(
 
 
 def _runs(chunks: Sequence[Sequence[int]], costs: Sequence[Cost]) -> Iterator[list[int]]:
-    """Ranks that follow one another and take equally long with equally many layers."""
+    """Runs of consecutive ranks that take equally long with the same number of layers."""
     for _, ranks in groupby(range(len(chunks)), lambda rank: [costs[index] for index in chunks[rank]]):
         yield list(ranks)
 
 
 class _Alike:
-    """Ranks that are done at the same time, and so take layers in turn, as long as they have room for more."""
+    """Ranks that are always done at the same time, and so take layers in turn, as long as they have room."""
 
     def __init__(self, ranks: list[int], chunks: Sequence[Sequence[int]], costs: Sequence[Cost], free: Sequence[int]):
         self._chunks, self._free, self._rounds = chunks, free, 0
         self._costs = [costs[index] for index in chunks[ranks[0]]]
         self._counts = [1] * len(self._costs)
         self.ranks = [rank for rank in ranks if free[rank] > 0]
-        """Those that have room."""
+        """The ranks that still have room."""
         self._next()
 
     def _next(self) -> None:
@@ -79,10 +79,10 @@ class _Alike:
         self._at = at = own.index(min(own))
         layer, besides = self._costs[at]
         self.done = sum(own) - own[at] + ((self._counts[at] + 1) * layer + besides)
-        """When each is done with a layer more, which its shortest chunk takes."""
+        """When each of them would be done with one more layer, on its fastest chunk."""
 
     def take(self, left: int, counts: list[int]) -> int:
-        """Each of them takes one of the layers that are left, as far as these go; returns how many they were."""
+        """Each rank takes one of the `left` layers, as far as these last; returns how many were taken."""
         taking = self.ranks[:left]
         for rank in taking:
             counts[self._chunks[rank][self._at]] += 1
@@ -94,8 +94,8 @@ class _Alike:
 
 
 def moves(counts: Counts) -> Iterator[Counts]:
-    """The same with one layer on another virtual stage: each move of few stages; of many those between the ends, the
-    stages beside them, the middle, and the first and the last of the fullest and of the emptiest."""
+    """The counts with one layer moved to another virtual stage. With few stages all moves; with many those between the
+    ends, their neighbours, the middle, and the first and last of the fullest and of the emptiest stages."""
     for giver in (stages := _looked_at(counts)):
         if counts[giver] == 1:
             continue
@@ -115,6 +115,6 @@ def _looked_at(counts: Counts) -> list[int]:
 
 
 def in_words(each_stage: Sequence[int] | Sequence[str]) -> str:
-    """What each stage has in short: `3 x 4, 5, 2`."""
+    """A short description of each stage's value: `3 x 4, 5, 2`."""
     runs = [(what, len(list(same))) for what, same in groupby(each_stage)]
     return ", ".join(f"{times} x {what}" if times > 1 else f"{what}" for what, times in runs)

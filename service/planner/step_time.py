@@ -33,21 +33,21 @@ from workers.threads import decided_threads
 
 @dataclass(frozen=True)
 class StepTime:
-    """What a step takes, by part; seconds."""
+    """Seconds of a step, by part."""
 
     seconds: float
     pipeline: float
-    """Forwards, backwards and the waiting between them."""
+    """Forwards, backwards and waiting between them."""
     work: float
-    """Of that, what the busiest stage computes."""
+    """The part of `pipeline` in which the busiest stage computes."""
     gradients: float
-    """Reduction over the replicas, as far as nothing hides it."""
+    """The part of the reduction over replicas that nothing hides."""
     tied: float
-    """Summing the gradients of an embedding that first and last stage share."""
+    """Summing the gradients of an embedding that the first and the last stage share."""
     optimizer: float
-    """The update, with gathering of parameters."""
+    """The update, including the gathering of parameters."""
     waiting: float
-    """For the slowest replica."""
+    """Waiting for the slowest replica."""
 
     @property
     def bubble_ratio(self) -> float:
@@ -56,13 +56,13 @@ class StepTime:
 
 
 def slowest_of(replicas: int, cluster: Cluster) -> float:
-    """How much longer the slowest of so many replicas takes than most: the largest of n normally distributed numbers
-    lies about sqrt(2 ln n) deviations above their mean."""
+    """Factor by which the slowest of the replicas is slower than the mean: the largest of n normally distributed
+    numbers is about sqrt(2 ln n) deviations above their mean."""
     return 1 + cluster.machine.constants.spread * math.sqrt(2 * math.log(replicas))
 
 
 def threads_in(spec: JobSpec, cluster: Cluster) -> int:
-    """With how many threads ranks of a job compute that begins on this cluster (decision 0021)."""
+    """Threads per rank of a job that begins on this cluster (decision 0021)."""
     machine, layout = cluster.machine, spec.layout
     if machine.core is None:
         return 1
@@ -71,12 +71,12 @@ def threads_in(spec: JobSpec, cluster: Cluster) -> int:
 
 
 def most_trained(spec: JobSpec) -> int:
-    """Most parameters of a rank that have gradients; at least one."""
+    """Parameters with gradients of the rank that has most; at least one."""
     return max(1, *trained_parameters(spec))
 
 
 def least_backward(pipeline: Pipeline) -> float:
-    """Seconds of the shortest of the virtual stages' backwards."""
+    """Seconds of the shortest backward of a virtual stage."""
     return min(each.backward for each in pipeline.times if each.backward > 0)
 
 
@@ -92,7 +92,7 @@ class StepModel:
         parameters: int | None = None,
         frozen: FrozenPasses | None = None,
     ):
-        """`passes`, `parameters` (most of a rank) and `frozen`, where they are known from a job that has the same."""
+        """`passes`, `parameters` (of the rank that has most) and `frozen`: if known from an equal job."""
         self.spec, self.software = spec, software
         self.cluster = cluster = with_threads(cluster, threads_in(spec, cluster))
         self.groups: Groups = groups_of(spec.layout, cluster, software)
@@ -128,7 +128,7 @@ class StepModel:
         )
 
     def budgets_of(self, index: int) -> tuple[Budget, Budget, Budget]:
-        """A micro-batch's passes through virtual stage `index`, by what they go to."""
+        """One micro-batch's passes through virtual stage `index`, broken down by what the time goes to."""
         layout, part = self.spec.layout, self.part_of(index)
         layers = layers_of(self.spec.model.layers, layout, index)
         ends = index == 0, index == layout.pipeline * layout.virtual_stages - 1
@@ -137,11 +137,11 @@ class StepModel:
         return part.passes.budgets_of_stage(len(layers), *ends, part.cluster.machine)
 
     def part_of(self, index: int) -> StepModel:
-        """The model of the nodes that virtual stage `index` is on; here they are all alike."""
+        """The model of the nodes that virtual stage `index` is on; here all nodes are alike."""
         return self
 
     def cores(self) -> SharedCores | None:
-        """What the ranks compute on together; None where each has a device of its own."""
+        """The cores that the ranks share; None if each rank has a device of its own."""
         core, layout = self.cluster.machine.core, self.spec.layout
         if core is None:
             return None
@@ -150,7 +150,7 @@ class StepModel:
         return SharedCores(nodes * machine.cores, alike, core.all_busy, machine.threads)
 
     def _alike(self, seconds: float) -> float:
-        """What takes each rank so many seconds alone, while all do the same."""
+        """Seconds of work that takes each rank `seconds` alone, if all ranks do it at the same time."""
         cores = self.cores()
         return seconds if cores is None else seconds / cores.speed(self.spec.layout.pipeline)
 
@@ -159,12 +159,12 @@ class StepModel:
         return self.message_to(self.groups.stages_share_node(self.rank_of(index), self.rank_of(index + 1)))
 
     def rank_of(self, index: int) -> int:
-        """The pipeline rank that has virtual stage `index`."""
+        """The pipeline rank of virtual stage `index`."""
         layout = self.spec.layout
         return place(layout.schedule, layout.pipeline, layout.virtual_stages, index)[0]
 
     def message_to(self, same_node: bool) -> float:
-        """Seconds of a message between stages that are on one node or on two."""
+        """Seconds of a message between stages on the same node or on two nodes."""
         layout, layer = self.spec.layout, self.layer
         size = layer.outside * layer.hidden * layer.width
         launch = 2 * self.cluster.machine.constants.host_seconds if self.software.blocks_on_messages else 0.0
@@ -186,22 +186,23 @@ class StepModel:
         return StepTime(total + waiting, seconds, work, gradients, tied, optimizer, waiting)
 
     def seconds_with(self, pipeline: float) -> float:
-        """Of the whole step if its pipeline took so many seconds."""
+        """Seconds of the whole step, if its pipeline took `pipeline` seconds."""
         last = least_backward(self.pipeline())
         rest = self.gradient_seconds(last) + self.tied_seconds() + self.optimizer_seconds()
         return (pipeline + rest) * slowest_of(self.spec.layout.data, self.cluster)
 
     def first_wait(self) -> float:
-        """What a measured GPU that has the whole model waits for its host in the step's first forward beyond what it
-        does in each: nothing was queued before it. Where the device is the slower one afterwards, that is all."""
+        """How much longer a calibrated GPU that has the whole model waits for its host in the step's first forward than
+        in others, since nothing was queued before it. If the device is the slower one from then on, that is the only
+        wait."""
         budgets = self.whole_model()
         if budgets is None:
             return 0.0
         return max(0.0, host_wait(self.cluster.machine, budgets[0]) - budgets[0].host)
 
     def cast_seconds(self) -> float:
-        """With 8-bit products, what casting the weights of all stages takes: a step's first micro-batch finds none cast
-        on any of them, and is waited for by those behind it."""
+        """With 8-bit products, the time to cast the weights of all stages: in a step's first micro-batch no stage has
+        cast weights yet, and the following ones wait for it."""
         model, layout = self.spec.model, self.spec.layout
         if self.spec.train.fp8 == "off":
             return 0.0
@@ -209,15 +210,15 @@ class StepModel:
         return memory_seconds(self.cluster.machine, CAST_BOTH * elements)
 
     def whole_model(self) -> tuple[Budget, Budget, Budget] | None:
-        """One micro-batch's passes of a measured GPU that has the whole model."""
+        """One micro-batch's passes on a calibrated GPU that has the whole model; None otherwise."""
         machine, layout = self.cluster.machine, self.spec.layout
         if machine.gpu is None or layout.pipeline * layout.virtual_stages > 1:
             return None
         return self.budgets_of(0)
 
     def _update_wait(self) -> float:
-        """What the device waits for its host before an update: for norm, agreement and clipping, as far as the host was
-        not ahead; and their kernels."""
+        """How long the device waits for its host before an update, for norm, agreement and clipping, as far as the host
+        was not ahead; plus the kernels for these."""
         budgets, machine = self.whole_model(), self.cluster.machine
         if budgets is None or machine.gpu is None:
             return 0.0
@@ -228,7 +229,7 @@ class StepModel:
         return wait + operations * machine.gpu.kernel_seconds
 
     def gradient_seconds(self, backward: float) -> float:
-        """Reduction over the replicas, as far as it is not hidden; `backward`: least of a virtual stage."""
+        """The part of the reduction over replicas that nothing hides; `backward`: shortest of a virtual stage."""
         size, data = self.parameters * self.software.gradient_bytes, self.groups.data
         if self.software.shards_optimizer:
             whole = gather_seconds(data, self.cluster, size)
@@ -236,11 +237,11 @@ class StepModel:
             whole = reduce_seconds(data, self.cluster, size)
         if not self.software.overlaps_gradients:
             return self._alike(whole)
-        # Beside the backward of the step's last micro-batch, in which gradients become complete.
+        # Overlaps with the backward of the step's last micro-batch, in which gradients become complete.
         return max(0.0, whole - backward * self.spec.layout.virtual_stages)
 
     def _update(self, parameters: float) -> float:
-        """Seconds of an update of so many parameters, where nothing is waited for."""
+        """Seconds of an update of this many parameters, without any waiting."""
         machine, software, compiled = self.cluster.machine, self.software, self.spec.train.compile
         if machine.gpu is not None and not compiled:
             return software.optimizer_bytes * parameters / machine.gpu.update
@@ -248,8 +249,8 @@ class StepModel:
         return memory_seconds(machine, (software.optimizer_bytes if moved is None else moved) * parameters)
 
     def _offloaded_update(self, parameters: float) -> float:
-        """Seconds of an update whose state comes from host memory and goes back: both ways at once, but for the last
-        slice, with the update of the others beside; on cores, one after the other."""
+        """Seconds of an update with offloaded state: both directions of the transfer overlap with each other and with
+        updates, except for the last slice. On cores they follow one another."""
         machine, update = self.cluster.machine, self._update(parameters)
         if not machine.has_gpus:
             return update + memory_seconds(machine, 4 * STATE_BYTES * parameters)
@@ -258,7 +259,7 @@ class StepModel:
         return max(update, STATE_BYTES * parameters / link) + STATE_BYTES * last / link
 
     def optimizer_seconds(self) -> float:
-        """The update, and bringing it to all replicas."""
+        """The update and its distribution to all replicas."""
         layout = self.spec.layout
         split = layout.data if self.software.shards_optimizer and layout.zero else 1
         offload = self.spec.train.optimizer.offload
@@ -266,25 +267,26 @@ class StepModel:
         update += self._update_wait()
         if not self.software.shards_optimizer:
             return self._alike(update)
-        # What each replica has updated, or without ZeRO what each has summed up, goes to all the others.
+        # The parameters that each replica has updated, or without ZeRO the gradients that it has summed, go to all
+        # others.
         width = self.layer.width if layout.zero else self.software.gradient_bytes
         gather = gather_seconds(self.groups.data, self.cluster, self.parameters * width)
         return self._alike(update + gather - (min(gather, self._forward()) if self._gathers_beside_forward else 0.0))
 
     @property
     def _gathers_beside_forward(self) -> bool:
-        """Whether updated parameters come while the next step begins, as far as links leave a rank its time."""
+        """Whether the gathering of updated parameters overlaps with the next step's forward."""
         layout, train = self.spec.layout, self.spec.train
         has_masters = self.layer.width < WIDE or train.optimizer.offload
         beside = layout.gather == "beside_forward" and bool(layout.zero) and has_masters
         return beside and self.software.overlaps_gradients
 
     def _forward(self) -> float:
-        """Seconds of the first micro-batch's forward, least of any stage."""
+        """Seconds of the first micro-batch's forward, through the fastest of all stages."""
         return min(each.forward for each in self.pipeline().times) * self.spec.layout.virtual_stages
 
     def tied_seconds(self) -> float:
-        """Summing up the gradients of an embedding that two stages hold."""
+        """Summing the gradients of an embedding that two stages hold."""
         layout, model = self.spec.layout, self.spec.model
         if not model.tie_embeddings or ends_share_rank(layout) or TOKEN_EMBEDDING in frozen_names(self.spec):
             return 0.0

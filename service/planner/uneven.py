@@ -1,4 +1,4 @@
-"""Stages of unequal layers in a search: where only they find room, and where moving a layer makes a step shorter.
+"""Stages with unequal numbers of layers in a search: where only they fit, and where moving a layer makes a step faster.
 Pure Python."""
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from service.planner.memory import worst_rank
 from service.planner.stage_shares import FEW_STAGES, moves
 
 MOST_MISSING = 0.25
-"""Part of a device's memory that may be missing with even stages where others are looked for: beyond it somebody would
-have so many layers more that recomputing is faster."""
+"""Largest part of a device's memory that may be missing with even stages for uneven ones to be tried: beyond it another
+stage would get so many more layers that recomputing is faster."""
 MOST_TRIES = 3
-"""Lists that are tried for one layout: how much a layer more takes is not the same for each."""
+"""Most lists that are tried for one layout: the memory of one more layer is not the same for each list."""
 MOST_MOVES = 4
-"""Layers that are moved one after the other; with those shared out by time hardly ever more than two are."""
+"""Most layers that are moved one after the other; after sharing them out by time, more than two moves are hardly ever
+needed."""
 
 
 def fitted(
     candidate: Candidate, needed: float, bounds: Bounds, usable: float, most_seconds: float = math.inf
 ) -> Candidate | None:
-    """`candidate`, a rank of which has `needed` bytes where `usable` ones are, with fewer layers where there is no room
-    for them; None where that does not help, or takes more than `most_seconds` at least."""
+    """`candidate`, a rank of which needs `needed` bytes with only `usable` available, with fewer layers where there is
+    too little room; None if that does not help, or if its lower bound is above `most_seconds`."""
     if candidate.pipeline == 1 or needed > (1 + MOST_MISSING) * usable:
         return None
     if SLACK * bounds.least_seconds_with_more(candidate) > most_seconds:
         return None
     machine, room = bounds.cluster.machine, list(bounds.room(candidate, usable))
-    if sum(room) < bounds.job.model.layers:  # it is an estimate, and may be a layer too small
+    if sum(room) < bounds.job.model.layers:  # it is an estimate, which may be one layer too small
         room = [most + 1 for most in room]
     for _ in range(MOST_TRIES):
         counts = bounds.shared_out(candidate, room)
@@ -47,8 +48,8 @@ def fitted(
 
 
 def refined(candidate: Candidate, seconds: float, bounds: Bounds, usable: float) -> Candidate:
-    """`candidate`, a step of which takes so many `seconds`, with single layers on other stages as long as that makes it
-    faster and finds room."""
+    """`candidate`, whose step takes `seconds`, with single layers moved to other stages as long as that is faster and
+    fits."""
     if candidate.pipeline == 1:
         return candidate
     for _ in range(MOST_MOVES):
@@ -61,7 +62,7 @@ def refined(candidate: Candidate, seconds: float, bounds: Bounds, usable: float)
 
 def _best_move(candidate: Candidate, seconds: float, bounds: Bounds, usable: float) -> tuple[Candidate, float] | None:
     now, even = bounds.counts(candidate), bounds.counts(candidate.even)
-    # Where a simulation takes long only what has to be faster is simulated.
+    # If simulations take long, only those that must be faster by their bound are simulated.
     most = seconds if len(now) <= FEW_STAGES else bounds.least_seconds(candidate)
     faster = []
     for counts in moves(now):

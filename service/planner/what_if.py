@@ -1,5 +1,4 @@
-"""What one change of a plan would do to its step and its memory, for each change that a user may think of. Pure
-Python."""
+"""What each single change that a user may think of would do to the step and the memory of a plan. Pure Python."""
 
 from __future__ import annotations
 
@@ -17,26 +16,27 @@ from workers.parallel.pipeline.stages import even_counts, layer_counts
 from workers.spec.rules import find_problems
 
 MOST_LISTED = 16
-"""Virtual stages whose layers are listed."""
+"""Most virtual stages whose layers are listed in a change."""
 _TRADES = (("tensor", "data"), ("tensor", "pipeline"), ("pipeline", "data"))
-"""Axes between which a factor of two may move."""
+"""Pairs of axes between which a factor of two may move."""
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """One change, and what comes of it."""
+    """One change, and its effect."""
 
     change: str
     """As a user would write it: `micro_batch_size: 2`."""
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     memory: float
     """Bytes of the rank that needs most."""
     fits: bool
 
 
 def what_ifs(spec: JobSpec, cluster: Cluster) -> tuple[WhatIf, ...]:
-    """Of every single change that the rules allow, the fastest that fit first, then those that do not fit."""
+    """The effect of every single change that the rules allow: first those that fit, the fastest first, then those that
+    do not fit."""
     answers = []
     for change, document in _changes(spec):
         other = JobSpec.model_validate(document)
@@ -49,7 +49,7 @@ def what_ifs(spec: JobSpec, cluster: Cluster) -> tuple[WhatIf, ...]:
 
 
 def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each change, and the document of the job with it."""
+    """Each change, and the job's document with it."""
     document = spec.model_dump(mode="json")
     train, parallel = document["train"], document["parallel"]
 
@@ -82,8 +82,8 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _lists(spec: JobSpec) -> Iterator[list[int] | None]:
-    """Other layers for stages, of which there are few enough to read: even ones, one less on either end and one more on
-    the emptiest of the others, and one more on either end from the fullest of the others."""
+    """Other layers of stages, if there are few enough stages to read: even ones; one layer less on either end and one
+    more on the emptiest of the others; and one more on either end from the fullest of the others."""
     counts = layer_counts(spec.model.layers, spec.layout)
     if not 1 < len(counts) <= MOST_LISTED:
         return
