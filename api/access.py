@@ -13,9 +13,9 @@ from fastapi.concurrency import run_in_threadpool
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Scope as AsgiScope
 
-from api.credentials import Credential, Identities
+from api.app_state import state_of
+from api.credentials import Credential
 from api.permissions import Need, is_anonymous, needs
-from api.rate_limits import CallerLimits
 from service.identity import Identity
 from service.ids import is_job_id
 from service.store import JobNotFound, Store, jobs
@@ -102,7 +102,7 @@ def caller_of(request: Request) -> Identity:
 
 def begin_stream(request: Request) -> None:
     """A request turns out to be a stream. Raises TooManyRequests."""
-    about, limits = request_of_caller(request), cast(CallerLimits, request.app.state.limits)
+    about, limits = request_of_caller(request), state_of(request.app).limits
     limits.begin_stream(caller_of(request).key_id)
     about.streams = True
 
@@ -110,7 +110,7 @@ def begin_stream(request: Request) -> None:
 async def is_still_authorized(request: Request) -> bool:
     """Whether the key that a stream was opened with is still valid. It counts as valid while the database does not
     answer."""
-    about, identities = request_of_caller(request), cast(Identities, request.app.state.identities)
+    about, identities = request_of_caller(request), state_of(request.app).identities
     try:
         return about.credential is not None and await identities.of(about.credential) is not None
     except SQLAlchemyError:
@@ -156,8 +156,7 @@ async def own_job_id(request: Request, job_id: Annotated[str, Path(description="
     a job that the caller may not access."""
     if not is_job_id(job_id):
         raise JobNotFound(job_id)
-    job_projects: JobProjects = request.app.state.job_projects
-    await job_projects.check(job_id, caller_of(request).bound)
+    await state_of(request.app).job_projects.check(job_id, caller_of(request).bound)
     return job_id
 
 

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from api import problems
 from api.access import JobProjects, authorize
+from api.app_state import AppState, attach_state
 from api.auditing import Audit
 from api.changes import Changes, StoredVersions
 from api.control import ControlPlane
@@ -105,25 +106,29 @@ def create_app(
     registry = CollectorRegistry()
     registry.register(ControlPlaneCollector(control))
     ProcessCollector(registry=registry)
-    app.state.control = control
-    app.state.registry = registry
-    app.state.waits = StateWaits(lambda job_ids: _states(control, job_ids))
-    app.state.changes = Changes(StoredVersions(lambda: control.store, lambda: control.logs))
-    app.state.read_threads = ReadThreads()
-    app.state.rendered_jobs = RenderedJobs()
-    app.state.rendered_pages = RenderedPages(app.state.rendered_jobs)
-    app.state.rendered_series = RenderedSeriesOfJobs()
-    app.state.rendered_sparklines = RenderedSparklines()
-    app.state.traces = TraceReader(lambda: control.store)
-    app.state.limits = CallerLimits(limits or RequestLimits())
-    app.state.identities = Identities(lambda: control.store)
-    app.state.job_projects = JobProjects(lambda: control.store)
-    app.state.secure_cookies = secure_cookies
+    rendered_jobs = RenderedJobs()
+    state = AppState(
+        control=control,
+        registry=registry,
+        waits=StateWaits(lambda job_ids: _states(control, job_ids)),
+        changes=Changes(StoredVersions(lambda: control.store, lambda: control.logs)),
+        read_threads=ReadThreads(),
+        rendered_jobs=rendered_jobs,
+        rendered_pages=RenderedPages(rendered_jobs),
+        rendered_series=RenderedSeriesOfJobs(),
+        rendered_sparklines=RenderedSparklines(),
+        traces=TraceReader(lambda: control.store),
+        limits=CallerLimits(limits or RequestLimits()),
+        identities=Identities(lambda: control.store),
+        job_projects=JobProjects(lambda: control.store),
+        secure_cookies=secure_cookies,
+    )
+    attach_state(app, state)
     app.add_middleware(RequestGuard, allowed_hosts=allowed_hosts)
     app.add_middleware(
         Identification,
-        identities=app.state.identities,
-        limits=app.state.limits,
+        identities=state.identities,
+        limits=state.limits,
         audit=Audit(lambda: control.store),
     )
     app.add_middleware(problems.AnswerFailures)

@@ -8,8 +8,7 @@ import socket
 import uvicorn
 from fastapi import FastAPI
 
-from api.changes import Changes
-from api.state_waits import StateWaits
+from api.app_state import state_of
 
 
 class HttpServer(uvicorn.Server):
@@ -21,8 +20,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
-        changes: Changes = self._app.state.changes
-        waits: StateWaits = self._app.state.waits
-        changes.close()
-        waits.close()
+        state = state_of(self._app)
+        state.changes.close()
+        state.waits.close()
         await super().shutdown(sockets)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, NoReturn, TypeVar, cast
+from typing import Annotated, Any, NoReturn, TypeVar
 
 from fastapi import Depends, Header, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
+from api.app_state import state_of
 from api.control import ControlPlane
 from api.problems import MalformedJson
 from api.state_waits import LONGEST_SECONDS
@@ -24,7 +25,7 @@ LONGEST_CURSOR = 60_000  # the HTTP server accepts no address of more than 64 Ki
 
 async def control_of(request: Request) -> ControlPlane:
     """The control plane that the app was created with."""
-    return cast(ControlPlane, request.app.state.control)
+    return state_of(request.app).control
 
 
 async def json_body(request: Request) -> Any:

@@ -14,9 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
-from fastapi import Request
 from sqlalchemy import Connection
 
 from api import schemas, views
@@ -118,8 +117,3 @@ def _bytes_of(job: RenderedJob) -> int:
 def _good_until(job: schemas.Job, now: float) -> float:
     over_for = 0.0 if job.finished_at is None else (datetime.now(UTC) - job.finished_at).total_seconds()
     return math.inf if over_for > SETTLED_SECONDS else now + FRESH_SECONDS
-
-
-def rendered_jobs_of(request: Request) -> RenderedJobs:
-    """The app's rendered jobs."""
-    return cast(RenderedJobs, request.app.state.rendered_jobs)

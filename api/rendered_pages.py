@@ -8,9 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
-
-from fastapi import Request
+from typing import Any
 
 from api.kept_answers import KeptAnswers
 from api.rendered_jobs import RenderedJobs
@@ -61,8 +59,3 @@ class RenderedPages:
         made = _RenderedPage(rows, good_until, b'{"items":[%b],"next_cursor":%b}' % (items, cursor))
         self._kept.keep(question, made, len(rows) + len(made.body))
         return made.body
-
-
-def rendered_pages_of(request: Request) -> RenderedPages:
-    """The app's rendered pages."""
-    return cast(RenderedPages, request.app.state.rendered_pages)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-from fastapi import Request
 from pydantic_core import to_json
 
 from api.kept_answers import KeptAnswers
@@ -64,8 +63,3 @@ class RenderedSeriesOfJobs:
         made = RenderedSeries(extent, to_json({"steps": points.steps, "series": spelled}), points.behind)
         self._kept.keep(question, made, len(made.body))
         return made
-
-
-def rendered_series_of(request: Request) -> RenderedSeriesOfJobs:
-    """The app's rendered series."""
-    return cast(RenderedSeriesOfJobs, request.app.state.rendered_series)

@@ -4,9 +4,8 @@ same request."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from fastapi import Request
 from pydantic_core import to_json
 from sqlalchemy import Connection
 
@@ -42,8 +41,3 @@ class RenderedSparklines:
             kept = to_json({"job": job_id, "loss": spell_series(losses)})
             self._kept.keep((job_id, *moved), kept, len(kept))
         return kept
-
-
-def rendered_sparklines_of(request: Request) -> RenderedSparklines:
-    """The app's rendered sparklines."""
-    return cast(RenderedSparklines, request.app.state.rendered_sparklines)

@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
 from api.access import begin_stream, is_still_authorized
+from api.app_state import state_of
 from api.changes import Changes, Watched
 from api.problems import DATABASE_AWAY
 from api.threads import LongReads, long_reads_of
@@ -66,9 +67,8 @@ def stream(request: Request, look: Look, position: object, watched: Watched) -> 
     sends an `end` event after the job is final, and stops when the client, its key or the job is gone, or the service
     ends. It waits for a database that is away. Raises TooManyRequests."""
     begin_stream(request)
-    changes: Changes = request.app.state.changes
     return StreamingResponse(
-        _events(request, look, position, changes, watched, long_reads_of(request)),
+        _events(request, look, position, state_of(request.app).changes, watched, long_reads_of(request)),
         media_type=MEDIA_TYPE,
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )

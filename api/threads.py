@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
+from api.app_state import state_of
 from service.store import Store
 from workers.errors import MantaError
 from workers.system.daemon_threads import in_daemon_thread
@@ -109,7 +110,7 @@ class ReadThreads:
 
 def read_threads_of(request: Request) -> ReadThreads:
     """The app's threads."""
-    return cast(ReadThreads, request.app.state.read_threads)
+    return state_of(request.app).read_threads
 
 
 def long_reads_of(request: Request) -> LongReads:

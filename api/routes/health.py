@@ -9,6 +9,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from api import schemas
 from api.access import Caller, request_of_caller
+from api.app_state import state_of
 from api.control import ControlPlane
 from api.metrics.jobs import JobCollector
 from api.parameters import Control
@@ -62,5 +63,5 @@ def get_prometheus_metrics(request: Request, control: Control, caller: Caller) -
     of_jobs.register(JobCollector(control.store, caller.bound))
     text = generate_latest(of_jobs)
     if caller.installation:
-        text += generate_latest(request.app.state.registry)
+        text += generate_latest(state_of(request.app).registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -9,10 +9,10 @@ from fastapi.exceptions import RequestValidationError
 
 from api import schemas
 from api.access import Caller
+from api.app_state import state_of
 from api.parameters import Control, Cursor, Limit
 from api.problem_codes import reads
-from api.rendered_pages import rendered_pages_of
-from api.rendered_sparklines import MOST_JOBS, rendered_sparklines_of
+from api.rendered_sparklines import MOST_JOBS
 from api.threads import read_threads_of
 from service.ids import is_job_id
 from service.states import STATE_NAMES
@@ -60,7 +60,7 @@ async def list_jobs(
     spec: Annotated[bool, Query(description="Whether to include each job's spec; false makes the page smaller")] = True,
 ) -> Response:
     """Jobs; by default the newest first."""
-    rendered, asked = rendered_pages_of(request), (wanted, JobOrder(sort, order == "desc"), limit, cursor)
+    rendered, asked = state_of(request.app).rendered_pages, (wanted, JobOrder(sort, order == "desc"), limit, cursor)
     threads = read_threads_of(request).lists
     body = await threads.run(control.store, lambda: rendered.page(control.store, *asked, with_spec=spec))
     return Response(body, media_type="application/json")
@@ -92,7 +92,7 @@ async def list_sparklines(
     job_ids = tuple(dict.fromkeys(jobs.split(",")))
     if len(job_ids) > MOST_JOBS or not all(map(is_job_id, job_ids)):
         raise _refused("jobs", f"must be at most {MOST_JOBS} ids of jobs, separated by commas")
-    rendered, threads = rendered_sparklines_of(request), read_threads_of(request).series
+    rendered, threads = state_of(request.app).rendered_sparklines, read_threads_of(request).series
     body = await threads.run(control.store, lambda: rendered.some(control.store, job_ids, caller.bound))
     return Response(body, media_type="application/json")
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from api import requests, schemas, views
 from api.access import Caller, JobId, refuse_priority, request_of_caller
+from api.app_state import state_of
 from api.auditing import append_with_change
 from api.control import ControlPlane
 from api.openapi import json_request
@@ -27,7 +28,6 @@ from api.parameters import (
 )
 from api.planning import current_cluster, plan_of_layout
 from api.problem_codes import OF_A_JOB, changes, reads
-from api.rendered_jobs import rendered_jobs_of
 from api.threads import FileReads, ReadThreads, read_threads_of
 from service.cluster.errors import ClusterUnavailable
 from service.planner.auto import asks_for_layout, bounds_in, with_layout, without_layout
@@ -123,8 +123,8 @@ async def get_job(
     """One job. With `wait`: returns when its state differs from `state` (default: its current state) or is final, or
     after `wait` seconds."""
     if wait:
-        await request.app.state.waits.until_changed(job_id, state, wait)
-    rendered, threads = rendered_jobs_of(request), read_threads_of(request).jobs
+        await state_of(request.app).waits.until_changed(job_id, state, wait)
+    rendered, threads = state_of(request.app).rendered_jobs, read_threads_of(request).jobs
     job = await threads.run(control.store, lambda: rendered.one(control.store, job_id))
     return Response(job.body, media_type="application/json", headers={"ETag": job.etag})
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 
 from api import access_views, requests, schemas
 from api.access import Caller, Forbidden, refuse_priority, request_of_caller
+from api.app_state import state_of
 from api.openapi import json_request
 from api.parameters import Control, Cursor, Limit, body_as
 from api.permissions import Need
@@ -88,5 +89,5 @@ def revoke_key(request: Request, control: Control, caller: Caller, key_id: KeyId
     """Revoke a key, immediately in this process and within a second in others. Browsers signed in with it are signed
     out, and its streams end. It remains in the list."""
     revoked = control.store.write(lambda session: access_views.key_view(keys.revoke(session, caller.bound, key_id)))
-    request.app.state.identities.forget()
+    state_of(request.app).identities.forget()
     return revoked

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from api import views
 from api.access import Caller, request_of_caller
+from api.app_state import state_of
 from api.credentials import cookie_name
 from api.parameters import Control
 from api.permissions import DASHBOARD_PATH, LINK_PATH
@@ -74,6 +75,6 @@ def open_link(request: Request, control: Control, token: Annotated[str, Path(des
         max_age=int(begun.expires_at - time.time()),
         httponly=True,
         samesite="strict",
-        secure=request.app.state.secure_cookies,
+        secure=state_of(request.app).secure_cookies,
     )
     return answer

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from api import access_views
 from api.access import Caller, request_of_caller
+from api.app_state import state_of
 from api.credentials import cookie_name
 from api.parameters import Control
 from api.problem_codes import changes, reads
@@ -27,7 +28,7 @@ def end_session(request: Request, response: Response, control: Control, caller: 
     session = _session_of(request)
     if session is not None:
         control.store.write(lambda store: browser_tokens.end_session(store, session))
-        request.app.state.identities.forget()
+        state_of(request.app).identities.forget()
         response.delete_cookie(cookie_name(request.headers.get("host", "")), httponly=True, samesite="strict")
     return access_views.me_view(caller, session is not None)
 

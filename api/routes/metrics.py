@@ -14,9 +14,9 @@ from sqlalchemy.orm import Session
 
 from api import schemas
 from api.access import JobId
+from api.app_state import state_of
 from api.parameters import AfterStep, Control
 from api.problem_codes import OF_A_JOB, reads
-from api.rendered_series import rendered_series_of
 from api.threads import read_threads_of
 from service.store import JobNotFound, Store, jobs, metric_bins
 from service.store.metric_points import LAST_STEP
@@ -45,7 +45,7 @@ async def get_metrics(
 ) -> Response:
     """Metrics, downsampled to `max_points` steps: the first, the last, and the highest losses in between; with `every`
     at equal distances."""
-    rendered = rendered_series_of(request)
+    rendered = state_of(request.app).rendered_series
     read = partial(rendered.one, control.store, job_id, _names(names), after_step, max_points, until_step, every)
     series = await read_threads_of(request).series.run(control.store, read)
     if series.behind:

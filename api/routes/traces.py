@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from api import requests, schemas
 from api.access import JobId
+from api.app_state import state_of
 from api.control import ControlPlane
 from api.openapi import json_request
 from api.parameters import Control, body_as
@@ -33,7 +34,7 @@ PERFETTO, GZIP = "application/vnd.perfetto.trace", "application/gzip"
 
 def traces_of(request: Request) -> TraceReader:
     """The app's reader of traces."""
-    return cast(TraceReader, request.app.state.traces)
+    return state_of(request.app).traces
 
 
 Traces = Annotated[TraceReader, Depends(traces_of)]

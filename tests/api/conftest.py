@@ -15,6 +15,7 @@ import typer.testing
 import uvicorn
 
 from api.app import create_app
+from api.app_state import state_of
 from api.connections import MOST_CONNECTIONS, limited_to
 from api.http_server import HttpServer
 from service.checkpoint_deletion import delete_checkpoint
@@ -229,7 +230,7 @@ def serving(control: FakeControl, limits: RequestLimits = UNLIMITED, most: int =
             ready.set()
 
     app = create_app(control, limits=limits)
-    control.changed_database = app.state.identities.forget
+    control.changed_database = state_of(app).identities.forget
     config = uvicorn.Config(app, http=limited_to(most), port=0, log_level="warning", timeout_graceful_shutdown=2)
     server = Server(config, app)
     thread = threading.Thread(target=server.run)

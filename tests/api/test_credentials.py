@@ -8,6 +8,7 @@ from sqlalchemy.exc import OperationalError
 from starlette.requests import Request
 
 from api import access, credentials
+from api.app_state import attach_state
 from api.credentials import KNOWN_SECONDS, Credential, Identities, cookie_name, credential_in
 from service.identity import Identity, Scope, digest_of
 from service.store import browser_tokens, keys
@@ -141,7 +142,9 @@ def test_stream_goes_on_while_its_key_is_good_or_nobody_can_say(world, monkeypat
             raise OperationalError("SELECT", {}, Exception("the server went away"))
 
         monkeypatch.setattr(world.identities, "_look", refuse)
-    scope = {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(identities=world.identities))}
+    app = SimpleNamespace(state=SimpleNamespace())
+    attach_state(app, SimpleNamespace(identities=world.identities))
+    scope = {"type": "http", "app": app}
     access.attach(scope, access.RequestOfCaller(None, "127.0.0.1", credential))
     still = asyncio.run(access.is_still_authorized(Request(scope)))
     assert still == (outcome in ("good", "database away"))

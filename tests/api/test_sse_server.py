@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from api import sse_server
+from api.app_state import attach_state
 from api.changes import Changes, Watched
 from api.rate_limits import CallerLimits
 from api.routes import events as events_route
@@ -207,13 +208,10 @@ def said_by_a_stream(monkeypatch, seconds, news, revoked_after=math.inf, away=ra
     async def still_authorized(request):
         return loop.time() < revoked_after
 
-    class App:
-        class state:
-            changes = ByTheClock(lambda: None)
-            read_threads = SimpleNamespace(long=AtOnce())
+    shared = SimpleNamespace(changes=ByTheClock(lambda: None), read_threads=SimpleNamespace(long=AtOnce()))
 
     class OpenRequest:
-        app = App
+        app = SimpleNamespace(state=SimpleNamespace())
 
         async def is_disconnected(self):
             return False
@@ -224,6 +222,7 @@ def said_by_a_stream(monkeypatch, seconds, news, revoked_after=math.inf, away=ra
                 async for part in sse_server.stream(OpenRequest(), look, 0, Watched("job")).body_iterator:
                     said.append((loop.time(), part.decode()))
 
+    attach_state(OpenRequest.app, shared)
     monkeypatch.setattr(sse_server, "begin_stream", lambda request: None)
     monkeypatch.setattr(sse_server, "is_still_authorized", still_authorized)
     loop.run_until_complete(listen())

@@ -10,6 +10,7 @@ from sqlalchemy.exc import OperationalError
 
 from api import credentials, ui
 from api.app import create_app
+from api.app_state import state_of
 from api.ui import mount
 from api.ui.document import document_for
 from api.ui.files import DIGEST, FILES
@@ -38,7 +39,7 @@ def served(folder):
 
 def opened(app):
     """A browser that sends a key."""
-    add_admin(app.state.control.store)
+    add_admin(state_of(app).control.store)
     return TestClient(app, base_url="http://127.0.0.1", headers=bearer(ADMIN))
 
 

@@ -1,0 +1,55 @@
+"""The objects that one app of `api.app.create_app` shares among its requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from fastapi import FastAPI
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from api.access import JobProjects
+    from api.changes import Changes
+    from api.control import ControlPlane
+    from api.credentials import Identities
+    from api.rate_limits import CallerLimits
+    from api.rendered_jobs import RenderedJobs
+    from api.rendered_pages import RenderedPages
+    from api.rendered_series import RenderedSeriesOfJobs
+    from api.rendered_sparklines import RenderedSparklines
+    from api.state_waits import StateWaits
+    from api.threads import ReadThreads
+    from service.step_traces.reading import TraceReader
+
+
+@dataclass(frozen=True)
+class AppState:
+    """Shared by all requests of one app."""
+
+    control: ControlPlane
+    registry: CollectorRegistry
+    waits: StateWaits
+    changes: Changes
+    read_threads: ReadThreads
+    rendered_jobs: RenderedJobs
+    rendered_pages: RenderedPages
+    rendered_series: RenderedSeriesOfJobs
+    rendered_sparklines: RenderedSparklines
+    traces: TraceReader
+    limits: CallerLimits
+    identities: Identities
+    job_projects: JobProjects
+    secure_cookies: bool
+    """Whether browsers only reach the service over TLS."""
+
+
+def attach_state(app: FastAPI, state: AppState) -> None:
+    """Make `state` that of the app."""
+    app.state.of_app = state
+
+
+def state_of(app: FastAPI) -> AppState:
+    """The app's state; a route passes `request.app`."""
+    return cast(AppState, app.state.of_app)
