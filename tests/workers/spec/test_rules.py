@@ -12,7 +12,7 @@ from engine_specs import document, problems_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from workers.spec import rules
+from workers.spec import batch_rules
 from workers.spec.problems import Problem
 
 
@@ -169,8 +169,8 @@ def test_a_job_may_grow_to_every_size_below_the_first_that_is_broken(schedule, p
 
 def test_bounds_of_a_hundred_thousand_replicas_are_not_looked_at_one_by_one(monkeypatch):
     looked = []
-    rule = rules._every_replica_has_samples
-    monkeypatch.setattr(rules, "_every_replica_has_samples", lambda spec: looked.append(spec) or rule(spec))
+    rule = batch_rules._every_replica_has_samples
+    monkeypatch.setattr(batch_rules, "_every_replica_has_samples", lambda spec: looked.append(spec) or rule(spec))
     for schedule in ("1f1b", "interleaved"):
         layout = {"schedule": schedule, "pipeline": 2}
         most = {"train": {"global_batch_size": 100_000}, "elastic": {"max_data": 100_000}}
