@@ -22,13 +22,23 @@ Peers = Mapping[int, Sequence[int]]
 """For each rank those that have the same state, itself among them (`grid.state_peers`)."""
 
 
-async def begin(
-    agents: Sequence[AgentClient], nodes: Sequence[str], generation: int, layout: str, peers: Peers
-) -> dict[int, int]:
-    """Let every agent stream its rank's snapshots (of the layout with tag `layout`) to a partner on another node, from
-    now on, unless a peer there has the same. `nodes`: the node of each rank. Answers by rank the partner that holds its
-    backup; a rank whose partner fails is left out."""
-    unprotected = {rank for rank, same in peers.items() if len({nodes[peer] for peer in same}) == 1}
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a generation whose snapshots are backed up."""
+
+    agents: Sequence[AgentClient]
+    generation: int
+    layout: str
+    """Tag of the layout."""
+    peers: Peers
+
+
+async def begin(gang: Ranks, nodes: Sequence[str]) -> dict[int, int]:
+    """From now on let every agent stream its rank's snapshots to a partner on another node, unless a peer there has the
+    same state. `nodes`: the node of each rank. Returns by rank the partner that holds its backup; a rank whose partner
+    fails is left out."""
+    agents, generation = gang.agents, gang.generation
+    unprotected = {rank for rank, same in gang.peers.items() if len({nodes[peer] for peer in same}) == 1}
     wanted = {rank: partner for rank, partner in partners(nodes).items() if rank in unprotected}
     if not wanted:
         return {}
@@ -40,7 +50,7 @@ async def begin(
     addresses = {receiver: address for receiver, address in pairs if isinstance(address, Endpoint)}
     ranks = [rank for rank, partner in sorted(wanted.items()) if partner in addresses]
     begun = await asyncio.gather(
-        *(agents[rank].send_backups(addresses[wanted[rank]], token, generation, layout) for rank in ranks),
+        *(agents[rank].send_backups(addresses[wanted[rank]], token, generation, gang.layout) for rank in ranks),
         return_exceptions=True,
     )
     sending = {rank: wanted[rank] for rank, problem in zip(ranks, begun, strict=True) if problem is None}
@@ -52,42 +62,40 @@ async def begin(
 
 @dataclass(frozen=True)
 class Brought:
-    """What lies in shared memory of the nodes of the ranks that need it."""
+    """Snapshots in the shared memory of each rank's node, after some were fetched."""
 
     steps: list[list[int]]
-    """Of each rank."""
+    """Steps by rank."""
     taken: dict[int, str]
-    """By rank what was fetched for it: its own `snapshot` from another node, that of a `peer`, or a `replica`."""
+    """By rank, what was fetched for it: its own `snapshot` from another node, that of a `peer`, or a `replica`."""
 
 
 async def bring_back(
-    agents: Sequence[AgentClient],
+    gang: Ranks,
     steps: Sequence[Sequence[int]],
     needy: Iterable[int],
-    generation: int,
-    layout: str,
     holders: Mapping[str, AgentClient],
     files: FilesByHost,
-    peers: Peers,
 ) -> Brought:
-    """The steps in each rank's own shared memory, after those of the `needy` ranks that lack it fetched the newest step
-    that all ranks can have, from files of their own or of their peers, or from backups, on any host. `steps`: the same
-    before that; `files`: of each host, of which `holders` has an agent."""
+    """Let those of the `needy` ranks that lack it fetch the newest step that all ranks can have, from snapshots of
+    their own or of their peers, or from backups, on any host. `steps`: those in each rank's shared memory; `files`: of
+    each host, for which `holders` has an agent."""
     held, token = [list(each) for each in steps], secrets.token_hex()
     taken: dict[int, str] = {}
-    offers = {rank: _offers(peers[rank], rank, layout, files) for rank in needy}
+    offers = {rank: _offers(gang.peers[rank], rank, gang.layout, files) for rank in needy}
     state = reachable(held, {rank: itertools.chain(*(each.steps for each in offers[rank])) for rank in offers})
     if state is None:
-        return Brought(held, taken)  # what only some of them can have is of no use
+        return Brought(held, taken)  # a step that only some ranks can have is useless
 
     async def fetch(rank: int) -> None:
+        agent, generation = gang.agents[rank], gang.generation
         for offer in offers[rank]:
             if state.step not in offer.steps or state.step in held[rank]:
                 continue
             try:
                 address = await address_of(holders[offer.host], token, generation)
-                fetched = await agents[rank].fetch_snapshot(rank, address, token, generation, layout, offer.rank)
-            except Exception as error:  # noqa: BLE001 - whatever it is, others may offer the same
+                fetched = await agent.fetch_snapshot(rank, address, token, generation, gang.layout, offer.rank)
+            except Exception as error:  # noqa: BLE001 - others may offer the same
                 log.warning("the snapshots of rank %d could not be fetched from %s: %s", rank, offer.host, error)
             else:
                 held[rank], taken[rank] = fetched, offer.kind
@@ -97,8 +105,8 @@ async def bring_back(
 
 
 def without_state(steps: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks whose `steps` are of no use: none, or all of them before those of the rank that is furthest. Such are
-    left on a node that a rank once ran on and has come back to."""
+    """The ranks whose `steps` are useless: there are none, or all are older than those of the most advanced rank. A
+    rank finds such old snapshots if it comes back to a node on which it once ran."""
     furthest = max(steps, key=lambda each: max(each, default=-1), default=())
     return [rank for rank, own in enumerate(steps) if not own or max(own) < min(furthest)]
 

@@ -85,10 +85,8 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     roll_backs = await record.rolled_back()
     repair = RepairOverGroups(next_one == 1, await record.repair_works())
     secret = secrets.token_hex(SECRET_LENGTH // 2)
-    orders = {
-        rank: order_for(job, rank, place, gang.spec, generation, resume, store, roll_backs, secret, repair)
-        for rank, place in where.items()
-    }
+    common = CommonOrder(generation, gang.spec, resume, store, roll_backs, secret, repair)
+    orders = {rank: order_for(job, rank, place, common) for rank, place in where.items()}
     running = watch_generation(job, generation, resume.step)
     try:
         await _give_orders(job, running, orders, where)
@@ -134,7 +132,8 @@ async def _begin_backups(job: JobContext, where: Mapping[int, AgentDescription],
     if job.gang.spec.checkpoint.snapshots == "off":
         return
     nodes = [place.node or place.host for place in where.values()]
-    await rank_backups.begin(list(job.gang.by_rank.values()), nodes, generation, job.gang.tag, job.gang.peers)
+    gang = rank_backups.Ranks(list(job.gang.by_rank.values()), generation, job.gang.tag, job.gang.peers)
+    await rank_backups.begin(gang, nodes)
 
 
 def watch_generation(job: JobContext, generation: int, resume_step: int, taken_over: bool = False) -> RunningGeneration:
@@ -163,34 +162,39 @@ def watch_generation(job: JobContext, generation: int, resume_step: int, taken_o
     return running
 
 
-def order_for(
-    job: JobContext,
-    rank: int,
-    where: AgentDescription,
-    spec: JobSpec,
-    generation: int,
-    resume: Resume = FROM_THE_START,
-    store: Endpoint | None = None,
-    roll_backs: Sequence[dict[str, Any]] = (),
-    secret: str | None = None,
-    repair: RepairOverGroups = UNTRIED,
-) -> LaunchOrder:
-    """The order for the agent of `rank`, which is at `where`. `spec`: in the layout of `generation`; `store`: where its
-    ranks meet; `roll_backs`: what the events of steps that were rolled back say; `secret`: what its ranks know each
-    other by; `repair`: what goes for ranks on GPUs."""
-    paths = job.cluster.paths
+@dataclass(frozen=True)
+class CommonOrder:
+    """The part of a generation's launch orders that is the same for all ranks."""
+
+    generation: int
+    spec: JobSpec
+    """In the generation's layout."""
+    resume: Resume = FROM_THE_START
+    store: Endpoint | None = None
+    """The rendezvous store; None: a single rank needs none."""
+    roll_backs: Sequence[dict[str, Any]] = ()
+    """Data of the events of steps that were rolled back."""
+    secret: str | None = None
+    """By which the ranks authenticate each other."""
+    repair: RepairOverGroups = UNTRIED
+    """For ranks on GPUs."""
+
+
+def order_for(job: JobContext, rank: int, where: AgentDescription, common: CommonOrder) -> LaunchOrder:
+    """The order for the agent of `rank`, which is at `where`."""
+    paths, store, repair = job.cluster.paths, common.store, common.repair
     return LaunchOrder(
         job=job.id,
-        generation=generation,
+        generation=common.generation,
         rank=rank,
-        spec=with_threads(spec, job.threads or threads_of(spec)).model_dump(mode="json"),
+        spec=with_threads(common.spec, job.threads or threads_of(common.spec)).model_dump(mode="json"),
         store_host=store.host if store else None,
         store_port=store.port if store else None,
-        secret=secret,
+        secret=common.secret,
         snapshot_folder=str(paths.snapshot_folder(job.id)),
         checkpoint_folder=str(paths.checkpoint_folder(job.id)),
-        resume=resume,
-        roll_backs=tuple(roll_backs),
+        resume=common.resume,
+        roll_backs=tuple(common.roll_backs),
         device="cuda:0" if where.devices else "cpu",
         # A node's is that of its CPU: a rank with a GPU finds out itself what that one can do.
         peak_flops=None if where.devices else job.cluster.peak_flops.get(where.node or ""),

@@ -20,7 +20,7 @@ from service.job.changes import Change, Grow, Move, PlaceAgain, Shrink, WaitInQu
 from service.job.context import JobContext
 from service.job.gang import AgentSet
 from service.job.generation import RunningGeneration
-from service.job.launch import order_for
+from service.job.launch import CommonOrder, order_for
 from service.job.time_to_save import time_to_save
 from service.store import JobNotFound, jobs
 from service.stored_specs import SpecNotUnderstood, stored_spec
@@ -218,10 +218,8 @@ class ElasticityPlanner:
             return None
         about = await describe(standby.agents)
         ranks = [rank for rank in range(target.layout.world_size) if replica_of(target.layout, rank) in replicas]
-        orders = [
-            order_for(self._job, rank, place, target, generation)
-            for rank, place in zip(ranks, about or [], strict=False)
-        ]
+        common = CommonOrder(generation, target)
+        orders = [order_for(self._job, rank, place, common) for rank, place in zip(ranks, about or [], strict=False)]
         held = self._gang.layout.world_size
         # A rank that others have now has files in the shared memory that nodes of one machine share: not yet those.
         orders = [order if order.rank >= held else replace(order, snapshot_folder=None) for order in orders]

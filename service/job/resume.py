@@ -80,9 +80,8 @@ async def _in_memory(job: JobContext, generation: int) -> tuple[rank_backups.Bro
     needy = list(range(len(agents))) if departing else rank_backups.without_state(own)
     if generation and (needy or others):
         memory = await _memory_of(agents, departing)
-        brought = await rank_backups.bring_back(
-            agents, own, needy, generation, gang.tag, memory.holders, memory.files, gang.peers
-        )
+        ranks = rank_backups.Ranks(agents, generation, gang.tag, gang.peers)
+        brought = await rank_backups.bring_back(ranks, own, needy, memory.holders, memory.files)
         foreign = await _of_other_layouts(memory, others, generation)
     return brought, foreign
 

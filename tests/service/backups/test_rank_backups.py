@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from service.backups.rank_backups import Brought, begin, bring_back, without_state
+from service.backups.rank_backups import Brought, Ranks, begin, bring_back, without_state
 from service.cluster.agent_client import AgentLost
 from workers.protocol.messages import StoredSnapshot
 from workers.rank.agent import Agent
@@ -64,6 +64,10 @@ class Job:
         """A new agent."""
         return LosableAgent("job-1", rank, str(self.folder / "home"), str(self.folder), str(self.folder / node))
 
+    def ranks(self, generation: int = 1) -> Ranks:
+        """With the agents as they are now."""
+        return Ranks(self.agents, generation, LAYOUT, self.peers)
+
     async def commit(self, step: int, keepers: dict[int, int]) -> None:
         """A step, and its backups."""
         for snapshots in self.snapshots:
@@ -76,13 +80,13 @@ class Job:
 
     async def keep(self, nodes: list[str], generation: int = 1) -> dict[int, int]:
         """Begin to; who keeps whose."""
-        return await begin(self.agents, nodes, generation, LAYOUT, self.peers)
+        return await begin(self.ranks(generation), nodes)
 
     async def brought_back(self, own: list[list[int]]) -> Brought:
         """The steps of all ranks after the agents of "a" and "b" were asked for what the needy ones lack."""
         holders = {"a": self.agents[0], "b": self.agents[-1]}
         kept = {host: await agent.snapshot_files() for host, agent in holders.items()}
-        return await bring_back(self.agents, own, without_state(own), 1, LAYOUT, holders, kept, self.peers)
+        return await bring_back(self.ranks(), own, without_state(own), holders, kept)
 
     async def close(self) -> None:
         """End what is left."""
@@ -133,8 +137,8 @@ def test_where_peers_have_the_same_state_on_another_node_it_is_theirs_that_is_ta
         job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
         own = [await handle.snapshot_steps() for handle in job.agents]
         kept = {"a": await job.agents[0].snapshot_files()}
-        arguments = (job.agents, own, without_state(own), 1, LAYOUT, {"a": job.agents[0]}, kept, job.peers)
-        assert await bring_back(*arguments) == Brought([[1, 2]] * 4, {2: "peer", 3: "peer"})
+        outcome = await bring_back(job.ranks(), own, without_state(own), {"a": job.agents[0]}, kept)
+        assert outcome == Brought([[1, 2]] * 4, {2: "peer", 3: "peer"})
         state = [torch.zeros(1000)]
         Snapshots(job.folder / "c", 3, state, b"0" * 16, LAYOUT).load(2)
         assert bool((state[0] == 1).all())
@@ -153,7 +157,7 @@ def test_where_the_nearest_cannot_be_fetched_the_next_is(tmp_path, caplog):
         kept = {"a": await job.agents[1].snapshot_files(), "b": await job.agents[2].snapshot_files()}
         own = [await handle.snapshot_steps() for handle in job.agents]
         holders = {"a": gone, "b": job.agents[2]}
-        outcome = await bring_back(job.agents, own, [0], 1, LAYOUT, holders, kept, job.peers)
+        outcome = await bring_back(job.ranks(), own, [0], holders, kept)
         assert outcome == Brought([[1]] * 4, {0: "peer"})
         assert "rank 0 could not be fetched from a: the actor is dead" in caplog.text
         await job.close()
@@ -222,7 +226,7 @@ def test_what_all_can_have_is_fetched_and_not_what_one_rank_could_have_alone(job
         holders = {"b": job.agents[3]}
         kept = {"b": [file for file in await job.agents[3].snapshot_files() if file.rank == 2]}
         assert kept["b"]
-        outcome = await bring_back(job.agents, steps, range(4), 1, LAYOUT, holders, kept, job.peers)
+        outcome = await bring_back(job.ranks(), steps, range(4), holders, kept)
         assert outcome == Brought(steps, {})
         await job.close()
 
@@ -254,7 +258,7 @@ def test_the_nearest_that_goes_far_enough_is_fetched_once_and_nothing_of_another
     }
     agents = [SimpleNamespace(), SimpleNamespace(fetch_snapshot=fetch_snapshot)]
     holders, peers = {host: holder(host) for host in files}, {0: [0, 1], 1: [0, 1]}
-    brought = asyncio.run(bring_back(agents, [[3, 4], []], [1], 7, LAYOUT, holders, files, peers))
+    brought = asyncio.run(bring_back(Ranks(agents, 7, LAYOUT, peers), [[3, 4], []], [1], holders, files))
     assert brought == Brought([[3, 4], [3, 4]], {1: "snapshot"})
     ((host, secret, generation),) = asked
     assert (host, generation) == ("d", 7) and len(secret) >= 32

@@ -12,6 +12,7 @@ from service.job.actions import Launch, launch_after
 from service.job.context import JobContext
 from service.job.incident import Incident
 from service.job.launch import (
+    CommonOrder,
     LaunchFailed,
     RepairOverGroups,
     finish_launch,
@@ -51,7 +52,7 @@ def read(job, query):
 def test_order_says_where_the_rank_is_and_what_its_device_can_do(job, cluster):
     cluster.peak_flops["one"] = 1e12
     at = AgentDescription("host", "127.0.0.1", 1, "one")
-    order = order_for(job, 3, at, job.submitted, 7, Resume("snapshot", 5), None, [{"step": 4}])
+    order = order_for(job, 3, at, CommonOrder(7, job.submitted, Resume("snapshot", 5), None, [{"step": 4}]))
     assert (order.job, order.rank, order.generation, order.resume.step) == (job.id, 3, 7, 5)
     assert (order.device, order.in_place, order.peak_flops) == ("cpu", True, 1e12)
     assert (order.store_host, order.store_port) == (None, None)
@@ -62,16 +63,17 @@ def test_order_says_where_the_rank_is_and_what_its_device_can_do(job, cluster):
 def test_rank_with_a_gpu_computes_there_and_rests_in_place_only_where_that_was_tried(job):
     job.cluster.peak_flops["one"] = 1e12  # what its node's CPU can do is nothing to a GPU
     at = AgentDescription("host", "127.0.0.1", 1, "one", devices=("3",))
-    order = order_for(job, 0, at, job.submitted, 1)
+    order = order_for(job, 0, at, CommonOrder(1, job.submitted))
     assert (order.device, order.in_place, order.peak_flops) == ("cuda:0", False, None)
     asked = {
-        repair: order_for(job, 0, at, job.submitted, 1, repair=repair)
+        repair: order_for(job, 0, at, CommonOrder(1, job.submitted, repair=repair))
         for repair in (RepairOverGroups(), RepairOverGroups(is_tried=True), RepairOverGroups(works=True))
     }
     assert [(order.in_place, order.tries_repair) for order in asked.values()] == [
         (False, False), (False, True), (True, False)
     ]  # fmt: skip
-    on_slot = order_for(job, 0, dataclasses.replace(at, devices=()), job.submitted, 1, repair=RepairOverGroups(True))
+    tries = CommonOrder(1, job.submitted, repair=RepairOverGroups(True))
+    on_slot = order_for(job, 0, dataclasses.replace(at, devices=()), tries)
     assert (on_slot.in_place, on_slot.tries_repair) == (True, False), "links need not be tried"
 
 
@@ -192,7 +194,7 @@ def test_threads_stay_whatever_the_machine_has_later_and_whoever_controls_the_jo
     assert asyncio.run(next_one.record.decide_threads(2)) == 8
     larger = resized(job.submitted, 2)  # as a resize makes it, from what was submitted
     at = job.gang.agents[0].description
-    assert order_for(job, 0, at, larger, 3).spec["resources"]["threads"] == 8
+    assert order_for(job, 0, at, CommonOrder(3, larger)).spec["resources"]["threads"] == 8
 
 
 def test_ranks_on_gpus_compute_with_one_thread_as_before(with_cores):
@@ -224,13 +226,14 @@ def test_rank_is_written_down_with_its_device_and_place(job):
 def test_backups_lie_on_other_nodes_or_where_those_are_unknown_on_other_hosts(job, monkeypatch, nodes, expected):
     asked = []
 
-    async def begin(agents, at, generation, layout, peers):
-        asked.append((list(agents), at, generation, layout, peers))
+    async def begin(ranks, at):
+        asked.append((ranks, at))
 
     monkeypatch.setattr(launch.rank_backups, "begin", begin)
     where = {rank: AgentDescription("aabb"[rank], "10.0.0.1", 1, node) for rank, node in enumerate(nodes)}
     asyncio.run(launch._begin_backups(job, where, 6))
-    assert asked == [(list(job.gang.by_rank.values()), expected, 6, job.gang.tag, job.gang.peers)]
+    ranks = launch.rank_backups.Ranks(list(job.gang.by_rank.values()), 6, job.gang.tag, job.gang.peers)
+    assert asked == [(ranks, expected)]
 
 
 def test_without_snapshots_there_is_nothing_to_back_up(store, submit, cluster, monkeypatch):
