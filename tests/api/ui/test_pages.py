@@ -147,6 +147,22 @@ def test_list_is_kept_in_the_address_and_leads_to_comparison(viewer):
     expect(page.locator(".chip")).to_have_count(1)
 
 
+def test_arrow_or_letter_on_a_closed_menu_chooses_nothing(viewer):
+    page = viewer.open(f"compare?jobs={viewer.sample.job}")
+    expect(page.locator(".chip")).to_have_count(1)
+    add = page.get_by_label("Add a job")
+    expect(add.locator("option")).not_to_have_count(1)
+    changes = "list => { window.chosen = 0; list.addEventListener('change', () => window.chosen++); list.focus(); }"
+    for menu in (add, page.get_by_label("Save: Loss")):
+        menu.evaluate(changes)
+        for key in ("ArrowDown", "Escape", "t", "Escape", "End", "Escape"):
+            page.keyboard.press(key)
+        assert page.evaluate("window.chosen") == 0
+    expect(page.locator(".chip")).to_have_count(1)
+    add.select_option(index=1)
+    expect(page.locator(".chip")).to_have_count(2)
+
+
 def test_logs_are_filtered_by_rank_and_text(viewer):
     page = viewer.open(f"jobs/{viewer.sample.job}/logs")
     log = page.get_by_role("log")

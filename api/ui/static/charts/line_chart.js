@@ -9,6 +9,7 @@
 import { download, csv } from "../core/download.js";
 import { fill, h, setText, setVisible } from "../core/dom.js";
 import { clock, compact } from "../core/format.js";
+import { menu } from "../core/menu.js";
 import { paintMarks, paintX, paintY } from "./axes.js";
 import { color, onColorsChanged, seriesColor } from "./colors.js";
 import { X_AXES } from "./group.js";
@@ -71,12 +72,12 @@ export class LineChart {
       h("button", { class: "plain", title: label, "aria-label": `${label}: ${this.title}`, onclick: act }, text);
     this.logTool = tool("Logarithmic axis", "log", () => this.toggleLog());
     this.logTool.setAttribute("aria-pressed", String(this.log));
-    const save = h(
-      "select",
-      { class: "plain", "aria-label": `Save: ${this.title}`, onchange: (event) => this.save(event.target) },
-      h("option", { value: "" }, "save"),
-      ["png", "svg", "csv"].map((kind) => h("option", { value: kind }, kind.toUpperCase())),
-    );
+    const save = menu(`Save: ${this.title}`, {
+      title: "save",
+      entries: ["png", "svg", "csv"].map((kind) => [kind, kind.toUpperCase()]),
+      classes: "plain",
+      act: (kind) => this.save(kind),
+    });
     this.tools = h(
       "span",
       { class: "chart-tools" },
@@ -320,9 +321,7 @@ export class LineChart {
     );
   }
 
-  save(select) {
-    const kind = select.value;
-    select.value = "";
+  save(kind) {
     const name = this.title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
     if (kind === "csv") download(`${name}.csv`, this.csv(), "text/csv");
     if (kind === "svg") download(`${name}.svg`, this.svg(), "image/svg+xml");

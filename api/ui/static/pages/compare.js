@@ -7,6 +7,7 @@ import { get, optional } from "../core/api.js";
 import { fill, h, panel, setText, setVisible, table } from "../core/dom.js";
 import { duration, layout, number, percent } from "../core/format.js";
 import { Live } from "../core/live.js";
+import { fillMenu, menu } from "../core/menu.js";
 import { notify } from "../core/notices.js";
 import { Router, link } from "../core/router.js";
 import { differences } from "../parts/differences.js";
@@ -39,10 +40,7 @@ class ComparePage {
       chart: new LineChart(this.group, title, [axes[0]]),
     }));
     this.chips = h("div", { class: "chips" });
-    this.add = h("select", {
-      "aria-label": "Add a job",
-      onchange: (event) => this.go([...this.ids, event.target.value]),
-    });
+    this.add = menu("Add a job", { title: "add a job ...", act: (id) => this.go([...this.ids, id]) });
     this.gone = h("p", { class: "why tone-warn", role: "status", hidden: true });
     this.figures = h("div");
     this.different = h("div");
@@ -96,11 +94,12 @@ class ComparePage {
   async offer(signal) {
     if (document.activeElement === this.add) return;
     const { items } = await get("/v1/jobs", { limit: 100, spec: false }, { signal });
-    const others = items.filter((job) => !this.ids.includes(job.id) && job.step > 0);
-    fill(
+    const full = this.ids.length >= MOST;
+    const others = items.filter((job) => !full && !this.ids.includes(job.id) && job.step > 0);
+    fillMenu(
       this.add,
-      h("option", { value: "" }, this.ids.length >= MOST ? `at most ${MOST} jobs` : "add a job ..."),
-      others.map((job) => h("option", { value: job.id }, `${job.name} (${job.id})`)),
+      full ? `at most ${MOST} jobs` : "add a job ...",
+      others.map((job) => [job.id, `${job.name} (${job.id})`]),
     );
   }
 
