@@ -81,7 +81,8 @@ def calibrate(
         raise fail("--list and --forget-jobs cannot be used together", EXIT_BAD_INPUT)
     if forget_jobs:
         path = forget_jobs_before_now(folder)
-        typer.echo(f"jobs that began before now no longer refine machines; delete {path} to undo this")
+        undo = f"jobs that began before now no longer refine machines; delete {path} to undo this"
+        typer.echo(json.dumps({"file": str(path)}) if as_json else undo)
         return
     if listed:
         with connect(url) as client:

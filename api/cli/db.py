@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from api.cli.main import EXIT_BAD_INPUT, Json
 from api.cli.service import Database, settings_with
 from api.server import lock_home
 from service.settings import Settings
@@ -18,7 +20,7 @@ from service.store import Store
 from service.store.backup_file import back_up, restore
 from service.store.health import problems
 from service.store.jobs import unfinished_in_brief
-from service.store.location import url_in
+from service.store.location import parse_url, shown, url_in
 from service.takeover import MOST_NAMED
 from workers.errors import MantaError
 
@@ -51,7 +53,7 @@ class JobsOfReleaseBefore(MantaError):
 
 
 @db.command()
-def upgrade(database: Database = None) -> None:
+def upgrade(database: Database = None, as_json: Json = False) -> None:
     """Migrate the database to the schema of this release, as `manta up` does; refused while jobs run under a release
     that could no longer use it."""
     with _opened(settings_with(database)) as store:
@@ -60,7 +62,11 @@ def upgrade(database: Database = None) -> None:
         before = store.revision
         store.migrate()
         same = "is" if before == store.revision else f"was brought from revision {before or 'none'} and is"
-        typer.echo(f"{store.location} {same} at revision {store.revision}.")
+        _say(
+            f"{store.location} {same} at revision {store.revision}.",
+            {"database": store.location, "before": before, "revision": store.revision},
+            as_json,
+        )
 
 
 def _refuse_what_runs(store: Store) -> None:
@@ -73,19 +79,23 @@ def _refuse_what_runs(store: Store) -> None:
 
 
 @db.command()
-def check(database: Database = None) -> None:
+def check(database: Database = None, as_json: Json = False) -> None:
     """Check the integrity of the whole database, and compare its schema with that of this release."""
     with _opened(settings_with(database)) as store:
         unsound = problems(store)
-        if unsound:
+        document = {"database": store.location, "revision": store.revision, "sound": not unsound, "problems": unsound}
+        if unsound and not as_json:
             raise DatabaseNotSound("\n".join(f"{store.location}: {problem}" for problem in unsound))
-        typer.echo(f"{store.location} is sound, at revision {store.revision}.")
+        _say(f"{store.location} is sound, at revision {store.revision}.", document, as_json)
+        if unsound:
+            raise typer.Exit(EXIT_BAD_INPUT)
 
 
 @db.command()
 def backup(
     file: Annotated[Path, typer.Argument(help="A new file; it becomes an SQLite database.", dir_okay=False)],
     database: Database = None,
+    as_json: Json = False,
 ) -> None:
     """Write a consistent copy of the database to a file.
 
@@ -95,7 +105,12 @@ def backup(
             back_up(store, file.absolute())
         except OSError as error:
             raise NotWritten(f"cannot write {file}: {error.strerror}" if error.strerror else str(error)) from error
-        typer.echo(f"{store.location} is backed up to {file} ({file.stat().st_size} bytes).")
+        size = file.stat().st_size
+        _say(
+            f"{store.location} is backed up to {file} ({size} bytes).",
+            {"database": store.location, "file": str(file.absolute()), "bytes": size},
+            as_json,
+        )
 
 
 @db.command("restore")
@@ -103,17 +118,25 @@ def restore_command(
     file: Annotated[Path, typer.Argument(help="A file written by `manta db backup`.", dir_okay=False)],
     replace: Annotated[bool, typer.Option("--replace", help="Also if the database has jobs.")] = False,
     database: Database = None,
+    as_json: Json = False,
 ) -> None:
     """Replace the database with a backup, while no service uses it."""
     settings = settings_with(database)
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.closing(lock_home(settings.home)):
-        count = restore(url_in(settings.home, settings.database_url), file.absolute(), replace, time.time())
-    typer.echo(f"The database was restored from {file}. Unfinished jobs: {count}.")
+        url = url_in(settings.home, settings.database_url)
+        count = restore(url, file.absolute(), replace, time.time())
+    sentences = f"The database was restored from {file}. Unfinished jobs: {count}."
     if count:
-        typer.echo(
-            "`manta up` takes over those that are running, and pauses the others until you resume or cancel them."
+        sentences += (
+            "\n`manta up` takes over those that are running, and pauses the others until you resume or cancel them."
         )
+    document = {"database": shown(parse_url(url)), "file": str(file.absolute()), "unfinished_jobs": count}
+    _say(sentences, document, as_json)
+
+
+def _say(sentence: str, document: Mapping[str, Any], as_json: bool) -> None:
+    typer.echo(json.dumps(document) if as_json else sentence)
 
 
 @contextlib.contextmanager

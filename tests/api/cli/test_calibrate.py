@@ -149,6 +149,7 @@ def test_what_jobs_said_is_thrown_away(manta, tmp_path):
     assert jobs_since(folder) == 0
     assert str(folder) in manta("calibrate", "--forget-jobs")
     assert jobs_since(folder) > 0
+    assert json.loads(manta("calibrate", "--forget-jobs", "--json")) == {"file": str(folder / "jobs_since")}
     manta("calibrate", "--forget-jobs", "--list", code=2)
 
 

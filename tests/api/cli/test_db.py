@@ -1,6 +1,7 @@
 """`manta db ...`, against databases without a service."""
 
 import contextlib
+import json
 
 import pytest
 from sqlalchemy import text
@@ -95,3 +96,24 @@ def test_url_that_is_none_is_a_sentence_without_it(manta):
 
 def test_backup_that_cannot_be_written_is_said_without_numbers(manta, store):
     assert manta("backup", "/proc/x", code=2) == "cannot write /proc/x: No such file or directory\n"
+
+
+def test_programs_get_json(manta, store, document, tmp_path):
+    store.write(lambda session: jobs.create(session, parse_job_spec(document)))
+
+    def answer(*arguments, code=0):
+        return json.loads(manta(*arguments, "--json", code=code))
+
+    known = {"database": store.location, "revision": newest_revision()}
+    assert answer("upgrade") == {**known, "before": newest_revision()}
+    assert answer("check") == {**known, "sound": True, "problems": []}
+    file = tmp_path / "backup.db"
+    made = answer("backup", file)
+    assert made == {"database": store.location, "file": str(file), "bytes": file.stat().st_size}
+    other = f"sqlite:///{tmp_path}/other.db"
+    restored = {"database": other, "file": str(file), "unfinished_jobs": 1}
+    assert answer("restore", file, "--database", other) == restored
+    with contextlib.closing(Store(other)) as damaged:
+        damaged.write(lambda session: session.execute(text("DELETE FROM installation")))
+    said = answer("check", "--database", other, code=2)
+    assert (said["sound"], said["problems"]) == (False, ["installation has 0 rows, and must have one"])
