@@ -24,7 +24,7 @@ from service.control_plane import ControlPlane
 from service.control_plane_options import ControlPlaneOptions
 from service.data_roots import LOOPBACK_HOSTS, roots_of
 from service.model_packages import ModelPackages
-from service.settings import Settings, Tls
+from service.settings import DEFAULT_HOST, Settings, Tls
 from service.store import Store, StoreUnusable, keys
 from service.store.location import file_of, parse_url, url_in
 from service.traces.traces import refuse_without_packages
@@ -39,7 +39,8 @@ SHUTDOWN_SECONDS = 3
 # user only.
 PRIVATE = 0o077
 
-
+EVERY_ADDRESS = frozenset({"0.0.0.0", ""})
+"""A service that listens there is announced by the loopback address: browsers and proxies open no such address."""
 ENDED_BY_RAY = 1
 """Exit status of a service whose Ray is gone, for `api/cli/restarts.py`, which starts it again."""
 
@@ -87,7 +88,8 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     locks = [lock_home(home)]
     listener = _listen(host, port)
     port = listener.getsockname()[1]
-    url = f"{'http' if tls.certificate is None else 'https'}://{host}:{port}"
+    scheme = "http" if tls.certificate is None else "https"
+    url = f"{scheme}://{DEFAULT_HOST if host in EVERY_ADDRESS else host}:{port}"
     control = _control_plane(settings, host, port, slots, ray, patient)
     _keep_to_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)

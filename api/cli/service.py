@@ -20,7 +20,7 @@ from api.cli.main import Json
 from api.cli.restarts import run_again_when_ended_by_ray
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service, writing_in
-from api.server import configure_logging, refuse_without_protection, serve, serve_command
+from api.server import EVERY_ADDRESS, configure_logging, refuse_without_protection, serve, serve_command
 from service.cluster.own_raylet import end_raylet
 from service.cluster.processes import wait_until_ended
 from service.cluster.ray_head import RayHead
@@ -104,7 +104,8 @@ def up(
     if running is not None:
         typer.echo(f"Manta is already running: {url}")
         return
-    typer.echo(f"Manta is up: {url} (home: {home})")
+    everywhere = " and this machine's other addresses" if host in EVERY_ADDRESS else ""
+    typer.echo(f"Manta is up: {url}{everywhere} (home: {home})")
     if settings.dashboard and read_key(home) is not None and host in LOOPBACK_HOSTS:
         with MantaClient.of_home(home) as client:
             typer.echo(f"Dashboard, link valid once: {url}{client.link().path} (`manta link` prints another one)")

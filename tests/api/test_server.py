@@ -238,12 +238,16 @@ def test_address_in_use_is_a_sentence():
 def test_service_for_this_machine_only_makes_its_user_a_key(tmp_path, monkeypatch, homes_with_keys):
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)
-    monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: None)
+    announced = []
+    monkeypatch.setattr(
+        uvicorn.Server, "run", lambda *arguments, **options: announced.append(running_service(tmp_path))
+    )
     server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
     assert homes_with_keys == [tmp_path]
     monkeypatch.setattr(server, "_somebody_has_a_key", lambda settings: True)
     server.serve(Settings(tmp_path, tls=Tls(terminated=True)), "0.0.0.0", 0, None, None)
     assert homes_with_keys == [tmp_path], "one that others reach makes none"
+    assert announced[1]["url"].startswith("http://127.0.0.1:"), "no browser opens 0.0.0.0"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

@@ -79,7 +79,8 @@ def test_service_in_the_background_is_run_with_what_up_was_told(
     manta, served, started, tmp_path, monkeypatch, options, taken, allow_faults, tls
 ):
     monkeypatch.setattr(service, "refuse_without_protection", lambda settings, host: None)
-    assert "Manta is up: http://127.0.0.1:1" in manta("up", *options)
+    everywhere = " and this machine's other addresses" if options else ""
+    assert f"Manta is up: http://127.0.0.1:1{everywhere} (home: " in manta("up", *options)
     ((command, environment),) = started
     assert command[:3] == [sys.executable, "-m", "api.cli"]
     assert environment["MANTA_HOME"] == str(tmp_path)
