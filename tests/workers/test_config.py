@@ -132,6 +132,8 @@ WRONG_VALUES = [
     ("elastic", True, "must be a mapping, not a boolean", "{min_data: 1, max_data: 2}"),
     ("labels", ["a"], "must be a mapping, not a list", "{team: research}"),
     ("labels.team", 1, "must be a string, not an integer (1)", "'1'"),
+    ("labels.team", True, "must be a string, not a boolean (True): without quotes yes, no, on, off", "'yes'"),
+    ("name", False, "are booleans in YAML", "'no'"),
     ("priority", 5000, "must be at most 1000", "1000"),
     ("train", 5, "must be a mapping, not an integer (5)", None),
     ("labels.team", "a & b", "must be letters, digits, '.', '_' or '-', the first and the last", "a---b"),

@@ -87,6 +87,10 @@ _TYPE_NAMES = {
 }
 
 
+_OF_YAML = ": without quotes yes, no, on, off, true and false are booleans in YAML"
+"""Why a string is a boolean; which of these words it was is not known any more."""
+
+
 def problems_of(error: ValidationError) -> list[Problem]:
     """Pydantic's errors as problems, at most one per field."""
     problems: dict[str, Problem] = {}
@@ -110,7 +114,8 @@ def _problem_of(path: str, item: Any) -> Problem:
         return Problem(path, "required, but missing", _example_of(path))
     if kind in _TYPE_NAMES:
         meant = _working(path, _converted(kind, value)) or _example_of(path)
-        return Problem(path, f"must be {_TYPE_NAMES[kind]}, not {kind_of(value)}", meant)
+        why = _OF_YAML if kind == "string_type" and isinstance(value, bool) else ""
+        return Problem(path, f"must be {_TYPE_NAMES[kind]}, not {kind_of(value)}{why}", meant)
     if kind == "literal_error":
         known = _literals_at(path)
         rule = f"must be one of {', '.join(map(str, known))}, not {_shown(value)}"
@@ -221,6 +226,8 @@ def _converted(kind: str, value: Any) -> str | None:
         return {"yes": "true", "on": "true", "1": "true", "true": "true"}.get(text, "false")
     if kind == "tuple_type" and isinstance(value, str):
         return f"[{value}]"
+    if kind == "string_type" and isinstance(value, bool):
+        return "'yes'" if value else "'no'"
     return f"'{value}'" if kind == "string_type" and isinstance(value, int | float) else None
 
 
