@@ -20,10 +20,11 @@ from perfetto_reader import read_trace
 from rank_programs import run_as_launched
 from their_models import saved
 
-from workers import run
+from workers import run, standalone
 from workers.checkpoint.catalog import seal, whole_checkpoints
 from workers.config import ParallelConfig
 from workers.errors import MantaError
+from workers.metrics_file import MetricsFile
 from workers.protocol.reports import Event, Finished, Message, Metrics
 from workers.settings import Launcher
 from workers.system import gpu
@@ -44,7 +45,7 @@ def alone(monkeypatch) -> None:
     """Not started by torchrun; threads as before, and one for a run: other tests share the cores."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(run, "usable_cores", lambda: 1)
+    monkeypatch.setattr(standalone, "usable_cores", lambda: 1)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -94,8 +95,15 @@ def test_a_run_that_is_interrupted_ends_in_a_word(config, monkeypatch, capsys):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "train", interrupt)
+    monkeypatch.setattr(standalone, "train", interrupt)
     assert (run.main([str(config)]), capsys.readouterr().err) == (130, "interrupted\n")
+
+
+def test_torch_is_loaded_only_for_a_job_that_is_valid():
+    """Its import takes seconds, in which nobody could interrupt the command without a traceback."""
+    loaded = [sys.executable, "-c", "import sys, workers.run; print(*sys.modules)"]
+    modules = subprocess.run(loaded, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" not in modules and "workers.spec.rules" in modules
 
 
 def test_metrics_have_the_names_of_the_contract(config, tmp_path, capsys):
@@ -264,7 +272,7 @@ def test_two_ranks_under_torchrun_follow_the_curve_of_one(tmp_path):
 def run_with_cores(monkeypatch, cores, config, folder=None):
     """Train on a machine with so many cores; with how many threads, and what the newest checkpoint says of them."""
     said = []
-    monkeypatch.setattr(run, "usable_cores", lambda: cores)
+    monkeypatch.setattr(standalone, "usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "set_num_threads", said.append)  # some that wait would keep the cores from other tests
     assert run.main([str(config), *([] if folder is None else ["--checkpoints", str(folder)])]) == 0
     newest = whole_checkpoints(folder)[-1][1] if folder is not None else None
@@ -296,12 +304,12 @@ def test_a_run_that_began_before_threads_could_be_chosen_keeps_one(tmp_path, mon
 
 @pytest.mark.parametrize(("rank", "threads"), [(0, 4), (1, 5)])
 def test_ranks_on_other_machines_compute_as_rank_0_does(monkeypatch, rank, threads):
-    monkeypatch.setattr(run, "usable_cores", lambda: 8)
+    monkeypatch.setattr(standalone, "usable_cores", lambda: 8)
     store = dist.HashStore()
     if rank:
         store.set("manta/threads", "5")
     launcher = Launcher(rank, 2, 0, 2, "127.0.0.1", 1, store_is_running=False)
-    decided = run._with_threads(spec(), torch.device("cpu"), launcher, store, None)
+    decided = standalone._with_threads(spec(), torch.device("cpu"), launcher, store, None)
     assert (decided.resources.threads, int(store.get("manta/threads"))) == (threads, threads)
 
 
@@ -322,7 +330,7 @@ def gpus(monkeypatch):
 
 
 def device(accelerator, local_rank=0):
-    return str(run.pick_device(spec(resources={"accelerator": accelerator}), local_rank))
+    return str(standalone.pick_device(spec(resources={"accelerator": accelerator}), local_rank))
 
 
 def test_ranks_of_a_machine_share_its_gpus_in_turn_and_use_none_where_that_is_asked_for(gpus):
@@ -354,7 +362,7 @@ def test_the_metrics_file_is_json_line_by_line_and_at_once(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_text("of a run before")
     rows = ({**ROW, "step": 1}, {**ROW, "validation_loss": 1.5})
-    with run.MetricsFile(path, 9) as sink:
+    with MetricsFile(path, 9) as sink:
         sink.write([Message(Metrics(rows), 1.0), Message(Event("spike", "too high"), 1.0), Message(Finished(2), 1.0)])
         assert [(row["step"], row["loss"]) for row in rows_of(path)] == [(1, "nan"), (2, "nan")]
         file = sink._file
@@ -385,14 +393,14 @@ def test_a_run_that_goes_on_keeps_the_rows_of_the_steps_before(tmp_path, capsys)
 @pytest.mark.parametrize(("name", "why"), [("no/metrics.jsonl", "No such file or directory"), (".", "Is a directory")])
 def test_a_file_of_metrics_that_cannot_be_made_is_named(tmp_path, name, why):
     path = tmp_path / name
-    with pytest.raises(MantaError) as caught, run.MetricsFile(path, 9):
+    with pytest.raises(MantaError) as caught, MetricsFile(path, 9):
         pass
     assert str(caught.value) == f"--metrics: {path} cannot be written ({why})"
 
 
 def test_a_full_disk_keeps_metrics_from_their_file_and_ends_neither_words_nor_training(capsys):
     sentence = "--metrics: /dev/full cannot be written (No space left on device)"
-    with pytest.raises(MantaError, match=re.escape(sentence)), run.MetricsFile(Path("/dev/full"), 9) as sink:
+    with pytest.raises(MantaError, match=re.escape(sentence)), MetricsFile(Path("/dev/full"), 9) as sink:
         sink.write([Message(Metrics((ROW,)), 1.0)])
         sink.write([Message(Metrics(({**ROW, "step": 3},)), 1.0)])
     said = capsys.readouterr()
@@ -404,7 +412,7 @@ def test_metrics_are_written_on_when_nobody_reads_the_words_any_more(tmp_path, m
     reads, writes = os.pipe()
     os.close(reads)
     path = tmp_path / "metrics.jsonl"
-    with os.fdopen(writes, "w") as pipe, run.MetricsFile(path, 9) as sink:
+    with os.fdopen(writes, "w") as pipe, MetricsFile(path, 9) as sink:
         monkeypatch.setattr(sys, "stdout", pipe)
         sink.write([Message(Metrics((ROW,)), 1.0)])
         sink.write([Message(Event("spike", "too high"), 1.0), Message(Metrics(({**ROW, "step": 3},)), 1.0)])
@@ -413,7 +421,7 @@ def test_metrics_are_written_on_when_nobody_reads_the_words_any_more(tmp_path, m
 
 
 def test_without_a_file_there_are_still_words(capsys):
-    with run.MetricsFile(None, 9) as sink:
+    with MetricsFile(None, 9) as sink:
         sink.write([Message(Metrics((ROW,)), 1.0)])
     assert "step 2/9" in capsys.readouterr().out
 

@@ -36,9 +36,9 @@ from workers.errors import MantaError
 from workers.nonfinite import spell
 from workers.rank_state import Places
 from workers.reporter import Reporter
-from workers.run import restore_newest, threads_begun_with
 from workers.settings import read_token_cache
 from workers.spec.reading import parse_job_spec, with_absolute_paths
+from workers.standalone import restore_newest, threads_begun_with
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, Place, place_of
 from workers.system import gpu

@@ -20,7 +20,7 @@ from plain_gpt import PlainGPT, PlainStage
 from rank_processes import join_default_group
 from reported import events_of, rows_of
 
-from workers import run
+from workers import run, standalone
 from workers.checkpoint.rectangles import Rectangle, rectangles_of
 from workers.comm.comm import Comm
 from workers.config import JobSpec
@@ -255,7 +255,7 @@ def run_as_launched(comm: Comm, command: list[str], port: int) -> int:
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with (
         mock.patch.dict(os.environ, places | store),
-        mock.patch.object(run, "usable_cores", lambda: comm.size("world")),
+        mock.patch.object(standalone, "usable_cores", lambda: comm.size("world")),
     ):
         return run.main(command)
 

@@ -1,0 +1,169 @@
+"""Trains one job without the service, in this process as one of its ranks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from workers.accounting.device_peak import peak_of_rank
+from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
+from workers.comm.comm import BackendKind, Comm
+from workers.comm.grid import RankGrid
+from workers.comm.host_names import ask_for_none
+from workers.comm.secret import SECRET_LENGTH
+from workers.config import JobSpec
+from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
+from workers.errors import CheckpointError, MantaError
+from workers.metrics_file import MetricsFile
+from workers.protocol.messages import Resume
+from workers.reporter import Reporter
+from workers.settings import Launcher, read_token_cache
+from workers.storage.places import Place
+from workers.system import gpu
+from workers.system.cores import usable_cores
+from workers.threads import decided_threads, stored_threads, threads_of, with_threads
+from workers.trace_file import TraceFile
+from workers.trainer import Places, Trainer
+
+
+def train(
+    spec: JobSpec,
+    launcher: Launcher | None,
+    metrics: Path | None,
+    checkpoints: Place | None,
+    stop_after_step: int | None = None,
+    cache: Path | None = None,
+    trace: TraceFile | None = None,
+) -> Trainer:
+    """Train `spec` in this process as the rank that `launcher` names; returns the trainer after its last step."""
+    os.environ.update(spec.resources.environment)  # nothing that reads it has been used yet
+    device = pick_device(spec, launcher.local_rank if launcher else 0)
+    # Every rank looks before the first of them can write.
+    generation = next_generation(checkpoints) if checkpoints else 1
+    store = _store_of(launcher)
+    spec = _with_threads(spec, device, launcher, store, checkpoints)
+    torch.set_num_threads(threads_of(spec))
+    comm = _comm_of(spec, launcher, device, generation, store)
+    with MetricsFile(metrics if comm.rank == 0 else None, spec.train.steps) as sink:
+        reporter = Reporter(sink.write)
+        places = Places(
+            checkpoints=str(checkpoints) if checkpoints else None,
+            corpus_record=checkpoints / CORPUS_RECORD if checkpoints else None,
+            token_cache=(cache or read_token_cache()).absolute(),
+        )
+        trainer = Trainer(
+            spec,
+            comm,
+            reporter,
+            peak_of_rank(device, spec),
+            places,
+        )
+        restore_newest(trainer, checkpoints)
+        last = min(spec.train.steps, stop_after_step or spec.train.steps)
+        if comm.rank == 0 and trainer.step >= last:
+            print(f"there is nothing left to train: step {trainer.step} is done, and the last one is {last}")
+        if trace is not None:
+            trace.begin(trainer, last)
+        trainer.train(stop_after_step)
+        reporter.close()
+        if trace is not None:
+            trace.end(trainer, store)
+    comm.close()
+    return trainer
+
+
+def _store_of(launcher: Launcher | None) -> dist.Store | None:
+    """Where the ranks meet; None where there is only one."""
+    if launcher is None or launcher.world_size == 1:
+        return None
+    ask_for_none()
+    is_host = launcher.rank == 0 and not launcher.store_is_running
+    return dist.TCPStore(launcher.host, launcher.port, launcher.world_size, is_host)
+
+
+def _comm_of(
+    spec: JobSpec, launcher: Launcher | None, device: torch.device, generation: int, store: dist.Store | None
+) -> Comm:
+    """This rank's, connected to the others."""
+    # More processes than GPUs share them, which NCCL does not allow.
+    shared = device.type == "cuda" and launcher is not None and launcher.local_world_size > torch.cuda.device_count()
+    backend: BackendKind | None = "links" if shared else None
+    comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device, backend)
+    comm.generation = generation
+    if launcher is not None and store is not None:
+        comm.connect(store, generation, launcher.host, _shared_secret(store))
+    return comm
+
+
+def _with_threads(
+    spec: JobSpec, device: torch.device, launcher: Launcher | None, store: dist.Store | None, checkpoints: Place | None
+) -> JobSpec:
+    """`spec` with the number of threads that rank 0 finds for all ranks."""
+    if spec.resources.threads != "auto":
+        return spec
+    is_first = launcher is None or launcher.rank == 0
+    threads = _threads_for(spec, device, launcher, checkpoints) if is_first else 0
+    if store is not None:
+        if is_first:
+            store.set("manta/threads", str(threads))
+        threads = int(store.get("manta/threads"))
+    return with_threads(spec, threads)
+
+
+def _threads_for(spec: JobSpec, device: torch.device, launcher: Launcher | None, checkpoints: Place | None) -> int:
+    """What the job has begun with, else what suits this machine."""
+    begun_with = threads_begun_with(checkpoints) if checkpoints else None
+    if begun_with is not None:
+        return begun_with
+    ranks = launcher.local_world_size if launcher else 1
+    return decided_threads(spec, [(usable_cores(), ranks)] if device.type == "cpu" else [])
+
+
+def threads_begun_with(checkpoints: Place) -> int | None:
+    """Threads of the job that has saved checkpoints in this folder; None where none is whole."""
+    whole = whole_checkpoints(checkpoints)
+    return stored_threads(whole[-1][1].spec) if whole else None
+
+
+def _shared_secret(store: dist.Store) -> str:
+    """The same random one on all ranks. It goes through torchrun's store, so it does not keep out processes that reach
+    that."""
+    return store.compare_set("manta/secret", "", secrets.token_hex(SECRET_LENGTH // 2)).decode()
+
+
+def restore_newest(trainer: Trainer, checkpoints: Place | None) -> None:
+    """Go on from the newest checkpoint that is not damaged; from the start where none was ever whole. Raises
+    CheckpointError when all that were are damaged now."""
+    path: Place | None = None
+    skipped: list[str] = []
+    if checkpoints is not None:
+        any_whole = bool(whole_checkpoints(checkpoints))
+
+        def use(path: Place, step: int) -> None:
+            trainer.restore(Resume("checkpoint", step, str(path)))
+
+        path, skipped = newest_usable(checkpoints, use)
+        if path is None and any_whole:
+            raise CheckpointError("; ".join(skipped))
+    if trainer.comm.rank == 0:
+        for reason in skipped:
+            print(f"skipped: {reason}", file=sys.stderr)
+    if path is None:
+        trainer.restore(Resume())
+
+
+def pick_device(spec: JobSpec, local_rank: int) -> torch.device:
+    """The device that `resources.accelerator` asks for. Raises MantaError for a GPU where there is none."""
+    wanted = spec.resources.accelerator
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MantaError("resources.accelerator is gpu, but this machine has none (try: auto)")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    gpu.use_for(spec, device)
+    return device
