@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from service.pauses import pause_after
 from workers.checkpoint.catalog import Condition, Listing, generation_of
 from workers.errors import MantaError
 from workers.protocol.messages import Resume
@@ -81,7 +82,7 @@ def hold_sentence(job_id: str, step: int, problem: str, older: bool) -> str:
 
 def hold_seconds(holds: int) -> float:
     """How long to wait before looking again after `holds` looks in vain."""
-    return min(LONGEST_HOLD_SECONDS, FIRST_HOLD_SECONDS * 2.0 ** min(holds, 16))
+    return pause_after(holds, FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS)
 
 
 def beginning_of(resume: Resume, generations: Sequence[GenerationOrigin]) -> int:

@@ -1,6 +1,7 @@
 """Whatever becomes of control planes and of the store, each line of a job is read once and in order, by all of them."""
 
 import random
+import time
 
 import pytest
 from s3_server import answer
@@ -115,6 +116,16 @@ def test_store_that_is_away_costs_nothing_but_time(make_plane, wired_bucket, wir
         other.texts(job)
     wire.meddle = lambda head: None
     mine.go_on(lambda: other.texts(job) == ["before", "meanwhile"])
+
+
+def test_store_that_is_away_for_days_is_tried_as_often_as_ever(make_plane, shared, job):
+    plane = make_plane(shared)
+    plane.take(job)
+    kept = plane.keeper._jobs[job]
+    kept.failures, plane.leases.certain = 5000, False
+    plane.runner.run(plane.keeper._keep(kept))
+    assert kept.failures == 5001
+    assert 0 < kept.again_at - time.monotonic() <= keeper.LONGEST_PAUSE_SECONDS
 
 
 def test_store_that_is_away_when_a_job_is_taken_over_loses_no_line(make_plane, wired_bucket, wire, job):

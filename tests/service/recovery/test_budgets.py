@@ -65,6 +65,7 @@ def test_waits_double_while_the_same_keeps_happening():
         waits.append(wait_seconds(history, stuck()))
         history.append(stuck())
     assert waits == [0.25, 0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+    assert wait_seconds([stuck()] * 5000, stuck()) == 60, "a checkpoint cannot be read for days"
     assert wait_seconds(history, stuck("hung")) == 0, "another failure is another matter"
     assert wait_seconds([*history, replace(stuck(), progressed=True)], stuck()) == FIRST_WAIT_SECONDS
 
