@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from service.states import is_final
+
 STEPS = 80
 SPIKE = {"policy": "roll_back", "window": 10, "loss_deviations": 6.0, "grad_norm_deviations": None}
 
@@ -31,10 +33,17 @@ def rolling_back(manta, corpus, layout=(1, 1, 2), **recovery):
 
 @pytest.fixture(scope="module")
 def rolled_back(manta, odd_corpus):
-    """The job when nothing else happens to it."""
-    job = manta.submit(rolling_back(manta, odd_corpus))
-    manta.until_state(job, "SUCCEEDED")
-    return job
+    """The job when nothing else happens to it, and what was seen of its committed step meanwhile."""
+    job, seen = manta.submit(rolling_back(manta, odd_corpus)), []
+
+    def over():
+        now = manta.client.job(job)
+        seen.append(now.step)
+        return is_final(now.state)
+
+    manta.until("its end", over)
+    assert manta.client.job(job).state == "SUCCEEDED", manta.story(job)
+    return job, seen
 
 
 def skipped(manta, job):
@@ -43,14 +52,19 @@ def skipped(manta, job):
 
 
 def test_samples_of_a_spike_are_skipped(manta, rolled_back):
-    events = manta.events(rolled_back, "rolled_back")
-    assert events, manta.story(rolled_back)
+    job, _ = rolled_back
+    events = manta.events(job, "rolled_back")
+    assert events, manta.story(job)
     first = events[0]
     assert first.data["back_to"] < first.step
-    assert [event.step for event in manta.events(rolled_back, "spike")] == [event.step for event in events]
-    curve = manta.curve(rolled_back)
-    assert [step for step, _, _ in curve] == list(range(1, STEPS + 1))
-    assert manta.client.job(rolled_back).restarts == 0
+    assert [event.step for event in manta.events(job, "spike")] == [event.step for event in events]
+    assert [step for step, _, _ in manta.curve(job)] == list(range(1, STEPS + 1))
+    assert manta.client.job(job).restarts == 0
+
+
+def test_committed_step_never_goes_back(rolled_back):
+    _, seen = rolled_back
+    assert len(seen) > 1 and seen == sorted(seen)
 
 
 @pytest.mark.soak  # its parts: tests/workers/test_roll_back.py, and the tests before and after this one
@@ -58,25 +72,12 @@ def test_samples_of_a_spike_are_skipped(manta, rolled_back):
 def test_killed_right_after_a_roll_back_the_job_keeps_its_order_of_samples(
     manta, odd_corpus, rolled_back, kill, victim
 ):
+    clean, _ = rolled_back
     job = manta.submit(rolling_back(manta, odd_corpus))
-    manta.hold(job, victim, manta.events(rolled_back, "rolled_back")[0].step - 1)
+    manta.hold(job, victim, manta.events(clean, "rolled_back")[0].step - 1)
     manta.until("the roll back", lambda: skipped(manta, job))
     kill(manta.pids(job)[victim])
     ended = manta.until_state(job, "SUCCEEDED")
     assert ended.restarts == 1, manta.story(job)
-    assert manta.curve(job) == manta.curve(rolled_back)
-    assert skipped(manta, job) == skipped(manta, rolled_back)
-
-
-def test_committed_step_never_goes_back(manta, odd_corpus, rolled_back):
-    job = manta.submit(rolling_back(manta, odd_corpus))
-    seen = [0]
-
-    def over():
-        now = manta.client.job(job)
-        seen.append(now.step)
-        return now.state == "SUCCEEDED"
-
-    manta.until("its end", over)
-    assert seen == sorted(seen)
-    assert manta.curve(job) == manta.curve(rolled_back)
+    assert manta.curve(job) == manta.curve(clean)
+    assert skipped(manta, job) == skipped(manta, clean)
