@@ -45,7 +45,7 @@ def test_headings_that_a_page_names_exist(page):
 def test_headings_that_messages_name_exist():
     sources = (path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     whole = (re.sub(r'"\s*\n\s*f?"', "", source) for source in sources)
-    named = {found for text in whole for found in re.findall(r"\((docs/[\w/]+\.md), ([A-Z][\w ]+)\)", text)}
+    named = {page for text in whole for page in re.findall(r"\((docs/[\w/]+\.md), ([A-Z][\w ]+)\)", text)}
     assert named
     assert [(page, heading) for page, heading in sorted(named) if heading not in headings(page)] == []
 

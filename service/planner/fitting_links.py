@@ -35,9 +35,9 @@ def fit_links(rows: Sequence[CollectiveTime], machine: Machine) -> Links:
 def _corrected(hops: float, moved: float, seconds: float, hop: float, byte: float) -> tuple[float, float, float, float]:
     """A row of the next round's least squares: the prediction with these constants, corrected by its error, and scaled
     so that the square counts as the error itself."""
-    told = hops * hop + moved * byte
-    error = max(-_FAR, min(_FAR, math.log(told / seconds)))
-    return hops, moved, told * (1 - error), told * math.sqrt(max(_NEAR, abs(error)))
+    predicted = hops * hop + moved * byte
+    error = max(-_FAR, min(_FAR, math.log(predicted / seconds)))
+    return hops, moved, predicted * (1 - error), predicted * math.sqrt(max(_NEAR, abs(error)))
 
 
 def exchange_seconds(row: CollectiveTime, machine: Machine) -> float:

@@ -90,11 +90,11 @@ def test_all_are_told_once_a_database_answers_again_and_its_absence_is_said_once
         changes = Changes(versions)
         with changes.of(ONE) as first, changes.of(OTHER) as second:
             await asyncio.sleep(LOOK_SECONDS / 2)
-            for versions.broken, told in ((True, False), (False, True), (True, False), (False, True)):
+            for versions.broken, notified in ((True, False), (False, True), (True, False), (False, True)):
                 for each in (first, second):
                     each.clear()
                 await asyncio.sleep(5 * LOOK_SECONDS)
-                assert [each.is_set() for each in (first, second)] == [told, told]
+                assert [each.is_set() for each in (first, second)] == [notified, notified]
         await asyncio.sleep(2 * LOOK_SECONDS)
 
     run(main())

@@ -250,9 +250,9 @@ def test_stream_ends_soon_after_its_key_was_revoked_and_says_no_more(monkeypatch
 
 def test_stream_waits_for_a_database_that_is_away_and_goes_on(monkeypatch):
     said, ended = said_by_a_stream(monkeypatch, 60, {2: "before", 20: "meanwhile", 40: "after"}, away=range(19, 27))
-    told = {part.split("\n")[0]: second for second, part in said if "data:" in part}
-    assert list(told) == ["data: before", "data: meanwhile", "data: after"] and ended == 60
-    assert 27 <= told["data: meanwhile"] <= 27 + AWAY_SECONDS + PRESENCE_SECONDS
+    sent_at = {part.split("\n")[0]: second for second, part in said if "data:" in part}
+    assert list(sent_at) == ["data: before", "data: meanwhile", "data: after"] and ended == 60
+    assert 27 <= sent_at["data: meanwhile"] <= 27 + AWAY_SECONDS + PRESENCE_SECONDS
 
 
 def test_open_streams_block_nobody_cost_nothing_while_quiet_and_notice_that_the_client_left(service, monkeypatch):

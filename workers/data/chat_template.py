@@ -127,7 +127,7 @@ class ChatTemplate:
             line = getattr(error, "lineno", None)
             where = f"{self.name}, line {line}" if line else self.name
             raise DataError(f"{where}: not a chat template in Jinja ({_one_line(error)})") from error
-        return template, environment.extensions[_GenerationBlocks.identifier].found  # type: ignore[attr-defined]
+        return template, environment.extensions[_GenerationBlocks.identifier].is_used  # type: ignore[attr-defined]
 
 
 def open_template(data: DataConfig) -> ChatTemplate:
@@ -260,12 +260,12 @@ class _GenerationBlocks(Extension):
 
     def __init__(self, environment: jinja2.Environment):
         super().__init__(environment)
-        self.found = False
+        self.is_used = False
         """Whether the template has such a block."""
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """The block's content between its marks, in a scope of its own."""
-        self.found = True
+        self.is_used = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         first, last = (nodes.Output([nodes.TemplateData(bound)], lineno=line) for bound in (START, STOP))

@@ -389,12 +389,12 @@ def test_what_is_wrong_is_named_as_it_was_typed(manta, job):
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "completion"),
     [("manta che", "checkpoints"), ("manta metrics --na", "--names"), ("manta checkpoints ver", "verify")],
 )
-def test_commands_and_options_are_completed_by_the_shell(words, found):
+def test_commands_and_options_are_completed_by_the_shell(words, completion):
     asked = {"_MANTA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-    assert CliRunner().invoke(app, [], prog_name="manta", env=asked).stdout.split() == [found]
+    assert CliRunner().invoke(app, [], prog_name="manta", env=asked).stdout.split() == [completion]
 
 
 def test_failure_of_the_service_is_no_bad_input(manta, service, monkeypatch):

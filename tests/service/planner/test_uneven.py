@@ -165,9 +165,9 @@ def test_layers_are_moved_to_where_they_take_least_as_far_as_there_is_room(best,
     monkeypatch.setattr(uneven, "worst_rank", lambda spec, _: asked.append(spec.layout.stage_layers) or memory)
     bounds = Distance(best)
     even = Candidate(len(best), 1, 1, 1, "1f1b", 1, "none")
-    found = refined(even, bounds.least_seconds(even), bounds, 1.0)
+    moved = refined(even, bounds.least_seconds(even), bounds, 1.0)
     apart = sum(abs(a - b) for a, b in zip(bounds.counts(even), best, strict=True)) // 2
-    assert (bounds.counts(found) == best) == (apart <= 4), (bounds.counts(found), best)
+    assert (bounds.counts(moved) == best) == (apart <= 4), (bounds.counts(moved), best)
     assert len(asked) == min(apart, 4), "each move was the best of all, and the first that fits"
     back = refined(replace(even, stage_layers=best), 1.0, bounds, 1.0)
     assert back.stage_layers == best, "nothing is better than the best"

@@ -36,8 +36,8 @@ def test_it_is_what_the_largest_bucket_takes(name):
         engine = Engine(elastic, Comm(grid, stage * elastic.layout.tensor, torch.device("cpu")))
         part = max((end - start) // elastic.layout.data for start, end in engine.flat.buckets)
         assert arriving_bytes(elastic, stage, gpu=False) == pytest.approx(4 * part * nodes, rel=0.03)
-        told = bytes_of_stage(StepPeak(elastic), stage, elastic.micro_batches)
-        assert told.activations + told.workspace >= arriving_bytes(elastic, stage, gpu=True)
+        predicted = bytes_of_stage(StepPeak(elastic), stage, elastic.micro_batches)
+        assert predicted.activations + predicted.workspace >= arriving_bytes(elastic, stage, gpu=True)
 
 
 def test_nothing_comes_where_gradients_are_reduced_or_nobody_else_has_any():

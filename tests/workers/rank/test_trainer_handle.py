@@ -352,8 +352,8 @@ def test_a_trainer_that_does_not_tell_its_flight_record_has_none(monkeypatch):
     story(body)
 
 
-@pytest.mark.parametrize(("before", "after", "told"), [(2, 3, 1), (2, 2, 0), (None, 3, None), (2, None, None)])
-def test_end_of_a_trainer_says_what_the_kernel_has_killed_since_it_began(monkeypatch, before, after, told):
+@pytest.mark.parametrize(("before", "after", "reported"), [(2, 3, 1), (2, 2, 0), (None, 3, None), (2, None, None)])
+def test_end_of_a_trainer_says_what_the_kernel_has_killed_since_it_began(monkeypatch, before, after, reported):
     said = [before, after]
     monkeypatch.setattr(trainer_handle, "killed_for_memory", lambda: said.pop(0))
 
@@ -361,6 +361,6 @@ def test_end_of_a_trainer_says_what_the_kernel_has_killed_since_it_began(monkeyp
         rig.process.end(signal=9)
         await rig.trainer.wait()
         (report,) = await rig.reports.read(0, 0.0)
-        assert (report.payload.signal, report.payload.memory_kills) == (9, told)
+        assert (report.payload.signal, report.payload.memory_kills) == (9, reported)
 
     story(body)

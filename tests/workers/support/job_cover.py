@@ -95,12 +95,12 @@ def covering(corpus: str, factors: Factors = FACTORS) -> list[tuple[Row, JobSpec
             {name: draw.choice(values) for name, values in factors.items()} | dict(wanted) for _ in range(_CANDIDATES)
         ]
         by_gain = sorted(drawn, key=lambda row: len(_pairs(row) & left), reverse=True)
-        found = next(((row, job) for row in by_gain if (job := _job_if_any(row, corpus)) is not None), None)
-        if found is None:
+        best = next(((row, job) for row in by_gain if (job := _job_if_any(row, corpus)) is not None), None)
+        if best is None:
             left.discard(wanted)  # no job has both
             continue
-        left -= _pairs(found[0])
-        rows.append(found)
+        left -= _pairs(best[0])
+        rows.append(best)
     return rows
 
 
