@@ -126,14 +126,16 @@ def calibration_rows(measurements: Measurements, machine: Machine) -> list[dict[
     rows: list[dict[str, Any]] = []
 
     def note(kind: str, row: Any, fitted: float) -> None:
-        rows.append({"kind": kind, **dataclasses.asdict(row), "told": fitted, "ratio": round(fitted / row.seconds, 3)})
+        rows.append(
+            {"kind": kind, **dataclasses.asdict(row), "predicted": fitted, "ratio": round(fitted / row.seconds, 3)}
+        )
 
     for product in measurements.products:
         note("product", product, product_time(product, machine))
     for each in measurements.attention:
         passes = attention_seconds(machine, each.batch * each.heads, each.sequence, each.head_size)
         note("attention", each, sum(passes))
-        rows[-1]["told_forward"] = passes[0]
+        rows[-1]["predicted_forward"] = passes[0]
     for element in measurements.elements:
         kernel = machine.gpu.kernel_seconds if machine.gpu is not None else 0.0
         note("element", element, memory_seconds(machine, element.moved) + kernel)

@@ -147,7 +147,7 @@ def _measure_models(report: Report, sizes: dict[str, Size], options: argparse.Na
                 taken = contestants.timed(functools.partial(make, spec, device), options.steps, device)
                 _add_step(report, f"{name}_{who}", spec, taken, peak.flops, products)
                 if make is contestants.manta:
-                    report.add(f"{name}_{who}_memory_told", device_bytes(spec)[0].total, "bytes")
+                    report.add(f"{name}_{who}_memory_predicted", device_bytes(spec)[0].total, "bytes")
             _write(report, options.out)
         for ours, theirs in (*(("manta", who) for who in contestants.OTHERS), *((who, "manta") for who in EIGHT_BITS)):
             rates = [report.figures.get(f"{name}_{each}_tokens_per_second") for each in (ours, theirs)]

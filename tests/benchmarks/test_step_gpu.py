@@ -46,9 +46,9 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(
     assert all(f"  {name}: {why}" in text for name, why in left_out.items())
     assert "A rehearsal on a CPU" in text
     assert figures["llama_1b5_manta_tokens_per_second"]["value"] > 0
-    assert figures["llama_1b5_manta_memory_told"]["value"] > 0
+    assert figures["llama_1b5_manta_memory_predicted"]["value"] > 0
     for who in ("manta_offload", "manta_offload_state"):
-        assert figures[f"llama_1b5_{who}_memory_told"]["value"] > 0
+        assert figures[f"llama_1b5_{who}_memory_predicted"]["value"] > 0
     assert figures["snapshot_llama_1b5_copied"]["value"] > 0 and "target" in figures["snapshot_llama_1b5_stall_share"]
     for kind in ("tensorwise", "rowwise"):
         assert figures[f"llama_1b5_manta_fp8_{kind}_to_manta"]["value"] > 0
@@ -124,8 +124,11 @@ def test_what_saves_memory_computes_the_same(tmp_path: Path) -> None:
     assert all(verdicts.values()) and len(verdicts) == 13
     for name in ("offload_half", "offload_state"):
         assert f"met           memory_{name}_same_bits (True, True)" in text
-    moved = report["figures"]["memory_plain_told"]["value"] - report["figures"]["memory_offload_state_told"]["value"]
-    assert 0 < moved < report["figures"]["memory_offload_state_host_told"]["value"]
+    moved = (
+        report["figures"]["memory_plain_predicted"]["value"]
+        - report["figures"]["memory_offload_state_predicted"]["value"]
+    )
+    assert 0 < moved < report["figures"]["memory_offload_state_host_predicted"]["value"]
 
 
 @pytest.mark.soak

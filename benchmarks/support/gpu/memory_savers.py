@@ -85,9 +85,9 @@ def _measure(report: Report, name: str, spec: JobSpec, steps: int, device: torch
     seconds, peak = contestants.timed(functools.partial(_step, spec, device), steps, device)
     report.add(f"memory_{name}_step", round(1e3 * seconds, 2), "ms")
     report.add(f"memory_{name}_peak", peak, "bytes")
-    report.add(f"memory_{name}_told", device_bytes(spec)[0].total, "bytes")
+    report.add(f"memory_{name}_predicted", device_bytes(spec)[0].total, "bytes")
     on_host = host_bytes_of_rank(spec, 0, spec.micro_batches) + host_state_bytes(spec, 0)
-    report.add(f"memory_{name}_host_told", on_host, "bytes")
+    report.add(f"memory_{name}_host_predicted", on_host, "bytes")
 
 
 def _compare(report: Report, name: str, outcome: Outcome, expected: Outcome, wants_bits: bool) -> None:

@@ -52,7 +52,7 @@ def page_of(report: Report) -> str:
         "GOALS",
         *(f"  {line}" for line in _verdicts(report)),
         "",
-        "STEP, bf16 or fp8                   ms   tokens/s  MFU causal  MFU full  of products  peak GB told GB",
+        "STEP, bf16 or fp8                   ms   tokens/s  MFU causal  MFU full  of products  peak GB  predicted",
         *(f"  {line}" for line in _steps(report)),
         "",
         "EVERYTHING ELSE",
@@ -88,12 +88,12 @@ def _steps(report: Report) -> Iterator[str]:
             step, tokens, causal, full, products, peak = (
                 0.0 if each is None else each.value for each in figures.values()
             )
-            predicted = report.figures.get(f"{size}_{who}_memory_told")
+            predicted = report.figures.get(f"{size}_{who}_memory_predicted")
             predicted_gb = "" if predicted is None else f"{predicted.value / 1e9:.2f}"
             name = f"{size} {who}"
             yield (
                 f"{name:<28} {step:>8.1f} {tokens:>10.0f} {causal:>11.3f} {full:>9.3f} {products:>12.3f} "
-                f"{peak / 1e9:>8.2f} {predicted_gb:>8}"
+                f"{peak / 1e9:>8.2f} {predicted_gb:>10}"
             )
 
 
