@@ -124,6 +124,7 @@ def test_the_decay_of_wsd_is_as_long_as_asked_for_and_a_tenth_of_the_job_by_defa
     assert length(1000, warmup_steps=950) == 50, "what the warm-up leaves"
     assert length(1000, decay_steps=7) == 7
     assert length(1000, decay_fraction=0.25) == 250
+    assert length(3, decay_fraction=0.1) == 1, "at least one"
     falling = rates(low=0.1, schedule="wsd", decay_steps=4)
     assert falling[7:36] == [0.5] * 29
     assert falling[36:] == pytest.approx([0.4, 0.3, 0.2, 0.1])

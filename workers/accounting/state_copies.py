@@ -15,6 +15,6 @@ def copies_bytes(spec: JobSpec, stage: int) -> int:
     """Bytes of these copies on a rank of this stage: those to roll back to, and one for checkpoints if there are no
     snapshots to write them from."""
     copies = COPIES if spec.recovery.rolls_back else 0
-    if spec.checkpoint.snapshots == "off" and spec.checkpoint.every_steps:
+    if spec.checkpoint.snapshots == "off":
         copies += 1
     return copies * STATE_BYTES * kept_elements(spec, stage)

@@ -54,7 +54,6 @@ class HostCopies(Generic[Note]):
         `finish`. `note`: anything else that belongs to the step."""
         self.forget(step)
         slot = min(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
-        slot.step = None
         if not slot.tensors:
             whole, slot.tensors = _memory_for(self.state)
             self._pinned.append(PinnedMemory(whole, on_gpu=any(tensor.is_cuda for tensor in self.state)))

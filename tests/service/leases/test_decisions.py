@@ -1,5 +1,6 @@
 """Who may claim what, and when an owner must be still: pure functions, and what follows from them whatever happens."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -58,10 +59,15 @@ def test_jobs_are_handed_over_until_all_have_about_as_many_and_then_no_more(coun
     assert max(had) - min(had) < LEAST_SURPLUS and sum(had) == sum(counts)
 
 
-@given(briefs)
-def test_only_own_jobs_that_train_and_have_nothing_else_going_on_are_handed_over(jobs):
-    for job in to_hand_over(jobs, "me", ["me", "other"]):
-        assert next((each.owner, each.state) for each in jobs if each.id == job) == ("me", JobState.RUNNING)
+@pytest.mark.parametrize("state", JobState)
+def test_only_own_jobs_that_train_and_have_nothing_else_going_on_are_handed_over(state):
+    def owned_by(me):
+        jobs = [JobInBrief(f"{owner}-{i}", state, None, 0, owner, 1) for owner in (None, "third") for i in range(9)]
+        jobs += [JobInBrief(f"me-{i}", state, None, 0, me, 1) for i in range(6)]
+        return to_hand_over(jobs, "me", ["me", "other"])
+
+    assert owned_by("me") == (dict.fromkeys(["me-0", "me-1", "me-2"], "other") if state == JobState.RUNNING else {})
+    assert owned_by("other") == {}
 
 
 @given(st.sets(st.text()), st.sets(st.text()))

@@ -132,6 +132,7 @@ def test_a_reserve_of_the_device_stays_free():
 def test_snapshots_take_host_memory_for_two_slots():
     spec = job(tensor=2, data=4)
     assert host_bytes(spec, 8) == pytest.approx(2 * 12 * rank_parameters(spec)[0] / 4 * 8)
+    assert host_bytes(spec, 16) == host_bytes(spec, 8), "the job has eight ranks"
     waiting = spec.model_copy(update={"parallel": spec.layout.model_copy(update={"offload_layers": 9})})
     activations = host_bytes(waiting, 8) - host_bytes(spec, 8)
     assert activations == pytest.approx(8 * host_bytes_of_rank(waiting, 0, waiting.micro_batches)) and activations > 0

@@ -205,6 +205,7 @@ def test_slices_are_accounted_where_nothing_takes_more():
 
 def test_slices_are_those_of_the_engine():
     assert (offloaded_state.SLICE_ELEMENTS, offloaded_state.PLACES) == (offloaded.SLICE_ELEMENTS, offloaded.PLACES)
+    assert [places_bytes(kept) for kept in (7, SLICE_ELEMENTS + 1)] == [12 * 7, 2 * 12 * SLICE_ELEMENTS]
 
 
 def test_logits_are_gone_when_layers_are_computed_again():

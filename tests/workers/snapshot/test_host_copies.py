@@ -41,6 +41,8 @@ def test_what_was_forgotten_is_not_loaded_and_makes_room_first(copies):
         copies.load(2)
     keep(copies, 3)
     assert copies.steps == [1, 3]
+    keep(copies, 3)
+    assert copies.steps == [1, 3], "a step that is kept again takes no room but its own"
 
 
 def test_copies_are_of_the_same_kind_to_the_bit():

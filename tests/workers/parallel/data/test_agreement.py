@@ -115,6 +115,23 @@ def test_gradients_become_the_mean_over_tokens_and_no_longer_than_the_limit(clip
     assert not clipped.refused
 
 
+@pytest.mark.parametrize("clip_norm", [1e-6, 2e-6, 1e-3, 2.0])
+def test_gradients_are_clipped_as_torch_does(clip_norm):
+    """Down to the millionth that it adds to the norm, which tells where gradients are as small as that."""
+    gradient = torch.tensor([1.2e-6, 1.6e-6], dtype=torch.float64)
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    parameter.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_(parameter, clip_norm)
+    clipped = clip(agreement(tokens=1.0, square=gradient.square().sum().item()), 1.0, clip_norm, NO_LIMITS)
+    torch.testing.assert_close(gradient * clipped.factor, parameter.grad, rtol=1e-9, atol=0.0)
+
+
+def test_a_step_in_which_no_token_has_a_target_is_a_step():
+    clipped = clip(agreement(loss=0.0, tokens=0.0, square=0.0), 2.0**10, 1.0, NO_LIMITS)
+    assert (clipped.norm.item(), clipped.refused.item()) == (0.0, False)
+    assert math.isfinite(clipped.factor.item())
+
+
 def test_the_loss_scale_is_taken_out():
     clipped = clip(agreement(square=36.0 * 2.0**20), 2.0**10, 0.0, NO_LIMITS)
     assert (clipped.norm.item(), clipped.factor.item()) == (2.0, 1 / 3 / 2**10)
