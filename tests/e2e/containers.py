@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,11 +37,14 @@ ETC = ("alternatives", "group", "ld.so.cache", "localtime", "mime.types", "nsswi
 DEVICES = ("full", "null", "random", "tty", "urandom", "zero")
 FOLDERS = ("dev/shm", "etc", "home", "opt", "proc", "root", "run", "sys", "tmp", "usr", "var/lib")
 RULES = """
+table inet others {{}}
+delete table inet others
 table inet others {{
   chain input {{
     type filter hook input priority 0; policy drop;
     ct state established,related accept
     iif lo accept
+    {closed}
     {ways_in}
   }}
 }}
@@ -166,6 +169,15 @@ class Containers:
             self._entered(record), input=text, capture_output=True, text=True, timeout=seconds, check=False, cwd="/"
         )
 
+    @contextlib.contextmanager
+    def closed(self, name: str, ports: str) -> Iterator[None]:
+        """Meanwhile nobody gets a new connection to these ports of a container, such as 20000-20199."""
+        self._close_network_of(name, f"tcp dport {ports} drop")
+        try:
+            yield
+        finally:
+            self._close_network_of(name)
+
     def names(self) -> list[str]:
         """Those that run."""
         return [name for name, process in self._running.items() if process.poll() is None]
@@ -205,9 +217,10 @@ class Containers:
         """What it has printed."""
         return (self._folder / f"{name}.log").read_text(errors="replace")
 
-    def processes(self) -> list[psutil.Process]:
-        """All that run in one of them."""
-        spaces = {Path(f"/run/netns/{cable.namespace}").stat().st_ino for cable in self._cables.values()}
+    def processes(self, *names: str) -> list[psutil.Process]:
+        """All that run in one of them, or in one of `names`."""
+        cables = [self._cables[name] for name in names or self._cables]
+        spaces = {Path(f"/run/netns/{cable.namespace}").stat().st_ino for cable in cables}
         return [each for each in psutil.process_iter() if _network_of(each) in spaces]
 
     def close(self) -> None:
@@ -227,7 +240,7 @@ class Containers:
         """Those that it reaches, and that reach it."""
         return [name for name, each in self._records.items() if each.networks & record.networks]
 
-    def _close_network_of(self, name: str) -> None:
+    def _close_network_of(self, name: str, closed: str = "") -> None:
         record, cable = self._records[name], self._cables[name]
         ways = record.ways_in
         if ways is None:
@@ -235,7 +248,7 @@ class Containers:
         rules = [_rule(self._cables[each.source].address, each.ports) for each in ways if each.source in self._cables]
         if record.published:
             rules.append(_rule(self._network.address, [(each, each) for each in record.published]))
-        text = RULES.format(ways_in="\n    ".join(rules))
+        text = RULES.format(ways_in="\n    ".join(rules), closed=closed)
         nft = ["ip", "netns", "exec", cable.namespace, "nft", "-f", "-"]
         subprocess.run(nft, input=text, text=True, check=True, capture_output=True)
 

@@ -13,6 +13,8 @@ from tests.e2e.conftest import EVERY_STEP, SECONDS
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.machines import ROOT
 
+pytestmark = pytest.mark.soak  # tests/e2e/test_compose.py trains where nothing is shared in `make test`
+
 NODES = 3
 STEPS = 40
 LAYOUT = (2, 1, 2)
@@ -72,7 +74,6 @@ def test_job_trains_where_nothing_is_shared(apart, cluster, clean):
     assert not (apart.home / "jobs" / clean / "checkpoints").exists()
 
 
-@pytest.mark.soak  # its parts: tests/workers/node/test_local_drain.py, tests/e2e/test_nodes.py
 def test_a_node_is_left_on_its_own_word_as_before_a_pod_ends(apart, cluster, clean):
     job = apart.submit(spec(apart))
     apart.hold(job, 0, step=5)
@@ -86,7 +87,6 @@ def test_a_node_is_left_on_its_own_word_as_before_a_pod_ends(apart, cluster, cle
     cluster.start_node(leaving)
 
 
-@pytest.mark.soak  # what is kept and sent: tests/service/job/test_received_lines.py, tests/service/kept_logs
 def test_what_ranks_print_is_in_the_logs(apart, cluster):
     job = apart.submit(spec(apart))
     apart.inject(job, "exception", 1, at_step=3)
@@ -114,7 +114,6 @@ def test_doctor_names_closed_ports_before_a_job_needs_them(apart, cluster):
     assert "-> open the ports of MANTA_PORTS between all machines" in said
 
 
-@pytest.mark.soak  # what is said before: the test before this one
 def test_closed_port_is_named_with_both_ends_and_nothing_else_comes_of_it(apart, cluster):
     closed, *_ = cluster.nodes
     closed.let_in([ports for ports in OPEN if ports != MANTA_PORTS])
@@ -131,14 +130,12 @@ def test_closed_port_is_named_with_both_ends_and_nothing_else_comes_of_it(apart,
     apart.until_state(job, "SUCCEEDED")
 
 
-@pytest.mark.soak  # its parts: tests/e2e/test_recovery.py, test_nodes.py, test_service.py
 def test_rank_agent_node_and_control_plane_are_killed_in_turn_and_the_bits_stay(apart, clean):
     job = apart.submit(spec(apart))
     apart.lose_all_in_turn(job)
     assert apart.curve(job) == apart.curve(clean)
 
 
-@pytest.mark.soak  # all nodes join a new head: a minute
 def test_job_comes_back_from_its_checkpoint_when_the_head_is_lost_with_all_that_ray_knew(apart, cluster, clean):
     job = apart.submit(spec(apart))
     apart.hold(job, 0, step=25)
@@ -160,7 +157,6 @@ def from_checkpoint(apart, job):
         return False
 
 
-@pytest.mark.soak  # what is said: tests/service/cluster/test_node_problems.py
 def test_nodes_without_manta_say_so_and_train_with_the_code_that_is_shipped(network, folder, corpus, apart, cluster):
     """On SQLite, and with a cluster of its own beside the other one."""
     disks = folder / "shipped"

@@ -1,8 +1,10 @@
 """The services of docker-compose.yml, as processes with the commands, users, environment, mounts and networks that the
-file says: they come up healthy, train a job, lose a worker and a control plane, and go down. Grafana is left out."""
+file says: they come up healthy, train a job on two machines that share no folder but that of the data, lose a worker
+and a control plane, and go down. Grafana is left out."""
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +12,9 @@ import subprocess
 import pytest
 
 from api.client import MantaClient
+from service.cluster.existing_ray import HEAD_FORGETS
 from tests.deploy import compose_file
+from tests.e2e.cluster_apart import MANTA_PORTS
 from tests.e2e.conftest import PAIR
 from tests.e2e.containers import Containers
 from tests.e2e.forwarder import Forwarder
@@ -19,8 +23,10 @@ from tests.e2e.installation import Installation, check_rights, reaches
 from tests.e2e.machines import ROOT
 
 STEPS, SAVED_EVERY = 240, 60
-RAY = ("ray-head", "worker-1", "worker-2")
-PLANES = ("control-1", "control-2")
+WORKERS, PLANES = ("worker-1", "worker-2"), ("control-1", "control-2")
+RAY = ("ray-head", *WORKERS)
+SLOTS = 1
+"""Of each worker, so that a job of two ranks is on both."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,7 @@ def checkout(folder):
 def variables(checkout, network, corpus):
     (checkout / "data").mkdir(mode=0o755)
     shutil.copy(corpus, checkout / "data" / "words.txt")
-    small = {"MANTA_API_NET": network.subnet, "MANTA_WORKER_SLOTS": "2", "MANTA_WORKER_SHARED_MEMORY": "300m"}
+    small = {"MANTA_API_NET": network.subnet, "MANTA_WORKER_SLOTS": str(SLOTS), "MANTA_WORKER_SHARED_MEMORY": "300m"}
     return {**compose_file.variables_of((checkout / ".env").read_text()), **small}
 
 
@@ -67,13 +73,28 @@ def installation(engine, checkout, variables):
 
 
 def test_job_is_submitted_with_the_command_and_survives_the_end_of_a_worker(installation, engine):
-    spec = installation.spec(STEPS, PAIR, checkpoint={"every_steps": SAVED_EVERY})
+    elastic = {"min_data": 1, "max_data": 2}
+    spec = installation.spec(STEPS, PAIR, checkpoint={"every_steps": SAVED_EVERY}, elastic=elastic)
+    installation.until("both workers", lambda: installation.client.cluster().totals["free"] == SLOTS * len(WORKERS))
     submitted = engine.once("manta", "submit", "-", "--json", text=json.dumps(spec))
     assert submitted.returncode == 0, submitted.stderr
     job = json.loads(submitted.stdout)["id"]
     installation.trains_on_without_its_worker(job, SAVED_EVERY, STEPS)
     *_, newest = installation.client.checkpoints(job).items
     assert newest.path.startswith(f"s3://manta/checkpoints/{job}/")
+    with_daemon = {name for name in engine.names() if "ray::NodeDaemon" in [p.name() for p in engine.processes(name)]}
+    assert with_daemon == set(WORKERS), "ranks run neither on the head nor beside a control plane"
+
+
+def test_doctor_names_closed_ports_with_both_ends(engine):
+    closed, other = WORKERS
+    with engine.closed(closed, MANTA_PORTS):
+        said = engine.once("manta", "doctor").stdout
+    found = re.search(r"FAIL  ports: ports 20\d\d\d, .* of node (\S+) \((\S+)\) cannot be", said)
+    assert found and found.groups() == (closed, engine.address(closed)), said
+    assert f"node {other} ({engine.address(other)})" in said and said.count("FAIL  ports") == 1
+    assert "-> open the ports of MANTA_PORTS between all machines" in said
+    assert f"WARN  cluster: {HEAD_FORGETS}" in said
 
 
 def test_each_container_has_the_rights_that_the_file_gives_it_and_no_others(engine):
