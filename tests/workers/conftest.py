@@ -101,9 +101,17 @@ def warm_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningZyg
     running.end()
 
 
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningZygote]:
+    """A zygote without torch, which the tests of a file share: what is tested is how it forks."""
+    running = _start(tmp_path_factory.mktemp("zygote"), "--warm=json")
+    yield running
+    running.end()
+
+
 @pytest.fixture
-def zygote(tmp_path: Path, start_zygote: Callable[..., RunningZygote]) -> RunningZygote:
-    """A zygote without torch: what is tested is how it forks, and that starts in a moment."""
+def zygote_to_end(tmp_path: Path, start_zygote: Callable[..., RunningZygote]) -> RunningZygote:
+    """One of its own for a test that ends it."""
     return start_zygote(tmp_path, "--warm=json")
 
 

@@ -50,7 +50,7 @@ class KubernetesApi:
         context.load_cert_chain(folder / "ca.crt", key)
         self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.port = self._server.server_port
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def answer(self, path: str, authorization: str | None) -> tuple[int, bytes]:
         """Status and content."""

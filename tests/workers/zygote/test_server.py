@@ -142,22 +142,22 @@ def test_requester_that_is_killed_takes_its_child_along(zygote, gone):
     assert gone(int(process.stdout))
 
 
-def test_death_of_the_owner_leaves_no_process_and_no_socket(zygote, go, gone):
+def test_death_of_the_owner_leaves_no_process_and_no_socket(zygote_to_end, go, gone):
     async def body():
-        children = [await fork(zygote.socket, "wait", {"stop": stop}) for stop in (False, True)]
+        children = [await fork(zygote_to_end.socket, "wait", {"stop": stop}) for stop in (False, True)]
         for child in children:
             await child.control.readline()
-        zygote.disown()
+        zygote_to_end.disown()
         exits = [await child.wait() for child in children]
         for child in children:
             child.close()
         return [child.pid for child in children], exits
 
     pids, exits = go(body)
-    assert zygote.process.wait(10) == 0
+    assert zygote_to_end.process.wait(10) == 0
     assert all(gone(pid) for pid in pids)
     assert exits == [Exit(None, signal.SIGKILL)] * 2
-    assert not zygote.socket.exists()
+    assert not zygote_to_end.socket.exists()
 
 
 def test_zygote_that_ends_leaves_the_socket_of_its_successor(tmp_path, go, start_zygote):
@@ -180,11 +180,11 @@ def test_zygote_that_ends_leaves_the_socket_of_its_successor(tmp_path, go, start
     go(body)
 
 
-def test_death_of_the_zygote_takes_its_children_along(zygote, go, gone):
+def test_death_of_the_zygote_takes_its_children_along(zygote_to_end, go, gone):
     async def body():
-        child = await fork(zygote.socket, "wait", {})
+        child = await fork(zygote_to_end.socket, "wait", {})
         await child.control.readline()
-        zygote.process.kill()
+        zygote_to_end.process.kill()
         assert await child.wait() == Exit(None, signal.SIGKILL)
         child.close()
         return child.pid
