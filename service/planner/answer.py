@@ -56,7 +56,7 @@ def _refined(machine: Machine) -> str:
     assert machine.refined is not None
     factors = ", ".join(f"{name} x {factor:.2f}" for name, factor in moved(machine).items())
     name, jobs = machine.accelerator.name, machine.refined.jobs
-    return f"what is assumed of {name} was refined by {jobs} jobs that ran on such machines: {factors}"
+    return f"the assumed constants of {name} were refined by {jobs} jobs that ran on such machines: {factors}"
 
 
 def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:

@@ -131,18 +131,19 @@ def drift_of(planned: Mapping[str, Any], measured: Measured) -> Drift | None:
     ratio = measured.step_seconds / step
     tail = _tail(planned)
     if abs(ratio - 1) > TOLERANCE:
-        head = f"a step takes {measured.step_seconds:.3g} s, planned were {step:.3g} s ({ratio - 1:+.0%})"
+        head = f"a step takes {measured.step_seconds:.3g} s instead of the planned {step:.3g} s ({ratio - 1:+.0%})"
         part = _largest_difference(compared(planned, measured), slower=ratio > 1)
         if part is None:
-            return Drift(ratio, "step", f"{head}; which part of it was not measured (train.time_parts_every){tail}")
-        where = f"most of that is {part.name}: {part.measured:.3g} s, planned were {part.planned:.3g} s"
+            return Drift(ratio, "step", f"{head}; the parts of a step were not measured (train.time_parts_every){tail}")
+        where = f"most of that is {part.name}: {part.measured:.3g} s instead of the planned {part.planned:.3g} s"
         return Drift(ratio, part.name, f"{head}; {where}{tail}")
     planned_bytes = planned["memory_bytes"]["total"]
     if planned["has_gpus"] and measured.memory_bytes and abs(measured.memory_bytes / planned_bytes - 1) > TOLERANCE:
         ratio = measured.memory_bytes / planned_bytes
         gib = 2**30
         head = (
-            f"the fullest rank takes {measured.memory_bytes / gib:.2f} GiB, planned were {planned_bytes / gib:.2f} GiB"
+            f"the fullest rank takes {measured.memory_bytes / gib:.2f} GiB instead of the planned "
+            f"{planned_bytes / gib:.2f} GiB"
         )
         return Drift(ratio, "memory", f"{head} ({ratio - 1:+.0%})")
     return None

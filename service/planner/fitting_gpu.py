@@ -42,7 +42,7 @@ def machine_measured(measurements: Measurements) -> str:
     name = named_by_driver(measurements.device, measurements.gpu_memory_bytes or 0.0)
     if name is None:
         raise UnknownMachine(
-            f"of GPUs like this one ({measurements.device}) no plans are made; known are {', '.join(MACHINES)}"
+            f"no plans can be made for GPUs like this one ({measurements.device}); known are {', '.join(MACHINES)}"
         )
     return name
 

@@ -51,7 +51,7 @@ def cluster_of(places: Sequence[Place], node: CpuNode, known: Machines = NONE_ME
         return Cluster(CpuNode(cores, node.memory_bytes, node.core).machine(most), len(places), most)
     unknown = {each.gpu_type for each in places if each.gpu_type and known_as(each.gpu_type, None) is None}
     if unknown and len({each.gpu_type for each in places}) > 1:
-        problem = f"of GPUs of type {min(unknown)}, which some of its ranks have, no plans are made"
+        problem = f"some of its ranks are on GPUs of type {min(unknown)}, for which no plans can be made"
         raise SpecError([Problem("cluster.accelerator", problem)])
     nodes = [
         {"alive": True, "accelerator": "gpu", "total": most, "gpu_type": each.gpu_type}
@@ -64,7 +64,7 @@ def cluster_of(places: Sequence[Place], node: CpuNode, known: Machines = NONE_ME
 def refuse_unplannable(spec: JobSpec) -> None:
     """Raises NotPlanned if no plan can be made for this job."""
     if spec.model.family == "custom":
-        raise NotPlanned("what a user's model is made of is not known")
+        raise NotPlanned("the parts of a custom model are unknown")
     if problems := too_large(spec):
         raise NotPlanned("; ".join(problem.rule for problem in problems))
 

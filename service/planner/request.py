@@ -121,7 +121,7 @@ def _job_in(document: Mapping[str, Any]) -> JobSpec:
     except ValueError as error:
         raise SpecError([*unknown, *problems_of(error)]) from error  # type: ignore[arg-type]
     if job.model.family == "custom":
-        problem = "what a user's model is made of is not known, so that nothing can be said of its time or memory"
+        problem = "the parts of a custom model are unknown, so its time and memory cannot be predicted"
         unknown.append(Problem("model.family", problem, "gpt", unsupported=True))
     elif not unknown:
         # A layout that is still to be searched for breaks no rules; problems of the model show with the smallest
@@ -198,7 +198,7 @@ def _unequal_cluster(document: Mapping[str, Any], node: CpuNode, known: Machines
     groups, example = document["groups"], "[{accelerator: a100-80gb, nodes: 2}, {accelerator: v100-32gb, nodes: 4}]"
     problem = None
     if others := {key for key, value in document.items() if value not in (None, False)} - {"groups"}:
-        problem = f"says what nodes there are, and goes without {', '.join(sorted(map(str, others)))}"
+        problem = f"lists all nodes of the cluster: leave out {', '.join(sorted(map(str, others)))}"
     elif not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         problem = f"must be a list of mappings, not {kind_of(groups)}"
     elif not 1 <= len(groups) <= MOST_KINDS:
@@ -210,7 +210,7 @@ def _unequal_cluster(document: Mapping[str, Any], node: CpuNode, known: Machines
         path = f"cluster.groups.{number}"
         name, sizes = _read_nodes(path, group, _KEYS)
         if name == CPU and len(groups) > 1:
-            problem = "a pipeline goes over nodes with GPUs alone; plan for a cluster of CPUs by itself"
+            problem = "a pipeline can only span nodes with GPUs; plan for a cluster of CPUs separately"
             raise SpecError([Problem(f"{path}.accelerator", problem, "a100-80gb")])
         parts.append(_described(name, sizes, node, known, path))
     return together(parts)
@@ -235,7 +235,7 @@ def together(parts: Sequence[Cluster]) -> Cluster:
 def _named_cluster(name: str | None, sizes: dict[str, int], known: Machines, path: str = "cluster") -> Cluster:
     if name is None:
         names = ", ".join([*MACHINES, CPU])
-        problem = f"which accelerators the nodes have must be said: {names}; or current: true"
+        problem = f"must name the nodes' accelerators: {names}; or set current: true"
         raise SpecError([Problem(f"{path}.accelerator", problem, "a100-80gb")])
     try:
         machine = machine_of(name)
@@ -266,15 +266,13 @@ def _type_of(nodes: Sequence[Mapping[str, Any]]) -> str:
     """The accelerator that most of these nodes have, by the planner's name. Raises SpecError."""
     types = Counter(node["gpu_type"] for node in nodes if node.get("gpu_type") is not None)
     if not types:
-        problem = "this cluster has GPUs whose type Ray does not know: say it"
+        problem = "Ray does not know the type of this cluster's GPUs: name it"
         raise SpecError([Problem("cluster.accelerator", problem, "h100-80gb")])
     called = min(types, key=lambda each: (-types[each], each))
     memory = min((node["gpu_memory_bytes"] for node in nodes if node.get("gpu_memory_bytes")), default=None)
     name = known_as(called, memory)
     if name is None:
-        problem = (
-            f"of GPUs of type {called}, which this cluster has, no plans are made; known are {', '.join(MACHINES)}"
-        )
+        problem = f"no plans can be made for this cluster's GPUs of type {called}; known are {', '.join(MACHINES)}"
         raise SpecError([Problem("cluster.accelerator", problem, "the one that is most like it")])
     return name
 

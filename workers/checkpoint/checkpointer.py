@@ -224,7 +224,7 @@ class Checkpointer:
 
     def _report_delay(self, step: int) -> None:
         seconds, data = time.monotonic() - self._started, {}
-        reason = f"it has been looked for {seconds:.1f} s which there are"
+        reason = f"existing checkpoints have been searched for {seconds:.1f} s"
         if self._look is None and self._save is not None:
             reason = f"that of step {self._save.step} has been under way for {seconds:.1f} s and is not written yet"
             data = {"writing": self._save.step}

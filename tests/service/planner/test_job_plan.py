@@ -49,7 +49,7 @@ def test_a_pipeline_over_unequal_nodes_is_planned_where_its_stages_are():
 
 
 def test_nothing_is_planned_where_some_gpus_are_of_a_type_that_is_not_known():
-    with pytest.raises(SpecError, match="of GPUs of type T4, which some of its ranks have, no plans are made"):
+    with pytest.raises(SpecError, match="some of its ranks are on GPUs of type T4, for which no plans can be made"):
         cluster_of([Place(4, 0, True, "A100", 80 * 2**30), Place(4, 0, True, "T4", 16 * 2**30)], NODE)
 
 
@@ -65,5 +65,5 @@ def test_gpus_that_were_calibrated_are_what_was_measured():
 def test_nothing_is_planned_of_a_model_of_a_user():
     spec = job()
     own = spec.model.model_copy(update={"family": "custom"})
-    with pytest.raises(NotPlanned, match="user's model"):
+    with pytest.raises(NotPlanned, match="custom model"):
         planned(spec.model_copy(update={"model": own}), a100s())

@@ -93,7 +93,7 @@ def test_a_jobs_own_file_can_be_planned():
         (None, "cluster", "required, but missing"),
         ("a100", "cluster", "must be a mapping"),
         ({"accelerator": "a1000"}, "cluster.accelerator", "known are v100-32gb"),
-        ({"nodes": 2}, "cluster.accelerator", "must be said"),
+        ({"nodes": 2}, "cluster.accelerator", "must name the nodes' accelerators"),
         ({"accelerator": 7, "nodes": 1}, "cluster.accelerator", "must be a string"),
         ({"accelerator": "a100", "nodes": 0}, "cluster.nodes", "must be an integer from 1"),
         ({"accelerator": "a100", "nodes": True}, "cluster.nodes", "must be an integer from 1"),
@@ -103,10 +103,18 @@ def test_a_jobs_own_file_can_be_planned():
         ({"current": True, "nodes": 2, "gpus_per_node": 4}, "cluster.current", "leave out nodes and gpus_per_node, or"),
         ({"groups": []}, "cluster.groups", "has nodes of 1 to 4 kinds, not 0"),
         ({"groups": [{"accelerator": "a100"}, 3]}, "cluster.groups", "must be a list of mappings"),
-        ({"groups": [{"accelerator": "a100"}], "nodes": 2}, "cluster.groups", "goes without nodes"),
-        ({"groups": [{"accelerator": "a100"}, {"nodes": 2}]}, "cluster.groups.1.accelerator", "must be said"),
+        ({"groups": [{"accelerator": "a100"}], "nodes": 2}, "cluster.groups", "leave out nodes"),
+        (
+            {"groups": [{"accelerator": "a100"}, {"nodes": 2}]},
+            "cluster.groups.1.accelerator",
+            "must name the nodes' accelerators",
+        ),
         ({"groups": [{"accelerator": "a100", "current": True}]}, "cluster.groups.0.current", "unknown key"),
-        ({"groups": [{"accelerator": "a100"}, {"accelerator": "cpu"}]}, "cluster.groups.1.accelerator", "GPUs alone"),
+        (
+            {"groups": [{"accelerator": "a100"}, {"accelerator": "cpu"}]},
+            "cluster.groups.1.accelerator",
+            "only span nodes with GPUs",
+        ),
         ({"groups": [{"accelerator": "a100"}, {"accelerator": "a100-40gb"}]}, "cluster.groups", "two groups A100"),
     ],
 )
@@ -120,7 +128,7 @@ def test_a_cluster_that_is_none_is_said_where_and_why(cluster, path, words):
         ({"modle": {}}, "modle", "unknown key"),
         ({"model": {"layers": 2}}, "model.hidden_size", "required, but missing"),
         ({"model": DOCUMENT["model"] | {"heads": 7}}, "model.heads", "must divide hidden_size"),
-        ({"model": DOCUMENT["model"] | {"family": "custom", "entrypoint": "a:b"}}, "model.family", "not known"),
+        ({"model": DOCUMENT["model"] | {"family": "custom", "entrypoint": "a:b"}}, "model.family", "are unknown"),
         ({"model": DOCUMENT["model"] | {"layers": 1001}}, "model.layers", "up to 1000 layers"),
         ({"train": {"global_batch_size": 0}}, "train.global_batch_size", "must be above 0"),
         ({"train": 3}, "train", "must be a mapping"),
@@ -200,11 +208,9 @@ def test_nodes_on_which_nothing_is_placed_do_not_count(left):
 
 
 def test_gpus_of_an_unknown_type_have_to_be_named():
-    with pytest.raises(SpecError, match="whose type Ray does not know: say it"):
+    with pytest.raises(SpecError, match="Ray does not know the type of this cluster's GPUs: name it"):
         cluster_of_nodes([node("gpu", 8)], None, NODE)
-    with pytest.raises(
-        SpecError, match="of GPUs of type T4, which this cluster has, no plans are made; known are v100"
-    ):
+    with pytest.raises(SpecError, match="no plans can be made for this cluster's GPUs of type T4; known are v100"):
         cluster_of_nodes([node("gpu", 8) | {"gpu_type": "T4"}], None, NODE)
     assert cluster_of_nodes([node("gpu", 8)], "h100", NODE).machine is machine_of("h100")
 

@@ -169,7 +169,7 @@ def test_training_does_not_wait_for_a_store_that_does_not_say_what_is_missing(tr
     trainer.state.save_missing_checkpoint()
     train(trainer, 1)
     assert [kind for kind, _, _ in noted] == ["checkpoint_delayed"]
-    assert noted[0][2].startswith("the checkpoint due at step 4 waits: it has been looked for ")
+    assert noted[0][2].startswith("the checkpoint due at step 4 waits: existing checkpoints have been searched for ")
     silent_store.set()
     checkpoints.finish()
     train(trainer, 1)
