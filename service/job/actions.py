@@ -1,4 +1,4 @@
-"""What a supervisor can do next. One function of the supervisor carries each action out, and answers the next."""
+"""What a supervisor can do next. One function of the supervisor carries out each action, and returns the next."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Launch:
     """Begin the next generation with the agents that are there."""
 
     cause: str
-    """In words."""
+    """Why, in words."""
     counts: bool
-    """As a restart."""
+    """Whether it counts as a restart."""
     incident: Incident | None = None
-    """What made it necessary."""
+    """The failure that made it necessary."""
     holds: int = 0
-    """How often it was put off, since the state to resume from could not be read."""
+    """How many times it was postponed, since the state to resume from could not be read."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Recover:
     """Decide what follows a failure: another generation, or the end of the job."""
 
     culprit: Death
-    """The death behind it all."""
+    """The death that caused everything else."""
     agents_lost: tuple[int, ...]
     """Ranks that need another agent."""
     timeline: RecoveryTimeline
     failed_launch: Launch | None = None
-    """The launch that failed by it, before its generation had begun."""
+    """The launch that it made fail, before its generation had begun."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Rearrange:
 
 @dataclass(frozen=True)
 class Requeue:
-    """There is no place for the job: back into the queue."""
+    """There is no place for the job: it goes back into the queue."""
 
     message: str
 
@@ -69,24 +69,24 @@ class End:
     """The job is over."""
 
     state: JobState
-    """One of the final ones."""
+    """A final state."""
     reason: str | None = None
     message: str | None = None
 
 
 @dataclass(frozen=True)
 class Leave:
-    """Give all places back and keep the snapshots: for a pause, since the job's time is up, or since its nodes are
-    being drained and there is no room elsewhere."""
+    """Give all places back and keep the snapshots: because of a pause, because the job's time is up, or because its
+    nodes are being drained and there is no room elsewhere."""
 
 
 Action = Watch | Launch | Reacquire | Recover | Rearrange | Requeue | End | Leave
 
 
 def while_leaving(action: Action, unlaunched: bool, overdue: bool, no_room: bool = False) -> Action:
-    """What a job that is to leave does where it would do `action`: what is needed to have its newest state saved, but
-    no more. `unlaunched`: nothing was launched since it got its places, so there is nothing to save that was not there
-    before; `overdue`: it has tried for long enough; `no_room`: it leaves since there is none for it."""
+    """What a job that is to leave does instead of `action`: what is needed to have its newest state saved, and no more.
+    `unlaunched`: nothing was launched since it got its places, so there is nothing new to save; `overdue`: it has tried
+    for long enough; `no_room`: it leaves since there is no room for it."""
     match action:
         case Watch() if overdue:
             return Leave()
@@ -98,8 +98,8 @@ def while_leaving(action: Action, unlaunched: bool, overdue: bool, no_room: bool
 
 
 def launch_after(incident: Incident, cause: str, failed: Launch | None, first: bool) -> Launch:
-    """The launch that follows `incident`, whose `cause` is in words. `failed`: the launch that failed by it, which
-    is tried again; `first`: the job had no generation yet."""
+    """The launch that follows `incident`, whose `cause` is in words. `failed`: the launch that it made fail, which is
+    tried again; `first`: the job had no generation yet."""
     if failed is None:
         return Launch(cause, counts=True, incident=incident)
     if failed.incident is not None or first:

@@ -15,11 +15,11 @@ from workers.config import JobSpec
 
 @dataclass(frozen=True)
 class Move:
-    """These replicas continue elsewhere."""
+    """These replicas continue on other nodes."""
 
     replicas: tuple[int, ...]
     standby: AgentSet
-    """Agents with trainers that are ready to take their ranks."""
+    """Agents with trainers that are ready to take over their ranks."""
 
     @property
     def cause(self) -> str:
@@ -48,7 +48,7 @@ class Grow:
 
 @dataclass(frozen=True)
 class PlaceAgain:
-    """The whole gang gives up its places, and continues in others, in another layout."""
+    """The whole gang gives up its places, and continues in other places and another layout."""
 
     target: JobSpec
     why: str
@@ -63,16 +63,16 @@ class PlaceAgain:
 
 @dataclass(frozen=True)
 class WaitInQueue:
-    """All ranks save their state and end, and the job waits for places in the queue. Not carried out here, since no
-    trainer comes to rest for it (`leave.py`)."""
+    """All ranks save their state and end, and the job waits in the queue for places. It is not carried out here, since
+    no trainer comes to rest for it (`leave.py`)."""
 
     why: str
-    """In words."""
+    """Why, in words."""
 
 
 @dataclass(frozen=True)
 class Stay:
-    """All trainers come to rest and continue as they were: a change was under way, and how far it got is not known."""
+    """All trainers come to rest and continue as before: a change had begun, and it is unknown how far it got."""
 
     cause: str
 
@@ -81,13 +81,13 @@ Change = Move | Shrink | Grow | PlaceAgain | Stay
 
 
 def standby_of(change: Change) -> AgentSet | None:
-    """Agents that were started for the change, and are to be ended where it is not made."""
+    """Agents that were started for the change; they must be ended if it is not made."""
     return change.standby if isinstance(change, Move | Grow) else None
 
 
 async def carry_out(change: Change, job: JobContext, generation: int, resting: Mapping[int, int | None]) -> None:
-    """Make the change; who leaves the gang by it is among the job's departing. `generation`: the one that has ended;
-    `resting`: by rank the committed step that its trainer holds. Raises NotPlaced where there is no place left."""
+    """Make the change; agents that leave the gang join the job's departing ones. `generation`: the one that has ended;
+    `resting`: by rank the committed step that its trainer holds. Raises NotPlaced if there is no place left."""
     gang = job.gang
     match change:
         case Move(replicas, standby):

@@ -11,21 +11,21 @@ from workers.storage.places import Place
 from workers.system.daemon_threads import in_daemon_thread
 
 LOOK_SECONDS = 20.0
-"""A file system that takes longer to list a job's checkpoints does not answer."""
+"""Seconds after which a file system that is listing a job's checkpoints counts as not answering."""
 
 
 class FolderReader:
-    """Lists a folder on a thread of its own: a file system that does not answer keeps that thread and no other, and
-    neither the event loop nor the end of the process waits for it."""
+    """Lists a folder on a thread of its own: a file system that does not answer keeps only that thread, and neither the
+    event loop nor the end of the process waits for it."""
 
     def __init__(self) -> None:
         self._under_way: Future[Listing] | None = None
         self._began = 0.0
 
     async def list(self, folder: Place, seconds: float = LOOK_SECONDS) -> Listing:
-        """What `folder` holds; where nothing is heard in so many seconds that is the answer's `problem`. One that has
-        had its time is not waited for again: a job recovers as often as its ranks die, whatever its checkpoints lie
-        on."""
+        """The listing of `folder`; without an answer in `seconds` it has that as its `problem`. While a listing has not
+        ended, later calls wait for it only until `seconds` after its beginning: a job that recovers again and again
+        does not wait that long each time."""
         if self._under_way is None or self._under_way.done():
             self._began = time.monotonic()
             self._under_way = in_daemon_thread("checkpoint folder", lambda: list_checkpoints(folder))

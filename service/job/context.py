@@ -26,41 +26,41 @@ DEFAULT_MEMORY_SECONDS = 24 * 3600.0
 
 @dataclass
 class JobContext:
-    """One running job: what was asked for, its rows, its agents, and what others want of it."""
+    """One running job: its spec, its rows, its agents, and signals from others."""
 
     cluster: Cluster
     submitted: JobSpec
     record: JobRecord
     gang: Gang
     has_launched: bool = False
-    """Whether a generation was begun here, so that the database is not older than what its folder holds."""
+    """Whether a generation was begun here, so that the database cannot be older than the folder."""
     threads: int | None = None
-    """With how many its ranks compute; None: that is decided when it first starts."""
+    """Threads of each rank; None: decided when the job first starts."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    """The user wants it to end."""
+    """Set if the user wants the job to end."""
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
-    """It is to save its state and give its places back (`leave.py`)."""
+    """Set if the job is to save its state and give its places back (`leave.py`)."""
     no_room: str = ""
-    """Why it is to wait in the queue after that: its nodes are being drained, and there is no room elsewhere. Empty
-    where it leaves for another reason, or does not leave."""
+    """Why it will wait in the queue after leaving: its nodes are being drained, and there is no room elsewhere. Empty
+    if it leaves for another reason, or does not leave."""
     overdue: asyncio.Event = field(default_factory=asyncio.Event)
-    """It has had long enough to save its state."""
+    """Set when it has had long enough to save its state."""
     change_possible: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its size or place may have to change, or be able to."""
+    """Set if its size or place may have to change, or may be able to."""
     trace_wanted: asyncio.Event = field(default_factory=asyncio.Event)
-    """There may be a trace to be made of it."""
+    """Set if a trace of it may have been requested."""
     departing: list[AgentSet] = field(default_factory=list)
-    """No longer of the gang, to be dismissed; their nodes may hold the state that the next generation needs."""
+    """Agents that left the gang and are to be dismissed; their nodes may hold state that the next generation needs."""
     failed_launches: list[PastFailure] = field(default_factory=list)
-    """Since the last launch that did not fail: such failures have no rows."""
+    """Failed launches since the last successful one: such failures have no rows."""
     stragglers_replaced: dict[int, float] = field(default_factory=dict)
     """When each rank was last replaced as a straggler, in seconds of the monotonic clock."""
     retried_at: float = 0.0
-    """When the user last had it tried again, Unix seconds: failures before that do not count."""
+    """When the user last had it retried, in Unix seconds: earlier failures do not count."""
     memory_seconds: float = DEFAULT_MEMORY_SECONDS
-    """How long its snapshots are kept for a retry when it fails."""
+    """Seconds that its snapshots are kept for a retry when it fails."""
     logs: Spool | None = None
-    """Takes what it prints, where that is kept elsewhere too."""
+    """Takes its output, if that is also kept elsewhere."""
     first_step: FirstStep | None = None
     """Called with the first step of each generation."""
     folder_reader: FolderReader = field(default_factory=FolderReader)
@@ -96,17 +96,16 @@ class JobContext:
 
     @property
     def id(self) -> str:
-        """The job's."""
+        """The job's id."""
         return self.record.id
 
     @property
     def checkpoint_folder(self) -> Place:
-        """Where its durable checkpoints are."""
+        """The folder of its durable checkpoints."""
         return self.cluster.paths.checkpoint_folder(self.id)
 
     def wait_in_queue(self, why: str) -> None:
-        """From now on it is to save its state, give its places back, and wait in the queue for the reason that `why`
-        says."""
+        """From now on it is to save its state, give its places back, and wait in the queue, for the reason `why`."""
         self.no_room = why
         self.leaving.set()
 
@@ -115,8 +114,8 @@ class JobContext:
         return (await self.record.job()).wanted_replicas or self.submitted.layout.data
 
     def failures(self, lives: Sequence[Generation], incident: Incident | None = None) -> list[PastFailure]:
-        """What the job has survived: `lives` are its generations; `incident` made the launch necessary that is to be
-        tried again, and has no row either."""
+        """The failures that the job has survived: `lives` are its generations; `incident` caused the launch that is to
+        be retried, and has no row yet."""
         counting = [life for life in lives if life.started_at > self.retried_at]
         known = [*past_failures(counting), *self.failed_launches]
         if incident is not None and incident.failure not in known:

@@ -20,20 +20,20 @@ from workers.protocol.messages import AgentDescription
 from workers.snapshot.files import layout_tag
 
 REPLICA_SECONDS = 10.0
-"""How long a replica that there should be room for may take to be placed."""
+"""Seconds that placing a replica may take if there should be room for it."""
 NOWHERE = ""
-"""In the place of the placement group of a replica that has no agent left."""
+"""Stands for the placement group of a replica that has no agent left."""
 
 
 @dataclass(frozen=True)
 class AgentSet:
-    """Agents of a job that are not of its gang: not yet, not any more, or only to hand out snapshots."""
+    """Agents of a job outside its gang: not yet or no longer members, or only there to hand out snapshots."""
 
     agents: list[AgentClient]
     groups: list[str] = field(default_factory=list)
     """Placement groups that are given back with them."""
     names: list[str] = field(default_factory=list)
-    """Of agents that are to have a rank, as Ray knows them."""
+    """Names in Ray of agents that are to have a rank."""
 
 
 class Gang:
@@ -42,40 +42,40 @@ class Gang:
     def __init__(self, cluster: Cluster, job_id: str, spec: JobSpec):
         self._cluster, self._job_id = cluster, job_id
         self.spec = spec
-        """With the number of replicas that the job runs with; the agents are numbered by its layout."""
+        """With the present number of replicas; the agents are numbered by its layout."""
         self.agents: list[AgentClient | None] = []
-        """None: one that is lost, and to be replaced before the next launch."""
+        """By rank; None: the agent is lost, and must be replaced before the next launch."""
         self.names: list[str] = []
-        """Of the agents, as Ray knows them."""
+        """Names of the agents in Ray."""
         self.groups: list[str] = []
-        """Placement groups of the replicas, by name."""
+        """Names of the replicas' placement groups."""
         self.after: dict[int, int] = {}
-        """By rank the last report that was handled."""
+        """By rank the sequence number of the last report that was handled."""
         self.nodes: dict[int, str | None] = {}
         """By rank the node that it was last seen on."""
         self._visited: set[str] = set()
         """All nodes that agents of the job were ever seen on: some may hold its state."""
         self.held_steps: dict[int, int | None] = {}
-        """By rank the committed step that its trainer, which is at rest, holds for the layout."""
+        """By rank the committed step that its resting trainer holds."""
 
     @property
     def layout(self) -> ParallelConfig:
-        """The one that the agents are numbered by."""
+        """The layout by which the agents are numbered."""
         return self.spec.layout
 
     @property
     def tag(self) -> str:
-        """Of the layout, in the names of its snapshots."""
+        """Tag of the layout, in the names of its snapshots."""
         return layout_tag(self.spec.model_dump(mode="json"))
 
     @property
     def peers(self) -> dict[int, list[int]]:
-        """For each rank those that have the same state."""
+        """For each rank the ranks with the same state."""
         return {rank: group for group in state_groups(self.layout) for rank in group}
 
     @property
     def by_rank(self) -> dict[int, AgentClient]:
-        """The agents by rank, but for those that are lost."""
+        """The agents by rank, without lost ones."""
         return {rank: agent for rank, agent in enumerate(self.agents) if agent is not None}
 
     async def unit(self) -> Unit:
@@ -83,7 +83,7 @@ class Gang:
         return unit_of(self.spec.resources.accelerator, await self._cluster.nodes.has_gpus())
 
     async def capacity(self) -> Capacity:
-        """What the cluster has of it."""
+        """The cluster's capacity in that resource."""
         return await self._cluster.nodes.capacity(await self.unit())
 
     async def start(self, generation: int, spec: JobSpec) -> None:
@@ -95,8 +95,8 @@ class Gang:
         self.names = [agent_name(self._job_id, generation, rank) for rank in seats]
 
     async def release(self) -> AgentSet:
-        """Give up all agents and their places; the snapshots stay. Answers who hands them out, to be dismissed once
-        they have been fetched: the next agents may be on other nodes."""
+        """Give up all agents and their places; the snapshots stay. Returns agents that hand these out, to be dismissed
+        once they have been fetched: the next agents may be on other nodes."""
         holders = await self.snapshot_holders(self._visited)
         expected = given_back(await self.capacity(), self.nodes.values())
         await self._cluster.release(self._job_id, keep_snapshots=True)
@@ -104,11 +104,12 @@ class Gang:
         return holders
 
     async def snapshot_holders(self, nodes: Collection[str] = ()) -> AgentSet:
-        """Who hands out what the job has left in the shared memory of these nodes, or of all; to be dismissed."""
+        """Agents that hand out what the job has left in the shared memory of these nodes, or of all; to be dismissed
+        later."""
         return AgentSet(await self._cluster.agents.start_snapshot_holders(self._job_id, nodes))
 
     async def snapshot_holders_of(self, replicas: Sequence[int]) -> AgentSet:
-        """The same for the nodes of these replicas, but for those that are lost."""
+        """The same for the nodes of these replicas, except for lost ones."""
         nodes = {node for rank in self.ranks_in(replicas) if (node := self.nodes.get(rank)) is not None}
         living = nodes - self._cluster.nodes.lost
         return await self.snapshot_holders(living) if living else AgentSet([])
@@ -120,8 +121,8 @@ class Gang:
         await self.start(generation, spec)
 
     async def adopt(self, names: Sequence[str], after: dict[int, int]) -> dict[int, AgentDescription] | None:
-        """Take over the agents with these names, by rank; by rank how those that are left describe themselves. None
-        when none is left. The places of a replica that has no agent left are not known any more, and freed."""
+        """Take over the agents with these names, by rank; returns by rank the descriptions of those that are left, or
+        None if none is. The places of a replica without any agent are unknown, and freed."""
         if len(names) != self.layout.world_size:
             return None
         agents = await self._cluster.agents.find(names)
@@ -141,19 +142,19 @@ class Gang:
         self.groups = [by_replica.get(replica, NOWHERE) for replica in range(self.layout.data)]
 
     def note_nodes(self, nodes: Mapping[int, str | None]) -> None:
-        """Remember on which nodes the agents of these ranks, and of no others, are."""
+        """Remember the nodes of the agents of these ranks; those of all others are unknown."""
         self.nodes = dict(nodes)
         self._visited.update(node for node in nodes.values() if node is not None)
 
     async def replace(self, generation: int, lost: Sequence[int]) -> bool:
-        """New agents for the ranks `lost`, in their places; False where those are gone too."""
+        """Start new agents for the ranks `lost`, in their places; False if those are gone too."""
         if any(self.nodes.get(rank) in self._cluster.nodes.lost for rank in lost):
             return False
         if NOWHERE in self._groups_of(self.replicas_of(lost)):
             return False
         seats = seats_of(self.layout, self.groups)
         wanted = {rank: seats[rank] for rank in lost}
-        # One that only does not answer still has its seat.
+        # One that just does not answer still has its seat.
         await self._cluster.agents.kill([self.agents[rank] for rank in lost])
         fresh = await self._cluster.replace_agents(self._job_id, generation, wanted, await self.unit())
         for rank, agent in zip(lost, fresh or [], strict=False):
@@ -161,7 +162,7 @@ class Gang:
         return fresh is not None
 
     async def place_replicas(self, generation: int, replicas: Sequence[int], avoid: Collection[str]) -> bool:
-        """New places and agents for whole replicas of the layout, whose own were given up (`give_up`)."""
+        """New places and agents for whole replicas of the layout, which have given up their own (`give_up`)."""
         standby = await self.start_standby(generation, self.layout, replicas, avoid)
         if standby is not None:
             self.swap(replicas, standby)
@@ -178,8 +179,8 @@ class Gang:
     async def start_standby(
         self, generation: int, layout: ParallelConfig, replicas: Sequence[int], avoid: Collection[str]
     ) -> AgentSet | None:
-        """Place and start agents for these replicas of `layout`: more than the gang has, who join with `grow`, or
-        others in the place of its own, with `swap`. None where they cannot be had."""
+        """Place and start agents for these replicas of `layout`: additional ones, which join with `grow`, or
+        replacements, which take over with `swap`. None if they cannot be placed."""
         named = {replica: placement_group_name(self._job_id, generation, replica) for replica in replicas}
         standing = {**dict(enumerate(self.groups)), **named}
         all_seats = seats_of(layout, [standing[replica] for replica in range(layout.data)])
@@ -201,7 +202,7 @@ class Gang:
         return None
 
     def swap(self, replicas: Sequence[int], standby: AgentSet) -> AgentSet:
-        """From now on `standby` has the ranks of these replicas; those who had them, to be dismissed."""
+        """`standby` takes over the ranks of these replicas; returns their former agents, to be dismissed."""
         ranks = self.ranks_in(replicas)
         departing = self._set_of(ranks, replicas)
         for rank, agent, name in zip(ranks, standby.agents, standby.names, strict=True):
@@ -211,14 +212,14 @@ class Gang:
         return departing
 
     def grow(self, spec: JobSpec, standby: AgentSet) -> None:
-        """From now on `standby` has the ranks of `spec`'s layout that follow the gang's."""
+        """`standby` becomes the ranks of `spec`'s layout that follow the gang's present ones."""
         self.agents += standby.agents
         self.names += standby.names
         self.groups += standby.groups
         self.spec, self.held_steps = spec, {}
 
     def shrink(self, replicas: Sequence[int]) -> AgentSet:
-        """Go on with only these replicas, renumbered in their order; those who leave, to be dismissed."""
+        """Continue with only these replicas, renumbered in order; returns the agents that leave, to be dismissed."""
         staying = [rank for replica in replicas for rank in self.ranks_in([replica])]
         leaving = [replica for replica in range(len(self.groups)) if replica not in set(replicas)]
         departing = self._set_of(self.ranks_in(leaving), leaving)
@@ -231,7 +232,7 @@ class Gang:
         return departing
 
     async def dismiss(self, agents: AgentSet) -> None:
-        """End agents that are not of the gang (any more), and free their places."""
+        """End agents outside the gang, and free their places."""
         await self._cluster.dismiss(agents.agents, agents.groups)
 
     def on(self, nodes: Collection[str]) -> list[int]:

@@ -1,8 +1,8 @@
-"""The control plane's part in a hang: when an agent reports that its rank stands still, all agents are asked, and the
-culprit is killed.
+"""The control plane's part in a hang: when an agent reports an overdue rank, all agents are queried, and the culprit is
+killed.
 
-Nothing is asked while no agent reports a rank that is overdue. A rank that is killed here dies as `hung`, and recovery
-takes it from there like any other death.
+Nothing is queried while no agent reports an overdue rank. A rank that is killed here dies as `hung`, and is recovered
+from like any other death.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from workers.protocol.reports import Event, Report
 
 T = TypeVar("T")
 ASK_SECONDS = 2.0
-"""An agent that takes longer to say where its trainer stands is silent."""
+"""Seconds after which an agent that does not report its trainer's position counts as silent."""
 CONFIRM_SECONDS = 0.3
-"""Between the two looks that must agree before a rank is killed."""
+"""Seconds between the two queries that must agree before a rank is killed."""
 AGAIN_SECONDS = 1.0
-"""Between two looks while ranks that stand still may yet continue."""
+"""Seconds between queries while overdue ranks may still continue."""
 EVIDENCE_SECONDS = 5.0
-"""An agent that takes longer to say what its trainer does is silent."""
+"""Seconds after which an agent that does not describe its trainer counts as silent."""
 KILL_SECONDS = 5.0
-"""An agent that takes longer to kill a trainer that hangs is silent."""
+"""Seconds after which an agent that does not kill a hung trainer counts as silent."""
 REPLACE_SECONDS = 600.0
-"""A rank is replaced as a straggler at most once in this time."""
+"""Seconds in which a rank is replaced as a straggler at most once."""
 MOST_NAMED = 16
-"""Ranks of a hung gang whose evidence is kept."""
+"""Most ranks of a hung gang whose evidence is kept."""
 
 _FROM_RECORD = ("phase", "step", "micro_batch", "waits_for", "counts", "committed", "device")
 """Fields of a trainer's record that an event keeps."""
@@ -64,15 +64,16 @@ class HangWatch:
         stragglers: str,
         replaced: dict[int, float],
     ):
-        """`group`: ranks that share an axis with a rank; `lose` takes a rank whose agent is silent, and why;
-        `stragglers`: the spec's policy; `replaced`: when each rank was last replaced as one, over all generations."""
+        """`group`: the ranks that share an axis with a rank; `lose`: called with a rank whose agent is silent, and why;
+        `stragglers`: the spec's policy; `replaced`: when each rank was last replaced as a straggler, over all
+        generations."""
         self._agents, self._group, self._write_event, self._lose = list(agents), group, write_event, lose
         self._policy, self._replaced = stragglers, replaced
         self._alarm = asyncio.Event()
         self._slow: asyncio.Queue[int] = asyncio.Queue()
 
     def note(self, report: Report) -> None:
-        """Take note of one report of this generation."""
+        """Note one report of this generation."""
         match report.payload:
             case TrainerStatus(overdue=True):
                 self._alarm.set()
@@ -80,8 +81,8 @@ class HangWatch:
                 self._slow.put_nowait(data["straggler"])
 
     async def run(self, look_first: bool = False) -> None:
-        """Act on what is reported, until cancelled. `look_first`: an earlier report may have gone to another control
-        plane."""
+        """Act on reports, until cancelled. `look_first`: query once first, since an earlier report may have gone to
+        another control plane."""
         if look_first:
             self._alarm.set()
         async with asyncio.TaskGroup() as tasks:
@@ -95,7 +96,8 @@ class HangWatch:
             await self._investigate()
 
     async def _investigate(self) -> None:
-        """Look again and again, until two looks in a row find the same culprit at the same place, or all move on."""
+        """Query repeatedly, until two queries in a row find the same culprit at the same place, or all ranks move
+        on."""
         suspects: tuple[Any, ...] | None = None
         while True:
             answers, looks = await self._ask()
@@ -116,7 +118,7 @@ class HangWatch:
             await asyncio.sleep(CONFIRM_SECONDS)
 
     async def _ask(self) -> tuple[Answers, list[Look]]:
-        """Where all ranks stand."""
+        """The positions of all ranks."""
         answers = await asyncio.gather(*(self._progress(agent) for agent in self._agents))
         looks = [
             Look.of(rank, answer) if answered and answer is not None else Look(rank, answered=answered)
@@ -125,8 +127,8 @@ class HangWatch:
         return {rank: answer for rank, (_, answer) in enumerate(answers)}, looks
 
     async def _progress(self, agent: AgentClient | None) -> tuple[bool, TrainerStatus | None]:
-        """Whether the agent answers, and what; None where no trainer runs. An agent that is gone is no hang: that
-        is a death, which is noticed elsewhere."""
+        """Whether the agent answers, and its answer; None if no trainer is running. A lost agent is not a hang but a
+        death, which is noticed elsewhere."""
         if agent is None:
             return True, None
         try:
@@ -137,7 +139,7 @@ class HangWatch:
             return True, None
 
     async def _end(self, verdict: Verdict, answers: Answers, looks: list[Look]) -> None:
-        """Write down who hangs, with the evidence, and have it killed."""
+        """Record which rank hangs, with the evidence, and have it killed."""
         running = [rank for rank in verdict.ranks if answers[rank] is not None]
         shown = running[:MOST_NAMED]
         stacks = await self._of_trainers(shown, answers, lambda agent, pid: agent.stacks(pid))
@@ -163,7 +165,7 @@ class HangWatch:
             self._lose(rank, "stands still, and its agent does not answer")
 
     async def _flight_records(self, answers: Answers) -> dict[int, FlightRecord]:
-        """What NCCL's recorders know, of the ranks that tell."""
+        """NCCL's flight records, of the ranks that have them."""
         records = await self._of_trainers(answers, answers, lambda agent, pid: agent.flight_record(pid))
         return {rank: record for rank, record in records.items() if record is not None}
 
@@ -178,7 +180,7 @@ class HangWatch:
         return known
 
     async def _kill_hung(self, rank: int, answer: TrainerStatus | None) -> bool:
-        """Whether its agent answers; an agent that said a moment ago where its trainer stands may not any more."""
+        """Whether its agent answers; an agent that has just reported its trainer's position may not any more."""
         try:
             await within(KILL_SECONDS, self._kill(rank, "hung", answer))
         except AgentSilent:
@@ -209,11 +211,11 @@ def _step(answer: TrainerStatus | None) -> int | None:
 
 
 def _standing(answer: TrainerStatus | None) -> str:
-    """Where a rank stands, for people."""
+    """A rank's position, in words."""
     if answer is None:
         return "stands still, and its agent does not answer"
     record, how = answer.record, "was stopped" if answer.stopped else "stood still"
-    # The host may be far ahead of a device that stands.
+    # The host may be far ahead of a device that does not advance.
     place = record.device if record is not None and record.device is not None and record.device.pending else record
     where: str = place.phase if place is not None else "starting"
     if place is not None and place.micro_batch is not None:
@@ -222,7 +224,7 @@ def _standing(answer: TrainerStatus | None) -> str:
 
 
 def _evidence(rank: int, answer: TrainerStatus | None, stacks: str) -> JsonObject:
-    """What an event keeps about one rank that hangs."""
+    """The evidence about one rank that an event keeps."""
     status = to_json(answer) if answer is not None else {}
     record = status.get("record") or {}
     channel = record.get("channel")

@@ -12,16 +12,16 @@ from service.store.recoveries import Beginning
 
 @dataclass(frozen=True)
 class Incident:
-    """What the supervisor carries from the death of a rank to the launch of the next generation."""
+    """What the supervisor knows from the death of a rank to the launch of the next generation."""
 
     culprit: Death
-    """The death behind it all."""
+    """The death that caused everything else."""
     failure: PastFailure
-    """The same, as later failures are judged by it."""
+    """The same, as a past failure for later decisions."""
     timeline: RecoveryTimeline
     """When its phases ended, so far."""
     wait_seconds: float = 0.0
-    """How long the next generation was held back."""
+    """Seconds that the next generation was held back."""
 
     def beginning(self, source: str, resume_step: int) -> Beginning:
         """The record of the recovery, which resumes at committed step `resume_step` from `source`."""

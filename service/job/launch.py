@@ -32,27 +32,27 @@ from workers.threads import decided_threads, threads_of, with_threads
 
 STARTING, RUNNING, EXITED = "starting", "running", "exited"
 """States of a rank."""
-# A launch that takes longer has an agent in it that does not answer; a node's first trainer waits for its zygote.
+# If a launch takes longer, an agent does not answer. A node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0
 FROM_THE_START = Resume()
 
 
 @dataclass(frozen=True)
 class RepairOverGroups:
-    """What is known of repair in place over NCCL, which depends on drivers, NCCL and the network of the nodes. Links do
-    without."""
+    """What is known about repair in place over NCCL, which depends on drivers, NCCL and the network of the nodes. Links
+    do not need it."""
 
     is_tried: bool = False
-    """Whether the ranks try it now, in the first generation of a job. Where that goes wrong, later ones do not."""
+    """Whether the ranks test it now, in the first generation of a job. If that fails, later ones do not."""
     works: bool = False
-    """Whether they have, and it worked."""
+    """Whether they have tested it, and it worked."""
 
 
 UNTRIED = RepairOverGroups()
 
 
 class LaunchFailed(MantaError):
-    """Agents did not do their part before the generation had begun; the next try continues without them."""
+    """Agents failed before the generation had begun; the next attempt continues without them."""
 
     def __init__(self, silent: Mapping[int, str]):
         """`silent`: by rank why its agent did not answer."""
@@ -63,9 +63,9 @@ class LaunchFailed(MantaError):
 
 
 async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneration:
-    """Begin the next generation with the agents that are there, and watch it. An agent that fails once the generation
-    has begun is one of its deaths; before, it raises LaunchFailed. Raises AgentError, ClusterUnavailable and
-    TimeoutError too, and CheckpointsUnreadable where the state to resume from cannot be read now."""
+    """Begin the next generation with the present agents, and watch it. An agent that fails before the generation has
+    begun raises LaunchFailed; afterwards it is one of the generation's deaths. Also raises AgentError,
+    ClusterUnavailable and TimeoutError, and CheckpointsUnreadable if the state to resume from cannot be read now."""
     gang, record = job.gang, job.record
     where = await _where_all_are(job)
     if job.threads is None:
@@ -75,7 +75,7 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     start = await newest_state(job, *last)
     resume = replace(start.resume, began=beginning_of(start.resume, await record.generations()))
     next_one = (await record.job()).generation + 1
-    async with asyncio.timeout(LAUNCH_SECONDS):  # for daemons and agents: the database may take as long as it likes
+    async with asyncio.timeout(LAUNCH_SECONDS):  # limits daemons and agents; the database may take any time
         store = await _start_store(job, where, next_one)
     expected = [_row(job, rank, place, next_one, None, STARTING) for rank, place in where.items()]
     generation = await record.begin(
@@ -121,8 +121,8 @@ async def _give_orders(
 
 
 async def finish_launch(job: JobContext, generation: int, where: Mapping[int, AgentDescription]) -> None:
-    """What is left to do for a generation all of whose agents were reached by another control plane, which could not
-    note that any more."""
+    """The rest of the launch of a generation whose agents were all reached by another control plane, which could not
+    record that any more."""
     rows = [_row(job, rank, place, generation, place.trainer_pid, RUNNING) for rank, place in where.items()]
     await job.record.launched(generation, time.time(), rows, [])
     await _begin_backups(job, where, generation)
@@ -138,7 +138,7 @@ async def _begin_backups(job: JobContext, where: Mapping[int, AgentDescription],
 
 def watch_generation(job: JobContext, generation: int, resume_step: int, taken_over: bool = False) -> RunningGeneration:
     """The gang during `generation`, which resumed at `resume_step`. `taken_over`: from another control plane, which may
-    have seen what we did not."""
+    have received reports that this one has not."""
     gang, record = job.gang, job.record
     lines = ReceivedLines(job.cluster.paths.log_folder(job.id)) if job.logs is None else job.logs.lines
     writer = ReportWriter(record.store, record.id, generation, resume_step, lines, job.first_step)
@@ -196,7 +196,7 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
         resume=common.resume,
         roll_backs=tuple(common.roll_backs),
         device="cuda:0" if where.devices else "cpu",
-        # A node's is that of its CPU: a rank with a GPU finds out itself what that one can do.
+        # A node's peak is that of its CPU: a rank with a GPU determines that of its GPU itself.
         peak_flops=None if where.devices else job.cluster.peak_flops.get(where.node or ""),
         in_place=repair.works or not where.devices,
         tries_repair=repair.is_tried and bool(where.devices) and job.gang.layout.world_size > 1,
@@ -204,7 +204,7 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
 
 
 async def _where_all_are(job: JobContext) -> dict[int, AgentDescription]:
-    """By rank where its agent is."""
+    """By rank the description of its agent."""
     agents = job.gang.by_rank
     where, silent = await ask(agents, lambda rank, agent: agent.describe(), LAUNCH_SECONDS)
     if silent:
@@ -216,7 +216,7 @@ async def _where_all_are(job: JobContext) -> dict[int, AgentDescription]:
 
 
 async def _threads_for(job: JobContext, where: Mapping[int, AgentDescription]) -> int:
-    """With how many threads the ranks of a job compute that starts for the first time, on these nodes."""
+    """Threads per rank of a job that starts for the first time, on these nodes."""
     spec = job.submitted
     capacity = await job.cluster.nodes.capacity(await job.gang.unit(), all_living=True)
     units = {node: total for node, (total, _) in capacity.nodes.items()}
@@ -226,11 +226,11 @@ async def _threads_for(job: JobContext, where: Mapping[int, AgentDescription]) -
 
 
 async def _start_store(job: JobContext, where: Mapping[int, AgentDescription], generation: int) -> Endpoint | None:
-    """Where the ranks of `generation`, the next one, meet; on the node of rank 0."""
+    """Start the rendezvous store of `generation`, the next one, on the node of rank 0."""
     if job.gang.layout.world_size == 1:
         return None
     node, daemons = where[0].node, job.cluster.daemons
-    # Where Ray's head is away, ranks whose agents live need not wait for it.
+    # If Ray's head is away, ranks with living agents need not wait for it.
     daemon = None if node is None else await daemons.known(node) or (await daemons.ensure()).get(node)
     if daemon is None:  # agents of a real cluster are always on a node
         raise LaunchFailed(dict.fromkeys(job.gang.on([str(node)]), f"the daemon of node {node} does not answer"))

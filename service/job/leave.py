@@ -1,10 +1,10 @@
-"""A job that is to give its places back before its last step: its user pauses it, its time is up, or its nodes are
-being drained and there is no room elsewhere.
+"""A job that gives its places back before its last step: its user pauses it, its time is up, or its nodes are being
+drained and there is no room elsewhere.
 
-Any one rank is asked, and tells the others with the agreement of the step under way; all save the state of that step,
-in memory and on disk, and end. A rank that dies meanwhile is recovered from like any other, and the next generation is
-asked again. All that has `seconds_allowed`: after that the job leaves with what is saved by then, and sooner where a
-save lies with a store that does not answer.
+One rank is asked, and informs the others with the agreement of the present step; all save the state of that step, in
+memory and on disk, and end. A rank that dies meanwhile is recovered as usual, and the next generation is asked again.
+All of this may take `seconds_allowed`: then the job leaves with what is saved, or sooner if the store of a save does
+not answer.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ log = logging.getLogger(__name__)
 
 ASK_SECONDS = 10.0
 AGAIN_SECONDS = 2.0
-"""Before it is asked again, where no agent could pass it on: trainers still start, or their agents do not answer."""
+"""Seconds before ranks are asked again, if no agent could pass it on: trainers are still starting, or their agents do
+not answer."""
 LOOK_SECONDS = 2.0
-"""Between two looks which saves are under way."""
+"""Seconds between checks of the saves in progress."""
 
 
 async def keep_time(job: JobContext) -> None:
-    """Say that the job is to leave when its time is up, and that it has had long enough to do so. Until cancelled."""
+    """Set that the job is to leave when its time is up, and that it has had long enough to do so. Until cancelled."""
     limit, before = job.submitted.max_duration, await job.record.state_changes()
     if limit is not None:
         left = limit - seconds_taken(before, time.time(), job.retried_at)
@@ -45,15 +46,14 @@ async def keep_time(job: JobContext) -> None:
         job.leaving.set()
     await job.leaving.wait()
     seconds = await _seconds_to_save(job, before)
-    # What is in memory goes with nodes that are about to, and without snapshots there is nothing.
+    # What is in memory is lost with its nodes, and without snapshots there is nothing in memory.
     keeps_memory = not job.no_room and job.submitted.checkpoint.snapshots != "off"
     await (_until_a_save_hangs(job, seconds) if keeps_memory else asyncio.sleep(seconds))
     job.overdue.set()
 
 
 async def _until_a_save_hangs(job: JobContext, seconds: float) -> None:
-    """Return once a save has been under way for several times as long as the job's saves take, or after so many
-    seconds."""
+    """Return when a save has been in progress for several times as long as the job's saves take, or after `seconds`."""
     patience, since = PATIENCE * await time_to_save(job.record), dict[object, float]()
     end = time.monotonic() + seconds
     while (now := time.monotonic()) < end:
@@ -64,18 +64,18 @@ async def _until_a_save_hangs(job: JobContext, seconds: float) -> None:
 
 
 async def _seconds_to_save(job: JobContext, before: Sequence[StateEntry]) -> float:
-    """How long the job, which is to leave, has for it. `before`: its entries into states when it was taken up here."""
+    """Seconds that the job, which is to leave, may take. `before`: its changes of state when it was taken over here."""
     asked, changes = JobState.RESIZING if job.no_room else JobState.PAUSING, await job.record.state_changes()
     needed = await time_to_save(job.record)
     allowed = seconds_allowed(needed)
     if changes[-1].state != asked or len(changes) > len(before):
         return allowed
-    # Another control plane has begun. By how much their clocks differ is not known: it is as long as a save takes.
+    # Another control plane has begun. The difference between their clocks is unknown: a save's duration is assumed.
     return min(allowed, max(changes[-1].at + allowed - time.time(), needed))
 
 
 async def ask_to_save(job: JobContext, running: RunningGeneration) -> None:
-    """Have the ranks of `running` save and end. Returns once an agent has passed that on: one is enough."""
+    """Have the ranks of `running` save and end. Returns when one agent has passed that on, which is enough."""
     while True:
         agents = job.gang.by_rank
         answers, _ = await ask(agents, lambda rank, agent: agent.save_and_end(running.generation), ASK_SECONDS)
@@ -85,8 +85,8 @@ async def ask_to_save(job: JobContext, running: RunningGeneration) -> None:
 
 
 async def leave(job: JobContext) -> End | None:
-    """Give back all places of a job whose ranks have ended, and keep its snapshots. None when it is PAUSED or QUEUED
-    then, else how it ends: its time is up, or its user has cancelled it meanwhile."""
+    """Give back all places of a job whose ranks have ended, and keep its snapshots. Returns None if it is then PAUSED
+    or QUEUED, otherwise how it ends: its time is up, or its user has cancelled it meanwhile."""
     row = await job.record.job()
     saved = await _newest_checkpoint(job)
     if row.step and saved is not None and saved < row.step:
@@ -108,19 +108,19 @@ async def leave(job: JobContext) -> End | None:
 async def _give_back(
     job: JobContext, state: JobState, why: str | None, done: Callable[[], Awaitable[bool]]
 ) -> End | None:
-    """Give back all places of a job that will be in `state`, `why`, once `done` has noted that. None, or how it ends
-    where its user has cancelled it meanwhile."""
-    # From here on no places are known to belong to it, and the next owner must not acquire others.
+    """Give back all places of a job that will be in `state`, for the reason `why`, after `done` has recorded that.
+    Returns None, or how it ends if its user has cancelled it meanwhile."""
+    # From here on it owns no known places, and the next owner must not acquire others.
     await job.record.note_outcome(state, None, why)
     await job.cluster.end_job(job.id, keep_snapshots=True)
     return None if await done() else End(JobState.CANCELLED)
 
 
 async def _newest_checkpoint(job: JobContext) -> int | None:
-    """The step of the newest durable checkpoint, 0 where there is none; None where that is not known."""
+    """The step of the newest durable checkpoint, 0 if there is none; None if that is unknown."""
     try:
         durable = await known_checkpoints(job)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the places are given back
+    except Exception as error:  # noqa: BLE001 - the places are given back in any case
         log.warning("the checkpoints of %s are not known: %s", job.id, error)
         return None
     return durable.checkpoints[-1][0] if durable.checkpoints else 0

@@ -12,9 +12,9 @@ from service.recovery.budgets import PastFailure, avoided_nodes
 
 
 async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, failures: Sequence[PastFailure]) -> bool:
-    """Find agents of `generation` for the ranks `lost`: in their own places, else by placing their replicas elsewhere,
-    else by continuing without those replicas, where `elastic` allows it. False when the whole gang must be placed
-    again. `failures`: all that the job has survived, and this one."""
+    """Find agents of `generation` for the ranks `lost`: in their own places, or by placing their replicas elsewhere, or
+    by continuing without those replicas, if `elastic` allows it. False if the whole gang must be placed again.
+    `failures`: all that the job has survived, and this one."""
     gang = job.gang
     if len(lost) == len(gang.agents):
         return False
@@ -36,9 +36,9 @@ async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, fa
 
 
 async def place_all(job: JobContext, generation: int, failures: Sequence[PastFailure]) -> None:
-    """Place the whole gang, which has no places, for `generation`: in the largest layout that there is room for, away
-    from nodes that keep failing. Raises NotPlaced."""
+    """Place the whole gang, which has no places, for `generation`: in the largest layout that there is room for,
+    avoiding nodes that keep failing. Raises NotPlaced."""
     gang = job.gang
-    # With too little room for any layout, wait for the one that it has.
+    # If there is too little room for any layout, wait for the one that it has.
     spec = fitting(shapes_of(job.submitted), await job.wanted_replicas(), await gang.capacity()) or gang.spec
     await gang.place(generation, spec, avoided_nodes(failures, time.time()))

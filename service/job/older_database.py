@@ -1,7 +1,7 @@
-"""A database that is older than what runs: what runs is taken over, neither swept nor killed.
+"""Detects a database that is older than what is running: running jobs are then taken over, neither removed nor killed.
 
-It shows by facts, not by who has restored it and how: no agent and no checkpoint has a generation above its job's
-unless the database has forgotten.
+Facts decide, not how the database was restored: no agent or checkpoint has a generation above its job's unless the
+database has forgotten it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 async def catch_up(record: JobRecord, cluster: Cluster, job: Job) -> bool:
-    """Have the database say what runs of `job`, which no control plane owns yet; whether it knew less. A job that its
-    database has forgotten and of which nothing runs is paused. Raises ClusterUnavailable, ProtocolMismatch."""
+    """Update the database with what is running of `job`, which no control plane owns yet; returns whether it knew less.
+    A forgotten job that is not running is paused. Raises ClusterUnavailable, ProtocolMismatch."""
     names = [name for name in await cluster.agents.names() if job_of(name) == job.id]
     agents = dict(zip(names, await cluster.agents.find(names), strict=True)) if names else {}
     living = {number: agent for number, agent in enumerate(agents.values()) if agent is not None}
@@ -43,8 +43,8 @@ async def catch_up(record: JobRecord, cluster: Cluster, job: Job) -> bool:
 
 
 def newer_gang(known: int, about: Mapping[str, AgentDescription]) -> NewerGang | None:
-    """The newest gang among agents that describe themselves, by name, where it is of a generation above `known`. Those
-    of its ranks that do not answer are not in it."""
+    """The newest gang among agents with these descriptions, by name, if its generation is above `known`. It does not
+    contain ranks that do not answer."""
     newest = max((each.generation for each in about.values()), default=0)
     members = {name: each for name, each in about.items() if each.generation == newest and each.rank is not None}
     if newest <= known or not members:

@@ -1,7 +1,7 @@
-"""The owner of a job that may hold places: there always is one, whatever goes wrong while it is supervised.
+"""The owner of a job that may hold places: there always is one, even if its supervision fails.
 
-A supervisor that fails by an error of ours, of Ray's or of a disk's has said nothing about the job: its ranks train on,
-and another supervisor takes it up from what the database says.
+A supervisor that fails because of an error in this program, in Ray or of a disk says nothing about the job: its ranks
+continue to train, and another supervisor continues from the database.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
-# A supervisor that fails after it has lived that long has not failed for the reason of the one before.
+# A supervisor that fails after living this long has not failed for the same reason as the last one.
 STEADY_SECONDS = 60.0
 
 
@@ -46,8 +46,8 @@ class JobOwner:
         logs: Spool | None = None,
         first_step: FirstStep | None = None,
     ):
-        """`memory_seconds`: how long the snapshots of a job that fails are kept for a retry; `logs`: takes what it
-        prints, where that is kept elsewhere too; `first_step`: called with that of each generation."""
+        """`memory_seconds`: how long the snapshots of a failed job are kept for a retry; `logs`: takes its output, if
+        that is also kept elsewhere; `first_step`: called with the first step of each generation."""
         self._memory_seconds, self._logs, self._first_step = memory_seconds, logs, first_step
         self._store, self._cluster, self.id = store, cluster, job_id
         self._record = JobRecord(store, job_id)
@@ -57,8 +57,8 @@ class JobOwner:
         self._said = ""
 
     async def run(self, placed_generation: int | None) -> None:
-        """Own the job to its end. `placed_generation`: the number that its placement groups carry when they were just
-        acquired; None: take over what another control plane left. Raises LeaseLost where another one owns it."""
+        """Own the job until its end. `placed_generation`: the number in the names of its placement groups if they were
+        just acquired; None: take over what another control plane left. Raises LeaseLost if another one owns it."""
         pauses = growing_pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         while True:
             began = time.monotonic()
@@ -112,9 +112,9 @@ class JobOwner:
         return True
 
     async def _leave_alone(self, state: JobState, problem: str) -> bool:
-        """Another release made the job or its agents, and this one does not understand them: its ranks run on as they
-        are, until a release that does takes it over. Only its end is taken care of, and a pause."""
-        if state == JobState.PAUSING:  # what it has in memory is all that can be kept
+        """Another release made the job or its agents, and this one does not understand them: its ranks continue as they
+        are, until a release that does takes over. Only its end, and a pause, are handled."""
+        if state == JobState.PAUSING:  # only its state in memory can be kept
             await self._cluster.end_job(self.id, keep_snapshots=True)
             if await self._record.pause():
                 return True
@@ -131,7 +131,7 @@ class JobOwner:
         await self._say("supervision_failed", f"the control plane takes the job up again after an error: {what}")
 
     async def _say(self, kind: str, message: str) -> None:
-        """Once, not with every try."""
+        """Say it once, not with every attempt."""
         if message != self._said:
             self._said = message
             await self._record.event(kind, message)
@@ -155,24 +155,24 @@ class JobOwner:
             self._supervisor.pause()
 
     def resize(self) -> None:
-        """The job may run with another number of replicas than it does: see whether it can."""
+        """The job may be able to run with another number of replicas: check."""
         if self._supervisor is not None:
             self._supervisor.resize()
         else:
             self._resize_wanted = True
 
     def trace(self) -> None:
-        """A trace of the job may be wanted; one that no control plane owns at the moment is asked about it later."""
+        """A trace of the job may have been requested; a job without an owner at present is asked about it later."""
         if self._supervisor is not None:
             self._supervisor.trace()
 
     def node_lost(self, node: str, why: str) -> None:
         """A node is lost, and with it all agents there."""
-        if self._supervisor is not None:  # else their silence is noticed when the job is taken up again
+        if self._supervisor is not None:  # otherwise their silence is noticed when the job is taken over
             self._supervisor.node_lost(node, why)
 
     def node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
-        """A node is being drained within `seconds`, None where that is not known."""
+        """A node is being drained within `seconds`; None if that is unknown."""
         if self._supervisor is not None:
             self._supervisor.node_draining(node, seconds, reason)
         else:

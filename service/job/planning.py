@@ -1,5 +1,5 @@
-"""What a job's step is planned to take, as soon as it is known where it runs and in which layout: alongside the
-training, and whatever its result, the job continues."""
+"""Plans a job's step as soon as its nodes and layout are known: concurrently with training, and without any effect on
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 async def plan_generation(job: JobContext, generation: int, where: Mapping[int, AgentDescription]) -> None:
-    """Keep a plan of `generation`, whose ranks are at `where`: that of an earlier one in the same layout on such
+    """Store a plan of `generation`, whose ranks are at `where`: that of an earlier one with the same layout on such
     nodes, if there is one. Never raises."""
     try:
         if await job.record.read(lambda session: plans.is_kept(session, job.id, generation)):
@@ -39,7 +39,7 @@ async def plan_generation(job: JobContext, generation: int, where: Mapping[int, 
 
 
 async def _plan(job: JobContext, places: list[Place]) -> dict[str, Any]:
-    """`planned`, or `problem`: why there is none."""
+    """`planned`, or `problem`: why there is no plan."""
     try:
         spec = with_threads(job.gang.spec, job.threads or threads_of(job.gang.spec))
         seen = await job.record.read(lambda session: SeenJobs.read(session, job.cluster.paths.machines))

@@ -1,4 +1,4 @@
-"""What ranks print on nodes that do not share the folder of the job's logs: it comes with their reports, and is
+"""The output of ranks on nodes that do not share the folder of the job's logs: it comes with their reports, and is
 appended to the same files that agents elsewhere write themselves."""
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from workers.protocol.reports import Printed, Report
 log = logging.getLogger(__name__)
 
 _THREADS = ThreadPoolExecutor(4, thread_name_prefix="job lines")
-"""Those of all jobs, and nothing else: a disk that does not answer keeps them, and not who reads the database."""
+"""Threads for log files of all jobs, and nothing else: a disk that does not answer blocks these, but no readers of the
+database."""
 
 DISK_SECONDS = 5.0
-"""How long the reports of a rank wait for a disk: less than a rank is waited for that is to come to rest."""
+"""Seconds that the reports of a rank wait for a disk: less than a rank is waited for when it comes to rest."""
 
 
 class ReceivedLines:
-    """Appends the lines of a job's ranks to its log files. A report that comes again, since a control plane died before
-    it acknowledged it, changes nothing. A disk that is full, or does not answer, loses lines, and holds up no report:
-    what a rank says of its death comes after them."""
+    """Appends the lines of a job's ranks to its log files. A report that is repeated, since a control plane died before
+    acknowledging it, changes nothing. A disk that is full, or does not answer, loses lines, but holds up no report:
+    reports of a rank's death come after its lines."""
 
     def __init__(self, folder: Path):
         """`folder`: of the job's log files."""
@@ -37,7 +38,7 @@ class ReceivedLines:
         """Held while a file is changed."""
         self._written: dict[int, Mark] = {}
         self._overdue: set[asyncio.Future[None]] = set()
-        """Those under way for which nothing waits any more."""
+        """Unfinished appends that nothing waits for any more."""
 
     async def take(self, report: Report, printed: Printed) -> None:
         """Append what a rank has printed."""
@@ -66,7 +67,7 @@ class ReceivedLines:
         return self.folder / f"{rank_stem(rank)}.jsonl"
 
     def leave_out(self, rank: int, last: Mark) -> None:
-        """What comes of `rank` up to the report `last` is kept already. The `lock` is held."""
+        """Lines of `rank` up to the report `last` are already stored. The `lock` is held."""
         self._written[rank] = max(last, self._last_written(rank))
 
     def _append(self, report: Report, printed: Printed) -> None:
@@ -86,7 +87,7 @@ class ReceivedLines:
 
 
 def _lines(about: dict[str, object], texts: tuple[str, ...]) -> bytes:
-    """Each says how many are `left`, so that a report of which a crash has left a part is known by that."""
+    """Each line has the number of lines `left`, so that a report that a crash has truncated is recognised."""
     left = range(len(texts) - 1, -1, -1)
     entries = (
         {**about, **({"left": more} if more else {}), "text": text} for text, more in zip(texts, left, strict=True)
@@ -95,7 +96,7 @@ def _lines(about: dict[str, object], texts: tuple[str, ...]) -> bytes:
 
 
 def _append_whole(file: Path, content: bytes) -> None:
-    """All of `content`, or nothing where that is possible. Raises OSError."""
+    """Append all of `content`, or nothing if possible. Raises OSError."""
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         before, left = os.fstat(descriptor).st_size, memoryview(content)
@@ -110,8 +111,8 @@ def _append_whole(file: Path, content: bytes) -> None:
 
 
 def _mend(file: Path) -> Mark:
-    """Remove what a crash has left of a report that was being written; the last report that is there. What is not
-    there, or cannot be read, has none."""
+    """Remove the remains of a report that was being written during a crash; returns the last complete report, or none
+    if the file does not exist or cannot be read."""
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, os.SEEK_END)

@@ -1,6 +1,6 @@
-"""One running job in the database, as its supervisor reads and writes it. The rows are the truth: whatever happens is
-written here before the next thing is done, so that another control plane can take over at any point. A database that
-does not answer is waited for: no failure of it ends a job."""
+"""One running job in the database, as its supervisor reads and writes it. The rows are the truth: every event is
+written here before the next action, so that another control plane can take over at any point. If the database does not
+answer, the supervisor waits: such a failure never ends a job."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Outcome = Mapping[str, Any]
 """How a job ends: `state`, `reason`, `message`."""
 
 NO_ROOM = "nodes_to_be_left"
-"""The reason code of a job that waits, or is about to wait, since its nodes are being drained and there is no room
+"""The reason code of a job that waits, or is about to wait, because its nodes are being drained and there is no room
 elsewhere."""
 
 
@@ -59,34 +59,34 @@ class JobRecord:
         return await self.read(lambda s: generations.of_job(s, self.id))
 
     async def state_changes(self) -> list[StateEntry]:
-        """Its entries into states, oldest first."""
+        """Its changes of state, oldest first."""
         return await self.read(lambda s: [StateEntry(row.time, row.state) for row in state_changes.of_job(s, self.id)])
 
     async def avoided_nodes(self) -> set[str]:
-        """Nodes on which the machine keeps failing the job."""
+        """Nodes whose hardware keeps failing the job."""
         return avoided_nodes(past_failures(await self.generations()), time.time())
 
     async def current_generation(self) -> Generation | None:
-        """The newest one; None before the first."""
+        """The newest generation; None before the first."""
         number = (await self.job()).generation
         return next((row for row in await self.generations() if row.generation == number), None)
 
     async def outcome(self) -> Outcome | None:
-        """How the current generation ended the job, when another control plane knew but could not finish."""
+        """How the current generation ended the job, if another control plane recorded that but could not finish."""
         current = await self.current_generation()
         return (current.data or {}).get("outcome") if current is not None else None
 
     async def rolled_back(self) -> list[dict[str, Any]]:
-        """What the events of steps that were rolled back say, oldest first."""
+        """Data of the events of steps that were rolled back, oldest first."""
         return await self.read(lambda s: events.data_of(s, self.id, "rolled_back"))
 
     async def repair_works(self) -> bool:
-        """Whether the ranks have tried repair in place over process groups, and it worked."""
+        """Whether the ranks have tested repair in place over process groups, and it worked."""
         tried = await self.read(lambda s: events.data_of(s, self.id, REPAIR_SELF_TEST))
         return bool(tried) and bool(tried[-1].get("passed"))
 
     async def decide_threads(self, threads: int) -> int:
-        """Note with how many threads its ranks compute, unless that is decided; the number that goes for it."""
+        """Record the number of threads per rank, unless it is decided already; returns the valid number."""
         return await self.write(lambda s: jobs.decide_threads(s, self.id, threads))
 
     async def event(
@@ -104,7 +104,7 @@ class JobRecord:
         )
 
     async def note_state(self, state: JobState) -> None:
-        """Note that the job is in `state`, unless it is where no way leads there."""
+        """Record that the job is in `state`, unless that is impossible from its present one."""
 
         def note(session: Session) -> None:
             if can(JobState(jobs.get(session, self.id, lock=True).state), state):
@@ -122,9 +122,9 @@ class JobRecord:
         incident: Incident | None,
         expected: Sequence[dict[str, Any]],
     ) -> int:
-        """Begin the next generation in `layout`; its number. `counts`: as a restart; `source`: where its state comes
-        from, for the record of the recovery from `incident`; `expected`: its ranks, by whose agents another control
-        plane would find it, whatever has become of this one."""
+        """Begin the next generation in `layout`; returns its number. `counts`: whether it is a restart; `source`: of
+        its state, for the record of the recovery from `incident`; `expected`: its ranks, with whose agents another
+        control plane would find the gang if this one died."""
         words = {
             "start": "begins at step 0",
             "snapshot": f"resumes at step {resume.step} from shared memory",
@@ -155,7 +155,7 @@ class JobRecord:
         return await self.write(begin)
 
     async def launched(self, generation: int, at: float, rows: list[dict[str, Any]], kept: Sequence[int]) -> None:
-        """Note the ranks of a generation that was launched `at` Unix seconds; those in `kept` kept their process."""
+        """Record the ranks of a generation that was launched `at` Unix seconds; those in `kept` kept their process."""
         forked = [row["rank"] for row in rows if row["rank"] not in set(kept)]
 
         def note(session: Session) -> None:
@@ -170,28 +170,28 @@ class JobRecord:
         await self.write(note)
 
     async def reconcile_checkpoints(self, listing: Listing) -> list[Checkpoint]:
-        """Let the rows say what the folder is known to hold; those that are complete then."""
+        """Update the rows to match the folder as far as known; returns complete checkpoints."""
         await self.write(lambda s: checkpoints.reconcile(s, self.id, listing))
         return await self.read(lambda s: checkpoints.complete_ones(s, self.id))
 
     async def saved_checkpoints(self) -> list[tuple[int, str]]:
-        """(Step, path) of those that are complete, or may be, as far as was reported; in the order of their making."""
+        """(Step, path) of checkpoints that are complete, or may be, as reported; in order of creation."""
         return await self.read(lambda s: checkpoints.saved_or_saving(s, self.id))
 
     async def saves_under_way(self) -> list[tuple[str, float]]:
-        """What tells each save that has begun, and of which nobody has heard how it ended, from any other."""
+        """Identifies each save that has begun and whose end was not reported."""
         return await self.read(lambda s: checkpoints.under_way(s, self.id))
 
     async def wanted_traces(self) -> list[StepTrace]:
-        """Traces that were asked for and have not begun, the oldest first."""
+        """Traces that were requested and have not begun, the oldest first."""
         return await self.read(lambda s: step_traces.wanted(s, self.id))
 
     async def fail_trace(self, number: int, why: str) -> None:
-        """Note that a trace cannot begin."""
+        """Record that a trace cannot begin."""
         await self.write(lambda s: step_traces.fail(s, self.id, number, why))
 
     async def note_held(self, why: str) -> None:
-        """Say why the next generation is not begun, unless that was said since a step was committed."""
+        """Record why the next generation is not begun, once until a step is committed."""
 
         def note(session: Session) -> None:
             if not events.said_since(session, self.id, "held", why, since="first_step"):
@@ -200,7 +200,7 @@ class JobRecord:
         await self.write(note)
 
     async def note_outcome(self, state: JobState, reason: str | None, message: str | None) -> None:
-        """Note with what the job is about to end."""
+        """Record how the job is about to end."""
         outcome = {"state": state.value, "reason": reason, "message": message}
 
         def note(session: Session) -> None:
@@ -211,8 +211,8 @@ class JobRecord:
     async def end(
         self, state: JobState, reason: str | None, message: str | None, memory_kept_until: float | None = None
     ) -> None:
-        """The job is final; a cancelled one whatever else would have come of it. `memory_kept_until`: Unix seconds,
-        where its snapshots are still there."""
+        """The job is final; a cancelled one is always CANCELLED. `memory_kept_until`: Unix seconds, if its snapshots
+        still exist."""
 
         def end(session: Session) -> None:
             job = jobs.get(session, self.id, lock=True)
@@ -231,7 +231,7 @@ class JobRecord:
         await self.write(end)
 
     async def pause(self) -> bool:
-        """The job, which holds no places any more, is PAUSED; False where it was cancelled meanwhile."""
+        """The job, which no longer holds places, is PAUSED; False if it was cancelled meanwhile."""
 
         def pause(session: Session) -> bool:
             job = jobs.get(session, self.id, lock=True)
@@ -241,8 +241,8 @@ class JobRecord:
         return await self.write(pause)
 
     async def note_no_room(self, why: str) -> None:
-        """Note that the job is about to save its state and to wait in the queue, for the reason that `why` says; for
-        the control plane after this one, too."""
+        """Record that the job is about to save its state and to wait in the queue, for the reason `why`; also for the
+        next control plane."""
 
         def note(session: Session) -> None:
             if can(JobState(jobs.get(session, self.id, lock=True).state), JobState.RESIZING):
@@ -251,8 +251,8 @@ class JobRecord:
         await self.write(note)
 
     async def wait_in_queue(self, why: str) -> bool:
-        """The job, which has saved its state and holds no places any more, waits in the queue; or is PAUSED, where its
-        user wants that. False where it was cancelled meanwhile."""
+        """The job, which has saved its state and no longer holds places, waits in the queue, or is PAUSED if its user
+        wants that. False if it was cancelled meanwhile."""
 
         def queue(session: Session) -> bool:
             job = jobs.get(session, self.id, lock=True)
@@ -269,8 +269,8 @@ class JobRecord:
         return await self.write(queue)
 
     async def back_to_queue(self, message: str) -> bool:
-        """The job has no place, which `message` says: it waits for some, or is PAUSED, where its user wants that. False
-        where it was cancelled meanwhile."""
+        """The job has no places, as `message` says: it waits for some, or is PAUSED if its user wants that. False if it
+        was cancelled meanwhile."""
 
         def queue(session: Session) -> bool:
             job = jobs.get(session, self.id, lock=True)
@@ -285,17 +285,17 @@ class JobRecord:
         return await self.write(queue)
 
     async def read(self, query: Callable[[Session], T]) -> T:
-        """What `query` makes of a session."""
+        """The result of `query` with a session."""
         return await until_done(lambda: self.store.read_async(query))
 
     async def write(self, operation: Callable[[Session], T]) -> T:
-        """Do `operation` with a session that is committed."""
+        """Run `operation` with a session that is then committed."""
         return await until_done(lambda: self.store.write_async(operation))
 
 
 def _lacks(job: Job) -> str:
-    """Why a job that was placed before waits to be placed again, as a code."""
-    # What auto is was decided then, whatever the cluster has now.
+    """Why a job that had places before waits for places again, as a code."""
+    # `auto` was resolved then, and does not change with the cluster.
     return insufficient(unit_of(jobs.accelerator_of(job), cluster_has_gpus=False))
 
 

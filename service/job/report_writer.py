@@ -47,15 +47,15 @@ from workers.protocol.reports import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 FirstStep = Callable[[str, int], None]
-"""Called with a job's id and one of its generations, whose first step is in the database; once at least by each control
-plane that looks after the generation. Returns at once."""
+"""Called with a job's id and one of its generations, whose first step is in the database; at least once by each control
+plane that handles the generation. Returns at once."""
 
-# The one that ships metrics; the ledger follows its time.
+# The rank that ships metrics; the ledger follows its time.
 REPORTING_RANK = 0
 
 
 class ReportWriter:
-    """Takes the reports of one generation of a job. Each report and what follows from it is one transaction."""
+    """Stores the reports of one generation of a job. Each report and its consequences are one transaction."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ReportWriter:
         lines: ReceivedLines,
         first_step: FirstStep | None = None,
     ):
-        """`resume_step`: the committed step that the generation began with; `lines`: takes what ranks print;
+        """`resume_step`: the committed step that the generation began with; `lines`: takes the output of ranks;
         `first_step`: see `FirstStep`."""
         self._say_first_step = first_step
         self._lines = lines
@@ -74,10 +74,11 @@ class ReportWriter:
         self._resume_step, self._stepped, self._settled = resume_step, False, False
 
     async def take(self, report: Report) -> None:
-        """Store one report. Reports seen before, and those of replaced generations, change nothing.
+        """Store one report. Repeated reports, and those of replaced generations, change nothing.
 
-        While the database does not answer it is tried again, and the report stays unacknowledged. One that can never be
-        stored is noted as such and done without: a report ends no job."""
+        If the database does not answer this is repeated, and the report stays unacknowledged. A report that can never
+        be stored is recorded as such and skipped: no report ends a job.
+        """
         try:
             await self._take(report)
         except LeaseLost:
@@ -120,7 +121,7 @@ class ReportWriter:
         await until_done(lambda: self._store.write_async(lambda session: operation(session, report, content)))
 
     async def _write_once(self, operation: Callable[[Session, Report, T], None], report: Report, content: T) -> None:
-        """The same, unless the report was stored before."""
+        """The same, unless the report was already stored."""
 
         def once(session: Session, report: Report, content: T) -> None:
             if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
@@ -147,7 +148,7 @@ class ReportWriter:
             self._settled = plans.settle(session, self._job_id, self._generation, int(own[-1]["step"]))
 
     def _first_step(self, session: Session, row: JsonObject, committed: int) -> None:
-        """`row` is of the generation's first step; `committed` was the job's last step before."""
+        """`row` is of the generation's first step; `committed`: the job's last step before it."""
         step, at = row["step"], float(row.get("time") or time.time())
         if not generations.mark_first_step(session, self._job_id, self._generation, at):
             return
@@ -189,14 +190,14 @@ class ReportWriter:
         )
 
     def _started(self, session: Session, report: Report, started: Started) -> None:
-        """`report` is made once the rank has its state."""
+        """`report` comes when the rank has its state."""
         ranks.set_state(session, self._job_id, self._generation, report.rank, "running", pid=started.pid)
         recoveries.note_latest(
             session, self._job_id, self._generation, connected_at=started.connected_at, restored_at=report.time
         )
 
     def _finished(self, session: Session, report: Report, seconds: dict[str, float]) -> None:
-        """The last step was committed before; what came after it, such as the last checkpoint, is reported here."""
+        """The last step was committed before; later work, such as the last checkpoint, is reported here."""
         step = TrainedStep.of(seconds, report.time, counts=False)
         generations.add_training(session, self._job_id, self._generation, step)
 
@@ -239,7 +240,7 @@ class ReportWriter:
                     checkpoints.mark_deleted(session, old.id)
             return
         if kind in ("checkpoint_saved", "checkpoint_failed"):
-            # A store that was long in answering may have kept it from being reported before the next generation began.
+            # A slow store may have delayed its report until after the next generation began.
             made_by = generation_of(data["path"]) or self._generation
             row = checkpoints.find(session, self._job_id, made_by, step)
             if row is not None and kind == "checkpoint_saved":

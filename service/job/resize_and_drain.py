@@ -1,5 +1,5 @@
-"""Whether a job should run on other nodes or with another number of replicas than it does, and the preparations for
-that, which run while it trains. The result is a `Change`, which is carried out later."""
+"""Decides whether a job should run on other nodes or with another number of replicas, and prepares that while it
+trains. The result is a `Change`, which is carried out later."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from workers.protocol.messages import LaunchOrder
 
 log = logging.getLogger(__name__)
 
-# How long trainers of standby agents may take to be ready.
+# Seconds until trainers of standby agents must be ready.
 PREPARE_SECONDS = 120.0
 NO_ROOM = "its nodes are being drained and there is no room elsewhere; it continues when there is"
 TOO_SOON = "its nodes go away sooner than it could move; it continues elsewhere"
-# How often a job that is smaller than it should be looks for room to grow.
+# Seconds between checks whether a job that is smaller than it should be has room to grow.
 ROOM_SECONDS = 2.0
 
 
@@ -45,22 +45,22 @@ class ElasticityPlanner:
         self._sizes, self._shapes = sizes_of(job.submitted), shapes_of(job.submitted)
         self._reported_waiting = False
         self._queue: list[jobs.QueuedJob] = []
-        """As it was when it was last looked at."""
+        """The state when it was last checked."""
         self._never_fitting: dict[str, object] = {}
-        """Jobs in the queue that the cluster could never hold: of which job and cluster that is known."""
+        """Jobs in the queue that the cluster could never hold; by job and capacity."""
 
     def reconsider(self) -> None:
-        """Something has changed: see whether there is more to do than there was."""
+        """Something has changed: there may be more to do."""
         self._reported_waiting = False
         self._job.change_possible.set()
 
     async def plan(self, running: RunningGeneration) -> Change | WaitInQueue | None:
-        """What is to be changed, ready to be carried out; None when nothing can or need be, or something happened to
-        the gang meanwhile."""
+        """The change to make, prepared; None if nothing can or need be changed, or something happened to the gang
+        meanwhile."""
         self._job.change_possible.clear()
         current = await self._job.record.current_generation()
         if current is None or current.first_step_at is None:
-            return None  # ranks may still read what others left; `look_for_room` asks again
+            return None  # ranks may still read the snapshots of others; `look_for_room` asks again
         if draining := self._draining():
             return await self._leave(running, draining)
         others_wait = await self._others_wait()
@@ -68,13 +68,14 @@ class ElasticityPlanner:
         return await self._resize(running, others_wait) if larger is None else PlaceAgain(larger, "there is room again")
 
     async def look_for_room(self) -> None:
-        """Now and then, see whether the job could run where or with as many replicas as it should: no event tells."""
+        """From time to time, check whether the job could run on the nodes or with the number of replicas that it
+        should: no event announces that."""
         while True:
             await asyncio.sleep(ROOM_SECONDS)
             try:
                 if await self.may_change():
                     self._job.change_possible.set()
-            except Exception:  # what is only a look must not end the job: look again in a moment
+            except Exception:  # a mere check must not end the job: try again later
                 log.exception("looking for room for %s failed", self._job.id)
 
     async def may_change(self) -> bool:
@@ -89,11 +90,12 @@ class ElasticityPlanner:
         if wanted < held:
             return True
         could_grow = wanted > held and await self._room(self._gang.spec) > 0
-        # The queue, which may be long, is looked at last.
+        # The queue, which may be long, is checked last.
         return (could_grow or await self._larger_shape() is not None) and not await self._others_wait()
 
     async def _larger_shape(self) -> JobSpec | None:
-        """The layout that a job with smaller tensor and pipeline sizes than submitted could go back to."""
+        """The submitted, larger tensor and pipeline sizes, if a job that runs with smaller ones could go back to
+        them."""
         layout = self._gang.layout
         sizes = [(shape.layout.tensor, shape.layout.pipeline) for shape in self._shapes]
         larger = self._shapes[: sizes.index((layout.tensor, layout.pipeline))]
@@ -104,7 +106,7 @@ class ElasticityPlanner:
         return await self._fitting(self._shapes)
 
     async def _fitting(self, shapes: Sequence[JobSpec]) -> JobSpec | None:
-        """The first of `shapes` for which there is room once this job has given back what it holds."""
+        """The first of `shapes` that there is room for if this job gives back what it holds."""
         own_given_back: Capacity = given_back(await self._gang.capacity(), self._gang.nodes.values())
         return fitting(shapes, await self._job.wanted_replicas(), own_given_back)
 
@@ -112,8 +114,8 @@ class ElasticityPlanner:
         return room_for(spec.layout, await self._gang.capacity())
 
     async def _others_wait(self) -> bool:
-        """Whether jobs stand in the queue, to whom what is free belongs; not those that take something else, nor those
-        that the cluster could never hold, who wait for another cluster."""
+        """Whether jobs wait in the queue, which have a right to free resources; not counting jobs that need other
+        resources, nor jobs that the cluster could never hold."""
         waiting = self._queue = await self._job.record.read(partial(jobs.queued, before=self._queue))
         nodes = self._job.cluster.nodes
         has_gpus = await nodes.has_gpus() if waiting else False
@@ -132,10 +134,10 @@ class ElasticityPlanner:
         return False
 
     async def _fits_some_time(self, job_id: str, capacity: Capacity) -> bool:
-        """Whether the cluster could hold a job that stands in the queue, if no other job held anything."""
+        """Whether the cluster could hold a job in the queue, if no other job held anything."""
         try:
             spec = stored_spec(await self._job.record.read(partial(jobs.get, job_id=job_id))).spec
-        except (JobNotFound, SpecNotUnderstood):  # it is gone by now, or waits for another release
+        except (JobNotFound, SpecNotUnderstood):  # it is gone, or waits for another release
             return False
         shortage = missing(smallest(spec).layout, capacity)
         return shortage is None or not shortage.waits_in_vain
@@ -145,19 +147,19 @@ class ElasticityPlanner:
         return tuple(self._gang.replicas_of(self._gang.on(self._job.cluster.nodes.draining)))
 
     def _seconds_left(self) -> float:
-        """How long all nodes that ranks are on can still be counted on; infinite where that is not known."""
+        """Seconds that all nodes of ranks remain available; infinite if unknown."""
         leave_by = self._job.cluster.nodes.leave_by
         deadlines = [at for node, at in leave_by.items() if self._gang.on([node])]
         return min(deadlines, default=math.inf) - time.monotonic()
 
     async def _spare_seconds(self) -> float:
-        """How long the job can continue as it is before its state would not be saved in time any more."""
+        """Seconds that the job can continue as it is without being too late to save its state."""
         left = self._seconds_left()
         return left if math.isinf(left) else left - await time_to_save(self._job.record)
 
     async def _leave(self, running: RunningGeneration, draining: tuple[int, ...]) -> Change | WaitInQueue | None:
-        """Move these replicas to other nodes, else continue without them, where `elastic` allows it, else save the
-        state in time and wait in the queue."""
+        """Move these replicas to other nodes, or continue without them if `elastic` allows it, or save the state in
+        time and wait in the queue."""
         seconds = max(await self._spare_seconds(), self._seconds_left() / 2)
         standby = await self._start_standby(self._gang.spec, running, draining, seconds)
         return Move(draining, standby) if standby is not None else await self._go_on_without(running, draining)
@@ -171,7 +173,7 @@ class ElasticityPlanner:
         if len(staying) in self._sizes:
             return Shrink(staying, f"continued without replicas {list(draining)}: their nodes are being drained")
         elsewhere, spare = await self._elsewhere(), await self._spare_seconds()
-        if spare <= 0:  # to place it again would leave its newest state on nodes that may be gone any moment
+        if spare <= 0:  # placing it again would leave its newest state on nodes that may be gone at any moment
             return WaitInQueue(NO_ROOM if elsewhere is None else TOO_SOON)
         if elsewhere is not None:
             return PlaceAgain(elsewhere, "its nodes are being drained")
@@ -184,7 +186,7 @@ class ElasticityPlanner:
         return None
 
     async def _resize(self, running: RunningGeneration, others_wait: bool) -> Change | None:
-        """Go on with as many replicas as are wanted and fit; what is free belongs to those who wait for it."""
+        """Continue with as many replicas as are wanted and fit; jobs in the queue come first."""
         gang, wanted = self._gang, await self._job.wanted_replicas()
         held = gang.layout.data
         size = size_within(self._sizes, wanted, held, 0 if others_wait else await self._room(gang.spec))
@@ -205,9 +207,8 @@ class ElasticityPlanner:
     async def _start_standby(
         self, target: JobSpec, running: RunningGeneration, replicas: Sequence[int], seconds: float = math.inf
     ) -> AgentSet | None:
-        """Agents for these replicas of `target`, more than there are or in the place of others, with trainers that are
-        ready within `seconds`, while the others train on; None when they cannot be had, or something happened
-        meanwhile."""
+        """Agents for these replicas of `target`, additional ones or replacements, with trainers that are ready within
+        `seconds`, while the others train; None if that is impossible, or something happened meanwhile."""
         ready_by = time.monotonic() + seconds
         if await self._room(target) < len(replicas):
             return None
@@ -221,7 +222,8 @@ class ElasticityPlanner:
         common = CommonOrder(generation, target)
         orders = [order_for(self._job, rank, place, common) for rank, place in zip(ranks, about or [], strict=False)]
         held = self._gang.layout.world_size
-        # A rank that others have now has files in the shared memory that nodes of one machine share: not yet those.
+        # Nodes on one machine share memory, where files of the ranks' present owners are: standby agents must not touch
+        # them.
         orders = [order if order.rank >= held else replace(order, snapshot_folder=None) for order in orders]
         left = min(PREPARE_SECONDS, ready_by - time.monotonic())
         ready = about is not None and await self._while_it_runs(running, _prepared(standby.agents, orders, left))
@@ -234,7 +236,7 @@ class ElasticityPlanner:
         return running.broken or running.all_ended or self._job.cancelled.is_set() or self._job.leaving.is_set()
 
     async def _while_it_runs(self, running: RunningGeneration, work: Coroutine[Any, Any, bool]) -> bool:
-        """What `work` answers; False as soon as something happens to it, which comes first."""
+        """The result of `work`; False as soon as something happens to the generation, which comes first."""
         working = asyncio.create_task(work)
         watching = asyncio.create_task(running.wait(self._job.cancelled, self._job.leaving))
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""From which state the next generation resumes: what is in shared memory of which node, what is on disk."""
+"""The state that the next generation resumes from: what is in shared memory of which node, what is on disk."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from workers.snapshot.files import layout_tag
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# A departing agent that takes longer to answer is done without: it may be gone. One that was started to hand out
-# snapshots has to come up first.
+# A departing agent that takes longer to answer is ignored: it may be gone. One that was started to hand out snapshots
+# has to start first.
 DEPARTING_SECONDS = 30.0
-# How long it may take to bring all snapshots to where they are needed.
+# Seconds in which all snapshots must be where they are needed.
 MEMORY_SECONDS = 150.0
-# For how long it is waited to hear which checkpoints there are, where memory has a state as new as all that are known.
+# Seconds to wait for the list of checkpoints, if memory has a state at least as new as all known ones.
 IN_MEMORY_SECONDS = 2.0
 
 
@@ -42,24 +42,24 @@ class StartingPoint:
 
     resume: Resume
     source: str
-    """Where it comes from, for the record of a recovery."""
+    """The source of the state, for the record of a recovery."""
 
 
 async def newest_state(job: JobContext, last_kind: str | None, last_step: int | None = None) -> StartingPoint:
-    """The newest state that all of the gang can reach; it is brought to their nodes where it lies on others.
+    """The newest state that all of the gang can reach; if it is on other nodes, it is copied to theirs.
 
-    `last_kind`: of the death that ended the generation before; `last_step`: that was computed then. Departing agents
-    are asked too: their nodes may hold state. Raises CheckpointsUnreadable where the newest is a checkpoint that cannot
-    be read now, AgentError, and TimeoutError where the agents take too long.
+    `last_kind`: kind of the death that ended the last generation; `last_step`: the step computed at that time.
+    Departing agents are queried too: their nodes may hold state. Raises CheckpointsUnreadable if the newest state is a
+    checkpoint that cannot be read now, AgentError, and TimeoutError if the agents take too long.
     """
     gang, generation = job.gang, (await job.record.job()).generation
-    async with asyncio.timeout(MEMORY_SECONDS):  # for the agents alone: the database may take as long as it likes
+    async with asyncio.timeout(MEMORY_SECONDS):  # limits the agents only: the database may take any time
         brought, foreign = await _in_memory(job, generation)
     held = [{*steps, *_in_process(gang, rank)} for rank, steps in enumerate(brought.steps)]
     unusable = unusable_sources(await job.record.generations(), last_kind, last_step)
     recorded = await job.record.saved_checkpoints()
     is_in_memory = choose_resume(held, recorded, unusable, foreign).source in ("snapshot", "memory")
-    # Else the database may be a backup, and the folder ahead of it. A rank at rest has been heard in this generation.
+    # Otherwise the database may be a backup, older than the folder. A resting rank has reported in this generation.
     is_heard = job.has_launched or any(step is not None for step in gang.held_steps.values())
     durable = await known_checkpoints(job, IN_MEMORY_SECONDS if is_in_memory and is_heard else LOOK_SECONDS)
     resume = choose_resume(held, durable.checkpoints, unusable, foreign)
@@ -69,7 +69,7 @@ async def newest_state(job: JobContext, last_kind: str | None, last_step: int | 
 
 
 async def _in_memory(job: JobContext, generation: int) -> tuple[rank_backups.Brought, list[tuple[int, list[str]]]]:
-    """What the gang can reach in shared memory: its own snapshots, also those that had to be brought to its nodes, and
+    """What the gang can reach in shared memory: its own snapshots, including those that were copied to its nodes, and
     (step, files) of what other layouts have left."""
     gang, agents = job.gang, list(job.gang.by_rank.values())
     departing = [agent for people in job.departing for agent in people.agents if agent is not None]
@@ -87,18 +87,18 @@ async def _in_memory(job: JobContext, generation: int) -> tuple[rank_backups.Bro
 
 
 async def known_checkpoints(job: JobContext, seconds: float = LOOK_SECONDS) -> DurableState:
-    """The job's checkpoints; its rows say the same from now on, unless their folder does not answer within so many
-    seconds. For a job whose gang is at rest."""
+    """The job's checkpoints; also updates its rows, unless their folder does not answer within `seconds`. For a job
+    whose gang is at rest."""
     listing = await job.folder_reader.list(job.checkpoint_folder, seconds)
     durable = durable_state(listing, await job.record.reconcile_checkpoints(listing))
     newest = max((generation_of(path) or 0 for _, path in durable.checkpoints), default=0)
-    if newest > (await job.record.job()).generation:  # the database is a backup, and what follows is newer than that
+    if newest > (await job.record.job()).generation:  # a backup: later generations must have higher numbers
         await job.record.write(lambda session: restored.know_generation(session, job.id, newest))
     return durable
 
 
 def _in_process(gang: Gang, rank: int) -> list[int]:
-    """What the rank's trainer, which is at rest, still holds."""
+    """The step that the rank's resting trainer still holds."""
     step = gang.held_steps.get(rank)
     return [] if step is None else [step]
 
@@ -111,7 +111,7 @@ def _source(resume: Resume, taken: set[str], from_memory: bool) -> str:
 
 
 def _other_layouts(submitted: JobSpec, tag: str) -> dict[str, ParallelConfig]:
-    """By tag all layouts that the job may run in, but for the one with `tag`. They may be thousands."""
+    """All layouts that the job may run in, by tag, except for the one with `tag`. There may be thousands."""
     layouts = (resized(shape, size).layout for shape in shapes_of(submitted) for size in sizes_of(submitted))
     by_tag = {layout_tag({"parallel": layout.model_dump(mode="json")}): layout for layout in layouts}
     by_tag.pop(tag, None)
@@ -120,18 +120,18 @@ def _other_layouts(submitted: JobSpec, tag: str) -> dict[str, ParallelConfig]:
 
 @dataclass(frozen=True)
 class _Memory:
-    """What lies in the shared memory of the job's hosts."""
+    """The contents of the shared memory of the job's hosts."""
 
     holders: dict[str, AgentClient]
     """An agent of each host."""
     files: dict[str, list[StoredSnapshot]]
     """The snapshot files of each host."""
     hosts: set[str]
-    """Where the gang is."""
+    """Hosts of the gang."""
 
 
 async def _memory_of(staying: Sequence[AgentClient], departing: Sequence[AgentClient]) -> _Memory:
-    """A departing agent that does not answer holds nothing."""
+    """A departing agent that does not answer counts as holding nothing."""
     where = await asyncio.gather(*(agent.describe() for agent in staying))
     asked = await asyncio.gather(*(_answer(agent.describe()) for agent in departing))
     hosts = {place.host: agent for place, agent in zip(where, staying, strict=True)}
@@ -144,10 +144,10 @@ async def _memory_of(staying: Sequence[AgentClient], departing: Sequence[AgentCl
 
 
 async def _answer(answer: Awaitable[T]) -> T | None:
-    """What a departing agent answers; None when it does not."""
+    """The answer of a departing agent; None if it does not answer."""
     try:
         return await within(DEPARTING_SECONDS, answer)
-    except Exception as error:  # noqa: BLE001 - whatever it is, what it holds cannot be had
+    except Exception as error:  # noqa: BLE001 - its snapshots cannot be reached
         log.warning("a departing agent does not answer: %s", error)
         return None
 
@@ -155,10 +155,10 @@ async def _answer(answer: Awaitable[T]) -> T | None:
 async def _of_other_layouts(
     memory: _Memory, layouts: Mapping[str, ParallelConfig], generation: int
 ) -> list[tuple[int, list[str]]]:
-    """(Step, files) of the newest state that ranks of other layouts left whole, once it is on every host of the
+    """(Step, files) of the newest state that ranks of other layouts left complete, once it is on every host of the
     gang."""
     left = {file.layout for files in memory.files.values() for file in files}
-    # Of these alone: the ranks of all layouts that a large job may run in are millions.
+    # Only these: the ranks of all layouts that a large job may run in are millions.
     groups = {tag: state_groups(layout) for tag, layout in layouts.items() if tag in left}
     for state in whole_states(memory.files, groups):
         if await spread(state, memory.holders, memory.files, generation, memory.hosts):

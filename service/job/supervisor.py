@@ -58,9 +58,9 @@ from workers.protocol.messages import BETWEEN_STEPS, AgentDescription, Fault
 
 log = logging.getLogger(__name__)
 
-# How long the step under way may take before a change of size or place breaks it off.
+# Seconds that the present step may take before a change of size or place aborts it.
 PATIENCE_SECONDS = 20.0
-# An agent that takes longer to arm a fault is taken for dead.
+# Seconds after which an agent that is arming a fault counts as dead.
 INJECT_SECONDS = 10.0
 
 
@@ -72,7 +72,7 @@ class Supervisor:
         self._cluster, self._record, self._gang = job.cluster, job.record, job.gang
         self._planner = ElasticityPlanner(self._job)
         self._running: RunningGeneration | None = None
-        """The generation that is watched."""
+        """The generation that is being watched."""
         self._unlaunched = False
         """Whether the job has got places and nothing was launched there yet."""
         self._asked_to_save: RunningGeneration | None = None
@@ -80,7 +80,7 @@ class Supervisor:
 
     @property
     def job_id(self) -> str:
-        """The job's."""
+        """The job's id."""
         return self._job.id
 
     def cancel(self) -> None:
@@ -92,15 +92,15 @@ class Supervisor:
         self._job.leaving.set()
 
     def resize(self) -> None:
-        """The job may run with another number of replicas than it does: see whether it can."""
+        """The job may be able to run with another number of replicas: check."""
         self._job.change_possible.set()
 
     def trace(self) -> None:
-        """A trace of the job may be wanted."""
+        """A trace of the job may have been requested."""
         self._job.trace_wanted.set()
 
     async def inject(self, fault: Fault) -> None:
-        """Have the agent of the fault's rank make it. Raises FaultNotPossible."""
+        """Have the agent of the fault's rank inject it. Raises FaultNotPossible."""
         agents = list(self._gang.agents)
         refuse_impossible(fault, len(agents), (await self._record.job()).step, self._job.submitted.train.steps)
         agent = agents[fault.rank]
@@ -125,8 +125,7 @@ class Supervisor:
                 self._running.lose(rank, f"was on node {node[:12]}, which is lost")
 
     def node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
-        """A node is being drained within `seconds`, None where that is not known; `reason`: why, in words, where that
-        was said."""
+        """A node is being drained within `seconds` (None: unknown), for the given `reason`, if any."""
         there = self._gang.on([node])
         if there:
             why = f" ({reason})" if reason else ""
@@ -137,8 +136,8 @@ class Supervisor:
             self._planner.reconsider()
 
     async def run(self, placed_generation: int | None) -> None:
-        """Take the job to its end. `placed_generation`: the number its placement groups carry when they were just
-        acquired; None: take over what another control plane left."""
+        """Supervise the job until its end. `placed_generation`: the number in the names of its placement groups if they
+        were just acquired; None: take over what another control plane left."""
         timekeeper = asyncio.create_task(keep_time(self._job), name=f"time of {self._job.id}")
         timekeeper.add_done_callback(log_failure)
         try:
@@ -162,7 +161,7 @@ class Supervisor:
                 await self._running.close()
 
     async def settled(self) -> None:
-        """Return once nothing is done for the job any more."""
+        """Return when all background work for the job is done."""
         await self._background_tasks.settled()
 
     async def _first(self, placed_generation: int | None) -> Action:
@@ -186,7 +185,7 @@ class Supervisor:
         return await (self._adopt(job) if placed_generation is None else self._start(job, placed_generation))
 
     async def _perform(self, action: Action) -> Action | None:
-        """Carry out one action; the next, or None when the job has no owner any more. Raises NotPlaced."""
+        """Carry out one action; returns the next, or None when the job has no owner any more. Raises NotPlaced."""
         match action:
             case Watch():
                 return await self._watch()
@@ -222,8 +221,8 @@ class Supervisor:
         return Launch("placed again" if again else "submitted", counts=again)
 
     async def _adopt(self, job: Job) -> Action:
-        """Find the gang by the names of its agents and continue where the control plane before this one was. Its
-        trainers are kept: those that train are watched, those at rest continue in the next generation."""
+        """Find the gang by the names of its agents and continue where the last control plane stopped. Its trainers are
+        kept: those that train are watched, those at rest continue in the next generation."""
         rows = await self._record.read(lambda s: ranks.of_job(s, job.id))
         after = {row.rank: job.report_cursor.get(str(row.rank), 0) for row in rows}
         if self._job.logs is not None:  # agents still have the lines that are not kept yet; all else is known again
@@ -244,7 +243,7 @@ class Supervisor:
             await finish_launch(self._job, job.generation, about)
         await self._watch_adopted(job.generation, lost, about)
         if job.state == JobState.RESIZING and not self._job.no_room:
-            # All were asked to rest, or not yet: what was to change is seen again.
+            # Perhaps not all were asked to rest: the reason for the change is found again.
             self._job.change_possible.set()
             return Rearrange(Stay("the control plane was restarted during a change of size"))
         if not lost:
@@ -256,13 +255,13 @@ class Supervisor:
         resume_step = current.resume_step if current is not None else 0
         running = watch_generation(self._job, generation, resume_step, taken_over=True)
         self._attend(running)
-        if not lost:  # the control plane before may not have come to it
+        if not lost:  # the last control plane may not have done it
             running.run_alongside(plan_generation(self._job, generation, where))
         for rank in lost:
             running.lose(rank, "has an agent that does not answer")
 
     async def _watch(self) -> Action:
-        """Live through one generation."""
+        """Watch one generation until it ends."""
         running = self._running
         assert running is not None
         leaving = self._job.leaving.is_set()
@@ -292,7 +291,7 @@ class Supervisor:
         return self._after_deaths(running, timeline)
 
     def _after_deaths(self, ended: RunningGeneration, timeline: RecoveryTimeline) -> Recover:
-        """What follows when a generation has ended by deaths, and all that live are at rest."""
+        """The action after a generation has ended with deaths, and all that live are at rest."""
         self._running = None
         timeline.rested_at, timeline.failed_at = time.time(), ended.culprit.at
         self._gang.held_steps = dict(ended.resting)
@@ -300,8 +299,8 @@ class Supervisor:
         return Recover(ended.culprit, agents_lost, timeline)
 
     async def _recover(self, action: Recover) -> Action:
-        """Another generation, with other agents for the ranks whose own were lost, or the job is given up."""
-        await self._record.note_state(JobState.RECOVERING)  # again: a last report may have been of the first step
+        """Start another generation, with other agents for ranks that lost theirs, or give up the job."""
+        await self._record.note_state(JobState.RECOVERING)  # again, since a last report may have been of the first step
         job, lives = await self._record.job(), await self._record.generations()
         culprit, failed = action.culprit, action.failed_launch
         progressed = bool(lives) and lives[-1].first_step_at is not None and failed is None
@@ -337,14 +336,14 @@ class Supervisor:
         await self._wait(seconds, self._job.cancelled)
 
     async def _hold(self, launch: Launch, why: str) -> Launch:
-        """Wait before the next try of a launch that failed by no fault of the gang's, or until the job is cancelled or
-        is to leave."""
+        """Wait before the next attempt of a launch that failed for no fault of the gang's, or until the job is
+        cancelled or is to leave."""
         await self._record.note_held(why)
         await self._wait(hold_seconds(launch.holds), self._job.cancelled, self._job.leaving)
         return replace(launch, holds=launch.holds + 1)
 
     async def _wait(self, seconds: float, *signals: asyncio.Event) -> None:
-        """Until one of `signals` is set, or so long."""
+        """Wait until one of `signals` is set, at most `seconds`."""
         waits = [asyncio.create_task(signal.wait()) for signal in signals]
         try:
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -362,14 +361,14 @@ class Supervisor:
         return launch
 
     async def _rearrange(self, action: Rearrange) -> Action:
-        """Bring all trainers to rest after the step under way, make the change, and launch the next generation. When
-        something happens before that, it is not made, and that is dealt with."""
+        """Bring all trainers to rest after the present step, make the change, and launch the next generation. If
+        something happens before that, the change is not made, and the event is handled."""
         running = self._running
         assert running is not None
         await self._record.note_state(JobState.RESIZING)
         noticed = time.time()
         await running.rest(time_to_rest(self._gang.spec), PATIENCE_SECONDS)
-        # Who took too long to rest was killed, and its rank resumes from its snapshot.
+        # A trainer that took too long to rest was killed, and its rank resumes from its snapshot.
         failed = any(death.kind != "stopped" for death in running.deaths)
         if failed or running.all_ended or self._job.cancelled.is_set():
             standby = standby_of(action.change)
@@ -401,7 +400,8 @@ class Supervisor:
         return Watch()
 
     async def _launch_failure(self, error: Exception) -> tuple[Death, tuple[int, ...]]:
-        """The death that a launch failed by, and the ranks whose agents are lost: all, where none can be blamed."""
+        """The death that a launch failed by, and the ranks whose agents are lost: all of them, if none can be
+        blamed."""
         gang, everybody = self._gang, list(range(len(self._gang.agents)))
         if isinstance(error, LaunchFailed):
             silent = list(error.silent)
@@ -413,20 +413,20 @@ class Supervisor:
         return Death(lost[0], "agent_lost", message=f"could not be launched ({first_line})"), tuple(lost)
 
     def _attend(self, running: RunningGeneration) -> None:
-        """From now on this is the generation that is watched."""
+        """Watch this generation from now on."""
         running.run_alongside(self._planner.look_for_room())
         self._running = running
 
     async def _leave(self) -> Action | None:
-        """The job has saved what it could: it is paused, or its time is up."""
+        """The job has saved what it could: it pauses, or ends because its time is up."""
         if self._running is not None:
             await self._running.rest(time_to_rest(self._gang.spec))
         return await leave(self._job)
 
     async def _end(self, end: End) -> None:
-        """Release everything, then say so: a final job holds nothing, but for the snapshots of one that failed, which
-        may be tried again. What it ended with is noted before that, since it could not be determined any more once the
-        snapshots are gone."""
+        """Release everything, then record the end: a final job holds nothing, except for the snapshots of a failed one,
+        which may be retried. Its outcome is recorded before that, since it could not be determined any more without the
+        snapshots."""
         if end.state == JobState.CANCELLED and self._running is not None:
             await self._running.stop()
         await self._record.note_outcome(end.state, end.reason, end.message)
@@ -434,7 +434,7 @@ class Supervisor:
         await self._cluster.end_job(self._job.id, keep_snapshots=keeps)
         try:
             await known_checkpoints(self._job)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it changes nothing about how the job has ended
+        except Exception as error:  # noqa: BLE001 - it does not affect how the job has ended
             log.warning("the checkpoints of %s are not reconciled: %s", self._job.id, error)
         until = time.time() + self._job.memory_seconds if keeps else None
         await self._record.end(end.state, end.reason, end.message, until)

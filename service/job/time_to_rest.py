@@ -8,13 +8,13 @@ from workers.config import JobSpec
 from workers.liveness.hang_timeouts import KEPT_BYTES_A_SECOND
 
 REST_SECONDS = 5.0
-"""To leave the generation."""
+"""Seconds to leave the generation."""
 
 
 def time_to_rest(spec: JobSpec) -> float:
     """Seconds after which a trainer of the job that is not at rest is killed, and its rank forked again. Before it
-    rests it has its snapshot whole, and summed, for others to read, which takes one of 100 GB a minute. What a model
-    takes that is not counted here its agent knows (`TrainerSlot.rest`)."""
+    rests, its snapshot must be complete, with checksums, so that others can read it; for 100 GB that takes a minute.
+    The snapshot of a custom model, which is not counted here, is known to its agent (`TrainerSlot.rest`)."""
     if spec.checkpoint.snapshots == "off" or not spec.model.is_counted:
         return REST_SECONDS
     owners = spec.layout.data if spec.layout.zero else 1

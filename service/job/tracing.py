@@ -16,11 +16,12 @@ from workers.protocol.messages import TraceOrder
 
 ASK_SECONDS = 10.0
 AGAIN_SECONDS = 2.0
-"""Before it is asked again, where the first rank could not pass it on: it still starts, or its agent is silent."""
+"""Seconds before it is asked again, if the first rank could not pass it on: it is still starting, or its agent is
+silent."""
 
 
 async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
-    """Have the ranks of `running` record what is wanted of them. Until cancelled."""
+    """Have the ranks of `running` record requested traces. Until cancelled."""
     passed: set[int] = set()
     while True:
         job.trace_wanted.clear()
@@ -35,11 +36,11 @@ async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
 
 
 async def _passed_on(job: JobContext, running: RunningGeneration, wanted: StepTrace) -> bool:
-    """Whether the first rank knows of it, and those before it that are to be profiled; or it was given up."""
+    """Whether the first rank knows of it, and before it those to be profiled; or it was given up."""
     ranks = tuple(rank for rank in wanted.profiler_ranks if rank < len(running.agents))
     order = TraceOrder(wanted.number, running.generation, wanted.steps, wanted.wanted_step, ranks)
     try:
-        # The first one last: it has all begin.
+        # The first one last: it makes all of them begin.
         for agent in (*(running.agents[rank] for rank in ranks if rank), running.agents[0]):
             if agent is None or not await within(ASK_SECONDS, agent.trace(order)):
                 return False
