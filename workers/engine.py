@@ -1,4 +1,4 @@
-"""One rank's engine: its virtual stages, their optimizer and its end of the pipeline, put together from a JobSpec."""
+"""One rank's engine, built from a JobSpec: its virtual stages, their optimizer and its end of the pipeline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from workers.system.host_memory import keep_freed_memory
 
 
 class Engine:
-    """What trains one rank of a job; knows nothing of data, checkpoints or reports."""
+    """Trains one rank of a job; independent of data, checkpoints and reports."""
 
     def __init__(self, spec: JobSpec, comm: Comm, dtype: torch.dtype | None = None, products: Products | None = None):
         """`dtype` overrides the precision of compute: fp64 checks the arithmetic. `products` computes the linear
@@ -61,7 +61,7 @@ class Engine:
             sums = StepSums(comm, CountedNorm(self.flat, self.reduction.parts, comm.index("tensor")))
             when_added = self.reduction.added if self.reduction.overlaps else None
             self.pipeline = Pipeline(spec, self.model, comm, when_added=when_added)
-        # On a CPU torch's kernels, pass after pass, are no slower, and cost no compilation.
+        # On a CPU torch's kernels, pass after pass, are no slower, and need no compilation.
         one_pass = spec.train.compile and comm.device.type == "cuda"
         self.optimizer = ZeroOptimizer(
             self.flat, spec.train.optimizer, comm, self.reduction, sums, 1 if layout.zero else 0, one_pass
@@ -73,19 +73,19 @@ class Engine:
         self.loss_scale = LossScale(spec.train.precision == "fp16")
 
     def _uses(self) -> dict[torch.nn.Parameter, int]:
-        """How often a micro-batch adds to the gradient of each weight of the flat buffer's head."""
+        """How many times a micro-batch adds to the gradient of each weight of the flat buffer's head."""
         return {
             slot.entry.parameter: 2 if slot.entry.parameter is self.model.used_twice else 1 for slot in self.flat.head()
         }
 
     def initialise(self, seed: int) -> None:
-        """Give the parameters their first values, which depend on the seed and their names alone, and forget whatever
-        was learned before: a process that lost its peers may have to start over."""
+        """Give the parameters their initial values, which depend only on the seed and their names, and discard
+        everything learned: a process that lost its peers may have to start over."""
         self.begin_with(lambda entry, part: fill_initial(entry, part, seed))
 
     def begin_with(self, fill: Callable[[NamedShard, torch.Tensor], None]) -> None:
-        """Give the parameters the first values, which `fill` puts into memory (fp32, shaped as the parameter) that it
-        is given for each, one after the other: besides the state there is never more than one of them."""
+        """Give the parameters initial values: `fill` writes them into memory (fp32, shaped like the parameter), for one
+        parameter after the other, so that there is never more than one in addition to the state."""
         slots, device = (*self.flat.slots, *self.flat.frozen), self.comm.device
         memory = torch.empty(max(slot.end - slot.start for slot in slots), dtype=torch.float32, device=device)
         for slot, end in zip(slots, [*(following.start for following in slots[1:]), self.flat.whole], strict=True):
@@ -108,8 +108,8 @@ class Engine:
         """One optimizer step over this replica's micro-batches of a global batch of `sequences`. `before_update` is
         called before the state may change (`ZeroOptimizer.step`).
 
-        Where an fp16 gradient overflows the step is tried again with a smaller loss scale, so no sample is passed
-        over. Statistics that are not finite mean that nothing was changed, the loss scale included.
+        If an fp16 gradient overflows, the step is repeated with a smaller loss scale, so no sample is skipped. If
+        statistics are not finite, nothing was changed, including the loss scale.
         """
         # A mean over all positions in backward; the optimizer corrects for positions without a target.
         positions = sequences * self.spec.model.sequence_length
@@ -123,24 +123,24 @@ class Engine:
                 self.loss_scale.after_finite()
                 return statistics
             self.optimizer.updating = True
-            # A loss that is not finite itself has nothing to do with the scale of its gradients.
+            # A loss that is itself not finite does not depend on the scale of its gradients.
             if not math.isfinite(statistics.loss) or not self.loss_scale.after_overflow():
                 self.loss_scale.state.copy_(scale_before)
                 return statistics
 
     @property
     def settled(self) -> bool:
-        """Whether the state is that of the last committed step: a step that was broken off has not touched it."""
+        """Whether the state is that of the last committed step, untouched by an aborted one."""
         return not self.optimizer.updating
 
     def settle(self) -> None:
-        """The state as it is now belongs to a committed step."""
+        """The present state belongs to a committed step."""
         self.optimizer.updating = False
 
     def state(self) -> list[torch.Tensor]:
-        """Everything that a step may change and a snapshot of this rank keeps, as 1-D tensors."""
+        """All tensors (1-D) that a step may change and that a snapshot of this rank keeps."""
         return [*self.optimizer.state(), self.loss_scale.state]
 
     def frozen_state(self) -> list[torch.Tensor]:
-        """What a snapshot keeps besides that and no step changes."""
+        """Tensors that a snapshot keeps in addition, and that no step changes."""
         return [self.optimizer.frozen] if len(self.optimizer.frozen) else []

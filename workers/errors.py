@@ -9,7 +9,7 @@ EXIT_INTERRUPTED = 130
 
 
 def interrupted() -> int:
-    """Say on stderr that the command was interrupted; its exit status."""
+    """Print to stderr that the command was interrupted; returns its exit status."""
     print("interrupted", file=sys.stderr)
     return EXIT_INTERRUPTED
 
@@ -23,7 +23,7 @@ class DataError(MantaError):
 
 
 class ModelError(MantaError):
-    """A model cannot be computed: of the user's own, the message names the entry point; else what no kernel takes."""
+    """A model cannot be computed; the message names the entry point of a custom model, or what no kernel supports."""
 
 
 class WeightsError(DataError):
@@ -35,7 +35,7 @@ class SharedMemoryError(MantaError):
 
 
 class OpenFilesError(MantaError):
-    """The process may not open as many files as its gang takes; the message says how many would do."""
+    """The process may not open as many files as its gang needs; the message says how many would be enough."""
 
 
 class CheckpointError(MantaError):
@@ -43,20 +43,20 @@ class CheckpointError(MantaError):
 
 
 class CheckpointNotSaved(MantaError):
-    """The state after the last step could not be saved: without it the whole job would have been for nothing."""
+    """The state after the last step could not be saved: without it the whole job would be lost."""
 
 
 class PeerLost(MantaError):
-    """A collective failed because another rank is gone. This rank is not the culprit."""
+    """A collective failed because another rank is gone. This rank is not the cause."""
 
 
 class AskedToRest(PeerLost):
-    """All ranks leave the generation between two steps, since one of them was asked to. Nothing has failed: whatever
-    they communicate with, no rank waits for another."""
+    """All ranks leave the generation between two steps, since one of them was asked to. Nothing has failed: no rank is
+    waiting for another, over any backend."""
 
 
 class DeviceLost(MantaError):
-    """This rank's device answers everything with an error: the process is of no use any more, its state is."""
+    """This rank's device answers everything with an error: the process cannot be used any more, but its state can."""
 
 
 class NonFiniteError(MantaError):
@@ -64,8 +64,8 @@ class NonFiniteError(MantaError):
 
 
 class SpikeError(MantaError):
-    """A step's loss or gradient norm is far above those before; the message names the step and its samples."""
+    """A step's loss or gradient norm is far above earlier ones; the message names the step and its samples."""
 
 
 class ReplicaDiffers(MantaError):
-    """This rank's parameters are not those of its replicas: something changed them in memory or on their way."""
+    """This rank's parameters differ from those of its replicas: they were changed in memory or in transit."""

@@ -1,5 +1,5 @@
 """Learning rate by step: a pure function of the job's spec and the step, so a job that is resumed, resized or rolled
-back continues with the rate that the step has anyway. Pure Python."""
+back continues with the right rate. Pure Python."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def decay_steps(optimizer: OptimizerConfig, steps: int) -> int:
-    """Steps of the decay of schedule wsd in a job of `steps`: what the spec says; by default a tenth of the job, as far
-    as the warm-up leaves it."""
+    """Steps of the decay of schedule wsd in a job of `steps`: from the spec, or by default a tenth of the job, or less
+    if the warm-up leaves less."""
     if optimizer.decay_steps is not None:
         return optimizer.decay_steps
     if optimizer.decay_fraction is not None:
@@ -46,7 +46,7 @@ def decay_steps(optimizer: OptimizerConfig, steps: int) -> int:
 
 
 def _left(shape: str, progress: float) -> float:
-    """What is left of the way from the largest to the smallest rate; `progress`: 0 to 1."""
+    """Remaining part of the difference between the largest and the smallest rate; `progress`: 0 to 1."""
     if shape == "linear":
         return 1.0 - progress
     if shape == "1-sqrt":

@@ -1,4 +1,4 @@
-"""Names of the metrics that a job has besides those of every job. Pure Python."""
+"""Names of a job's metrics in addition to those that every job has. Pure Python."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def validation_loss(name: str | None) -> str:
 
 
 def validation_losses(spec: Mapping[str, Any]) -> dict[str, str]:
-    """The metrics of the validation sets of a job, by the sets' names, in their order. `spec`: its JobSpec as JSON,
-    perhaps as another release has stored it."""
+    """The metrics of a job's validation sets, by name, in order. `spec`: its JobSpec as JSON, possibly stored by
+    another release."""
     data = spec.get("data")
     sets = data.get("validation") if isinstance(data, Mapping) else None
     names = [each.get("name") for each in sets or () if isinstance(each, Mapping)] if isinstance(sets, list) else []
@@ -24,7 +24,7 @@ def validation_losses(spec: Mapping[str, Any]) -> dict[str, str]:
 
 
 def of_job(spec: Mapping[str, Any]) -> tuple[str, ...]:
-    """The metrics that depend on what the job asks for."""
+    """The metrics that depend on the job's spec."""
     train = spec.get("train")
     more = (Z_LOSS,) if isinstance(train, Mapping) and train.get(Z_LOSS) else ()
     return (*validation_losses(spec).values(), *more)

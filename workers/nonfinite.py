@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 NON_FINITE = ("nan", "inf", "-inf")
-"""How numbers that JSON does not know are spelled, everywhere in Manta."""
+"""Spelling of numbers that JSON does not have, everywhere in Manta."""
 
 
 def spell_series(numbers: list[float | None]) -> list[Any]:
-    """`spell` for many numbers at once, of which each is looked at only where their sum is not finite."""
+    """`spell` for many numbers at once; each is checked only if their sum is not finite."""
     return numbers if math.isfinite(sum(filter(None, numbers))) else [spell(each) for each in numbers]
 
 
@@ -26,5 +26,5 @@ def spell(value: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """The float that `spell` has spelled; anything else as it is."""
+    """The float that `spell` has spelled; anything else unchanged."""
     return float(value) if isinstance(value, str) and value in NON_FINITE else value

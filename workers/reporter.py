@@ -37,25 +37,25 @@ class Reporter:
         self._thread.start()
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """One committed step's numbers, by the names of the REST contract."""
+        """The numbers of one committed step, by the names of the REST contract."""
         ranks, self._ranks = self._ranks, None
         self._put(Metrics((row,), ranks))
 
     def ranks(self, sample: RankSample) -> None:
-        """Numbers of all ranks, which go with the next row."""
+        """Numbers of all ranks, which are sent with the next row."""
         self._ranks = sample
 
     def event(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
-        """Something worth telling the user."""
+        """An event for the user."""
         self._put(Event(kind, message, step, data))
 
     def send(self, payload: Payload) -> None:
-        """Something else, for which a reader waits: it does not wait for a batch."""
+        """Something else, which a reader waits for: it is sent without waiting for a batch."""
         self._put(payload)
         self._urgent.set()
 
     def made(self, make: Callable[[], Payload]) -> None:
-        """Something that takes a while to be built: that is done on the reporter's thread. Left out if it can't be."""
+        """Something that takes a while to be built, which is done on the reporter's thread. Left out if that fails."""
         self._queue.put(_Unmade(make, time.time()))
 
     def _put(self, payload: Payload) -> None:
@@ -78,18 +78,18 @@ class Reporter:
                 if messages:
                     self._sink(messages)
             except OSError:
-                return  # nothing listens any more, and the process is about to end for it
+                return  # the reader is gone, and the process is about to end because of that
             if None in batch:
                 return
             self._urgent.wait(BATCH_SECONDS)
 
 
 def _made(message: Message | _Unmade) -> Message | None:
-    """The message; None where it can't be built, which keeps nothing else from being shipped."""
+    """The message; None if it cannot be built, which must not keep others from being sent."""
     if isinstance(message, Message):
         return message
     try:
         return Message(message.make(), message.time)
-    except Exception:  # noqa: BLE001 - whatever it is, rows and words that others wait for come behind it
+    except Exception:  # noqa: BLE001 - later rows and messages must still be sent
         traceback.print_exc()
         return None

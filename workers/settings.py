@@ -1,7 +1,7 @@
-"""Settings from the environment: of the engine when it runs without the service: torchrun's variables; of a node about
-where it runs: Kubernetes' and Slurm's; which of its NCCL backends torch takes; where tokens of corpora are kept on a
-machine; and, in tests, that there are no GPUs, or that ranks on slots communicate as those on GPUs do. No other module
-of `workers` reads a setting from the environment; `service/settings.py` reads that of the service."""
+"""Settings from the environment: torchrun's variables for the engine without the service; Kubernetes' and Slurm's for a
+node; which NCCL backend torch uses; where tokens of corpora are kept on a machine; and, in tests, whether to pretend
+that there are no GPUs, or that slots are GPUs. No other module of `workers` reads a setting from the environment;
+`service/settings.py` reads those of the service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.paths import Paths
 
 @dataclass(frozen=True)
 class Launcher:
-    """What torchrun tells each of its processes."""
+    """torchrun's variables for each of its processes."""
 
     rank: int
     world_size: int
@@ -47,7 +47,7 @@ def read_launcher() -> Launcher | None:
 
 @dataclass(frozen=True)
 class Pod:
-    """What Kubernetes tells a process of a pod."""
+    """Kubernetes' variables for a process of a pod."""
 
     api_host: str
     api_port: int
@@ -79,23 +79,22 @@ def read_slurm_job_end() -> float | None:
 
 
 def read_computes_on_cpu() -> bool:
-    """Whether a rank that was given a GPU computes on the CPU (MANTA_COMPUTE_ON_CPU_FOR_TESTS=1). For tests of all that
-    is around the computation, on machines without GPUs whose Ray was told that there are some."""
+    """Whether a rank that was given a GPU computes on the CPU (MANTA_COMPUTE_ON_CPU_FOR_TESTS=1). For tests of
+    everything around the computation, on machines without GPUs whose Ray declares some."""
     return os.environ.get("MANTA_COMPUTE_ON_CPU_FOR_TESTS", "") == "1"
 
 
 def read_visible_gpus() -> str:
-    """The GPUs that the process may use, as CUDA_VISIBLE_DEVICES names them; empty: none, or all where it is not
-    set."""
+    """The GPUs that the process may use, as in CUDA_VISIBLE_DEVICES; empty: none, or all if it is not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
 def nccl_is_the_second() -> bool:
-    """Whether torch takes the second of its backends for NCCL (TORCH_DIST_USE_NCCL2=1; torch 2.14 and later)."""
+    """Whether torch uses its second backend for NCCL (TORCH_DIST_USE_NCCL2=1; torch 2.14 and later)."""
     return os.environ.get("TORCH_DIST_USE_NCCL2") == "1"
 
 
 def read_backend() -> Literal["process_groups"] | None:
-    """What ranks on CPU slots communicate with where it is not our links (MANTA_PROCESS_GROUPS_FOR_TESTS=1): for tests
-    and benchmarks of the path of the GPUs, over gloo. A node's trainers have it from who started the node."""
+    """The backend of ranks on CPU slots, if it is not our links (MANTA_PROCESS_GROUPS_FOR_TESTS=1): for tests and
+    benchmarks of the GPU path, over gloo. A node's trainers inherit it from the process that started the node."""
     return "process_groups" if os.environ.get("MANTA_PROCESS_GROUPS_FOR_TESTS") == "1" else None

@@ -18,7 +18,7 @@ from workers.parallel.data.step_statistics import StepStatistics
 
 @dataclass(frozen=True)
 class StepRows:
-    """What the rows of a job are computed from."""
+    """Constants that the rows of a job are computed from."""
 
     spec: JobSpec
     plan: BatchPlan
@@ -26,7 +26,7 @@ class StepRows:
     """Peak FLOP/s of the devices of all ranks together."""
 
     def row(self, step: int, statistics: StepStatistics, learning_rate: float, seconds: float) -> dict[str, Any]:
-        """Of step `step`, which took `seconds`. MFU: arXiv:2204.02311, appendix B."""
+        """The row of step `step`, which took `seconds`. MFU: arXiv:2204.02311, appendix B."""
         plan, length = self.plan, self.spec.model.sequence_length
         more = {} if statistics.z_loss is None else {"z_loss": statistics.z_loss}
         return {
@@ -43,7 +43,7 @@ class StepRows:
         }
 
     def _utilisation(self, sequences: int, seconds: float) -> dict[str, float]:
-        """Nothing of a model whose FLOPs are not known."""
+        """Empty for a model whose FLOPs are unknown."""
         if not self.spec.model.is_counted:
             return {}
         flops, available = step_flops(self.spec, sequences), seconds * self.peak_flops
@@ -56,9 +56,9 @@ class StepRows:
 
 
 def mean_part_seconds(comm: Comm, snapshot_seconds: float) -> dict[str, float]:
-    """Where the time of the step that is being measured went: seconds by part, as the mean over ranks, and that of
-    `snapshot_seconds`, which the last snapshot held up this rank's training thread for. Ends the measurement; all ranks
-    call it at the same step. Raises PeerLost."""
+    """Breakdown of the step being measured: mean seconds over ranks for each part, including `snapshot_seconds`, for
+    which the last snapshot held up this rank's training thread. Ends the measurement; all ranks call it at the same
+    step. Raises PeerLost."""
     seconds: dict[str, float] = dict(comm.step.parts.end().items())
     seconds["snapshot"] = snapshot_seconds
     shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=comm.device)

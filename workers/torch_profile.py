@@ -1,6 +1,6 @@
-"""What torch's own profiler says of the steps of a trace: every operator and kernel, as a Chrome trace.
+"""torch's own profile of the steps of a trace: every operator and kernel, as a Chrome trace.
 
-That costs the profiled rank far more than the trace itself, and with it the ranks that wait for it.
+It slows down the profiled rank far more than the trace itself, and therefore also the ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 MOST_BYTES = 16 * 1024 * 1024
-"""Of a profile as it is kept, compressed."""
+"""Maximum size of a stored profile, compressed."""
 
 
 class TorchProfile:
-    """The profiler of one rank, which runs from here to `stop`."""
+    """The profiler of one rank, which runs from its creation to `stop`."""
 
     def __init__(self, device: torch.device):
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
@@ -25,11 +25,11 @@ class TorchProfile:
         self._profile.start()
 
     def stop(self) -> None:
-        """Profile no longer."""
+        """End the recording."""
         self._profile.stop()
 
     def content(self) -> bytes | None:
-        """A Chrome trace, compressed by gzip; None where it is too large. Takes a while."""
+        """A Chrome trace, compressed with gzip; None if it is too large. Takes a while."""
         with tempfile.TemporaryDirectory(prefix="manta-profile-") as folder:
             file = Path(folder) / "profile.json"
             self._profile.export_chrome_trace(str(file))

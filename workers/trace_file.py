@@ -23,14 +23,14 @@ from workers.trainer import Trainer
 
 NUMBER = 1
 SUFFIXES = (".json", ".pftrace")
-"""Of our own form, and of Perfetto's."""
+"""Suffixes of our own format, and of Perfetto's."""
 
 
 class TraceFile:
     """The file of one trace."""
 
     def __init__(self, path: Path, steps: int = 1, first_step: int = 0):
-        """`steps`: how many to record, none before `first_step`, or the job's second. Raises MantaError."""
+        """`steps`: how many to record, not before `first_step`, or the job's second step. Raises MantaError."""
         if steps < 1:
             raise MantaError(f"--trace-steps must be at least 1, not {steps}")
         if path.suffix not in SUFFIXES:
@@ -42,9 +42,9 @@ class TraceFile:
         self._recording: Recording | None = None
 
     def begin(self, trainer: Trainer, last: int) -> None:
-        """Have `trainer`, of one of the ranks, record before step `last` is over. Raises MantaError where no step is
+        """Have `trainer`, of one of the ranks, record steps, the last one being `last`. Raises MantaError if no step is
         left to record."""
-        if max(self._first_step, trainer.step + 2) > last:  # the step before it is when ranks agree on it
+        if max(self._first_step, trainer.step + 2) > last:  # ranks agree on it one step earlier
             raise self._nothing_recorded()
         trainer.tracing.take = self._take
         if trainer.comm.rank == 0:
@@ -58,7 +58,7 @@ class TraceFile:
         self._recording = make()
 
     def end(self, trainer: Trainer, store: dist.Store | None) -> None:
-        """Write the file, on rank 0, after the last step. `store`: where the ranks have met. Raises MantaError where no
+        """Write the file, on rank 0, after the last step. `store`: where the ranks have met. Raises MantaError if no
         step was recorded, OSError."""
         if self._recording is None:
             raise self._nothing_recorded()
@@ -72,7 +72,7 @@ class TraceFile:
                 print(f"the trace in {self._path} is not whole: {problem}", file=sys.stderr)
 
     def _exchanged(self, rank: int, world: int, store: dist.Store) -> dict[int, Recording]:
-        """All ranks' recordings, on rank 0; there alone."""
+        """All ranks' recordings, on rank 0 only."""
         assert self._recording is not None
         store.set(f"manta/trace/{rank}", json.dumps(asdict(self._recording.pack())))
         if rank != 0:

@@ -1,7 +1,7 @@
-"""Traces of single steps, on one rank: when they begin, and where what was recorded goes.
+"""Traces of single steps, on one rank: when they begin, and what happens to the recordings.
 
-A trace is asked of rank 0 alone, which tells the others with the agreement of the step before: so all record the same
-steps, however late the order comes. What each has recorded it reports by itself once its last step is over.
+Only rank 0 is asked for a trace. It informs the others with the agreement of the step before, so that all record the
+same steps, however late the request comes. Each rank reports its recording by itself when its last step is over.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from workers.timing.recording import INTERRUPTED, Recording
 from workers.torch_profile import MOST_BYTES, TorchProfile
 
 Make = Callable[[], Recording]
-"""Makes what this rank has recorded, on any thread. Raises RuntimeError where its device has failed."""
+"""Builds this rank's recording, on any thread. Raises RuntimeError if its device has failed."""
 Take = Callable[[int, Make], None]
-"""Takes the number of a trace, and what makes this rank's recording of it."""
+"""Takes the number of a trace, and the function that builds this rank's recording."""
 
 
 class Tracing:
-    """Records the steps that are to be traced. For the training thread."""
+    """Records requested steps. For the training thread."""
 
     def __init__(self, comm: Comm, reporter: Reporter, peak_flops: float):
         """`peak_flops`: of this rank's device, FLOP/s."""
         self._comm, self._reporter = comm, reporter
         self._peak_flops = peak_flops
         self.take: Take = self._report
-        """Takes what is recorded, once it is whole: it is reported, unless another consumer takes it."""
+        """Takes completed recordings; by default they are reported."""
         self._next: tuple[int, int] | None = None
         self._first_step = 0
         self._profile: TorchProfile | None = None
@@ -64,7 +64,7 @@ class Tracing:
         return HostMoments()
 
     def end_step(self, statistics: StepStatistics) -> None:
-        """The step is over, in which all ranks have agreed on `statistics`."""
+        """The step is over; all ranks have agreed on `statistics`."""
         recorder = self._comm.step.recorder
         if recorder is not None:
             recorder.end_step()
@@ -74,7 +74,7 @@ class Tracing:
             self._next = statistics.trace
 
     def break_off(self) -> None:
-        """Nothing more is recorded: of a recording that continues, the whole steps are kept."""
+        """Stop recording: of an unfinished recording, the complete steps are kept."""
         recorder, self._next = self._comm.step.recorder, None
         if recorder is not None:
             self._end(recorder, INTERRUPTED)
@@ -102,28 +102,28 @@ class Tracing:
 
 @dataclass
 class _Made:
-    """What a rank has recorded, on the reporter's thread."""
+    """A rank's recording, built on the reporter's thread."""
 
     number: int
     first_step: int
     make: Make
     profile: TorchProfile | None
     left_out: str = ""
-    """Why there is no profile of it, though one was wanted."""
+    """Why there is no profile, although one was requested."""
 
     def profiled(self) -> Profiled:
-        """What the profiler says; nothing where it is too much, or cannot be had."""
+        """The profile; empty if it is too large, or could not be made."""
         assert self.profile is not None
         try:
             content = self.profile.content()
             if content is None:
                 self.left_out = f"its profile is larger than {MOST_BYTES >> 20} MiB and is left out"
-        except (OSError, RuntimeError) as error:  # no room for its file, most likely
+        except (OSError, RuntimeError) as error:  # most likely there is no room for its file
             content, self.left_out = None, f"its profile could not be written ({error})"
         return Profiled(self.number, self.first_step, base64.b85encode(content or b"").decode())
 
     def traced(self) -> Traced:
-        """The recording, and what is wrong with it."""
+        """The recording, with any problem."""
         try:
             recording = self.make()
         except RuntimeError as error:

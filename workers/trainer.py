@@ -35,8 +35,8 @@ class Trainer:
     """One rank of a job: its stage of the model, its part of the optimizer, its share of every batch."""
 
     def __init__(self, spec: JobSpec, comm: Comm, reporter: Reporter, peak_flops: float, places: Places = NO_PLACES):
-        """`peak_flops`: peak FLOP/s of this rank's device, for MFU. Raises DataError when the corpus cannot be trained
-        on, or is not what it was when the job began, SharedMemoryError when there is no room for the snapshots."""
+        """`peak_flops`: peak FLOP/s of this rank's device, for MFU. Raises DataError if the corpus cannot be trained
+        on, or has changed since the job began, SharedMemoryError if there is no room for the snapshots."""
         self.spec, self.comm, self.reporter = spec, comm, reporter
         self.clock = comm.step.clock
         self.engine = Engine(spec, comm)
@@ -51,7 +51,7 @@ class Trainer:
         self.validation = Validation(self.engine, self.batches, comm)
         self.tracing = Tracing(comm, reporter, peak_flops)
         self.ends_early = False
-        """Whether all ranks have saved their state after a step that is not the last, since that was asked for."""
+        """Whether all ranks have saved their state after a step before the last one, because that was requested."""
         each = peak_of_stages(peak_flops, spec.layout.stage_accelerators or (), spec.train.precision)
         self._rows = StepRows(spec, self.batches.plan, each * comm.size("world"))
         self._replica_check = ReplicaCheck(self.engine.optimizer, comm)
@@ -66,13 +66,13 @@ class Trainer:
 
     @property
     def settled_step(self) -> int | None:
-        """The committed step to which the state belongs; None when an update was broken off."""
+        """The committed step that the state belongs to; None if an update was aborted."""
         return self.state.settled_step
 
     def restore(self, resume: Resume, roll_backs: Sequence[dict[str, Any]] = ()) -> None:
-        """Bring the state to committed step `resume.step`; one that is there already stays. `roll_backs`: those of the
-        job that are known outside of it. Raises CheckpointError when the state cannot be had, DataError where ranks
-        have other tokens than each other."""
+        """Bring the state to committed step `resume.step`, unless it is there already. `roll_backs`: those of the job
+        that are known from outside. Raises CheckpointError if the state cannot be read, DataError if ranks have
+        different tokens."""
         check_same_tokens(self.batches.corpus, self.comm)
         self.state.restore(resume, roll_backs)
         self._skip_samples()
@@ -81,9 +81,9 @@ class Trainer:
         self.batches.skipped = SkippedSamples.of(self.guard.history.skipped_samples)
 
     def train(self, stop_after_step: int | None = None) -> None:
-        """Run all steps that are left, or those up to `stop_after_step`, or until some rank is asked to end early, and
-        save what the last generation did not get to save. Raises AskedToRest between two steps where some rank was
-        asked to leave the generation, CheckpointNotSaved when the last checkpoint cannot be saved."""
+        """Run all remaining steps, or those up to `stop_after_step`, or until some rank is asked to end early; also
+        make saves that the last generation did not complete. Raises AskedToRest between two steps if some rank was
+        asked to leave the generation, CheckpointNotSaved if the last checkpoint cannot be saved."""
         try:
             self._train(stop_after_step)
         finally:
@@ -110,8 +110,8 @@ class Trainer:
         self.comm.step.enter("done")
 
     def train_step(self) -> StepStatistics:
-        """One step: compute, agree, update, keep, report. One whose numbers are bad may end at an earlier step than it
-        began with. Raises NonFiniteError or SpikeError when the policy is to fail."""
+        """One step: compute, agree, update, snapshot, report. A step with bad numbers may end at an earlier step than
+        it began with. Raises NonFiniteError or SpikeError if the policy is to fail."""
         self.tracing.begin_step(self.step + 1)
         statistics = self._train_step()
         self.tracing.end_step(statistics)
@@ -150,16 +150,16 @@ class Trainer:
         return every > 0 and step % every == 0
 
     def _before_update(self) -> None:
-        """The state is about to change: make sure of what is being copied of it, and that it is still right."""
+        """The state is about to change: wait until it has been copied, and verify that it is still right."""
         self.state.finish_copies()
         every = self.spec.recovery.check_replicas_every
         if every and (self.step + 1) % every == 0:
             self._compare_replicas()
 
     def _compare_replicas(self) -> None:
-        """Find out whether all ranks still compute with the same parameters, before this step changes them. Where one
-        does not, the step is given up: it leaves, and continues with a state from before. Raises ReplicaDiffers on the
-        ranks that differ, PeerLost on the others."""
+        """Check whether all ranks still have the same parameters, before this step changes them. If one has not, the
+        step is given up: that rank leaves, and continues from an earlier state. Raises ReplicaDiffers on the ranks that
+        differ, PeerLost on the others."""
         with self.comm.step.phase("replica_check"):
             ranks, certain = self._replica_check.differing(self.state.kept_parameters())
         if not ranks:
@@ -172,7 +172,7 @@ class Trainer:
         raise (ReplicaDiffers if self.comm.rank in ranks else PeerLost)(message)
 
     def _apply_policy(self, step: int, bad: BadStep) -> bool:
-        """Do what the policy says about a step with bad numbers; whether the step is to be committed."""
+        """Apply the policy for a step with bad numbers; returns whether the step is to be committed."""
         samples = self.batches.samples(step)
         sentence = f"{bad.sentence} (samples {named_samples(samples)})"
         if bad.policy == "fail":
@@ -187,14 +187,14 @@ class Trainer:
             self._skip_samples()
             return False
         if bad.policy == "skip":
-            # AdamW counts the step too, as it does after a restart.
+            # AdamW counts the step too, as it would after a restart.
             self.engine.optimizer.set_step(step)
             message = f"{sentence} and is committed without an update"
             announce(self.comm, self.reporter, "step_skipped", step, message, sample_data(samples))
         return True
 
     def _tell_of_ranks(self, step: int, statistics: StepStatistics) -> None:
-        """On rank 0: name stragglers, and say every few seconds how all ranks are doing."""
+        """On rank 0: report stragglers, and every few seconds the state of all ranks."""
         if self._sampler is None:
             return
         for straggler in self._stragglers.add(statistics.own_seconds) if self._stragglers is not None else ():
@@ -208,11 +208,10 @@ class Trainer:
         return self._stragglers.named if self._stragglers is not None else []
 
     def rest(self) -> None:
-        """After PeerLost: end what runs alongside the training. What the broken step left behind is cleared by the
-        next one."""
+        """After PeerLost: end all concurrent work. The next step clears what the aborted one left behind."""
         self.state.rest()
 
     def close(self) -> None:
-        """End all threads; the object is of no use any more."""
+        """End all threads; the object cannot be used any more."""
         self.prefetch.close()
         self.state.close()

@@ -24,8 +24,8 @@ class Validation:
         return every > 0 and step % every == 0
 
     def losses(self) -> dict[str, float]:
-        """By the name of its metric, the mean loss over the validation batches of each held-out text, in nats a token;
-        the same on every rank. Raises PeerLost."""
+        """The mean loss over the validation batches of each held-out text, in nats per token, by the name of its
+        metric; the same on every rank. Raises PeerLost."""
         texts, (places, mine) = self.batches.held_out, self._loss_places()
         lengths = [1 + text.batches(self.engine.spec) * places for text in texts]
         together = torch.zeros(sum(lengths), dtype=torch.float64, device=self.comm.device)
@@ -39,7 +39,7 @@ class Validation:
         return losses
 
     def _add(self, text: HeldOut, sums: torch.Tensor, places: int, mine: range) -> None:
-        """Put into `sums` what this rank knows of a text: its tokens, then the losses of each batch."""
+        """Add to `sums` what this rank knows of a text: its tokens, then the losses of each batch."""
         losses = sums[1:].view(-1, places)
         for index in range(len(losses)):
             losses_m, tokens = self.engine.pipeline.evaluate(self.batches.validation(text, index))
@@ -48,7 +48,7 @@ class Validation:
 
     def _loss_places(self) -> tuple[int, range]:
         """How many numbers make up the loss of a validation batch, and which of them this replica knows: one for every
-        micro-batch where the number of replicas must not matter, else their sum."""
+        micro-batch if the result must not depend on the number of replicas, otherwise a single sum."""
         if self._train.deterministic == "layout":
             return 1, range(1)
         return shared_leaves(self.engine.spec, self._train.global_batch_size, self.comm.index("data"))

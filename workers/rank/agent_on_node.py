@@ -15,7 +15,7 @@ from workers.system.ports import PortRange
 
 
 class AgentOnNode(Agent):
-    """Finds out by itself which folders it has there: they may be others than the control plane's."""
+    """Determines its folders on this node by itself: they may differ from the control plane's."""
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class AgentOnNode(Agent):
         ports: str | None = None,
         reports_lines: bool = False,
     ):
-        """`home`: the service's; `installation`: its id, as `workers/node/folders.py` takes it; `group`: the placement
-        group that the agent is in; `ports`: a range on which it and its trainer listen, None: any; `reports_lines`:
-        what its trainers print goes to the control plane, also where the node shares the home."""
+        """`home`: the service's; `installation`: its id, for `workers/node/folders.py`; `group`: the agent's placement
+        group; `ports`: a range for it and its trainer to listen on, None: any; `reports_lines`: the output of its
+        trainers goes to the control plane, even if the node shares the home."""
         paths = paths_on_node(home, installation)
         logs = home if paths.home == Path(home) and not reports_lines else None
         self._snapshot_folder = str(paths.snapshot_folder(job))
@@ -39,11 +39,11 @@ class AgentOnNode(Agent):
         super().__init__(job, rank, logs, str(paths.runtime_folder), self._snapshot_folder, group, self._ports)
 
     async def launch(self, order: LaunchOrder) -> Launched:
-        """As `Agent.launch`; where the order has snapshots made, they lie on this node."""
+        """Like `Agent.launch`; if the order includes snapshots, they are on this node."""
         return await super().launch(self._here(order))
 
     async def prepare(self, order: LaunchOrder) -> bool:
-        """As `Agent.prepare`."""
+        """Like `Agent.prepare`."""
         return await super().prepare(self._here(order))
 
     def _here(self, order: LaunchOrder) -> LaunchOrder:

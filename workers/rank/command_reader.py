@@ -16,7 +16,7 @@ EXIT_ORPHANED = 76
 
 
 def exit_orphaned() -> None:
-    """End this process at once: its agent is gone, and its work would reach no one."""
+    """End this process at once: its agent is gone, and nobody would get its results."""
     os._exit(EXIT_ORPHANED)
 
 
@@ -34,16 +34,16 @@ class CommandReader:
         orphaned: Callable[[], object] = exit_orphaned,
     ):
         """All are called on the reader's thread: `end` with a generation that is over, as far as the agent knows, and
-        whether only after the step under way; `save_and_end` with a generation whose ranks shall do that; `arm` with a
-        fault that shall strike; `trace` with steps that shall be recorded; `tell_flight` when the flight record is
-        wanted; `orphaned` when the agent has hung up."""
+        whether only after the present step; `save_and_end` with a generation whose ranks should do that; `arm` with a
+        fault; `trace` with a request to record steps; `tell_flight` when the flight record is requested; `orphaned`
+        when the agent has disconnected."""
         self._control, self._end, self._save_and_end = control, end, save_and_end
         self._arm, self._trace, self._tell_flight, self._orphaned = arm, trace, tell_flight, orphaned
         self._orders: queue.SimpleQueue[LaunchOrder] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
     def next_order(self, after: int) -> LaunchOrder:
-        """The order of a generation above `after`, as soon as it comes."""
+        """Wait for the order of a generation above `after`."""
         while (order := self._orders.get()).generation <= after:
             continue
         return order

@@ -1,4 +1,4 @@
-"""What an agent says to the trainer that runs: one JSON line a command, on the control socket. Pure Python."""
+"""Commands from an agent to its running trainer: one JSON line each, on the control socket. Pure Python."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Rest:
 
     generation: int
     after_step: bool = False
-    """Only after the step under way."""
+    """Only after the present step."""
 
 
 @dataclass(frozen=True)
 class SaveAndEnd:
-    """After a step of a generation, together with all its other ranks: save the state, and exit."""
+    """Together with all other ranks of a generation: save the state after a step, and exit."""
 
     generation: int
 
@@ -49,7 +49,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class TellFlight:
-    """Report what NCCL's flight recorder knows."""
+    """Report the contents of NCCL's flight recorder."""
 
 
 Command = Go | Rest | SaveAndEnd | Arm | Trace | TellFlight
@@ -65,12 +65,12 @@ _WORDS = {command: word for word, command in _COMMANDS.items()}
 
 
 def command_line(command: Command) -> bytes:
-    """As it goes over the control socket."""
+    """The command as a line for the control socket."""
     return json.dumps({"do": _WORDS[type(command)], **to_json(command)}).encode() + b"\n"
 
 
 def read_command(line: bytes) -> Command:
-    """From `command_line`. Raises MalformedMessage and ValueError."""
+    """The command in a line of `command_line`. Raises MalformedMessage and ValueError."""
     document = json.loads(line)
     if not isinstance(document, dict) or document.get("do") not in _COMMANDS:
         raise MalformedMessage(f"{line[:80]!r} is not a command")

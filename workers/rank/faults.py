@@ -1,7 +1,7 @@
 """Faults that are injected on request: when they strike, and how each harms the calling process.
 
-A fault is armed in the trainer and strikes on its training thread, when that reaches the step and the phase: once
-any is armed, `Faults.reached` is called at every entry into a phase (`StepPhases.on_phase`).
+A fault is armed in the trainer and strikes on its training thread, when that reaches the step and the phase: while any
+is armed, `Faults.reached` is called at every entry into a phase (`StepPhases.on_phase`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _OOM_BYTES, _CHUNK_BYTES = 64 * 1024 * 1024, 8 * 1024 * 1024
 
 
 class InjectedError(RuntimeError):
-    """What the fault `exception` raises."""
+    """Raised by the fault `exception`."""
 
 
 class Faults:
     """The faults of one trainer process."""
 
     def __init__(self, strike: Callable[[Fault, int], None]):
-        """`strike` carries a fault out, in the given step."""
+        """`strike` carries out a fault, in the given step."""
         self._strike = strike
         self._waiting: dict[str, Fault] = {}
         self._struck: set[str] = set()
@@ -40,11 +40,11 @@ class Faults:
 
     @property
     def armed(self) -> bool:
-        """Whether `reached` has to be called at every phase."""
+        """Whether `reached` must be called at every phase."""
         return bool(self._waiting) or self._slow_seconds > 0
 
     def arm(self, faults: Iterable[Fault]) -> None:
-        """Let `faults` strike when their phase is reached, each once. From any thread."""
+        """Let each of `faults` strike once, when its phase is reached. From any thread."""
         for fault in faults:
             if fault.id not in self._struck:
                 self._waiting[fault.id] = fault
@@ -55,7 +55,7 @@ class Faults:
         time.sleep(seconds)
 
     def reached(self, step: int, phase: Phase) -> None:
-        """The training thread is at `phase` of `step`: carry out what waits for that."""
+        """The training thread is at `phase` of `step`: carry out faults for that."""
         if self._slow_seconds and phase == "data":
             time.sleep(self._slow_seconds)
         for fault in list(self._waiting.values()):
@@ -67,7 +67,7 @@ class Faults:
 
 
 def hang(hold_gil: bool) -> None:
-    """Never return. With `hold_gil` no other thread of the interpreter runs either, and no Python signal handler."""
+    """Never return. With `hold_gil` no other thread of the interpreter runs either, nor any Python signal handler."""
     while hold_gil:
         ctypes.PyDLL(None).sleep(_FOREVER_SECONDS)  # unlike CDLL it keeps the lock while it calls; a signal ends it
     threading.Event().wait()
@@ -84,8 +84,8 @@ def signal_self(number: signal.Signals, delay: float) -> None:
 
 
 def run_out_of_memory() -> None:
-    """Raise MemoryError as a process does that gets no more memory. The limit is this process's own and is lifted
-    again: the machine and its other processes never lack anything."""
+    """Raise MemoryError like a process that gets no more memory. The limit is this process's own and is removed
+    afterwards: the machine and its other processes are not affected."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + _OOM_BYTES, hard))
     held = []
@@ -101,12 +101,12 @@ def run_out_of_memory() -> None:
 
 
 def kill_node() -> None:
-    """SIGKILL to all that Manta runs on this Ray node: agents, the node's daemon, its zygote, and with that every
-    trainer. Only for a process that was forked from the node's zygote."""
+    """SIGKILL everything of Manta on this Ray node: agents, the node's daemon, its zygote, and thereby every trainer.
+    Only for a process that was forked from the node's zygote."""
     zygote = psutil.Process(os.getppid())
     daemon = _parent_of(zygote)
     agents = [process.pid for process in _parent_of(daemon).children() if _name_of(process).startswith("ray::Agent")]
-    # This process, and its group, end with its agent, or with its zygote: a child that has left it sees it through.
+    # This process and its group end with its agent or its zygote: a child outside of that group finishes the work.
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -117,7 +117,7 @@ def kill_node() -> None:
 
 
 def kill_store(port: int) -> bool:
-    """SIGKILL to the process that listens on `port`, if the zygote of this node forked it; whether it did."""
+    """SIGKILL the process that listens on `port`, if this node's zygote forked it; returns whether it did."""
     for sibling in psutil.Process(os.getppid()).children():
         if sibling.pid != os.getpid() and port in _listening_ports(sibling):
             sibling.kill()

@@ -7,16 +7,16 @@ import os
 from pathlib import Path
 
 NICENESS = 5
-"""About a third of the weight of a process that is not nice (1.25 times less for each step, sched(7))."""
+"""About a third of the weight of a normal process (1.25 times less for each step, sched(7))."""
 AUTOGROUP = Path("/proc/self/autogroup")
-"""Where Linux keeps the niceness of a whole session, which is what counts where sessions share the cores (sched(7))."""
+"""Linux's file for the niceness of a whole session, which counts if sessions share the cores (sched(7))."""
 
 
 def give_way() -> None:
     """Let processes that only watch, decide and repair run before this one, which computes all the time.
 
-    Without it they wait for their turn among the trainers of a CPU node just when there is something to do.
+    Otherwise, on a CPU node, they would wait for their turn among the trainers just when they are needed.
     """
     os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
-    with contextlib.suppress(OSError):  # a kernel without such groups, or one that is asked too often
+    with contextlib.suppress(OSError):  # a kernel without such groups, or one that has limited the requests
         AUTOGROUP.write_text(str(NICENESS))

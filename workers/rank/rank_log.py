@@ -1,4 +1,4 @@
-"""The log file of one rank: what its trainers print, one JSON object a line."""
+"""The log file of one rank: the output of its trainers, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ TAIL_LINES = 20
 
 
 class LineSink(Protocol):
-    """Takes what the trainers of one rank print."""
+    """Takes the output of one rank's trainers."""
 
     def write(self, generation: int, stream: str, lines: list[str]) -> None:
         """Take `lines` of `stream` (stdout or stderr)."""
         ...
 
     def close(self) -> None:
-        """Nothing more comes for now."""
+        """Nothing more follows for now."""
         ...
 
 
 class RankLog:
-    """Appends lines to a file. A full disk loses lines, never blocks or fails the trainer whose lines they are."""
+    """Appends lines to a file. A full disk loses lines, but never blocks the trainer or makes it fail."""
 
     def __init__(self, path: Path, rank: int):
         self._path, self._rank = path, rank
@@ -44,7 +44,7 @@ class RankLog:
             self._file.write(text)
             self._file.flush()
         except OSError:
-            self.close()  # tried again with the next line: the disk may have room again by then
+            self.close()  # tried again with the next line, when the disk may have room
 
     def close(self) -> None:
         """Close the file."""
@@ -55,7 +55,7 @@ class RankLog:
 
 
 class LineSplitter:
-    """Makes lines out of chunks of bytes: junk is decoded with replacement, overlong lines are cut into pieces."""
+    """Splits chunks of bytes into lines: invalid text is decoded with replacement, overlong lines are divided."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -63,7 +63,7 @@ class LineSplitter:
         """The last lines that were printed."""
 
     def feed(self, chunk: bytes) -> list[str]:
-        """The lines that `chunk` completes. An empty chunk is the end of the stream and completes what is left."""
+        """The lines that `chunk` completes. An empty chunk is the end of the stream and completes the rest."""
         *complete, self._rest = (self._rest + chunk).split(b"\n")
         if self._rest and (not chunk or len(self._rest) >= LINE_CHARACTERS):
             complete.append(self._rest)

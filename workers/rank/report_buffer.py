@@ -12,17 +12,18 @@ from workers.rank.unkept_lines import Kept, UnkeptLines
 
 REPORTS_PER_READ = 2000
 MOST_ROWS = 50_000
-"""Rows of metrics that are kept whole: some 50 MB, and more than an hour of steps of 0.1 s."""
+"""Most rows of metrics that are kept in full: some 50 MB, and more than an hour of steps of 0.1 s."""
 MOST_LINES = 20_000
-"""Printed lines that wait at most, where they go with the reports: the oldest are left out."""
+"""Most printed lines that wait, if they are sent with the reports: the oldest are left out."""
 
 
 class ReportBuffer:
     """Numbers reports in order of arrival, keeps them until a reader has acknowledged them."""
 
     def __init__(self, most_rows: int = MOST_ROWS) -> None:
-        """`most_rows`: when more rows of metrics wait, only those of every second step are kept, later of every fourth,
-        and so on: a control plane that is gone for days costs the curve its resolution, not the agent its memory."""
+        """`most_rows`: if more rows of metrics wait, only those of every second step are kept, later of every fourth,
+        and so on: if the control plane is gone for days, the curve loses resolution instead of the agent running out of
+        memory."""
         self._most_rows, self._rows, self._stride = most_rows, 0, 1
         self._lines, self._unkept = 0, UnkeptLines()
         self._reports: deque[Report] = deque()
@@ -46,7 +47,7 @@ class ReportBuffer:
         self._changed.set()
 
     def _leave_sample_out(self) -> None:
-        """Only the newest numbers of all ranks wait, which may be many."""
+        """Only the newest numbers of all ranks wait, since they may be large."""
         for place in range(len(self._reports) - 1, -1, -1):
             report = self._reports[place]
             if report.sequence < self._sampled:
@@ -59,7 +60,7 @@ class ReportBuffer:
         self._lines += sign * _lines_in(report)
 
     def _leave_lines_out(self) -> None:
-        """Forget the older half of the lines; the last report of those says how many they were."""
+        """Discard the older half of the lines; the last report of those says how many they were."""
         left_out, last = 0, 0
         for report in self._reports:
             if self._lines - left_out <= MOST_LINES // 2:
@@ -72,15 +73,15 @@ class ReportBuffer:
         self._lines += 1 - left_out
 
     def _thin(self) -> None:
-        """Keep the rows of fewer steps, and the newest. Those that came since the last time are of every step: where it
-        is enough to treat them like the ones before, these stay."""
+        """Keep the rows of fewer steps, and the newest ones. Rows since the last time are of every step: if it is
+        enough to thin these like the earlier ones, the earlier ones stay."""
         self._keep_multiples()
         if self._rows > 0.75 * self._most_rows:
             self._stride *= 2
             self._keep_multiples()
 
     def _keep_multiples(self) -> None:
-        """Keep the rows of the steps that `_stride` divides, and reports that still have something to say."""
+        """Keep the rows of steps that are multiples of `_stride`, and reports that still contain something."""
         thinned = [self._thinned(report, report.sequence == self._last) for report in self._reports]
         self._reports = deque(report for report in thinned if report.payload != Metrics(()))
         self._rows = sum(map(_rows_in, self._reports))
@@ -92,11 +93,12 @@ class ReportBuffer:
         return replace(report, payload=replace(report.payload, rows=rows))
 
     async def read(self, after: int, timeout: float, kept: Kept | None = None) -> list[Report]:
-        """Reports with a sequence above `after`, at most REPORTS_PER_READ, as soon as there are any.
+        """Reports with a sequence number above `after`, at most REPORTS_PER_READ, as soon as there are any.
 
-        Those up to `after` are forgotten: the reader has them. With `kept` printed lines are only forgotten up to that:
-        a reader that asks from an earlier sequence on gets the others again. An empty list after `timeout` seconds
-        without any, and as soon as another reader asks: the one before may be gone, and need not be waited for.
+        Those up to `after` are deleted: the reader has them. With `kept`, printed lines are only deleted up to that: a
+        reader that asks again from an earlier number gets the others again. Returns an empty list after `timeout`
+        seconds without reports, and as soon as another reader asks: the earlier reader may be gone, and is not waited
+        for.
         """
         self._reader += 1
         me = self._reader

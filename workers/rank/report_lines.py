@@ -1,4 +1,4 @@
-"""From what a trainer's engine says to what its agent reads: messages of the reporter become lines of JSON."""
+"""Converts messages of a trainer's reporter to the lines of JSON that its agent reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from workers.protocol.reports import Message, Metrics, Report
 
 
 def reports_of(order: LaunchOrder, messages: list[Message]) -> list[Report]:
-    """The reporter's `messages` as reports of the order's rank and generation; rows of metrics that follow each other
-    become one, with the newest numbers of all ranks among them."""
+    """The reporter's `messages` as reports of the order's rank and generation; consecutive rows of metrics become one
+    report, with the newest numbers of all ranks among them."""
     reports = []
     for are_metrics, neighbours in groupby(messages, lambda message: isinstance(message.payload, Metrics)):
         if are_metrics:
@@ -27,5 +27,5 @@ def reports_of(order: LaunchOrder, messages: list[Message]) -> list[Report]:
 
 
 def report_lines(reports: list[Report]) -> bytes:
-    """The reports as the agent reads them."""
+    """The reports as lines for the agent."""
     return "".join(json.dumps(report.to_json()) + "\n" for report in reports).encode()

@@ -1,5 +1,5 @@
-"""What a trainer prints, on its way to the control plane with the reports: for nodes that do not share the folder of
-the job's logs."""
+"""Sends a trainer's output to the control plane with the reports, from nodes that do not share the folder of the job's
+logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workers.rank.report_buffer import ReportBuffer
 
 
 class ReportedLines:
-    """Takes the lines of one rank, as `RankLog` does where there is a file for them."""
+    """Takes the lines of one rank, like `RankLog` if there is a file for them."""
 
     def __init__(self, reports: ReportBuffer, rank: int):
         self._reports, self._rank = reports, rank

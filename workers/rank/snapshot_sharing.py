@@ -1,5 +1,5 @@
-"""An agent's part in the snapshots of its job: what lies in its node's shared memory, backups to and from other nodes,
-and fetching what lies elsewhere. No trainer takes part."""
+"""An agent's part in the snapshots of its job: those in its node's shared memory, backups to and from other nodes, and
+fetching from other nodes. No trainer takes part."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from workers.system.ports import PortRange
 
 
 class SnapshotSharing:
-    """The snapshots of one job, as one agent gives them out and takes them. Without a folder there are none."""
+    """The snapshots of one job, as one agent serves and receives them. Without a folder there are none."""
 
     def __init__(self, folder: str | None, ports: PortRange | None = None, keeper: Path | None = None):
-        """`folder`: the job's in shared memory; `ports`: on which it listens, None: any; `keeper`: socket of the node's
+        """`folder`: the job's, in shared memory; `ports`: to listen on, None: any; `keeper`: socket of the node's
         MemoryKeeper."""
         self._folder, self._ports = folder, ports
         self._memory = SnapshotMemory(keeper=keeper)
@@ -29,8 +29,8 @@ class SnapshotSharing:
         self._sender: BackupSender | None = None
 
     def steps(self, rank: int, layout: str | None = None) -> list[int]:
-        """Committed steps whose state is whole in the own files of `rank`, ascending; with `layout`, the tag of one,
-        only those of that layout."""
+        """Committed steps whose state is complete in the own files of `rank`, ascending; with `layout`, only those of
+        the layout with that tag."""
         return [] if self._folder is None else steps_kept(self._folder, rank, layout)
 
     def files(self) -> list[StoredSnapshot]:
@@ -42,8 +42,8 @@ class SnapshotSharing:
         ]
 
     def receive(self, token: str, generation: int) -> Endpoint | None:
-        """From now on take backups from callers who know `token` and are of `generation` or later, and give snapshots
-        out to them; where. Raises BackupError for an older generation than before."""
+        """From now on accept backups from callers that know `token` and are of `generation` or later, and serve
+        snapshots to them; returns the address. Raises BackupError for an older generation than before."""
         if self._folder is None:
             return None
         if self._server is None:
@@ -55,37 +55,37 @@ class SnapshotSharing:
     async def send(
         self, rank: int, partner: Endpoint, token: str, generation: int, layout: str, every: int = 1
     ) -> None:
-        """Stream the snapshots of `rank` in the layout with tag `layout` to `partner`, from now on and instead of any
-        other. `every`: see BackupSender."""
+        """From now on stream the snapshots of `rank` in the layout with tag `layout` to `partner`, and to no other.
+        `every`: see BackupSender."""
         await self.stop_sending()
         if self._folder is not None:
             address = (partner.host, partner.port)
             self._sender = BackupSender(self._folder, rank, layout, address, token, generation, every)
 
     async def stop_sending(self) -> None:
-        """Send no more snapshots; what the partner has stays there."""
+        """Stop sending snapshots; the partner keeps what it has."""
         sender, self._sender = self._sender, None
         if sender is not None:
             await asyncio.to_thread(sender.stop)
 
     async def begin(self, rank: int) -> None:
-        """A generation begins, in which this agent's is `rank`. What was sent to a partner is not any more: it may be
-        another rank's by now, or no rank's. Backups that were taken, and are not needed any more, are removed."""
+        """A generation begins, in which this agent's rank is `rank`. Sending to the last partner stops: it may be
+        another rank's by now, or no rank's. Received backups that are no longer needed are removed."""
         await self.stop_sending()
         if self._server is not None:
-            with contextlib.suppress(OSError):  # they cost memory, and the generation has begun
+            with contextlib.suppress(OSError):  # they only cost memory, and the generation has begun
                 await asyncio.to_thread(self._server.remove_former, rank)
 
     @property
     def progress(self) -> BackupProgress | None:
-        """How far the backup is; None while none is sent."""
+        """The progress of the backup; None if none is being sent."""
         return self._sender.state if self._sender is not None else None
 
     async def fetch(
         self, rank: int, holder: Endpoint, token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
-        """Bring the snapshots of `rank` that the agent at `holder` has to this node, or those of the rank `of`, which
-        has the same state; the steps that came whole. Raises BackupError, SharedMemoryError, OSError."""
+        """Copy the snapshots of `rank`, or those of the rank `of` with the same state, from the agent at `holder` to
+        this node; returns the steps that arrived complete. Raises BackupError, SharedMemoryError, OSError."""
         if self._folder is None:
             raise BackupError("this agent was started without a folder in shared memory")
         address = (holder.host, holder.port)
@@ -93,7 +93,7 @@ class SnapshotSharing:
         return await asyncio.to_thread(fetch, *place, token, generation, of, self._memory)
 
     async def close(self, rank: int) -> None:
-        """Neither send nor receive any more; remove the backups that were taken and all files of `rank`."""
+        """Stop sending and receiving; remove received backups and all files of `rank`."""
         await self.stop_sending()
         if self._server is not None:
             await asyncio.to_thread(self._server.close)

@@ -1,4 +1,4 @@
-"""An agent's handle on one trainer process: commands down, reports and output up, and its end."""
+"""An agent's handle for one trainer process: sends commands, receives reports and output, and notices its end."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from workers.system.host_memory import killed_for_memory
 from workers.zygote.client import Exit, ForkedProcess
 
 DRAIN_SECONDS = 2.0
-"""How long to read on after a trainer's end. Its channels close with it, unless a grandchild holds on to them."""
+"""Seconds to continue reading after a trainer's end. Its channels close with it, unless a grandchild holds them
+open."""
 FLIGHT_RECORD_SECONDS = 3.0
 CHUNK_BYTES = 65536
 KINDS = frozenset(
     {"prepared", "started", "metrics", "event", "flight_record", "trace_began", "traced", "profiled", "resting"}
     | {"failure", "finished"}
 )
-"""What a trainer says; the other kinds of reports are its agent's own."""
+"""Kinds of reports from a trainer; the others are made by its agent."""
 
 
 class TrainerHandle:
-    """One trainer, through the generations that it survives. Its `exit` report comes last, after everything that it
-    wrote has been read."""
+    """One trainer, through the generations that it survives. Its `exit` report comes last, after all its output has
+    been read."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class TrainerHandle:
         prepared: bool,
         struck: set[str],
     ):
-        """`prepared`: the process was forked to get ready for such an order, and waits for one; `struck`: takes the
-        ids of faults that have struck."""
+        """`prepared`: the process was forked to prepare for such an order, and waits for one; `struck`: takes the ids
+        of faults that have struck."""
         self._struck = struck
         self.process, self.generation = process, 0 if prepared else order.generation
         self._rank, self._reports, self._log = order.rank, reports, log
@@ -56,13 +57,13 @@ class TrainerHandle:
         self._flight_record: asyncio.Future[FlightRecord] | None = None
         self._alongside: asyncio.Task[None] | None = None
         self.stopped = False
-        """Whether its end was asked for."""
+        """Whether its end was requested."""
         self._stderr = LineSplitter()
         self._killed_before = killed_for_memory()
         self._killed_for: KillReason | None = None
         self._failure: Failure | None = None
-        """What it reported that it fails with. It goes into the exit report: a reader who is replaced in between knows
-        only what comes after."""
+        """The failure that it reported. It is part of the exit report: a new reader may only know what comes after a
+        certain point."""
         self._ending = asyncio.create_task(self._until_ended(), name=f"trainer {process.pid}")
 
     @property
@@ -71,7 +72,7 @@ class TrainerHandle:
         return self._ending.done()
 
     def run_alongside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`, instead of what was done before, for as long as the process lives."""
+        """Run `work`, instead of earlier work, as long as the process lives."""
         if self._alongside is not None:
             self._alongside.cancel()
         self._alongside = asyncio.create_task(work, name=f"alongside trainer {self.process.pid}")
@@ -79,26 +80,26 @@ class TrainerHandle:
         self._ending.add_done_callback(lambda _: task.cancel())
 
     async def wait(self) -> Exit:
-        """How the process ended, after its `exit` report was made."""
+        """Wait for the end of the process, and for its `exit` report; returns how it ended."""
         return await asyncio.shield(self._ending)
 
     @property
     def at_rest(self) -> bool:
-        """Whether the trainer has left its generation and waits for an order."""
+        """Whether the trainer has left its generation and is waiting for an order."""
         return self._resting.is_set() and not self.process.ended
 
     async def prepared(self) -> bool:
-        """Once the process is ready for its order; False when it has ended before."""
+        """Wait until the process is ready for its order; False if it has ended before."""
         ready = asyncio.create_task(self._prepared.wait())
         await asyncio.wait({ready, self._ending}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         return self._prepared.is_set()
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
-        """Have the trainer leave `generation`; whether it is at rest. It may finish its step first, if that takes it no
-        more than `patience` seconds. One that takes longer than `grace` seconds after that is killed."""
+        """Have the trainer leave `generation`; returns whether it is at rest. It may first finish its step, if that
+        takes no more than `patience` seconds. If it takes more than `grace` seconds after that, it is killed."""
         if self.generation > generation:
-            return self.at_rest  # it has continued since that was ordered
+            return self.at_rest  # it has been given a new order since
         for seconds, after_step in ((patience, True), (grace, False)):
             if seconds and self.generation == generation and not self.at_rest:
                 self._send(Rest(generation, after_step))
@@ -110,7 +111,7 @@ class TrainerHandle:
         return self.at_rest
 
     def become(self, rank: int, log: LineSink) -> None:
-        """What the trainer says from now on, it says as `rank`."""
+        """From now on the trainer's output and reports are those of `rank`."""
         self._rank, self._log = rank, log
 
     def go(self, order: LaunchOrder) -> None:
@@ -123,28 +124,27 @@ class TrainerHandle:
         self.process.control_writer.write(command_line(command))
 
     def save_and_end(self, generation: int) -> bool:
-        """Have the ranks of `generation` save their state after a step, and end; False where this is not one of them,
-        or is at rest."""
+        """Have the ranks of `generation` save their state after a step, and end; False if this is not one of them, or
+        is at rest."""
         if self.generation != generation or self.process.ended or self.at_rest:
             return False
         self._send(SaveAndEnd(generation))
         return True
 
     def arm(self, fault: Fault) -> None:
-        """Have the trainer carry out `fault` when it gets there."""
+        """Have the trainer carry out `fault` when it reaches that point."""
         if not self.process.ended:
             self._send(Arm(fault))
 
     def trace(self, order: TraceOrder) -> bool:
-        """Have all ranks of the order's generation record steps; False where this is not one of them, or is at rest."""
+        """Have all ranks of the order's generation record steps; False if this is not one of them, or is at rest."""
         if self.generation != order.generation or self.process.ended or self.at_rest:
             return False
         self._send(Trace(order))
         return True
 
     async def flight_record(self) -> FlightRecord | None:
-        """What NCCL's flight recorder in the process knows; None where the process does not say within
-        FLIGHT_RECORD_SECONDS."""
+        """NCCL's flight record of the process; None if the process does not send it within FLIGHT_RECORD_SECONDS."""
         if self._flight_record is None or self._flight_record.done():
             if self.process.ended:
                 return None
@@ -185,7 +185,7 @@ class TrainerHandle:
         return ended
 
     def _memory_kills(self) -> int | None:
-        """Those since the process began, unless its end was asked for."""
+        """Number of kills by the kernel since the process began; None if its end was requested."""
         before, now = self._killed_before, killed_for_memory()
         asked_for = self.stopped or self._killed_for is not None
         return None if asked_for or before is None or now is None else now - before
@@ -196,14 +196,14 @@ class TrainerHandle:
                 self._take(line)
 
     async def _control_line(self) -> bytes:
-        """The next line; a last one that the trainer's death cut off is none."""
+        """The next line; an incomplete last line, from a trainer that died, is dropped."""
         try:
             return await self.process.control.readuntil(b"\n")
         except asyncio.IncompleteReadError:
             return b""
 
     def _take(self, line: bytes) -> None:
-        """Buffer one report, unless it makes no sense or belongs to another generation."""
+        """Buffer one report, unless it is invalid or belongs to another generation."""
         try:
             document = json.loads(line)
             if document["generation"] != self.generation or document["kind"] not in KINDS:

@@ -96,13 +96,13 @@ _KINDS: dict[type[BaseException], str] = {
 
 
 Build = Callable[[LaunchOrder, Progress | None, Reporter], tuple[Comm, Trainer]]
-"""Makes communication and trainer of an order, with the progress record that they continue with, if any."""
+"""Creates the communication and the trainer for an order, with an existing progress record, if any."""
 
 
 def run(argument: JsonObject, control: socket.socket) -> int:
-    """Train as `argument`, a TrainerArgument, says; returns the exit status.
+    """Train according to `argument`, a TrainerArgument; returns the exit status.
 
-    What can go wrong is said in `TrainerProcess.run`.
+    For errors see `TrainerProcess.run`.
     """
     task = from_json(TrainerArgument, argument)
     process = TrainerProcess(task.order, control)
@@ -119,8 +119,8 @@ class TrainerProcess:
         build: Build | None = None,
         orphaned: Callable[[], object] = exit_orphaned,
     ):
-        """`build`: makes communication and trainer of an order (default: `build_rank`); `orphaned`: called when the
-        agent has hung up."""
+        """`build`: creates communication and trainer for an order (default: `build_rank`); `orphaned`: called when the
+        agent has disconnected."""
         self.order = order
         self._build_rank = build if build is not None else build_rank
         self.reporter = Reporter(self._sink)
@@ -142,9 +142,8 @@ class TrainerProcess:
     def run(self, prepare: bool = False) -> int:
         """Carry out the order, or with `prepare` get ready for one like it and carry that out; returns the exit status.
 
-        Whatever goes wrong becomes a `failure` report, except for the loss of a peer where the order is to repair in
-        place. Then the process comes to rest and continues in the next generation, as it does where it was asked to
-        rest.
+        Any error becomes a `failure` report, except for the loss of a peer if the order is to repair in place. The
+        process then comes to rest and continues in the next generation, as it does when it is asked to rest.
         """
         try:
             if prepare:
@@ -152,7 +151,7 @@ class TrainerProcess:
             while not self._train():
                 self._rest()
         except SystemExit as request:
-            # Of a user's code: with its status, 0 perhaps, it would look like a job that is done.
+            # From a user's code: with its status, perhaps 0, it would look like a completed job.
             error = RuntimeError(f"something in this process asked for its end (status {request.code})")
             error.__cause__ = request
             return self._fail(error)
@@ -161,14 +160,14 @@ class TrainerProcess:
         return self._finish()
 
     def _prepare(self) -> None:
-        """Be ready for an order like this one, then wait for it."""
+        """Get ready for an order like this one, then wait for it."""
         self.order = replace(self.order, generation=0)
         self._build()
         self._report(Prepared())
         self.order = self._commands.next_order(after=0)
 
     def _train(self) -> bool:
-        """Through the generation of the order to the job's last step; False when it is to rest before that."""
+        """Train in the order's generation until the job's last step; False if it is to rest before that."""
         try:
             self._join()
             trainer = self._trainer
@@ -182,12 +181,12 @@ class TrainerProcess:
         except PeerLost as error:
             if not (self.order.in_place or isinstance(error, AskedToRest)):
                 raise
-            self._lost_peer = str(error)  # not the error, whose frames hold the broken step's activations
+            self._lost_peer = str(error)  # not the error, whose frames hold the aborted step's activations
             return False
         return True
 
     def _rest(self) -> None:
-        """Leave the generation at once, so that those that wait for this rank are freed; then wait for the next
+        """Leave the generation at once, so that ranks that wait for this one are released; then wait for the next
         order."""
         if self._comm is not None:
             self._comm.close()
@@ -200,7 +199,7 @@ class TrainerProcess:
         self.order = self._commands.next_order(self.order.generation)
 
     def _finish(self) -> int:
-        """Say that the job's last step is committed, unless the process ends before it."""
+        """Report that the job's last step is committed, unless the process ends first."""
         assert self._trainer is not None
         if self._trainer.ends_early:
             self.reporter.close()
@@ -210,7 +209,7 @@ class TrainerProcess:
         return 0
 
     def _fail(self, error: Exception) -> int:
-        """Say why the process ends before that."""
+        """Report the failure."""
         error = gpu.as_lost(error)
         text = "".join(traceback.format_exception(error))
         print(text, file=sys.stderr, flush=True)
@@ -223,7 +222,7 @@ class TrainerProcess:
         return EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED
 
     def _join(self) -> None:
-        """Meet the ranks of the order's generation and bring the state to where they resume from."""
+        """Connect to the ranks of the order's generation and restore the state that they resume from."""
         order = self.order
         self._build()
         assert self._comm is not None and self._trainer is not None
@@ -247,8 +246,8 @@ class TrainerProcess:
         self._trainer.restore(order.resume, order.roll_backs)
 
     def _try_repair(self, store: dist.Store) -> None:
-        """Find out with the other ranks whether a lost peer can be repaired in place. Raises PeerLost where this
-        process can't be used any more after that."""
+        """Test together with the other ranks whether a lost peer can be repaired in place. Raises PeerLost if this
+        process cannot be used any more after that."""
         assert self._comm is not None
         result = self._comm.try_repair(store, self.order.generation)
         self._print(result.sentence)
@@ -259,13 +258,13 @@ class TrainerProcess:
         self.order = replace(self.order, in_place=result.passed)
 
     def _build(self) -> None:
-        """Make what the order needs, unless it is there: another layout needs another rank's model."""
+        """Create what the order needs, unless it exists: another layout needs another rank's model."""
         order = self.order
         if self._built is not None and _same_place(self._built, order):
             return
         if self._trainer is not None:
             self._trainer.close()
-        # The agent watches the record of this rank, which therefore continues being the same.
+        # The agent watches this rank's record, so the same one is used again.
         before = self._comm
         progress = before.progress if before is not None and before.rank == order.rank else None
         if before is not None:
@@ -307,7 +306,7 @@ class TrainerProcess:
         self._watch_for_faults()
 
     def _tell_flight(self) -> None:
-        """On a thread of its own: commands that may free this rank must not wait for NCCL's recorder."""
+        """On a separate thread: commands that may release this rank must not wait for NCCL's recorder."""
 
         def tell() -> None:
             record = take_flight_record() or FlightRecord()
@@ -320,7 +319,7 @@ class TrainerProcess:
             self._comm.step.on_phase = self._faults.reached
 
     def _strike(self, fault: Fault, step: int) -> None:
-        """Say so, ahead of whatever the reporter has not shipped yet, and do it."""
+        """Report it, before anything that the reporter has not sent yet, and carry it out."""
         last_words = Event(FAULT_STRUCK, f"{fault.kind} in {fault.phase}", step, {"fault": fault.id})
         self._send([Report(last_words, self.order.generation, self.order.rank, time.time())])
         if fault.kind in ("kill", "stop"):
@@ -342,12 +341,12 @@ class TrainerProcess:
 
 
 def _same_place(one: LaunchOrder, other: LaunchOrder) -> bool:
-    """Whether what was built for `one` serves `other`."""
+    """Whether what was built for `one` can be used for `other`."""
     return (one.spec, one.rank, one.snapshot_folder) == (other.spec, other.rank, other.snapshot_folder)
 
 
 def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter) -> tuple[Comm, Trainer]:
-    """Communication and trainer of the order's rank. `progress`: the record that it continues with; None: a new one."""
+    """Communication and trainer of the order's rank. `progress`: an existing record; None: a new one."""
     spec = parse_job_spec(order.spec)
     torch.set_num_threads(threads_of(spec))
     device, backend = _device_of(order)
@@ -359,7 +358,7 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
     if backend is None and (backend := read_backend()) is not None:
         print(f"rank {order.rank} communicates over process groups, since a test wants that", flush=True)
     comm = Comm(RankGrid(spec.layout), order.rank, device, backend, progress, order.ports, in_place)
-    comm.step.enter("preparing")  # memory for the state and its snapshots is allocated at some GB a second
+    comm.step.enter("preparing")  # memory for the state and its snapshots is allocated at some GB/s
     peak = peak_of_rank(device, spec, order.peak_flops)
     record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
     cache = Path(order.token_cache) if order.token_cache else None
@@ -371,7 +370,7 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
 
 
 def _device_of(order: LaunchOrder) -> tuple[torch.device, BackendKind | None]:
-    """Where the rank computes, and what it communicates with, None: as is usual there."""
+    """The rank's device, and its communication backend; None: the usual one for the device."""
     device = torch.device(order.device)
     if device.type == "cpu" or not read_computes_on_cpu():
         return device, None

@@ -26,9 +26,9 @@ from workers.rank.trainer_handle import TrainerHandle
 from workers.zygote.client import Exit, ZygoteUnavailable, fork
 
 ZYGOTE_WAIT_SECONDS = 60.0
-"""How long a launch waits for a zygote that still imports torch."""
+"""Seconds that a launch waits for a zygote that is still importing torch."""
 PREPARE_WAIT_SECONDS = 1.0
-"""How long a standby trainer that is not needed yet may hold up a launch."""
+"""Seconds that a standby trainer that is not needed yet may hold up a launch."""
 
 
 class StaleGeneration(MantaError):
@@ -37,14 +37,14 @@ class StaleGeneration(MantaError):
 
 @dataclass(eq=False)
 class _Occupant:
-    """A trainer, and what was begun for it."""
+    """A trainer, and the tasks that were started for it."""
 
     trainer: TrainerHandle
     watch: TrainerWatch | None = None
     watched_as: int | None = None
-    """Rank whose record the watch reads."""
+    """Rank whose progress record is watched."""
     has_successor: bool = False
-    """Whether the next one will be made ready when this one is killed."""
+    """Whether a successor is prepared when this one is killed."""
 
 
 class TrainerSlot:
@@ -64,7 +64,7 @@ class TrainerSlot:
         self._job, self._home = job, home
         self._runtime_folder, self._snapshot_folder, self._reports = runtime_folder, snapshot_folder, reports
         self.rank, self.generation = rank, 0
-        """Of the last launch; generation 0 before the first."""
+        """Generation of the last launch; 0 before the first."""
         self._log: LineSink = self._log_of(rank)
         self._lock = asyncio.Lock()
         self._occupant: _Occupant | None = None
@@ -75,49 +75,49 @@ class TrainerSlot:
 
     @property
     def order(self) -> LaunchOrder | None:
-        """The last one that was carried out; None while one of a newer generation is under way."""
+        """The last order that was carried out; None while one of a newer generation is in progress."""
         return self._order if self._order is not None and self._order.generation == self.generation else None
 
     @property
     def pid(self) -> int | None:
-        """Process id of the trainer; None when none runs."""
+        """Process id of the trainer; None if none is running."""
         occupant = self._running()
         return occupant.trainer.process.pid if occupant is not None else None
 
     async def launch(self, order: LaunchOrder) -> Launched:
-        """Have a trainer carry out `order`: the one at rest, if there is one, else a new one; any other that runs is
-        killed and reaped first. Raises StaleGeneration unless the order's generation is above every earlier
-        one, ZygoteUnavailable."""
+        """Have a trainer carry out `order`: the resting one, if there is one, otherwise a new one; any other running
+        one is killed and reaped first. Raises StaleGeneration unless the order's generation is above every earlier one,
+        ZygoteUnavailable."""
         self._refuse_stale(order)
-        self.generation = order.generation  # from here on, older orders that wait for the lock are stale
+        self.generation = order.generation  # from now on, older orders that wait for the lock are stale
         async with self._lock:
             self._refuse_replaced(order)
             self._become(order.rank)
             order = replace(order, faults=tuple(self._waiting_faults()))
             occupant, kept = self._occupant, False
             if occupant is not None and occupant.trainer.at_rest:
-                kept = occupant.trainer.generation > 0  # else it was only prepared
+                kept = occupant.trainer.generation > 0  # otherwise it was only prepared
                 occupant.trainer.go(order)
             else:
                 if occupant is not None:
                     await occupant.trainer.stop()
                 occupant = await self._fork(order)
                 for fault in self._waiting_faults():
-                    if fault not in order.faults:  # it came meanwhile
+                    if fault not in order.faults:  # it was armed meanwhile
                         occupant.trainer.arm(fault)
             self._attend(occupant, order)
             return Launched(occupant.trainer.process.pid, kept)
 
     async def prepare(self, order: LaunchOrder) -> bool:
-        """Have a trainer ready for an order like this one, but of a later generation, unless one runs. Answers once it
-        is ready; False when it could not be made so. Raises ZygoteUnavailable."""
+        """Have a trainer ready for an order like this one, but of a later generation, unless one is running. Returns
+        True when it is ready, False if that failed. Raises ZygoteUnavailable."""
         async with self._lock:
             occupant = self._running() or await self._fork(order, prepared=True)
         return await occupant.trainer.prepared()
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
-        """Bring the trainer of `generation` to rest; see `TrainerHandle.rest`. `grace` is at least what its snapshot
-        takes, which may be larger than the caller can know."""
+        """Bring the trainer of `generation` to rest; see `TrainerHandle.rest`. `grace` is extended to the time that its
+        snapshot takes, which may be larger than the caller knows."""
         async with self._lock:
             if (occupant := self._occupant) is None:
                 return False
@@ -131,13 +131,14 @@ class TrainerSlot:
         return occupant is not None and occupant.trainer.save_and_end(generation)
 
     async def stop(self) -> Exit:
-        """SIGKILL the trainer and wait until it is reaped. Answers how it ended; `Exit(None, None)` if none ran."""
+        """SIGKILL the trainer and wait until it is reaped. Returns how it ended; `Exit(None, None)` if none was
+        running."""
         async with self._lock:
             return Exit(None, None) if self._occupant is None else await self._occupant.trainer.stop()
 
     async def kill(self, pid: int, reason: KillReason, after_commit: bool = False) -> bool:
-        """SIGKILL the trainer `pid`, after the next step that it commits with `after_commit`; its exit report says why.
-        False when it is not here, has ended, or does not commit."""
+        """SIGKILL the trainer `pid`, with `after_commit` after the next step that it commits; its exit report says why.
+        False if it is not here, has ended, or does not commit."""
         occupant = self._running()
         if occupant is None or occupant.trainer.process.pid != pid:
             return False
@@ -147,7 +148,7 @@ class TrainerSlot:
         return True
 
     def arm(self, fault: Fault) -> None:
-        """Have the trainer carry out `fault` when it gets there: the one that runs now, or one of a later
+        """Have the trainer carry out `fault` when it reaches that point: the running one, or one of a later
         generation."""
         self._faults[fault.id] = fault
         if (occupant := self._running()) is not None:
@@ -159,15 +160,15 @@ class TrainerSlot:
         return occupant is not None and occupant.trainer.trace(order)
 
     def status(self) -> TrainerStatus | None:
-        """Where the trainer stands; None when none runs, or none is watched."""
+        """The trainer's position; None if none is running, or none is watched."""
         occupant = self._running()
         if occupant is None or occupant.watch is None or not occupant.watch.look():
             return None
         return occupant.watch.describe()
 
     async def stacks(self, pid: int) -> str:
-        """The stacks of all threads of the trainer `pid`, or what the kernel tells about a process that does not
-        answer; empty when it is not here. They are written into the rank's log too."""
+        """The stacks of all threads of the trainer `pid`, or the kernel's information about a process that does not
+        answer; empty if it is not here. They are also written to the rank's log."""
         if self.pid != pid or self._snapshot_folder is None:
             return ""
         stacks = await take_stacks(pid, stacks_path(self._snapshot_folder, self.rank))
@@ -175,14 +176,14 @@ class TrainerSlot:
         return stacks
 
     async def flight_record(self, pid: int) -> FlightRecord | None:
-        """What NCCL's flight recorder in the trainer `pid` knows; None when it is not here, or does not answer."""
+        """NCCL's flight record in the trainer `pid`; None if it is not here, or does not answer."""
         occupant = self._running()
         if occupant is None or occupant.trainer.process.pid != pid:
             return None
         return await occupant.trainer.flight_record()
 
     async def close(self) -> None:
-        """End the trainer, and leave nothing open."""
+        """End the trainer, and close everything."""
         await self.stop()
         self._log.close()
 
@@ -200,7 +201,7 @@ class TrainerSlot:
         return self._occupant
 
     def _attend(self, occupant: _Occupant, order: LaunchOrder) -> None:
-        """Watch a trainer that has begun to carry out `order`, and see to its successor."""
+        """Watch a trainer that has begun to carry out `order`, and prepare its successor."""
         self._order = order
         if occupant.watched_as != self.rank and self._snapshot_folder is not None:
             compiles = bool(order.spec.get("train", {}).get("compile", False))
@@ -218,11 +219,10 @@ class TrainerSlot:
             successor.add_done_callback(self._successors.discard)
 
     async def _prepare_successor(self, trainer: TrainerHandle) -> None:
-        """When the trainer is killed, get the next one ready without being asked: its peers are about to wait for
-        it."""
+        """When the trainer is killed, prepare the next one without a request: its peers are about to wait for it."""
         ended = await trainer.wait()
         if ended.signal is not None and not trainer.stopped and self._order is not None:
-            with contextlib.suppress(ZygoteUnavailable):  # then the launch that follows says so
+            with contextlib.suppress(ZygoteUnavailable):  # the next launch reports it then
                 await self.prepare(self._order)
 
     def _report_status(self, status: TrainerStatus) -> None:
@@ -232,7 +232,7 @@ class TrainerSlot:
         return [fault for fault in self._faults.values() if fault.id not in self._struck]
 
     def _become(self, rank: int) -> None:
-        """Be another rank from now on: the ranks of a smaller layout are renumbered."""
+        """Become another rank: the ranks of a smaller layout are renumbered."""
         if rank != self.rank:
             self._log.close()
             self.rank, self._log = rank, self._log_of(rank)

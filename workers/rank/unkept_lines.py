@@ -1,4 +1,4 @@
-"""Printed lines that a control plane has fetched, and may yet lose: it has not said that they are kept for good."""
+"""Printed lines that a control plane has fetched but may still lose: it has not confirmed that they are stored."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from workers.protocol.reports import Printed, Report
 MOST_CHARACTERS = 8 * 1024 * 1024
 LEFT_OUT = "lines may be missing here: they were not kept in time"
 Kept = tuple[int, int, int]
-"""A rank, and generation and sequence of the last report of its lines that is kept for good. A rank has one agent in a
-generation, so the two only grow."""
+"""A rank, and the generation and sequence number of its last report of lines that is stored. A rank has one agent in a
+generation, so the numbers only grow."""
 
 
 class UnkeptLines:
-    """Those of one agent, the oldest first. When they are too many the oldest are left out."""
+    """Such lines of one agent, the oldest first. If there are too many, the oldest are dropped."""
 
     def __init__(self, most_characters: int = MOST_CHARACTERS):
         self._most_characters, self._characters = most_characters, 0
@@ -30,7 +30,7 @@ class UnkeptLines:
             self._leave_out()
 
     def forget(self, kept: Kept | None) -> None:
-        """Those up to `kept` are kept for good; with None all others are too."""
+        """Lines up to `kept` are stored; with None all are."""
         if kept is None:
             self._reports.clear()
         elif kept != self._kept:
@@ -42,7 +42,7 @@ class UnkeptLines:
         self._characters = sum(map(_characters_in, self._reports))
 
     def after(self, sequence: int) -> list[Report]:
-        """Those that came after `sequence`."""
+        """Reports that came after `sequence`."""
         if not self._reports or self._reports[-1].sequence <= sequence:
             return []
         return [report for report in self._reports if report.sequence > sequence]
