@@ -26,13 +26,15 @@ from service.data_roots import LOOPBACK_HOSTS, roots_of
 from service.model_packages import ModelPackages
 from service.settings import DEFAULT_HOST, Settings, Tls
 from service.store import Store, StoreUnusable, keys
-from service.store.location import file_of, parse_url, url_in
+from service.store.location import RECORD, file_of, noted_in, parse_url, url_in
 from service.traces.traces import refuse_without_packages
 from workers.errors import MantaError
 from workers.storage.files import files_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 3
 # Everything that the service and its child processes create (database, logs, checkpoints, snapshots) is for its own
@@ -100,6 +102,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
             automatic_key.ensure(control.store, home)
         app = build_app(control, settings, host)
         announce(service_file, url, control.store.location, tls.certificate)
+        log.info("Manta is up at %s, listening on %s", url, host)
         _answer_requests(app, settings, listener)
     finally:
         with contextlib.suppress(OSError):  # a process that is gone is not taken for a service
@@ -260,14 +263,13 @@ def lock_database(home: Path, url: str | None) -> list[IO[str]]:
 def _keep_to_database(settings: Settings, location: str) -> None:
     """Record which database this home's jobs are in, without a password. If none is named it must be the recorded one:
     with an empty one, running jobs would have no owner. Raises OtherDatabase, HomeUnusable."""
-    record = settings.home / "database"
-    known = (record.read_text(encoding="utf-8") if record.exists() else "") or location
-    if settings.database_url is None and known != location:
+    record, known = settings.home / RECORD, noted_in(settings.home)
+    if settings.database_url is None and known not in (None, location):
         raise OtherDatabase(
             f"the jobs of {settings.home} are in the database {known}: name it with --database or MANTA_DATABASE_URL, "
             f"or remove {record} to begin with an empty one in the home"
         )
-    if not record.exists() or known != location:
+    if known != location:
         write_whole(record, location)
 
 

@@ -15,7 +15,7 @@ from service.store import Store, leases
 from service.store.database import newest_revision
 from service.store.errors import StoreEmpty
 from service.store.health import refuse_none
-from service.store.location import file_of, parse_url, shown, url_in
+from service.store.location import file_of, noted_in, parse_url, shown, url_in
 from workers.errors import MantaError
 from workers.storage.files import files_of
 from workers.storage.places import Place
@@ -27,6 +27,11 @@ SKEW_SECONDS = 5.0
 def database(settings: Settings) -> Iterator[Finding]:
     """Whether the database answers and is of this release; none is made."""
     url = parse_url(url_in(settings.home, settings.database_url))
+    noted = noted_in(settings.home)
+    if settings.database_url is None and noted not in (None, shown(url)):
+        where = f"the jobs of {settings.home} are in {noted}, which was not named"
+        yield Finding("database", "problem", where, "name it with --database or MANTA_DATABASE_URL")
+        return
     file = file_of(url)
     if file is not None and not file.exists():  # to open it would make its folder
         yield _to_be_made(str(file))

@@ -12,6 +12,8 @@ from workers.errors import MantaError
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 _SQLITE = ("sqlite", "sqlite+pysqlite")
 _FORMS = "postgresql://USER:PASSWORD@HOST:PORT/NAME or sqlite:////absolute/path/of/manta.db"
+RECORD = "database"
+"""In the home: where its jobs are."""
 
 
 class BadDatabaseUrl(MantaError):
@@ -49,6 +51,12 @@ def parse_url(text: str) -> URL:
             raise BadDatabaseUrl("names a file by a relative path")
         return url.set(drivername="sqlite")
     raise BadDatabaseUrl(f"begins with {url.drivername[:30]!r}, a kind of database that Manta does not work with")
+
+
+def noted_in(home: Path) -> str | None:
+    """The database, as `shown`, that the jobs of `home` were in when a service last started there; None before that."""
+    record = home / RECORD
+    return (record.read_text(encoding="utf-8") if record.exists() else "") or None
 
 
 def file_of(url: URL) -> Path | None:

@@ -7,6 +7,7 @@ import pytest
 from service.doctor import stores
 from service.settings import Settings
 from service.store import Store
+from service.store.location import sqlite_url
 from workers.storage.places import ObjectPath
 
 
@@ -20,6 +21,15 @@ def test_a_database_without_tables_will_get_them(tmp_path):
     (tmp_path / "manta.db").touch()
     (seen,) = stores.database(Settings(tmp_path))
     assert seen.verdict == "ok" and "is empty" in seen.message
+
+
+def test_a_database_of_the_home_that_was_not_named_is_a_problem(tmp_path):
+    (tmp_path / "database").write_text("postgresql://me:***@there/manta")
+    (seen,) = stores.database(Settings(tmp_path))
+    assert seen.verdict == "problem" and "are in postgresql://me:***@there/manta, which was not named" in seen.message
+    assert seen.advice == "name it with --database or MANTA_DATABASE_URL"
+    (tmp_path / "database").write_text(sqlite_url(tmp_path / "manta.db"))
+    assert [each.verdict for each in stores.database(Settings(tmp_path))] == ["ok"]
 
 
 def test_a_database_of_this_release_answers(database_url, tmp_path):
