@@ -74,12 +74,12 @@ def job_list(console: Console, jobs: Sequence[schemas.Job], filtered: bool = Fal
 
 def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = None) -> None:
     """Output of `manta status`."""
-    latest = job.metrics.latest
+    latest, ranks = job.metrics.latest, counted(job.parallel["world_size"], "rank")
     lines = {
         "job": f"{job.id} ({job.name})",
         "progress": progress_line(job),
         "why": ": ".join(part for part in (job.reason, job.message) if part) or "-",
-        "layout": f"{layout_name(job.parallel)} (tensor x pipeline x data), {job.parallel.get('world_size')} ranks",
+        "layout": f"{layout_name(job.parallel)} (tensor x pipeline x data), {ranks}",
         "validation loss": figure(latest.get("validation_loss"), 4),
         **{
             f"validation loss {name}": figure(latest.get(metric), 4)
