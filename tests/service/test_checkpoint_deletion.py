@@ -92,14 +92,13 @@ def test_one_that_is_being_saved_or_restored_from_stays_whatever_the_force(store
     with pytest.raises(CheckpointNeeded, match="is being saved"):
         delete_checkpoint(store, paths, job, id_of(job, 15), force=True)
 
-    def recover(session):
-        generations.begin(session, job, "rank lost", True, "checkpoint", 5)
-        jobs.transition(session, job, JobState.RECOVERING)
-
-    store.write(recover)
+    store.write(lambda session: jobs.transition(session, job, JobState.RECOVERING))
+    store.write(lambda session: generations.begin(session, job, "rank lost", True, "checkpoint", 5))
     with pytest.raises(CheckpointNeeded, match="is being restored"):
         delete_checkpoint(store, paths, job, id_of(job, 5), force=True)
     assert delete_checkpoint(store, paths, job, id_of(job, 15)).state == "deleted", "of a generation that is over"
+    store.write(lambda session: generations.begin(session, job, "rank lost", True, "snapshot", 5))
+    assert delete_checkpoint(store, paths, job, id_of(job, 5), force=True).state == "deleted", "memory has it"
 
 
 def test_one_that_is_being_exported_stays_until_that_is_over(store, paths, job):

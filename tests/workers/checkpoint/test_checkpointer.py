@@ -263,8 +263,7 @@ def test_the_last_step_is_due_whatever_its_number_and_none_is_where_none_is_aske
     last = checkpoints.spec.train.steps
 
     def due(every):
-        config = checkpoints.spec.checkpoint.model_copy(update={"every_steps": every})
-        checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": config})
+        saves_every(trainer, every)
         return [step for step in range(1, last + 1) if checkpoints.due(step)]
 
     assert due(3) == [3, last]
@@ -314,13 +313,20 @@ def test_one_rank_looks_for_what_is_missing_and_tells_the_others(ranks, corpus, 
     assert by_rank == [(1, [2]), (0, [2])]
 
 
-def test_what_was_due_some_steps_ago_is_missing_until_it_or_a_later_step_is_saved(trainer):
+def saves_every(trainer: Trainer, steps: int) -> None:
+    """From now on it is to save so often."""
     checkpoints = trainer.state.checkpoints
-    every = checkpoints.spec.checkpoint.model_copy(update={"every_steps": 2})
-    checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": every})
+    config = checkpoints.spec.checkpoint.model_copy(update={"every_steps": steps})
+    checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": config})
+
+
+def test_what_was_due_some_steps_ago_is_missing_until_it_or_a_later_step_is_saved(trainer):
+    saves_every(trainer, 2)
     assert begun(trainer, range(4)) == [2, 3]
     save(trainer, 3)
     assert begun(trainer, range(4)) == [2]
+    saves_every(trainer, 3)
+    assert begun(trainer, [trainer.spec.train.steps]) == [4], "the last step is due whatever was saved right before it"
 
 
 def test_who_has_sealed_what_was_due_need_not_look_for_it(trainer, monkeypatch):
@@ -342,8 +348,7 @@ def test_what_was_sealed_of_a_step_that_is_done_again_says_nothing_about_it(trai
 def test_a_new_generation_saves_what_the_one_before_did_not_get_to(trainer, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 60.0)
     checkpoints = trainer.state.checkpoints
-    every = checkpoints.spec.checkpoint.model_copy(update={"every_steps": 2})
-    checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": every})
+    saves_every(trainer, 2)
     for _ in range(3):
         trainer.train_step()
     checkpoints.finish()

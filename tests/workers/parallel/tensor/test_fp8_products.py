@@ -133,6 +133,15 @@ def test_a_step_casts_each_weight_once_and_each_input_and_gradient_once(monkeypa
     assert calls == {"rows": 2 * 2 * 4, "columns": 2 * 2 * 4, "both": 2 * 6 + 2 * 2 * 6}
 
 
+def test_gradients_whose_products_for_weights_are_put_off_are_not_kept_in_8_bits():
+    """Schedules may put off those of many micro-batches."""
+    products, weight = Fp8Products("tensorwise", CPU), layer(16, 32, 1)
+    products.take("weight", weight)
+    for seed in range(3):
+        products.input_gradient([matrix(16, 16, seed=seed)], [weight])
+    assert len(products._gradients) == 1, "those of the last product may be asked for at once"
+
+
 def test_casts_are_those_of_the_weights_as_they_are_now():
     """After a step, and after others were loaded, whoever has done that."""
     engine = engine_of(job())
