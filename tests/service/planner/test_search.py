@@ -98,9 +98,10 @@ def drawn_on_measured(seed: int) -> tuple[JobSpec, Cluster]:
 
 
 @pytest.mark.parametrize(
-    "seed", [seed if seed in (1, 2, 4, 5) else pytest.param(seed, marks=pytest.mark.soak) for seed in range(50)]
+    "seed", [seed if seed in (2, 31, 43, 45) else pytest.param(seed, marks=pytest.mark.soak) for seed in range(50)]
 )
 def test_nothing_is_more_than_two_percent_faster_than_what_is_found(seed):
+    """In what always runs the best is uneven, recomputes, is a zb-v, or has little room."""
     spec, cluster = drawn(seed)
     plans = search(spec, cluster).plans
     enough = plans[0].time.seconds / 1.02 if plans else float("inf")
@@ -168,18 +169,41 @@ def drawn_in_part(seed: int) -> tuple[JobSpec, Cluster]:
     return spec.model_copy(update={"train": spec.train.model_copy(update={"frozen": patterns})}), cluster
 
 
+def corners(layouts: list[Candidate], spec: JobSpec) -> list[Candidate]:
+    """Of each kind those with the fewest and the most micro-batches, and with as many as just fill the pipeline: where
+    bounds are near to what they bound."""
+
+    def count(each: Candidate) -> tuple[int, int]:
+        return each.micro_batches(spec), each.ranks
+
+    def filling(each: Candidate) -> tuple[int, int]:
+        return abs(each.micro_batches(spec) - each.pipeline), each.ranks
+
+    kinds: dict[tuple[object, ...], list[Candidate]] = {}
+    for each in layouts:
+        kind = each.schedule, each.pipeline, each.virtual_stages, each.recompute, bool(each.stage_layers)
+        kinds.setdefault(kind, []).append(each)
+    chosen = [(min(like, key=count), max(like, key=count), min(like, key=filling)) for like in kinds.values()]
+    return [*dict.fromkeys(itertools.chain.from_iterable(chosen))]
+
+
+BOUNDED = [(drawn, seed) for seed in range(6)] + [
+    (drawn_on_cores, 1),
+    (drawn_on_measured, 1),
+    (drawn_on_measured, 4),
+    (drawn_with_offload, 2),
+    (drawn_in_part, 4),
+]
+
+
 @pytest.mark.parametrize(
-    ("draw", "seed"),
-    [(drawn, seed) for seed in range(6)]
-    + [
-        (drawn_on_cores, 1),
-        (drawn_on_measured, 1),
-        (drawn_on_measured, 4),
-        (drawn_with_offload, 2),
-        (drawn_in_part, 4),
+    ("draw", "seed", "chosen"),
+    [
+        *((*each, corners) for each in BOUNDED),
+        *(pytest.param(*each, lambda layouts, spec: layouts, marks=pytest.mark.soak) for each in BOUNDED),
     ],
 )
-def test_bounds_are_bounds(draw, seed):
+def test_bounds_are_bounds(draw, seed, chosen):
     spec, cluster = draw(seed)
     engine = engine_on(cluster.machine)
     bounds = Bounds(spec, cluster, engine)
@@ -189,7 +213,7 @@ def test_bounds_are_bounds(draw, seed):
         stages = candidate.pipeline * candidate.virtual_stages
         if 1 < stages < spec.model.layers and any_of.random() < 0.1:
             lists.append(replace(candidate, stage_layers=any_of.choice([*compositions(spec.model.layers, stages)])))
-    for candidate in lists:
+    for candidate in chosen(lists, spec):
         variant = candidate.spec(spec)
         if not find_problems(variant):
             assert bounds.least_bytes(candidate) <= worst_rank(variant, cluster.machine).total
@@ -221,7 +245,7 @@ def test_the_papers_choices_come_out(shape, nodes, expected):
 
 @pytest.mark.parametrize("draw", [drawn, drawn_on_cores])
 def test_a_search_on_fewer_nodes_goes_on_with_what_another_one_knows(draw):
-    spec, cluster = draw(1)
+    spec, cluster = draw(42)
     engine, fewer = engine_on(cluster.machine), replace(cluster, nodes=1)
     assert cluster.nodes > 1
     bounds = Bounds(spec, cluster, engine)
