@@ -20,6 +20,8 @@ from workers.parallel.data.reduction import GradientReduction
 from workers.parallel.data.shared_gradients import SharedGradients
 from workers.parallel.data.step_statistics import StepStatistics
 from workers.parallel.data.zero import ZeroOptimizer
+from workers.parallel.pipeline.graphed import GraphedPipeline
+from workers.parallel.pipeline.recording import CudaRecording, Recording
 from workers.parallel.pipeline.runtime import Pipeline
 from workers.parallel.tensor.fp8_products import Fp8Products
 from workers.parallel.tensor.initial_values import fill_initial
@@ -31,9 +33,17 @@ from workers.system.host_memory import keep_freed_memory
 class Engine:
     """Trains one rank of a job; independent of data, checkpoints and reports."""
 
-    def __init__(self, spec: JobSpec, comm: Comm, dtype: torch.dtype | None = None, products: Products | None = None):
+    def __init__(
+        self,
+        spec: JobSpec,
+        comm: Comm,
+        dtype: torch.dtype | None = None,
+        products: Products | None = None,
+        new_recording: Callable[[], Recording] | None = None,
+    ):
         """`dtype` overrides the precision of compute: fp64 checks the arithmetic. `products` computes the linear
-        layers; default: torch, in 8 bits where the job wants that."""
+        layers; default: torch, in 8 bits where the job wants that. `new_recording` makes what `train.cuda_graphs`
+        replays; default: a CUDA graph on a GPU, on a CPU nothing."""
         self.spec, self.comm = spec, comm
         layout = spec.layout
         if comm.device.type == "cpu":
@@ -55,12 +65,18 @@ class Engine:
         if spec.train.deterministic == "elastic":
             elastic = ElasticReduction(self.flat, comm, shared, spec, self.model.chunks)
             self.reduction, sums = elastic, ElasticStepSums(comm, elastic)
-            self.pipeline = Pipeline(spec, self.model, comm, when_done=elastic.done)
+            when_done, when_added = elastic.done, None
         else:
             self.reduction = GradientReduction(self.flat, comm, shared, self._uses())
             sums = StepSums(comm, CountedNorm(self.flat, self.reduction.parts, comm.index("tensor")))
-            when_added = self.reduction.added if self.reduction.overlaps else None
-            self.pipeline = Pipeline(spec, self.model, comm, when_added=when_added)
+            when_done, when_added = None, self.reduction.added if self.reduction.overlaps else None
+        if new_recording is None and comm.device.type == "cuda":
+            new_recording = CudaRecording
+        self.pipeline: Pipeline
+        if spec.train.cuda_graphs and new_recording is not None:
+            self.pipeline = GraphedPipeline(spec, self.model, comm, new_recording, when_done, when_added)
+        else:
+            self.pipeline = Pipeline(spec, self.model, comm, when_done, when_added)
         # On a CPU torch's kernels, pass after pass, are no slower, and need no compilation.
         one_pass = spec.train.compile and comm.device.type == "cuda"
         self.optimizer = ZeroOptimizer(
@@ -127,6 +143,11 @@ class Engine:
             if not math.isfinite(statistics.loss) or not self.loss_scale.after_overflow():
                 self.loss_scale.state.copy_(scale_before)
                 return statistics
+
+    @property
+    def not_recorded(self) -> str | None:
+        """Why micro-batches are computed that `train.cuda_graphs` would replay; None where nothing is wrong."""
+        return self.pipeline.recorder.refusal if isinstance(self.pipeline, GraphedPipeline) else None
 
     @property
     def settled(self) -> bool:

@@ -52,6 +52,7 @@ class Trainer:
         self.tracing = Tracing(comm, reporter, peak_flops)
         self.ends_early = False
         """Whether all ranks have saved their state after a step before the last one, because that was requested."""
+        self._recording_reported = False
         each = peak_of_stages(peak_flops, spec.layout.stage_accelerators or (), spec.train.precision)
         self._rows = StepRows(spec, self.batches.plan, each * comm.size("world"))
         self._replica_check = ReplicaCheck(self.engine.optimizer, comm)
@@ -131,6 +132,7 @@ class Trainer:
             return statistics
         self.comm.progress.commit(step, self.comm.device_step_seconds)
         self._tell_of_ranks(step, statistics)
+        self._tell_of_recording(step)
         more = mean_part_seconds(self.comm, self.state.stall_seconds) if self._measures(step) else {}
         if self.validation.due(step):
             more |= self.validation.losses()
@@ -203,6 +205,15 @@ class Trainer:
         sample = self._sampler.add(step, statistics.agreed_seconds, own, memory, self._named_stragglers)
         if sample is not None:
             self.reporter.ranks(sample)
+
+    def _tell_of_recording(self, step: int) -> None:
+        """Say once that micro-batches are computed which `train.cuda_graphs` would replay."""
+        reason = self.engine.not_recorded
+        if reason is None or self._recording_reported:
+            return
+        self._recording_reported = True
+        message = f"micro-batches are computed without CUDA graphs, since recording one failed ({reason})"
+        announce(self.comm, self.reporter, "cuda_graph_not_recorded", step, message, {"reason": reason})
 
     def _named_stragglers(self) -> list[Straggler]:
         return self._stragglers.named if self._stragglers is not None else []

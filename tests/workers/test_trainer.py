@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
+from workers.engine import Engine
 from workers.errors import AskedToRest, MantaError, NonFiniteError
 from workers.liveness import rank_samples
 from workers.liveness.progress import Progress, ProgressReader, progress_path
@@ -50,6 +51,21 @@ def test_last_step_is_saved_though_a_rank_died_while_it_was_being_saved(tmp_path
     second.restore(Resume("snapshot", 2))
     second.train()
     assert [manifest.step for _, manifest in whole_checkpoints(places.checkpoints)] == [2]
+
+
+def test_micro_batches_that_cannot_be_recorded_are_told_of_once(tmp_path, monkeypatch):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
+    job, messages = spec(data={"paths": [str(corpus)]}, train={"steps": 3, "cuda_graphs": True}), []
+    reporter = Reporter(messages.extend)
+    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9)
+    trainer.restore(Resume())
+    trainer.train_step()
+    monkeypatch.setattr(Engine, "not_recorded", "RuntimeError: not permitted")
+    trainer.train()
+    reporter.close()
+    (event,) = [each for each in events_of(messages) if each["type"] == "cuda_graph_not_recorded"]
+    assert (event["step"], event["reason"]) == (2, "RuntimeError: not permitted")
 
 
 def test_checkpoints_of_before_a_start_from_nothing_are_not_pruned(tmp_path):

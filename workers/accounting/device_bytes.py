@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.accounting.activation_bytes import bytes_of_rank
+from workers.accounting.activation_bytes import bytes_of_rank, tokens_of
 from workers.accounting.eight_bits import weight_bytes
 from workers.accounting.elastic_memory import arriving_bytes, halves_bytes
 from workers.accounting.flops import frozen_parameters_of_rank, parameters_of_rank, waiting_gradient_buffers
@@ -34,7 +34,8 @@ class DeviceBytes:
     activations: int
     """Most that is kept for backward at any time."""
     workspace: int
-    """Most that a pass or an update needs in addition to all of these, at the moment of the peak."""
+    """Most that a pass or an update needs in addition to all of these, at the moment of the peak; with
+    train.cuda_graphs also what a recorded micro-batch keeps for itself."""
 
     @property
     def total(self) -> int:
@@ -70,4 +71,13 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
     activations = bytes_of_rank(spec, stage, micro_batches)
     most = max(passes.of_rank(stage, micro_batches), copies, incoming)
     parameters = width * held + weight_bytes(spec, stage)
-    return DeviceBytes(parameters, gradients, optimizer, activations, max(0, most - activations))
+    workspace = max(0, most - activations) + _recorded_bytes(passes, stage)
+    return DeviceBytes(parameters, gradients, optimizer, activations, workspace)
+
+
+def _recorded_bytes(passes: StepPeak, stage: int) -> int:
+    """Memory of a CUDA graph: all that a micro-batch takes, which no other computation may use in between, and the
+    micro-batch's tokens and targets (`workers/parallel/pipeline/recording.py`)."""
+    if not (passes.spec.train.cuda_graphs and passes.gpu):
+        return 0
+    return passes.of_rank(stage, 1) - passes.tables + 2 * 8 * tokens_of(passes.spec)[0]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from workers.config import LEAST_WINDOW, JobSpec
 from workers.spec.batch_rules import BATCH_RULES, elastic_bounds_hold
 from workers.spec.chat_rules import CHAT_RULES
+from workers.spec.cuda_graph_rules import cuda_graphs_fit
 from workers.spec.data_rules import DATA_RULES
 from workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
 from workers.spec.environment import environment_is_allowed
@@ -279,6 +280,7 @@ FITTING: tuple[Rule, ...] = (
     _attention_can_drop_out,
     _compiled_blocks_are_plain,
     fp8_fits,
+    cuda_graphs_fit,
     _elastic_sums_are_not_compiled,
     _recomputation_is_whole,
     *DATA_RULES,

@@ -104,6 +104,32 @@ def assert_as_accounted(job_spec: JobSpec, stage: int) -> None:
     assert accounted.total == pytest.approx(peak, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        job(**ALONE, cuda_graphs=True),
+        pytest.param(job("gpt", **ALONE, cuda_graphs=True, precision="fp32"), marks=pytest.mark.soak),
+        pytest.param(
+            job("gpt", parallel=LAYOUT | {"tensor": 1, "pipeline": 1, "recompute": "full"}, cuda_graphs=True),
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(job(**ALONE, cuda_graphs=True, head_tokens=256), marks=pytest.mark.soak),
+    ],
+    ids=["llama", "fp32", "full", "a few logits"],
+)
+def test_a_recorded_micro_batch_keeps_what_one_takes(recorded):
+    """Besides the memory of those that are computed."""
+    with pretended_gpu():
+        rank = FakeRank(recorded, 0)
+        rank.step()
+        peak = rank.step()["Total"]
+        assert rank.engine.not_recorded is None
+    told = device_bytes(recorded)[0].total
+    assert told == pytest.approx(peak, rel=0.03)
+    computed = recorded.model_copy(update={"train": recorded.train.model_copy(update={"cuda_graphs": False})})
+    assert device_bytes(computed)[0].total < 0.97 * peak
+
+
 CHUNKED = {
     "full": job("gpt", 1, parallel={"recompute": "full", "forward_chunks": 4, "pipeline": 1}),
     "1f1b": job(parallel={"forward_chunks": 3}),

@@ -336,6 +336,44 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         {"train": {"deterministic": "elastic", "compile": True}},
         "train.compile", "not supported with train.deterministic elastic", "false",
     ),
+    *(
+        (f"graphs and {name}", {"train": {"cuda_graphs": True}} | sections, "train.cuda_graphs", rule, "false")
+        for name, sections, rule in (
+            ("CPUs", {"resources": {"accelerator": "cpu"}}, "not supported with resources.accelerator cpu"),
+            ("tensor ranks", {"parallel": {"tensor": 2}}, "not supported with parallel.tensor 2"),
+            ("stages", {"parallel": {"pipeline": 2}}, "not supported with parallel.pipeline 2"),
+            ("gpipe", {"parallel": {"schedule": "gpipe"}}, "not supported with parallel.schedule gpipe"),
+            ("offloading", {"parallel": {"offload_layers": 1}}, "not supported with parallel.offload_layers"),
+            (
+                "documents",
+                {"data": {"documents": "apart", "end_of_document": "<|endoftext|>"}},
+                "not supported with data.documents apart",
+            ),
+            (
+                "models of others",
+                {"model": {"family": "custom", "entrypoint": "a.b:c"}},
+                "not supported with custom models",
+            ),
+            (
+                "two micro-batches",
+                {"parallel": {"data": 4}},
+                "a replica has 2 per step, and the first and the last one of a step are computed without a graph",
+            ),
+        )
+    ),
+    (
+        "graphs and 8 bits",
+        {
+            "model": {"hidden_size": 64, "sequence_length": 32},
+            "train": {"fp8": "rowwise", "precision": "bf16", "cuda_graphs": True},
+        },
+        "train.cuda_graphs", "not supported with train.fp8 rowwise", "false",
+    ),
+    (
+        "graphs and one micro-batch",
+        {"train": {"micro_batch_size": 8, "cuda_graphs": True}},
+        "train.cuda_graphs", "a replica has 1 per step, and the first one of a step is computed", "false",
+    ),
     (
         "8 bits of 32",
         {"train": {"fp8": "tensorwise"}, "model": {"sequence_length": 16, "head_dim": 16}},
@@ -639,6 +677,10 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("fewer key-value heads than tensor ranks", {"model": {"kv_heads": 2}, "parallel": {"tensor": 4}}),
     ("compiled blocks that are computed again", {"train": {"compile": True}, "parallel": {"recompute": "selective"}}),
     ("interleaved on one", {"parallel": {"schedule": "interleaved", "data": 2}, "train": {"global_batch_size": 7}}),
+    ("graphs of one micro-batch of three", {"train": {"global_batch_size": 6, "cuda_graphs": True},
+                                            "parallel": {"data": 2}}),
+    ("graphs of one elastic sum of two", {"train": {"global_batch_size": 4, "cuda_graphs": True,
+                                                    "deterministic": "elastic"}, "parallel": {"data": 2}}),
     ("one warm-up to the end", {"train": {"optimizer": {"warmup_steps": 30}}}),
     ("nothing but warm-up and decay", {"train": {"optimizer": {"schedule": "wsd", "decay_steps": 20,
                                                               "warmup_steps": 10}}}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +123,24 @@ def host_memory_apart() -> Iterator[HostMemory]:
         yield host
 
 
+class OwnMemory:
+    """A recording that keeps as much memory as what it records takes, and replays nothing."""
+
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+
+    def capture(self, compute: Callable[[], None]) -> None:
+        """Compute, and keep what that took besides what was there."""
+        tracker = tracker_of_bytes()
+        with tracker:
+            compute()
+        before, peak = (tracker.get_tracker_snapshot(which)[CPU]["Total"] for which in ("current", "peak"))
+        self.memory = torch.empty(peak - before, dtype=torch.uint8)
+
+    def replay(self) -> None:
+        """Nothing is computed here anyway."""
+
+
 class FakeRank:
     """The engine of one rank of a job; call within `pretended_gpu`."""
 
@@ -135,7 +153,7 @@ class FakeRank:
         groups.connect(FakeStore())
         groups._open_channels()
         with self.tracker:
-            self.engine = Engine(spec, self.comm)
+            self.engine = Engine(spec, self.comm, new_recording=OwnMemory)
 
     def batch(self) -> list[MicroBatch]:
         """This replica's micro-batches of a step."""

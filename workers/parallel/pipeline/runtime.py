@@ -56,11 +56,12 @@ class _Receiving:
 
 
 @dataclass
-class _Step:
+class Step:
     """State of a rank's micro-batches during one step."""
 
     batch: list[MicroBatch]
-    loss_scale: float
+    scale: torch.Tensor
+    """Factor on the loss in backward, a scalar in the precision of losses."""
     recomputed: frozenset[tuple[int, int]]
     losses_m: torch.Tensor
     z_losses_m: torch.Tensor
@@ -179,7 +180,7 @@ class Pipeline:
         self._run(actions, held)
         return held.losses_m, held.valid_tokens
 
-    def _step(self, batch: list[MicroBatch], loss_scale: float, again: frozenset[tuple[int, int]]) -> _Step:
+    def _step(self, batch: list[MicroBatch], loss_scale: float, again: frozenset[tuple[int, int]]) -> Step:
         self.model.begin()
         zeros = torch.zeros(1 + 2 * len(batch), dtype=torch.float64, device=self.comm.device)
         losses_m, z_losses_m = zeros[1:].chunk(2)
@@ -189,10 +190,11 @@ class Pipeline:
         if self.spec.model.dropout > 0.0:
             # All at once: on a GPU each copy from the host may wait for the device.
             keys = sample_keys(self.spec.train.seed, samples, self.comm.device).split(sizes)
-        return _Step(batch, loss_scale, again, losses_m, z_losses_m, zeros[0], keys)
+        scale = torch.full((), loss_scale, dtype=self._loss_dtype, device=self.comm.device)
+        return Step(batch, scale, again, losses_m, z_losses_m, zeros[0], keys)
 
-    def _run(self, actions: list[Action], held: _Step) -> None:
-        runners: dict[str, Callable[[Action, _Step], None]] = {
+    def _run(self, actions: list[Action], held: Step) -> None:
+        runners: dict[str, Callable[[Action, Step], None]] = {
             "receive_forward": self._receive_forward,
             "forward": self._forward,
             "send_forward": self._send_forward,
@@ -213,7 +215,7 @@ class Pipeline:
         for send, _ in held.sends:
             send.wait()
 
-    def _forward(self, action: Action, held: _Step) -> None:
+    def _forward(self, action: Action, held: Step) -> None:
         chunk, key = self.model.chunks[action.chunk], (action.chunk, action.micro_batch)
         x = self._input(action, held)
         y = chunk(x, self._forward_pass(action, held))
@@ -234,7 +236,7 @@ class Pipeline:
         if not (takes and self.passes_gradient[action.chunk]):
             held.inputs.pop(key, None)
 
-    def _input(self, action: Action, held: _Step) -> torch.Tensor:
+    def _input(self, action: Action, held: Step) -> torch.Tensor:
         key = (action.chunk, action.micro_batch)
         before, _ = self.places[action.chunk]
         if before is None:
@@ -246,7 +248,7 @@ class Pipeline:
             held.inputs[key] = x.requires_grad_(torch.is_grad_enabled() and self.passes_gradient[action.chunk])
         return held.inputs[key]
 
-    def _forward_pass(self, action: Action, held: _Step) -> ForwardPass:
+    def _forward_pass(self, action: Action, held: Step) -> ForwardPass:
         training, rate = torch.is_grad_enabled(), self.spec.model.dropout
         keys = held.dropout_keys[action.micro_batch] if training and rate > 0.0 else None
         documents = held.batch[action.micro_batch].documents
@@ -254,7 +256,7 @@ class Pipeline:
         recompute = Recompute.of(self.spec.layout) if again else NOTHING
         return ForwardPass(keys, recompute, documents=documents, logits=self.head_loss is None)
 
-    def _loss(self, logits: torch.Tensor, micro_batch: int, held: _Step) -> torch.Tensor:
+    def _loss(self, logits: torch.Tensor, micro_batch: int, held: Step) -> torch.Tensor:
         """Sum of the micro-batch's losses, z-loss included, for backward; also counts both."""
         logits, targets_n = self._with_targets(logits, micro_batch, held)
         given = (logits.flatten(0, 1), targets_n, self.spec.vocabulary_size, self.comm, self._kernels)
@@ -272,7 +274,7 @@ class Pipeline:
         return compiled_kernels() if self.spec.train.compile else BY_BLOCKS
 
     @staticmethod
-    def _with_targets(x: torch.Tensor, micro_batch: int, held: _Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def _with_targets(x: torch.Tensor, micro_batch: int, held: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's output for each token, in memory order, and the targets [n] in the same order."""
         targets_sb = held.batch[micro_batch].targets_sb
         assert targets_sb is not None
@@ -286,7 +288,7 @@ class Pipeline:
         targets_n: torch.Tensor,
         losses_n: torch.Tensor,
         squares_n: torch.Tensor | None,
-        held: _Step,
+        held: Step,
     ) -> None:
         if self.comm.index("tensor") == 0:
             if squares_n is not None:
@@ -296,7 +298,7 @@ class Pipeline:
             held.valid_tokens += (targets_n != NO_TARGET).sum()
 
     def _loss_by_parts(
-        self, x: torch.Tensor, micro_batch: int, held: _Step, gradients: Gradients | None
+        self, x: torch.Tensor, micro_batch: int, held: Step, gradients: Gradients | None
     ) -> torch.Tensor | None:
         """Counts the losses like `_loss`, from the output layer's input x; with `gradients` returns x's gradient."""
         rows, targets_n = self._with_targets(x, micro_batch, held)
@@ -306,7 +308,7 @@ class Pipeline:
         self._count(micro_batch, targets_n, losses.losses_n, losses.squares_n, held)
         return losses.grad_x if losses.grad_x is None or rows is x else losses.grad_x.transpose(0, 1)
 
-    def _backward(self, action: Action, held: _Step) -> None:
+    def _backward(self, action: Action, held: Step) -> None:
         if not self.takes_gradient[action.chunk]:
             return
         key = (action.chunk, action.micro_batch)
@@ -324,16 +326,15 @@ class Pipeline:
         else:
             held.input_gradients[key] = grad_x
 
-    def _gradient(self, action: Action, held: _Step, wanted: bool) -> torch.Tensor | None:
+    def _gradient(self, action: Action, held: Step, wanted: bool) -> torch.Tensor | None:
         """The gradient of the chunk's output, if it is `wanted`: it is not if only the output layer is trained."""
         key = (action.chunk, action.micro_batch)
         _, behind = self.places[action.chunk]
         if behind is None:
-            scale = torch.full((), held.loss_scale, dtype=self._loss_dtype, device=self.comm.device)
             if self.head_loss is None:
-                return scale
+                return held.scale
             x = held.head_inputs.pop(key)
-            return self._loss_by_parts(x, action.micro_batch, held, Gradients(scale, wanted))
+            return self._loss_by_parts(x, action.micro_batch, held, Gradients(held.scale, wanted))
         if behind[0] == self.rank:
             return held.gradients.pop(key)
         return self._arrived("backward", key, held)
@@ -342,30 +343,30 @@ class Pipeline:
     def _loss_dtype(self) -> torch.dtype:
         return torch.float32 if self.dtype.itemsize < 4 else self.dtype
 
-    def _backward_input(self, action: Action, held: _Step) -> None:
+    def _backward_input(self, action: Action, held: Step) -> None:
         with self.model.weight_gradients.kept() as tasks:
             self._backward(action, held)
         held.weight_tasks[action.chunk, action.micro_batch] = tasks
 
-    def _backward_weight(self, action: Action, held: _Step) -> None:
+    def _backward_weight(self, action: Action, held: Step) -> None:
         with torch.no_grad():
             tasks = deque(held.weight_tasks.pop((action.chunk, action.micro_batch)))
             while tasks:  # each frees what it holds
                 tasks.popleft()()
 
-    def _send_forward(self, action: Action, held: _Step) -> None:
+    def _send_forward(self, action: Action, held: Step) -> None:
         _, behind = self.places[action.chunk]
         assert behind is not None
         self._send(behind[0], held.outputs.pop((action.chunk, action.micro_batch)), held)
 
-    def _send_backward(self, action: Action, held: _Step) -> None:
+    def _send_backward(self, action: Action, held: Step) -> None:
         if not self.passes_gradient[action.chunk]:
             return
         before, _ = self.places[action.chunk]
         assert before is not None
         self._send(before[0], held.input_gradients.pop((action.chunk, action.micro_batch)), held)
 
-    def _send(self, rank: int, whole: torch.Tensor, held: _Step) -> None:
+    def _send(self, rank: int, whole: torch.Tensor, held: Step) -> None:
         part = whole.contiguous()
         if self.scatters:
             part = part.view(self.comm.size("tensor"), -1)[self.comm.index("tensor")]
@@ -373,19 +374,19 @@ class Pipeline:
         while held.sends and held.sends[0][0].done:  # frees what has been sent
             held.sends.popleft()
 
-    def _receive_forward(self, action: Action, held: _Step) -> None:
+    def _receive_forward(self, action: Action, held: Step) -> None:
         before, _ = self.places[action.chunk]
         assert before is not None
         self._receive("forward", before[0], action, held)
 
-    def _receive_backward(self, action: Action, held: _Step) -> None:
+    def _receive_backward(self, action: Action, held: Step) -> None:
         if not self.takes_gradient[action.chunk]:
             return
         _, behind = self.places[action.chunk]
         assert behind is not None
         self._receive("backward", behind[0], action, held)
 
-    def _receive(self, direction: str, rank: int, action: Action, held: _Step) -> None:
+    def _receive(self, direction: str, rank: int, action: Action, held: Step) -> None:
         samples = len(held.batch[action.micro_batch].samples)
         shape = (self.spec.model.sequence_length // self.split, samples, self.spec.model.hidden_size)
         mine = (math.prod(shape) // self.comm.size("tensor"),) if self.scatters else shape
@@ -393,7 +394,7 @@ class Pipeline:
         work = self.comm.receive(rank, buffer)
         held.messages[direction, action.chunk, action.micro_batch] = _Receiving(buffer, work, shape)
 
-    def _arrived(self, direction: str, key: Key, held: _Step) -> torch.Tensor:
+    def _arrived(self, direction: str, key: Key, held: Step) -> torch.Tensor:
         """Wait for a message; if it was sent in parts, gather them."""
         message = held.messages.pop((direction, *key))
         message.work.wait()

@@ -52,11 +52,11 @@ class WeightGradients:
     def reported(self, when_added: Callable[[nn.Parameter], None] | None) -> Iterator[None]:
         """Within the block, `when_added` is called with a parameter each time a micro-batch's gradient has been added
         to it."""
-        self._when_added = when_added
+        before, self._when_added = self._when_added, when_added
         try:
             yield
         finally:
-            self._when_added = None
+            self._when_added = before
 
     def add_product(
         self, weight: nn.Parameter, grads_no: torch.Tensor, inputs_ni: torch.Tensor, is_last: bool = True

@@ -1,0 +1,100 @@
+"""What is asked of CUDA to record and replay, told by a stand-in for torch's functions: no graph was captured here."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from workers.parallel.pipeline.recording import CudaRecording
+
+POOL = (0, 7)
+
+
+class Device:
+    """Notes what is asked of it; a capture that is `invalid` fails where it ends."""
+
+    def __init__(self, invalid: bool):
+        self.invalid, self.asked = invalid, list[str]()
+        self.stream, self.allocates_to = "own", set[tuple[int, int]]()
+
+    def replay(self) -> None:
+        """Of the graph, on the current stream."""
+        self.asked.append(f"replay on {self.stream}")
+
+    @contextmanager
+    def graph(self, graph: Any, pool: Any, capture_error_mode: str) -> Any:
+        """As torch's, which leaves the stream what it is where the end of the capture fails."""
+        assert graph is self and capture_error_mode == "thread_local"
+        self.stream = "side"
+        self.allocates_to.add(pool)
+        try:
+            yield
+        finally:
+            if self.invalid:
+                raise RuntimeError("capture invalidated")
+            self.allocates_to.remove(pool)
+            self.stream = "own"
+
+    @contextmanager
+    def on(self, stream: str) -> Any:
+        """As torch.cuda.stream."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def end(self, device: int, pool: tuple[int, int]) -> None:
+        """Of what the allocator does for a pool; raises where that has ended."""
+        if pool not in self.allocates_to:
+            raise RuntimeError("not currently recording")
+        self.allocates_to.remove(pool)
+
+    def release(self, device: int, pool: tuple[int, int]) -> None:
+        """The pool."""
+        self.asked.append("release")
+
+
+@pytest.fixture
+def device(monkeypatch, request) -> Device:
+    """In place of torch.cuda."""
+    made = Device(invalid=request.param)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made)
+    monkeypatch.setattr(torch.cuda, "graph", made.graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
+    monkeypatch.setattr(torch.cuda, "stream", made.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: made.stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
+    return made
+
+
+@pytest.mark.parametrize("device", [False], indirect=True)
+def test_what_is_captured_is_replayed_at_once_since_capturing_computes_nothing(device):
+    recording = CudaRecording()
+    recording.capture(lambda: device.asked.append(f"compute on {device.stream}"))
+    recording.replay()
+    assert device.asked == ["compute on side", "replay on own", "replay on own"]
+    assert not device.allocates_to
+
+
+@pytest.mark.parametrize("device", [True], indirect=True)
+def test_after_a_capture_that_ends_badly_the_stream_and_the_allocator_are_as_before(device):
+    with pytest.raises(RuntimeError, match="capture invalidated"):
+        CudaRecording().capture(lambda: None)
+    assert device.stream == "own" and not device.allocates_to
+    assert device.asked == ["release"], "and nothing is replayed"
+
+
+@pytest.mark.parametrize("device", [False], indirect=True)
+def test_where_the_computation_fails_but_the_capture_ends_well_torch_gives_its_memory_back_itself(device):
+    def fails() -> None:
+        raise RuntimeError("no kernel")
+
+    with pytest.raises(RuntimeError, match="no kernel"):
+        CudaRecording().capture(fails)
+    assert device.stream == "own" and device.asked == []
