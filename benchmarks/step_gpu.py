@@ -10,9 +10,9 @@ with the logits of a few tokens at a time, and with a third of the layers' activ
 model of `transformers` under torch.compile, of torchtitan and of Megatron Core where those are installed, and beside
 the card's own rate of matrix products. How fast products and casts of 8 bits are, and how far losses then go from those
 of bf16. What is saved by few logits and by host memory in a Llama of 1 billion with 128,256 token ids, and that it
-computes the same. Two ranks on the one card, whose messages travel through host memory: the numbers of one rank, and
-the same bits after one of them was killed. What snapshots cost. Whether process groups can be repaired in place. A
-trace of two steps, for Perfetto or chrome://tracing.
+computes the same. What CUDA graphs of micro-batches save, and that they compute the same. Two ranks on the one card,
+whose messages travel through host memory: the numbers of one rank, and the same bits after one of them was killed. What
+snapshots cost. Whether process groups can be repaired in place. A trace of two steps, for Perfetto or chrome://tracing.
 
 Needs no more than torch, numpy, pydantic and PyYAML. A part that fails is named on the page, and the others go on.
 `--device cpu` runs every line of it with tiny models, to try the program: those figures mean nothing.
@@ -32,6 +32,7 @@ import torch
 
 from benchmarks.support.gpu import contestants, two_ranks
 from benchmarks.support.gpu.eight_bits import KINDS, measure_losses, measure_rates
+from benchmarks.support.gpu.graphs import measure_graphs
 from benchmarks.support.gpu.left_out import going_on
 from benchmarks.support.gpu.memory_savers import measure_memory_savers
 from benchmarks.support.gpu.page import CONTESTANTS, page_of
@@ -45,8 +46,8 @@ from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.spec.reading import parse_job_spec
 
-PARTS = ("models", "fp8_rates", "fp8_losses", "memory", "pairs", "kill", "snapshots", "repair", "trace")
-SNAPSHOT_SIZES = ("gpt_125m", "llama_1b5")
+PARTS = ("models", "fp8_rates", "fp8_losses", "memory", "graphs", "pairs", "kill", "snapshots", "repair", "trace")
+SNAPSHOT_SIZES = GRAPH_SIZES = ("gpt_125m", "llama_1b5")
 TRACED = "llama_1b5"
 EIGHT_BITS = {f"manta_fp8_{kind}": kind for kind in KINDS}
 """Contestants, by what they give train.fp8."""
@@ -107,6 +108,9 @@ def measure(options: argparse.Namespace) -> Report:
         "fp8_rates": lambda: measure_rates(report, device, not options.eager),
         "fp8_losses": lambda: measure_losses(report, _chosen(CURVES, device), options.seed, device),
         "memory": lambda: measure_memory_savers(report, _chosen(WIDE_VOCABULARY, device), options, device),
+        "graphs": lambda: measure_graphs(
+            report, {name: size for name, size in sizes.items() if name in GRAPH_SIZES}, options, device
+        ),
         "pairs": lambda: two_ranks.measure_pairs(report, _chosen(PAIRED, device), options.seed, device),
         "kill": lambda: two_ranks.measure_kill(report, _chosen(PAIRED, device), options.seed, device),
         "snapshots": lambda: _measure_snapshots(report, sizes, options, device),

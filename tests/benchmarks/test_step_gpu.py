@@ -131,6 +131,16 @@ def test_what_saves_memory_computes_the_same(tmp_path: Path) -> None:
     assert 0 < moved < report["figures"]["memory_offload_state_host_predicted"]["value"]
 
 
+def test_graphs_of_micro_batches_compute_the_same(tmp_path: Path) -> None:
+    report, text = rehearse(tmp_path, "--parts", "graphs", "--sizes", "gpt_125m", "gpt_1b3", "--steps", "1")
+    assert report["settings"]["left_out"] == {}
+    assert "met           graphs_gpt_125m_same_bits (True, True)" in text
+    figures = report["figures"]
+    assert figures["graphs_gpt_125m_with_told"]["value"] > figures["graphs_gpt_125m_without_told"]["value"] > 0
+    assert figures["graphs_gpt_125m_with_to_without"]["value"] > 0
+    assert "graphs_gpt_1b3_same_bits" not in figures
+
+
 @pytest.mark.soak
 def test_every_part_runs(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"

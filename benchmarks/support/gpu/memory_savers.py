@@ -19,6 +19,7 @@ import torch
 from benchmarks.support.gpu import contestants
 from benchmarks.support.gpu.left_out import going_on
 from benchmarks.support.gpu.sizes import Size
+from benchmarks.support.replayed_operations import ReplayedOperations
 from benchmarks.support.report import Report
 from workers.accounting.activation_bytes import host_bytes_of_rank
 from workers.accounting.device_bytes import device_bytes
@@ -27,6 +28,7 @@ from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.engine import Engine
+from workers.errors import MantaError
 from workers.parallel.data import offloaded
 from workers.parallel.recompute import policy
 from workers.parallel.tensor.shards import NamedShard
@@ -73,16 +75,16 @@ def measure_memory_savers(report: Report, size: Size, options: argparse.Namespac
 
             _measure(report, name, job(not options.eager, **train), options.steps, device)
             spec = job(False, **train, deterministic_kernels=True)
-            outcome = _checked(spec, device)
+            outcome = checked(spec, device)
             if expected is None:
                 expected = outcome
-                report.add("memory_plain_same_bits_twice", _checked(spec, device) == expected, "bool", True)
+                report.add("memory_plain_same_bits_twice", checked(spec, device) == expected, "bool", True)
             else:
                 _compare(report, name, outcome, expected, wants_bits="head_tokens" not in train)
 
 
 def _measure(report: Report, name: str, spec: JobSpec, steps: int, device: torch.device) -> None:
-    seconds, peak = contestants.timed(functools.partial(_step, spec, device), steps, device)
+    seconds, peak = contestants.timed(functools.partial(step_of, spec, device), steps, device)
     report.add(f"memory_{name}_step", round(1e3 * seconds, 2), "ms")
     report.add(f"memory_{name}_peak", peak, "bytes")
     report.add(f"memory_{name}_predicted", device_bytes(spec)[0].total, "bytes")
@@ -97,10 +99,11 @@ def _compare(report: Report, name: str, outcome: Outcome, expected: Outcome, wan
         report.add(f"memory_{name}_same_bits", outcome == expected, "bool", True)
 
 
-def _engine(spec: JobSpec, device: torch.device) -> Engine:
-    """With weights drawn on the device, which takes no time."""
+def engine_of(spec: JobSpec, device: torch.device) -> Engine:
+    """With weights drawn on the device, which takes no time. On a CPU what `train.cuda_graphs` wants is rehearsed."""
     gpu.use_for(spec, device)
-    engine = Engine(spec, Comm(RankGrid(spec.layout), 0, device))
+    new_recording = ReplayedOperations if device.type == "cpu" else None
+    engine = Engine(spec, Comm(RankGrid(spec.layout), 0, device), new_recording=new_recording)
     generator = torch.Generator(device).manual_seed(spec.train.seed)
 
     def fill(entry: NamedShard, part: torch.Tensor) -> None:
@@ -113,21 +116,25 @@ def _engine(spec: JobSpec, device: torch.device) -> Engine:
     return engine
 
 
-def _step(spec: JobSpec, device: torch.device) -> Callable[[], object]:
-    engine, batch = _engine(spec, device), contestants.batch_of(spec, device)
+def step_of(spec: JobSpec, device: torch.device) -> Callable[[], object]:
+    """A step of the job's engine, to be called again and again."""
+    engine, batch = engine_of(spec, device), contestants.batch_of(spec, device)
     return lambda: engine.step(batch, spec.train.global_batch_size, contestants.LEARNING_RATE, 0)
 
 
-def _checked(spec: JobSpec, device: torch.device) -> Outcome:
+def checked(spec: JobSpec, device: torch.device) -> Outcome:
     """Losses of some steps, and a number of all bits of the weights after them. On a CPU, whose models are tiny, all
-    activations are large, and slices of the state small."""
+    activations are large, and slices of the state small. Raises MantaError where `train.cuda_graphs` recorded
+    nothing."""
     sizes = policy.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS
     if device.type == "cpu":
         policy.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS = 0, 64
     try:
-        engine, batch = _engine(spec, device), contestants.batch_of(spec, device)
+        engine, batch = engine_of(spec, device), contestants.batch_of(spec, device)
         rate, sequences = contestants.LEARNING_RATE, spec.train.global_batch_size
         losses = [engine.step(batch, sequences, rate, 0).loss for _ in range(CHECKED_STEPS)]
+        if engine.not_recorded is not None:
+            raise MantaError(f"no micro-batch could be recorded: {engine.not_recorded}")
         return losses, _fingerprint(engine.flat.parameters)
     finally:
         policy.OFFLOADED_BYTES, offloaded.SLICE_ELEMENTS = sizes
