@@ -110,10 +110,11 @@ class Verdict:
 
 
 def verdict(seed: int, all_stages: bool) -> Verdict:
-    """Of one draw, by the stage that is planned to take most, or the most of both ends and the one behind the first."""
+    """Of one draw, by the stage that is planned to take most, or the most of that one, both ends and the one behind the
+    first."""
     spec, cluster = drawn(seed)
     fit, last = fits(spec, cluster), spec.layout.pipeline - 1
-    stages = {0, last, min(1, last)} if all_stages else {fit.memory.rank}
+    stages = {fit.memory.rank} | ({0, min(1, last), last} if all_stages else set())
     made = max(made_bytes(spec, stage) for stage in stages)
     return Verdict(fit.memory.total, made, fit.fits, cluster.machine.accelerator.memory_bytes)
 
