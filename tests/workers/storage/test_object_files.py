@@ -5,14 +5,13 @@ import itertools
 
 import fsspec
 import pytest
-from s3_server import answer, reached_at
+from s3_server import LEAST_PART, answer, reached_at
 
 from workers.storage import object_files, s3_upload
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath
 
-PART = 5 * 1024 * 1024
-"""The least that S3 takes as a part."""
+PART = LEAST_PART
 CONTENT = bytes(bytearray(itertools.islice(itertools.cycle(range(251)), 3 * PART + 1000)))
 
 
@@ -23,8 +22,8 @@ def small_parts(monkeypatch):
 
 def _upload(file, content=CONTENT):
     with files_of(file).writer(file) as opened:
-        for at in range(0, len(content), 1 << 20):
-            opened.write(content[at : at + (1 << 20)])
+        for at in range(0, len(content), PART // 5):
+            opened.write(content[at : at + PART // 5])
 
 
 def _uploads_left(bucket):
@@ -152,7 +151,7 @@ def test_a_store_whose_package_is_missing_says_what_to_install(monkeypatch):
 
 
 def test_no_more_parts_are_on_their_way_than_memory_is_meant_for(wire, wired_bucket):
-    wire.pace, most = 40e6, []
+    wire.pace, most = 1e6, []
     upload = s3_upload.S3Upload
     file = wired_bucket / "file"
     with files_of(file).writer(file) as opened:

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -34,14 +35,21 @@ def environment_of(url: str) -> dict[str, str]:
     return {**CREDENTIALS, "AWS_ENDPOINT_URL_S3": url}
 
 
+LEAST_PART = 2**16
+"""Bytes of a part that is not an upload's last; S3 asks for 5 MiB, which would all have to pass through Python."""
+
+
 class S3Server:
     """Keeps what is stored in memory."""
 
     def __init__(self) -> None:
+        keeps = {"S3_UPLOAD_PART_MIN_SIZE": str(LEAST_PART), "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(2**23)}
         with socket.create_server((HOST, 0)) as free:
             port = free.getsockname()[1]
         command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **keeps}
+        )
         self.url = f"http://{HOST}:{port}"
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():
@@ -144,18 +152,30 @@ def answer(status: str, code: str = "SlowDown", headers: str = "") -> bytes:
     return f"HTTP/1.1 {status}\r\n{about}\r\n{body}".encode()
 
 
+@cache
+def _descriptions() -> Callable[[str], Any]:
+    """Reads once what botocore reads for each client, a description of all of S3."""
+    from botocore.loaders import JSONFileLoader
+
+    return cache(JSONFileLoader().load_file)
+
+
 @contextlib.contextmanager
 def reached_at(url: str) -> Iterator[None]:
     """This process finds the server at `url`, with nothing known of others, and is not as patient as usual."""
     import s3fs
+    from botocore.loaders import JSONFileLoader
 
     from workers.storage import object_files
 
+    read = _descriptions()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s3fs.S3FileSystem, "retries", 1)
         patch.setitem(
             object_files.OPTIONS, "s3", {"config_kwargs": {"retries": {"max_attempts": 2, "mode": "standard"}}}
         )
+        patch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda backoff, context: 0.01)
+        patch.setattr(JSONFileLoader, "load_file", lambda loader, path: read(path))
         for name, value in environment_of(url).items():
             patch.setenv(name, value)
         object_files._object_files.cache_clear()
