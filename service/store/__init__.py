@@ -1,4 +1,4 @@
-"""The job database: `Store` for connections, one module of queries a table."""
+"""The job database: `Store` for connections, and one module of queries per table."""
 
 from service.store.access_tables import ApiKey, AuditEntry, Project
 from service.store.control_plane_tables import Lease

@@ -17,17 +17,17 @@ class Project(Base):
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     """Its name, which is its id."""
     created_at: Mapped[float] = mapped_column(Real)
-    """When it was made."""
+    """When it was created."""
 
 
 class ApiKey(Base):
-    """One API key. What it is itself is not kept."""
+    """An API key. The key itself is not stored."""
 
     __tablename__ = "api_keys"
     __table_args__ = (Index(None, "project", "id"),)
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    """`key_` and 12 characters that sort by time of making."""
+    """`key_` and 12 characters that sort by time of creation."""
     digest: Mapped[str] = mapped_column(String(64), unique=True)
     """SHA-256 of the key in hexadecimal."""
     name: Mapped[str] = mapped_column(String(100))
@@ -35,23 +35,23 @@ class ApiKey(Base):
     user: Mapped[str | None] = mapped_column("user_name", String(100))
     """The user it was created for; None: for no particular one."""
     project: Mapped[str] = mapped_column(String(64), ForeignKey("projects.name"))
-    """Project that it is bound to; of one for the installation, the project that it submits into."""
+    """Project that it is bound to; for a key of the whole installation, the project that it submits into."""
     scope: Mapped[str] = mapped_column(String(16))
     """A `Scope`."""
     installation: Mapped[bool] = mapped_column(Boolean)
-    """Whether it is good for all projects."""
+    """Whether it is valid for all projects."""
     created_at: Mapped[float] = mapped_column(Real)
-    """When it was made."""
+    """When it was created."""
     expires_at: Mapped[float | None] = mapped_column(Real)
-    """Since when it is not good any more; None: it does not expire."""
+    """When it expires; None: never."""
     revoked_at: Mapped[float | None] = mapped_column(Real)
     """When it was revoked."""
     highest_priority: Mapped[int | None]
-    """The highest priority that jobs are given with it; None: any."""
+    """The highest priority that jobs may have with it; None: any."""
 
 
 class BrowserToken(Base):
-    """A one-time link to the dashboard, or the cookie that it was exchanged for. It allows what its key allows."""
+    """A one-time link to the dashboard, or the cookie that it was exchanged for. It permits what its key permits."""
 
     __tablename__ = "browser_tokens"
 
@@ -60,13 +60,13 @@ class BrowserToken(Base):
     kind: Mapped[str] = mapped_column(String(16))
     """link or session."""
     key_id: Mapped[str] = mapped_column(String(32), ForeignKey("api_keys.id"))
-    """The key that asked for the link."""
+    """The key that requested the link."""
     expires_at: Mapped[float] = mapped_column(Real)
-    """Since when it is not good any more."""
+    """When it expires."""
 
 
 class AuditEntry(Base):
-    """One request that changed something, or would have."""
+    """One request that changed something, or would have changed it."""
 
     __tablename__ = "audit"
     __table_args__ = (Index(None, "project", "id"), {"sqlite_autoincrement": True})
@@ -80,11 +80,11 @@ class AuditEntry(Base):
     key_id: Mapped[str | None] = mapped_column(String(32))
     """The key; None: a user of the machine itself, with access to the database."""
     key_name: Mapped[str] = mapped_column(AnyText)
-    """Its name then."""
+    """The key's name at that time."""
     user: Mapped[str | None] = mapped_column("user_name", AnyText)
-    """Whom it was made for."""
+    """The user of the key."""
     operation: Mapped[str] = mapped_column(String(64))
-    """What was asked for, such as `cancel_job`."""
+    """The operation, such as `cancel_job`."""
     target: Mapped[str | None] = mapped_column(String(200))
     """Id of the job, key or node, or name of the project, that it was about."""
     address: Mapped[str | None] = mapped_column(String(64))
@@ -92,4 +92,4 @@ class AuditEntry(Base):
     status: Mapped[int]
     """HTTP status of the answer."""
     code: Mapped[str | None] = mapped_column(String(64))
-    """Code of the problem document, where it was refused."""
+    """Code of the problem document, if it was refused."""

@@ -17,10 +17,10 @@ _INSERT = insert(AuditEntry)
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """A request that was carried out or refused. It holds nothing of a request's body, and no secret."""
+    """A request that was carried out or refused. It contains nothing of a request's body, and no secret."""
 
     operation: str
-    """What was asked for, such as `cancel_job`."""
+    """The operation, such as `cancel_job`."""
     target: str | None
     """Id of the job, key or node, or name of the project, that it was about."""
     address: str | None
@@ -28,21 +28,21 @@ class AuditRecord:
     status: int
     """HTTP status of the answer."""
     code: str | None = None
-    """Code of the problem document, where it was refused."""
+    """Code of the problem document, if it was refused."""
 
 
 def append(session: Session, who: Identity, record: AuditRecord) -> None:
-    """Note what was done with a key."""
+    """Record a request with a key."""
     _append(session, record, project=who.project, key_id=who.key_id, key_name=who.key_name, user=who.user)
 
 
 def append_local(session: Session, user: str, project: str, record: AuditRecord) -> None:
-    """Note what `user` of the machine did with the database in their hands."""
+    """Record what a user of the machine, `user`, did directly with the database."""
     _append(session, record, project=project, key_id=None, key_name="on the machine", user=user)
 
 
 def append_of_service(session: Session, project: str, record: AuditRecord) -> None:
-    """Note what the service did of its own accord."""
+    """Record something that the service did by itself."""
     _append(session, record, project=project, key_id=None, key_name="the service", user=None)
 
 

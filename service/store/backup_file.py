@@ -1,6 +1,6 @@
-"""A job database as one file, and back. The file is an SQLite database of the same schema, whatever the database is:
-common tools can read it, no tools of a server's version are needed, and it moves jobs from SQLite to PostgreSQL and
-back."""
+"""A job database as one file, and back. The file is an SQLite database with the same schema, whatever kind the database
+is: common tools can read it, no tools for a server's version are needed, and it can move jobs between SQLite and
+PostgreSQL."""
 
 from __future__ import annotations
 
@@ -31,26 +31,27 @@ from workers.errors import MantaError
 
 ROWS_AT_ONCE = 5_000
 CLOSING_SECONDS, LOOK_SECONDS = 2.0, 0.05
-"""How long a connection that was closed may be shown as open, and how often that is looked at."""
+"""Seconds that a closed connection may still be shown as open, and between checks of that."""
 EVENT_IDS_SKIPPED = 10**9
-"""Clients that follow the events have seen ids that the backup does not know: none of them is given again."""
+"""Clients that follow the events have seen ids that the backup does not have: this many are skipped, so that none is
+reused."""
 
 
 class NotABackup(MantaError):
-    """A file holds no job database of this release or an earlier one."""
+    """A file is not a job database of this release or an earlier one."""
 
 
 class DatabaseInUse(MantaError):
-    """The database that is to be replaced is in use."""
+    """The database to be replaced is in use."""
 
 
 class DatabaseNotEmpty(MantaError):
-    """The database that is to be replaced has jobs."""
+    """The database to be replaced has jobs."""
 
 
 def back_up(store: Store, file: Path) -> None:
-    """Write all of the database, as it is at one moment, to `file`, which must not be there. A service may run
-    meanwhile. Raises FileExistsError, StoreUnusable."""
+    """Write the whole database, in one consistent state, to `file`, which must not exist. A service may be running.
+    Raises FileExistsError, StoreUnusable."""
     if file.exists():
         raise FileExistsError(f"{file} is there already; name another file, or remove it")
     refuse_none(store)
@@ -66,9 +67,9 @@ def back_up(store: Store, file: Path) -> None:
 
 
 def restore(url: str, file: Path, replace: bool, now: float) -> int:
-    """Put what `file` holds in the place of the database at `url`; how many jobs of it are not over. They say so (event
-    `restored`), and none of them starts by itself: it may run already, or be over. `replace`: also where there are
-    jobs.
+    """Replace the database at `url` with the contents of `file`; returns how many of its jobs are not final. Each of
+    these gets the event `restored`, and none starts by itself: it may be running already, or be over. `replace`: even
+    if the database has jobs.
 
     Raises NotABackup, StoreOfNewerRelease, DatabaseInUse, DatabaseNotEmpty, StoreUnusable.
     """
@@ -90,7 +91,7 @@ def restore(url: str, file: Path, replace: bool, now: float) -> int:
 
 @contextlib.contextmanager
 def _next_to(file: Path) -> Iterator[Path]:
-    """A file in a new folder next to `file`, for its owner alone."""
+    """A file in a new folder next to `file`, accessible by its owner only."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
         yield Path(folder) / "manta.db"
@@ -111,13 +112,13 @@ def _copy_out(store: Store, working: Path) -> None:
 
 
 def _leave_log(working: Path) -> None:
-    """Bring all of a database that is not in use into one file."""
+    """Merge the log of an unused database into its file."""
     with contextlib.closing(sqlite3.connect(working)) as connection:
         connection.execute("PRAGMA journal_mode=DELETE")
 
 
 def _copy_rows(source: Connection, target: Connection) -> None:
-    """All rows of all tables, in the place of those that are there."""
+    """Copy all rows of all tables, replacing existing ones."""
     for table in reversed(Base.metadata.sorted_tables):
         target.execute(delete(table))
     for table in Base.metadata.sorted_tables:
@@ -127,7 +128,7 @@ def _copy_rows(source: Connection, target: Connection) -> None:
 
 
 def _prepared(file: Path, working: Path, now: float) -> int:
-    """Make `working` what the database is to hold; how many jobs of it are not over."""
+    """Make `working` the future contents of the database; returns how many of its jobs are not final."""
     try:
         if not file.is_file():
             raise NotABackup(f"there is no file {file}")
@@ -164,17 +165,17 @@ def _mark(session: Session, made: str, now: float) -> int:
 
 def _into_file(database: SqliteDatabase, working: Path, replace: bool) -> None:
     if database.file.exists():
-        # With others connected SQLite does not leave its log.
+        # With other connections SQLite cannot leave its log mode.
         with contextlib.closing(sqlite3.connect(database.file, timeout=0.0)) as connection:
             try:
                 connection.execute("PRAGMA journal_mode=DELETE")
             except sqlite3.OperationalError as error:
                 raise DatabaseInUse(f"{database.location} is in use ({error}): stop the service first") from error
             except sqlite3.DatabaseError:
-                pass  # it is damaged, which may be why it is to be replaced
+                pass  # it is damaged, which may be the reason for replacing it
             count = _jobs_in(connection)
         _refuse_jobs(database.location, count, replace)
-    for log in ("-wal", "-shm"):  # of a file that was too damaged to be asked
+    for log in ("-wal", "-shm"):  # of a file that was too damaged to be opened
         database.file.with_name(database.file.name + log).unlink(missing_ok=True)
     working.replace(database.file)
 
@@ -210,7 +211,7 @@ def _into_server(database: PostgresDatabase, working: Path, replace: bool) -> No
 
 
 def _continue_sequence(origin: Connection, target: Connection, table: str) -> None:
-    """Number the next row of `table` as the file would."""
+    """Continue numbering the rows of `table` where the file left off."""
     if Base.metadata.tables[table].autoincrement_column is None:
         return
     sequence = target.exec_driver_sql("SELECT pg_get_serial_sequence(%s, 'id')", (table,)).scalar_one()
@@ -222,8 +223,8 @@ def _continue_sequence(origin: Connection, target: Connection, table: str) -> No
 
 
 def _refuse_others(database: PostgresDatabase, connection: Connection) -> None:
-    """Raise DatabaseInUse where others are connected, and stay so: one that was closed just now is shown for a
-    moment."""
+    """Raise DatabaseInUse if there are other connections that do not disappear: a connection that was just closed is
+    shown for a moment."""
     until = time.monotonic() + CLOSING_SECONDS
     while others := _others(connection):
         if time.monotonic() >= until:
@@ -234,8 +235,8 @@ def _refuse_others(database: PostgresDatabase, connection: Connection) -> None:
 
 
 def _others(connection: Connection) -> int:
-    """How many other connections the server shows."""
-    connection.exec_driver_sql("SELECT pg_stat_clear_snapshot()")  # else it says the same within a transaction
+    """Number of other connections according to the server."""
+    connection.exec_driver_sql("SELECT pg_stat_clear_snapshot()")  # otherwise it is constant within a transaction
     count: int = connection.exec_driver_sql(
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
         "AND backend_type = 'client backend'"

@@ -13,9 +13,9 @@ from service.store.access_tables import ApiKey, BrowserToken
 from service.store.errors import LinkNotGood
 
 LINK_SECONDS = 600.0
-"""How long a link waits to be opened."""
+"""Seconds that a link is valid."""
 SESSION_SECONDS = 12 * 3600.0
-"""How long a browser stays signed in."""
+"""Seconds that a browser stays signed in."""
 
 
 def add_link(session: Session, key_id: str, digest: str) -> BrowserToken:
@@ -27,7 +27,7 @@ def add_link(session: Session, key_id: str, digest: str) -> BrowserToken:
 
 
 def open_link(session: Session, link_digest: str, session_digest: str) -> tuple[ApiKey, BrowserToken]:
-    """Exchange a link for a session; the key whose rights it has, and the session. Raises LinkNotGood."""
+    """Exchange a link for a session; returns the key whose rights it has, and the session. Raises LinkNotGood."""
     now = time.time()
     link = session.get(BrowserToken, link_digest, with_for_update=True)
     key = None if link is None else session.get(ApiKey, link.key_id)
@@ -41,12 +41,13 @@ def open_link(session: Session, link_digest: str, session_digest: str) -> tuple[
 
 
 def end_session(session: Session, digest: str) -> None:
-    """Have a session open nothing any more; one that is over is no error."""
+    """Make a session invalid; ending one that is over is not an error."""
     session.execute(delete(BrowserToken).where(BrowserToken.digest == digest, BrowserToken.kind == "session"))
 
 
 def key_of_session(session: Session, digest: str) -> tuple[ApiKey, float] | None:
-    """The key whose rights this session has, good or not, and when the session ends; None: there is no such session."""
+    """The key whose rights this session has, valid or not, and when the session ends; None: there is no such
+    session."""
     query = (
         select(ApiKey, BrowserToken.expires_at)
         .join(BrowserToken, BrowserToken.key_id == ApiKey.id)

@@ -18,10 +18,10 @@ SAVING, COMPLETE, FAILED, DELETED = "saving", "complete", "failed", "deleted"
 
 
 def begin(session: Session, job_id: str, generation: int, step: int, path: str) -> Checkpoint | None:
-    """Note that `generation` saves the state of committed step `step` in folder `path`.
+    """Record that `generation` saves the state of committed step `step` in folder `path`.
 
-    Saving the same step again in the same generation starts it over. Returns None when the job is in a higher
-    generation. Raises JobNotFound.
+    Saving the same step again in the same generation replaces the earlier attempt. Returns None if the job is in a
+    higher generation. Raises JobNotFound.
     """
     if generation < jobs.get(session, job_id, lock=True).generation:
         return None
@@ -35,11 +35,11 @@ def begin(session: Session, job_id: str, generation: int, step: int, path: str) 
 
 
 def complete(session: Session, checkpoint_id: str, size_bytes: int) -> bool:
-    """Note that a checkpoint's manifest is written; `size_bytes` is its size on disk.
+    """Record that a checkpoint's manifest is written; `size_bytes` is its size on disk.
 
-    Returns False, and changes nothing, for one that is unknown, deleted or complete already. A failed one is complete
-    too: a store may answer when nothing waits for it any more. What a lower generation has completed on disk is
-    complete, so this is not fenced.
+    Returns False, without any change, if it is unknown, deleted or already complete. A failed one becomes complete too,
+    since a store may answer when nothing waits for it any more. Checkpoints of lower generations count as well, since
+    they are complete on disk, so this is not fenced.
     """
     row = session.get(Checkpoint, checkpoint_id)
     if row is None or row.state not in (SAVING, FAILED):
@@ -49,7 +49,7 @@ def complete(session: Session, checkpoint_id: str, size_bytes: int) -> bool:
 
 
 def fail(session: Session, checkpoint_id: str) -> bool:
-    """Note that saving a checkpoint failed. Returns False when it was not being saved."""
+    """Record that saving a checkpoint failed. Returns False if it was not being saved."""
     row = session.get(Checkpoint, checkpoint_id)
     if row is None or row.state != SAVING:
         return False
@@ -58,7 +58,7 @@ def fail(session: Session, checkpoint_id: str) -> bool:
 
 
 def mark_deleted(session: Session, checkpoint_id: str) -> bool:
-    """Note that a checkpoint's files are gone. Returns False when it is unknown."""
+    """Record that a checkpoint's files are gone. Returns False if it is unknown."""
     row = session.get(Checkpoint, checkpoint_id)
     if row is None:
         return False
@@ -76,13 +76,13 @@ def get(session: Session, job_id: str, checkpoint_id: str) -> Checkpoint:
 
 
 def newest_id(session: Session, job_id: str) -> str | None:
-    """The complete checkpoint that was made last, from which the job would continue; None: it has none."""
+    """The complete checkpoint that was created last, from which the job would continue; None if there is none."""
     query = select(Checkpoint.id).where(Checkpoint.job_id == job_id, Checkpoint.state == COMPLETE)
     return session.scalar(query.order_by(Checkpoint.generation.desc(), Checkpoint.step.desc()).limit(1))
 
 
 def find(session: Session, job_id: str, generation: int, step: int) -> Checkpoint | None:
-    """The checkpoint of `step` that `generation` saves or has saved."""
+    """The checkpoint of `step` by `generation`."""
     query = select(Checkpoint).where(
         Checkpoint.job_id == job_id, Checkpoint.generation == generation, Checkpoint.step == step
     )
@@ -101,27 +101,27 @@ def page(session: Session, job_id: str, limit: int = 100, cursor: str | None = N
 
 
 def complete_ones(session: Session, job_id: str) -> list[Checkpoint]:
-    """All complete checkpoints of a job, those of the highest step first: what keep-N counts."""
+    """All complete checkpoints of a job, those of the highest step first; `checkpoint.keep` counts these."""
     query = select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state == COMPLETE)
     return list(session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc())))
 
 
 def saved_or_saving(session: Session, job_id: str) -> list[tuple[int, str]]:
-    """(Step, path) of a job's checkpoints that are complete, or being saved, in the order of their making."""
+    """(Step, path) of a job's checkpoints that are complete, or being saved, in order of creation."""
     query = select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state.in_((SAVING, COMPLETE)))
     rows = session.scalars(query.order_by(Checkpoint.generation, Checkpoint.step))
     return [(row.step, row.path) for row in rows]
 
 
 def under_way(session: Session, job_id: str) -> list[tuple[str, float]]:
-    """(Id, when it began) of each of the job's checkpoints that is being saved, as far as was told."""
+    """(Id, beginning) of each of the job's checkpoints that is being saved, as reported."""
     query = select(Checkpoint.id, Checkpoint.created_at)
     rows = session.execute(query.where(Checkpoint.job_id == job_id, Checkpoint.state == SAVING))
     return [(row.id, row.created_at) for row in rows]
 
 
 def kept_because(session: Session, job: Job) -> dict[str, str]:
-    """Why complete checkpoints of a job are kept, by id: sentences about those of which it is known."""
+    """Why complete checkpoints of a job are kept, as sentences by id, as far as known."""
     made_last_first = sorted(complete_ones(session, job.id), key=lambda row: (row.generation, row.step), reverse=True)
     checkpoint = job.spec.get("checkpoint")
     keep = checkpoint.get("keep") if isinstance(checkpoint, dict) else None
@@ -137,7 +137,7 @@ def kept_because(session: Session, job: Job) -> dict[str, str]:
 
 
 def latest_seconds(session: Session, job_id: str, limit: int) -> list[float]:
-    """How long the last `limit` saves of a job took that became complete."""
+    """Durations of the last `limit` saves of a job that were completed."""
     query = select(Checkpoint.created_at, Checkpoint.completed_at).where(
         Checkpoint.job_id == job_id, Checkpoint.completed_at.is_not(None)
     )
@@ -146,8 +146,8 @@ def latest_seconds(session: Session, job_id: str, limit: int) -> list[float]:
 
 
 def reconcile(session: Session, job_id: str, listing: Listing) -> None:
-    """Make the rows agree with what the job's folder is known to hold: a save may have ended, well or badly, without
-    anybody hearing of it. What cannot be read changes no row. Only for a job whose gang is at rest."""
+    """Update the rows to match the job's folder as far as it is known: a save may have ended without any report.
+    Unreadable checkpoints change no rows. Only for a job whose gang is at rest."""
     rows = list(session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id)))
     saved = {row.path for row in rows if row.state == COMPLETE}
     sizes = {str(path): manifest.bytes for path, manifest in listing.whole}
@@ -156,7 +156,7 @@ def reconcile(session: Session, job_id: str, listing: Listing) -> None:
         if condition is Condition.WHOLE and row.state in (SAVING, FAILED):
             complete(session, row.id, sizes[row.path])
         elif condition is Condition.WHOLE and row.state == DELETED:
-            row.state = COMPLETE  # it was brought back
+            row.state = COMPLETE  # it was restored
         elif condition is Condition.NOT_WHOLE and row.state in (SAVING, COMPLETE):
             row.state = FAILED if row.state == SAVING else DELETED
 

@@ -10,50 +10,50 @@ from service.store.types import AnyText, Real
 
 
 class Installation(Base):
-    """The one row that says which installation this is."""
+    """The single row that identifies this installation."""
 
     __tablename__ = "installation"
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    """Random, and never another."""
+    """Random, and constant."""
     ray_namespace: Mapped[str] = mapped_column(String(64))
     """Namespace of its actors and placement groups in Ray."""
     home: Mapped[str | None] = mapped_column(AnyText)
-    """Folder of the files of its jobs, where several control planes share them; None: the home of the one there is."""
+    """Folder of the files of its jobs, if several control planes share them; None: the home of the only one."""
 
 
 class Compatibility(Base):
-    """The one row that says which releases can use the database, though they do not know its newest revision."""
+    """The single row that says which releases can use the database although they do not know its newest revision."""
 
     __tablename__ = "compatibility"
 
     oldest_reader: Mapped[str] = mapped_column(String(32), primary_key=True)
-    """Their own newest revision is this one or a later one."""
+    """Releases whose own newest revision is this one or a later one."""
 
 
 class ControlPlaneRow(Base):
-    """A control plane that lives, or has died and was not yet declared dead."""
+    """A control plane that is alive, or has died and was not yet declared dead."""
 
     __tablename__ = "control_planes"
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    """Random, another one for each process."""
+    """Random, different for each process."""
     place: Mapped[str] = mapped_column(AnyText)
-    """Machine and home; there is one at a time in each."""
+    """Machine and home; each has one control plane at a time."""
     ray: Mapped[str] = mapped_column(AnyText)
-    """Which Ray it uses."""
+    """The Ray that it uses."""
     lease_until: Mapped[float] = mapped_column(Real)
-    """Until when it counts as living, by the database's clock."""
+    """It counts as alive until this time, by the database's clock."""
 
 
 class Lease(Base):
-    """Which control plane owns a job, or what concerns all of them."""
+    """Which control plane owns a job, or a task that concerns all jobs."""
 
     __tablename__ = "leases"
 
     name: Mapped[str] = mapped_column(String(32), primary_key=True)
     """The job's id, or another name."""
     owner: Mapped[str | None] = mapped_column(String(32))
-    """Id of a control plane, which may be gone; None: none."""
+    """Id of a control plane, which may be gone; None: no owner."""
     epoch: Mapped[int] = mapped_column(BigInteger)
-    """How often it was taken; never the same again."""
+    """Number of times that it was taken; each value is used once."""

@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_RELEASED = "0006"
-"""Revision of the first release. Databases from before it are of no release."""
+"""Revision of the first release. Earlier databases belong to no release."""
 OLDEST_READER = "0009"
-"""What the newest migration leaves in the table `compatibility`."""
+"""The content of the table `compatibility` after the newest migration."""
 MIGRATIONS = Path(__file__).parent / "migrations"
 _CONFLICTS = 5
-"""How often a write is done again at once that got into the way of another one."""
+"""Immediate repetitions of a write that conflicted with another one."""
 
 
 class Fence(Protocol):
-    """What keeps a control plane from writing about what another one has taken over."""
+    """Keeps a control plane from writing about what another one has taken over."""
 
     def check(self, session: Session) -> None:
         """Raise LeaseLost unless the writer may write; that does not change before the transaction ends."""
         ...
 
     async def until_certain(self) -> None:
-        """Return once it is certain that the writer still may. Raises LeaseLost."""
+        """Return when it is certain that the writer still may. Raises LeaseLost."""
         ...
 
     async def exceed(self, epoch: int) -> None:
-        """Go on with a higher epoch than this one, if it is not lower: the database is a backup, and has forgotten who
-        came after it was made. Raises LeaseLost."""
+        """Continue with an epoch above this one, unless it is already: the database is a backup, and has forgotten
+        later owners. Raises LeaseLost."""
         ...
 
 
@@ -60,7 +60,7 @@ class ConnectionPool:
 
     in_use: int
     most: int
-    """Whoever needs one more waits."""
+    """Maximum number; further users wait."""
 
 
 class Store:
@@ -71,10 +71,10 @@ class Store:
 
     def __init__(self, url: str, name: str = "manta"):
         """Open the database at `url`: `sqlite:////home/me/.manta/manta.db`, or `postgresql://me:secret@host/manta`.
-        `name`: of the connections to a server, for others to tell them by.
+        `name`: of the connections to a server, by which others identify them.
 
-        The folder of an SQLite file is made. Call `migrate` before anything else. Raises BadDatabaseUrl, and
-        StoreUnusable when the folder cannot be made.
+        The folder of an SQLite file is created. Call `migrate` before anything else. Raises BadDatabaseUrl, and
+        StoreUnusable if the folder cannot be created.
         """
         self._database = open_database(url, name)
         self._read_session = sessionmaker(self._database.readers, expire_on_commit=False)
@@ -83,16 +83,17 @@ class Store:
         self._writer_thread: int = self._writer.submit(threading.get_ident).result()
         self._fence: Fence | None = None
         self.writes = WriteQueue()
-        """Those of this process, whichever fence they are behind."""
+        """Writes of this process, behind any fence."""
 
     def fenced(self, fence: Fence) -> Store:
-        """The same database for who may write there only as long as `fence` lets them. Closed with this one."""
+        """The same database for a writer that may only write as long as `fence` allows it. Closed together with this
+        one."""
         store = copy.copy(self)
         store._fence = fence
         return store
 
     async def until_certain(self) -> None:
-        """Return once it is certain that the writer of this store still may write. Raises LeaseLost where not."""
+        """Return when it is certain that the writer of this store still may write. Raises LeaseLost if not."""
         if self._fence is not None:
             await self._fence.until_certain()
 
@@ -112,7 +113,7 @@ class Store:
         return self._database.location
 
     def connections(self) -> dict[str, ConnectionPool]:
-        """What is used of the connections, by what they are for."""
+        """Use of the connections, by purpose."""
         database = self._database
         most = {"read": database.most_readers, "write": database.most_writers}
         used = {"read": _in_use(database.readers), "write": _in_use(database.writer)}
@@ -121,15 +122,15 @@ class Store:
     def migrate(self, revision: str = "head") -> None:
         """Bring the schema to `revision`: the newest by default, `base` for an empty database.
 
-        An SQLite file is copied before it is brought to a newer schema. A database that a newer release has brought
-        to a schema of its own stays as it is, where that release says that this one can use it. Raises StoreUnusable
-        when the database cannot be opened, and StoreOfNewerRelease.
+        An SQLite file is copied before its schema is upgraded. A database with the schema of a newer release stays as
+        it is, if that release says that this one can use it. Raises StoreUnusable if the database cannot be opened, and
+        StoreOfNewerRelease.
         """
         self._database.refuse_unsuitable()
         current = self.revision
         if revision == "head" and current is not None:
             if current == newest_revision():
-                return  # a control plane that is restarted has jobs to supervise, and alembic takes long to import
+                return  # a restarted control plane has jobs to supervise, and alembic takes long to import
             if current > newest_revision():
                 self._use_newer(current)
                 return
@@ -154,12 +155,12 @@ class Store:
 
     @property
     def shuts_out_release_before(self) -> bool:
-        """Whether the release that used the database last cannot do so any more once it is migrated."""
+        """Whether the release that last used the database can no longer do so after a migration."""
         current = self.revision
         return current is not None and FIRST_RELEASED <= current < newest_revision() and current < OLDEST_READER
 
     def _use_newer(self, current: str) -> None:
-        """Use a database of a revision that is not known here. Raises StoreOfNewerRelease."""
+        """Use a database with a revision that is unknown here. Raises StoreOfNewerRelease."""
         try:
             with self._database.readers.connect() as connection:
                 oldest = connection.exec_driver_sql("SELECT oldest_reader FROM compatibility").scalar_one()
@@ -171,7 +172,7 @@ class Store:
 
     @property
     def revision(self) -> str | None:
-        """Of the schema as it is; None where there is none, or no database that can be opened."""
+        """Of the present schema; None if there is none, or no database that can be opened."""
         try:
             with self._database.readers.connect() as connection:
                 revision = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one_or_none()
@@ -181,12 +182,12 @@ class Store:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """A session that sees one consistent state of the database. Nothing done in it is kept."""
+        """A session that sees one consistent state of the database. Changes made in it are not kept."""
         with self._read_session() as session:
             yield session
 
     async def read_async(self, query: Callable[[Session], T]) -> T:
-        """What `query` makes of a session as `read` gives one, without blocking the event loop."""
+        """The result of `query` with a session like that of `read`, without blocking the event loop."""
 
         def read() -> T:
             with self.read() as session:
@@ -196,45 +197,46 @@ class Store:
 
     @contextmanager
     def read_rows(self) -> Iterator[Connection]:
-        """As `read`, for plain rows: for a single query a session costs five times as much."""
+        """Like `read`, for plain rows: for a single query a session costs five times as much."""
         with self._database.readers.connect() as connection:
             yield connection
 
     @contextmanager
     def read_once(self) -> Iterator[Connection]:
-        """As `read_rows`, for one statement, which sees one state of the database by itself: a transaction around it
-        would take a server two more answers."""
+        """Like `read_rows`, for one statement, which by itself sees one state of the database: a transaction around it
+        would cost two more round trips to a server."""
         with self._database.single_readers.connect() as connection:
             yield connection
 
     def write(self, operation: Callable[[Session], T]) -> T:
         """Run `operation` in the writer thread, in one transaction, and return its result.
 
-        Commits when it returns and rolls back when it raises; the exception comes out here. Raises RuntimeError
-        when called from inside an operation, which would wait for itself.
+        Commits when it returns, and rolls back and raises its exception if it raises. Raises RuntimeError if called
+        within an operation, which would wait for itself.
         """
         return self._submit(operation).result()
 
     async def write_async(self, operation: Callable[[Session], T]) -> T:
-        """As `write`, without blocking the event loop."""
+        """Like `write`, without blocking the event loop."""
         return await asyncio.wrap_future(self._submit(operation))
 
     def write_later(self, operation: Callable[[Session], None]) -> None:
-        """As `write`, without waiting, for writes whose end does not matter: a failure is logged."""
+        """Like `write`, without waiting, for writes whose result does not matter: a failure is logged."""
         self._submit(operation).add_done_callback(_log_failure)
 
     async def exceed(self, epoch: int) -> None:
-        """Write on with a higher epoch than this one, which an agent knows; see `Fence.exceed`. Raises LeaseLost."""
+        """Continue to write with a higher epoch than this one, which an agent knows; see `Fence.exceed`. Raises
+        LeaseLost."""
         if self._fence is not None:
             await self._fence.exceed(epoch)
 
     def ping(self) -> None:
-        """Ask the database for nothing. Raises sqlalchemy.exc.SQLAlchemyError when it cannot answer."""
+        """Check that the database answers. Raises sqlalchemy.exc.SQLAlchemyError if not."""
         with self.read() as session:
             session.execute(text("SELECT 1"))
 
     def close(self) -> None:
-        """Finish the writes that wait, then close all connections."""
+        """Finish pending writes, then close all connections."""
         self._writer.shutdown(wait=True)
         self._database.close()
 
@@ -271,7 +273,7 @@ class Store:
             transaction = connection.begin()
             with self._write_session(bind=connection) as session:
                 result = operation(session)
-                session.commit()  # into the transaction; rows stay usable whatever comes of that
+                session.commit()  # within the transaction; rows stay usable in any case
             self._database.commit(connection, transaction)
             return result
 
@@ -289,7 +291,7 @@ def _log_failure(written: Future[None]) -> None:
 
 
 def newest_revision() -> str:
-    """Of the schema that this version works with: migrations are numbered in order by their files' names."""
+    """Of the schema that this version works with: the file names of migrations begin with consecutive numbers."""
     return max(path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
 
 

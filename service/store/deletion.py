@@ -34,7 +34,7 @@ from service.store.tables import (
 from service.store.trace_tables import StepTrace, StepTracePart
 
 METRICS_AT_ONCE = 10_000
-"""Rows of metrics that one transaction deletes: reports of other jobs must not wait for millions of them."""
+"""Rows of metrics deleted per transaction, so that reports of other jobs do not wait long."""
 _OF_A_JOB: tuple[type[Base], ...] = (
     *(Event, Metric, MetricBin, Rank, Checkpoint, Recovery, Generation, StateChange, StepTracePart, StepTrace),
     JobLabel,
@@ -44,7 +44,8 @@ _OF_A_JOB: tuple[type[Base], ...] = (
 
 
 def begin(session: Session, job_id: str, why: str = "the user deletes the job") -> None:
-    """Mark a final job as being deleted: it is not tried again, and its snapshots in memory are not kept for that.
+    """Mark a final job as being deleted: it cannot be retried any more, and its snapshots in memory are not kept for
+    that.
 
     Raises JobNotFound, JobNotFinal, JobBeingExported.
     """
@@ -60,14 +61,14 @@ def begin(session: Session, job_id: str, why: str = "the user deletes the job") 
 
 
 def expired(session: Session, before: float) -> dict[str, bool]:
-    """Final jobs that ended before this time, those that ended first before others, and whether each ever started."""
+    """Final jobs that ended before this time, in order of their end, and whether each ever started."""
     query = select(Job.id, Job.generation > 0).where(Job.state.in_(FINAL), Job.finished_at < before)
     return {row[0]: row[1] for row in session.execute(query.order_by(Job.finished_at, Job.id))}
 
 
 def begin_if_expired(session: Session, job_id: str, before: float, why: str) -> bool:
-    """`begin`, and a line in the audit, if the job is still one that ended before this time, and nothing of it is being
-    exported; whether it is. Raises JobNotFound."""
+    """`begin`, and an audit entry, if the job still ended before this time, and nothing of it is being exported;
+    returns whether it did. Raises JobNotFound."""
     job = jobs.get(session, job_id, lock=True)
     if not is_final(job.state) or job.finished_at is None or job.finished_at >= before:
         return False
@@ -80,27 +81,27 @@ def begin_if_expired(session: Session, job_id: str, before: float, why: str) -> 
 
 
 def note_obstacle(session: Session, job_id: str, why: str) -> None:
-    """Say why a job that is being deleted is still there. Raises JobNotFound."""
+    """Record why a job that is being deleted still exists. Raises JobNotFound."""
     jobs.get(session, job_id, lock=True)
     if not events.said_since(session, job_id, "deletion_failed", why, since="deletion_began"):
         events.append(session, job_id, "deletion_failed", why)
 
 
 def delete_some_metrics(session: Session, job_id: str) -> int:
-    """Delete the first METRICS_AT_ONCE rows of a job's metrics; how many there were."""
+    """Delete the first METRICS_AT_ONCE rows of a job's metrics; returns how many there were."""
     first = select(Metric.step).where(Metric.job_id == job_id).order_by(Metric.step).limit(METRICS_AT_ONCE)
     return _deleted(session, delete(Metric).where(Metric.job_id == job_id, Metric.step.in_(first)))
 
 
 def delete_some_bins(session: Session, job_id: str) -> int:
-    """Delete METRICS_AT_ONCE bins of a job's metrics at most; how many there were."""
+    """Delete at most METRICS_AT_ONCE bins of a job's metrics; returns how many there were."""
     key = tuple_(MetricBin.level, MetricBin.bin)
     first = select(MetricBin.level, MetricBin.bin).where(MetricBin.job_id == job_id).limit(METRICS_AT_ONCE)
     return _deleted(session, delete(MetricBin).where(MetricBin.job_id == job_id, key.in_(first)))
 
 
 def end(session: Session, job_id: str) -> dict[str, int]:
-    """Delete all rows of a job that is being deleted; how many there were, by table. Raises JobNotFound."""
+    """Delete all rows of a job that is being deleted; returns how many there were, by table. Raises JobNotFound."""
     jobs.get(session, job_id, lock=True)
     counts = {
         table.__tablename__: _deleted(session, delete(table).where(table.job_id == job_id))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a user may change of a job after its submission."""
+"""What a user may change in a job after its submission."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from workers.config import MOST_LABELS
 
 
 def labels_of(job: Job | Row[Any]) -> dict[str, str]:
-    """The labels of a job; none in a spec of a release that knew of none."""
+    """The labels of a job; none in a spec of a release without labels."""
     return dict(job.spec.get("labels") or {})
 
 
 def version_of(job: Job | Row[Any]) -> str:
-    """Another one whenever something has changed that `edit` can change; the progress of a job does not count."""
+    """Changes whenever something changes that `edit` can change; the progress of a job does not count."""
     return hashlib.sha256(json.dumps([job.id, *_editable(job).values()], sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -35,8 +35,8 @@ def edit(
     labels: Mapping[str, str | None] | None = None,
     expected: Collection[str] | None = None,
 ) -> Job:
-    """Change a job's name, priority or labels, in its spec too; None leaves it as it is, and so are labels that
-    `labels` does not have, of which a None takes one away. `expected`: only if its version is one of these.
+    """Change a job's name, priority or labels, in its spec too. None leaves a value as it is; labels that are not in
+    `labels` stay, and those with None are removed. `expected`: only if the job has one of these versions.
 
     Raises JobNotFound, JobChanged, TooManyLabels.
     """

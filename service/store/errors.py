@@ -17,7 +17,7 @@ class JobNotFound(MantaError):
 
 
 class IllegalTransition(MantaError):
-    """A job's state does not allow what was asked for; the message names the state, and says why or what to do."""
+    """A job's state does not allow the operation; the message names the state, and says why or what to do."""
 
     def __init__(self, job_id: str, state: JobState, *, target: JobState | None = None, action: str | None = None):
         self.job_id, self.state, self.target, self.action = job_id, state, target, action
@@ -31,7 +31,7 @@ class IllegalTransition(MantaError):
 
 
 class JobNotFinal(MantaError):
-    """A job that is not over cannot be deleted."""
+    """A job that is not final cannot be deleted."""
 
     def __init__(self, job_id: str, state: JobState):
         self.job_id, self.state = job_id, state
@@ -133,7 +133,7 @@ class ForeignCursor(InvalidCursor):
 
 
 class ProjectNotFound(MantaError):
-    """No project has this name, or it is none of the caller's."""
+    """No project has this name, or the caller may not see it."""
 
     def __init__(self, name: str):
         self.name = name
@@ -141,7 +141,7 @@ class ProjectNotFound(MantaError):
 
 
 class ProjectExists(MantaError):
-    """A project of this name is there already."""
+    """A project of this name exists already."""
 
     def __init__(self, name: str):
         self.name = name
@@ -149,7 +149,7 @@ class ProjectExists(MantaError):
 
 
 class KeyNotFound(MantaError):
-    """No API key has this id, or it is of none of the caller's projects."""
+    """No API key has this id, or the caller may not see it."""
 
     def __init__(self, key_id: str):
         self.key_id = key_id
@@ -157,7 +157,7 @@ class KeyNotFound(MantaError):
 
 
 class LinkNotGood(MantaError):
-    """A one-time link that was used, has expired, or was never given out."""
+    """A one-time link that was used, has expired, or never existed."""
 
     def __init__(self) -> None:
         super().__init__("this link was used before, has expired or was never given out; `manta link` prints a new one")
@@ -167,19 +167,19 @@ class StoreUnusable(MantaError):
     """The database cannot be opened or brought up to date."""
 
     def __init__(self, location: str, cause: Exception, advice: str | None = None):
-        """`location`: without a password; `advice`: what would help."""
+        """`location`: without a password; `advice`: possible remedy."""
         self.location = location
         why = " ".join(str(getattr(cause, "orig", None) or cause).split())
         super().__init__(f"cannot use the database {location}: {why}" + (f" ({advice})" if advice else ""))
 
 
 class StoreEmpty(StoreUnusable):
-    """There is no job database where one was to be read."""
+    """There is no job database to read."""
 
 
 class OutcomeUnknown(OperationalError):
-    """The connection to the database was lost in the middle of a commit, and the database does not say either whether
-    it was made. What is not harmed by being done twice is done again."""
+    """The connection to the database was lost during a commit, and the database does not say either whether the commit
+    was made. Operations that may be repeated are repeated."""
 
 
 class StoreOfNewerRelease(StoreUnusable):

@@ -16,9 +16,9 @@ from service.store.tables import Event, Job
 _INSERT = insert(Event)
 _LOCK = select(func.pg_advisory_xact_lock(EVENTS_LOCK))
 _LOOKED_AT = 2_000
-"""Of so many events it is looked up one by one which project they are of."""
+"""For up to this many events, the project of each is looked up one by one."""
 _IN_ORDER = "manta_events_in_order"
-"""Where a session notes in which of its transactions it holds the lock."""
+"""Key in a session's info for the transaction in which it holds the lock."""
 
 
 def append(
@@ -33,10 +33,10 @@ def append(
     data: dict[str, Any] | None = None,
     at: float | None = None,
 ) -> int:
-    """Add an event of `type`, with one sentence for people; its id. `at` is when it happened, in Unix seconds; default:
-    now."""
+    """Add an event of `type`, with one sentence for people; returns its id. `at`: when it happened, in Unix seconds;
+    default: now."""
     in_order(session)
-    session.flush()  # the job itself, where it is new
+    session.flush()  # the job itself, if it is new
     values = {
         "job_id": job_id,
         "time": time.time() if at is None else at,
@@ -47,14 +47,14 @@ def append(
         "message": message,
         "data": data or {},
     }
-    inserted = session.connection().execute(_INSERT, values)  # no object, for a row that is not read again
+    inserted = session.connection().execute(_INSERT, values)  # no ORM object, for a row that is not read again
     assert inserted.inserted_primary_key is not None
     return int(inserted.inserted_primary_key[0])
 
 
 def in_order(session: Session) -> None:
-    """Until this transaction ends no other one appends an event: a reader that has read up to an id never finds a lower
-    one later. Nor is a job submitted, which begins with this. SQLite has one writer anyway."""
+    """Until this transaction ends, no other one appends an event: a reader that has read up to an id never finds a
+    lower one later. This also holds for submissions, which begin with it. SQLite has one writer anyway."""
     transaction = session.get_transaction()
     if transaction is not None and session.info.get(_IN_ORDER) is transaction:
         return
@@ -70,13 +70,13 @@ def data_of(session: Session, job_id: str, type: str) -> list[dict[str, Any]]:
 
 
 def newest(session: Session) -> int:
-    """The id of the newest event of all jobs; 0 where there is none."""
+    """The id of the newest event of all jobs; 0 if there is none."""
     return session.scalar(select(func.max(Event.id))) or 0
 
 
 def newest_of_jobs(session: Session, after_id: int) -> dict[str, int]:
     """The id of the newest event of each job that has one above `after_id`."""
-    # Told to group them by job, SQLite goes through all events that there are, in the order of the jobs' index.
+    # With GROUP BY, SQLite would read all events, in the order of the jobs' index.
     query = select(Event.job_id, Event.id).where(Event.id > after_id).order_by(Event.id)
     by_job: dict[str, int] = {row[0]: row[1] for row in session.execute(query)}
     return by_job
@@ -92,7 +92,7 @@ def said_since(session: Session, job_id: str, type: str, message: str, since: st
 
 @dataclass(frozen=True)
 class EventFilter:
-    """Events of a job for which all of this holds; what is empty or None filters nothing."""
+    """Conditions for the events of a job; an empty or None one filters nothing."""
 
     types: tuple[str, ...] = ()
     """Of one of these types."""
@@ -110,7 +110,7 @@ EVERY_EVENT = EventFilter()
 
 
 def cursors(job_id: str, wanted: EventFilter = EVERY_EVENT, newest_first: bool = False) -> Cursors:
-    """Of a job's events. What they hold is the id of an event."""
+    """Of a job's events; they contain the id of an event."""
     types = ",".join(wanted.types) or None
     given = {"types": types, "generation": wanted.generation, "rank": wanted.rank}
     return Cursors("events", job=job_id, order="desc" if newest_first else None, **given)
@@ -136,7 +136,7 @@ def page_back(
 
 
 def cursors_of_all(job_id: str | None, type: str | None) -> Cursors:
-    """Of the events of all jobs. What they hold is the id of an event."""
+    """Of the events of all jobs; they contain the id of an event."""
     return Cursors("all events", job=job_id, type=type)
 
 
@@ -165,8 +165,8 @@ def page_of_all(
 def _page_of_project(
     session: Session, query: Select[Event], type: str | None, after_id: int, limit: int, project: str
 ) -> Page[Event]:
-    """The events that `query` finds of the jobs of `project`. At first each event's job is looked up: for the events of
-    all jobs of a project SQLite takes as long as there are such jobs, also where next to nothing is new."""
+    """The events of `query` whose job is of `project`. First each event's job is looked up: to query the events of all
+    jobs of a project, SQLite takes time in proportion to the number of jobs, even if there is hardly anything new."""
     end = min(after_id + _LOOKED_AT, LARGEST_INTEGER)
     rows = list(session.scalars(query.where(Event.id <= end, _is_of(project))))
     if len(rows) <= limit and newest(session) > end:
@@ -176,5 +176,5 @@ def _page_of_project(
 
 
 def _is_of(project: str) -> ColumnElement[bool]:
-    """Whether the job of an event, which is looked up for each, is of `project`."""
+    """Whether the job of an event, which is looked up for each event, is of `project`."""
     return select(Job.project).where(Job.id == Event.job_id).scalar_subquery() == project

@@ -14,9 +14,9 @@ from service.store.tables import Job
 
 
 def request_retry(session: Session, job_id: str) -> Job:
-    """Retry a FAILED job from where it failed: it is QUEUED again, and its failures so far do not count any more.
+    """Retry a FAILED job from where it failed: it is QUEUED again, and its earlier failures no longer count.
 
-    Raises JobNotFound, JobBeingDeleted, and IllegalTransition when the job's state does not allow it.
+    Raises JobNotFound, JobBeingDeleted, and IllegalTransition if the job's state does not allow it.
     """
     job = jobs.get(session, job_id, lock=True)
     if job.deletion_began_at is not None:
@@ -28,27 +28,27 @@ def request_retry(session: Session, job_id: str) -> Job:
     generations.forget_outcome(session, job_id, job.generation)
     message = f"tried again by the user; it had failed: {job.message}"
     jobs.transition(session, job_id, target, "retried_by_user", message)
-    # Not before what has failed began, whose failures would count on: that may be by another clock, or one set since.
+    # Not before the failed generation began, whose failures would still count: that may be by another clock.
     job.retried_at = max(job.updated_at, generations.began_at(session, job_id, job.generation))
     job.memory_kept_until = job.finished_at = None
     return job
 
 
 def holding_memory(session: Session, job_ids: Collection[str]) -> set[str]:
-    """Those of these jobs whose snapshots in shared memory must stay: they are not final, or failed and may be tried
-    again."""
+    """Those of these jobs whose snapshots in shared memory must stay: they are not final, or have failed and may be
+    retried."""
     kept = Job.state.not_in(FINAL) | Job.memory_kept_until.is_not(None)
     return set(session.scalars(select(Job.id).where(Job.id.in_(job_ids), kept)))
 
 
 def memory_expired(session: Session, now: float) -> list[str]:
-    """Ids of the jobs whose snapshots were kept for long enough."""
+    """Ids of the jobs whose snapshots were kept long enough."""
     return list(session.scalars(select(Job.id).where(Job.memory_kept_until < now)))
 
 
 def let_memory_go(session: Session, job_id: str, now: float) -> bool:
-    """Note that the job's snapshots in shared memory are not kept any more; False where they must be, since it is being
-    tried again, or their time is not over. Raises JobNotFound."""
+    """Record that the job's snapshots in shared memory are no longer kept; False if they must be, since it is being
+    retried, or their time is not over. Raises JobNotFound."""
     job = jobs.get(session, job_id, lock=True)
     if not is_final(job.state) or job.memory_kept_until is None or job.memory_kept_until >= now:
         return False

@@ -17,22 +17,22 @@ from workers.timing.step_clock import WAITS, Wait
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """Where the time of one committed step went, by the rank that reports."""
+    """Where the time of one committed step went, according to the reporting rank."""
 
     at: float
     """When it was committed, Unix seconds."""
     wall: float
-    """Seconds since the commit before, or since its generation began to train; waits included."""
+    """Seconds since the last commit, or since its generation began to train; waits included."""
     waits: dict[Wait, float]
-    """Seconds of each wait; together they are no longer than `wall`."""
+    """Seconds of each wait; together they are at most `wall`."""
     redone: bool = False
-    """Whether the step had been committed before."""
+    """Whether the step had already been committed before."""
     counts: bool = True
-    """Whether it is a step, not what came after the last one."""
+    """Whether it is a step, not the time after the last one."""
 
     @classmethod
     def of(cls, seconds: dict[str, Any], at: float, redone: bool = False, counts: bool = True) -> TrainedStep:
-        """The step of which a report says `seconds`, as `workers.timing.step_clock` makes them."""
+        """The step of which a report has these `seconds`, from `workers.timing.step_clock`."""
         wall = left = max(0.0, float(seconds.get("wall", 0.0)))
         waits: dict[Wait, float] = {}
         for name in WAITS:
@@ -50,11 +50,11 @@ def begin(
     resume_step: int = 0,
     data: dict[str, Any] | None = None,
 ) -> int:
-    """Open the job's next generation and return its number; from here on, reports of lower ones are refused.
+    """Open the job's next generation and return its number; from now on, reports of lower ones are refused.
 
-    Ends the generation before it, if that is still open. The report cursor starts again from zero, since the reports
-    that it counted are fenced now and new agents number theirs from 1. The generation begins after the user's last
-    retry, whichever clock that was recorded by. Raises JobNotFound.
+    Ends the last generation, if that is still open. The sequence numbers of reports start again from zero, since
+    earlier reports are fenced now and new agents number theirs from 1. The generation begins after the user's last
+    retry, even if that was recorded by another clock. Raises JobNotFound.
     """
     job = jobs.get(session, job_id, lock=True)
     now = time.time()
@@ -78,7 +78,7 @@ def begin(
 
 
 def mark_first_step(session: Session, job_id: str, generation: int, at: float | None = None) -> bool:
-    """Note when a generation committed its first step (Unix seconds, default: now); only the first call counts.
+    """Record when a generation committed its first step (Unix seconds, default: now); only the first call counts.
 
     Returns whether this was the first.
     """
@@ -92,8 +92,8 @@ def mark_first_step(session: Session, job_id: str, generation: int, at: float | 
 def end(
     session: Session, job_id: str, generation: int, at: float | None = None, outcome: dict[str, Any] | None = None
 ) -> None:
-    """Note when a generation ended (Unix seconds, default: now), and with which `outcome` for the job if it was the
-    last; only the first call counts."""
+    """Record when a generation ended (Unix seconds, default: now), and the job's `outcome` if it was the last one; only
+    the first call counts."""
     row = session.get(Generation, (job_id, generation))
     if row is not None and row.ended_at is None:
         row.ended_at = time.time() if at is None else at
@@ -102,20 +102,21 @@ def end(
 
 
 def began_at(session: Session, job_id: str, generation: int) -> float:
-    """When a generation began, Unix seconds; 0 where there is none."""
+    """When a generation began, in Unix seconds; 0 if there is none."""
     row = session.get(Generation, (job_id, generation))
     return 0.0 if row is None else row.started_at
 
 
 def forget_outcome(session: Session, job_id: str, generation: int, **noted: Any) -> None:
-    """The job does not end with what it ended with in `generation`: it is tried again. `noted`: added to its data."""
+    """The job does not end with its outcome in `generation`, since it is retried. `noted`: added to the generation's
+    data."""
     row = session.get(Generation, (job_id, generation))
     if row is not None:
         row.data = {**{key: value for key, value in row.data.items() if key != "outcome"}, **noted}
 
 
 def add_training(session: Session, job_id: str, generation: int, step: TrainedStep) -> None:
-    """Add a committed step, or the end of the loop, to the running sums of the generation that it was made by."""
+    """Add a committed step, or the end of the loop, to the running sums of the generation that made it."""
     row = session.get(Generation, (job_id, generation))
     if row is None:
         return

@@ -18,7 +18,7 @@ _ONE_ROW = (Installation, Compatibility)
 
 
 def problems(store: Store) -> list[str]:
-    """What is wrong with the database, a sentence each; reads all of it once. Raises StoreUnusable."""
+    """Problems with the database, one sentence each; reads all of it once. Raises StoreUnusable."""
     refuse_none(store)
     revision = store.revision
     if revision != newest_revision():
@@ -32,7 +32,7 @@ def problems(store: Store) -> list[str]:
 
 
 def refuse_none(store: Store) -> None:
-    """Raise StoreUnusable where the database cannot be reached, or there is none; none is made then either."""
+    """Raise StoreUnusable if the database cannot be reached, or does not exist; it is not created then."""
     database = store.database
     if isinstance(database, SqliteDatabase) and not database.file.exists():
         raise StoreEmpty(store.location, FileNotFoundError("there is no such file"), _MAKE)
@@ -63,7 +63,7 @@ def _content(connection: Connection) -> Iterator[str]:
             yield f"row {number} of {table} belongs to nothing in {parent}"
     present = set(inspect(connection).get_table_names())
     for table in Base.metadata.sorted_tables:
-        if table.name in present:  # PostgreSQL sees damage of what it reads
+        if table.name in present:  # PostgreSQL detects damage when reading
             connection.execute(select(func.count()).select_from(table)).scalar_one()
     for kind in _ONE_ROW:
         count = connection.execute(select(func.count()).select_from(kind)).scalar_one()

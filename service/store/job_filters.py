@@ -1,5 +1,5 @@
-"""Which jobs a list is to show, in which order, and where its next page begins: parts of statements that
-`job_rows.py` runs. Statements are built once for each combination, since that takes longer than to run them."""
+"""Filter, order and page beginning of a list of jobs, as parts of statements for `job_rows.py`. Statements are built
+once for each combination, since building takes longer than running."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ _LARGEST_INTEGER = 2**63 - 1
 
 @dataclass(frozen=True)
 class JobFilter:
-    """Jobs for which all of this holds; what is empty or None filters nothing."""
+    """Conditions for jobs; an empty or None one filters nothing."""
 
     states: tuple[str, ...] = ()
     """In one of these states."""
     name: str | None = None
-    """Called exactly that."""
+    """With exactly this name."""
     search: str | None = None
-    """With that in the name or the id; upper and lower case of ASCII's letters are the same."""
+    """With this text in the name or the id, ignoring case of ASCII letters."""
     labels: tuple[tuple[str, str | None], ...] = ()
-    """With all of these labels; a None stands for any value."""
+    """With all of these labels; None stands for any value."""
     owner: str | None = None
     """Submitted by this user, or with the key of this name."""
     bound: str | None = None
     """Of this project."""
 
     def conditions(self) -> list[ColumnElement[bool]]:
-        """That hold for those jobs, with parameters in the place of values: the same for filters of one `shape`."""
+        """Conditions for those jobs, with parameters for values: the same for filters of one `shape`."""
         columns = self._columns()
         clauses: list[ColumnElement[bool]] = []
         if self.states:
@@ -78,13 +78,13 @@ class JobFilter:
         return clauses
 
     def _columns(self) -> dict[str, ColumnElement[str]]:
-        """The columns that are filtered by, those of `_too_many` kept off their indexes."""
+        """The columns that are filtered by; those of `_too_many` are kept from using their indexes."""
         off, names = self._too_many(), ("state", "name", "owner", "project")
         return {name: func.coalesce(_COLUMNS[name], "") if name in off else _COLUMNS[name] for name in names}
 
     def _too_many(self) -> tuple[str, ...]:
-        """Columns that more jobs have the same value of than of another one that is filtered by, which SQLite does not
-        know: the fewest are of a name, few are not over, and fewer are of an owner than in a state or a project."""
+        """Columns in which more jobs share a value than in another one that is filtered by, which SQLite does not know:
+        the fewest jobs share a name, few are unfinished, and fewer share an owner than a state or a project."""
         if self.name is not None:
             return "state", "owner", "project"
         if self.owner is None:
@@ -97,7 +97,7 @@ class JobFilter:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Those of the parameters in `conditions`."""
+        """Values of the parameters in `conditions`."""
         searched = None if self.search is None else f"%{_escaped(storable(self.search))}%"
         given = {"states": list(self.states) or None, "name": self.name, "search": searched, "owner": self.owner}
         given["project"] = self.bound
@@ -107,7 +107,7 @@ class JobFilter:
 
     @property
     def shape(self) -> JobFilter:
-        """The same for all filters whose `conditions` are the same."""
+        """Equal for all filters with the same `conditions`."""
 
         def given(value: str | None) -> str | None:
             return None if value is None else ""
@@ -119,14 +119,14 @@ class JobFilter:
 
 @dataclass(frozen=True)
 class JobOrder:
-    """The order of a list; jobs that are alike in it are in that of their submission, and those of which it is not
-    known come last either way."""
+    """The order of a list; jobs that are equal in it are in order of submission, and those without a value come last in
+    either direction."""
 
     sort: Sort = "created"
     descending: bool = True
 
     def keys(self) -> list[ColumnElement[Any]]:
-        """What to order by, each in the direction that `directed` gives it."""
+        """Expressions to order by, each with a direction from `directed`."""
         key = _key(self.sort)
         if key is None:
             return [_COLUMNS.id]
@@ -138,7 +138,7 @@ class JobOrder:
         return key.desc() if self.descending else key.asc()
 
     def after(self, unknown: bool) -> ColumnElement[bool]:
-        """What holds for all jobs that come after the one with the parameters `last_id` and, where its key is not
+        """A condition for all jobs that come after the one with the parameters `last_id` and, unless its key is
         `unknown`, `last`."""
         key = _key(self.sort)
         last_id: BindParameter[str] = bindparam("last_id", type_=String())
@@ -152,8 +152,8 @@ class JobOrder:
         return or_(behind, key.is_(None)) if self.sort in _MAY_BE_UNKNOWN else behind
 
     def place_of(self, connection: Connection, job_id: str) -> str:
-        """Where a job is in this order, for a cursor; by the database, whose numbers are not read from JSON just as
-        Python's are."""
+        """The place of a job in this order, for a cursor; computed by the database, which reads numbers differently
+        from Python's JSON."""
         key = _key(self.sort)
         if key is None:
             return job_id
@@ -183,7 +183,7 @@ EVERY_JOB, NEWEST_FIRST = JobFilter(), JobOrder()
 
 
 def cursors(wanted: JobFilter, order: JobOrder) -> Cursors:
-    """Of a list of jobs. What they hold is a place in the order."""
+    """Of a list of jobs; they contain a place in the order."""
     given = {
         "state": ",".join(sorted(wanted.states)) or None,
         "name": wanted.name,
@@ -197,14 +197,14 @@ def cursors(wanted: JobFilter, order: JobOrder) -> Cursors:
 
 
 def _key(sort: Sort) -> ColumnElement[Any] | None:
-    """What jobs are ordered by before their ids; None: nothing."""
+    """The expression by which jobs are ordered before their ids; None: there is none."""
     keys = {"created": None, "loss": _LOSS, "finished": _COLUMNS.finished_at}
     return keys[sort] if sort in keys else _COLUMNS[sort]
 
 
 def _latest_loss() -> ColumnElement[Any]:
-    """The loss among the latest metrics, those that are not finite as the largest numbers that there are: NaN above
-    all, as everywhere in the database."""
+    """The loss among the latest metrics, with non-finite ones as the largest numbers: NaN above all, like everywhere in
+    the database."""
     said = type_coerce(_COLUMNS.metrics, JSON())["loss"]
     largest = sys.float_info.max
     words = ((said.as_string() == "nan", largest), (said.as_string() == "inf", largest / 2))
@@ -221,7 +221,7 @@ _TYPES: dict[Sort, Any] = {
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value in a cursor that a client sends can be compared with what is of that kind."""
+    """Whether a value in a client's cursor can be compared with values of that kind."""
     if isinstance(kind, String):
         return isinstance(value, str)
     if isinstance(kind, BigInteger):
@@ -230,5 +230,5 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _escaped(text: str) -> str:
-    """`text` as a part of a pattern that stands for itself."""
+    """`text` escaped for use in a LIKE pattern."""
     return "".join(f"/{letter}" if letter in "/%_" else letter for letter in text)

@@ -19,12 +19,12 @@ from service.store.leases import living
 from service.store.tables import Checkpoint, Event, Generation, Job, Recovery, StateChange
 
 MOST_JOBS = 500
-"""So many have numbers of their own."""
+"""Most jobs that have numbers of their own."""
 RECENT_SECONDS = 3600.0
 RECENT_TYPES = ("straggler", "rank_hung", "gang_hung", "spike", "step_skipped", "rolled_back")
-"""Of the events that are counted."""
+"""Seconds within which events are counted."""
 _MOST_EVENTS = 20_000
-"""So many of the newest are looked through: there is no index for it, and on a quiet day they are those of months."""
+"""Number of newest events that are searched: there is no index for them, and on a quiet day they cover months."""
 
 _LISTED = (
     *(Job.id, Job.name, Job.project, Job.state, Job.spec, Job.step, Job.steps, Job.metrics, Job.restarts),
@@ -37,13 +37,13 @@ class RecoveryTotals:
     """Of all recoveries of a job."""
 
     by_kind: Mapping[str, int]
-    """How many, by the kind of the failure."""
+    """Number of recoveries by kind of failure."""
     ended: int
-    """How many of them have led to a step."""
+    """Number of recoveries that led to a step."""
     seconds: Mapping[str, float]
-    """What these took together, by phase."""
+    """Seconds of those by phase."""
     steps_redone: int
-    """Steps that they had done again."""
+    """Steps that those repeated."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Saved:
 
     began_at: float
     ended_at: float | None
-    """None: it is not known."""
+    """None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class JobNumbers:
     ledger: Ledger
     state_since: float
     placed_at: float | None
-    """When it left the queue last; None: never."""
+    """When it last left the queue; None: never."""
     last_step_at: float | None
     """When its newest step was committed; None before the first."""
     recovered: RecoveryTotals
     saved: Saved | None
     """Its newest complete checkpoint."""
     recent_events: Mapping[str, int]
-    """By type how many of RECENT_TYPES it had within RECENT_SECONDS."""
+    """Number of events by type, of RECENT_TYPES within RECENT_SECONDS."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,15 @@ class FleetNumbers:
 
     by_state: Mapping[JobState, int]
     queued_since: float | None
-    """Since when the job that has waited longest is in the queue; None where it is empty."""
+    """Since when the longest-waiting job is in the queue; None if it is empty."""
     recent_failures: Mapping[str, int]
-    """By reason how many jobs failed within RECENT_SECONDS."""
+    """Number of jobs by reason that failed within RECENT_SECONDS."""
     without_owner: int
-    """Jobs that may hold places and that no live control plane owns."""
+    """Jobs that may hold places but are owned by no living control plane."""
     control_planes: int
-    """How many live."""
+    """Number of living control planes."""
     listed: Sequence[JobNumbers]
-    """Unfinished jobs, those that have begun first; MOST_JOBS at most."""
+    """Unfinished jobs, the earliest started first; at most MOST_JOBS."""
 
 
 def read(session: Session, now: float, bound: str | None = None) -> FleetNumbers:
@@ -174,7 +174,7 @@ def _totals(rows: Sequence[Recovery]) -> RecoveryTotals:
 
 
 def _saved(session: Session, ids: Collection[str]) -> dict[str, Saved]:
-    """By a look at the end of the index for each job: its checkpoints may be many."""
+    """By a lookup at the end of the index for each job, which may have many checkpoints."""
     candidate = aliased(Checkpoint)
     newest = select(candidate.id).where(candidate.job_id == Job.id, candidate.state == COMPLETE)
     newest = newest.order_by(candidate.step.desc(), candidate.generation.desc()).limit(1)
@@ -187,7 +187,7 @@ def _saved(session: Session, ids: Collection[str]) -> dict[str, Saved]:
 def _recent_events(session: Session, ids: Collection[str], now: float) -> dict[str, dict[str, int]]:
     newest = session.scalar(select(func.max(Event.id))) or 0
     recent = and_(Event.id > newest - _MOST_EVENTS, Event.time > now - RECENT_SECONDS, Event.type.in_(RECENT_TYPES))
-    # Counted here: asked to group them by job, SQLite reads all events that there are.
+    # Counted here: with GROUP BY, SQLite would read all events.
     wanted, by_job = set(ids), dict[str, dict[str, int]]()
     for job, kind in session.execute(select(Event.job_id, Event.type).where(recent)):
         if job in wanted:

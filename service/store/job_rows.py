@@ -1,4 +1,4 @@
-"""What is shown of jobs as plain rows, which cost little: comparing them shows whether anything has changed, without
+"""Displayed data of jobs as plain rows, which are cheap: comparing them shows whether anything has changed, without
 parsing them."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from service.store.types import Document, Numbers
 
 _MOST_STATEMENTS = 256
 JobRow = Row[Any]
-"""What tells whether a job is shown as before, `id` first, as the database has it: equal to another one where nothing
-changed that is shown."""
+"""The displayed data of a job as the database has it, with `id` first: equal to another one if nothing displayed has
+changed."""
 
 NOT_SHOWN = frozenset(
     {
@@ -30,18 +30,18 @@ NOT_SHOWN = frozenset(
     }
 )
 FOLLOWS = frozenset({"spec"})
-"""Shown, and changed with others alone: by `edits.edit`. It is as long as all the rest together."""
+"""Displayed columns that only change together with others, by `edits.edit`. They are as long as all the rest."""
 
 
 def _as_stored(column: Any) -> ColumnElement[Any]:
-    """A column as the driver yields it; JSON as the text that it is."""
+    """A column as the driver returns it; JSON as text."""
     plain = cast(column, Text) if isinstance(column.type, Document | Numbers) else type_coerce(column, NullType())
     return plain.label(column.key)
 
 
 _UNDERSTOOD = [column for column in Job.__table__.columns if column.key not in NOT_SHOWN]
 _SHOWN = [_as_stored(column) for column in _UNDERSTOOD if column.key not in FOLLOWS]
-# Made once: to put a statement together takes longer than to run it.
+# Built once: building a statement takes longer than running it.
 _ONE = select(*_SHOWN).where(Job.__table__.columns.id == bindparam("id"))
 _SOME = (
     select(*_UNDERSTOOD)
@@ -59,8 +59,8 @@ def one(connection: Connection, job_id: str) -> JobRow:
 
 
 def understood(connection: Connection, job_ids: Collection[str]) -> Sequence[Row[Any]]:
-    """Those of these jobs that the database knows, newest first, with all that a list shows of them, by the names and
-    in the form that `jobs.get` has."""
+    """Those of these jobs that exist, newest first, with everything that a list displays, with names and types as in
+    `jobs.get`."""
     return connection.execute(_SOME, {"ids": list(job_ids)}).all()
 
 
@@ -71,7 +71,7 @@ def page(
     limit: int = 50,
     cursor: str | None = None,
 ) -> Page[JobRow]:
-    """Rows of the jobs that are `wanted`. Raises InvalidCursor, ForeignCursor."""
+    """Rows of the `wanted` jobs. Raises InvalidCursor, ForeignCursor."""
     statement, values = _asked(wanted, order, limit, cursor)
     # In one call: row by row, the threads of other requests would take turns in between.
     rows = connection.execute(statement, values).all()
@@ -86,22 +86,22 @@ def page_as_text(
     limit: int = 50,
     cursor: str | None = None,
 ) -> str:
-    """The rows of that page as one text, which is equal to another one where nothing changed that is shown. The
-    database puts it together: of fifty rows the interpreter's lock would be let go of and taken again fifty times,
-    each time to stand in line behind the threads of other requests. SQLite's JSON has 15 digits of a number, so a time
-    that alone moved by less than 10 microseconds is not seen. Raises what `page` does."""
+    """The rows of that page as one text, which is equal to another one if nothing displayed has changed. The database
+    builds it: for fifty rows the interpreter's lock would be released and taken again fifty times, each time behind the
+    threads of other requests. SQLite's JSON has 15 digits of a number, so a time that changed alone by less than 10
+    microseconds is not noticed. Raises the errors of `page`."""
     statement, values = _asked(wanted, order, limit, cursor, connection.dialect.name)
     return connection.execute(statement, values).scalar_one() or ""
 
 
 def counts(connection: Connection, wanted: JobFilter = EVERY_JOB) -> dict[str, int]:
-    """Number of the jobs that are `wanted`, by state; states in which there is none are left out."""
+    """Number of `wanted` jobs by state; states without jobs are left out."""
     return {row[0]: row[1] for row in connection.execute(_counted(wanted.shape), wanted.values)}
 
 
 def moved(connection: Connection, job_ids: Collection[str], bound: str | None = None) -> dict[str, Row[Any]]:
-    """Of those of these jobs that there are, or are of the project `bound`: id, newest step, generation, and when its
-    row last changed, which it does with every row of metrics."""
+    """For those of these jobs that exist, or are of the project `bound`: id, newest step, generation, and when its row
+    last changed, which it does with every row of metrics."""
     columns = Job.__table__.columns
     query = select(columns.id, columns.step, columns.generation, columns.updated_at).where(columns.id.in_(job_ids))
     query = query if bound is None else query.where(columns.project == bound)
@@ -131,8 +131,8 @@ def _listed_as_text(shape: JobFilter, order: JobOrder, after: bool | None, diale
 
 @lru_cache(_MOST_STATEMENTS)
 def _listed(shape: JobFilter, order: JobOrder, after: bool | None) -> Select[Any]:
-    """Jobs of one shape of filter; `after`: those after a place in the order, and whether something is known of the
-    one there that they are ordered by."""
+    """Jobs of one shape of filter; `after`: only those after a place in the order, and whether the value at that place
+    is known."""
     columns, keys = Job.__table__.columns, order.keys()
     chosen = select(columns.id).where(*shape.conditions()).order_by(*map(order.directed, keys))
     chosen = chosen.limit(bindparam("rows"))
@@ -140,7 +140,7 @@ def _listed(shape: JobFilter, order: JobOrder, after: bool | None) -> Select[Any
         chosen = chosen.where(order.after(unknown=not after))
     if order.sort == "created" and shape.search is None:
         return chosen.with_only_columns(*_SHOWN)  # they are read in that order anyway
-    # Rows are long: only those that are shown are read as a whole.
+    # Rows are long: only those that are displayed are read completely.
     page = chosen.add_columns(*(key.label(f"key{place}") for place, key in enumerate(keys))).subquery()
     ordered = (order.directed(page.c[f"key{place}"]) for place in range(len(keys)))
     return select(*_SHOWN).join(page, columns.id == page.c.id).order_by(*ordered)

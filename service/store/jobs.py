@@ -23,7 +23,7 @@ from service.stored_specs import as_written, not_default, stored_spec
 from workers.config import Accelerator, JobSpec, ParallelConfig
 from workers.threads import stored_threads
 
-# Made once: to put these together takes longer than to run them.
+# Built once: building these takes longer than running them.
 _COLUMNS = Job.__table__.columns
 _INSERT = insert(Job)
 _NEWEST = select(func.max(_COLUMNS.id))
@@ -33,7 +33,7 @@ _NOTHING_YET: dict[str, Any] = {
     "state": JobState.QUEUED.value,
 }
 _QUEUED = select(func.count()).select_from(Job.__table__).where(_COLUMNS.state == JobState.QUEUED.value)
-# Two counts: each is of one range of an index. With OR in between all jobs in the queue are looked at one by one.
+# Two counts, each of one range of an index: with OR, all jobs in the queue would be read one by one.
 _AHEAD = select(
     _QUEUED.where(_COLUMNS.priority > bindparam("priority")).scalar_subquery()
     + _QUEUED.where(_COLUMNS.priority == bindparam("priority"), _COLUMNS.id < bindparam("id")).scalar_subquery()
@@ -52,13 +52,12 @@ def create(
     project: str = DEFAULT_PROJECT,
     owner: str | None = None,
 ) -> tuple[Job, bool]:
-    """Store a new QUEUED job of `project`, or find the one that the same request made there before.
+    """Store a new QUEUED job of `project`, or find the one that the same request created before.
 
-    Returns the job and whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal; `owner` who
-    submits it.
-    Raises IdempotencyConflict when `idempotency_key` was used in the project with another digest.
+    Returns the job and whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal; `owner`: who
+    submits it. Raises IdempotencyConflict if `idempotency_key` was used in the project with another digest.
     """
-    events.in_order(session)  # before the look: no other transaction takes the key or the id until this one ends
+    events.in_order(session)  # before the lookup: no other transaction takes the key or the id until this one ends
     earlier = made_before(session, idempotency_key, digest, project)
     if earlier is not None:
         return earlier, False
@@ -72,7 +71,7 @@ def create(
 
 
 def made_before(session: Session, idempotency_key: str | None, digest: str | None, project: str) -> Job | None:
-    """The job of `project` that the same request made before; see `create`. Raises IdempotencyConflict."""
+    """The job of `project` that the same request created before; see `create`. Raises IdempotencyConflict."""
     bound = bound_key(project, idempotency_key)
     if bound is None:
         return None
@@ -83,14 +82,14 @@ def made_before(session: Session, idempotency_key: str | None, digest: str | Non
 
 
 def set_labels(session: Session, job_id: str, labels: Mapping[str, str]) -> None:
-    """Put `labels` in the place of all that lists know of a job's; those in its spec stay as they are."""
+    """Replace a job's labels as known to lists; those in its spec stay as they are."""
     session.execute(delete(JobLabel).where(JobLabel.job_id == job_id))
     session.add_all(JobLabel(job_id=job_id, key=key, value=value) for key, value in labels.items())
 
 
 def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
     """The job. Raises JobNotFound. With `lock`, no other transaction changes it until this one ends."""
-    # With a lock it is read again: what this session knows of it may be what it was before others let go of it.
+    # With a lock it is read again: this session may know an older version.
     locking: dict[str, Any] = {"with_for_update": {"key_share": True}, "populate_existing": True} if lock else {}
     job = session.get(Job, job_id, **locking) if is_job_id(job_id) else None
     if job is None:
@@ -99,7 +98,7 @@ def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
 
 
 def states(session: Session, job_ids: Collection[str]) -> dict[str, JobState]:
-    """The states of those of these jobs that the database knows."""
+    """The states of those of these jobs that exist."""
     rows = session.execute(select(Job.id, Job.state).where(Job.id.in_(job_ids)))
     return {job_id: JobState(state) for job_id, state in rows}
 
@@ -118,25 +117,25 @@ def of_project(session: Session, job_ids: Collection[str], project: str) -> set[
 
 
 def unfinished(session: Session) -> list[Job]:
-    """All jobs that are not final, in the order in which they get their turn: by priority, then by age."""
+    """All unfinished jobs in the order of their turn: by priority, then by age."""
     return list(session.scalars(select(Job).where(Job.state.in_(UNFINISHED)).order_by(Job.priority.desc(), Job.id)))
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job in the queue, in brief: queues may be long, and specs are."""
+    """A job in the queue, in brief: queues and specs may be long."""
 
     id: str
     accelerator: Accelerator
-    """What `resources.accelerator` of its spec says."""
+    """`resources.accelerator` of its spec."""
     updated_at: float
-    """When anything about it changed last."""
+    """When anything about it last changed."""
 
 
 def queued(session: Session, before: Iterable[QueuedJob] = ()) -> list[QueuedJob]:
-    """All QUEUED jobs in the order in which they get their turn. Of specs, which another release may have stored and
-    this one may not understand, nothing else is read; nor that of jobs that are as they were `before`, since for
-    thousands of them PostgreSQL would take longer for that than for all else."""
+    """All QUEUED jobs in the order of their turn. Only this part of a spec is read, since another release may have
+    stored the spec in a form that this one does not understand; and it is not read for jobs that have not changed since
+    `before`, since for thousands of jobs PostgreSQL would take longer for that than for all the rest."""
     query = select(_COLUMNS.id, _COLUMNS.updated_at).where(_COLUMNS.state == JobState.QUEUED.value)
     rows = session.execute(query.order_by(_COLUMNS.priority.desc(), _COLUMNS.id)).all()
     known = {(each.id, each.updated_at): each for each in before}
@@ -149,7 +148,7 @@ def queued(session: Session, before: Iterable[QueuedJob] = ()) -> list[QueuedJob
 
 
 def unfinished_in_brief(session: Session) -> list[Job]:
-    """The same with nothing but id, name, state, step and steps, which the databases of all releases have."""
+    """The same with only id, name, state, step and steps, which the databases of all releases have."""
     brief = load_only(Job.id, Job.name, Job.state, Job.step, Job.steps, raiseload=True)
     query = select(Job).options(brief).where(Job.state.in_(UNFINISHED)).order_by(Job.priority.desc(), Job.id)
     return list(session.scalars(query))
@@ -166,9 +165,9 @@ def count_by_state(session: Session, bound: str | None = None) -> dict[JobState,
 def transition(
     session: Session, job_id: str, to: JobState, reason: str | None = None, message: str | None = None
 ) -> Job:
-    """Move a job to state `to`, with the reason code and message that go with it, and append a `state_changed` event.
+    """Move a job to state `to`, with its reason code and message, and append a `state_changed` event.
 
-    Raises JobNotFound, and IllegalTransition when the state machine has no such edge.
+    Raises JobNotFound, and IllegalTransition if the state machine has no such edge.
     """
     job = get(session, job_id, lock=True)
     state = JobState(job.state)
@@ -194,10 +193,10 @@ def transition(
 
 
 def request_cancel(session: Session, job_id: str) -> Job:
-    """What a user's cancel does at once: a QUEUED job is CANCELLED, one with processes becomes CANCELLING, and one that
-    is CANCELLING stays so.
+    """The immediate effect of a user's cancel: a QUEUED job becomes CANCELLED, one with processes CANCELLING, and one
+    that is CANCELLING stays so.
 
-    Raises JobNotFound, and IllegalTransition when the job's state does not allow it.
+    Raises JobNotFound, and IllegalTransition if the job's state does not allow it.
     """
     job = get(session, job_id, lock=True)
     state = JobState(job.state)
@@ -210,10 +209,9 @@ def request_cancel(session: Session, job_id: str) -> Job:
 
 
 def request_resize(session: Session, job_id: str, replicas: int) -> Job:
-    """Note that the job shall run with `replicas`; its supervisor does the rest as soon as there is room.
+    """Record that the job should run with `replicas`; its supervisor does the rest when there is room.
 
-    Raises JobNotFound, IllegalTransition when the job's state does not allow it, SizeOutOfBounds,
-    SpecNotUnderstood.
+    Raises JobNotFound, IllegalTransition if the job's state does not allow it, SizeOutOfBounds, SpecNotUnderstood.
     """
     job = get(session, job_id, lock=True)
     state = JobState(job.state)
@@ -235,9 +233,9 @@ def set_waiting(
     reason: str | None = None,
     message: str | None = None,
 ) -> Job:
-    """Say what a QUEUED job lacks, such as `{"needed": 8, "available": 4}` with reason `insufficient_slots`.
+    """Record what a QUEUED job lacks, such as `{"needed": 8, "available": 4}` with reason `insufficient_slots`.
 
-    A job that is no longer QUEUED stays as it is. Raises JobNotFound.
+    A job that is no longer QUEUED is not changed. Raises JobNotFound.
     """
     job = get(session, job_id, lock=True)
     stored = (job.waiting_for, job.reason, job.message)
@@ -247,23 +245,23 @@ def set_waiting(
 
 
 def set_layout(session: Session, job_id: str, layout: ParallelConfig) -> None:
-    """Note with which sizes the job runs from its next generation on. Raises JobNotFound."""
+    """Record the sizes that the job runs with from its next generation on. Raises JobNotFound."""
     job = get(session, job_id, lock=True)
     job.tensor, job.pipeline, job.replicas = layout.tensor, layout.pipeline, layout.data
     job.updated_at = time.time()
 
 
 def accelerator_of(job: Job) -> Accelerator:
-    """What `resources.accelerator` of a job says. Only that of its spec is read, which another release may have stored
-    and this one may not understand."""
+    """`resources.accelerator` of a job. Only this part of its spec is read, which another release may have stored in a
+    form that this one does not understand."""
     resources = job.spec.get("resources")
     said: Accelerator = resources.get("accelerator", "auto") if isinstance(resources, dict) else "auto"
     return said
 
 
 def decide_accelerator(session: Session, job_id: str, accelerator: str) -> None:
-    """Note in the spec of a job that takes what there is (`resources.accelerator: auto`) what that was when it was
-    first placed, gpu or cpu: nodes that come later change nothing. Raises JobNotFound."""
+    """Record in the spec of a job with `resources.accelerator: auto` what it got when it was first placed, gpu or cpu:
+    later nodes do not change that. Raises JobNotFound."""
     job = get(session, job_id, lock=True)
     if accelerator_of(job) == "auto":
         resources = job.spec.get("resources") or {}
@@ -271,8 +269,8 @@ def decide_accelerator(session: Session, job_id: str, accelerator: str) -> None:
 
 
 def decide_threads(session: Session, job_id: str, threads: int) -> int:
-    """Note in the spec of a job that leaves it open (`resources.threads: auto`) with how many threads its ranks
-    compute; the number that it has from now on, which was decided before unless it left it open. Raises JobNotFound."""
+    """Record the number of threads per rank in the spec of a job with `resources.threads: auto`, unless it is already
+    decided; returns the valid number. Raises JobNotFound."""
     job = get(session, job_id, lock=True)
     resources = job.spec.get("resources") or {}
     if resources.get("threads") != "auto":
@@ -282,7 +280,7 @@ def decide_threads(session: Session, job_id: str, threads: int) -> int:
 
 
 def queue_positions(reader: Reader, some: Collection[Job | Row[Any]]) -> dict[str, int]:
-    """Places of those of these jobs that are QUEUED in the queue, which all projects share, from 1."""
+    """Places in the queue, which all projects share, of those of these jobs that are QUEUED; from 1."""
     queued = [job for job in some if job.state == JobState.QUEUED]
     if not queued:
         return {}
@@ -297,10 +295,11 @@ def queue_positions(reader: Reader, some: Collection[Job | Row[Any]]) -> dict[st
 
 
 def accept_report(session: Session, job_id: str, generation: int, rank: int, sequence: int) -> bool:
-    """Whether a report is new: of the job's generation (fencing), and with a sequence number not stored before.
+    """Whether a report is new: of the job's generation (fencing), and with a sequence number that was not stored
+    before.
 
-    Marks it as stored; whatever is done with the report belongs into the same transaction, so that it is done
-    exactly once. Raises JobNotFound.
+    Marks it as stored; the effects of the report belong into the same transaction, so that they happen exactly once.
+    Raises JobNotFound.
     """
     job = get(session, job_id, lock=True)
     if generation < job.generation or sequence <= job.report_cursor.get(str(rank), 0):
@@ -310,9 +309,9 @@ def accept_report(session: Session, job_id: str, generation: int, rank: int, seq
 
 
 def bound_key(project: str, idempotency_key: str | None) -> str | None:
-    """How an idempotency key is stored, so that each project has keys of its own in the one column that is unique.
-    Those of the default project are stored as they are, as releases before have done and still do. No header holds a
-    line break, so neither can be the other."""
+    """The stored form of an idempotency key, which makes keys of different projects unique in one column. Those of the
+    default project are stored unchanged, like in earlier releases. A header contains no line break, so the two forms
+    cannot collide."""
     if idempotency_key is None or project == DEFAULT_PROJECT:
         return idempotency_key
     return f"{project}\n{digest_of(idempotency_key)}"
@@ -344,8 +343,8 @@ def _new_job(
 
 
 def _inserted(session: Session, values: dict[str, Any]) -> Job:
-    """A job, stored by a statement made once and known to the session as one that it has read: to have the session
-    insert it takes twice as long."""
+    """A job, stored by a prepared statement and added to the session as if it had been read: inserting it through the
+    session takes twice as long."""
     session.connection().execute(_INSERT, values)
     job = Job(**values)
     make_transient_to_detached(job)

@@ -1,4 +1,4 @@
-"""All queries about API keys. The keys themselves are never here, only their digests."""
+"""All queries about API keys. Only their digests are stored here, never the keys themselves."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def create(
     expires_at: float | None = None,
     highest_priority: int | None = None,
 ) -> ApiKey:
-    """Store a new key of which only the digest is given. `expires_at`: Unix seconds; `highest_priority`: that it gives
-    jobs, None: any. Raises ProjectNotFound."""
+    """Store a new key with this digest. `expires_at`: Unix seconds; `highest_priority`: of its jobs, None: any. Raises
+    ProjectNotFound."""
     projects.get(session, project)
     now = time.time()
     newest = session.scalar(select(func.max(ApiKey.id)))
@@ -56,25 +56,24 @@ def is_good(key: ApiKey, now: float) -> bool:
 
 
 def identity_of(key: ApiKey) -> Identity:
-    """Who asks with this key."""
+    """The identity of a request with this key."""
     allows = Scope(key.scope), key.installation, key.highest_priority
     return Identity(key.id, key.name, key.user, key.project, *allows)
 
 
 def by_digest(session: Session, digest: str) -> ApiKey | None:
-    """The key with this digest, good or not."""
+    """The key with this digest, valid or not."""
     return session.scalars(select(ApiKey).where(ApiKey.digest == digest)).one_or_none()
 
 
 def may_administrate(session: Session, now: float) -> bool:
-    """Whether there is a valid key with which the installation can be administered."""
+    """Whether there is a valid key for administering the installation."""
     query = select(ApiKey).where(ApiKey.installation, ApiKey.scope == Scope.ADMIN.value, ApiKey.revoked_at.is_(None))
     return any(is_good(key, now) for key in session.scalars(query))
 
 
 def revoke(session: Session, bound: str | None, key_id: str) -> ApiKey:
-    """Have a key open nothing from now on; one that was revoked before stays as it is. With `bound` only a key of that
-    project. Raises KeyNotFound."""
+    """Make a key invalid; a revoked one is not changed. With `bound` only a key of that project. Raises KeyNotFound."""
     key = session.get(ApiKey, key_id, with_for_update=True) if is_key_id(key_id) else None
     if key is None or (bound is not None and (key.project != bound or key.installation)):
         raise KeyNotFound(key_id)

@@ -17,19 +17,19 @@ from service.store.locks import MEMBERS_LOCK
 from service.store.tables import Job
 
 CHANNEL = "manta"
-"""Of the notifications with which control planes wake each other."""
+"""Channel of the notifications with which control planes wake each other."""
 
 
 def now(session: Session) -> float:
     """The database's clock, in Unix seconds."""
-    if session.get_bind().dialect.name == "sqlite":  # which has none but this machine's
+    if session.get_bind().dialect.name == "sqlite":  # which only has this machine's
         return time.time()
     return float(session.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
 
 
 def join(session: Session, me: str, place: str, ray: str, alone: bool) -> None:
-    """Have `me` count as living from now on, and those that were at its `place` before as dead, or with `alone` all
-    others. Raises OtherRay where another one lives that does not use this `ray`."""
+    """From now on `me` counts as alive, and earlier ones at its `place` as dead, or with `alone` all others. Raises
+    OtherRay if a living one does not use this `ray`."""
     others = select(ControlPlaneRow.id).where(ControlPlaneRow.id != me)
     _remove(session, list(session.scalars(others if alone else others.where(ControlPlaneRow.place == place))))
     remove_dead(session)
@@ -40,7 +40,7 @@ def join(session: Session, me: str, place: str, ray: str, alone: bool) -> None:
 
 
 def renew(session: Session, me: str) -> bool:
-    """Have `me` count as living for longer; False where it was taken for dead."""
+    """Extend the life of `me`; False if it was declared dead."""
     until = now(session) + LEASE_SECONDS
     return _count(session, update(ControlPlaneRow).where(ControlPlaneRow.id == me).values(lease_until=until)) == 1
 
@@ -51,12 +51,12 @@ def somebody_died(session: Session, me: str) -> bool:
 
 
 def remove_dead(session: Session) -> None:
-    """Remove those whose time is over. What they were doing in the database is undone."""
+    """Remove control planes whose time is over, and abort what they are doing in the database."""
     _remove(session, _dead(session), only_if_dead=True)
 
 
 def leave(session: Session, me: str) -> None:
-    """`me` owns nothing any more, and notifies the others."""
+    """`me` no longer owns anything; notifies the others."""
     session.execute(delete(ControlPlaneRow).where(ControlPlaneRow.id == me))
     session.execute(update(Lease).where(Lease.owner == me).values(owner=None))
     wake_others(session)
@@ -68,21 +68,21 @@ def living(session: Session) -> list[str]:
 
 
 def well(session: Session) -> list[str]:
-    """The ids of those that have said lately that they live."""
+    """The ids of those that have recently renewed."""
     rows = session.execute(select(ControlPlaneRow.id, ControlPlaneRow.lease_until)).all()
     at = now(session)
     return [each for each, until in rows if may_be_given(until, at)]
 
 
 def hand_over(session: Session, name: str, me: str, epoch: int, to: str) -> None:
-    """Have `to` find that it is to own `name`. Raises LeaseLost."""
+    """Make `to` the owner of `name`; it will find that out. Raises LeaseLost."""
     check(session, name, me, epoch)
     session.execute(update(Lease).where(Lease.name == name).values(owner=to))
     wake_others(session)
 
 
 def claim(session: Session, name: str, me: str) -> int | None:
-    """Have `me` own `name`; the epoch of that, or None where another one that lives does."""
+    """Make `me` the owner of `name`; returns the epoch, or None if another living one owns it."""
     _lock(session, shared=True)
     session.execute(text("INSERT INTO leases (name, epoch) VALUES (:name, 0) ON CONFLICT DO NOTHING"), {"name": name})
     lease = session.scalars(
@@ -96,16 +96,15 @@ def claim(session: Session, name: str, me: str) -> int | None:
 
 
 def check(session: Session, name: str, me: str, epoch: int) -> None:
-    """Make sure that `me` owns `name` with this `epoch`, and continues to until the transaction ends. Raises
-    LeaseLost."""
+    """Make sure that `me` owns `name` with this `epoch`, until the transaction ends. Raises LeaseLost."""
     current = select(Lease.epoch).where(Lease.name == name, Lease.owner == me).with_for_update(read=True)
     if session.scalar(current) != epoch:
         raise LeaseLost(name)
 
 
 def raise_epoch(session: Session, name: str, me: str, epoch: int, above: int) -> int:
-    """Continue to own `name` with an epoch higher than `above` too, which an agent knows of a time that this
-    database has forgotten; the new one. Raises LeaseLost."""
+    """Continue to own `name`, with an epoch above `above`, which an agent knows from a time that this database has
+    forgotten; returns the new one. Raises LeaseLost."""
     check(session, name, me, epoch)
     higher = max(epoch, above) + 1
     session.execute(update(Lease).where(Lease.name == name).values(epoch=higher))
@@ -113,20 +112,20 @@ def raise_epoch(session: Session, name: str, me: str, epoch: int, above: int) ->
 
 
 def release(session: Session, name: str, me: str, epoch: int) -> None:
-    """Look after `name` no more, unless another one does already."""
+    """Stop owning `name`, unless another one already owns it."""
     held = (Lease.name == name, Lease.owner == me, Lease.epoch == epoch)
     session.execute(update(Lease).where(*held).values(owner=None))
     wake_others(session)
 
 
 def wake_others(session: Session) -> None:
-    """Have all control planes look at once, instead of in a moment."""
+    """Make all control planes check immediately."""
     if session.get_bind().dialect.name == "postgresql":
         session.execute(text("SELECT pg_notify(:channel, '')"), {"channel": CHANNEL})
 
 
 def overview(session: Session) -> list[JobInBrief]:
-    """All jobs that are not final, in the order in which they get their turn."""
+    """All unfinished jobs, in the order of their turn."""
     query = (
         select(Job.id, Job.state, Job.wanted_replicas, Job.priority, ControlPlaneRow.id, Lease.epoch)
         .outerjoin(Lease, Lease.name == Job.id)
@@ -141,12 +140,12 @@ def overview(session: Session) -> list[JobInBrief]:
 
 
 def owned(session: Session, me: str) -> set[str]:
-    """The names of all leases that `me` has."""
+    """The names of all leases of `me`."""
     return set(session.scalars(select(Lease.name).where(Lease.owner == me)))
 
 
 def release_all(session: Session, names: Collection[str], me: str) -> None:
-    """Look after these no more, unless others do already."""
+    """Stop owning these, unless others already do."""
     session.execute(update(Lease).where(Lease.name.in_(names), Lease.owner == me).values(owner=None))
     wake_others(session)
 
@@ -157,13 +156,13 @@ def forget(session: Session, name: str) -> None:
 
 
 def forget_owners(session: Session) -> None:
-    """In a restored database no control plane owns anything; epochs stay."""
+    """After a restore no control plane owns anything; epochs stay."""
     session.execute(delete(ControlPlaneRow))
     session.execute(update(Lease).values(owner=None))
 
 
 def connection_name(me: str) -> str:
-    """Of the connections of `me`, as the server shows them."""
+    """Name of the connections of `me`, as shown by the server."""
     return f"manta-{me}"
 
 
@@ -177,7 +176,7 @@ def _remove(session: Session, ids: list[str], only_if_dead: bool = False) -> Non
     if ids:
         _end_connections(session, ids)
     _lock(session, shared=False)
-    if only_if_dead:  # or it was late, and has renewed meanwhile
+    if only_if_dead:  # it was late, but has renewed meanwhile
         ids = [each for each in _dead(session) if each in ids]
     session.execute(delete(ControlPlaneRow).where(ControlPlaneRow.id.in_(ids)))
 
@@ -193,7 +192,7 @@ def _end_connections(session: Session, ids: list[str]) -> None:
 
 
 def _lock(session: Session, shared: bool) -> None:
-    """To the end of the transaction no control plane joins or is removed; with `shared` others may look who is there
+    """Until the end of the transaction no control plane joins or is removed; with `shared`, others may hold this lock
     too."""
     if session.get_bind().dialect.name == "postgresql":
         kind = "_shared" if shared else ""

@@ -1,4 +1,4 @@
-"""A job's ledger, from its rows: the work grows with its generations, never with its steps."""
+"""A job's ledger, computed from its rows: the work grows with its generations, not with its steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from service.store.types import Reader
 
 
 def _of_jobs(table: type[Base], order: str) -> Select[Any]:
-    """The rows that a table has of some jobs, in `order`; as plain rows, of which a thousand cost little. Made once: to
-    put a statement together takes longer than to run it."""
+    """Rows of some jobs in a table, in `order`; as plain rows, which are cheap. Built once: building a statement takes
+    longer than running it."""
     columns = table.__table__.columns
     return select(*columns).where(columns.job_id.in_(bindparam("ids", expanding=True))).order_by(columns[order])
 
@@ -28,12 +28,12 @@ _BEGUN = _of_jobs(Generation, "generation")
 
 
 def of_job(session: Session, job_id: str, now: float) -> Ledger:
-    """The ledger of a job, at Unix time `now` where it is not over. Raises JobNotFound."""
+    """The ledger of a job, at Unix time `now` if it is not over. Raises JobNotFound."""
     return of_jobs(session, [jobs.get(session, job_id)], now)[job_id]
 
 
 def of_jobs(reader: Reader, some: Sequence[Job | Row[Any]], now: float) -> dict[str, Ledger]:
-    """The ledgers of some jobs, by id. As many queries as for one."""
+    """The ledgers of some jobs, by id, with as many queries as for one."""
     entered, recovered, begun = (_by_job(reader, rows, some) for rows in (_ENTERED, _RECOVERED, _BEGUN))
     books = {}
     for job in some:

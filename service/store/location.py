@@ -1,4 +1,4 @@
-"""Where the job database is: the URL that a user gives, and what of it may be shown."""
+"""The location of the job database: its URL, and the part of it that may be shown."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ RECORD = "database"
 
 
 class BadDatabaseUrl(MantaError):
-    """What is to be the URL of the job database is none. The message says what one looks like, and nothing of what was
-    given but the kind of database: there may be a password in it."""
+    """An invalid URL of the job database. The message says what a valid one looks like, and repeats nothing of the
+    given one but the kind of database, since there may be a password in it."""
 
     def __init__(self, problem: str):
         super().__init__(f"the database's URL {problem}; it has the form {_FORMS}")
@@ -30,7 +30,7 @@ def sqlite_url(file: Path) -> str:
 
 
 def url_in(home: Path, wanted: str | None) -> str:
-    """The URL of the database of `home`: what is `wanted`, else the SQLite file there."""
+    """The URL of the database of `home`: the `wanted` one, or the SQLite file there."""
     return wanted or sqlite_url(home / "manta.db")
 
 
@@ -65,7 +65,7 @@ def file_of(url: URL) -> Path | None:
 
 
 def shown(url: URL) -> str:
-    """`url` for people and logs: without the password, wherever in it that stands."""
+    """`url` for people and logs: without the password, wherever it is in the URL."""
     parts = url.set(
         drivername=url.get_backend_name(), query={key: url.query[key] for key in ("host",) if key in url.query}
     )

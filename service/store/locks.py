@@ -1,13 +1,14 @@
-"""Advisory locks of PostgreSQL: numbers on which all control planes of a database agree."""
+"""Advisory locks of PostgreSQL: numbers that are the same for all control planes of a database."""
 
 from __future__ import annotations
 
 _MANTA = 0x6D616E7461 << 8
-"""Five letters, so that other users of the database do not take the same by chance."""
+"""Five letters, so that other users of the database are unlikely to use the same number."""
 
 MIGRATION_LOCK = _MANTA + 1
-"""Held by who brings the schema to another revision."""
+"""Held while the schema is migrated."""
 EVENTS_LOCK = _MANTA + 2
-"""Held, to the end of its transaction, by who appends events: their ids are committed in order."""
+"""Held, until the end of the transaction, while events are appended: their ids are committed in order."""
 MEMBERS_LOCK = _MANTA + 3
-"""Held by who adds or removes a control plane, and shared by who takes a lease, to the end of the transaction."""
+"""Held, until the end of the transaction, while a control plane is added or removed, and shared while a lease is
+taken."""

@@ -1,10 +1,10 @@
-"""Bins of a job's metrics. A bin stands for a range of steps, by the one with the highest loss; those of one level are
-equally wide, and FANOUT of them make one of the next. Whatever part of a series is drawn, however long, it takes a few
-bins for each point.
+"""Bins of a job's metrics. A bin represents a range of steps by the one with the highest loss; bins of one level are
+equally wide, and FANOUT of them make one of the next. Any part of a series can be drawn with a few bins per point,
+however long it is.
 
-Bins are made once their range is complete, in the transaction that stores its last row; rows that change below
-`Job.binned_until` have the bins above them rebuilt there. Everything in them follows from the rows: where bins are
-missing, the rows are read. Decision 0013.
+Bins are made when their range is complete, in the transaction that stores its last row; if rows below
+`Job.binned_until` change, the bins above them are rebuilt in that transaction. Bins contain nothing that is not in the
+rows: if bins are missing, the rows are read. Decision 0013.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SMALLEST = 8
 """Steps in a bin of level 1."""
 FANOUT = 4
 STEPS_AT_ONCE = 8192
-"""Steps whose bins one transaction makes at most, where many are missing: other writes must not wait for millions."""
+"""Most steps whose bins one transaction makes, if many are missing: other writes must not wait long."""
 _INFINITY = float("inf")
 
 
@@ -32,9 +32,9 @@ class Segment:
 
     level: int
     begin: int
-    """Number of its first bin."""
+    """Index of its first bin."""
     end: int
-    """Number of the bin after its last."""
+    """One past the index of its last bin."""
 
 
 def width(level: int) -> int:
@@ -43,7 +43,7 @@ def width(level: int) -> int:
 
 
 def widest(steps: int) -> int:
-    """The highest level whose bins hold no more than `steps`, which is at least 1."""
+    """The highest level whose bins hold at most `steps` steps, which is at least 1."""
     level = 0
     while width(level + 1) <= steps:
         level += 1
@@ -51,8 +51,8 @@ def widest(steps: int) -> int:
 
 
 def segments(begin: int, end: int, binned_until: int, highest: int) -> list[Segment]:
-    """The steps from `begin` up to `end`, without it, in bins of level `highest` and, at both ends, lower ones; from
-    `binned_until` on, in rows. Ascending, and each step is in one of them."""
+    """The steps from `begin` up to but excluding `end`, in bins of level `highest` and, at both ends, lower levels;
+    from `binned_until` on, in rows. Ascending, with each step in one of them."""
     middle = max(begin, min(end, binned_until))
     before, after = list[Segment](), [_segment(0, middle, end)]
     for level in range(highest):
@@ -74,8 +74,8 @@ def _segment(level: int, begin: int, end: int) -> Segment:
 
 
 def by_height(step: Any, loss: Any) -> tuple[Any, ...]:
-    """The order in which steps stand for a range: those without a loss last, those whose loss is not finite first, and
-    the first of equal ones."""
+    """The order of preference of the step that represents a range: those without a loss last, those with a non-finite
+    loss first, and of equal ones the first."""
     return loss.is_(None), case((loss == -_INFINITY, _INFINITY), else_=loss).desc(), step
 
 
@@ -94,14 +94,14 @@ def _members(job_id: str, segment: Segment) -> Any:
 
 
 def update(session: Session, job: Job, changed: Iterable[int]) -> None:
-    """Bring the bins up to date after rows of `changed` steps, and new ones, were stored."""
+    """Update the bins after rows of `changed` steps, and new ones, were stored."""
     for level, begin, end in _runs([step for step in changed if step < job.binned_until], job.binned_until):
         _make(session, job.id, Segment(level, begin, end))
     catch_up(session, job)
 
 
 def catch_up(session: Session, job: Job) -> bool:
-    """Make the bins of the next STEPS_AT_ONCE steps that have none; whether there are more of them."""
+    """Make the bins of the next STEPS_AT_ONCE steps without any; returns whether there are more of them."""
     if job.binned_generation < job.generation:
         _distrust(session, job)
     newest = session.scalar(select(func.max(Metric.step)).where(Metric.job_id == job.id)) or 0
@@ -122,7 +122,7 @@ def is_behind(newest: int, job: Job | Row[Any]) -> bool:
 
 
 def _distrust(session: Session, job: Job) -> None:
-    """What generations since have done again may have been stored by a release that knows of no bins."""
+    """Steps that later generations repeated may have been stored by a release without bins."""
     since = select(func.min(Generation.resume_step)).where(
         Generation.job_id == job.id, Generation.generation > job.binned_generation
     )
@@ -133,8 +133,8 @@ def _distrust(session: Session, job: Job) -> None:
 
 
 def _runs(steps: Iterable[int], binned_until: int) -> Iterator[tuple[int, int, int]]:
-    """The complete bins that hold `steps`, from the lowest level up: level, first bin, and bin after the last of each
-    run."""
+    """The complete bins that contain `steps`, from the lowest level up: level, first bin, and one past the last bin of
+    each run."""
     numbers, level = sorted({step // SMALLEST for step in steps}), 1
     while numbers := [number for number in numbers if (number + 1) * width(level) <= binned_until]:
         begin = numbers[0]

@@ -1,5 +1,5 @@
-"""Which rows of a job's metrics are drawn as its series, and the statements that fetch them. Those are built once:
-building one takes longer than running it."""
+"""Chooses the rows of a job's metrics that represent its series, and builds the statements that fetch them. These are
+built once: building one takes longer than running it."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ _EXTENT = select(
 
 
 Extent = Row[Any]
-"""What there is of a job's metrics between two steps, and what changes in the job's row with every row of them that is
-stored: equal to another one where all of them are as they were."""
+"""The extent of a job's metrics between two steps, and values in the job's row that change with every stored row: equal
+to another one if none of these rows has changed."""
 
 
 def extent(reader: Reader, job_id: str, after_step: int, max_points: int, until_step: int = LAST_STEP) -> Extent:
-    """Of the rows above `after_step` and up to `until_step`, of which no more than one above `max_points` are counted.
-    Raises JobNotFound."""
+    """The extent of the rows above `after_step` and up to `until_step`, counting at most one above `max_points`. Raises
+    JobNotFound."""
     about = {"job": job_id, "after": after_step, "until": until_step, "most": max_points + 1}
     row = reader.execute(_EXTENT, about).one_or_none()
     if row is None:
@@ -76,7 +76,7 @@ class Points:
     """The rows to be drawn."""
 
     rows: Sequence[Any]
-    """Of each its step, and then its columns as the database has them; ascending."""
+    """For each its step, and then its columns as the database has them; ascending."""
     behind: bool
     """Whether many of the job's rows are in no bin, see `metric_bins.is_behind`."""
 
@@ -90,8 +90,8 @@ def points(
     until_step: int = LAST_STEP,
     every: int = 1,
 ) -> Points:
-    """Of the rows above `after_step` and up to `until_step` at most `max_points`, chosen as `metrics.series` says.
-    Raises JobNotFound."""
+    """At most `max_points` of the rows above `after_step` and up to `until_step`, chosen as in `metrics.series`. Raises
+    JobNotFound."""
     about = {"job": job_id, "after": after_step, "until": until_step}
     known = extent(reader, job_id, after_step, max_points, until_step)
     first, last = known.first or 0, known.last or 0
@@ -110,8 +110,8 @@ def points(
 
 
 def _multiples(every: int, first: int, last: int, most: int) -> list[int]:
-    """Multiples of `every` between two steps, the last of them included; where they are more than `most`, of a multiple
-    of it."""
+    """Multiples of `every` between two steps, including the last; if there are more than `most`, multiples of a
+    multiple of it."""
     newest = last // every * every
     count = max(0, (newest - first) // every + 1)
     stride = every * -(-count // most) if count else every
@@ -120,16 +120,16 @@ def _multiples(every: int, first: int, last: int, most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Ranges:
-    """Equal ranges of steps, which begin where bins do."""
+    """Equal ranges of steps, which begin at bins."""
 
     width: int
     """Steps in a bin of the widest level that is used."""
     begin: int
-    """Number of the first range's first bin of that level."""
+    """Index of the first range's first bin of that level."""
     bins: int
-    """Such bins in a range."""
+    """Number of such bins in a range."""
     segments: list[Segment]
-    """What is known of their steps."""
+    """Number of their steps."""
 
     @classmethod
     def between(cls, first: int, last: int, most: int, binned_until: int) -> _Ranges:
@@ -140,7 +140,7 @@ class _Ranges:
         return cls(wide, begin, -(-(end - begin) // most), metric_bins.segments(first + 1, last, binned_until, level))
 
     def values(self) -> dict[str, int]:
-        """Of the parameters of `_highest`."""
+        """Values of the parameters of `_highest`."""
         values = {"wide": self.width, "first_bin": self.begin, "bins": self.bins}
         for at, segment in enumerate(self.segments):
             values |= {f"begin{at}": segment.begin, f"end{at}": segment.end}
@@ -156,7 +156,7 @@ def _all(columns: tuple[str, ...]) -> Select[Any]:
 
 @lru_cache(_MOST_STATEMENTS)
 def _some(columns: tuple[str, ...]) -> Select[Any]:
-    """The rows of steps that are named."""
+    """The rows of given steps."""
     return _drawn(columns).where(
         _METRIC.job_id == bindparam("job"), _METRIC.step.in_(bindparam("steps", expanding=True))
     )
@@ -164,17 +164,16 @@ def _some(columns: tuple[str, ...]) -> Select[Any]:
 
 @lru_cache(_MOST_STATEMENTS)
 def _thinned(columns: tuple[str, ...], are_rows: tuple[bool, ...]) -> Select[Any]:
-    """The rows of the ends and, of each range, the one with the highest loss. `are_rows`: of each segment whether it
-    is of rows, else it is of bins."""
+    """The rows at both ends and, for each range, the one with the highest loss. `are_rows`: for each segment whether it
+    consists of rows or of bins."""
     steps = [select(_given("first")), select(_given("last"))]
-    # No condition on `after`: where steps are chosen by IN, SQLite would go through all above instead of looking those
-    # up.
+    # No condition on `after`: with IN, SQLite would then scan all rows above instead of looking up the steps.
     kept = union_all(*([_highest(are_rows)] if are_rows else []), *steps)
     return _drawn(columns).where(_METRIC.job_id == bindparam("job"), _METRIC.step.in_(kept))
 
 
 def _drawn(columns: tuple[str, ...]) -> Select[Any]:
-    # As the database has them: a look of SQLAlchemy at each of ten thousand numbers takes longer than to fetch them.
+    # As the database has them: processing ten thousand numbers in SQLAlchemy takes longer than fetching them.
     shown = [_METRIC[name] if name == "extra" else type_coerce(_METRIC[name], NullType()) for name in columns]
     return select(_METRIC.step, *shown).order_by(_METRIC.step)
 

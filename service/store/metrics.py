@@ -30,7 +30,7 @@ class Series:
     steps: list[int]
     """The committed steps, ascending."""
     series: dict[str, list[float | None]]
-    """For each name one value a step; None where it is not known."""
+    """For each name one value per step; None if unknown."""
     behind: bool = False
     """Whether many rows are in no bin; `metric_bins.catch_up` makes the next reading quicker."""
 
@@ -89,7 +89,7 @@ def series(
 
 
 def names_of(reader: Reader, job_id: str) -> tuple[str, ...]:
-    """All metrics of a job that are drawn over its steps: the contract's, and those that it alone asks for. Raises
+    """All metrics of a job that are drawn over its steps: the contract's, and those that depend on its spec. Raises
     JobNotFound."""
     spec = reader.execute(select(Job.spec).where(Job.id == job_id)).scalar_one_or_none()
     if spec is None:
@@ -98,17 +98,16 @@ def names_of(reader: Reader, job_id: str) -> tuple[str, ...]:
 
 
 def _numbers_in(column: list[Any]) -> list[float | None]:
-    """A column as numbers. Each is looked at only where there is a text among them, as SQLite has a NaN."""
+    """A column as numbers. They are only checked one by one if there is a text among them, as SQLite stores NaN."""
     return [number(value) for value in column] if str in set(map(type, column)) else column
 
 
 def recent_step_seconds(reader: Reader, some: Collection[Job | Row[Any]]) -> dict[str, float]:
-    """Mean duration of the newest 20 steps of each of these jobs, in seconds; those of which none has one are left
-    out."""
+    """Mean duration of the newest 20 steps of each of these jobs, in seconds; jobs without any are left out."""
     if not some:
         return {}
-    # Numbers, not a join: PostgreSQL would read all rows of the jobs. Text: as expressions of SQLAlchemy the conditions
-    # of fifty jobs take longer to make than the whole list takes otherwise.
+    # Constants, not a join: PostgreSQL would read all rows of the jobs. Text: building the conditions of fifty jobs as
+    # expressions of SQLAlchemy takes longer than the rest of the list.
     newest = " OR ".join(f"job_id = :job{i} AND step > :step{i}" for i in range(len(some)))
     values: dict[str, str | int] = {f"job{i}": job.id for i, job in enumerate(some)}
     values |= {f"step{i}": job.step - _RECENT_STEPS for i, job in enumerate(some)}
@@ -124,20 +123,20 @@ def rows_at(reader: Reader, job_id: str, generation: int, steps: Collection[int]
 
 
 def _store(session: Session, job: Job, reporting: int, row: dict[str, Any], known: dict[int, Metric]) -> None:
-    """Insert or update one step's row, and bring the job's step, latest metrics and ledger up to date. `known`: the
-    rows that are there, by step."""
+    """Insert or update one step's row, and update the job's step, latest metrics and ledger. `known`: existing rows, by
+    step."""
     step, generation = int(row["step"]), int(row.get("generation") or reporting)
     at = float(row.get("time") or time.time())
     stored = known.get(step)
     if stored is not None and stored.generation > generation:
         return
     if stored is not None and stored.generation == generation and row.get("rank"):
-        return  # a copy that a peer of the reporting rank kept, which stamped it itself
+        return  # a copy from a peer of the reporting rank, with its own timestamp
     values = _numbers_of(row)
-    # In one generation only a roll-back does a step again; the same row twice has the same time.
+    # Within a generation only a rollback repeats a step; the same row twice has the same time.
     done_again = stored is not None and (stored.generation < generation or ("time" in row and stored.time < at))
     if stored is None or done_again:
-        # A rank whose clock is ahead has still committed the step before we heard of it.
+        # If a rank's clock is ahead, it has still committed the step before now.
         trained = _trained(row, values, min(at, time.time()), redone=done_again or step <= job.step)
         generations.add_training(session, job.id, generation, trained)
         stored = known[step] = _emptied(stored or Metric(job_id=job.id, step=step))
@@ -152,20 +151,20 @@ def _store(session: Session, job: Job, reporting: int, row: dict[str, Any], know
 
 
 def _trained(row: dict[str, Any], values: dict[str, float | int], at: float, redone: bool) -> TrainedStep:
-    """The step's time; a row that does not tell it took `step_seconds`, all of them computing."""
+    """The step's time; if the row does not contain it, `step_seconds`, all of it computing."""
     known = row.get("seconds")
     seconds = known if isinstance(known, dict) else {"wall": values.get("step_seconds", 0.0)}
     return TrainedStep.of(seconds, at, redone)
 
 
 def _numbers_of(row: dict[str, Any]) -> dict[str, float | int]:
-    """The metrics in a report's row: its numbers, non-finite ones spelled out or not."""
+    """The metrics in a report's row: its numbers, including non-finite ones as words."""
     values = {name: number(value) for name, value in row.items() if name not in _NOT_METRICS}
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
 def _emptied(row: Metric) -> Metric:
-    """`row` without any metric, so that nothing of a lower generation's values stays behind."""
+    """`row` without any metric, so that no values of a lower generation remain."""
     for name in METRIC_NAMES:
         setattr(row, name, None)
     row.extra = {}

@@ -1,5 +1,5 @@
-"""Pages of a list, and the opaque cursors between them. A cursor is valid for the list that issued it, with the same
-filter: in another it would silently leave things out, or show them twice."""
+"""Pages of a list, and the opaque cursors between them. A cursor is only valid for the list that issued it, with the
+same filter: in another one it would silently skip items, or repeat them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cursors:
     """The cursors of one list under one filter."""
 
     def __init__(self, name: str, /, **filters: str | int | None):
-        """Of the list called `name`; None ones of `filters` filter nothing."""
+        """Of the list called `name`; `filters` with None filter nothing."""
         given = {key: value for key, value in filters.items() if value is not None}
         identity = json.dumps([name, given], sort_keys=True)
         self._tag = hashlib.sha256(identity.encode()).hexdigest()[:_TAG_DIGITS]
@@ -34,7 +34,7 @@ class Cursors:
         return base64.urlsafe_b64encode(f"{self._tag}.{text}".encode()).decode().rstrip("=")
 
     def decode(self, cursor: str) -> str:
-        """What `encode` was given. Raises InvalidCursor, ForeignCursor."""
+        """The input of `encode`. Raises InvalidCursor, ForeignCursor."""
         try:
             text = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True).decode()
         except (binascii.Error, ValueError) as error:
@@ -61,11 +61,11 @@ class Page(Generic[T]):
     items: list[T]
     """The items, in the list's order."""
     next_cursor: str | None
-    """Where the next page begins; None when this is the last one."""
+    """Where the next page begins; None if this is the last one."""
 
     @classmethod
     def of(cls, rows: list[T], limit: int, cursors: Cursors, key: Callable[[T], str]) -> Page[T]:
-        """The page made of `rows`, of which one more than `limit` was fetched; `key` yields what an item's cursor
-        holds."""
+        """The page made of `rows`, of which one more than `limit` was fetched; `key` returns the content of an item's
+        cursor."""
         items = rows[:limit]
         return cls(items, cursors.encode(key(items[-1])) if len(rows) > limit else None)

@@ -1,4 +1,4 @@
-"""A user's pauses: what is written when one is asked for, and when it ends."""
+"""A user's pauses: what is written at their beginning and end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from service.store.errors import IllegalTransition
 from service.store.tables import Job
 
 RESUMED = "resumed"
-"""In the data of a generation after which the user has resumed the job."""
+"""Key in the data of a generation after which the user has resumed the job."""
 
 
 def request_pause(session: Session, job_id: str) -> Job:
-    """What a user's pause does at once: a QUEUED job is PAUSED, one that may hold places becomes PAUSING, and one that
-    is either stays so.
+    """The immediate effect of a user's pause: a QUEUED job becomes PAUSED, one that may hold places PAUSING, and one
+    that is either stays so.
 
-    Raises JobNotFound, and IllegalTransition when the job's state does not allow it.
+    Raises JobNotFound, and IllegalTransition if the job's state does not allow it.
     """
     job, target = _asked(session, job_id, "pause")
     if target == job.state:
@@ -28,10 +28,10 @@ def request_pause(session: Session, job_id: str) -> Job:
 def request_resume(session: Session, job_id: str) -> Job:
     """Resume a PAUSED job from its newest state: it is QUEUED again.
 
-    Raises JobNotFound, and IllegalTransition when the job's state does not allow it.
+    Raises JobNotFound, and IllegalTransition if the job's state does not allow it.
     """
     job, target = _asked(session, job_id, "resume")
-    # That it was about to be PAUSED. No clock says whether what follows is the resumption: they may differ.
+    # It was about to be PAUSED. Clocks may differ, so they cannot say whether what follows is the resumption.
     generations.forget_outcome(session, job_id, job.generation, **{RESUMED: True})
     return jobs.transition(session, job_id, target, "resumed_by_user", "resumed by the user")
 

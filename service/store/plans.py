@@ -1,4 +1,4 @@
-"""All queries about plans of a job's generations, and what these measured. Both are kept in the generation's row."""
+"""All queries about plans of a job's generations, and their measured steps. Both are stored in the generation's row."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ PLAN, MEASURED = "plan", "measured"
 DRIFT = "plan_drift"
 """Type of the event."""
 LOOKED_AT, EACH = 200, 5
-"""Jobs, and last generations of each, that are looked at for what they say of machines."""
+"""Number of jobs, and of last generations of each, that are searched for observations of machines."""
 
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """Of a job's newest generation of which a plan is kept."""
+    """The stored plan of the newest generation that has one."""
 
     generation: int
     plan: dict[str, Any]
-    """`parallel`, `on` which nodes, and `planned`, or `problem` where nothing could be planned."""
+    """`parallel`, `on` which nodes, and `planned`, or `problem` if nothing could be planned."""
     measured: Measured | None
-    """Once the first steps have settled; of fewer steps while there are fewer."""
+    """Measured when the first steps have settled; from fewer steps while there are only few."""
     drift: dict[str, Any] | None
-    """`ratio`, `part` and `message`, where what was measured is far from the plan."""
+    """`ratio`, `part` and `message`, if the measurement is far from the plan."""
 
 
 def keep(session: Session, job_id: str, generation: int, plan: dict[str, Any]) -> None:
-    """Keep what was planned of a generation."""
+    """Store the plan of a generation."""
     row = session.get(Generation, (job_id, generation))
     if row is not None:
         row.data = {**row.data, PLAN: plan}
 
 
 def is_kept(session: Session, job_id: str, generation: int) -> bool:
-    """Whether something was planned of a generation."""
+    """Whether there is a stored plan of a generation."""
     row = session.get(Generation, (job_id, generation))
     return row is not None and PLAN in row.data
 
 
 def of_layout(session: Session, job_id: str, parallel: dict[str, Any], on: list[Any]) -> dict[str, Any] | None:
-    """What was planned of an earlier generation in the same layout `on` the same kind of nodes, if anything was."""
+    """The plan of an earlier generation in the same layout `on` the same kind of nodes, if there is one."""
     kept = (row.data.get(PLAN) for row in _generations(session, job_id))
     alike = (plan for plan in kept if plan and (plan["parallel"], plan.get("on")) == (parallel, on))
     return next((plan for plan in alike if plan["planned"] is not None), None)
 
 
 def newest(session: Session, job_id: str) -> KeptPlan | None:
-    """The plan of the newest generation that has one, with what its steps took. Raises JobNotFound."""
+    """The plan of the newest generation that has one, with its measured steps. Raises JobNotFound."""
     job = jobs.get(session, job_id)
     row = next((each for each in _generations(session, job_id) if each.data.get(PLAN)), None)
     if row is None:
@@ -69,9 +69,9 @@ def newest(session: Session, job_id: str) -> KeptPlan | None:
 
 
 def settle(session: Session, job_id: str, generation: int, step: int) -> bool:
-    """Once enough steps of a generation are there, keep what they took, and where that is far from its plan, append an
-    event, unless one has said so of the same layout. False while there are too few steps or the plan is still being
-    made; then nothing is written. `step`: the last one committed."""
+    """When a generation has enough steps, store their measurement, and append an event if it is far from the plan,
+    unless there was one about the same layout. Returns False, without any change, if there are too few steps or the
+    plan is not ready. `step`: the last committed one."""
     row = session.get(Generation, (job_id, generation))
     if row is None or MEASURED in row.data:
         return True
@@ -96,13 +96,12 @@ def settle(session: Session, job_id: str, generation: int, step: int) -> bool:
 def _drift(plan: dict[str, Any], measured: Measured) -> Drift | None:
     try:
         return drift_of(plan["planned"], measured) if plan["planned"] else None
-    except (KeyError, TypeError, ZeroDivisionError):  # another release has written it: the metrics are worth more
+    except (KeyError, TypeError, ZeroDivisionError):  # another release has written it: the metrics are more important
         return None
 
 
 def _disturbed(session: Session, generation: Generation) -> str | None:
-    """What else has had a part in how long the steps of a generation take, that took some just now; None: nothing that
-    is known."""
+    """What else has affected the steps of a generation that were just measured; None: nothing known."""
     slow = select(RankNumbers.stragglers).where(RankNumbers.job_id == generation.job_id)
     if any(session.scalars(slow.where(RankNumbers.generation == generation.generation))):
         return "straggler"
@@ -114,7 +113,7 @@ def _disturbed(session: Session, generation: Generation) -> str | None:
         .join(Generation, Generation.job_id == Rank.job_id)
         .where(Generation.job_id != generation.job_id)
         .join(Job, Job.id == Generation.job_id)
-        # A generation of a job that waits for places again has none, whether its end was noted or not.
+        # A generation of a job that waits for places again has none, whether or not its end was recorded.
         .where(or_(and_(Generation.ended_at.is_(None), Job.state != JobState.QUEUED), Generation.ended_at > began))
     )
     own = set(session.scalars(select(Rank.node).where(Rank.job_id == generation.job_id)))
@@ -122,8 +121,8 @@ def _disturbed(session: Session, generation: Generation) -> str | None:
 
 
 def observed(session: Session, since: float = 0.0) -> dict[str, list[Observation]]:
-    """What jobs say of types of machines: the newest generation of each that began after `since` (Unix seconds), and
-    was measured and not disturbed, newest first. Looks at the last EACH generations of LOOKED_AT jobs."""
+    """Observations of machines from jobs: the newest generation of each that began after `since` (Unix seconds), and
+    was measured and not disturbed, newest first. Searches the last EACH generations of LOOKED_AT jobs."""
     last = func.max(Generation.generation).label("last")
     newest_jobs = select(Generation.job_id, last).group_by(Generation.job_id).order_by(Generation.job_id.desc())
     recent = newest_jobs.limit(LOOKED_AT).subquery()
@@ -152,12 +151,12 @@ def _observation(row: Generation, planned: dict[str, Any], kept: dict[str, Any])
 
 
 def full_tokens(spec: dict[str, Any]) -> int:
-    """Tokens of a whole batch of a job, as its spec is stored."""
+    """Tokens of a full batch of a job, from its stored spec."""
     return int(spec["train"]["global_batch_size"]) * int(spec["model"]["sequence_length"])
 
 
 def _is_reported(session: Session, job_id: str, parallel: dict[str, Any]) -> bool:
-    """Whether a generation in this layout was far from its plan before."""
+    """Whether an earlier generation in this layout was far from its plan."""
     return any(
         (row.data.get(MEASURED) or {}).get("drift") and row.data[PLAN]["parallel"] == parallel
         for row in _generations(session, job_id)
@@ -166,13 +165,13 @@ def _is_reported(session: Session, job_id: str, parallel: dict[str, Any]) -> boo
 
 
 def _generations(session: Session, job_id: str) -> list[Generation]:
-    """Newest first."""
+    """The generations of a job, newest first."""
     query = select(Generation).where(Generation.job_id == job_id).order_by(Generation.generation.desc())
     return list(session.scalars(query))
 
 
 def _rows(session: Session, generation: Generation) -> list[dict[str, Any]]:
-    """The first rows of metrics that a generation committed, as many as are looked at."""
+    """The first rows of metrics that a generation committed, as many as needed."""
     query = (
         select(Metric)
         .where(Metric.job_id == generation.job_id, Metric.step > generation.resume_step)

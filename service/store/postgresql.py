@@ -26,27 +26,27 @@ OLDEST_SERVER = 14
 USUAL_NAME = "manta"
 CONNECT_SECONDS = 10
 STATEMENT_SECONDS = 20
-"""What the server gives a statement. A lock is waited for half as long."""
+"""Seconds that the server may spend on a statement; half as long for waiting for a lock."""
 ANSWER_SECONDS = STATEMENT_SECONDS + 5.0
-"""When a server that does not keep to that, because it stands still, counts as gone."""
+"""Seconds after which a server that exceeds that counts as gone."""
 IDLE_SECONDS = 30
-"""A control plane that stands still in the middle of a transaction keeps others from writing for that long."""
+"""A control plane that stops within a transaction blocks the writes of others for this long."""
 OUTCOME_SECONDS = 30.0
-"""How long it is asked what became of a commit that was not answered."""
+"""Seconds to find out what became of a commit without an answer."""
 TRUSTED_SECONDS = 1.0
-"""How long a connection that was not used counts as one that the server can still be reached on."""
+"""Seconds for which an unused connection is trusted to be usable."""
 KEPT_READERS, MOST_EXTRA_READERS = 5, 25
 KEPT_WRITERS, MOST_EXTRA_WRITERS = 1, 1
-"""Connections that stay open, and how many more are opened at most."""
+"""Connections that stay open, and how many more may be opened."""
 READS_AT_ONCE = 8
-"""The work is the server's."""
+"""The server does the work."""
 _CONFLICTS = ("40001", "40P01")
 _SESSION = {
     "statement_timeout": f"{STATEMENT_SECONDS}s",
     "lock_timeout": f"{STATEMENT_SECONDS / 2:g}s",
     "idle_in_transaction_session_timeout": f"{IDLE_SECONDS}s",
-    "jit": "off",  # it takes longer than all queries that there are
-    "max_parallel_workers_per_gather": "0",  # so does starting them
+    "jit": "off",  # it takes longer than any query here
+    "max_parallel_workers_per_gather": "0",  # starting them takes longer, too
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
@@ -68,22 +68,22 @@ _ADVICE = (
 
 
 class PostgresDatabase:
-    """Connections to a server, and what only PostgreSQL needs or can do."""
+    """Connections to a server, and everything that only PostgreSQL needs or can do."""
 
     reads_at_once = READS_AT_ONCE
-    """How many reads make each other no slower."""
+    """Number of reads that do not slow each other down."""
     most_readers = KEPT_READERS + MOST_EXTRA_READERS
     most_writers = KEPT_WRITERS + MOST_EXTRA_WRITERS
 
     def __init__(self, url: URL, name: str = USUAL_NAME):
-        """`name`: of its connections, as the server shows them; where it is not the usual one, others tell them by it,
-        and it comes before one in the URL."""
+        """`name`: of its connections, as shown by the server; a name other than the default identifies them to others,
+        and takes precedence over one in the URL."""
         self.location, self._name = shown(url), url.database
         if name != USUAL_NAME or "application_name" not in url.query:
             url = url.update_query_dict({"application_name": name})
         self.url = url.render_as_string(hide_password=False)
-        # A read is one consistent state of the database, which needs more than READ COMMITTED. Writes do not: they lock
-        # the rows that they depend on.
+        # Reads must see one consistent state, which needs more than READ COMMITTED. Writes do not: they lock the rows
+        # that they depend on.
         readers = {"pool_size": KEPT_READERS, "max_overflow": MOST_EXTRA_READERS}
         writers = {"pool_size": KEPT_WRITERS, "max_overflow": MOST_EXTRA_WRITERS}
         self.readers = _engine(url, "REPEATABLE READ", read_only=True, **readers)
@@ -93,7 +93,7 @@ class PostgresDatabase:
         self._closed = threading.Event()
 
     def refuse_unsuitable(self) -> None:
-        """Raises StoreUnusable where the database cannot be reached, or cannot hold what is kept in it."""
+        """Raises StoreUnusable if the database cannot be reached, or cannot store everything."""
         try:
             with self.writer.connect() as connection:
                 version = connection.exec_driver_sql("SHOW server_version_num").scalar_one()
@@ -105,32 +105,33 @@ class PostgresDatabase:
             raise StoreUnusable(self.location, ValueError(problem))
 
     def advice(self, error: Exception) -> str | None:
-        """What would help against `error`."""
+        """Advice for `error`."""
         text = str(getattr(error, "orig", None) or error)
         if f'database "{self._name}" does not exist' in text:
             return f"make it: createdb {self._name}"
         return next((advice for part, advice in _ADVICE if part in text), None)
 
     def begin_migration(self, connection: Connection) -> None:
-        """Of control planes that start at once one migrates, and the others find it done. Takes as long as it takes."""
+        """Of control planes that start at the same time one migrates, and the others find it done. Waits as long as
+        necessary."""
         self.take_time(connection)
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
 
     def take_time(self, connection: Connection) -> None:
-        """To the end of its transaction, statements of `connection` may take as long as they like."""
+        """Until the end of its transaction, statements of `connection` have no time limit."""
         for name in ("statement_timeout", "lock_timeout"):
             connection.exec_driver_sql(f"SET LOCAL {name} = 0")
         _driver(connection).answer_seconds = None
 
     def keep_copy(self, current: str, newest: str) -> None:
-        """None is made: the migration is one transaction, and copies of a server are its owner's."""
+        """Makes no copy: the migration is one transaction, and copies of a server are its owner's concern."""
         log.warning(
             "the database is brought from revision %s to %s; only a backup goes back behind that", current, newest
         )
 
     def commit(self, connection: Connection, transaction: RootTransaction) -> None:
-        """Commit; where the connection is lost before the answer, ask the server what became of it. Raises
-        OutcomeUnknown where that does not answer either."""
+        """Commit; if the connection is lost before the answer, ask the server about the result. Raises OutcomeUnknown
+        if that does not answer either."""
         number = connection.exec_driver_sql("SELECT CAST(pg_current_xact_id_if_assigned() AS text)").scalar_one()
         try:
             transaction.commit()
@@ -155,13 +156,13 @@ class PostgresDatabase:
 
     @contextmanager
     def keeping(self, seconds: float) -> Iterator[Connection]:
-        """A connection for renewals, which wait for no other work here. An answer may take `seconds`."""
+        """A connection for renewals, which do not wait for other work here. An answer may take `seconds`."""
         with self._keeper.connect() as connection:
             _driver(connection).answer_seconds = seconds
             yield connection
 
     def wait_for_notification(self, connection: Connection, seconds: float) -> bool:
-        """Whether a notification arrives within `seconds` of what `connection` listens to."""
+        """Whether a notification arrives on `connection` within `seconds`."""
         driver = _driver(connection)
         bound, driver.answer_seconds = driver.answer_seconds, None
         try:
@@ -173,7 +174,7 @@ class PostgresDatabase:
             driver.answer_seconds = bound
 
     def is_conflict(self, error: BaseException) -> bool:
-        """Whether the server ended the transaction for another one's sake: done again at once, it goes through."""
+        """Whether the server aborted the transaction because of another one: it will succeed if repeated at once."""
         return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in _CONFLICTS
 
     def close(self) -> None:
@@ -185,7 +186,7 @@ class PostgresDatabase:
 
 
 def unsuitable(version: int, encoding: str) -> str | None:
-    """Why a server of this version (such as 150004 for 15.4), or a database of this encoding, will not do."""
+    """Why a server of this version (such as 150004 for 15.4), or a database of this encoding, is unsuitable."""
     if version < OLDEST_SERVER * 10_000:
         number = f"{version // 10_000}.{version % 10_000}" if version >= 100_000 else f"{version // 10_000}"
         return f"its server is PostgreSQL {number}, and Manta needs {OLDEST_SERVER} or later"
@@ -198,13 +199,13 @@ def _engine(url: URL, isolation: str, read_only: bool, **pool: int) -> Engine:
     own = {key: value for key, value in _CLIENT.items() if key not in url.query}
     given = url.query.get("options", ())
     options = [f"-c {name}={value}" for name, value in _SESSION.items()]
-    options += [given] if isinstance(given, str) else given  # what the user wants comes last, and wins
+    options += [given] if isinstance(given, str) else given  # the user's options come last, and take precedence
     engine = create_engine(
         url.difference_update_query(["options"]),
         connect_args={**own, "options": " ".join(options)},
         isolation_level=isolation,
         pool_timeout=CONNECT_SECONDS,
-        use_native_hstore=False,  # there is none, and it would be looked for
+        use_native_hstore=False,  # it is not used, and SQLAlchemy would look for it
         **pool,
     )
 
@@ -222,7 +223,7 @@ def _engine(url: URL, isolation: str, read_only: bool, **pool: int) -> Engine:
     @event.listens_for(engine, "checkout")
     def begin(connection: BoundedConnection, record: Any, _proxy: Any) -> None:
         connection.answer_seconds = ANSWER_SECONDS
-        # A server that was restarted costs no request. One that has closed a connection has said so on it.
+        # A restarted server must not cost a request. A server that has closed a connection has announced that on it.
         if time.monotonic() - record.info["used_at"] > TRUSTED_SECONDS or connection.has_unread:
             _ping(engine, connection)
 
@@ -230,7 +231,7 @@ def _engine(url: URL, isolation: str, read_only: bool, **pool: int) -> Engine:
 
 
 def _ping(engine: Engine, connection: BoundedConnection) -> None:
-    """Raises InvalidatePoolError where the server does not know the connection any more: others are made then."""
+    """Raises InvalidatePoolError if the server no longer knows the connection; new ones are made then."""
     try:
         engine.dialect.do_ping(connection)  # type: ignore[arg-type]
     except psycopg.Error as error:

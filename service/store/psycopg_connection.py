@@ -13,24 +13,25 @@ T = TypeVar("T")
 
 
 class BoundedConnection(psycopg.Connection[Any]):
-    """As psycopg's own; a server that does not answer within `answer_seconds` counts as gone.
+    """psycopg's connection; a server that does not answer within `answer_seconds` counts as gone.
 
-    The server's own limits (`statement_timeout`) do not help against one that stands still, and neither do TCP's: its
-    kernel still acknowledges everything.
+    The server's own limits (`statement_timeout`) do not help if it stands still, and neither do TCP's: its kernel still
+    acknowledges everything.
     """
 
     answer_seconds: float | None = None
-    """None: for ever."""
+    """None: no limit."""
 
     @property
     def has_unread(self) -> bool:
-        """Whether the server has sent something unasked; while nothing is asked, that is most likely its end."""
+        """Whether the server has sent something without a request, which most likely announces the end of the
+        connection."""
         poll = select.poll()
         poll.register(self.pgconn.socket, select.POLLIN)
         return bool(poll.poll(0))
 
     def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1) -> T:
-        """Raises psycopg.OperationalError where it takes too long; the connection is closed then."""
+        """Raises psycopg.OperationalError if it takes too long; the connection is then closed."""
         return super().wait(gen if self.answer_seconds is None else self._bounded(gen, self.answer_seconds), interval)
 
     def _bounded(self, gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any, T]:
@@ -40,7 +41,7 @@ class BoundedConnection(psycopg.Connection[Any]):
             while True:
                 ready = yield wanted
                 if not ready and time.monotonic() > deadline:
-                    self.pgconn.finish()  # what it may still answer is not wanted
+                    self.pgconn.finish()  # a late answer is not wanted
                     raise psycopg.OperationalError(f"the server gave no answer in {seconds:g} s")
                 wanted = gen.send(ready)
         except StopIteration as end:

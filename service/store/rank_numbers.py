@@ -1,4 +1,4 @@
-"""All queries about the numbers of ranks: the newest of each job, and those before it while there is room."""
+"""All queries about the numbers of ranks: the newest of each job, and earlier ones while there is room."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from service.store.tables import RankNumbers
 from workers.liveness.rank_samples import EVERY_SECONDS, RankSample, unpacked
 
 SLOTS = 300
-"""Samples of a job that are kept: of ten minutes at least."""
+"""Stored samples of a job: at least ten minutes."""
 MOST_NUMBERS = 250_000
-"""In a history, of all ranks: some 2 MB of JSON."""
+"""Most numbers in a history, over all ranks: some 2 MB of JSON."""
 
 
 @dataclass(frozen=True)
 class History:
-    """Own times of all ranks over the last samples, oldest first; those of ranks that had other numbers, and of steps
-    that were done again, are left out."""
+    """Own times of all ranks over the last samples, oldest first; samples with another numbering of ranks, and of
+    repeated steps, are left out."""
 
     steps: list[int]
     """The last step of each sample."""
     times: list[float]
-    """When each was put together, Unix seconds."""
+    """Unix seconds of each sample."""
     own_seconds: list[list[float]]
-    """Of each sample, by rank."""
+    """For each sample, by rank."""
 
 
 def store(session: Session, job_id: str, generation: int, sample: RankSample, at: float) -> None:
-    """Keep a sample that was put together `at` that Unix time, in the place of one of SLOTS before it."""
+    """Store a sample of Unix time `at`, replacing the one SLOTS before it."""
     slot = int(at / EVERY_SECONDS) % SLOTS
     row = session.get(RankNumbers, (job_id, slot)) or RankNumbers(job_id=job_id, slot=slot)
     row.generation, row.step, row.time, row.seconds = generation, sample.step, at, sample.seconds
@@ -40,7 +40,7 @@ def store(session: Session, job_id: str, generation: int, sample: RankSample, at
 
 
 def newest(session: Session, job_id: str) -> RankNumbers | None:
-    """Those of the ranks as they are now; None before there are any in the job's generation. Raises JobNotFound."""
+    """The numbers of the present ranks; None before there are any in the job's generation. Raises JobNotFound."""
     generation = jobs.get(session, job_id).generation
     query = select(RankNumbers).where(RankNumbers.job_id == job_id).order_by(RankNumbers.time.desc()).limit(1)
     row = session.scalars(query).one_or_none()
@@ -48,7 +48,7 @@ def newest(session: Session, job_id: str) -> RankNumbers | None:
 
 
 def history(session: Session, job_id: str, after_step: int = 0, max_points: int = SLOTS) -> History:
-    """The newest samples above `after_step`, at most `max_points`, and MOST_NUMBERS numbers."""
+    """The newest samples above `after_step`, at most `max_points`, and at most MOST_NUMBERS numbers."""
     query = select(RankNumbers).where(RankNumbers.job_id == job_id, RankNumbers.step > after_step)
     query = query.options(defer(RankNumbers.memory_bytes)).order_by(RankNumbers.time.desc()).limit(max_points)
     newest_first = History([], [], [])

@@ -15,10 +15,10 @@ from service.store.types import Reader
 
 
 def replace(session: Session, job_id: str, rows: Iterable[dict[str, Any]]) -> None:
-    """Put `rows` in the place of all of the job's ranks.
+    """Replace all of the job's ranks with `rows`.
 
-    Each row holds `rank, tensor, pipeline, data, generation, state` and optionally `context, node, device, pid,
-    actor`. Raises TypeError for an unknown column.
+    Each row holds `rank, tensor, pipeline, data, generation, state` and optionally `context, node, device, pid, actor`.
+    Raises TypeError for an unknown column.
     """
     session.execute(delete(Rank).where(Rank.job_id == job_id))
     session.add_all(Rank(job_id=job_id, **row) for row in rows)
@@ -26,9 +26,9 @@ def replace(session: Session, job_id: str, rows: Iterable[dict[str, Any]]) -> No
 
 
 def set_state(session: Session, job_id: str, generation: int, rank: int, state: str, *, pid: int | None = None) -> bool:
-    """Note what a rank is doing, and its trainer's process id where `pid` is given.
+    """Record what a rank is doing, and its trainer's process id if `pid` is given.
 
-    Returns False, and changes nothing, when the job is in a higher generation or has no such rank. Raises JobNotFound.
+    Returns False, without any change, if the job is in a higher generation or has no such rank. Raises JobNotFound.
     """
     row = session.get(Rank, (job_id, rank))
     if row is None or generation < max(row.generation, jobs.get(session, job_id).generation):
@@ -40,7 +40,7 @@ def set_state(session: Session, job_id: str, generation: int, rank: int, state: 
 
 
 def set_all(session: Session, job_id: str, state: str) -> None:
-    """Put all ranks of a job into `state`, such as `exited` after its end; their processes are gone."""
+    """Set the state of all ranks of a job, such as `exited` after its end; their processes are gone."""
     session.execute(update(Rank).where(Rank.job_id == job_id).values(state=state, pid=None))
 
 
@@ -50,7 +50,7 @@ def of_job(session: Session, job_id: str) -> list[Rank]:
 
 
 def running(reader: Reader) -> list[tuple[str, int, str]]:
-    """Job, number and node of all ranks that have a process, of the jobs that are not final in their order."""
+    """Job, number and node of all ranks of unfinished jobs that have a process, in the jobs' order."""
     query = (
         select(Rank.job_id, Rank.rank, Rank.node)
         .join(Job, Job.id == Rank.job_id)

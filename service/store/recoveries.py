@@ -17,7 +17,7 @@ _TIMES = ("failed_at", "noticed_at", "rested_at", "launched_at", "connected_at",
 
 @dataclass(frozen=True)
 class Beginning:
-    """What is known of a recovery when the generation that it leads to begins."""
+    """What is known about a recovery when the generation that it leads to begins."""
 
     kind: str
     """Kind of the culprit's failure."""
@@ -38,11 +38,11 @@ class Beginning:
     resume_step: int = 0
     """Committed step that it belongs to."""
     wait_seconds: float = 0.0
-    """How long it was held back."""
+    """Seconds that it was held back."""
 
 
 def begin(session: Session, job_id: str, generation: int, known: Beginning) -> None:
-    """Note that `generation` starts to recover from a failure; in the transaction that starts it."""
+    """Record that `generation` starts to recover from a failure; within the transaction that starts it."""
     row = Recovery(
         job_id=job_id,
         generation=generation,
@@ -62,8 +62,8 @@ def begin(session: Session, job_id: str, generation: int, known: Beginning) -> N
 
 
 def note_latest(session: Session, job_id: str, generation: int, **times: float | None) -> None:
-    """Note when ranks reached a point of the recovery, such as `connected_at`, in Unix seconds: the latest of all
-    counts. Changes nothing where the generation was not begun by a failure, or has committed a step."""
+    """Record when ranks reached a point of the recovery, such as `connected_at`, in Unix seconds: the latest of all
+    ranks counts. Has no effect if the generation was not begun by a failure, or has committed a step."""
     row = session.get(Recovery, (job_id, generation))
     if row is None or row.first_step_at is not None:
         return
@@ -74,15 +74,15 @@ def note_latest(session: Session, job_id: str, generation: int, **times: float |
 
 
 def note_replaced(session: Session, job_id: str, generation: int, forked: Sequence[int], kept: int) -> None:
-    """Note which ranks got a new process and how many kept theirs, once the agents have answered."""
+    """Record which ranks got a new process and how many kept theirs, once the agents have answered."""
     row = session.get(Recovery, (job_id, generation))
     if row is not None:
         row.forked, row.kept = list(forked), kept
 
 
 def end(session: Session, job_id: str, generation: int, at: float, steps_redone: int) -> Recovery | None:
-    """Note that the recovery is over: its generation committed a step at Unix time `at`. `steps_redone`: committed
-    steps that are done again. Only the first call counts; returns None otherwise, or where there was no recovery."""
+    """Record that the recovery is over: its generation committed a step at Unix time `at`. `steps_redone`: committed
+    steps that are repeated. Only the first call counts; returns None otherwise, or if there was no recovery."""
     row = session.get(Recovery, (job_id, generation))
     if row is None or row.first_step_at is not None:
         return None

@@ -1,4 +1,4 @@
-"""All queries about a database that knows less than what has happened: it was restored from a backup."""
+"""All queries about a database that is older than what has happened: it was restored from a backup."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from service.stored_specs import stored_spec
 from workers.comm.grid import RankGrid
 
 RESTORED = "restored"
-"""Type of the event with which each job that is not over says that its database was restored."""
+"""Type of the event that each unfinished job gets when its database is restored."""
 _SETTLED = ("generation_started", "adopted", "database_older")
-"""Types of events after which it is known what runs of a job."""
+"""Types of events after which it is known what is running of a job."""
 
 
 @dataclass(frozen=True)
 class NewerGang:
-    """Agents of a generation of a job that the database does not know."""
+    """Agents of a job's generation that the database does not know."""
 
     generation: int
     """Its number."""
@@ -36,17 +36,17 @@ class NewerGang:
     data: int
     """Its number of replicas."""
     agents: Mapping[int, Mapping[str, Any]]
-    """By rank what is known of its agent: `actor`, `node`, `device`, `pid`."""
+    """By rank what is known about its agent: `actor`, `node`, `device`, `pid`."""
 
 
 def take_over(session: Session, job_id: str, gang: NewerGang) -> bool:
-    """Have the database say that `gang` is the job's, so that it can be adopted; False where the job's state does not
-    allow that. Nothing is made up about the time in between. Raises JobNotFound, SpecNotUnderstood."""
+    """Record `gang` as the job's, so that it can be adopted; False if the job's state does not allow that. Nothing is
+    invented about the time in between. Raises JobNotFound, SpecNotUnderstood."""
     job = jobs.get(session, job_id, lock=True)
     before, state = job.generation, JobState(job.state)
     if state in (JobState.SUCCEEDED, JobState.CANCELLED) or before >= gang.generation:
         return False
-    if state is JobState.PAUSING:  # since then it was paused, and resumed
+    if state is JobState.PAUSING:  # it was paused and resumed since
         jobs.transition(session, job_id, JobState.PAUSED)
         state = JobState.PAUSED
     if state is JobState.PAUSED:
@@ -86,15 +86,15 @@ def _begin(session: Session, job_id: str, gang: NewerGang) -> None:
 
 
 def unsettled(session: Session, job_id: str) -> bool:
-    """Whether the job's database was restored, and nothing of the job was seen to run since."""
+    """Whether the job's database was restored, and nothing of the job was seen running since."""
     newest = select(func.max(Event.id)).where(Event.job_id == job_id)
     restored = session.scalar(newest.where(Event.type == RESTORED))
     return restored is not None and restored > (session.scalar(newest.where(Event.type.in_(_SETTLED))) or 0)
 
 
 def pause(session: Session, job_id: str) -> bool:
-    """A job that ran when the backup was made, and of which nothing runs now, may be over: its user says what is to
-    become of it. False where its state does not allow that."""
+    """Pause a job that was running at the time of the backup, and of which nothing is running now: it may be over, so
+    its user decides. False if its state does not allow that."""
     job = jobs.get(session, job_id, lock=True)
     if job.state in PAUSABLE:
         jobs.transition(session, job_id, JobState.PAUSING)
@@ -110,6 +110,7 @@ def pause(session: Session, job_id: str) -> bool:
 
 
 def know_generation(session: Session, job_id: str, generation: int) -> None:
-    """The job's next generation has a number above `generation`, which has left a checkpoint. Raises JobNotFound."""
+    """The number of the job's next generation must be above `generation`, which has left a checkpoint. Raises
+    JobNotFound."""
     job = jobs.get(session, job_id, lock=True)
     job.generation = max(job.generation, generation)

@@ -1,4 +1,4 @@
-"""A database that is locked, unreachable, full or read-only is so for a while: operations are retried."""
+"""A database may be locked, unreachable, full or read-only for a while: operations are retried."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _REFUSALS = (DataError, IntegrityError, NotSupportedError, ProgrammingError)
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the database may take the same operation later: it was locked, full, read-only or could not be reached.
-    Not so where it understood the operation and refused it, nor for errors of ours."""
+    """Whether the database may accept the same operation later: it was locked, full, read-only or unreachable. False if
+    it understood and refused the operation, and for errors of this program."""
     return isinstance(error, DBAPIError | NoConnectionLeft | OSError) and not isinstance(error, _REFUSALS)
 
 
 async def until_done(operation: Callable[[], Awaitable[T]]) -> T:
-    """What `operation`, which reads or writes the database, answers; tried again until the database takes it. Raises
-    what will not pass."""
+    """The result of `operation`, which reads or writes the database; retried until the database accepts it. Raises
+    permanent errors."""
     for pause in growing_pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS):
         try:
             return await operation()

@@ -1,4 +1,4 @@
-"""The job database in one SQLite file: readers alongside one writer, waiting instead of failing."""
+"""The job database in one SQLite file: readers next to one writer, waiting instead of failing."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ log = logging.getLogger(__name__)
 
 BUSY_MILLISECONDS = 10_000
 READS_AT_ONCE = 2
-"""A read is this process's own work, and lets go of the interpreter's lock for each row: threads that take turns at it
-make each take longer (1,000 points of a series for eight clients at once: 57 ms with 2 threads, 75 ms with 8)."""
+"""A read is work of this process, and releases the interpreter's lock for each row: threads that take turns make each
+other slower (1,000 points of a series for eight clients at once: 57 ms with 2 threads, 75 ms with 8)."""
 _CACHE_KIBIBYTES = 16_000
-"""Of pages, of each connection: 1,000 points of a long series lie on 2,000 pages of 4 KiB."""
+"""Size of the page cache of each connection: 1,000 points of a long series are on 2,000 pages of 4 KiB."""
 _ONE_STATEMENT = "manta_one_statement"
 _KEPT_READERS, _MOST_EXTRA_READERS = 5, 60
 _KEPT_WRITERS, _MOST_EXTRA_WRITERS = 1, 1
 
 
 class SqliteDatabase:
-    """Connections to a file, and what only SQLite needs or can do."""
+    """Connections to a file, and everything that only SQLite needs or can do."""
 
     reads_at_once = READS_AT_ONCE
-    """How many reads make each other no slower."""
+    """Number of reads that do not slow each other down."""
     most_readers = _KEPT_READERS + _MOST_EXTRA_READERS
     most_writers = _KEPT_WRITERS + _MOST_EXTRA_WRITERS
 
     def __init__(self, url: URL):
-        """The file's folder is made. Raises StoreUnusable when it cannot be."""
+        """Creates the file's folder. Raises StoreUnusable if that fails."""
         self.location, file = shown(url), file_of(url)
         assert file is not None
         self.file: Path = file
@@ -46,7 +46,7 @@ class SqliteDatabase:
             raise StoreUnusable(self.location, error) from error
         self.readers = self._engine(url, "BEGIN", pool_size=_KEPT_READERS, max_overflow=_MOST_EXTRA_READERS)
         self.single_readers = self.readers.execution_options(**{_ONE_STATEMENT: True})
-        # Writers take the lock at once: a read that turns into a write may not wait, SQLite would refuse it.
+        # Writers take the lock at once: SQLite refuses to let a read wait for becoming a write.
         self.writer = self._engine(url, "BEGIN IMMEDIATE", pool_size=_KEPT_WRITERS, max_overflow=_MOST_EXTRA_WRITERS)
 
     @classmethod
@@ -66,16 +66,16 @@ class SqliteDatabase:
         return engine
 
     def refuse_unsuitable(self) -> None:
-        """Any SQLite that Python comes with will do."""
+        """Any SQLite that Python comes with is suitable."""
 
     def begin_migration(self, connection: Connection) -> None:
-        """The transaction holds the writer's lock already."""
+        """The transaction already holds the writer's lock."""
 
     def take_time(self, connection: Connection) -> None:
-        """Statements have no limit here."""
+        """Statements have no time limit here."""
 
     def keep_copy(self, current: str, newest: str) -> None:
-        """Copy the database, which is at revision `current`, to a file next to it, for those who want to go back.
+        """Copy the database, which is at revision `current`, to a file next to it, for users who want to go back.
         Raises StoreUnusable."""
         copy = self.file.with_name(f"{self.file.name}.{current}")
         try:
@@ -86,7 +86,7 @@ class SqliteDatabase:
         log.warning("the database is brought from revision %s to %s; %s is as it was", current, newest, copy)
 
     def commit(self, connection: Connection, transaction: RootTransaction) -> None:
-        """Whether it was committed is always known here."""
+        """The result of a commit is always known here."""
         transaction.commit()
 
     def is_conflict(self, error: BaseException) -> bool:
@@ -100,7 +100,7 @@ class SqliteDatabase:
 
 
 def copy_to(file: Path, copy: Path) -> None:
-    """Copy the database in `file`, which others may be using, to the new file `copy`, for its owner alone. Raises
+    """Copy the database in `file`, which may be in use, to the new file `copy`, accessible by its owner only. Raises
     OSError, sqlite3.Error."""
     os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with contextlib.closing(sqlite3.connect(file, timeout=BUSY_MILLISECONDS / 1000)) as connection:
@@ -108,7 +108,7 @@ def copy_to(file: Path, copy: Path) -> None:
 
 
 def _configure(connection: Any, _record: Any) -> None:
-    """Readers alongside the writer (WAL), waiting instead of failing, foreign keys, and transactions by our own
+    """Readers next to the writer (WAL), waiting instead of failing, foreign keys, and transactions with our own
     BEGIN."""
     connection.isolation_level = None
     for pragma in (

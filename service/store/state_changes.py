@@ -1,4 +1,4 @@
-"""All queries about the states that a job was in, and when."""
+"""All queries about the states of jobs over time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INSERT = insert(StateChange)
 
 
 def append(session: Session, job_id: str, state: JobState, at: float) -> None:
-    """Note that a job entered `state` at Unix time `at`."""
+    """Record that a job entered `state` at Unix time `at`."""
     session.connection().execute(_INSERT, {"job_id": job_id, "time": at, "state": state.value})
 
 

@@ -22,7 +22,7 @@ from workers.protocol.json_codec import from_json, to_json
 from workers.timing.recording import INTERRUPTED, PackedRecording
 
 MOST_SLICES = 500_000
-"""Slices that are kept of one trace."""
+"""Most slices that are stored of one trace."""
 REQUESTED, RECORDING, COMPLETE, PARTIAL, FAILED = "requested", "recording", "complete", "partial", "failed"
 """States of a trace."""
 UNFINISHED = (REQUESTED, RECORDING)
@@ -30,12 +30,12 @@ _ID = re.compile(r"trace_([1-9][0-9]{0,8})")
 
 
 def id_of(number: int) -> str:
-    """How a trace is called over REST."""
+    """The name of a trace over REST."""
     return f"trace_{number}"
 
 
 def number_of(trace_id: str) -> int | None:
-    """The number in a trace's id; None where that is none."""
+    """The number in a trace's id; None if it is not one."""
     match = _ID.fullmatch(trace_id)
     return int(match[1]) if match else None
 
@@ -54,7 +54,7 @@ def of_job(session: Session, job_id: str) -> list[StepTrace]:
 
 
 def parts(session: Session, job_id: str, number: int) -> dict[int, PackedRecording]:
-    """By rank what was recorded for a trace."""
+    """The recordings of a trace, by rank."""
     query = select(StepTracePart.rank, StepTracePart.recording)
     rows = session.execute(query.where(StepTracePart.job_id == job_id, StepTracePart.number == number))
     return {rank: from_json(PackedRecording, recording) for rank, recording in rows if recording is not None}
@@ -66,7 +66,7 @@ def wanted(session: Session, job_id: str) -> list[StepTrace]:
 
 
 def jobs_that_want_some(session: Session) -> set[str]:
-    """Jobs that have traces which have not begun."""
+    """Jobs with traces that have not begun."""
     return set(session.scalars(select(StepTrace.job_id).where(StepTrace.state == REQUESTED).distinct()))
 
 
@@ -85,7 +85,7 @@ def begin(
 
 
 def part_of(session: Session, row: StepTrace, rank: int) -> StepTracePart:
-    """What `rank` has to do with a trace; a new row where there is none."""
+    """The row of `rank` in a trace; a new one if there is none."""
     known = session.get(StepTracePart, (row.job_id, row.number, rank))
     if known is None:
         known = StepTracePart(job_id=row.job_id, number=row.number, rank=rank)
@@ -94,13 +94,13 @@ def part_of(session: Session, row: StepTrace, rank: int) -> StepTracePart:
 
 
 def profiled(session: Session, job_id: str, number: int) -> list[int]:
-    """Ranks of which a trace has a profile."""
+    """Ranks whose profile a trace has."""
     query = select(StepTracePart.rank).where(StepTracePart.job_id == job_id, StepTracePart.number == number)
     return list(session.scalars(query.where(StepTracePart.profile.is_not(None)).order_by(StepTracePart.rank)))
 
 
 def profile(session: Session, job_id: str, number: int | None, rank: int) -> bytes:
-    """Of one rank. Raises TraceNotFound."""
+    """The profile of one rank. Raises TraceNotFound."""
     known = None if number is None else session.get(StepTracePart, (job_id, number, rank))
     if known is None or known.profile is None:
         raise TraceNotFound(job_id)
@@ -108,8 +108,8 @@ def profile(session: Session, job_id: str, number: int | None, rank: int) -> byt
 
 
 def add(session: Session, row: StepTrace, rank: int, recording: PackedRecording) -> None:
-    """What `rank` has recorded. With the last rank's the trace is over, unless it was broken off: then the one that
-    knows why says so."""
+    """Add the recording of `rank`. With the last rank's the trace is complete, unless it was aborted: then the caller
+    that knows the reason ends it."""
     if row.slices + recording.count > MOST_SLICES:
         recording = PackedRecording("", problem=f"the trace has more than {MOST_SLICES:,} slices without it")
     row.slices += recording.count
@@ -130,7 +130,7 @@ def _ranks_of(row: StepTrace) -> int:
 
 
 def _sentence(known: dict[int, PackedRecording]) -> str:
-    """What ranks have to say about what is missing."""
+    """What ranks say about missing parts."""
     by_problem: dict[str, list[int]] = {}
     for rank, each in sorted(known.items()):
         if each.problem:
@@ -144,7 +144,7 @@ def _named(some: Collection[int]) -> str:
 
 
 def interrupt(session: Session, job_id: str, why: str) -> None:
-    """The generation is over, since `why`: what is being recorded is not going on."""
+    """The generation is over, because of `why`: recordings in progress do not continue."""
     for row in of_job(session, job_id):
         if row.state == RECORDING:
             known = parts(session, job_id, row.number)
@@ -155,14 +155,14 @@ def interrupt(session: Session, job_id: str, why: str) -> None:
 
 
 def end_all(session: Session, job_id: str, why: str) -> None:
-    """The job is over, as `why` says: nothing is recorded any more."""
+    """The job is over, because of `why`: nothing more is recorded."""
     interrupt(session, job_id, why)
     for row in wanted(session, job_id):
         _end(session, row, FAILED, f"it did not begin: {why}")
 
 
 def fail(session: Session, job_id: str, number: int, why: str) -> None:
-    """A trace that has not begun cannot."""
+    """A trace that has not begun cannot begin."""
     row = session.get(StepTrace, (job_id, number), with_for_update=True)
     if row is not None and row.state == REQUESTED:
         _end(session, row, FAILED, why)
@@ -177,6 +177,6 @@ def _end(session: Session, row: StepTrace, state: str, message: str | None) -> N
 
 
 def delete_one(session: Session, job_id: str, number: int) -> None:
-    """Delete a trace and all that was recorded for it."""
+    """Delete a trace and all its recordings."""
     for table in (StepTracePart, StepTrace):
         session.execute(delete(table).where(table.job_id == job_id, table.number == number))

@@ -1,4 +1,5 @@
-"""The tables of the job database. Times are Unix seconds; rows carry no relationships, so nothing loads by surprise."""
+"""The tables of the job database. Times are Unix seconds; rows have no relationships, so nothing is loaded
+implicitly."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ METRIC_NAMES = (
     "hfu_full",
     "memory_bytes",
 )
-"""The contract's metric names besides `step`; each has a column of its own."""
+"""Metric names of the contract except `step`; each has a column of its own."""
 
 
 class Base(DeclarativeBase):
@@ -59,9 +60,9 @@ class Job(Base):
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     """`job_` and 12 characters that sort by time of submission."""
     project: Mapped[str] = mapped_column(String(64), default=DEFAULT_PROJECT, server_default=DEFAULT_PROJECT)
-    """Project that it belongs to, for good. Releases before know of none, and all their jobs are of the default one."""
+    """Project that it belongs to, permanently. Earlier releases have none; their jobs belong to the default one."""
     owner: Mapped[str | None] = mapped_column(ShortText(100))
-    """The user who submitted it, else the name of the key; None: a release before did not note it."""
+    """The user who submitted it, or the name of the key; None: an earlier release did not record it."""
     name: Mapped[str] = mapped_column(ShortText(100))
     """The spec's name; need not be unique."""
     state: Mapped[str] = mapped_column(String(16))
@@ -69,27 +70,27 @@ class Job(Base):
     reason: Mapped[str | None] = mapped_column(ShortText(64))
     """Stable code that says why the job is in this state."""
     message: Mapped[str | None] = mapped_column(AnyText)
-    """The same for people."""
+    """The reason as a sentence."""
     spec: Mapped[dict[str, Any]] = mapped_column(Document)
-    """The checked JobSpec with all defaults filled in."""
+    """The checked JobSpec with all defaults."""
     submitted: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """What the user wrote of it; None: it is not known."""
+    """The user's own document; None: unknown."""
     not_default: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """What of it differs from the defaults of the release that stored it; None: it is not known."""
+    """Its differences from the defaults of the release that stored it; None: unknown."""
     step: Mapped[int] = mapped_column(BigInteger, default=0)
     """Last committed step; the first is 1."""
     steps: Mapped[int] = mapped_column(BigInteger)
     """Steps of the whole job."""
     replicas: Mapped[int | None] = mapped_column()
-    """Data-parallel replicas in use; None: as many as the spec says."""
+    """Data-parallel replicas in use; None: as in the spec."""
     tensor: Mapped[int | None] = mapped_column()
-    """Tensor-parallel size in use; None: as the spec says."""
+    """Tensor-parallel size in use; None: as in the spec."""
     pipeline: Mapped[int | None] = mapped_column()
-    """Pipeline-parallel size in use; None: as the spec says."""
+    """Pipeline-parallel size in use; None: as in the spec."""
     wanted_replicas: Mapped[int | None] = mapped_column()
-    """Data-parallel replicas that the user asked for last; None: as many as the spec says."""
+    """Data-parallel replicas that the user last asked for; None: as in the spec."""
     generation: Mapped[int] = mapped_column(default=0)
-    """Number of the newest start of the gang; 0 before the first. Messages of lower ones are refused."""
+    """Number of the newest generation; 0 before the first. Messages of lower ones are refused."""
     restarts: Mapped[int] = mapped_column(default=0)
     """Automatic restarts so far."""
     priority: Mapped[int] = mapped_column(default=0)
@@ -97,10 +98,10 @@ class Job(Base):
     idempotency_key: Mapped[str | None] = mapped_column(String(200), unique=True)
     """The submitter's key for this request, bound to the project; see `jobs.bound_key`."""
     body_digest: Mapped[str | None] = mapped_column(String(64))
-    """SHA-256 of the submitted body, to tell a repeated request from another one with the same key."""
+    """SHA-256 of the submitted body, to distinguish a repeated request from a different one with the same key."""
     waiting_for: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """What a queued job lacks, such as `{"unit": "slots", "needed": 8, "available": 4}`: how much is free, or there at
-    all where the cluster could never hold the job."""
+    """What a queued job lacks, such as `{"unit": "slots", "needed": 8, "available": 4}`: `available` is what is free,
+    or what exists if the cluster could never hold the job."""
     metrics: Mapped[dict[str, Any]] = mapped_column(Numbers, default=dict)
     """Latest known value of every metric, with the `step` of the newest row."""
     report_cursor: Mapped[dict[str, int]] = mapped_column(Document, default=dict)
@@ -114,19 +115,19 @@ class Job(Base):
     updated_at: Mapped[float] = mapped_column(Real)
     """When this row last changed."""
     retried_at: Mapped[float | None] = mapped_column(Real)
-    """When a user last had it tried again; failures before that do not count any more."""
+    """When a user last retried it; earlier failures no longer count."""
     binned_until: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
-    """The metrics of the steps below this one are in bins; see `metric_bins`."""
+    """Metrics of steps below this one are in bins; see `metric_bins`."""
     binned_generation: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     """The newest generation whose metrics are in bins."""
     memory_kept_until: Mapped[float | None] = mapped_column(Real)
-    """Of a job that failed: until when its snapshots stay in shared memory for a retry."""
+    """Failed jobs: until when its snapshots stay in shared memory for a retry."""
     deletion_began_at: Mapped[float | None] = mapped_column(Real)
-    """Since when it is being deleted: it is not tried again any more, and may be deleted again until it is gone."""
+    """Since when it is being deleted: it can no longer be retried; the deletion can be repeated until it is gone."""
 
 
 class JobLabel(Base):
-    """A label of a job, which its spec has too: here for lists that are filtered by it."""
+    """A label of a job, which is also in its spec; here for filtering lists."""
 
     __tablename__ = "job_labels"
     __table_args__ = (Index(None, "key", "value", "job_id"),)
@@ -140,8 +141,8 @@ class JobLabel(Base):
 
 
 class DeletedJob(Base):
-    """A job that is no more. What is found of it on a node that did not answer meanwhile can go; what belongs to a job
-    that the database never knew is left alone."""
+    """A deleted job. Its remains on a node that did not answer meanwhile can be removed; those of a job that the
+    database never knew are left alone."""
 
     __tablename__ = "deleted_jobs"
 
@@ -162,7 +163,7 @@ class StateChange(Base):
     job_id: Mapped[str] = _job_key(primary=False)
     """The job."""
     time: Mapped[float] = mapped_column(Real)
-    """When."""
+    """When it entered the state."""
     state: Mapped[str] = mapped_column(String(16))
     """The `JobState` that it entered."""
 
@@ -189,9 +190,9 @@ class Generation(Base):
     ended_at: Mapped[float | None] = mapped_column(Real)
     """When it ended."""
     trained_from: Mapped[float | None] = mapped_column(Real)
-    """When its training loop began, by the reporting rank; the state was there by then."""
+    """When its training loop began with its state restored, by the reporting rank."""
     trained_until: Mapped[float | None] = mapped_column(Real)
-    """When its last step was committed or, if it was the job's last, when its checkpoint was on disk."""
+    """When its last step was committed; if it was the job's last, when its checkpoint was on disk."""
     committed_steps: Mapped[int] = mapped_column(BigInteger, default=0)
     """Steps that it was the first to commit."""
     redone_steps: Mapped[int] = mapped_column(BigInteger, default=0)
@@ -199,19 +200,19 @@ class Generation(Base):
     compute_seconds: Mapped[float] = mapped_column(Real, default=0.0)
     """Running sum over the steps that it was the first to commit; with the four below, all of its training time."""
     data_wait_seconds: Mapped[float] = mapped_column(Real, default=0.0)
-    """Of those steps, waiting for data."""
+    """The part of those steps spent waiting for data."""
     snapshot_stall_seconds: Mapped[float] = mapped_column(Real, default=0.0)
-    """Of those steps, held up by snapshots."""
+    """The part of those steps held up by snapshots."""
     checkpoint_stall_seconds: Mapped[float] = mapped_column(Real, default=0.0)
-    """Of those steps, held up by durable checkpoints."""
+    """The part of those steps held up by durable checkpoints."""
     redo_seconds: Mapped[float] = mapped_column(Real, default=0.0)
-    """Steps that it committed again."""
+    """Running sum over the steps that it committed again."""
     data: Mapped[dict[str, Any]] = mapped_column(Document, default=dict)
-    """More about it."""
+    """Additional data."""
 
 
 class Recovery(Base):
-    """How a generation came about that a failure made necessary."""
+    """The recovery of a generation that a failure made necessary."""
 
     __tablename__ = "recoveries"
 
@@ -236,11 +237,11 @@ class Recovery(Base):
     resume_step: Mapped[int] = mapped_column(BigInteger)
     """Committed step that the state belongs to."""
     steps_redone: Mapped[int | None] = mapped_column(BigInteger)
-    """Steps above it that had been committed before; known with the first step."""
+    """Steps above it that had been committed before; known when the first step is committed."""
     wait_seconds: Mapped[float] = mapped_column(Real, default=0.0)
-    """How long it was held back because the same thing kept happening."""
+    """Seconds that it was held back because the same failure kept happening."""
     failed_at: Mapped[float | None] = mapped_column(Real)
-    """When it happened, as well as is known."""
+    """When it happened, as far as known."""
     noticed_at: Mapped[float] = mapped_column(Real)
     """When the control plane noticed."""
     rested_at: Mapped[float | None] = mapped_column(Real)
@@ -287,7 +288,7 @@ class Rank(Base):
 
 
 class Export(Base):
-    """Weights of a checkpoint that are written for others, or were."""
+    """An export of a checkpoint's weights, in progress or ended."""
 
     __tablename__ = "exports"
     __table_args__ = (Index(None, "job_id", "id"),)
@@ -297,48 +298,48 @@ class Export(Base):
     job_id: Mapped[str] = _job_key(primary=False)
     """The job."""
     checkpoint_id: Mapped[str] = mapped_column(String(80))
-    """Whose weights these are; it may be gone."""
+    """The exported checkpoint; it may be gone."""
     path: Mapped[str] = mapped_column(AnyText)
-    """Folder that they are written to, on the machine of the service that was asked."""
+    """Folder that they are written to, on the machine of the service that received the request."""
     format: Mapped[str] = mapped_column(String(16))
     """hf or safetensors."""
     dtype: Mapped[str | None] = mapped_column(String(16))
-    """Of the numbers; None: as the exporter decides."""
+    """Data type; None: the exporter decides."""
     state: Mapped[str] = mapped_column(String(16))
     """running, done or failed."""
     message: Mapped[str | None] = mapped_column(AnyText)
     """Why it failed."""
     done_bytes: Mapped[int] = mapped_column(BigInteger)
-    """Written so far."""
+    """Bytes written so far."""
     total_bytes: Mapped[int | None] = mapped_column(BigInteger)
-    """Of all tensors; None before that is known."""
+    """Bytes of all tensors; None before that is known."""
     created_at: Mapped[float] = mapped_column(Real)
     """When it began."""
     updated_at: Mapped[float] = mapped_column(Real)
-    """When anything was heard of it last."""
+    """When it was last updated."""
 
 
 class RankNumbers(Base):
-    """Numbers of all ranks of a job over a few seconds. There are so many of these at most; see `rank_numbers`."""
+    """Numbers of all ranks of a job over a few seconds. Their number is limited; see `rank_numbers`."""
 
     __tablename__ = "rank_numbers"
 
     job_id: Mapped[str] = _job_key()
     """The job."""
     slot: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """Where it lies; whatever comes there next takes its place."""
+    """Its slot; the next sample in the same slot replaces it."""
     generation: Mapped[int]
     """Generation whose ranks these are."""
     step: Mapped[int] = mapped_column(BigInteger)
-    """The last step that they are of."""
+    """The last step that they cover."""
     time: Mapped[float] = mapped_column(Real)
-    """When they were put together."""
+    """When they were taken."""
     seconds: Mapped[float] = mapped_column(Real)
-    """Of a step, up to its agreement."""
+    """Seconds of a step, up to its agreement."""
     own_seconds: Mapped[str | None] = mapped_column(AnyText)
-    """Of these, what each rank did not wait for others, packed (`workers.liveness.rank_samples`); None: unknown."""
+    """The part in which each rank did not wait for others, packed (`workers.liveness.rank_samples`); None: unknown."""
     memory_bytes: Mapped[str] = mapped_column(AnyText)
-    """In use by each rank, packed."""
+    """Memory in use on each rank, packed."""
     stragglers: Mapped[list[dict[str, Any]]] = mapped_column(Document, default=list)
     """Ranks that held up the others: rank, own_seconds, usual_seconds, sentence."""
 
@@ -347,7 +348,7 @@ class Event(Base):
     """Something that happened to a job and that a user would want to know of."""
 
     __tablename__ = "events"
-    # Whoever has read up to an id would miss an event that got it a second time.
+    # Otherwise a reader that has read up to an id would miss an event that reuses it.
     __table_args__ = (Index(None, "job_id", "id"), {"sqlite_autoincrement": True})
 
     id: Mapped[int] = mapped_column(BigKey, primary_key=True, autoincrement=True)
@@ -367,7 +368,7 @@ class Event(Base):
     message: Mapped[str] = mapped_column(AnyText)
     """One sentence."""
     data: Mapped[dict[str, Any]] = mapped_column(Document, default=dict)
-    """More about it."""
+    """Additional data."""
 
 
 class Metric(Base):
@@ -410,18 +411,18 @@ class Metric(Base):
 
 
 class MetricBin(Base):
-    """Of the steps in one of equal ranges the one with the highest loss; see `metric_bins`."""
+    """The step with the highest loss in one of equal ranges of steps; see `metric_bins`."""
 
     __tablename__ = "metric_bins"
 
     job_id: Mapped[str] = _job_key()
     """The job."""
     level: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """How wide the range is."""
+    """Width of the range."""
     bin: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
-    """The range's number."""
+    """Index of the range."""
     step: Mapped[int] = mapped_column(BigInteger)
-    """The step that stands for it."""
+    """The step that represents it."""
     loss: Mapped[float | None] = mapped_column(Real)
     """That step's loss."""
 
@@ -433,11 +434,11 @@ class Checkpoint(Base):
     __table_args__ = (Index(None, "job_id", "step"),)
 
     id: Mapped[str] = mapped_column(String(80), primary_key=True)
-    """Made of job, step and generation."""
+    """Made from job, step and generation."""
     job_id: Mapped[str] = _job_key(primary=False)
     """The job."""
     generation: Mapped[int]
-    """Generation that saves it."""
+    """Generation that saved it."""
     step: Mapped[int] = mapped_column(BigInteger)
     """Committed step whose state it holds."""
     state: Mapped[str] = mapped_column(String(16))

@@ -1,4 +1,4 @@
-"""What is written when a trace of a job is asked for, and when its ranks report about it."""
+"""What is written when a trace of a job is requested, and when its ranks report about it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from workers.config import ParallelConfig
 from workers.timing.recording import PackedRecording
 
 KEPT = 10
-"""Traces that are kept of a job: with one more the oldest goes."""
+"""Most traces kept per job: the next one replaces the oldest."""
 MOST_WAITING = 5
-"""Traces of a job that are not over yet."""
+"""Most unfinished traces of a job."""
 MOST_RANK_STEPS = 4096
-"""Steps of one trace times ranks of the job."""
+"""Most steps of one trace times ranks of the job."""
 
 
 def request(
     session: Session, job_id: str, steps: int, first_step: int = 0, profiler_ranks: Sequence[int] = ()
 ) -> StepTrace:
-    """Ask for a trace of `steps` steps, none of them before `first_step`. Raises JobNotFound, TraceNotPossible,
+    """Request a trace of `steps` steps, none of them before `first_step`. Raises JobNotFound, TraceNotPossible,
     SpecNotUnderstood."""
     job = jobs.get(session, job_id, lock=True)
     known = step_traces.of_job(session, job_id)
@@ -72,13 +72,13 @@ def _refuse_impossible(
 
 
 def _layout(job: Job) -> ParallelConfig:
-    """In which the job runs. Raises SpecNotUnderstood."""
+    """The layout that the job runs in. Raises SpecNotUnderstood."""
     return layout_in_use(stored_spec(job).spec.layout, job)
 
 
 def note_begun(session: Session, job_id: str, number: int, generation: int, first_step: int) -> None:
-    """Ranks of `generation` record from `first_step` on, or have done so; all but the first call changes nothing.
-    Raises JobNotFound."""
+    """Ranks of `generation` record from `first_step` on, or have done so; only the first call has an effect. Raises
+    JobNotFound."""
     row = session.get(StepTrace, (job_id, number), with_for_update=True)
     if row is not None and row.state == REQUESTED:
         nodes = [each.node for each in ranks.of_job(session, job_id)]
@@ -88,7 +88,7 @@ def note_begun(session: Session, job_id: str, number: int, generation: int, firs
 def note_profiled(
     session: Session, job_id: str, number: int, generation: int, first_step: int, rank: int, profile: bytes
 ) -> None:
-    """What torch's profiler says of `rank`; nothing where it is empty. Raises JobNotFound."""
+    """The profile of `rank` by torch's profiler; ignored if empty. Raises JobNotFound."""
     note_begun(session, job_id, number, generation, first_step)
     row = session.get(StepTrace, (job_id, number), with_for_update=True)
     if profile and row is not None and row.state == RECORDING and row.generation == generation:
@@ -98,7 +98,7 @@ def note_profiled(
 def note_recorded(
     session: Session, job_id: str, number: int, generation: int, first_step: int, rank: int, recording: PackedRecording
 ) -> None:
-    """What `rank` of `generation` has recorded from `first_step` on. Raises JobNotFound."""
+    """The recording of `rank` of `generation` from `first_step` on. Raises JobNotFound."""
     note_begun(session, job_id, number, generation, first_step)
     row = session.get(StepTrace, (job_id, number), with_for_update=True)
     if row is not None and row.state == RECORDING and row.generation == generation:

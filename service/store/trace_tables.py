@@ -12,7 +12,7 @@ from service.store.types import AnyText, Document, Real
 
 
 class StepTrace(Base):
-    """A trace, from the moment it is asked for."""
+    """A trace, from its request on."""
 
     __tablename__ = "step_traces"
     __table_args__ = (Index(None, "state"),)
@@ -20,31 +20,31 @@ class StepTrace(Base):
     job_id: Mapped[str] = mapped_column(String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
     """The job."""
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """Its number in the job, from 1; none is given twice."""
+    """Its number within the job, from 1; none is reused."""
     state: Mapped[str] = mapped_column(String(16))
     """requested, recording, complete, partial or failed."""
     message: Mapped[str | None] = mapped_column(AnyText)
     """Why it is partial, has failed, or does not begin."""
     steps: Mapped[int]
-    """How many steps are wanted."""
+    """Number of requested steps."""
     wanted_step: Mapped[int] = mapped_column(BigInteger)
-    """None before this one; 0: as soon as possible."""
+    """The first step is not before this one; 0: as soon as possible."""
     profiler_ranks: Mapped[list[int]] = mapped_column(Document, default=list)
     """Ranks whose steps torch's profiler records too."""
     generation: Mapped[int | None]
-    """Of the ranks that record it; null before they begin, as what follows."""
+    """Of the ranks that record it; null before they begin, like the following ones."""
     first_step: Mapped[int | None] = mapped_column(BigInteger)
-    """The first one that is recorded."""
+    """The first recorded step."""
     parallel: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """The layout that the job runs in then."""
+    """The layout at that time."""
     nodes: Mapped[list[str | None] | None] = mapped_column(Document)
-    """Where each rank is."""
+    """The node of each rank."""
     slices: Mapped[int] = mapped_column(BigInteger, default=0)
-    """That are stored so far."""
+    """Number of slices stored so far."""
     requested_at: Mapped[float] = mapped_column(Real)
-    """When it was asked for."""
+    """When it was requested."""
     finished_at: Mapped[float | None] = mapped_column(Real)
-    """When nothing more came to it."""
+    """When it ended."""
 
 
 class StepTracePart(Base):
@@ -55,10 +55,10 @@ class StepTracePart(Base):
     job_id: Mapped[str] = mapped_column(String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
     """The job."""
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """The trace's."""
+    """The trace's number."""
     rank: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """Who has recorded it."""
+    """The rank."""
     recording: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """A `PackedRecording`; null where only the profile has come."""
+    """A `PackedRecording`; null if only the profile has arrived."""
     profile: Mapped[bytes | None] = mapped_column(LargeBinary)
-    """What torch's profiler says, as a Chrome trace, compressed by gzip."""
+    """The profile of torch's profiler, as a Chrome trace, compressed with gzip."""

@@ -1,4 +1,4 @@
-"""Column types that keep what databases lose or refuse: NaN in real columns, non-finite numbers in JSON, invalid
+"""Column types that preserve what databases lose or refuse: NaN in real columns, non-finite numbers in JSON, invalid
 characters in texts."""
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from sqlalchemy.types import TypeDecorator
 from workers.nonfinite import number, spell
 
 _UNUSUAL = re.compile(r"\\u(0000|d[89a-f])")
-"""In JSON of nothing but ASCII: NUL, or half of a surrogate pair. Whole pairs look like that too."""
+"""In ASCII-only JSON: NUL, or half of a surrogate pair. Complete pairs match as well."""
 
 Reader = Session | Connection
-"""What answers queries of columns, alike."""
+"""Anything that answers column queries."""
 
 BigKey = BigInteger().with_variant(Integer(), "sqlite")
-"""A 64-bit autoincrement key; SQLite counts up only in a column that is called INTEGER."""
+"""A 64-bit autoincrement key; SQLite only counts up in a column of type INTEGER."""
 
 
 class _PlainDouble(Double[float]):
-    """A double whose values go to the driver as they are; SQLAlchemy's own would make a NaN of 'nan' again."""
+    """A double whose values are passed to the driver unchanged; SQLAlchemy's own would turn 'nan' into a NaN again."""
 
     def bind_processor(self, dialect: Dialect) -> None:
         """No conversion."""
@@ -55,8 +55,8 @@ class Real(TypeDecorator[float]):
 
 
 class ShortText(TypeDecorator[str]):
-    """A text of whatever origin in a column of limited length, which SQLite takes and PostgreSQL does not: what is too
-    long is cut."""
+    """Any text in a column of limited length. SQLite accepts longer texts and PostgreSQL does not, so they are
+    truncated."""
 
     impl = String
     cache_ok = True
@@ -67,7 +67,7 @@ class ShortText(TypeDecorator[str]):
 
 
 class AnyText(TypeDecorator[str]):
-    """A text of whatever origin: an exception's message may hold what is no character to a database."""
+    """Any text: an exception's message may contain characters that a database refuses."""
 
     impl = Text
     cache_ok = True
@@ -104,8 +104,8 @@ class Numbers(TypeDecorator[dict[str, float | int | None]]):
 
 
 def _as_json_has_it(value: Any) -> Any:
-    """`storable(spell(value))`. To write it down and look at the text takes a quarter of the time of going through it
-    all, and most is as it is to be stored."""
+    """`storable(spell(value))`. Serializing it and checking the text takes a quarter of the time of walking through it,
+    and most values need no change."""
     try:
         text = json.dumps(value, allow_nan=False)
     except ValueError:
@@ -114,8 +114,7 @@ def _as_json_has_it(value: Any) -> Any:
 
 
 def storable(value: Any) -> Any:
-    """`value` with texts that every database takes: NUL and halves of surrogate pairs are spelled out, here and in all
-    that it holds."""
+    """`value` with texts that every database accepts: NUL and halves of surrogate pairs are escaped, at any depth."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The writes that one control plane has asked for and that are not done."""
+"""The unfinished writes of one control plane."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class WriteQueue:
-    """Counts them. Any thread."""
+    """Counts writes. For any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._lock = clock, threading.Lock()
@@ -18,7 +18,7 @@ class WriteQueue:
         self._done, self._seconds = 0, 0.0
 
     def add(self, write: Future[Any]) -> None:
-        """A write was asked for just now."""
+        """A write was requested just now."""
         with self._lock:
             self._asked_at[write] = self._clock()
         write.add_done_callback(self._remove)
@@ -30,17 +30,17 @@ class WriteQueue:
 
     @property
     def length(self) -> int:
-        """How many wait or are being done."""
+        """Number of writes that wait or are being executed."""
         return len(self._asked_at)
 
     @property
     def oldest_seconds(self) -> float:
-        """How long the oldest of them has waited; 0 where there is none."""
+        """Seconds that the oldest of them has waited; 0 if there is none."""
         with self._lock:
             return self._clock() - next(iter(self._asked_at.values())) if self._asked_at else 0.0
 
     @property
     def done(self) -> tuple[int, float]:
-        """How many writes have ended, well or not, and how many seconds they took together, waiting included."""
+        """Number of writes that have ended, successfully or not, and their total seconds, waiting included."""
         with self._lock:
             return self._done, self._seconds
