@@ -1,12 +1,13 @@
-"""How far a GPU has come with what its host has asked of it.
+"""How far a GPU has got with the work that its host queued.
 
-Over NCCL a host queues a step's work and runs ahead, so its own record says what was queued last, and is alike on all
-ranks of a gang that hangs. So events go into the compute stream between the work: at every phase, at the start of every
-communication, and before and after the stream waits for one. They are asked from another thread whether the device has
-passed them; that never waits for the device. What has been passed goes into the progress record.
+With NCCL a host queues a step's work and runs ahead, so its own record shows what was queued last, and is the same on
+all ranks of a gang that hangs. For that reason events are put into the compute stream between the work: at every phase,
+at the start of every communication, and before and after the stream waits for one. Another thread asks the events
+whether the device has passed them, which never waits for the device, and writes what was passed into the progress
+record.
 
-Two marks around a wait tell computing from waiting also in time: what a device did not wait is its own time, by which
-stragglers are named. Pure Python: events come from `workers/comm/device_marks.py`, or from a test.
+Two marks around a wait also separate computing from waiting in time: the time that a device did not wait is its own
+time, by which stragglers are found. Pure Python: events come from `workers/comm/device_marks.py`, or from a test.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from workers.liveness.progress import Progress
 from workers.liveness.record_layout import NOBODY
 
 POLL_SECONDS = 0.1
-"""Between two looks at the device, which no event of the host announces."""
+"""Seconds between two looks at the device; the host gets no event when it moves on."""
 
 
 class DeviceEvent(Protocol):
-    """A point in the work of a device, as `torch.cuda.Event`."""
+    """A point in the work of a device, like `torch.cuda.Event`."""
 
     def record(self) -> None:
-        """Be the end of what is queued so far."""
+        """Mark the end of the work queued so far."""
         ...
 
     def query(self) -> bool:
-        """Whether the device has come here; never waits. Raises RuntimeError when the device has failed."""
+        """Whether the device has reached this point; never waits. Raises RuntimeError if the device has failed."""
         ...
 
     def elapsed_time(self, later: Any, /) -> float:
-        """Milliseconds from here to the event `later`; the device has passed both."""
+        """Milliseconds from this event to the event `later`; the device has passed both."""
         ...
 
 
 class _Mark(NamedTuple):
-    """An event in the stream, and what it means to have passed it: a function of the event and of what is known."""
+    """An event in the stream, and what to call when it is passed, with the event and `about` as arguments."""
 
     event: DeviceEvent
     passed: Callable[..., None]
@@ -48,8 +49,8 @@ class _Mark(NamedTuple):
 
 
 class DeviceTrail:
-    """The marks of one device. The thread that queues work sets them, one at a time; any thread may `poll`, which waits
-    for neither the device nor that thread."""
+    """The marks of one device. The thread that queues work sets them, one at a time; any thread may call `poll`, which
+    waits for neither the device nor that thread."""
 
     def __init__(self, new_event: Callable[[], DeviceEvent], progress: Progress):
         self._new_event, self._progress = new_event, progress
@@ -62,11 +63,11 @@ class DeviceTrail:
         self._waited = 0.0
         self._lap: tuple[float, float] | None = None
         self.step_seconds: tuple[float, float] | None = None
-        """Of the last step that was over on the device when this one began: all of its time, and what of it the device
-        did not wait for others. None in the first steps of a generation."""
+        """Seconds of the last step that the device had finished when this one began: in total, and without waiting for
+        others. None in the first steps of a generation."""
 
     def begin_step(self) -> None:
-        """A step begins. From the first one on a thread looks at the device. Raises RuntimeError when that has
+        """A step begins. From the first step on, a thread looks at the device. Raises RuntimeError if the device has
         failed."""
         if self._stop is None:
             self._progress.device_at(self._progress.position)
@@ -78,24 +79,25 @@ class DeviceTrail:
         self._mark(self._next_lap)
 
     def at(self, position: int) -> None:
-        """From here on the device is at `position`, as the progress record packs it."""
+        """From here on the device is at `position`, encoded as in the progress record."""
         self._mark(self._be_at, position)
 
     def arrives(self, what: str, number: int) -> None:
-        """With all before done, the device is ready for communication `number` of `what`, a name of COUNTED."""
+        """When all earlier work is done, the device is ready for communication `number` of `what`, a name in
+        COUNTED."""
         self._mark(self._arrive, what, number)
 
     def waits(self, channel: int, number: int, peer: int = NOBODY, sending: bool = False) -> None:
-        """What is put into the stream next, up to `goes_on`, is a wait: for communication `number` along the axis of
-        number `channel`, or for `peer`, if one peer alone is waited for."""
+        """What is put into the stream from here to `goes_on` is a wait: for communication `number` along the axis with
+        number `channel`, or for `peer` if only one peer is waited for."""
         self._mark(self._wait, channel, number, peer, sending)
 
     def goes_on(self) -> None:
-        """The wait is in the stream."""
+        """The whole wait is in the stream."""
         self._mark(self._end_wait)
 
     def poll(self) -> None:
-        """Note what the device has passed. Raises RuntimeError when the device has failed."""
+        """Note what the device has passed. Raises RuntimeError if the device has failed."""
         with self._lock:
             if self._stop is None:
                 return
@@ -108,7 +110,7 @@ class DeviceTrail:
             self._progress.device_looked_at(before - len(self._marks), len(self._marks))
 
     def forget(self) -> None:
-        """The generation is over, and what is queued means nothing any more. No marks are set before `begin_step`."""
+        """The generation is over, and what is queued no longer matters. No marks are set until `begin_step`."""
         with self._lock:
             if self._stop is not None:
                 self._stop.set()
@@ -121,9 +123,9 @@ class DeviceTrail:
     def _mark(self, passed: Callable[..., None], *about: Any) -> None:
         with self._lock:
             if self._stop is None:
-                return  # it is not followed
+                return  # the device is not followed
             event = self._free.pop() if self._free else self._new_event()
-        # Where the device's queue is full this waits for the device, and who polls must not.
+        # If the device's queue is full this waits for the device, and a thread that polls must not wait for that.
         event.record()
         with self._lock:
             if self._stop is not None:
@@ -159,4 +161,4 @@ class DeviceTrail:
             try:
                 self.poll()
             except RuntimeError:
-                return  # the training thread gets the same error and says so
+                return  # the training thread gets the same error and reports it

@@ -1,8 +1,8 @@
-"""What NCCL's flight recorder, which torch keeps in each process, says of the communications of one rank.
+"""What NCCL's flight recorder, which torch keeps in each process, says about one rank's communications.
 
-torch writes a rank's last operations as JSON (`_dump_nccl_trace_json`, format 2.10 of torch 2.13 and 2.14; the
-other form is a pickle, which a reader would run). Of that this keeps what two ranks are compared by: of each
-group the last numbers, and the operations around the first one that is not over. Pure Python.
+torch writes a rank's last operations as JSON (`_dump_nccl_trace_json`, format 2.10 of torch 2.13 and 2.14; the other
+format is a pickle, which would be executed when read). From that this keeps what is needed to compare two ranks: for
+each group the last numbers, and the operations around the first unfinished one. Pure Python.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 BEFORE, AFTER = 4, 12
-"""Operations of a sequence that are kept: so many before the first one that is not over, and from it on."""
+"""Operations kept of a sequence: this many before the first unfinished one, and this many from it on."""
 _BATCH = "coalesced"
 _WORLD = "default_pg"
 
@@ -24,52 +24,53 @@ class FlightOperation:
     """One communication that the host has queued."""
 
     number: int
-    """Among those of its sequence; of a message, among all of its group on this rank."""
+    """Number within its sequence; of a message, within all messages of its group on this rank."""
     kind: str
-    """As torch names it: all_reduce, send ..."""
+    """torch's name: all_reduce, send ..."""
     sizes: str
-    """Shapes and types of what goes in and what comes out; of a message, of that alone."""
+    """Shapes and types of inputs and outputs; of a message, of the message only."""
     state: str
-    """scheduled, started or completed, as its events tell. Without TORCH_NCCL_ENABLE_TIMING none is ever `started`."""
+    """scheduled, started or completed, according to its events. Without TORCH_NCCL_ENABLE_TIMING none is ever
+    `started`."""
     peer: int | None = None
     """Of a message: the other rank's index in the group."""
 
     @property
     def over(self) -> bool:
-        """Whether the device is done with it."""
+        """Whether the device has finished it."""
         return self.state == "completed"
 
 
 @dataclass(frozen=True)
 class FlightSequence:
-    """Operations of one group that its members begin in one order."""
+    """Operations of one group that all members begin in the same order."""
 
     group: str
-    """Its name, "world" for that of all ranks."""
+    """The group's name, "world" for the group of all ranks."""
     what: Literal["collectives", "batches", "messages"]
-    """batches: several messages that are begun as one; messages: single ones."""
+    """batches: several messages begun as one; messages: single ones."""
     last: int
-    """Number of the last one that the host has queued."""
+    """Number of the last operation that the host has queued."""
     operations: tuple[FlightOperation, ...]
-    """Those that were kept, in order; of messages all that are not over."""
+    """The operations that were kept, in order; of messages all unfinished ones."""
 
     @property
     def open(self) -> FlightOperation | None:
-        """The first one that is not over."""
+        """The first unfinished operation."""
         return next((each for each in self.operations if not each.over), None)
 
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What one rank has begun to communicate in this generation."""
+    """The communications that one rank has begun in this generation."""
 
     sequences: tuple[FlightSequence, ...] = ()
     whole: bool = True
-    """Whether nothing was forgotten: else a sequence that is missing may have been there."""
+    """Whether nothing was forgotten; otherwise a missing sequence may have existed."""
 
 
 def read_flight_record(dump: bytes | str) -> FlightRecord:
-    """From torch's JSON. Raises ValueError for what is none."""
+    """Parse torch's JSON. Raises ValueError if it is not a dump."""
     try:
         entries = json.loads(dump).get("entries", [])
         by_sequence = _by_sequence(entries)
@@ -80,8 +81,8 @@ def read_flight_record(dump: bytes | str) -> FlightRecord:
 
 
 def _by_sequence(entries: list[Mapping[str, Any]]) -> dict[tuple[str, Any], list[FlightOperation]]:
-    """The operations by sequence, of the newest group of each name: the others are of generations before."""
-    # Groups of the second NCCL backend may live through generations, whose newcomers count from 1.
+    """The operations by sequence, of the newest group of each name: other groups belong to earlier generations."""
+    # Groups of the second NCCL backend may live through several generations, in which new members count from 1.
     entries = [entry for entry in entries if not str(entry["profiling_name"]).startswith("nccl2:")]
     newest: dict[str, int] = {}
     for entry in entries:
@@ -91,7 +92,7 @@ def _by_sequence(entries: list[Mapping[str, Any]]) -> dict[tuple[str, Any], list
     sequences = defaultdict(list)
     for entry in entries:
         name = entry["process_group"][1]
-        # Of the parts of a batch no events are kept: they would look as if they were never over.
+        # The parts of a batch have no events: they would look as if they never finished.
         if entry["pg_id"] == newest[name] and (_kind(entry) == _BATCH or _batch(entry) not in batches):
             what = "collectives" if not entry["is_p2p"] else "batches" if _kind(entry) == _BATCH else "messages"
             sequences["world" if name == _WORLD else name, what].append(_operation(entry))
@@ -116,7 +117,7 @@ def _operation(entry: Mapping[str, Any]) -> FlightOperation:
         ends = str(entry["profiling_name"]).partition(" ")[2]
         peer, sizes = int(ends.rpartition("->" if kind == "send" else "<-")[2]), given or taken
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-    # Gloo has no events: what it has retired is over.
+    # Gloo has no events: what it has retired is finished.
     retired = bool(entry["retired"]) and str(entry["profiling_name"]).startswith("gloo:")
     return FlightOperation(int(number), kind, sizes, "completed" if retired else str(entry["state"]), peer)
 

@@ -1,4 +1,5 @@
-"""An agent's health check of its trainer: notices that it stands still, reports so once, and when it moves on.
+"""An agent's health check of its trainer: it notices when the trainer stands still, reports that once, and reports when
+the trainer moves on.
 
 It reads the shared record a few times a second; nothing is reported while all is well.
 """
@@ -23,19 +24,20 @@ LOOK_SECONDS = 0.25
 COMMIT_LOOK_SECONDS = 0.01
 COMMIT_SECONDS = 60.0
 DEVICE_SECONDS = 2.0
-"""What was seen of a device is believed so long: a process whose interpreter is held up looks no more."""
+"""Seconds that an observation of a device stays valid: a process whose interpreter is blocked does not look any
+more."""
 
 ReportStatus = Callable[[TrainerStatus], None]
 """Takes the payload of a `stalled` report."""
 
 
 class TrainerWatch:
-    """Watches one trainer process, through all generations that it lives through."""
+    """Watches one trainer process through all its generations."""
 
     def __init__(self, pid: int, rank: int, folder: str | Path, compiles: bool, report: ReportStatus):
-        """`folder`: the job's in shared memory; `compiles`: whether its model is compiled."""
+        """`folder`: the job's folder in shared memory; `compiles`: whether its model is compiled."""
         self.ranks = 1
-        """Of the generation that it belongs to."""
+        """Ranks of the generation that the process belongs to."""
         self._pid, self._path, self._compiles, self._report = pid, progress_path(folder, rank), compiles, report
         self._rank = rank
         self._reader: ProgressReader | None = None
@@ -45,12 +47,12 @@ class TrainerWatch:
         self._reported_overdue = False
 
     def enter_generation(self, ranks: int) -> None:
-        """The process continues in a generation of so many ranks: who watches that has heard nothing that was reported
-        before."""
+        """The process continues in a generation of `ranks` ranks: the receiver of reports in that generation has not
+        received any of the earlier ones."""
         self.ranks, self._reported_overdue = ranks, False
 
     async def run(self) -> None:
-        """Look again and again until the process is gone: a process that stands still causes no event."""
+        """Look repeatedly until the process is gone; polling, since a process that stands still causes no event."""
         try:
             while self.look():
                 await asyncio.sleep(LOOK_SECONDS)
@@ -60,7 +62,7 @@ class TrainerWatch:
                 self._reader = None
 
     def look(self) -> bool:
-        """Look once, and report whether it is overdue when that has changed; False when the process is gone."""
+        """Look once, and report whether the process is overdue if that has changed; False if the process is gone."""
         self._process = process_state(self._pid)
         if self._process is None or self._process.letter in "ZX":
             return False
@@ -77,16 +79,16 @@ class TrainerWatch:
             try:
                 reader = ProgressReader(self._path)
             except (OSError, ValueError):
-                return None  # it has not come so far, or has no room for it
+                return None  # it has not got that far, or there is no room for a record
             record = reader.read()
             if record is None or record.pid != self._pid:
-                reader.close()  # of the process before this one
+                reader.close()  # of the previous process
                 return None
             self._reader = reader
         return self._reader.read()
 
     async def next_commit(self) -> bool:
-        """Wait for the process to commit a step; False when it does not within COMMIT_SECONDS."""
+        """Wait for the process to commit a step; False if it does not within COMMIT_SECONDS."""
         before = self._record.commits if self._record is not None else 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(COMMIT_SECONDS):
@@ -98,21 +100,21 @@ class TrainerWatch:
 
     @property
     def allowed(self) -> float:
-        """Seconds that the process may stand still where it is now."""
+        """Seconds that the process may stand still in its current place."""
         record, burning, device = self._record, self._still.burning, self._device
         if record is None:
             return hang_timeout("starting", (), self._compiles, burning, waiting=False)
         waits = record.waits_for is not None
         if device is not None and device.fresh and device.pending:
-            # The host is ahead, and may well spin until its device is done: what the device does counts.
+            # The host is ahead, and may well spin until its device is done: the device's progress counts.
             burning, waits = False, device.waits
         copied = self.snapshot_bytes() if record.phase == "snapshot" else 0
         return hang_timeout(record.phase, record.step_seconds, self._compiles, burning, waits, self.ranks, copied)
 
     def snapshot_bytes(self) -> int:
-        """Of one of the rank's snapshots; 0 where it has none."""
+        """Size of one of the rank's snapshots; 0 if it has none."""
         sizes = [0]
-        with contextlib.suppress(OSError):  # files go when a new layout has its own
+        with contextlib.suppress(OSError):  # files disappear when a new layout creates its own
             own = (each for each in snapshot_files(self._path.parent) if each.rank == self._rank)
             sizes += [each.path.stat().st_size // SLOTS for each in own if not each.is_backup]
         return max(sizes)
@@ -126,13 +128,13 @@ class TrainerWatch:
 
     @property
     def overdue(self) -> bool:
-        """Whether the process has stood still for longer than it may."""
+        """Whether the process has stood still for longer than allowed."""
         if self._still.stopped_seconds >= STOPPED_SECONDS:
             return self._record is None or self._record.phase != "done"
         return self._still.seconds > self.allowed
 
     def describe(self) -> TrainerStatus:
-        """Where the trainer stands."""
+        """The trainer's position and state."""
         return TrainerStatus(
             pid=self._pid,
             overdue=self.overdue,

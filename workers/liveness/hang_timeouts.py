@@ -1,7 +1,7 @@
-"""How long a rank may stand still before its agent reports that: pure functions of what is known about it.
+"""How long a rank may stand still before its agent reports it: pure functions of what is known about the rank.
 
-A false alarm kills a healthy rank, so every doubt lengthens the wait: phases that are long by nature have rules of
-their own, a process that computes gets more time than one that stands still, and time in which the machine gave it no
+A false alarm kills a healthy rank, so every doubt lengthens the timeout: phases that are long by nature have their own
+rules, a process that computes gets more time than one that stands still, and time in which the machine gave it no
 processor does not count at all.
 """
 
@@ -16,15 +16,15 @@ from workers.liveness.process_state import ProcessState
 from workers.liveness.progress import Phase
 
 LEAST_SECONDS = 1.5
-"""Of an ordinary phase, however quick the steps are."""
+"""Seconds allowed for an ordinary phase, however quick the steps are."""
 STEPS = 6
-"""An ordinary phase may take as long as so many of the slowest ordinary steps."""
+"""An ordinary phase may take this many times as long as the slowest ordinary step."""
 BURNING_FACTOR = 10
-"""A process that uses the processor gets so many times that."""
+"""Factor for a process that uses the processor."""
 WAITING_FACTOR = 3
-"""So does a rank that waits for another one, whose own agent looks too."""
+"""Factor for a rank that waits for another one, which is also watched by its own agent."""
 STOPPED_SECONDS = 1.0
-"""A process that a signal stopped will not move by itself, whatever its phase."""
+"""Seconds for a process that was stopped by a signal: it will not continue by itself, whatever its phase."""
 LONG: Mapping[str, float] = {
     "starting": 60.0,
     "connecting": 60.0,
@@ -36,23 +36,23 @@ LONG: Mapping[str, float] = {
     "resting": math.inf,
     "done": math.inf,
 }
-"""Seconds of phases that are long by nature. Data that is prepared, also by another process, says so all the time; a
-model is built without a word, and the memory of a large state takes minutes to be had. Rest has no end of its own:
-the process that ordered it watches over it."""
+"""Seconds allowed for phases that are long by nature. Preparing data, also in another process, reports progress all the
+time; building a model reports nothing, and allocating the memory of a large state takes minutes. Rest has no timeout of
+its own: the process that ordered it watches over it."""
 SNAPSHOT_BYTES_A_SECOND = 200e6
-"""At least so many of a snapshot are copied, also by eight GPUs at the same time from memory that is not pinned."""
+"""Lower bound for copying a snapshot, with eight GPUs copying at the same time from memory that is not pinned."""
 KEPT_BYTES_A_SECOND = 1e9
-"""At least so many of a snapshot are copied and summed before its rank rests: 8 GB/s and 3 GB/s are what one core of a
-busy machine does."""
+"""Lower bounds for copying and for checksumming a snapshot before its rank rests: one core of a busy machine reaches 8
+GB/s and 3 GB/s."""
 SET_UP = frozenset({"connecting", "restoring"})
 """Phases in which ranks meet for the first time."""
 SET_UP_SECONDS_A_RANK = 0.25
-"""Of those, and of a process's first step, for each rank but one: a large gang's communicators take minutes to set up,
-and some are made when they are used first."""
+"""Added to those, and to a process's first step, for each rank but one: setting up a large gang's communicators takes
+minutes, and some are created on first use."""
 FIRST_STEP_SECONDS = 60.0
-"""Of each phase of a process's first step, in which everything is done for the first time."""
+"""Seconds for each phase of a process's first step, in which everything happens for the first time."""
 COMPILED = frozenset({"forward", "backward", "validation"})
-"""Phases in which a compiled model may be compiled, also again."""
+"""Phases in which a compiled model may be compiled or recompiled."""
 
 
 def hang_timeout(
@@ -66,9 +66,9 @@ def hang_timeout(
 ) -> float:
     """Seconds that a rank of a gang of `ranks` may stand still in `phase`.
 
-    `step_seconds`: durations of the process's last steps, none before its first; `compiles`: the job's model is
+    `step_seconds`: durations of the process's last steps, empty before the first; `compiles`: the job's model is
     compiled; `burning`: the process uses the processor; `waiting`: it, or its device, waits for another rank;
-    `snapshot_bytes`: of one of its snapshots.
+    `snapshot_bytes`: size of one of its snapshots.
     """
     if compiles and phase in COMPILED and (burning or not step_seconds):
         return LONG["compiling"]
@@ -81,26 +81,27 @@ def hang_timeout(
     else:
         allowed = FIRST_STEP_SECONDS + set_up
     if compiles and phase in COMPILED:
-        allowed = max(allowed, FIRST_STEP_SECONDS)  # the compiler's helpers burn, not the process
+        allowed = max(allowed, FIRST_STEP_SECONDS)  # the compiler's helper processes use the processor, not this one
     return allowed * (BURNING_FACTOR if burning else WAITING_FACTOR if waiting else 1)
 
 
 def slowest_ordinary(step_seconds: Collection[float]) -> float:
-    """The longest of `step_seconds` (not empty) that is no outlier, which are those above three medians."""
+    """The longest of `step_seconds` (not empty), ignoring outliers, which are those above three medians."""
     bound = 3 * statistics.median(step_seconds)
     return max(seconds for seconds in step_seconds if seconds <= bound)
 
 
 @dataclass
 class Standstill:
-    """How long a process has been standing still, look by look. Only time counts in which it could have moved."""
+    """How long a process has been standing still, look by look. Only time in which it could have moved counts."""
 
     longest_between: float
-    """Seconds that count at most between two looks: who looks less often was held up itself, and so was the process."""
+    """The most seconds that count between two looks: an observer that looks less often was held up, and so was the
+    process."""
     seconds: float = 0.0
-    """Time that counts since the last change."""
+    """Counted seconds since the last change."""
     stopped_seconds: float = 0.0
-    """Of that, the time in which a signal had stopped the process."""
+    """The part of these in which the process was stopped by a signal."""
     _burned: float = 0.0
     _heartbeat: int | None = None
     _time: float | None = None
@@ -108,11 +109,11 @@ class Standstill:
 
     @property
     def burning(self) -> bool:
-        """Whether the process used the processor, or waited for a device, most of the time that it stands still."""
+        """Whether the process used the processor, or waited for a device, during most of the standstill."""
         return self._burned > 0.5 * self.seconds
 
     def look(self, now: float, heartbeat: int, process: ProcessState | None) -> None:
-        """Note how things are at `now`, in seconds of any clock. `process` is None where it cannot be looked at."""
+        """Record the state at `now`, in seconds of any clock. `process` is None if it cannot be inspected."""
         passed = min(now - self._time, self.longest_between) if self._time is not None else 0.0
         stopped = process is not None and process.stopped and heartbeat == self._heartbeat
         self.stopped_seconds = self.stopped_seconds + passed if stopped else 0.0
@@ -127,11 +128,11 @@ class Standstill:
 
 
 def _starved(passed: float, before: ProcessState, now: ProcessState) -> float:
-    """In how many of `passed` seconds the process was kept from running: for want of a processor, or by a debugger."""
+    """How many of `passed` seconds the process was kept from running, by a lack of processors or by a debugger."""
     if now.letter == "t":
         return passed  # a debugger is attached
     delayed = now.delay_seconds - before.delay_seconds
-    # The kernel books a delay only when it is over.
+    # The kernel accounts for a delay only when it is over.
     if now.letter == "R" and now.main_cpu_seconds - before.main_cpu_seconds < 0.2 * passed:
         return passed
     return min(passed, max(0.0, delayed))

@@ -1,10 +1,10 @@
 """What the training thread is doing right now, in a small shared mapping that its agent reads.
 
-Writing costs next to nothing (a store or two), and reading needs nothing of the writer, so the record can be read
+Writing costs almost nothing (one or two stores), and reading needs nothing from the writer, so the record can be read
 while the trainer is stopped, or while something holds its interpreter's lock. Every field that changes often is one
 aligned 64-bit word, which is written as a whole. Words that belong together are guarded by a sequence number that is
-odd while they are written; a reader looks until two looks in a row are equal and even, and otherwise says that the
-record is torn. Pure Python without torch: agents import it.
+odd while they are being written; a reader repeats until two reads in a row are equal and even, and otherwise reports
+the record as torn. Pure Python without torch, since agents import it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def progress_path(folder: str | Path, rank: int) -> Path:
 
 
 class Progress:
-    """The writer's end. One thread writes, and the one that follows the device (`device_trail.py`) writes what concerns
-    that. Without a file the record is private memory, which nothing reads."""
+    """The writer's end. One thread writes, except for the device's fields, which the thread that follows the device
+    (`device_trail.py`) writes. Without a file the record is private memory, which nothing reads."""
 
     __slots__ = ("_began", "_count_at", "_idle_before", "_step_bits", "_words", "idle_seconds", "memory")
 
@@ -74,16 +74,16 @@ class Progress:
         self._count_at = {name: COUNTS + number for number, name in enumerate(COUNTED)}
         self._step_bits, self._began = 0, time.monotonic_ns()
         self.idle_seconds = self._idle_before = 0.0
-        """Time spent waiting for other ranks without anything to move, where the backend tells; not in the record."""
+        """Time spent waiting for other ranks while nothing moved, if the backend reports it; not in the record."""
         self._words[PID] = os.getpid()
         self.at("starting")
         self._words[MAGIC_AT] = MAGIC
 
     @classmethod
     def shared(cls, folder: str | Path, rank: int) -> Progress:
-        """A record in a new file of `rank`: a process that had the place before keeps writing into the old one.
+        """A record in a new file of `rank`: a process that had the rank before keeps writing into the old file.
 
-        Where shared memory has no room for it the record is private: training matters more than being watched.
+        If shared memory has no room for it the record is private: training matters more than being watched.
         """
         path = progress_path(folder, rank)
         try:
@@ -105,21 +105,21 @@ class Progress:
         return progress
 
     def belongs_to(self, generation: int) -> None:
-        """From now on this rank is one of `generation`. What it enters is counted from there on: by that the ranks of a
-        generation are compared, and the processes of some may have lived through others before."""
+        """From now on this rank belongs to `generation`, and counts start there: the ranks of a generation are compared
+        by their counts, and some of the processes may have lived through other generations before."""
         words = self._words
         if words[GENERATION] == generation:
             return
         words[SEQUENCE] += 1
         words[GENERATION] = generation
         for at in self._count_at.values():
-            words[MOVES] += words[at]  # so that the heartbeat does not fall
+            words[MOVES] += words[at]  # so that the heartbeat does not decrease
             words[at] = 0
         words[SEQUENCE] += 1
 
     @property
     def step(self) -> int:
-        """Step that is computed."""
+        """The current step."""
         return self._step_bits >> PHASE_BITS + MICRO_BATCH_BITS
 
     def begin_step(self, step: int) -> None:
@@ -129,7 +129,7 @@ class Progress:
         self.at("data")
 
     def at(self, phase: Phase, micro_batch: int = -1) -> None:
-        """The rank is in `phase` now, at `micro_batch` where that means something."""
+        """The rank is now in `phase`, at `micro_batch` if that applies."""
         words = self._words
         words[POSITION] = self._step_bits | (micro_batch + 1) << PHASE_BITS | PHASE_NUMBERS[phase]
         words[CHANGED_AT] = time.monotonic_ns()
@@ -141,7 +141,7 @@ class Progress:
         return self._words[POSITION]
 
     def entered(self, what: str) -> None:
-        """One more of `what`, a name of COUNTED."""
+        """One more of `what`, a name in COUNTED, was entered."""
         self._words[self._count_at[what]] += 1
 
     def count(self, what: str) -> int:
@@ -149,12 +149,12 @@ class Progress:
         return self._words[self._count_at[what]]
 
     def waits_for(self, peer: int, channel: int, sending: bool) -> None:
-        """Nothing can continue before `peer` sends on `channel` (the axis's number), or with `sending` before it takes
+        """Nothing can continue until `peer` sends on `channel` (the axis's number), or with `sending` until it takes
         what is sent."""
         self._words[WAITING] = 1 + peer | channel << PEER_BITS | sending << PEER_BITS + CHANNEL_BITS
 
     def moved(self, waited: float = 0.0) -> None:
-        """The wait of `waited` seconds is over, or bytes have moved."""
+        """The wait, of `waited` seconds, is over, or bytes have moved."""
         self.idle_seconds += waited
         words = self._words
         words[WAITING] = 0
@@ -169,8 +169,8 @@ class Progress:
         return self.seconds() - (self.idle_seconds - self._idle_before)
 
     def commit(self, step: int, measured: tuple[float, float] | None = None) -> None:
-        """Step number `step` is committed. `measured`: seconds of a step on the device, all and its own
-        (`DeviceTrail.step_seconds`), in place of those of the host."""
+        """Step number `step` is committed. `measured`: seconds of a step on the device, in total and its own
+        (`DeviceTrail.step_seconds`), used in place of the host's."""
         words, now = self._words, time.monotonic_ns()
         took = now - self._began
         own = took - int((self.idle_seconds - self._idle_before) * 1e9)
@@ -184,16 +184,16 @@ class Progress:
         words[SEQUENCE] += 1
 
     def device_at(self, position: int) -> None:
-        """The device has come to `position`."""
+        """The device has reached `position`."""
         self._words[DEVICE_POSITION] = position
 
     def device_arrived(self, what: str, number: int) -> None:
-        """The device is done with all that comes before communication `number` of `what`, a name of COUNTED."""
+        """The device has finished everything before communication `number` of `what`, a name in COUNTED."""
         self._words[DEVICE_COUNTS + COUNTED.index(what)] = number
 
     def device_waits(self, channel: int, number: int, peer: int, sending: bool) -> None:
-        """The device does nothing more before communication `number` along the axis of number `channel` is over;
-        `peer`: the only rank that is needed for that, or NOBODY."""
+        """The device does nothing until communication `number` along the axis with number `channel` is over; `peer`:
+        the only rank that this requires, or NOBODY."""
         waiting = 1 + peer | channel << PEER_BITS | sending << PEER_BITS + CHANNEL_BITS
         self._words[DEVICE_NUMBER] = number
         self._words[DEVICE_WAITING] = waiting | 1 << PEER_BITS + CHANNEL_BITS + SENDING_BITS
@@ -203,14 +203,14 @@ class Progress:
         self._words[DEVICE_WAITING] = 0
 
     def device_looked_at(self, moves: int, pending: int) -> None:
-        """The device was looked at: it has come `moves` marks further, and has `pending` before it."""
+        """The device was looked at: it has passed `moves` more marks, and has `pending` left."""
         words = self._words
         words[DEVICE_MOVES] += moves
         words[DEVICE_PENDING] = pending
         words[DEVICE_LOOKED_AT] = time.monotonic_ns()
 
     def device_unknown(self) -> None:
-        """The device is not followed any more, and its record starts over."""
+        """The device is not followed any more, and its record is reset."""
         words = self._words
         words[DEVICE_LOOKED_AT] = words[DEVICE_PENDING] = words[DEVICE_WAITING] = 0
         for number in range(len(COUNTED)):
@@ -219,28 +219,29 @@ class Progress:
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """How far the device of a process has come with what its host has queued; see `device_trail.py`."""
+    """How far the device of a process has got with what its host has queued; see `device_trail.py`."""
 
     phase: Phase
     step: int
-    """Phase and step that it computes in."""
+    """Phase and step that it is in."""
     micro_batch: int | None
     pending: int
-    """Marks that were set and that it has not passed: with 0 it has nothing more to do."""
+    """Marks that were set and that it has not passed: with 0 it has nothing left to do."""
     waits: bool
-    """Whether it does nothing before a communication is over."""
+    """Whether it does nothing until a communication is over."""
     channel: int | None
     """Number of that communication's axis; None while it does not wait."""
     number: int
-    """Number of the communication among those along its axis, or among messages sent or received."""
+    """Number of the communication within its axis, or within messages sent or received."""
     waits_for: int | None
-    """Rank without which it cannot continue, where that is one."""
+    """The rank without which it cannot continue, if that is a single one."""
     sending: bool
     """Whether it waits for its message to be taken."""
     counts: dict[str, int]
-    """Communications of this generation that it was ready for, by the names of COUNTED."""
+    """By the names in COUNTED, the communications of this generation that it was ready for."""
     fresh: bool = True
-    """Whether it was looked at lately. Otherwise the process may be unable to, and it has come as far at least."""
+    """Whether it was looked at recently. Otherwise the process may be unable to look, and the device may be further
+    on."""
 
 
 @dataclass(frozen=True)
@@ -248,46 +249,46 @@ class Record:
     """A record as it was read."""
 
     pid: int
-    """Process that wrote it."""
+    """The process that wrote it."""
     generation: int
     """Generation that the process is in; 0 before the first."""
     phase: Phase
-    """What it does."""
+    """What it is doing."""
     step: int
-    """Step that it computes."""
+    """The current step."""
     micro_batch: int | None
-    """Micro-batch of the action of the pipeline that it runs."""
+    """Micro-batch of the current pipeline action."""
     waits_for: int | None
-    """Rank without which it cannot continue; None while it computes, or where the backend does not tell."""
+    """Rank without which it cannot continue; None while it computes, or if the backend does not report it."""
     channel: int | None
     """Number of the axis along which it waits, CONNECTING_CHANNEL while links are made."""
     sending: bool
-    """Whether it waits for its message to be taken, instead of for one to come."""
+    """Whether it waits for its message to be taken, rather than for one to arrive."""
     counts: dict[str, int]
-    """Collectives entered and messages started in this generation, by the names of COUNTED."""
+    """By the names in COUNTED, collectives entered and messages started in this generation."""
     committed: int
     """Last step that this process committed; 0: none yet."""
     commits: int
-    """Steps that this process has committed."""
+    """Number of steps that this process has committed."""
     changed_at: float
     """CLOCK_MONOTONIC of the last change of phase, in seconds."""
     committed_at: float
     """CLOCK_MONOTONIC of the last commit, in seconds."""
     step_seconds: tuple[float, ...]
-    """Durations of the last steps, at most RECENT, in no order."""
+    """Durations of the last steps, at most RECENT, in no particular order."""
     own_seconds: tuple[float, ...]
-    """Of the same steps, without the time spent waiting for others."""
+    """Durations of the same steps without the time spent waiting for others."""
     heartbeat: int
-    """Grows with every change."""
+    """Increases with every change."""
     torn: bool
-    """Whether the process was in the middle of a change during every look: fields may not fit each other."""
+    """Whether the process was in the middle of a change during every read: fields may not match each other."""
     device: DeviceRecord | None = None
-    """None where no device is followed."""
+    """None if no device is followed."""
     looked_at: float = 0.0
     """CLOCK_MONOTONIC of the last look at the device, in seconds."""
 
     def to_json(self) -> dict[str, Any]:
-        """For events and for the control plane: without the single steps' times."""
+        """For events and for the control plane: without the times of single steps."""
         return {
             "pid": self.pid,
             "generation": self.generation,
@@ -309,16 +310,16 @@ class ProgressReader:
     """The agent's end: the mapping of one process's record, which outlives its file's name."""
 
     def __init__(self, path: Path):
-        """Raises FileNotFoundError while there is none, ValueError for a file that is none."""
+        """Raises FileNotFoundError while there is no file, ValueError if the file is not a record."""
         with path.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), RECORD_BYTES, prot=mmap.PROT_READ)
 
     def close(self) -> None:
-        """Let go of the mapping."""
+        """Release the mapping."""
         self._memory.close()
 
     def read(self) -> Record | None:
-        """The record as it is now; None before its writer has begun."""
+        """The current record; None until its writer has begun."""
         before = self._memory[:]
         for _ in range(_LOOKS):
             now = self._memory[:]

@@ -1,5 +1,5 @@
-"""What rank 0 learns of all ranks in the sum on which they agree anyway, put together every few seconds: their own time
-of a step, the time that they waited, their memory. Pure Python."""
+"""Samples of all ranks that rank 0 gets from the sum on which the ranks agree anyway, one every few seconds: each
+rank's own time of a step, its waiting time and its memory. Pure Python."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from workers.liveness.stragglers import Straggler
 from workers.protocol.json_codec import JsonObject
 
 EVERY_SECONDS = 2.0
-"""A sample is of so much time at least."""
+"""The shortest time that a sample covers."""
 
 
 def packed(numbers: Iterable[float]) -> str:
-    """Numbers as text, in single precision: of thousands of ranks a third of what JSON would take."""
+    """Numbers as text, in single precision: for thousands of ranks a third of the size of JSON."""
     values = array("f", numbers)
     if sys.byteorder == "big":
         values.byteswap()
@@ -27,7 +27,7 @@ def packed(numbers: Iterable[float]) -> str:
 
 
 def unpacked(text: str) -> list[float]:
-    """The numbers in a text that `packed` has made. Raises ValueError for any other."""
+    """The numbers in a text made by `packed`. Raises ValueError for any other text."""
     values = array("f")
     values.frombytes(base64.b64decode(text, validate=True))
     if sys.byteorder == "big":
@@ -37,25 +37,25 @@ def unpacked(text: str) -> list[float]:
 
 @dataclass(frozen=True)
 class RankSample:
-    """Numbers of all ranks, by rank; lists of them as `packed`."""
+    """Numbers of all ranks, by rank; lists are encoded by `packed`."""
 
     step: int
-    """The last of the steps that it is of."""
+    """The last step that it covers."""
     seconds: float
-    """Of a step, up to its agreement; the mean, as are those by rank."""
+    """Mean seconds of a step, up to its agreement; the values by rank are means too."""
     own_seconds: str | None
-    """Of these, what each rank did not wait for others; None where they cannot know."""
+    """The part of these that each rank did not wait for others; None if they cannot know."""
     memory_bytes: str
-    """In use by each rank, in the last step."""
+    """Memory in use on each rank, in the last step."""
     stragglers: tuple[JsonObject, ...] = ()
-    """Those that hold up the others now: rank, own_seconds, usual_seconds, sentence."""
+    """Ranks that hold up the others now: rank, own_seconds, usual_seconds, sentence."""
 
 
 class RankSampler:
-    """Makes samples of what is known of every step."""
+    """Makes samples from the numbers of every step."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        """`clock`: in seconds."""
+        """`clock`: returns seconds."""
         self._clock = clock
         self._began = clock()
         self._steps, self._seconds, self._own = 0, 0.0, list[float]()
@@ -68,7 +68,7 @@ class RankSampler:
         memory_bytes: Sequence[float],
         stragglers: Callable[[], Iterable[Straggler]],
     ) -> RankSample | None:
-        """Take one more step; a sample of those since the last one, when it is time for one."""
+        """Add one more step; returns a sample of the steps since the last one if one is due."""
         self._steps += 1
         self._seconds += seconds
         self._own = [*map(add, self._own, own_seconds)] if self._own else [*own_seconds]

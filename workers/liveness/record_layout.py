@@ -1,7 +1,7 @@
-"""The words of a progress record (`progress.py`), which its writer stores and its readers take apart. Pure Python.
+"""The words of a progress record (`progress.py`), which its writer stores and its readers decode. Pure Python.
 
-Every field that changes often is one aligned 64-bit word. New fields come last, so that a reader of another release
-finds the others where they were.
+Every field that changes often is one aligned 64-bit word. New fields are appended, so that a reader of another release
+finds the others in the same place.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 COUNTED = ("tensor", "pipeline", "data", "embedding", "world", "sent", "received")
 """What is counted: collectives entered along each axis, and messages of the pipeline."""
 CONNECTING_CHANNEL = 255
-"""In place of an axis's number: the peer is awaited while the generation's links are made."""
+"""Used in place of an axis's number: the peer is awaited while the generation's links are made."""
 RECENT = 32
-"""Steps whose times are kept."""
+"""Number of steps whose times are kept."""
 NOBODY = -1
-"""In place of a peer: it is not known who alone is waited for."""
+"""Used in place of a peer: it is not known that a single peer is awaited."""
 
 MAGIC = 0x4D414E5450524F47  # "MANTPROG"
 PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
@@ -44,7 +44,7 @@ PEER_BITS, CHANNEL_BITS, SENDING_BITS = 32, 8, 1
 
 
 class _Position(ctypes.Structure):
-    """Where in the job the rank is: one word, written as a whole."""
+    """The rank's position in the job: one word, written as a whole."""
 
     _fields_ = (
         ("phase", ctypes.c_uint64, PHASE_BITS),
@@ -54,7 +54,7 @@ class _Position(ctypes.Structure):
 
 
 class _Waiting(ctypes.Structure):
-    """For whom the rank waits, and why: one word, written as a whole; all 0 while it does not wait."""
+    """Which rank is waited for, and why: one word, written as a whole; all 0 when there is no wait."""
 
     _fields_ = (
         ("peer_plus_1", ctypes.c_uint64, PEER_BITS),
@@ -64,7 +64,7 @@ class _Waiting(ctypes.Structure):
 
 
 class DeviceWait(ctypes.Structure):
-    """What the device waits for: one word, written as a whole; all 0 while it does not wait."""
+    """What the device waits for: one word, written as a whole; all 0 when there is no wait."""
 
     _fields_ = (
         ("peer_plus_1", ctypes.c_uint64, PEER_BITS),
@@ -75,7 +75,7 @@ class DeviceWait(ctypes.Structure):
 
 
 class Device(ctypes.Structure):
-    """How far the device has come; `looked_at` is 0 where it is not followed."""
+    """How far the device has got; `looked_at` is 0 if it is not followed."""
 
     _fields_ = (
         ("looked_at", ctypes.c_int64),
@@ -89,13 +89,13 @@ class Device(ctypes.Structure):
 
 
 class _StepTimes(ctypes.Structure):
-    """Nanoseconds of one step: all of it, and without the time spent waiting for others."""
+    """Nanoseconds of one step: in total, and without the time spent waiting for others."""
 
     _fields_ = (("all", ctypes.c_int64), ("own", ctypes.c_int64))
 
 
 class Layout(ctypes.Structure):
-    """The record: the reader takes a copy as this, the writer stores single words of it."""
+    """The record: the reader interprets a copy as this structure, the writer stores single words of it."""
 
     _fields_ = (
         ("magic", ctypes.c_int64),
@@ -119,8 +119,8 @@ RECORD_BYTES = ctypes.sizeof(Layout)
 
 
 def _word(field: str) -> int:
-    """Number of the word in which `field` begins. The writer stores items of a memoryview: attributes of a Structure
-    take up to half as long again."""
+    """Index of the word in which `field` begins. The writer assigns items of a memoryview, since assigning attributes
+    of a Structure takes up to half as long again."""
     return int(getattr(Layout, field).offset) // 8
 
 

@@ -1,7 +1,7 @@
-"""Where a process stands: its Python stacks, asked for by a signal, and what the kernel says about it.
+"""Where a process is: its Python stacks, requested by a signal, and what the kernel says about it.
 
-The signal's handler is C and needs no interpreter lock, so a trainer answers also while something holds that lock. A
-stopped process cannot answer; of it there is only what /proc tells.
+The signal's handler is written in C and needs no interpreter lock, so a trainer answers even while something holds that
+lock. A stopped process cannot answer; for it there is only the information in /proc.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _LOOK_SECONDS = 0.02
 
 
 def stacks_path(folder: str | Path, rank: int) -> Path:
-    """The file into which `rank` writes its stacks when asked to."""
+    """The file into which `rank` writes its stacks on request."""
     return Path(folder) / f"{rank_stem(rank)}.stacks"
 
 
 def answer_with_stacks(folder: str | Path, rank: int) -> None:
     """In the trainer: from now on STACKS_SIGNAL makes this process write the stacks of all its threads."""
     path = stacks_path(folder, rank)
-    with contextlib.suppress(OSError):  # without room in shared memory there are no stacks, and that is all
+    with contextlib.suppress(OSError):  # without room in shared memory there are no stacks, and nothing else is lost
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # open as long as the process lives
@@ -37,7 +37,7 @@ def answer_with_stacks(folder: str | Path, rank: int) -> None:
 
 
 async def take_stacks(pid: int, path: Path) -> str:
-    """The stacks of all threads of process `pid`, which answers into `path`; what the kernel knows where it does not
+    """The stacks of all threads of process `pid`, which writes them to `path`; the kernel's information if it does not
     answer within a second. At most MOST_CHARACTERS."""
     text = await _asked(pid, path) if _state_letter(pid) not in ("T", "t", "Z", "X", "") else ""
     return (text or from_kernel(pid))[-MOST_CHARACTERS:]
@@ -46,13 +46,13 @@ async def take_stacks(pid: int, path: Path) -> str:
 async def _asked(pid: int, path: Path) -> str:
     before = _size(path)
     if before is None or not _survives(pid):
-        return ""  # it has not come to where it would answer, and what lies there is of the process before
+        return ""  # it cannot answer yet, and the file there is from the previous process
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, STACKS_SIGNAL)
     seen = before
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_ANSWER_SECONDS):
-            while True:  # there is no event for a file that has grown and grows no more
+            while True:  # there is no event for a file that has stopped growing
                 await asyncio.sleep(_LOOK_SECONDS)
                 now = _size(path) or 0
                 if now > before and now == seen:
@@ -72,7 +72,7 @@ def _size(path: Path) -> int | None:
 
 
 def _survives(pid: int) -> bool:
-    """Whether STACKS_SIGNAL does not end the process, since it handles or ignores it."""
+    """Whether the process survives STACKS_SIGNAL because it handles or ignores it."""
     with contextlib.suppress(OSError, ValueError):
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
         masks = [int(line.split()[1], 16) for line in text.splitlines() if line.startswith(("SigCgt:", "SigIgn:"))]
@@ -88,7 +88,7 @@ def _state_letter(pid: int) -> str:
 
 
 def from_kernel(pid: int) -> str:
-    """What /proc tells about process `pid` and may be read: its state, and where in the kernel it waits."""
+    """The readable part of what /proc says about process `pid`: its state, and where in the kernel it waits."""
     facts = []
     for name in ("status", "wchan", "stack", "syscall"):
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Ranks that are persistently slower than those that do the same work: a pure function of all ranks' own times.
+"""Ranks that are persistently slower than others that do the same work: a pure function of all ranks' own times.
 
-Own time is the time of a step that a rank did not spend waiting for others, so a straggler shows in its own number and
-nowhere else. Compared are ranks of the same stage, which do equal work. Every rank's number travels in the sum on which
+Own time is the part of a step that a rank did not spend waiting for others, so a straggler shows only in its own
+number. Only ranks of the same stage, which do equal work, are compared. Every rank's number travels in the sum on which
 the ranks agree anyway, so no rank needs to be asked.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 RATIO = 1.5
-"""A rank is slow in a step that takes it so many times what the median of its stage takes,"""
+"""A rank is slow in a step if it takes this many times the median of its stage,"""
 LEAST_SECONDS = 0.05
-"""and at least so much longer: less is not worth a word."""
+"""and at least this many seconds more: less is not worth reporting."""
 WINDOW, SLOW_STEPS = 24, 20
-"""A straggler is slow in so many of so many steps in a row."""
+"""A straggler is slow in this many of this many consecutive steps."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Straggler:
     own_seconds: float
     """Its median own time over the window."""
     usual_seconds: float
-    """The same of its stage."""
+    """The same for its stage."""
     slow_steps: int
     """Steps of the window in which it was slow."""
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """A sentence for people."""
         return (
             f"rank {self.rank} holds up the others: its own work takes {self.own_seconds:.3f} s a step where its peers "
             f"take {self.usual_seconds:.3f} s, in {self.slow_steps} of the last {WINDOW} steps"
@@ -62,8 +62,8 @@ class Stragglers:
         self._named: set[int] = set()
 
     def add(self, own_seconds: Sequence[float]) -> list[Straggler]:
-        """Take every rank's own time in one more step; ranks that have become stragglers with it. A rank is named
-        again only after it has kept up for most of a window."""
+        """Add every rank's own time in one more step; returns the ranks that have become stragglers with it. A rank is
+        reported again only after it has kept up for most of a window."""
         self._window.append(own_seconds)
         self._slow.append(frozenset(rank for stage in self._stages for rank in _slow_ones(stage, own_seconds)))
         counts = {rank: sum(rank in slow for slow in self._slow) for rank in {*self._slow[-1], *self._named}}
@@ -74,7 +74,7 @@ class Stragglers:
 
     @property
     def named(self) -> list[Straggler]:
-        """Those that were named and hold up the others still, as they are now."""
+        """The reported ones that still hold up the others, with their current numbers."""
         return [self._straggler(rank, sum(rank in slow for slow in self._slow)) for rank in sorted(self._named)]
 
     def _straggler(self, rank: int, slow_steps: int) -> Straggler:
