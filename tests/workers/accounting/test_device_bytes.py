@@ -11,9 +11,10 @@ from one_layer import OneLayer
 
 from workers.accounting import offloaded_state, step_peak
 from workers.accounting.activation_bytes import host_bytes_of_rank
-from workers.accounting.device_bytes import device_bytes
+from workers.accounting.device_bytes import bytes_of_stage, device_bytes
 from workers.accounting.layer_passes import LayerPasses
 from workers.accounting.offloaded_state import SLICE_ELEMENTS, host_state_bytes, places_bytes
+from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
 from workers.parallel.data import offloaded
 from workers.parallel.tensor.cross_entropy import BLOCK_ELEMENTS, BLOCK_ROWS
@@ -227,6 +228,31 @@ def test_slices_are_accounted_where_nothing_takes_more():
     assert accounted.activations + accounted.workspace == places_bytes(10**9) == 3 * 12 * SLICE_ELEMENTS
     with pretended_gpu(), host_memory_apart():
         assert FakeRank(small, 0).step()["Total"] == pytest.approx(accounted.total, rel=0.03)
+
+
+def test_parts_on_their_way_between_replicas_are_accounted_where_nothing_takes_more():
+    """Of a model with hardly any activations: a copy of the updated part, and on CPUs what others send of gradients."""
+    shape = {"layers": 2, "hidden_size": 1024, "heads": 8, "sequence_length": 8, "vocabulary_size": 256}
+    numbers = {"precision": "bf16", "global_batch_size": 4}
+    shared = spec(model=shape, train=numbers, parallel={"data": 4})
+    accounted = device_bytes(shared)[0]
+    assert accounted.activations + accounted.workspace == accounted.parameters // 4
+    on_cpus = bytes_of_stage(StepPeak(shared, gpu=False), 0, 1)
+    assert on_cpus.activations + on_cpus.workspace == accounted.gradients // 4 * 3
+
+
+def test_memory_on_the_host_comes_in_powers_of_two():
+    """Of one layer five tensors of 3 MiB, two of 12 in the MLP, and queries, keys and values of 9."""
+    shape = {"layers": 3, "hidden_size": 1536, "heads": 12, "sequence_length": 1024, "vocabulary_size": 256}
+    waiting = spec(model=shape, train={"precision": "bf16"}, parallel={"offload_layers": 1})
+    assert host_bytes_of_rank(waiting, 0, 1) == (5 * 4 + 2 * 16 + 16) * 2**20
+
+
+def test_fused_kernels_alone_take_a_table_of_who_is_in_whose_window():
+    def tables(**train):
+        return StepPeak(spec(model={"sequence_length": 64, "sliding_window": 4}, train=train)).tables
+
+    assert (tables(attention="sdpa"), tables(attention="explicit")) == (4 * 64**2, 0)
 
 
 def test_slices_are_those_of_the_engine():

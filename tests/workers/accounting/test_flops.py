@@ -126,7 +126,8 @@ FROZEN = (["embedding", "layers.0-2", "layers.5.mlp"], ["*.up", "*norm", "output
 @pytest.mark.parametrize("layout", layouts(), ids=str)
 @pytest.mark.parametrize(("groups", "family"), [(None, "gpt"), (2, "gpt"), (2, "qwen")])
 def test_frozen_parameters_of_each_rank_are_those_that_it_holds_and_does_not_train(groups, family, layout, frozen):
-    whole = uneven(groups, False, family == "gpt", family, **layout)
+    tied = groups is None and "output" not in frozen
+    whole = uneven(groups, tied, family == "gpt", family, **layout)
     job_spec = whole.model_copy(update={"train": whole.train.model_copy(update={"frozen": tuple(frozen)})})
     held = []
     for stage in range(job_spec.layout.pipeline):
@@ -378,3 +379,12 @@ def test_waiting_gradients_take_what_the_replica_that_needs_most_needs_in_the_la
     train = {"global_batch_size": 16, "batch_ramp": ramp, "deterministic": "elastic"}
     assert waiting_gradient_buffers(spec(train=train, parallel={"data": data})) == buffers
     assert waiting_gradient_buffers(spec(train=train | {"deterministic": "layout"}, parallel={"data": data})) == 0
+
+
+def test_a_batch_before_the_largest_one_of_a_ramp_may_make_more_gradients_wait():
+    """Of 28 sequences the last of four replicas gets 21 to 27: 21, 22 + 23, 24 + 25 and 26 wait for 27. Of 32 it gets
+    24 to 31."""
+    ramp = {"start": 28, "increment": 4, "samples": 56}
+    train = {"global_batch_size": 32, "deterministic": "elastic"}
+    assert waiting_gradient_buffers(spec(train=train, parallel={"data": 4})) == 3
+    assert waiting_gradient_buffers(spec(train=train | {"batch_ramp": ramp}, parallel={"data": 4})) == 4
