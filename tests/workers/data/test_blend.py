@@ -23,6 +23,7 @@ def test_weights_become_the_smallest_whole_numbers_in_their_ratio():
     assert whole_shares([2.0, 4.0, 6.0]) == (1, 2, 3)
     assert whole_shares([1e-3, 1.0]) == (1, 1000)
     assert whole_shares([5.0]) == (1,)
+    assert min(whole_shares([1.0] * 40 + [1.1e-5])) == 1, "however little it is, a part has samples"
 
 
 @given(st.lists(st.floats(1e-3, 100), min_size=2, max_size=8))

@@ -197,3 +197,4 @@ def test_bytes_are_taken_as_they_are(tmp_path):
     pieces = list(raw_pieces_of(section(path)))
     assert b"".join(piece.content for piece in pieces) == path.read_bytes()
     assert [piece.ends for piece in pieces] == [False, False, True]
+    assert not any(piece.ends for piece in raw_pieces_of(section(path, ends=False))), "others tokenize what follows"

@@ -39,6 +39,13 @@ def test_each_part_of_a_blend_begins_anew_past_its_own_end():
     assert starts[1::2] == [2000, 2008] * 3
 
 
+def test_a_set_may_have_a_number_of_batches_of_its_own(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * 1000)
+    sets = [{"name": name, "paths": [str(tmp_path / "a.txt")]} for name in ("as_all", "own")]
+    job = spec(data={"validation": [sets[0], sets[1] | {"batches": 3}]}, train={"validate_every": 1})
+    assert [each.most_batches for each in validation_sets(job, None, False)] == [job.train.validation_batches, 3]
+
+
 def test_a_set_that_is_too_short_is_named(tmp_path):
     (tmp_path / "short.txt").write_bytes(b"12345678")
     named = {"name": "tiny", "paths": [str(tmp_path / "short.txt")]}

@@ -35,6 +35,7 @@ def folder(tmp_path) -> Path:
         (tmp_path / name).write_text(f"text of {name}")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     (tmp_path / "empty.txt").touch()
+    (tmp_path / ".txt").write_text("a name, not a kind of file")
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "d.txt").write_text("hidden")
     (tmp_path / "link.txt").symlink_to(tmp_path / "nowhere")
