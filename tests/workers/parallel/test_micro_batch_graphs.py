@@ -4,6 +4,7 @@ steps, over a stand-in for CUDA graphs that repeats the operations of torch and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,40 +122,47 @@ def run(
 
 
 LLAMA = {"family": "llama", "kv_heads": 1}
-REPLICAS = {"parallel": {"data": 2, "bucket_megabytes": 0.002}, "train": {"global_batch_size": 2 * BATCH}}
+REPLICAS: dict[str, dict[str, Any]] = {
+    "parallel": {"data": 2, "bucket_megabytes": 0.002},
+    "train": {"global_batch_size": 2 * BATCH},
+}
 BF16 = {"precision": "bf16"}
 JOBS: dict[str, dict[str, Any]] = {
     "gpt": {},
-    "gpt, bf16, tied": {"model": {"tie_embeddings": True}, "train": BF16},
-    "gpt, fp16": {"train": {"precision": "fp16"}},
-    "gpt, dropout": {"model": {"dropout": 0.2}},
-    "gpt, elastic": {"train": {"deterministic": "elastic"}},
-    "gpt, frozen": {"train": {"frozen": ["embedding", "layers.0"]}},
-    "llama": {"model": LLAMA},
-    "llama, bf16, z-loss": {"model": LLAMA, "train": BF16 | {"z_loss": 1e-3}},
+    "gpt, bf16, not tied": {"model": {"tie_embeddings": False}, "train": BF16},
+    "gpt, fp16, frozen": {"train": {"precision": "fp16", "frozen": ["embedding", "layers.0"]}},
+    "gpt, elastic, state on the host": {"train": {"deterministic": "elastic", "optimizer": {"offload": True}}},
+    "gpt, full, dropout": {"model": {"dropout": 0.1}, "parallel": {"recompute": "full"}},
+    "llama, selective, z-loss": {
+        "model": LLAMA,
+        "train": {"z_loss": 1e-3},
+        "parallel": {"recompute": "selective", "recompute_modules": ["norm", "mlp_activation", "core_attention"]},
+    },
     "llama, bf16, few logits, window": {
         "model": LLAMA | {"sliding_window": 4},
         "train": BF16 | {"head_tokens": 5, "z_loss": 1e-3},
     },
-    "llama, selective": {
-        "model": LLAMA,
-        "parallel": {"recompute": "selective", "recompute_modules": ["norm", "mlp_activation", "core_attention"]},
-    },
-    "gpt, full": {"model": {"dropout": 0.1}, "parallel": {"recompute": "full"}},
     "qwen, bf16, every other layer": {
         "model": {"family": "qwen", "kv_heads": 1},
         "train": BF16,
         "parallel": {"recompute": "full", "recompute_every": 2},
     },
-    "llama, replicas": {"model": LLAMA, "parallel": REPLICAS["parallel"], "train": REPLICAS["train"]},
-    "gpt, bf16, replicas": {"parallel": REPLICAS["parallel"], "train": REPLICAS["train"] | BF16},
-    "gpt, replicas, zero 0": {"parallel": REPLICAS["parallel"] | {"zero": 0}, "train": REPLICAS["train"]},
-    "gpt, bf16, beside forward": {
+    "llama, replicas, zero 0": {
+        "model": LLAMA,
+        "parallel": REPLICAS["parallel"] | {"zero": 0},
+        "train": REPLICAS["train"],
+    },
+    "gpt, bf16, replicas beside forward": {
         "parallel": REPLICAS["parallel"] | {"gather": "beside_forward"},
         "train": REPLICAS["train"] | BF16,
     },
-    "gpt, state on the host": {"train": {"optimizer": {"offload": True}}},
 }
+
+
+@functools.cache
+def computed(replicas: bool = False) -> Run:
+    """Without graphs, of a GPT alone or one of two."""
+    return run(False, **(REPLICAS if replicas else {}))
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -179,13 +187,14 @@ def test_an_input_that_is_not_renewed_is_found(monkeypatch, name):
     def others(self: Inputs) -> list[torch.Tensor]:
         return [each for key, each in vars(self).items() if key != name and each is not None]
 
-    eager = run(False, model={"dropout": 0.2})
+    dropout = {"model": {"dropout": 0.2}} if name == "keys_b" else {}
+    eager = run(False, **dropout)
     monkeypatch.setattr(Inputs, "tensors", others)
-    assert differ(run(True, model={"dropout": 0.2}), eager)
+    assert differ(run(True, **dropout), eager)
 
 
 def test_a_loss_that_is_not_read_before_the_next_replay_is_found(monkeypatch):
-    eager, right = run(False), MicroBatchRecorder.run
+    eager, right = computed(), MicroBatchRecorder.run
     late: list[torch.Tensor] = []
 
     def wrong(self: MicroBatchRecorder, *given: Any) -> Any:
@@ -211,7 +220,7 @@ def test_gradients_that_are_written_over_are_found(monkeypatch):
     def know(engine: Engine, step: int) -> None:
         parameters[:] = [slot.entry.parameter for slot in engine.flat.slots if not slot.entry.by_autograd]
 
-    assert differ(run(True, know, Overwriting), run(False))
+    assert differ(run(True, know, Overwriting), computed())
 
 
 def move_the_embedding(engine: Engine, step: int) -> None:
@@ -231,7 +240,7 @@ def test_a_parameter_that_has_moved_is_recorded_again_and_one_that_is_not_is_fou
 
 
 def test_gradients_that_are_reported_too_seldom_or_too_often_are_found(monkeypatch):
-    eager, right = run(False, **REPLICAS), GraphedPipeline._computed
+    eager, right = computed(replicas=True), GraphedPipeline._computed
     for wrong in (lambda *given: right(*given)[1:], lambda *given: right(*given) * 2):
         monkeypatch.setattr(GraphedPipeline, "_computed", wrong)
         assert differ(run(True, **REPLICAS), eager)
@@ -265,9 +274,9 @@ class Refusing(ReplayedOperations):
         raise RuntimeError("operation not permitted\nand more")
 
 
-@pytest.mark.parametrize("sections", [{}, REPLICAS], ids=["alone", "replicas"])
-def test_what_cannot_be_recorded_is_computed_and_not_tried_again(sections):
-    refused, eager = run(True, kind=Refusing, **sections), run(False, **sections)
+@pytest.mark.parametrize("replicas", [False, True], ids=["alone", "replicas"])
+def test_what_cannot_be_recorded_is_computed_and_not_tried_again(replicas):
+    refused, eager = run(True, kind=Refusing, **(REPLICAS if replicas else {})), computed(replicas)
     assert refused.outcome == eager.outcome
     assert len(refused.recordings) == 1
     assert refused.engine.not_recorded == "RuntimeError: operation not permitted"
@@ -278,7 +287,7 @@ def test_steps_that_are_measured_are_computed():
     def measure(engine: Engine, step: int) -> None:
         engine.comm.step.begin(step, measure=step == 3)
 
-    eager, measured, never = run(False), run(True, measure), run(True)
+    eager, measured, never = computed(), run(True, measure), run(True)
     assert measured.outcome == eager.outcome
     assert 0 < measured.replays < never.replays
 
