@@ -283,6 +283,34 @@ def test_what_cannot_be_recorded_is_computed_and_not_tried_again(replicas):
     assert eager.engine.not_recorded is None
 
 
+def test_marks_of_the_device_are_those_of_computed_micro_batches_and_none_lies_in_a_recording():
+    """An event that was recorded into a graph may not be asked."""
+    capturing: list[bool] = []
+
+    class Watched(ReplayedOperations):
+        def capture(self, compute: Callable[[], None]) -> None:
+            capturing.append(True)
+            super().capture(compute)
+            capturing.pop()
+
+    def marks(graphs: bool) -> list[int]:
+        passed: list[int] = []
+
+        class Trail:
+            def at(self, position: int) -> None:
+                assert not capturing
+                passed.append(position)
+
+        def watch(engine: Engine, step: int) -> None:
+            engine.comm.step._trail = Trail()
+
+        result = run(graphs, watch, Watched)
+        assert len(result.recordings) == int(graphs)
+        return passed
+
+    assert marks(True) == marks(False)
+
+
 def test_steps_that_are_measured_are_computed():
     def measure(engine: Engine, step: int) -> None:
         engine.comm.step.begin(step, measure=step == 3)
