@@ -28,7 +28,7 @@ class Installation(Manta):
         self.engine.kill(lost)
         self.until("the recovery", lambda: self.events(job, "recovered"), 3 * SECONDS)
         self.engine.start(lost)
-        self.until_state(job, "SUCCEEDED")
+        self.until_state(job, "SUCCEEDED", seconds=3 * SECONDS)
         assert [step for step, _, _ in self.curve(job)] == list(range(1, steps + 1))
         self.until_healthy(lost)
 

@@ -15,14 +15,14 @@ from api.client import MantaClient
 from service.cluster.existing_ray import HEAD_FORGETS
 from tests.deploy import compose_file
 from tests.e2e.cluster_apart import MANTA_PORTS
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import EVERY_STEP, PAIR
 from tests.e2e.containers import Containers
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.images import missing_programs
 from tests.e2e.installation import Installation, check_rights, reaches
 from tests.e2e.machines import ROOT
 
-STEPS, SAVED_EVERY = 240, 60
+STEPS, SAVED_EVERY = 100, 25
 WORKERS, PLANES = ("worker-1", "worker-2"), ("control-1", "control-2")
 RAY = ("ray-head", *WORKERS)
 SLOTS = 1
@@ -72,18 +72,36 @@ def installation(engine, checkout, variables):
     ways.close()
 
 
+def spec_of(installation, layout):
+    """A job whose bits do not depend on the number of its replicas."""
+    return installation.spec(
+        STEPS,
+        layout,
+        train={"deterministic": "elastic"},
+        parallel={"zero": 0},
+        elastic={"min_data": 1, "max_data": 2},
+        checkpoint={**EVERY_STEP, "every_steps": SAVED_EVERY},
+    )
+
+
 def test_job_is_submitted_with_the_command_and_survives_the_end_of_a_worker(installation, engine):
-    elastic = {"min_data": 1, "max_data": 2}
-    spec = installation.spec(STEPS, PAIR, checkpoint={"every_steps": SAVED_EVERY}, elastic=elastic)
     installation.until("both workers", lambda: installation.client.cluster().totals["free"] == SLOTS * len(WORKERS))
-    submitted = engine.once("manta", "submit", "-", "--json", text=json.dumps(spec))
+    document = json.dumps(spec_of(installation, PAIR))
+    submitted = engine.once("manta", "submit", "-", "--json", text=document)
     assert submitted.returncode == 0, submitted.stderr
     job = json.loads(submitted.stdout)["id"]
     installation.trains_on_without_its_worker(job, SAVED_EVERY, STEPS)
     *_, newest = installation.client.checkpoints(job).items
     assert newest.path.startswith(f"s3://manta/checkpoints/{job}/")
+    (lost,), (recovered,) = (installation.events(job, kind) for kind in ("node_lost", "recovered"))
+    assert lost.data["ranks"] == [0] and installation.client.job(job).restarts == 1
+    assert recovered.data["steps_redone"] <= 1
+    assert recovered.data["source"] == "memory", "that of the rank on the other worker is the same"
     with_daemon = {name for name in engine.names() if "ray::NodeDaemon" in [p.name() for p in engine.processes(name)]}
     assert with_daemon == set(WORKERS), "ranks run neither on the head nor beside a control plane"
+    undisturbed = installation.submit(spec_of(installation, (1, 1, 1)))
+    installation.until_state(undisturbed, "SUCCEEDED")
+    assert installation.curve(job) == installation.curve(undisturbed)
 
 
 def test_doctor_names_closed_ports_with_both_ends(engine):

@@ -97,7 +97,7 @@ def test_killed_store_is_started_anew_by_the_next_recovery(manta, pair_undisturb
     assert manta.curve(job) == pair_undisturbed
 
 
-@pytest.mark.soak  # a real one: test_nodes.py
+@pytest.mark.soak  # a real one: test_compose.py
 def test_lost_node_costs_no_committed_step(manta, pair_undisturbed):
     job = manta.submit(manta.spec(layout=PAIR))
     zygote = manta.zygote().pid

@@ -6,9 +6,11 @@ import pytest
 from metadata_service import MetadataService
 
 from api.cli.service import stop_service
-from api.client import ApiError
 from tests.e2e.conftest import EVERY_STEP, Manta
 from tests.e2e.ray_nodes import SLOTS, Network, Node
+
+# In `make test` a node is lost in test_compose.py, and what is decided is in tests/service/job and service/cluster.
+pytestmark = pytest.mark.soak
 
 STEPS = 20_000
 HELD_BACK_SECONDS = 0.15
@@ -137,7 +139,6 @@ def steps_committed(manta, job, times):
     manta.until(f"generation {times}'s first step", lambda: len(manta.events(job, "first_step")) >= times)
 
 
-@pytest.mark.soak  # what is decided: tests/service/cluster/test_node_watch.py
 def test_host_behind_a_pulled_cable_is_done_without_and_comes_back(manta, network, host, undisturbed_curve):
     if not network.usable:
         pytest.skip("this user may not make network namespaces")
@@ -162,7 +163,6 @@ def test_host_behind_a_pulled_cable_is_done_without_and_comes_back(manta, networ
     assert ended.restarts == 1
 
 
-@pytest.mark.soak  # what is decided: tests/service/job/test_resize_and_drain.py
 def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes, undisturbed_curve):
     job = submitted_whole(manta, spec_of(manta, min_data=2))
     manta.until_step(job, 8)
@@ -186,7 +186,6 @@ def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes
     assert manta.leftovers(job) == []
 
 
-@pytest.mark.soak  # what is decided: tests/service/job/test_changes.py
 def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta, last):
     job = submitted_whole(manta, manta.spec(STEPS, (2, 2, 1), elastic={"reshape": True}, checkpoint=EVERY_STEP))
     manta.until_step(job, 8)
@@ -230,7 +229,6 @@ def test_lost_node_costs_a_step_at_most(manta, last, undisturbed_curve):
     assert manta.leftovers(job) == []
 
 
-@pytest.mark.soak  # what is decided: tests/service/job/test_leave_for_the_queue.py
 def test_without_room_elsewhere_it_stays_until_its_state_has_to_be_saved_and_goes_on_elsewhere(
     manta, cloud, network, undisturbed_curve
 ):
@@ -269,8 +267,3 @@ def test_without_room_elsewhere_it_stays_until_its_state_has_to_be_saved_and_goe
     ended = same_as_undisturbed(manta, job, undisturbed_curve)
     assert (ended.generation, ended.restarts) == (2, 0)
     assert manta.leftovers(job) == []
-
-
-def test_node_that_nobody_knows_is_one_clear_sentence(manta):
-    with pytest.raises(ApiError, match="there is no node 0123abcd; `manta nodes` lists them"):
-        manta.client.drain("0123abcd")
