@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from dispatch_mode import DispatchMode
 from torch.utils._pytree import tree_leaves
 
 from service.planner import engine_passes
@@ -36,7 +36,7 @@ COUNTED_APART |= {"linalg_vector_norm", "cat"}
 LAYERS, HIDDEN, TOKENS, MICRO_BATCHES = (1, 2), 256, 256, 8
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(DispatchMode):
     """Bytes that each operation reads and writes, by its name."""
 
     def __init__(self) -> None:

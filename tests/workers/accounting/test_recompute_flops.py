@@ -7,9 +7,9 @@ from functools import cache
 import papers
 import pytest
 import torch
+from dispatch_mode import FakeMode
 from engine_specs import spec
 from one_layer import FlopCounter, OneLayer
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workers.accounting.flops import StepFlops, core_attention_forward, forward_flops, step_flops
 from workers.config import JobSpec
@@ -32,7 +32,7 @@ def paper_layer(name: str, attention: str = "explicit", **policy) -> JobSpec:
 @cache
 def counted(job: JobSpec) -> tuple[int, int]:
     """FLOPs that torch counts in (forward, backward) of the layer."""
-    with FakeTensorMode():
+    with FakeMode():
         layer = OneLayer(job)
         x = layer.input().requires_grad_()
         with FlopCounter() as forward:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from dispatch_mode import DispatchMode
 from engine_specs import axes, document, spec
 from one_layer import lone_rank
 from plain_gpt import NO_TARGET, random_weights
 from rank_programs import START, Steps, assemble, evaluate, light, micro_batches, run_steps, train_job
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.engine import Engine
 from workers.parallel.tensor.products import TorchProducts
@@ -138,7 +138,7 @@ def trained(engine: Engine) -> None:
     engine.reduction.finish()
 
 
-class _Largest(TorchDispatchMode):
+class _Largest(DispatchMode):
     """The most elements of a tensor as wide as the vocabulary."""
 
     rows = 0

@@ -17,7 +17,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from dispatch_mode import FakeMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -79,7 +80,7 @@ def pretended_gpu() -> Iterator[HostSyncs]:
         # What is sent has left by the time of the next look, and its memory is free.
         stack.enter_context(mock.patch.object(process_groups._Work, "done", True))
         stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(lambda _: True), create=True))
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(FakeMode())
         stack.enter_context(syncs)
         try:
             yield syncs

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from dispatch_mode import DispatchMode
 
 
-class MadeTensors(TorchDispatchMode):
+class MadeTensors(DispatchMode):
     """Within the block new tensors are looked at; views are of what was there."""
 
     most = 0

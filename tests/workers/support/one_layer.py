@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from dispatch_mode import DispatchMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -89,7 +89,7 @@ class OneLayer:
         return checkpointed(self.comm, self.layer, x, run) if run.recompute.whole_layer(0) else self.layer(x, run)
 
 
-class _Births(TorchDispatchMode):
+class _Births(DispatchMode):
     """Weak references to every storage that operations see, with its bytes where an operation has made it."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ def held_by_layer(spec: JobSpec, documents: Documents | None = None) -> int:
     return held_bytes(lambda: layer.forward(source * 1.0, documents))[0]
 
 
-class FlopCounter(TorchDispatchMode):
+class FlopCounter(DispatchMode):
     """FLOPs by torch's formulas, and of what those do not know: the product that is added in place, and CPUs' attention
     kernel. torch's own mode keeps them by module, which takes longer than what is counted."""
 
@@ -135,11 +135,6 @@ class FlopCounter(TorchDispatchMode):
         super().__init__()
         self.flops = 0
         self._formulas = FlopCounterMode(display=False, custom_mapping=_FURTHER_FORMULAS).flop_registry
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: torch need not see to it at each call."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

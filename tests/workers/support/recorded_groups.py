@@ -21,8 +21,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from dispatch_mode import DispatchMode
 from group_programs import Communicator, Meet, Message, Program, Start, Sum, Use, Wait
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.comm import process_groups
 from workers.comm.comm import Comm
@@ -244,17 +244,12 @@ def _ends(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (reach + 1) * tensor.element_size()
 
 
-class _Uses(TorchDispatchMode):
+class _Uses(DispatchMode):
     """Tells a recorder which memory each kernel touches."""
 
     def __init__(self, recorder: Recorder):
         super().__init__()
         self._recorder = recorder
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: torch need not see to it at each call, which takes as long as the rest."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

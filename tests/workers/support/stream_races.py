@@ -24,8 +24,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from dispatch_mode import DispatchMode
 from recorded_groups import Recorder, _ends, _Work, code_line
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers import rank_state
 from workers.checkpoint import checkpointer
@@ -209,17 +209,12 @@ class PretendedCuda:
             self.order.after(_thread(), self.order.clock(actor))
 
 
-class _Kernels(TorchDispatchMode):
+class _Kernels(DispatchMode):
     """Tells the order which memory this thread's kernels use, on its current stream."""
 
     def __init__(self, cuda: PretendedCuda):
         super().__init__()
         self._cuda = cuda
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -7,10 +7,9 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from dispatch_mode import DispatchMode, FakeMode
 from engine_specs import layout_of, spec
 from rank_programs import micro_batches
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
@@ -67,7 +66,7 @@ def test_gradients_are_added_or_take_the_place_of_what_is_there(keep, dtype):
     torch.testing.assert_close(bias, old[:, 0] + grads.float().sum(0), **tolerance)
 
 
-class Asked(TorchDispatchMode):
+class Asked(DispatchMode):
     """What is asked of torch; a product that is added on a GPU is only written down."""
 
     def __init__(self):
@@ -83,7 +82,7 @@ class Asked(TorchDispatchMode):
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_on_a_gpu_a_16_bit_product_is_added_to_wide_gradients_as_it_is_made(keep):
-    with FakeTensorMode(), Asked() as asked:
+    with FakeMode(), Asked() as asked:
         total = torch.empty(3, 5, device="cuda")
         grads, inputs = (torch.empty(6, width, device="cuda", dtype=torch.bfloat16) for width in (3, 5))
         asked.calls.clear()
@@ -98,7 +97,7 @@ def test_on_a_gpu_a_16_bit_product_is_added_to_wide_gradients_as_it_is_made(keep
 
 def test_where_nothing_is_kept_an_older_torch_needs_no_matrix_in_between_either(monkeypatch):
     monkeypatch.setattr(products_module, "ADDS_WIDER", False)
-    with FakeTensorMode(), Asked() as asked:
+    with FakeMode(), Asked() as asked:
         total = torch.empty(3, 5, device="cuda")
         grads, inputs = (torch.empty(6, width, device="cuda", dtype=torch.bfloat16) for width in (3, 5))
         asked.calls.clear()
