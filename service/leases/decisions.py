@@ -1,4 +1,4 @@
-"""Decisions about leases, from who holds which: pure functions over data."""
+"""Decisions about leases, given who holds which: pure functions over data."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from service.states import SUPERVISED, JobState
 
 LEASE_SECONDS = 6.0
-"""How long a control plane counts as living after it has said so last."""
+"""How long a control plane counts as living after its last renewal."""
 RENEW_SECONDS = 1.0
 MARGIN_SECONDS = 1.0
-"""How much earlier an owner stops giving orders than others may take over: what an order that is out may take."""
+"""How much earlier an owner stops giving orders than others may take over: the time that an order already sent may
+take."""
 LEAST_SURPLUS = 3
-"""By how many jobs more than another a control plane has too many."""
+"""A control plane has too many jobs if it has this many more than another."""
 HOUSEKEEPING = "housekeeping"
-"""Name of the lease for what concerns all jobs: the queue, retention, what is left of jobs that are over."""
+"""Name of the lease for what concerns all jobs: the queue, retention, what finished jobs left behind."""
 
 
 @dataclass(frozen=True)
@@ -27,45 +28,45 @@ class JobInBrief:
     wanted_replicas: int | None
     priority: int
     owner: str | None
-    """A control plane that lives; None: none."""
+    """A living control plane; None: none."""
     epoch: int
     """0: never held."""
 
 
 def is_over(lease_until: float, now: float) -> bool:
-    """Whether a control plane that counts as living until `lease_until` is taken for dead; both by the database's
-    clock."""
+    """Whether a control plane that counts as living until `lease_until` is considered dead; both times by the
+    database's clock."""
     return lease_until <= now
 
 
 def may_be_given(lease_until: float, now: float) -> bool:
-    """Whether a control plane has said so lately that it lives that a job may be handed over to it; both by the
-    database's clock."""
+    """Whether a control plane has renewed its lease recently enough that a job may be handed over to it; both times by
+    the database's clock."""
     return lease_until - now > LEASE_SECONDS - 2 * RENEW_SECONDS
 
 
 def may_order(asked_at: float, now: float) -> bool:
-    """Whether a control plane that last asked for its renewal at `asked_at`, and got it, can be sure that no other one
-    has taken over from it; both by a clock of its own that continues while it stands still."""
+    """Whether a control plane whose last successful renewal was requested at `asked_at` can be sure that no other one
+    has taken over from it; both times by a local clock that continues while the process is suspended."""
     return now - asked_at < LEASE_SECONDS - MARGIN_SECONDS
 
 
 def lost(held: Collection[str], owned: Collection[str]) -> set[str]:
-    """What a control plane believes to hold, though the database says (`owned`) that it does not any more."""
+    """What a control plane believes to hold although, according to the database (`owned`), it no longer does."""
     return set(held) - set(owned)
 
 
 def strays(owned: Collection[str], held: Container[str], jobs: Sequence[JobInBrief]) -> set[str]:
-    """What is to be given back: the database says that a control plane owns it, which does not know that, since it
-    broke off while it gave it back, and no control plane has to own it."""
+    """What is to be given back: according to the database a control plane owns it, but it does not know that, since it
+    broke off while giving it back, and no control plane has to own it."""
     supervised = {job.id for job in jobs if job.state in SUPERVISED}
     return {name for name in owned if name not in held and name not in supervised}
 
 
 def to_claim(jobs: Sequence[JobInBrief], held: Container[str], me: str, living: int) -> list[str]:
-    """The jobs that `me` takes now, one of `living` control planes: of those that no control plane owns its share, so
-    that all that live get some of a dead one's; and those that the database says are its own, but that it does not
-    know."""
+    """The jobs that `me`, one of `living` control planes, takes now: its share of those that no control plane owns, so
+    that all living ones get some of a dead one's, and those that it owns according to the database without knowing
+    it."""
     unowned = [job.id for job in jobs if job.state in SUPERVISED and job.owner is None and job.id not in held]
     share = -(-len(unowned) // max(1, living))
     own = [job.id for job in jobs if job.state in SUPERVISED and job.owner == me and job.id not in held]
@@ -73,8 +74,8 @@ def to_claim(jobs: Sequence[JobInBrief], held: Container[str], me: str, living: 
 
 
 def to_hand_over(jobs: Sequence[JobInBrief], me: str, living: Collection[str]) -> dict[str, str]:
-    """By job to which of these control planes, `me` among them, `me` gives it: where it has clearly more than another,
-    to that one, until both have as many. Only jobs that train and have nothing else going on."""
+    """By job, to which of these control planes, `me` among them, `me` gives it: if it has clearly more than another, to
+    that one, until both have the same number. Only jobs that train and have nothing else going on."""
     counts = {plane: sum(job.owner == plane for job in jobs) for plane in living}
     least = min(sorted(counts), key=counts.__getitem__, default=me)
     surplus = counts.get(me, 0) - counts.get(least, 0)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Between two tries to get a lease that its holder is about to release.
+# Between two attempts to get a lease that its holder is about to release.
 PAUSES = 0.05, 1.0
 
 
@@ -55,14 +55,14 @@ class HeldLease:
 
 
 class Leases:
-    """All leases of this process. Where the database is a file this is the only process, and what it has it keeps."""
+    """All leases of this process. If the database is a file this is the only process, and it keeps what it has."""
 
     def __init__(self, store: Store, me: str, clock: Callable[[], float] = time.monotonic):
         """`me`: the id of this control plane, which is new with each process."""
         self._store, self.me, self._clock = store, me, clock
         self.alone = isinstance(store.database, SqliteDatabase)
         self.changed = asyncio.Event()
-        """Another control plane may have left something to see."""
+        """Set when another control plane may have written something that should be looked at."""
         self._held: dict[str, HeldLease] = {}
         self._keeper: Keeper | None = None
         self._asked_at = 0.0
@@ -70,7 +70,7 @@ class Leases:
         self._place = self._ray = ""
         self._waiting: list[asyncio.Future[None]] = []
         self._borrowing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Those of jobs that callers borrow, or wait to: each is gone with the last of them."""
+        """Locks for jobs whose leases callers borrow or wait to borrow; each disappears with the last of them."""
         self._claiming: set[str] = set()
 
     def join(self, place: str, ray: str) -> None:
@@ -79,11 +79,11 @@ class Leases:
         self._store.write(lambda session: leases.join(session, self.me, place, ray, self.alone))
 
     def begin(self) -> None:
-        """Go on to count as living. On the loop of all that uses this."""
+        """Continue to count as living. Call it on the event loop that all users of this object share."""
         database, loop = self._store.database, asyncio.get_running_loop()
         if isinstance(database, SqliteDatabase):
             return
-        from service.leases.keeper import Keeper  # with the driver of a server, which a file does not need
+        from service.leases.keeper import Keeper  # imports a server driver, which a file does not need
 
         self._keeper = Keeper(
             database,
@@ -94,7 +94,7 @@ class Leases:
         self._keeper.start()
 
     async def leave(self) -> None:
-        """Give everything back, for others to take at once."""
+        """Give everything back, so that others can take it at once."""
         if self._keeper is not None:
             self._keeper.stop()
         self._held.clear()
@@ -117,7 +117,7 @@ class Leases:
 
     @property
     def certain(self) -> bool:
-        """Whether no other control plane can have taken over what is held."""
+        """Whether it is certain that no other control plane has taken over what is held."""
         if self.alone:
             return True
         return self._removed == self._looked_after_removal and decisions.may_order(self._asked_at, self._clock())
@@ -134,25 +134,25 @@ class Leases:
             await waiting
 
     def of(self, name: str) -> HeldLease | None:
-        """The lease, where it is held."""
+        """The lease, if it is held."""
         return self._held.get(name)
 
     def epoch(self, job_id: str, method: str | None = None) -> int | None:
-        """The epoch that a call of one of the job's agents carries, by the call's `method`; None: whatever else ends or
-        moves what a job has. Without a lease only reads are allowed, and have none. Raises LeaseLost,
-        LeaseUncertain."""
+        """The epoch that a call of one of the job's agents carries, given the call's `method`; a `method` of None
+        stands for anything else that ends or moves what a job has. Without a lease only reads are allowed, which have
+        no epoch. Raises LeaseLost, LeaseUncertain."""
         lease = self._held.get(job_id)
         if lease is None:
             if method in READS:
                 return None
             raise LeaseLost(job_id)
-        # Reports that an owner has stored may be forgotten, whichever control plane asks for them next.
+        # Reports that an owner has stored may be forgotten, whichever control plane asks for the next ones.
         if method not in READS and method != "reports" and not self.certain:
             raise LeaseUncertain(job_id)
         return lease.epoch
 
     async def claim(self, name: str) -> HeldLease | None:
-        """Take `name`; None where another control plane that lives has it. What is held already stays as it is."""
+        """Take `name`; None if another living control plane has it. A lease that is already held stays as it is."""
         if name in self._held:
             return self._held[name]
         self._claiming.add(name)
@@ -163,8 +163,8 @@ class Leases:
             self._claiming.discard(name)
 
     def claim_within(self, session: Session, name: str) -> int | None:
-        """Take `name` as part of another transaction, and `hold` it after its commit; None where it is held already, by
-        this control plane included."""
+        """Take `name` as part of another transaction; call `hold` after its commit. None if it is already held, also by
+        this control plane."""
         return None if name in self._held else leases.claim(session, name, self.me)
 
     def hold(self, name: str, epoch: int) -> HeldLease:
@@ -173,7 +173,7 @@ class Leases:
         return lease
 
     async def raise_epoch(self, name: str, above: int) -> None:
-        """Hold `name` with an epoch above that, which an agent has seen. Raises LeaseLost."""
+        """Hold `name` with an epoch higher than `above`, which an agent has seen. Raises LeaseLost."""
         lease = self._held.get(name)
         if lease is None:
             raise LeaseLost(name)
@@ -193,8 +193,8 @@ class Leases:
 
     @contextlib.asynccontextmanager
     async def borrowed(self, job_id: str, seconds: float = 0.0) -> AsyncIterator[HeldLease | None]:
-        """Hold the lease of a job for a moment, to remove what it has. None where another caller, here or elsewhere,
-        still looks after it after `seconds`."""
+        """Hold the lease of a job for a moment, to remove what the job has. None if another user, in this process or
+        another, still holds it after `seconds`."""
         lock = self._borrowing.setdefault(job_id, asyncio.Lock())
         async with lock:
             lease = await self._claim_unheld(job_id, time.monotonic() + seconds)
@@ -214,30 +214,30 @@ class Leases:
         raise AssertionError("the pauses have no end")
 
     def is_borrowed(self, job_id: str) -> bool:
-        """Whether the lease of the job is held, but has no owner that supervises it."""
+        """Whether the lease of the job is held without an owner that supervises the job."""
         lock = self._borrowing.get(job_id)
         return lock is not None and lock.locked()
 
     def drop(self, name: str) -> None:
-        """Whoever looked after `name` here has stopped. Where the database still says that it is held, it is looked
-        after again."""
+        """The owner of `name` in this process has stopped. If the database still says that it is held, it gets an owner
+        again."""
         self._held.pop(name, None)
 
     def wake_others(self) -> None:
-        """Have other control planes look at once at what was written. Any thread; does not wait, since they look in a
-        moment anyway."""
+        """Make other control planes look at once at what was written. Any thread may call it; it does not wait, since
+        they look soon anyway."""
         if not self.alone:
             self._store.write_later(leases.wake_others)
 
     async def hand_over(self, job_id: str, epoch: int, to: str) -> None:
-        """Have `to` own the job, after its owner here, with `epoch`, has stopped. Raises LeaseLost."""
+        """Make `to` own the job after its owner in this process, with `epoch`, has stopped. Raises LeaseLost."""
         self._held.pop(job_id, None)
         await self._store.write_async(lambda session: leases.hand_over(session, job_id, self.me, epoch, to))
 
     async def look(self, is_busy: Callable[[str], bool] = lambda job: False) -> tuple[list[JobInBrief], dict[str, str]]:
-        """All jobs that are not final, and by job to whom it is to be handed over. What is not held any more is let go;
-        of what no control plane owns, this control plane's share is taken. `is_busy`: whether a job's lease is being
-        taken already, so that it is held in a moment; asked on any thread."""
+        """All jobs that are not final, and by job to which control plane it is to be handed over. Leases that are no
+        longer held are dropped; of the jobs that no control plane owns, this control plane's share is taken. `is_busy`:
+        whether a job's lease is being taken at the moment, so that it will be held shortly; called on any thread."""
         removals, names = self._removed, set(self._held)
         if removals != self._looked_after_removal:
             await self._store.write_async(
@@ -279,7 +279,7 @@ class Leases:
 
 
 class _Known:
-    """What is held, or will be in a moment: of the moment in which it is asked."""
+    """The names that are held or are being taken, evaluated at the time of each query."""
 
     def __init__(self, held: Mapping[str, HeldLease], claiming: Container[str], is_busy: Callable[[str], bool]):
         self._held, self._claiming, self._is_busy = held, claiming, is_busy
@@ -298,10 +298,10 @@ class _Seen:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *about: object) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+    with contextlib.suppress(RuntimeError):  # the loop may have been closed meanwhile
         loop.call_soon_threadsafe(what, *about)
 
 
 def new_id() -> str:
-    """Of a control plane."""
+    """An id for a control plane."""
     return secrets.token_hex(8)

@@ -1,4 +1,4 @@
-"""Renews the lease of this control plane, on a thread and a connection of its own that nothing else delays."""
+"""Renews the lease of this control plane, on a separate thread and connection that nothing else delays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ANSWER_SECONDS = 3.0
 
 
 class Keeper:
-    """Renews until `stop`. A database that is away is tried again: only the database can say that it is too late."""
+    """Renews until `stop`. If the database is unreachable it keeps trying: only the database can say that it is too
+    late."""
 
     def __init__(
         self,
@@ -31,18 +32,19 @@ class Keeper:
         renewed: Callable[[float, bool], None],
         woken: Callable[[], None],
     ):
-        """`renewed` is called after each renewal with when it was asked for, by the monotonic clock, and whether it was
-        in time; `woken` whenever another control plane has something to be seen. Both on this thread."""
+        """`renewed` is called after each renewal with the time at which it was requested, by the monotonic clock, and
+        whether it was in time; `woken` is called whenever another control plane has written something to look at. Both
+        on this thread."""
         self._database, self._me, self._renewed, self._woken = database, me, renewed, woken
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease keeper", daemon=True)
 
     def start(self) -> None:
-        """From now on."""
+        """Start renewing."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Renew no more. Does not wait for an answer that is outstanding."""
+        """Stop renewing. Does not wait for an outstanding answer."""
         self._stopped.set()
 
     def _run(self) -> None:

@@ -1,7 +1,8 @@
 """How often a job may fail, how long it is delayed when retries do not help, and which nodes are avoided.
 
-Pure functions of the failures that the job has survived, which are rows: a control plane that is restarted decides as
-the one before it would have. What is asked for (a resize, a drain, a pause) is no failure and costs nothing.
+Pure functions of the failures that the job has survived, which are rows in the database: a restarted control plane
+decides as the previous one would have. What was requested (a resize, a drain, a pause) is not a failure and costs
+nothing.
 """
 
 from __future__ import annotations
@@ -17,35 +18,35 @@ from service.pauses import pause_after
 FIRST_WAIT_SECONDS = 0.25
 LONGEST_WAIT_SECONDS = 60.0
 AVOID_FAILURES = 3
-"""Failures of the machine on one node that make it avoided."""
+"""A node with this many machine failures is avoided."""
 AVOID_SECONDS = 3600.0
-"""How long such a failure is held against its node."""
+"""How long such a failure counts against its node."""
 SKEW_SECONDS = 60.0
-"""By how much the clocks of two nodes may differ."""
+"""How far the clocks of two nodes may differ."""
 USER_KINDS = frozenset({"exception", "bad_data", "not_finite", "spike"})
 CHECKPOINT_KINDS = frozenset({"bad_checkpoint", "unreadable_checkpoint", "not_saved"})
 
 
 @dataclass(frozen=True)
 class PastFailure:
-    """One failure that a job survived, or is about to be judged for."""
+    """One failure that a job survived, or that is about to be judged."""
 
     kind: str
     """As in `service.recovery.decisions.Death`."""
     at: float
     """Unix seconds."""
     step: int | None = None
-    """Step that was being computed, where known."""
+    """Step that was being computed, if known."""
     exception: str | None = None
     """Class of the exception, if it was one."""
     rank: int | None = None
-    """The culprit."""
+    """The rank at fault."""
     node: str | None = None
     """Id of the node that it ran on."""
     committed: int = 0
-    """The job's last committed step then."""
+    """The job's last committed step at that time."""
     progressed: bool = True
-    """Whether a step had been committed since the failure before, or since the job's start."""
+    """Whether a step had been committed since the previous failure, or since the job's start."""
 
     @property
     def cause(self) -> str:
@@ -60,7 +61,7 @@ class PastFailure:
 
 
 class GenerationRow(Protocol):
-    """What is read of a generation, such as its row."""
+    """The fields of a generation that are read here; its row has them."""
 
     started_at: float
     first_step_at: float | None
@@ -82,10 +83,10 @@ def past_failures(generations: Sequence[GenerationRow]) -> list[PastFailure]:
 
 
 def within(failures: Iterable[PastFailure], now: float, window_seconds: float) -> list[PastFailure]:
-    """Those of `failures` that still count against the budget at `now`; a window of 0 forgets none.
+    """Those of `failures` that still count against the budget at `now`; a window of 0 never forgets.
 
-    What lies ahead of `now` does not count: the clock was set back since, and the window, which reaches further back
-    by as much, would count failures of more than its own length.
+    Failures later than `now` do not count: the clock was set back since, and the window, which would reach back further
+    by the same amount, would count failures over more than its own length.
     """
     if window_seconds <= 0:
         return list(failures)
@@ -93,19 +94,19 @@ def within(failures: Iterable[PastFailure], now: float, window_seconds: float) -
 
 
 def count_by_kind(failures: Iterable[PastFailure]) -> str:
-    """Such as `3 killed, 1 exception`."""
+    """A text such as `3 killed, 1 exception`."""
     return ", ".join(
         f"{count} {kind.replace('_', ' ')}" for kind, count in Counter(f.kind for f in failures).most_common()
     )
 
 
 def wait_seconds(history: Sequence[PastFailure], failure: PastFailure) -> float:
-    """How long to hold back the next generation after `failure`.
+    """How long to delay the next generation after `failure`.
 
-    Nothing, if a step was committed since the failure before, or if that was of another kind: the first repair is
-    immediate, and repairs that help never wait. Otherwise twice as long each time the same comes again without any
-    progress, up to a minute. There is no jitter: one control plane owns the job, so no others have to be kept out of
-    step.
+    Not at all if a step was committed since the previous failure, or if that was of another kind: the first repair is
+    immediate, and repairs that help never wait. Otherwise the delay doubles each time the same failure comes again
+    without progress, up to a minute. There is no jitter: one control plane owns the job, so there are no competitors to
+    avoid.
     """
     repeats, later = 0, failure
     for earlier in reversed(history):
@@ -116,15 +117,15 @@ def wait_seconds(history: Sequence[PastFailure], failure: PastFailure) -> float:
 
 
 def avoided_nodes(history: Iterable[PastFailure], now: float) -> set[str]:
-    """Nodes on which machine failures keep happening to this job: three in an hour."""
+    """Nodes on which this job keeps having machine failures: three in an hour."""
     recent = [f.node for f in within(history, now, AVOID_SECONDS) if f.cause == "machine" and f.node is not None]
     return {node for node, count in Counter(recent).items() if count >= AVOID_FAILURES}
 
 
 def comes_again(history: Sequence[PastFailure], failure: PastFailure) -> bool:
-    """Whether an exception has been raised at the same step before, in another process since every exception ends
-    its own, however many other failures lay in between. Not if the job got past that step in the meantime: then the
-    exception is not sure to come."""
+    """Whether an exception was raised at the same step before, however many other failures happened in between. It was
+    in another process then, since every exception ends its process. Not if the job got past that step in the meantime:
+    then the exception is not certain to come again."""
     if failure.kind != "exception":
         return False
     for earlier in reversed(history):

@@ -1,4 +1,4 @@
-"""What to do after a failure: pure functions of what is known. The supervisor carries them out."""
+"""What to do after a failure: pure functions of what is known. The supervisor carries the decisions out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.protocol.messages import Resume
 
 # Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
 HOPELESS = {kind: kind for kind in ("no_shared_memory", "bad_data", "not_finite", "spike")}
-# The kind of failure that is waited out: what the system does not give out now, it may give out later.
+# The kind of failure that is waited out: the system may later provide what it does not provide now.
 UNREADABLE = "unreadable_checkpoint"
 
 
@@ -22,22 +22,22 @@ class Death:
     rank: int
     kind: str
     """exception, peer_lost, no_shared_memory, bad_data, bad_checkpoint, unreadable_checkpoint, not_saved, not_finite,
-    spike, corrupt, device_lost (as the trainer said), killed (a signal or an exit without a word), hung or straggler
-    (ended by its agent for that), agent_lost (its agent or node is gone) or stopped (by us)."""
+    spike, corrupt, device_lost (reported by the trainer), killed (a signal, or an exit without a report), hung or
+    straggler (ended by its agent for that reason), agent_lost (its agent or node is gone) or stopped (by us)."""
     step: int | None = None
-    """Step that was being computed, where known."""
+    """Step that was being computed, if known."""
     exception: str | None = None
     """Class of the exception."""
     message: str = ""
     """One line."""
     traceback: str = ""
-    """The trainer's own."""
+    """The trainer's traceback."""
     at: float | None = None
     """When it happened, Unix seconds, as its agent saw it."""
 
     @property
     def sentence(self) -> str:
-        """For events and messages."""
+        """A sentence for events and messages."""
         where = f" at step {self.step}" if self.step is not None else ""
         return f"rank {self.rank} {self.message or self.kind}{where}"
 
@@ -63,8 +63,8 @@ def _by_whom(memory_kills: int | None) -> str:
 
 
 def culprit_of(deaths: Sequence[Death]) -> Death:
-    """The death that caused the others: the first, in order of arrival, that is neither a consequence (a lost peer)
-    nor our own doing. `deaths` is not empty."""
+    """The death that caused the others: the first, in order of arrival, that is neither a consequence (a lost peer) nor
+    caused by us. `deaths` is not empty."""
     for death in deaths:
         if death.kind not in ("peer_lost", "stopped"):
             return death
@@ -78,7 +78,7 @@ class Restart:
     cause: str
     """One sentence."""
     wait_seconds: float = 0.0
-    """How long to hold it back."""
+    """How long to delay it."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ def decide(
     window_seconds: float,
     failed_launches: int = 0,
 ) -> Restart | GiveUp:
-    """Restart or give up after `culprit`'s death, which is `failure`, the job having survived `history`.
+    """Restart or give up after `culprit`'s death, which is `failure`, when the job has survived `history`.
 
-    An exception that comes back at the same step is the user's error, not the machine's. `max_restarts` failures are
-    allowed within `window_seconds` (0: ever), and as many launches may fail in a row, however long ago the first of
-    them was; `failed_launches`: how many have, this one included. A checkpoint that cannot be read now counts for
-    nothing.
+    An exception that is raised again at the same step is the user's error, not the machine's. `max_restarts` failures
+    are allowed within `window_seconds` (0: ever), and the same number of launches may fail in a row, however long ago
+    the first of them was; `failed_launches`: how many have, including this one. A checkpoint that cannot be read at the
+    moment does not count.
     """
     if failed_launches > max_restarts:
         message = f"could not be launched {failed_launches} times in a row; last: {culprit.sentence}"
@@ -124,19 +124,20 @@ def decide(
 
 
 def failure_of(death: Death, at: float, committed: int, progressed: bool, node: str | None = None) -> PastFailure:
-    """A death with what else is known: the job's last committed step, whether its generation had committed one, and
-    the node. `at` (Unix seconds) holds where the death itself does not say when it was."""
+    """A death together with what else is known: the job's last committed step, whether its generation had committed
+    one, and the node. `at` (Unix seconds) is used if the death itself does not say when it was."""
     when = at if death.at is None else min(at, death.at)
     return PastFailure(death.kind, when, death.step, death.exception, death.rank, node, committed, progressed)
 
 
 def snapshot_source(step: int) -> str:
-    """What the snapshots of one step are called among the sources that cannot be used: the other slot may do."""
+    """Name for the snapshots of one step among the unusable sources: the other slot may be usable."""
     return f"snapshot of step {step}"
 
 
 SUSPECTED = "snapshots that differ"
-"""Among the sources that cannot be used: no snapshots. A checkpoint, of which all ranks read the same, or nothing."""
+"""A member of the unusable sources that stands for all snapshots: what is left is a checkpoint, of which all ranks read
+the same, or no state."""
 
 
 def choose_resume(
@@ -147,11 +148,10 @@ def choose_resume(
 ) -> Resume:
     """The newest state that all ranks can reach.
 
-    `snapshots`: for each rank the steps whole in its shared memory; `checkpoints`: (step, path) of the durable ones,
-    oldest first; `unusable`: paths that could not be read, "snapshot", SUSPECTED, or `snapshot_source` for those of one
-    step;
-    `others`: (step, paths) of what ranks of other layouts left in shared memory. Of the same step a snapshot wins over
-    those, and they over a checkpoint: the nearest wins.
+    `snapshots`: for each rank the steps complete in its shared memory; `checkpoints`: (step, path) of the durable ones,
+    oldest first; `unusable`: paths that could not be read, "snapshot", SUSPECTED, or the `snapshot_source` of one step;
+    `others`: (step, paths) of what ranks of other layouts left in shared memory. For the same step a snapshot is
+    preferred to those, and they to a checkpoint: the nearest source wins.
     """
     bad = set(unusable)
     usable = [(step, path) for step, path in checkpoints if path not in bad]
@@ -174,14 +174,14 @@ def choose_resume(
 def unusable_sources(
     generations: Sequence[GenerationRow], last_kind: str | None, last_step: int | None = None
 ) -> set[str]:
-    """What no generation can resume from, as `choose_resume` takes it.
+    """What no generation can resume from, in the form that `choose_resume` takes.
 
-    That is what a generation resumed from that ended because it could not read it; `last_kind` is the kind of death
-    that has ended the last one, `last_step` the step that was computed then. Snapshots are taken again, so that they
-    are good again once a step was committed. A checkpoint that the system did not give out (`unreadable_checkpoint`) is
-    not among them: it is waited for.
+    These are the sources from which a generation resumed that ended because it could not read them; `last_kind` is the
+    kind of death that ended the last generation, `last_step` the step that was computed then. Snapshots are taken
+    again, so they are usable again once a step was committed. A checkpoint that the system did not provide
+    (`unreadable_checkpoint`) is not included: it is waited for.
 
-    Where ranks that ought to be equal differ twice at one step, they differed in their snapshots already.
+    If ranks that ought to be equal differ twice at one step, they already differed in their snapshots.
     """
     failures = [(row.data or {}).get("failure") or {} for row in generations[1:]]
     ends = [*((failure.get("kind"), failure.get("step")) for failure in failures), (last_kind, last_step)]

@@ -1,7 +1,7 @@
 """Which durable checkpoints a job could resume from, and which of them cannot be read now. Pure functions.
 
-The choice of a state counts a checkpoint that cannot be read as if it could be: where it falls on one, the job is held
-until it can, instead of going further back and losing steps that are there.
+A state is chosen as if checkpoints that cannot be read now were readable: if the choice is one of them, the job is held
+until it can be read, instead of going further back and losing steps that exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CheckpointsUnreadable(MantaError):
 
 
 class CompleteCheckpoint(Protocol):
-    """What is read of a checkpoint that is complete according to the database, such as its row."""
+    """The fields of a checkpoint, complete according to the database, that are read here; its row has them."""
 
     generation: int
     step: int
@@ -32,7 +32,7 @@ class CompleteCheckpoint(Protocol):
 
 
 class GenerationOrigin(Protocol):
-    """What is read of a generation, such as its row."""
+    """The fields of a generation that are read here; its row has them."""
 
     generation: int
     resume_source: str
@@ -41,22 +41,22 @@ class GenerationOrigin(Protocol):
 
 @dataclass(frozen=True)
 class DurableState:
-    """The checkpoints that a job has, as far as that is known."""
+    """The checkpoints that a job has, as far as known."""
 
     checkpoints: tuple[tuple[int, str], ...]
-    """(Step, path) of those that are whole and of those that cannot be read, in the order of their making."""
+    """(Step, path) of the readable and the unreadable ones, in the order in which they were made."""
     unknown: Mapping[str, str]
-    """By path why it cannot be read."""
+    """For unreadable ones, by path, the reason."""
 
     def refuse_unknown(self, job_id: str, resume: Resume) -> None:
-        """Raise CheckpointsUnreadable where `resume`, chosen among these, is a checkpoint that cannot be read."""
+        """Raise CheckpointsUnreadable if `resume`, chosen among these, is a checkpoint that cannot be read."""
         if resume.path is not None and resume.path in self.unknown:
             older = any(path not in self.unknown for _, path in self.checkpoints)
             raise CheckpointsUnreadable(hold_sentence(job_id, resume.step, self.unknown[resume.path], older))
 
 
 def durable_state(listing: Listing, complete: Sequence[CompleteCheckpoint]) -> DurableState:
-    """What the disk (`listing`) and the database (`complete`) say together."""
+    """The combined information of the disk (`listing`) and the database (`complete`)."""
     listed = [each for each in listing.checkpoints if each.condition is Condition.WHOLE]
     whole = {str(each.path): (each.generation, each.step) for each in listed}
     saved = {row.path: (row.generation, row.step) for row in complete}
@@ -81,13 +81,13 @@ def hold_sentence(job_id: str, step: int, problem: str, older: bool) -> str:
 
 
 def hold_seconds(holds: int) -> float:
-    """How long to wait before looking again after `holds` looks in vain."""
+    """How long to wait before looking again after `holds` unsuccessful looks."""
     return pause_after(holds, FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS)
 
 
 def beginning_of(resume: Resume, generations: Sequence[GenerationOrigin]) -> int:
-    """The generation that began at step 0 and from which the state of `resume` descends; 0 where there is none yet or
-    that is not known. `generations`: all so far, in order."""
+    """The generation that began at step 0 and from which the state of `resume` descends; 0 if there is none yet or it
+    is not known. `generations`: all so far, in order."""
     rows = {row.generation: row for row in generations}
     number, path = max(rows, default=0), resume.path
     source: str = resume.source

@@ -1,8 +1,8 @@
-"""What NCCL's flight recorders of all ranks say together: who did not come, or came with something else. A pure
-function.
+"""What NCCL's flight recorders of all ranks say together: which rank did not arrive, or called something different. A
+pure function.
 
-They know what each host has queued, with shapes and types, which no mark on a device tells: that two ranks call
-different operations, or with different sizes. They do not know how far a device is with its own work.
+They know what each host has queued, with shapes and types, which no mark on a device shows: that two ranks call
+different operations, or the same with different sizes. They do not know how far a device is with its own work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from service.recovery.hang_culprits import Group, Verdict
 from workers.liveness.flight_record import FlightOperation, FlightRecord, FlightSequence
 
 _AXES = {"pipeline_up": "pipeline", "pipeline_down": "pipeline"}
-"""Axes of groups that are not named after theirs."""
+"""Axes of groups whose names differ from their axes'."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Finding:
 
 
 def refined(verdict: Verdict, records: Mapping[int, FlightRecord], group: Group) -> Verdict:
-    """`verdict`, or where that names no rank, what `records` (by rank, of those that answered) say. `group`: ranks that
+    """`verdict`; if that names no rank, the result of `records` (by rank, of those that answered). `group`: ranks that
     share an axis with a rank."""
     if verdict.kind != "gang":
         return verdict
@@ -41,9 +41,9 @@ def refined(verdict: Verdict, records: Mapping[int, FlightRecord], group: Group)
 
 
 def find_disagreement(records: Mapping[int, FlightRecord], group: Group) -> Finding | None:
-    """Ranks that called something else than their peers; else those that did not come to where others wait, and wait
-    for nobody themselves. None where all came to the same; no rank named where two sides have equally many. Of ranks
-    whose record is empty nothing is known: their recorder may be off."""
+    """Ranks that called something different from their peers; otherwise those that did not arrive where others wait,
+    and wait for nobody themselves. None if all arrived at the same call; no rank is named if two sides are equally
+    large. Nothing is known about ranks whose record is empty, since their recorder may be off."""
     records = {rank: record for rank, record in records.items() if record.sequences}
     instances = list(_instances(records, group))
     for instance in instances:
@@ -70,17 +70,17 @@ class _Instance:
 
     name: str
     sequences: Mapping[int, FlightSequence | None]
-    """By member that answered; None for one that has queued nothing of it, as far as is known."""
+    """By member that answered; None for one that has queued nothing of it, as far as known."""
     sure: Mapping[int, bool]
-    """Whether a member's record is whole."""
+    """Whether a member's record is complete."""
 
     @property
     def open(self) -> dict[int, FlightOperation]:
-        """The first operation that is not over, of members that have one."""
+        """The first unfinished operation of each member that has one."""
         return {rank: each.open for rank, each in self.sequences.items() if each is not None and each.open is not None}
 
     def absent(self) -> tuple[list[int], str]:
-        """Members that have not queued the first operation in which any other one is, and that in words."""
+        """Members that have not queued the first operation that any other member is in, and a sentence about it."""
         if not self.open:
             return [], ""
         first = min(self.open.values(), key=lambda operation: operation.number)
@@ -94,7 +94,7 @@ class _Instance:
         return 0 if self.sure[rank] else otherwise
 
     def difference(self) -> Finding | None:
-        """Members that called something else, at the first operation that is not over for all."""
+        """Members that called something different, at the first operation that is not finished for all."""
         if not self.open:
             return None
         number = min(operation.number for operation in self.open.values())
@@ -113,8 +113,8 @@ class _Instance:
 
 
 def _minority(calls: Mapping[int, str]) -> tuple[tuple[int, ...], str, str] | None:
-    """Ranks that do not say what most say, their word and that of most; None where all say the same. Of two that are
-    said equally often it is not known which is right: no ranks."""
+    """The ranks that differ from the majority, what they call, and what the majority calls; None if all call the same.
+    If two calls are equally frequent it is not known which is right: no ranks."""
     common = Counter(calls.values()).most_common(2)
     if len(common) < 2:
         return None
@@ -124,7 +124,7 @@ def _minority(calls: Mapping[int, str]) -> tuple[tuple[int, ...], str, str] | No
 
 
 def _instances(records: Mapping[int, FlightRecord], group: Group) -> Iterator[_Instance]:
-    """Each sequence of collectives or batches on each of its groups; a group is gone through once."""
+    """Each sequence of collectives or batches on each of its groups; each group is visited once."""
     by_name: dict[tuple[str, str], dict[int, FlightSequence]] = defaultdict(dict)
     for rank, record in records.items():
         for sequence in record.sequences:
@@ -146,7 +146,7 @@ def _members(name: str, rank: int, group: Group) -> Sequence[int]:
 
 
 def _unanswered_messages(records: Mapping[int, FlightRecord], group: Group) -> Iterator[tuple[int, int, str]]:
-    """(Rank, peer, why the peer is at fault) for each message that a rank waits with and its peer has not begun."""
+    """(Rank, peer, why the peer is at fault) for each message that a rank waits for and its peer has not begun."""
     open_messages: dict[tuple[str, int, int, str], FlightOperation] = {}
     for rank, record in records.items():
         for sequence in record.sequences:

@@ -1,13 +1,14 @@
 """Which rank makes a job stand still: a pure function of what all agents see of their ranks.
 
-Ranks that wait name the rank that they wait for, so what they say is a graph, and the culprit is where its paths end:
-a rank that waits for no other, or whose process is stopped, and has stood still for longer than its own agent allows.
+Ranks that wait name the rank that they wait for, so their answers form a graph, and the culprit is where its paths end:
+a rank that waits for no other, or whose process is stopped, and that has stood still for longer than its own agent
+allows.
 
-Over NCCL it is the devices that wait, and for one peer alone only where that sends or takes a message. One that waits
-in a collective waits for the peer whose device was ready for the fewest of those along that axis. Where all were ready
-and it does not end, it is the network or NCCL, and no rank's fault, unless NCCL's own records tell of ranks that
-disagree (`flight_matching.py`). Where the backend tells nothing, a rank counts as waiting for every peer that has
-entered fewer of the collectives that they share: the culprit did not enter the one in which the others wait.
+With NCCL it is the devices that wait, and for a single peer only if that sends or takes a message. A device that waits
+in a collective waits for the peer whose device was ready for the fewest collectives along that axis. If all were ready
+and the collective does not end, the cause is the network or NCCL, and no rank's fault, unless NCCL's own records show
+ranks that disagree (`flight_matching.py`). If the backend reports nothing, a rank counts as waiting for every peer that
+has entered fewer of the collectives that they share: the culprit did not enter the one in which the others wait.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class Look:
     waits_for: int | None = None
     """Rank without which it cannot continue."""
     step: int = 0
-    """Step that it computes."""
+    """The current step."""
     counts: Mapping[str, int] | None = None
-    """Collectives entered by axis, or those that its device was ready for."""
+    """By axis, the number of collectives entered, or of those that its device was ready for."""
     heartbeat: int | None = None
-    """Grows with every change."""
+    """Increases with every change."""
     on_device: bool = False
     """Whether it is known how far its device is."""
     waits_in: tuple[Axis, int] | None = None
@@ -50,7 +51,7 @@ class Look:
 
     @classmethod
     def of(cls, rank: int, status: TrainerStatus | None) -> Look:
-        """From what an agent's `progress` answered; None: it did not answer."""
+        """From an agent's answer to `progress`; None: it did not answer."""
         if status is None:
             return cls(rank, answered=False)
         record = status.record
@@ -70,7 +71,7 @@ class Look:
     def _with_device(self, device: DeviceRecord) -> Look:
         known = replace(self, on_device=True, counts=device.counts, waits_for=None)
         if not device.fresh or device.channel is None:
-            return known  # what it waited for at the last look may be over
+            return known  # the wait seen at the last look may be over
         if device.waits_for is not None:
             return replace(known, waits_for=device.waits_for)
         return replace(known, waits_in=(AXES[device.channel], device.number))
@@ -81,16 +82,16 @@ class Verdict:
     """Who is at fault."""
 
     kind: Literal["nobody", "ranks", "gang"]
-    """nobody: nothing stands still that should not, or what does may yet continue; ranks: these; gang: something does,
-    and no rank can be named, so all are restarted."""
+    """nobody: nothing stands still that should not, or it may still continue; ranks: these are at fault; gang:
+    something stands still and no rank can be named, so all are restarted."""
     ranks: tuple[int, ...] = ()
-    """The culprits; all ranks for `gang`."""
+    """The ranks at fault; all ranks for `gang`."""
     why: str = ""
     """For people."""
 
 
 def find_culprits(looks: Sequence[Look], group: Group) -> Verdict:
-    """Who blocks the job, by one look at all its ranks, in the order of ranks."""
+    """Which ranks block the job, according to one look at all of them, in the order of ranks."""
     overdue = [look for look in looks if look.overdue]
     if not overdue:
         return Verdict("nobody")
@@ -121,7 +122,7 @@ def waiting_for(looks: Sequence[Look], culprit: int, group: Group) -> list[int]:
 
 
 def waits_of(looks: Sequence[Look], group: Group) -> dict[int, int]:
-    """From each rank that waits to the one that it waits for, as far as that is known."""
+    """From each rank that waits to the one that it waits for, as far as known."""
     known = {look.rank: look.waits_for for look in looks if look.waits_for is not None and not look.stopped}
     known |= _edges_of_devices(looks, group)
     if known or any(look.on_device for look in looks):
@@ -131,8 +132,8 @@ def waits_of(looks: Sequence[Look], group: Group) -> dict[int, int]:
 
 
 def _edges_of_devices(looks: Sequence[Look], group: Group) -> dict[int, int]:
-    """From each rank whose device waits in a collective to the peer that came least far, where one has not come to it;
-    else to one whose agent is silent."""
+    """From each rank whose device waits in a collective to the peer that is furthest behind, if one has not reached the
+    collective; otherwise to a peer whose agent does not answer."""
     waiting = {look.rank: look.waits_in for look in looks if look.waits_in is not None and not look.stopped}
     axes = {axis for axis, _ in waiting.values()}
     last = {axis: _last_of_groups(axis, looks, group) for axis in axes}
@@ -150,8 +151,8 @@ def _edges_of_devices(looks: Sequence[Look], group: Group) -> dict[int, int]:
 
 
 def _last_of_groups(axis: Axis, looks: Sequence[Look], group: Group) -> dict[int, int]:
-    """By rank, who of its group along `axis` has entered the fewest collectives there; each group is gone through once,
-    since along `world` there are as many members as ranks."""
+    """By rank, which member of its group along `axis` has entered the fewest collectives there; each group is visited
+    once, since `world` has as many members as there are ranks."""
     last: dict[int, int] = {}
     for look in looks:
         if look.rank not in last:
@@ -175,7 +176,7 @@ def _behind(look: Look, looks: Sequence[Look], last: Mapping[Axis, Mapping[int, 
 
 
 def path_from(start: int, edges: Mapping[int, int]) -> list[int]:
-    """From `start` along the edges to their end; the last is one of those before it where they go round."""
+    """From `start` along the edges to the end; if they form a cycle, the last one repeats an earlier one."""
     path, passed = [start], set[int]()
     while path[-1] in edges and path[-1] not in passed:
         passed.add(path[-1])
@@ -208,7 +209,7 @@ def _reason(look: Look, awaited: bool) -> str:
 
 
 def _least(looks: Sequence[Look], ranks: list[int], why: str) -> Verdict:
-    """The one rank of `ranks` with the least progress; the whole gang where there is none."""
+    """The single rank of `ranks` with the least progress; the whole gang if there is no single one."""
     progress = {rank: (looks[rank].step, (looks[rank].counts or {}).get("world", 0)) for rank in ranks}
     last = [rank for rank in ranks if progress[rank] == min(progress.values())]
     if len(last) == 1:

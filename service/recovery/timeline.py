@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from service.phases import intervals
 
 PHASES = ("detect", "rest", "re_form", "restore", "redo")
-"""In order: until it is noticed; until every rank rests or is gone; until all have their groups again; until all have
-their state; until the next step, usually the interrupted one, is committed."""
+"""In order: until the failure is noticed; until every rank rests or is gone; until all have their groups again; until
+all have their state; until the next step, usually the interrupted one, is committed."""
 
 
 @dataclass
 class RecoveryTimeline:
-    """Unix seconds; None for what has not happened or is not known. The code that carries out a recovery fills it
-    in."""
+    """Unix seconds; None for what has not happened or is not known. Filled in by the code that carries out a
+    recovery."""
 
     noticed_at: float
-    """The control plane heard of it."""
+    """The control plane learned of the failure."""
     failed_at: float | None = None
-    """It happened, as well as is known: the culprit's exit as its agent saw it, or a hung rank's last progress."""
+    """The failure happened, as well as known: the culprit's exit as its agent saw it, or a hung rank's last
+    progress."""
     rested_at: float | None = None
     """The last rank came to rest or was gone."""
     launched_at: float | None = None
@@ -33,19 +34,19 @@ class RecoveryTimeline:
     """The next step was committed."""
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """Begin and end of each phase that has ended, as `service.phases.intervals` has them."""
+        """Begin and end of each phase that has ended, as returned by `service.phases.intervals`."""
         ends = (self.noticed_at, self.rested_at, self.connected_at, self.restored_at, self.first_step_at)
         return dict(zip(PHASES, intervals(self.began_at, ends), strict=False))
 
     def phases(self) -> dict[str, float | None]:
-        """Seconds of each phase; None from the first one that has not ended. Those of a recovery that is over sum to
-        the time from `began_at` to `first_step_at`."""
+        """Seconds of each phase; None from the first one that has not ended. For a finished recovery they sum to the
+        time from `began_at` to `first_step_at`."""
         lengths = {phase: end - begin for phase, (begin, end) in self.intervals().items()}
         return {phase: lengths.get(phase) for phase in PHASES}
 
     @property
     def began_at(self) -> float:
-        """When it happened; where that is not known or lies after its being noticed, when it was noticed."""
+        """When the failure happened; if that is not known or is later than when it was noticed, when it was noticed."""
         return self.noticed_at if self.failed_at is None else min(self.failed_at, self.noticed_at)
 
     @property

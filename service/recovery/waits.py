@@ -1,4 +1,5 @@
-"""Who waits for whom at this moment, and what each rank does, in words: a pure function of what all agents see."""
+"""Which rank waits for which at this moment, and what each rank does, in words: a pure function of what all agents
+see."""
 
 from __future__ import annotations
 
@@ -15,34 +16,34 @@ from workers.liveness.trainer_status import Position, TrainerStatus
 
 @dataclass(frozen=True)
 class WaitingRank:
-    """Where one rank stands."""
+    """The position of one rank."""
 
     rank: int
     phase: str
-    """As in its record, or of its device where that is behind; unknown where its agent does not answer."""
+    """The phase in its record, or the phase of its device if that is behind; unknown if its agent does not answer."""
     doing: str
     """The same in words, with the communication that it waits in."""
     since_seconds: float | None
-    """For how long nothing has changed."""
+    """How long nothing has changed."""
     waits_for: tuple[int, ...]
-    """Ranks without which it cannot continue, as far as that is known."""
+    """Ranks without which it cannot continue, as far as known."""
     step: int | None
-    """Step that it computes."""
+    """The current step."""
 
 
 @dataclass(frozen=True)
 class Waits:
-    """Who waits for whom."""
+    """Which rank waits for which."""
 
     ranks: tuple[WaitingRank, ...]
     culprits: tuple[int, ...]
-    """Ranks that block the others and have stood still for longer than they may."""
+    """Ranks that block the others and have stood still for longer than allowed."""
     sentence: str
-    """What that means, for people."""
+    """A sentence about it for people."""
 
 
 def waits_now(answers: Sequence[TrainerStatus | None], silent: frozenset[int], group: Group) -> Waits:
-    """By what the agents of all ranks answer, in the order of ranks; None: no trainer runs there. `silent`: ranks whose
+    """From the answers of all ranks' agents, in the order of ranks; None: no trainer runs there. `silent`: ranks whose
     agents do not answer; `group`: ranks that share an axis with a rank."""
     looks = [
         Look(rank, answered=rank not in silent) if answer is None else Look.of(rank, answer)
@@ -59,7 +60,7 @@ def waits_now(answers: Sequence[TrainerStatus | None], silent: frozenset[int], g
 
 
 def _sentence(ranks: Sequence[WaitingRank], edges: dict[int, int], why: str) -> str:
-    """While no rank has stood still for longer than it may."""
+    """For when no rank has stood still for longer than allowed."""
     if not edges:
         return "no rank waits for another one at this moment"
     ends = [path_from(rank, edges)[-1] for rank in edges]
@@ -67,7 +68,7 @@ def _sentence(ranks: Sequence[WaitingRank], edges: dict[int, int], why: str) -> 
     last = max(sorted(counts), key=counts.__getitem__)
     count = f"{len(edges)} of {len(ranks)} ranks {'waits' if len(edges) == 1 else 'wait'}"
     tail = f"; {why}" if why else ""
-    if last in edges:  # they wait for each other, as in a collective that is under way
+    if last in edges:  # they wait for each other, as during a collective
         return f"{count} for each other, as ranks do in a communication that is under way{tail}"
     all_of_them = "" if counts[last] == len(ends) else "most of them "
     return f"{count}, {all_of_them}in the end for rank {last}, which is in {ranks[last].doing}{tail}"

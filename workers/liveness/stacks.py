@@ -32,7 +32,7 @@ def answer_with_stacks(folder: str | Path, rank: int) -> None:
     with contextlib.suppress(OSError):  # without room in shared memory there are no stacks, and nothing else is lost
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # open as long as the process lives
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # open until the process ends
         faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
 
 
