@@ -17,8 +17,8 @@ from service.store.audit import AuditRecord
 
 
 def ensure(store: Store, home: Path) -> None:
-    """See to it that `home` has a key with which everything may be done, and that the database knows it. One that was
-    revoked is replaced. Raises KeyFileUnsafe."""
+    """Make sure that `home` has a key that permits everything, and that the database knows it. A revoked key is
+    replaced. Raises KeyFileUnsafe."""
     known = read_key(home)
     if known is None or not store.write(lambda session: _is_good(session, known)):
         made = new_key()
@@ -27,7 +27,7 @@ def ensure(store: Store, home: Path) -> None:
 
 
 def _is_good(session: Session, secret: str) -> bool:
-    """Whether the database takes this key. One that it does not know, since it is another database, is added."""
+    """Whether the database accepts this key. A key that it does not know, since it is another database, is added."""
     key = keys.by_digest(session, digest_of(secret))
     if key is None:
         add_for_installation(session, secret, "automatic", "the service")
@@ -43,14 +43,14 @@ def add_for_installation(
     expires_at: float | None = None,
     scope: Scope = Scope.ADMIN,
 ) -> ApiKey:
-    """Have the database know a key that is good for all projects. `by`: who on the machine made it."""
+    """Add to the database a key that is valid for all projects. `by`: who on the machine made it."""
     key = keys.create(session, digest_of(secret), name, scope, installation=True, expires_at=expires_at)
     audit.append_local(session, by, DEFAULT_PROJECT, AuditRecord("create_key", key.id, "local", 201))
     return key
 
 
 def user_name() -> str:
-    """Who runs this process, as the machine calls them."""
+    """Name of the user who runs this process, according to the machine."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

@@ -1,4 +1,4 @@
-"""Deletes one durable checkpoint of a job, where nothing needs it: its files first, then it is noted."""
+"""Deletes one durable checkpoint of a job if nothing needs it: first its files, then its entry in the database."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CheckpointNeeded(MantaError):
 
 
 class CheckpointNotRemoved(MantaError):
-    """Something of the checkpoint cannot be removed."""
+    """Part of the checkpoint cannot be removed."""
 
     def __init__(self, path: str):
         super().__init__(
@@ -33,8 +33,8 @@ class CheckpointNotRemoved(MantaError):
 
 
 def delete_checkpoint(store: Store, paths: Paths, job_id: str, checkpoint_id: str, force: bool = False) -> Checkpoint:
-    """Remove a checkpoint's files and note that it is deleted, which it then is; one that is already stays so. The
-    newest whole one of a job that may continue, which would resume from it, only with `force`.
+    """Remove a checkpoint's files and record that it is deleted; returns it. A deleted checkpoint stays deleted. The
+    newest readable one of a job that may continue, which would resume from it, is deleted only with `force`.
 
     Raises JobNotFound, CheckpointNotFound, CheckpointNeeded, CheckpointNotRemoved.
     """
@@ -49,7 +49,7 @@ def delete_checkpoint(store: Store, paths: Paths, job_id: str, checkpoint_id: st
 
 
 def _place(paths: Paths, row: Checkpoint) -> Place:
-    """Where the checkpoint lies, which no report of a trainer decides. Raises CheckpointNeeded."""
+    """Where the checkpoint is stored, which a trainer's report does not determine. Raises CheckpointNeeded."""
     place = checkpoint_path(paths.checkpoint_folder(row.job_id), row.step, row.generation)
     if str(place) != row.path:
         raise CheckpointNeeded(

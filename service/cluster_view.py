@@ -15,7 +15,7 @@ _NOTHING = (0, 0)
 
 
 async def cluster_view(cluster: Cluster, store: Store) -> dict[str, Any]:
-    """In the form of `api.schemas.Cluster`. Raises ClusterUnavailable."""
+    """The cluster in the form of `api.schemas.Cluster`. Raises ClusterUnavailable."""
     gpus = await cluster.nodes.capacity("GPU", all_living=True)
     slots = await cluster.nodes.capacity("manta_slot", all_living=True)
     known = {node.id: node for node in await cluster.nodes.known()}
@@ -34,15 +34,15 @@ async def cluster_view(cluster: Cluster, store: Store) -> dict[str, Any]:
             "ranks": placed.get(known[node].host, []),
         }
         for node in {**gpus.nodes, **slots.nodes}
-        if node in known  # else it was lost between the looks
+        if node in known  # otherwise it was lost in the meantime
     ]
     of_all = _places((gpus.total, gpus.free), (slots.total, slots.free))
     return {"nodes": nodes, "totals": {name: value for name, value in of_all.items() if name != "accelerator"}}
 
 
 def _places(gpus: tuple[int, int], slots: tuple[int, int]) -> dict[str, Any]:
-    """What ranks can take of these GPUs and slots, (total, free) each: GPUs where there are any, and the slots besides
-    them for jobs that ask for the CPU."""
+    """What ranks can use of these GPUs and slots, (total, free) each: the GPUs if there are any, and in addition the
+    slots for jobs that ask for the CPU."""
     total, free = gpus if gpus[0] else slots
     return {
         "accelerator": "gpu" if gpus[0] else "cpu",
@@ -54,7 +54,7 @@ def _places(gpus: tuple[int, int], slots: tuple[int, int]) -> dict[str, Any]:
 
 
 def _gpu(reading: GpuReading) -> dict[str, Any]:
-    """In the form of `api.schemas.Gpu`."""
+    """A GPU in the form of `api.schemas.Gpu`."""
     return {
         "index": reading.index,
         "answers": reading.answers,
@@ -71,7 +71,7 @@ def _gpu(reading: GpuReading) -> dict[str, Any]:
 
 
 def _gpu_memory(said: GpuReadings | None) -> int | None:
-    """Of the smallest GPU of a node, where its driver has been asked."""
+    """Memory of the smallest GPU of a node, if its driver has been asked."""
     sizes = [each.memory_total_bytes for each in said.readings if each.memory_total_bytes] if said else []
     return min(sizes, default=None)
 

@@ -1,6 +1,6 @@
-"""The control plane: one thread with an event loop of its own, on which the scheduler and the owners of all jobs live.
+"""The control plane: one thread with its own event loop, on which the scheduler and the owners of all jobs run.
 
-It owns nothing that cannot be lost: jobs are in the database, agents are named actors. Started again after a crash it
+It owns nothing that cannot be lost: jobs are in the database, and agents are named actors. Restarted after a crash, it
 finds both and continues.
 """
 
@@ -56,17 +56,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALL_SECONDS = 30.0
-# How long it may take to try the ports between the nodes: less than clients wait.
+# Time limit for trying the ports between the nodes: less than clients wait.
 CHECK_SECONDS = 25.0
 RETRY_SECONDS = 1.0
 RAY_WATCH = "watch over Ray"
 MEASURING_SECONDS = 5.0
-# What a clean end takes at most for the sake of other control planes, which find out by themselves a little later.
+# The most that a clean end spends on informing other control planes, which otherwise find out a little later.
 LEAVE_SECONDS = 5.0
 
 
 class ControlPlane:
-    """What the API talks to. `start` before anything else; `stop` leaves the jobs running."""
+    """The object that the API talks to. Call `start` first; `stop` leaves the jobs running."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class ControlPlane:
         options: ControlPlaneOptions = DEFAULTS,
         start_over: Callable[[], None] | None = None,
     ):
-        """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
-        has died, and replaces this process: Ray cannot be left and joined again in the one that used it. Raises
+        """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray has
+        died, and replaces this process, since a process that has used Ray cannot leave it and join it again. Raises
         BadDatabaseUrl, StoreUnusable."""
         self.data_roots, self.model_packages = options.data_roots, options.model_packages
         self._home, self._head, self._options, self._start_over = home, head, options, start_over
@@ -96,11 +96,11 @@ class ControlPlane:
         self._ranks: RunningRanks | None = None
         self._housekeeping: Housekeeping | None = None
         self._ray_process: int | None = None
-        """First process of our own Ray, or of our raylet of another one."""
+        """First process of our own Ray, or of our raylet in an existing one."""
         self._tasks: list[asyncio.Task[None]] = []
         self._background_tasks = BackgroundTasks()
         self._lags = {"jobs": self._owners.lag}
-        """By loop how far it is behind."""
+        """By loop, how far it is behind."""
 
     @property
     def store(self) -> Store:
@@ -109,21 +109,21 @@ class ControlPlane:
 
     @property
     def home(self) -> Path:
-        """Folder of the files of all jobs: the embedded state, where there is no other control plane."""
+        """Folder of the files of all jobs: the embedded state if there is no other control plane."""
         return self._home_of_jobs.folder
 
     @property
     def logs(self) -> JobLogs:
-        """What the ranks of all jobs printed."""
+        """The output of all jobs' ranks."""
         return LogsInHome(self.home) if self._keeper is None else self._keeper
 
     def start(self) -> None:
-        """Bring up the database and a Ray that answers; take over running jobs that no other control plane owns.
-        Raises RayUnavailable, StoreUnusable, CannotTakeOver, OtherRay, JobsElsewhere.
+        """Start the database and a Ray that answers; take over running jobs that no other control plane owns. Raises
+        RayUnavailable, StoreUnusable, CannotTakeOver, OtherRay, JobsElsewhere.
 
-        Nothing waits for the nodes: each is checked on its own from then on.
+        Nothing waits for the nodes: each is checked separately from then on.
         """
-        # What was released uses the database as it is, so that it can continue if this release cannot.
+        # Where migrating shuts out the earlier release, agents are asked first: it continues if this release cannot.
         asks_first = self._store.shuts_out_release_before
         if not asks_first:
             self._store.migrate()
@@ -149,8 +149,8 @@ class ControlPlane:
         return Cluster.connected(ray, self._home_of_jobs.paths, self._options.nodes, is_elsewhere=is_elsewhere)
 
     def _join(self, ray: str) -> None:
-        """Be one of the control planes of this database. Raises OtherRay: not at once, for the other one may be dead
-        and not yet known to be."""
+        """Become one of the control planes of this database. Raises OtherRay, but not at once, since the other one may
+        be dead without this being known yet."""
         place = f"{socket.gethostname()}:{Paths.of(self._home).home}"
         deadline = time.monotonic() + LEASE_SECONDS + RETRY_SECONDS
         while True:
@@ -201,8 +201,8 @@ class ControlPlane:
             return jobs.states(session, job_ids)
 
     async def _watch_ray(self) -> None:
-        """Notice the death of our Ray. All trainers died with it, and their jobs continue from their snapshots; or, on
-        an existing one, only our own raylet did."""
+        """Notice the death of our Ray. Either all trainers died with it, and their jobs continue from their snapshots;
+        or, in an existing Ray, only our own raylet died."""
         assert self._ray_process is not None
         await ended(self._ray_process)
         log.error("Ray has died (log: %s)", Paths.of(self._home).ray_log)
@@ -214,15 +214,15 @@ class ControlPlane:
             owner.node_lost(node, why)
 
     def _node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
-        """It is said again with every heartbeat."""
+        """Repeated with every heartbeat."""
         assert self._cluster is not None
         if self._cluster.nodes.drain(node, seconds, reason):
             for owner in self._owners.all():
                 owner.node_draining(node, seconds, reason)
 
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
-        """Have all jobs leave `node`, an id or the start of one, within `seconds`; the node as in `cluster`. Raises
-        NodeNotFound, NodeUnreachable, ClusterUnavailable."""
+        """Make all jobs leave `node`, an id or its beginning, within `seconds`; returns the node as in `cluster`.
+        Raises NodeNotFound, NodeUnreachable, ClusterUnavailable."""
         return self._call(self._drain(node, seconds))
 
     async def _drain(self, node: str, seconds: float) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class ControlPlane:
             self._housekeeping.wake()
 
     def submitted(self, job_id: str) -> None:
-        """A job was stored, is tried again, was resumed, or has another priority: wake the scheduler."""
+        """A job was stored, retried or resumed, or has another priority: wake the scheduler."""
         self._loop.call_soon_threadsafe(self._wake_scheduler)
         if self._housekeeping is None or not self._housekeeping.is_done_here:
             self._leases.wake_others()
@@ -255,7 +255,7 @@ class ControlPlane:
         self._pass_on(job_id, self._pause)
 
     def _pass_on(self, job_id: str, tell: Callable[[str], None]) -> None:
-        """Notify the owner of a job on its own thread, or the control plane that owns it."""
+        """Notify the owner of a job on the control plane's thread, or the control plane that owns the job."""
         self._loop.call_soon_threadsafe(tell, job_id)
         if not self._owners.has(job_id):
             self._leases.wake_others()
@@ -265,8 +265,8 @@ class ControlPlane:
             owner.pause()
 
     def delete(self, job_id: str) -> Deletion:
-        """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved,
-        ClusterUnavailable."""
+        """Delete a final job and everything that belongs to it. Raises JobNotFound, JobNotFinal, JobBeingExported,
+        FilesNotRemoved, ClusterUnavailable."""
         return delete_job(self._store, self._home_of_jobs.paths, job_id, lambda: self._call(self._let_go(job_id)))
 
     def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
@@ -281,13 +281,13 @@ class ControlPlane:
             self._keeper.forget(job_id)
 
     def inject(self, job_id: str, fault: Fault) -> None:
-        """Make `fault` in a job that runs. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
+        """Inject `fault` into a running job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
         if not self._options.allow_faults:
             raise FaultsNotAllowed()
         self._call(self._owners.able_to_inject(job_id, self._job(job_id).state).inject(fault))
 
     def waits(self, job_id: str) -> SeenWaits:
-        """Who waits for whom in a job that runs. Raises JobNotFound, NoRanks, SpecNotUnderstood,
+        """Which rank waits for which in a running job. Raises JobNotFound, NoRanks, SpecNotUnderstood,
         ClusterUnavailable."""
         return self._call(self._running_ranks().waits(job_id))
 
@@ -302,11 +302,11 @@ class ControlPlane:
         return self._ranks
 
     def resize(self, job_id: str) -> None:
-        """A job is to have another size: wake its owner."""
+        """Another size was requested for a job: wake its owner."""
         self._pass_on(job_id, self._resize)
 
     def trace(self, job_id: str) -> None:
-        """A trace of a job was asked for: wake its owner."""
+        """A trace of a job was requested: wake its owner."""
         self._pass_on(job_id, self._trace)
 
     def _trace(self, job_id: str) -> None:
@@ -326,8 +326,8 @@ class ControlPlane:
             self._background_tasks.start(self._forget_if_cancelled(job_id), f"end of {job_id}")
 
     async def _forget_if_cancelled(self, job_id: str) -> None:
-        """A job that was cancelled in the queue or in a pause may have run before and have left its snapshots. The one
-        who owned it then may not have gone yet."""
+        """A job that was cancelled in the queue or in a pause may have run before and left its snapshots. Its owner at
+        that time may not have left yet."""
         assert self._cluster is not None
         if (await asyncio.to_thread(self._job, job_id)).state == JobState.CANCELLED:
             async with self._leases.borrowed(job_id, CALL_SECONDS) as lease:
@@ -344,7 +344,7 @@ class ControlPlane:
         return self._call(cluster_view(self._cluster, self._store))
 
     def check_cluster(self) -> dict[str, Any]:
-        """What is wrong between the nodes, and what the end of Ray's head would mean, in the form of
+        """Problems between the nodes, and what the end of Ray's head would mean, in the form of
         `api.schemas.ClusterCheck`. Raises ClusterUnavailable."""
         assert self._cluster is not None
         ports = self._call(check_ports(self._cluster), CHECK_SECONDS)
@@ -353,15 +353,15 @@ class ControlPlane:
         return {"problems": list(ports.problems), "warnings": warnings, "nodes": ports.nodes, "tries": ports.tries}
 
     def problem_of_data(self, spec: JobSpec) -> str | None:
-        """Why a job's data cannot be trained on; None where it can, or no node says. Raises ClusterUnavailable."""
+        """Why a job cannot be trained on its data; None if it can, or if no node says. Raises ClusterUnavailable."""
         assert self._cluster is not None
         if not self._cluster.is_elsewhere:
             return self.data_roots.problem_of_data(spec)
         return self._call(self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self.data_roots.names))
 
     def measurements(self) -> Measurements:
-        """What is known here of this control plane and of the nodes. Raises ClusterUnavailable where the control
-        plane's own thread does not answer."""
+        """What is known here about this control plane and the nodes. Raises ClusterUnavailable if the control plane's
+        own thread does not answer."""
         lags = {name: lag.seconds for name, lag in self._lags.items()}
         if self._housekeeping is not None and self._housekeeping.is_done_here:
             lags |= self._housekeeping.lag_seconds
@@ -370,7 +370,7 @@ class ControlPlane:
         return self._call(measured(self._cluster, time.monotonic(), len(self._owners.by_job), lags), MEASURING_SECONDS)
 
     def ready(self) -> list[str]:
-        """Why jobs cannot run right now; empty when they can."""
+        """Why jobs cannot run right now; empty if they can."""
         if self._cluster is None or not self._thread.is_alive():
             return ["the control plane is starting"]
         if any(task.done() for task in self._tasks if task.get_name() == "scheduler"):
@@ -382,7 +382,7 @@ class ControlPlane:
         return []
 
     def stop(self) -> None:
-        """Leave the control thread; jobs run on and are taken over by the next control plane."""
+        """End the control thread; jobs continue to run and are taken over by the next control plane."""
         if self._thread.is_alive():
             self._call(self._leave())
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -402,11 +402,12 @@ class ControlPlane:
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._leases.leave()
-        except Exception:  # then others find out by themselves
+        except Exception:  # the others find out by themselves
             log.exception("other control planes could not be notified that this one leaves")
 
     def _call(self, coroutine: Coroutine[Any, Any, T], seconds: float = CALL_SECONDS) -> T:
-        """What `coroutine` answers on the control plane's thread. Raises ClusterUnavailable where that takes longer."""
+        """The result of `coroutine` on the control plane's thread. Raises ClusterUnavailable if it takes longer than
+        `seconds`."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(seconds)

@@ -1,4 +1,4 @@
-"""How a control plane is set up, beyond its home and its Ray."""
+"""The configuration of a control plane, beyond its home and its Ray."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class ControlPlaneOptions:
     database_url: str | None = None
     """Where the job database is; None: in the home."""
     checkpoints: Place | None = None
-    """Where the checkpoints of all jobs are; None: in the home."""
+    """Where the checkpoints of all jobs are stored; None: in the home."""
     logs: Place | None = None
-    """Where the logs of all jobs are kept besides the home; None: nowhere."""
+    """Where the logs of all jobs are stored in addition to the home; None: nowhere."""
     export_roots: Sequence[Path] = ()
-    """Below which folders weights may be exported; none: `exports` in the home."""
+    """Folders below which weights may be exported; none: `exports` in the home."""
     data_roots: DataRoots = ANYWHERE
-    """Below which folders jobs may read."""
+    """Folders below which jobs may read."""
     model_packages: ModelPackages = NO_MODELS
-    """Installed packages that jobs may take models from."""
+    """Installed packages from which jobs may use models."""
     memory_seconds: float = DEFAULT_MEMORY_SECONDS
     """How long the snapshots of a failed job are kept for a retry."""
     kept_days: float = 0.0
@@ -36,9 +36,9 @@ class ControlPlaneOptions:
     allow_faults: bool = False
     """Whether faults are injected into jobs on request."""
     traces: str | None = None
-    """The collector that starts and recoveries are sent to, as `Settings.traces`; None: they are not sent."""
+    """The collector to which starts and recoveries are sent, as in `Settings.traces`; None: they are not sent."""
     nodes: NodeOptions = ANY_NODES
-    """What applies to all nodes."""
+    """Settings for all nodes."""
 
 
 DEFAULTS = ControlPlaneOptions()

@@ -1,5 +1,6 @@
-"""Checks the data of queued jobs, each apart from the queue: a file system that does not answer delays its own job, and
-those behind it for a while, but not the queue. However many jobs name files there, the others wait only once."""
+"""Checks the data of queued jobs, each independently of the queue: a file system that does not answer delays its own
+job, and the jobs behind that for a while, but not the queue. However many jobs name files there, the others wait only
+once."""
 
 from __future__ import annotations
 
@@ -16,17 +17,18 @@ from workers.system.daemon_threads import in_daemon_thread
 LOOK_SECONDS = 1.0
 """How long the queue is held up at a time."""
 TURN_SECONDS = 60.0
-"""How long a job whose data does not answer keeps its turn, where that of no other job has been silent for as long."""
+"""How long a job whose data does not answer keeps its turn, provided that no other job's data has been silent as
+long."""
 
 Check = Callable[[JobSpec], Awaitable[str | None]]
-"""Why a job's data cannot be trained on; None when it can. May never answer."""
+"""Returns why a job cannot be trained on its data; None if it can. May never return."""
 
 
 class DataSilent(MantaError):
     """The file systems of a job's data have not answered yet."""
 
     def __init__(self, keeps_turn: bool):
-        """`keeps_turn`: whether those behind the job wait for it."""
+        """`keeps_turn`: whether the jobs behind it wait for it."""
         self.keeps_turn = keeps_turn
         super().__init__("the file system of its data gives no answer; the job starts once it does")
 
@@ -34,21 +36,21 @@ class DataSilent(MantaError):
 @dataclass
 class _Look:
     paths: frozenset[str]
-    """What the job names."""
+    """The paths that the job names."""
     answer: asyncio.Future[str | None]
     is_brief: bool
-    """Whether other file systems, or the same, were silent when it began."""
+    """Whether any file systems were silent when the look began."""
     began: float = field(default_factory=time.monotonic)
 
     @property
     def is_silent(self) -> bool:
-        """Whether the job has had its turn."""
+        """Whether the look has no answer although the job has had its turn."""
         turn = LOOK_SECONDS if self.is_brief else TURN_SECONDS
         return not self.answer.done() and time.monotonic() - self.began >= turn
 
 
 class DataLooks:
-    """One look at a time for each job, and none at files that are silent already."""
+    """At most one look at a time for each job, and none at files that are known to be silent."""
 
     def __init__(self, check: Check):
         self._check = check
@@ -60,7 +62,7 @@ class DataLooks:
             self._under_way.pop(job_id).answer.cancel()
 
     async def problem(self, job_id: str, spec: JobSpec) -> str | None:
-        """Why the job's data cannot be trained on; None when it can. Raises DataSilent where that is not known yet: ask
+        """Why the job cannot be trained on its data; None if it can. Raises DataSilent if that is not known yet: ask
         again."""
         look = self._under_way.get(job_id) or self._begun(job_id, spec)
         await asyncio.wait({look.answer}, timeout=0.0 if look.is_silent else LOOK_SECONDS)
@@ -70,7 +72,7 @@ class DataLooks:
         return look.answer.result()
 
     def _begun(self, job_id: str, spec: JobSpec) -> _Look:
-        """Raises DataSilent where another job's look at the same files has no answer yet."""
+        """Raises DataSilent if another job's look at the same files is unanswered."""
         paths = frozenset(named_paths(spec).values())
         silent = [each for each in self._under_way.values() if each.is_silent]
         if any(each.paths == paths for each in silent):
@@ -80,6 +82,6 @@ class DataLooks:
 
 
 async def problem_here(roots: DataRoots, spec: JobSpec) -> str | None:
-    """Why a job's data cannot be trained on, as this process sees it; None when it can. `roots`: below which folders
+    """Why a job cannot be trained on its data, as this process sees it; None if it can. `roots`: folders below which
     jobs may read."""
     return await asyncio.wrap_future(in_daemon_thread("data of a job", lambda: roots.problem_of_data(spec)))

@@ -1,7 +1,7 @@
-"""Deletes a job for good: what it holds on the cluster, its files, its rows, in that order.
+"""Deletes a job for good: what it holds on the cluster, its files and its rows, in that order.
 
-It is marked first. Whatever fails, or whatever is killed, in between: the job is still listed, says that it is being
-deleted, and can be deleted again.
+It is marked first. Whatever fails or is killed in between, the job is still listed, shows that it is being deleted, and
+can be deleted again.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class RemovedFiles:
     """What was in a job's folder."""
 
     checkpoints: int = 0
-    """Folders of durable checkpoints, whole or not."""
+    """Folders of durable checkpoints, complete or not."""
     logs: int = 0
-    """Log files of ranks, and parts in which logs are kept elsewhere."""
+    """Log files of ranks, and the parts of logs that are stored elsewhere."""
     bytes: int = 0
-    """Of all files."""
+    """Size of all files."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,16 @@ class Deletion:
     """What was deleted."""
 
     rows: dict[str, int]
-    """Rows of the database, by table."""
+    """Number of rows of the database, by table."""
     files: RemovedFiles
     """Files."""
 
 
 def delete_job(store: Store, paths: Paths, job_id: str, let_go: Callable[[], None]) -> Deletion:
-    """Delete a final job. `let_go` returns when nothing of it is left on the cluster, its snapshots in memory included.
+    """Delete a final job. `let_go` returns when nothing of it is left on the cluster, including its snapshots in
+    memory.
 
-    Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved, and whatever `let_go` does.
+    Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved, and whatever `let_go` raises.
     """
     store.write(lambda session: deletion.begin(session, job_id))
     let_go()
@@ -67,7 +68,7 @@ def delete_job(store: Store, paths: Paths, job_id: str, let_go: Callable[[], Non
 
 
 def delete_rest(store: Store, paths: Paths, job_id: str) -> Deletion:
-    """Delete the files and the rows of a job that is marked, and of which nothing is left on the cluster.
+    """Delete the files and rows of a job that is marked and has nothing left on the cluster.
 
     Raises JobNotFound, FilesNotRemoved.
     """
@@ -86,7 +87,7 @@ def delete_rest(store: Store, paths: Paths, job_id: str) -> Deletion:
 
 
 def _all(store: Store, delete_some: Callable[[Session], int]) -> int:
-    """How many rows `delete_some` has deleted, until none was left."""
+    """Repeat `delete_some` until it finds nothing; returns how many rows it has deleted."""
     count = 0
     while some := store.write(delete_some):
         count += some
@@ -94,7 +95,7 @@ def _all(store: Store, delete_some: Callable[[Session], int]) -> int:
 
 
 def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
-    """Remove the folders of a job: checkpoints, logs and all else. Raises FilesNotRemoved."""
+    """Remove the folders of a job: checkpoints, logs and everything else. Raises FilesNotRemoved."""
     folder = paths.job_folder(job_id)
     checkpoints, kept_logs = paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
     elsewhere = _remove_elsewhere(job_id, folder, checkpoints, kept_logs)
@@ -113,7 +114,7 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
 
 
 def _remove_elsewhere(job_id: str, folder: Path, checkpoints: Place, logs: Place | None) -> RemovedFiles:
-    """Remove what lies in other folders of the job than its own, in which nothing but its checkpoints and logs is."""
+    """Remove the job's folders that are not in its own, which contain nothing but its checkpoints and logs."""
     removed = RemovedFiles(
         checkpoints=_count(job_id, checkpoints) if checkpoints.parent != folder else 0,
         logs=0 if logs is None else _count(job_id, logs),
@@ -130,7 +131,7 @@ def _count(job_id: str, folder: Place) -> int:
 
 
 def _remove(job_id: str, folder: Place) -> int:
-    """How many bytes were in `folder`, which is gone. Raises FilesNotRemoved."""
+    """Remove `folder`; returns how many bytes it contained. Raises FilesNotRemoved."""
     files = files_of(folder)
     try:
         count = files.bytes_in(folder)

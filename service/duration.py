@@ -1,4 +1,4 @@
-"""How long a job has taken: time in the queue and in a pause aside. Pure Python."""
+"""How long a job has taken, without time in the queue and in pauses. Pure Python."""
 
 from __future__ import annotations
 

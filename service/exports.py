@@ -1,5 +1,5 @@
-"""Weights of checkpoints written to folders of the service's machine, each by a process of its own
-(`python -m workers.weights.export`): the service itself handles no arrays."""
+"""Weights of checkpoints written to folders of the service's machine, each by a separate process (`python -m
+workers.weights.export`): the service itself handles no arrays."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Run:
 
 
 class Exports:
-    """All of one service. May be used by many threads."""
+    """All exports of one service. Safe for use by several threads."""
 
     def __init__(self, store: Store, roots: Sequence[Path]):
         """`roots`: folders below which exports may be written; a relative target is below the first."""
@@ -59,7 +59,7 @@ class Exports:
         self._lock, self._closed = threading.Lock(), threading.Event()
 
     def begin(self, job_id: str, checkpoint_id: str, to: str, format: Format, dtype: Dtype | None) -> Export:
-        """Begin to write the weights of a complete checkpoint to the folder `to`, where nothing may be yet. Raises
+        """Begin to write the weights of a complete checkpoint to the folder `to`, which must not exist yet. Raises
         JobNotFound, CheckpointNotFound, JobBeingDeleted, BadTarget, ExportNotPossible."""
         target = self._target(to)
         with self._lock:
@@ -86,7 +86,7 @@ class Exports:
         return exports.begin(session, job_id, checkpoint_id, str(target), format, dtype), checkpoint.path
 
     def _target(self, to: str) -> Path:
-        """The folder that is meant; links are followed before it is compared with the roots. Raises BadTarget."""
+        """The folder that `to` names; links are resolved before it is compared with the roots. Raises BadTarget."""
         folder = Path(to) if Path(to).is_absolute() else self._roots[0] / to
         real = Path(os.path.realpath(folder))
         if not any(real.is_relative_to(os.path.realpath(root)) and real != root for root in self._roots):
@@ -94,14 +94,14 @@ class Exports:
             raise BadTarget(f"{to} is not below any of the folders that exports may be written to ({allowed})")
         try:
             is_there = real.exists()
-        except OSError as error:  # a name that is too long, a folder that the service may not look into
+        except OSError as error:  # the name is too long, or the service may not look into a folder
             raise BadTarget(f"nothing can be written to {to}: {error.strerror}; name another folder") from error
         if is_there:
             raise BadTarget(f"there is something at {real} already: name another folder, or remove it")
         return real
 
     def _follow(self, run: _Run, job_id: str, target: Path) -> None:
-        """Note how far an export is until it has ended, and how that was."""
+        """Record the progress of an export until it has ended, and then its outcome."""
         assert run.process.stdout is not None and run.process.stderr is not None
         stdout, stderr = run.process.stdout, run.process.stderr
         readers = [in_daemon_thread("export's output", lambda: _read_progress(run, stdout))]
@@ -121,7 +121,7 @@ class Exports:
                 del self._runs[run.id]
 
     def _written(self, operation: Callable[[Session], None]) -> bool:
-        """Whether the database, which may be away, has taken it."""
+        """Whether the database, which may be unreachable, has accepted the change."""
         try:
             self._store.write(operation)
         except Exception as error:
@@ -131,7 +131,7 @@ class Exports:
         return True
 
     def close(self) -> None:
-        """End what is being written: nothing of it is left."""
+        """Stop all exports that are being written; nothing of them is left."""
         self._closed.set()
         with self._lock:
             runs = list(self._runs.values())
@@ -172,7 +172,7 @@ def _read_progress(run: _Run, lines: IO[str]) -> None:
         try:
             said = json.loads(line)
             run.done, run.total = int(said["done"]), int(said["of"])
-        except (ValueError, KeyError, TypeError):  # its last line says what it has written
+        except (ValueError, KeyError, TypeError):  # the last line reports what it has written
             continue
 
 

@@ -1,4 +1,4 @@
-"""Faults on request, for those who want to see a job survive them: refused unless the service was started for it."""
+"""Faults on request, for users who want to see a job survive them: refused unless the service was started with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from workers.protocol.messages import BETWEEN_STEPS, Fault
 
 
 class FaultsNotAllowed(MantaError):
-    """This service harms no jobs."""
+    """This service does not inject faults."""
 
     def __init__(self) -> None:
         super().__init__("this service makes no faults; start it with `manta up --allow-faults` where it may")
@@ -18,8 +18,8 @@ class FaultNotPossible(MantaError):
 
 
 def refuse_impossible(fault: Fault, ranks: int, step: int, steps: int) -> None:
-    """Raise FaultNotPossible where `fault` could never strike a job of `ranks` ranks that run, which has committed
-    `step` of its `steps` steps."""
+    """Raise FaultNotPossible if `fault` could never occur in a job of `ranks` running ranks that has committed `step`
+    of its `steps` steps."""
     if ranks == 0:
         raise FaultNotPossible("the job has no ranks yet; wait until it is RUNNING")
     if fault.rank >= ranks:

@@ -1,4 +1,4 @@
-"""A key that was generated outside, with the other secrets of an installation, before its service ever ran."""
+"""A key that was generated elsewhere, with the other secrets of an installation, before its service first ran."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from workers.errors import MantaError
 
 
 class GivenKeyUnusable(MantaError):
-    """The key cannot be made good; the message says why."""
+    """The key cannot be made valid; the message says why."""
 
 
 def add(session: Session, secret: str, name: str, scope: Scope) -> ApiKey:
-    """Have `secret` be good for all projects. Again it changes nothing. Raises GivenKeyUnusable for one that could be
-    guessed, that was revoked or has expired, or that is known with another scope."""
+    """Make `secret` valid for all projects; repeating it changes nothing. Raises GivenKeyUnusable for a key that could
+    be guessed, that was revoked or has expired, or that exists with another scope."""
     if not may_be_key(secret):
         raise GivenKeyUnusable(
             "the key is not valid: it must be manta_ and 43 to 128 random letters, digits, '-' and '_', such as "

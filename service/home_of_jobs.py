@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class JobsElsewhere(MantaError):
-    """The files of the jobs of this database are not here."""
+    """The files of this database's jobs are not here."""
 
     def __init__(self, folder: Path):
         super().__init__(
@@ -26,30 +26,29 @@ class JobsElsewhere(MantaError):
 
 
 class HomeOfJobs:
-    """As one control plane has it: in its own home, until `find` says otherwise."""
+    """The home of the jobs as seen by one control plane: its own home, until `find` says otherwise."""
 
     def __init__(self, own: Path, checkpoints: Place | None, logs: Place | None):
-        """`own`: the control plane's home; `checkpoints`, `logs`: where these are kept, None: in the home alone."""
+        """`own`: the control plane's home; `checkpoints`, `logs`: where these are stored, None: in the home only."""
         self._own, self._checkpoints, self._logs = own, checkpoints, logs
         self._installation = ""
         self.folder = own
-        """Where nothing of the jobs is in it, it only names what they have on the nodes, and need not be there."""
+        """If no files of jobs are in it, it only serves to name what jobs have on the nodes, and need not exist."""
 
     @property
     def paths(self) -> Paths:
-        """Of all jobs."""
+        """The paths of all jobs."""
         return Paths.of(self.folder, self._checkpoints, self._installation, self._logs)
 
     def find(self, store: Store) -> None:
-        """Where the database is shared, the home is that of the control plane which used it first. Raises
-        JobsElsewhere."""
+        """If the database is shared, the home is that of the control plane that used it first. Raises JobsElsewhere."""
         own = str(Paths.of(self._own).home)
         self.folder = Path(store.write(lambda session: installation.home_of_jobs(session, own)))
         if not self.folder.is_dir() and None in (self._checkpoints, self._logs):
             raise JobsElsewhere(self.folder)
 
     def mark(self, installation: str) -> None:
-        """Let nodes see whether they share what this `installation` has."""
+        """Let nodes see whether they share the files of this `installation`."""
         self._installation = installation
         paths = self.paths
         is_here = self.folder == self._own or self.folder.is_dir()

@@ -1,5 +1,5 @@
-"""What one control plane does for all jobs, whichever one owns each of them: the queue, leftovers of finished jobs, and
-jobs and snapshots whose retention has ended."""
+"""What one control plane does for all jobs, whichever control plane owns them: the queue, leftovers of finished jobs,
+and jobs and snapshots whose retention has ended."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ from workers.protocol.messages import ProtocolMismatch
 
 log = logging.getLogger(__name__)
 
-# Between two tries to release what jobs have left.
+# Between two attempts to release what jobs have left.
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
-# How often it is looked for failed jobs whose snapshots were kept for long enough.
+# Time between two searches for failed jobs whose snapshots were kept for long enough.
 MEMORY_SECONDS = 30.0
-# For how long that must have been so by a clock that cannot be set, however long they were to be kept by one that can
-# be.
+# How long a clock that cannot be set must have confirmed that, whatever the wall clock, which can be set, says.
 MEMORY_CONFIRMED_SECONDS = 600.0
-# How long the owner of a job that is over may take to leave it.
+# How long the owner of a finished job may take to leave it.
 LET_GO_SECONDS = 30.0
-# How often it is looked whether it falls to this control plane.
+# Time between two checks whether housekeeping falls to this control plane.
 CLAIM_SECONDS = 1.0
 UNKNOWN_JOB = (
     "agents or places of %s are there, but the database does not know that job (is it restored from an older backup?): "
@@ -48,7 +47,7 @@ UNKNOWN_JOB = (
 
 
 class Housekeeping:
-    """Done here whenever its lease is."""
+    """Housekeeping, done in this process whenever it holds the lease."""
 
     def __init__(
         self,
@@ -59,13 +58,13 @@ class Housekeeping:
         data_roots: DataRoots = ANYWHERE,
         retention: Retention | None = None,
     ):
-        """`placed` and `data_roots`: as for `Scheduler`; `retention`: deletes jobs that ended long ago, where they are
-        not kept until a user deletes them."""
+        """`placed` and `data_roots`: see `Scheduler`; `retention`: deletes jobs that ended long ago; None if jobs are
+        kept until a user deletes them."""
         self._store, self._cluster, self._leases = store, cluster, leases
         self._placed, self._data_roots, self._retention = placed, data_roots, retention
         self._work: asyncio.Task[None] | None = None
         self.scheduler: Scheduler | None = None
-        """None before it was ever done here."""
+        """None until housekeeping was first done here."""
 
     def wake(self) -> None:
         """Something in the queue has changed, or there is more room."""
@@ -83,16 +82,17 @@ class Housekeeping:
 
     @property
     def lag_seconds(self) -> dict[str, float]:
-        """By loop how far it is behind."""
+        """By loop, how far it is behind."""
         return {} if self.scheduler is None else {"queue": self.scheduler.lag.seconds}
 
     def stop_if_lost(self) -> None:
-        """Leave it to the control plane that does it by now."""
+        """Leave housekeeping to the control plane that does it now."""
         if self._work is not None and not self.is_done_here:
             self._work.cancel()
 
     async def run(self, care: NodeCare) -> None:
-        """Until cancelled. `care`: for the nodes, to which jobs are only placed once they had time to answer."""
+        """Run until cancelled. `care`: looks after the nodes, on which jobs are placed only once they had time to
+        answer."""
         try:
             while True:
                 try:
@@ -101,7 +101,7 @@ class Housekeeping:
                         await asyncio.wait({self._work})
                         if not self._work.cancelled():
                             self._work.result()
-                except Exception:  # jobs wait in the queue: it is tried again
+                except Exception:  # jobs wait in the queue: try again
                     log.exception("the housekeeping for all jobs has failed")
                 await asyncio.sleep(CLAIM_SECONDS)
         finally:
@@ -123,7 +123,7 @@ class Housekeeping:
                 group.create_task(self._retention.run(store, self.let_go))
 
     async def _have_nodes_swept(self) -> None:
-        """The control plane that did it before may have died in between."""
+        """The control plane that did it before may have died in the middle of it."""
         if not self._leases.alone:
             try:
                 self._cluster.nodes.unswept.update(await self._cluster.nodes.living())
@@ -138,7 +138,7 @@ class Housekeeping:
 
     async def _release_leftovers(self, scheduler: Scheduler, listed: asyncio.Event) -> None:
         """Release what finished, paused and queued jobs still hold. `listed`: set once Ray has listed it. Jobs whose
-        resources cannot be released are retried; they wait, and no others do."""
+        resources cannot be released are retried; only these jobs wait."""
         remaining: Collection[str] | None = None
         pauses = growing_pauses(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         while remaining is None or remaining:
@@ -154,7 +154,7 @@ class Housekeeping:
                 await asyncio.sleep(next(pauses))
 
     async def _release_those_without_owner(self, only: Collection[str] | None) -> set[str]:
-        """Returns the jobs whose resources cannot be released. `only`: of these jobs; None: of all."""
+        """Returns the jobs whose resources cannot be released. `only`: consider only these jobs; None: all."""
         there = await self._cluster.jobs()
         held = there if only is None else [job for job in there if job in only]
         states, deleted = await self._fates(held)
@@ -166,7 +166,7 @@ class Housekeeping:
             elif job in deleted or states[job] not in SUPERVISED:
                 try:
                     await self._release_without_owner(job, job in deleted, job in keeping)
-                except Exception:  # of this job's agents or rows, most likely: the others do not wait for it
+                except Exception:  # most likely caused by this job's agents or rows: the others do not wait for it
                     log.exception("what is left of %s could not be released; it is tried again", job)
                     remaining.add(job)
         return remaining
@@ -174,12 +174,12 @@ class Housekeeping:
     async def _release_without_owner(self, job_id: str, is_deleted: bool, keeps: bool) -> None:
         async with self._leases.borrowed(job_id) as lease:
             if lease is not None and (is_deleted or not await self._runs_in_spite_of_that(job_id, lease)):
-                # One that waits, is paused, or may be tried again, goes on from its snapshots.
+                # A job that waits, is paused, or may be retried continues from its snapshots.
                 await self._cluster.release(job_id, keep_snapshots=keeps)
                 log.warning("released what was left of %s", job_id)
 
     async def _runs_in_spite_of_that(self, job_id: str, lease: HeldLease) -> bool:
-        """Whether a job that holds nothing according to the database runs all the same, and is taken over: the database
+        """Whether a job that holds nothing according to the database runs nevertheless, and is taken over: the database
         is a backup."""
         job = await self._store.read_async(lambda session: jobs.get(session, job_id))
         try:
@@ -188,9 +188,9 @@ class Housekeeping:
             return False
 
     async def over(self, job_ids: Collection[str]) -> set[str]:
-        """Those of these jobs that are over, and whose snapshots are not needed any more, where it falls to this
-        control plane to remove them. What the database does not know is not over: it may be a backup, older than the
-        job."""
+        """Those of these jobs that are finished and whose snapshots are no longer needed, if it falls to this control
+        plane to remove them. Jobs that the database does not know do not count as finished: it may be a backup that is
+        older than the job."""
         if not (self.is_done_here or self._leases.alone):
             return set()
         states, deleted = await self._fates(job_ids)
@@ -201,12 +201,12 @@ class Housekeeping:
 
     async def needing_memory(self, job_ids: Collection[str]) -> set[str]:
         """Those of these jobs that need what they have in the memory of nodes without their ranks: failed ones that may
-        be tried again, those between two gangs, and those that wait or are paused with a state that no checkpoint
-        has."""
+        be retried, those between two gangs, and those that wait or are paused with a state that is in no checkpoint."""
         return await self._store.read_async(partial(_needing_memory, job_ids=job_ids))
 
     async def let_go(self, job_id: str) -> None:
-        """Nothing of a final job is left on the cluster, and no control plane owns it. Raises ClusterUnavailable."""
+        """Return once nothing of a final job is left on the cluster and no control plane owns it. Raises
+        ClusterUnavailable."""
         async with self._leases.borrowed(job_id, LET_GO_SECONDS) as lease:  # its owner is about to leave
             if lease is None:
                 busy = TimeoutError(f"another control plane has not let go of {job_id} yet; try again")
@@ -223,24 +223,24 @@ class Housekeeping:
                     async with self._leases.borrowed(job_id) as lease:
                         if lease is not None:
                             await self._let_go_of_memory_of(job_id, self._store.fenced(lease))
-            except Exception:  # what is left is looked for again
+            except Exception:  # the rest is found by the next search
                 log.exception("could not remove snapshots that were kept for long enough")
             await asyncio.sleep(MEMORY_SECONDS)
 
     async def _let_go_of_memory_of(self, job_id: str, store: Store) -> None:
-        # First the row: from then on a retry, which may come at any moment, asks for a checkpoint.
+        # The row comes first: from then on a retry, which may come at any moment, asks for a checkpoint.
         if await store.write_async(partial(failed_jobs.let_memory_go, job_id=job_id, now=time.time())):
             await self._cluster.end_job(job_id)
 
     async def _fates(self, job_ids: Collection[str]) -> tuple[dict[str, JobState], set[str]]:
-        """The states of those of these jobs that the database knows, and those that were deleted."""
+        """The states of those of these jobs that the database knows, and which of them were deleted."""
         return await self._store.read_async(
             lambda session: (jobs.states(session, job_ids), deletion.deleted_ones(session, job_ids))
         )
 
 
 def _needing_memory(session: Session, job_ids: Collection[str]) -> set[str]:
-    """What the database does not know needs it too: it may be a backup, older than the job."""
+    """Jobs that the database does not know are included: it may be a backup that is older than the job."""
     states, keeping = jobs.states(session, job_ids), failed_jobs.holding_memory(session, job_ids)
     deleted = deletion.deleted_ones(session, job_ids)
 
@@ -251,7 +251,7 @@ def _needing_memory(session: Session, job_ids: Collection[str]) -> set[str]:
             case JobState.PAUSED | JobState.QUEUED:
                 saved = max((each.step for each in checkpoints.complete_ones(session, job_id)), default=0)
                 return saved < (jobs.get(session, job_id).step or 0)
-            case JobState.RUNNING:  # whose ranks have all that they need with them
+            case JobState.RUNNING:  # its ranks have everything they need
                 return False
         return job_id in keeping
 
