@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-"""Crockford's base 32 in lower case: its order as text is its order as numbers, and no letters are mixed up."""
+"""Crockford's base 32 in lower case: it sorts as text as it does as numbers, and has no letters that look alike."""
 
 _DIGITS = 12
 _EPOCH_SECONDS = 1_735_689_600  # 2025-01-01: 41 bits of milliseconds from here last until 2094
@@ -15,14 +15,14 @@ JOB_ID_PATTERN = rf"job_[{ALPHABET}]{{{_DIGITS}}}"
 KEY_ID_PATTERN = rf"key_[{ALPHABET}]{{{_DIGITS}}}"
 """Regular expression of the id of an API key."""
 NODE_ID_PATTERN = "^[0-9a-f]{4,64}$"
-"""Regular expression of a node's id, as Ray makes them, or of its beginning."""
+"""Regular expression of a node's id as Ray assigns it, or of its beginning."""
 
 _PATTERN = re.compile(JOB_ID_PATTERN)
 _KEY_PATTERN = re.compile(KEY_ID_PATTERN)
 
 
 def is_job_id(text: str) -> bool:
-    """Whether `text` has the form of a job id; only such text ever becomes part of a path."""
+    """Whether `text` has the form of a job id; only such text may become part of a path."""
     return _PATTERN.fullmatch(text) is not None
 
 
@@ -32,16 +32,16 @@ def is_key_id(text: str) -> bool:
 
 
 def next_job_id(now: float, entropy: int, newest: str | None) -> str:
-    """An id for a job submitted at `now` (Unix seconds), greater than `newest`, the greatest id there is.
+    """An id for a job submitted at `now` (Unix seconds), greater than `newest`, the greatest existing id.
 
-    `entropy` fills the low bits, so that two control planes seldom choose the same id. Ids grow even within
-    one millisecond and when the clock steps back.
+    `entropy` fills the low bits, so that two control planes rarely choose the same id. Ids increase even within one
+    millisecond and when the clock is set back.
     """
     return _next_id("job_", now, entropy, newest)
 
 
 def next_key_id(now: float, entropy: int, newest: str | None) -> str:
-    """The same for an API key made at `now`."""
+    """The same for an API key created at `now`."""
     return _next_id("key_", now, entropy, newest)
 
 

@@ -1,4 +1,4 @@
-"""The file in a home that holds its automatic key (`automatic_key.py`), which only its owner can read."""
+"""The file in a home that contains its automatic key (`automatic_key.py`), which only its owner can read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LONGEST = 200
 
 
 class KeyFileUnsafe(MantaError):
-    """Another user could have read the key, or have put it there."""
+    """Another user could have read the key, or could have put it there."""
 
     def __init__(self, path: Path, why: str):
         super().__init__(f"{path} {why}: remove it, and the next start of the service makes another key")
 
 
 def read_key(home: Path) -> str | None:
-    """The automatic key of `home`; None where there is none. Raises KeyFileUnsafe."""
+    """The automatic key of `home`; None if there is none. Raises KeyFileUnsafe."""
     path = home / FILE_NAME
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -41,7 +41,7 @@ def read_key(home: Path) -> str | None:
 
 
 def write_key(path: Path, secret: str) -> None:
-    """In one step, so that half a key is never read; with a name in between that cannot be guessed."""
+    """Atomic, so that a partial key is never read; the temporary file has a name that cannot be guessed."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,10 +1,10 @@
-"""Where every second of a job went, from its submission to its end or to now. Pure Python.
+"""How every second of a job was spent, from its submission to its end or to now. Pure Python.
 
-The time line is painted in three layers. States of the job are the ground. On it lie the generations: a recovery's
-phases, then the training loop from its begin to its last commit, then what came after that. Waiting in the queue and
-pauses lie on top of everything but training. Every second gets the colour of the highest layer, so the classes sum to
-the wall time whatever the rows say; the seconds of a training loop are shared out in proportion to the sums that its
-steps reported, which differ from the painted length only where clocks do.
+The time line consists of three layers. The lowest are the states of the job. Above them are the generations: a
+recovery's phases, then the training loop from its beginning to its last commit, then what came after that. Waiting in
+the queue and pauses are above everything except training. Every second belongs to the class of the highest layer, so
+the classes sum to the wall time whatever the rows contain; the seconds of a training loop are divided in proportion to
+the sums that its steps reported, which differ from the loop's length only if clocks do.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LedgerClass = Literal[
 ]
 CLASSES: tuple[LedgerClass, ...] = get_args(LedgerClass)
 STEP_CLASSES: tuple[LedgerClass, ...] = ("compute", "data_wait", "snapshot_stall", "checkpoint_stall", "redo")
-"""What the seconds of a training loop are made of."""
+"""The classes into which the seconds of a training loop are divided."""
 
-# A step that is under way counts as compute for as long as so many mean steps, then as a failure yet to be noticed.
+# A step in progress counts as compute for this many mean steps, and after that as a failure not yet noticed.
 PATIENCE_STEPS = 10
 
 
@@ -61,26 +61,26 @@ class Training:
     steps: int = 0
     """Steps that it committed, for the first time or again."""
     seconds: Mapping[LedgerClass, float] | None = None
-    """Sums over its steps by class, of STEP_CLASSES."""
+    """Sums over its steps, by class in STEP_CLASSES."""
     recovery: RecoveryTimeline | None = None
-    """How it came about, if a failure made it necessary."""
+    """The recovery that led to it, if a failure made it necessary."""
     outcome: str | None = None
-    """State that the job ended in with it."""
+    """State in which the job ended with it."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A part of the time line, of one colour, or of one training loop."""
+    """A part of the time line that belongs to one class, or to one training loop."""
 
     begin: float
     end: float
     seconds: Mapping[LedgerClass, float]
-    """What it is made of; together its length."""
+    """Seconds by class; they sum to its length."""
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The answer."""
+    """The result."""
 
     began_at: float
     """When the job was submitted."""
@@ -89,9 +89,9 @@ class Ledger:
     closed: bool
     """Whether the job is over, so that nothing will change any more."""
     seconds: Mapping[LedgerClass, float]
-    """Every class; they sum to `wall_seconds`."""
+    """Seconds of every class; they sum to `wall_seconds`."""
     intervals: Sequence[Interval] = ()
-    """From `began_at` to `until` without gaps; their seconds sum to `seconds`."""
+    """From `began_at` to `until` without gaps; together their seconds are `seconds`."""
 
     @property
     def wall_seconds(self) -> float:
@@ -107,7 +107,7 @@ class Ledger:
 
 
 Label = LedgerClass | int | None
-"""A class, or the place of a generation whose training this is, or None where this layer says nothing."""
+"""A class, the index of the generation whose training this is, or None if this layer says nothing."""
 
 
 class _Layer:
@@ -119,7 +119,8 @@ class _Layer:
         self._labels: list[Label] = []
 
     def mark(self, at: float | None, label: Label) -> None:
-        """From `at` on, `label`. Time only goes forward: a mark before the last one counts from there on."""
+        """From `at` on, the value is `label`. Time only goes forward: a mark earlier than the last one applies from the
+        last one on."""
         if at is None:
             return
         self.times.append(max(self.times[-1] if self.times else at, min(at, self._until)))
@@ -134,7 +135,8 @@ class _Layer:
 def ledger(changes: Sequence[StateEntry], trainings: Sequence[Training], now: float) -> Ledger:
     """The ledger of a job with these state changes, its submission first, and these generations, in order.
 
-    `now` is Unix seconds; it is the end of a ledger whose job is not over. Raises ValueError without any change.
+    `now` is Unix seconds; it is the end of the ledger of a job that is not over. Raises ValueError if there are no
+    changes.
     """
     if not changes:
         raise ValueError("a job without any state change has no ledger")
@@ -161,8 +163,8 @@ def _edges(began_at: float, until: float, times: Iterable[float]) -> list[float]
 def _intervals(
     painted: Iterable[tuple[float, float, LedgerClass | int]], trainings: Sequence[Training]
 ) -> list[Interval]:
-    """What was painted, neighbours of one colour together; of training, each part with its share of the sums that the
-    loop's steps reported."""
+    """The time line with neighbours of the same class merged; each part of a training loop has its share of the sums
+    that the loop's steps reported."""
     intervals = []
     for label, run in itertools.groupby(painted, key=lambda part: part[2]):
         parts = list(run)
@@ -174,7 +176,7 @@ def _intervals(
 
 
 def _above(generation: Label, state: Label) -> LedgerClass | int:
-    """The layer that is seen."""
+    """The value of the highest layer."""
     if isinstance(generation, int):
         return generation
     if generation is None or state in ("queue", "pause", "idle_without_capacity"):
@@ -192,14 +194,14 @@ def _state_layer(changes: Sequence[StateEntry], trainings: Sequence[Training], u
 
 
 def _class_of_state(state: JobState, has_run: bool) -> LedgerClass:
-    """What a second in `state` is where nothing more is known."""
+    """What a second in `state` counts as if nothing more is known."""
     if state == JobState.QUEUED:
         return "idle_without_capacity" if has_run else "queue"
     if state == JobState.STARTING:
         return "re_form" if has_run else "start"
     if state == JobState.RUNNING:
         return "detect"
-    # A user who cancels, pauses, or retries after the end, stops the job on purpose.
+    # A user who cancels, pauses, or retries after the end stops the job on purpose.
     on_purpose = (JobState.CANCELLING, JobState.PAUSING, JobState.PAUSED)
     return "pause" if is_final(state) or state in on_purpose else "re_form"
 
@@ -227,20 +229,20 @@ def _generation_layer(trainings: Sequence[Training], changes: Sequence[StateEntr
 def _after_training(
     training: Training, changes: Sequence[StateEntry], length: float, after: Training | None
 ) -> list[tuple[float, Label]]:
-    """What the time after a generation's last commit is, until the next generation says more."""
+    """What the time after a generation's last commit counts as, until the next generation says more."""
     done = training.trained_until
     assert done is not None
     if training.outcome == JobState.SUCCEEDED:
         return [(done, "start")]  # processes end and places are given back
-    if after is not None and after.recovery is not None:  # which knows when it was lost
+    if after is not None and after.recovery is not None:  # the recovery knows when the generation was lost
         return [(done, "redo")]
     state = next((change.state for change in reversed(changes) if change.at <= done), None)
     if state in ("RESIZING", "PAUSING"):
         return [(done, None)]  # it came to rest on purpose
     noticed = _next((change.at for change in changes if change.state != JobState.RUNNING), done)
-    if after is None and training.ended_at is None and noticed is None:  # a step is under way
+    if after is None and training.ended_at is None and noticed is None:  # a step is in progress
         return [(done, "compute"), (done + PATIENCE_STEPS * length / max(1, training.steps), None)]
-    # It was under way, and is lost.
+    # A step was in progress, and is lost.
     return [(done, "redo"), *([] if noticed is None else [(noticed, None)])]
 
 
@@ -249,9 +251,9 @@ def _next(times: Iterable[float], after: float) -> float | None:
 
 
 def _shared(sums: Mapping[LedgerClass, float], length: float) -> dict[LedgerClass, float]:
-    """`length` seconds in proportion to `sums`."""
+    """Divides `length` seconds in proportion to `sums`."""
     total = sum(sums.values())
     if total <= 0:
         return {"compute": length}
-    # The quotient first: of the smallest numbers there are, a product loses its last digits, which are all they have.
+    # Divide first: a product of the smallest possible numbers loses its last digits, which are the only ones they have.
     return {name: length * (part / total) for name, part in sums.items()}

@@ -1,10 +1,10 @@
-"""Regular expressions whose search takes time in proportion to the text, whatever they say: an expression is made into
-a nondeterministic automaton, and that step by step, as texts need it, into a deterministic one (K. Thompson, "Regular
-Expression Search Algorithm", CACM 11(6), 1968). Python's own backtrack, and with the interpreter's lock held a bad one
-stops the whole process.
+"""Regular expressions whose search time is proportional to the length of the text, whatever the expression: it is
+compiled to a nondeterministic automaton, and that lazily, as texts need it, to a deterministic one (K. Thompson,
+"Regular Expression Search Algorithm", CACM 11(6), 1968). Python's own regular expressions backtrack, and since they
+hold the interpreter's lock a bad one stops the whole process.
 
-Known are: characters, `.`, classes as `[a-z]`, `\\d \\w \\s` and their opposites, groups, `|`, `*`, `+`, `?`, `{m,n}`,
-`^`, `$`, and `(?i)` at the beginning. A line matches where a part of it does.
+Supported are: characters, `.`, classes as `[a-z]`, `\\d \\w \\s` and their opposites, groups, `|`, `*`, `+`, `?`,
+`{m,n}`, `^`, `$`, and `(?i)` at the beginning. A line matches if a part of it does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_CHARACTERS = 500
 MOST_STATES = 1_000
 MOST_REPEATS = 200
 _MOST_KEPT = 20_000
-"""Steps of the deterministic automaton that are kept; then it is rebuilt."""
+"""How many steps of the deterministic automaton are kept before it is rebuilt."""
 _NAMED: dict[str, Callable[[str], bool]] = {
     "d": str.isdecimal,
     "w": lambda letter: letter.isalnum() or letter == "_",
@@ -27,28 +27,28 @@ _NAMED: dict[str, Callable[[str], bool]] = {
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v"}
 
 Test = Callable[[str], bool]
-"""Of one character."""
+"""A test of one character."""
 
 
 class BadPattern(MantaError):
-    """An expression that is none, or that is not known here."""
+    """The expression is invalid, or not supported."""
 
 
 @dataclass
 class _State:
-    """Of the nondeterministic automaton: takes one character, or continues without one."""
+    """A state of the nondeterministic automaton: it consumes one character, or continues without one."""
 
     test: Test | None = None
     at: str | None = None
-    """Goes on only at the text's beginning (^) or end ($)."""
+    """Passes only at the text's beginning (^) or end ($)."""
     following: list[int] = field(default_factory=list)
 
 
 class LinearPattern:
-    """An expression, ready to be searched for. Not for several threads at once."""
+    """A compiled expression. Not safe for use by several threads at once."""
 
     def __init__(self, pattern: str):
-        """Raises BadPattern, whose sentence says where and why."""
+        """Raises BadPattern, whose message says where and why."""
         if len(pattern) > MOST_CHARACTERS:
             raise BadPattern(f"is longer than {MOST_CHARACTERS} characters")
         self.pattern = pattern
@@ -62,14 +62,14 @@ class LinearPattern:
         self._steps: dict[tuple[frozenset[int], str], frozenset[int]] = {}
 
     def state(self, test: Test | None = None, at: str | None = None, following: Iterable[int] = ()) -> int:
-        """A new state's number. Raises BadPattern where there are too many."""
+        """Create a state and return its number. Raises BadPattern if there are too many."""
         if len(self._states) == MOST_STATES:
             raise BadPattern("stands for too much: shorten what is repeated")
         self._states.append(_State(test, at, [*following]))
         return len(self._states) - 1
 
     def lead(self, number: int, to: int) -> None:
-        """Have a state lead to another one."""
+        """Let a state lead to another one."""
         self._states[number].following.append(to)
 
     def is_in(self, text: str) -> bool:
@@ -102,7 +102,7 @@ class LinearPattern:
         return following
 
     def _closed(self, some: Iterable[int], at_start: bool = False, at_end: bool = False) -> frozenset[int]:
-        """These states and those that are reached from them without a character."""
+        """These states and those that are reachable from them without a character."""
         reached, waiting = set[int](), [*some]
         while waiting:
             number = waiting.pop()
@@ -121,7 +121,7 @@ Piece = tuple[int, int]
 
 
 class _Parser:
-    """Reads an expression, from left to right, into the states of a pattern."""
+    """Parses an expression, from left to right, into the states of a pattern."""
 
     def __init__(self, into: LinearPattern, text: str, at: int):
         self._into, self._text, self._at = into, text, at
@@ -133,7 +133,7 @@ class _Parser:
         return piece
 
     def _bad(self, why: str, at: int | None = None) -> BadPattern:
-        """`at`: where; default: at what comes next."""
+        """`at`: position of the problem; default: the next character."""
         return BadPattern(f"{why} (at character {(self._at if at is None else at) + 1})")
 
     @property
@@ -173,7 +173,7 @@ class _Parser:
         return self._copies(began, ended, piece, least, most)
 
     def _copies(self, began: int, ended: int, piece: Piece, least: int, most: int | None) -> Piece:
-        """A piece, which was read from `began` to `ended`, so many times; None: any number of times."""
+        """Repeat a piece, which was read from `began` to `ended`; `most` None: any number of times."""
         first = last = self._into.state()
         after, go_on = self._into.state(), self._at
         for number in range(least if most is None else most):
@@ -196,7 +196,7 @@ class _Parser:
         return first, after
 
     def _times(self) -> tuple[int, int | None]:
-        """How often what was read before may come."""
+        """How often the preceding piece may be repeated."""
         times: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
         if self._next in times and self._next:
             bounds = times[self._take()]
@@ -204,7 +204,7 @@ class _Parser:
             bounds = self._counted()
         else:
             return 1, 1
-        if self._next == "?":  # as few as possible: whether there is a match does not depend on it
+        if self._next == "?":  # non-greedy: whether there is a match does not depend on it
             self._at += 1
         if self._next and self._next in "*+?{":
             raise self._bad("repeats what is repeated already: put it into parentheses")

@@ -1,4 +1,4 @@
-"""Which lines of a log are wanted, and the level that a line names."""
+"""Which lines of a log are wanted, and the level that a line states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Stream = Literal["stdout", "stderr", "agent"]
 Level = Literal["debug", "info", "warning", "error", "critical"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 _BEGINNING = 120
-"""Characters of a line in which its level is looked for."""
+"""The level is searched for in this many characters of a line."""
 _WORD = re.compile(
     r"\b(DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b|\[([IWEF])\d{4} |^(?:\w+\.)*(\w*(?:Error|Warning))\b"
 )
@@ -23,9 +23,9 @@ _WORDS: dict[str, Level] = {
 
 
 def level_of(text: str) -> Level | None:
-    """What a line says of itself: the word that loggers of Python write (`WARNING:root:...`), the letter of those of
-    PyTorch's C++ (`[W1126 10:00:00 ...]`), or the name of an exception at the beginning. None where it says
-    nothing."""
+    """The level that a line states: the word that Python's loggers write (`WARNING:root:...`), the letter that
+    PyTorch's C++ loggers write (`[W1126 10:00:00 ...]`), or the name of an exception at the beginning. None if it
+    states none."""
     match = _WORD.search(text, 0, _BEGINNING)
     if match is None:
         return None
@@ -36,24 +36,24 @@ def level_of(text: str) -> Level | None:
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Lines for which all of this holds; what is None filters nothing. The pattern that it makes is not for several
-    threads at once."""
+    """Lines that satisfy all of these conditions; None is no condition. The resulting test is not safe for use by
+    several threads at once."""
 
     stream: Stream | None = None
     search: str | None = None
-    """Has this in it; upper and lower case are the same."""
+    """Contains this text, ignoring case."""
     regex: str | None = None
     """A part of it matches; see `linear_patterns`."""
     level: Level | None = None
-    """Says that it is as serious as this, or more so."""
+    """States this level or a more serious one."""
 
     def test(self) -> LineTest | None:
-        """What tells those lines from others; None where all are wanted. Raises BadPattern."""
+        """The test that selects these lines; None if all are wanted. Raises BadPattern."""
         return None if self == LogFilter() else LineTest(self)
 
 
 class LineTest:
-    """Tells wanted lines from others. Not for several threads at once."""
+    """Selects wanted lines. Not safe for use by several threads at once."""
 
     def __init__(self, wanted: LogFilter):
         """Raises BadPattern."""
@@ -64,8 +64,8 @@ class LineTest:
         self._in_bytes = _as_in_files(self._search)
 
     def may_want(self, line: bytes) -> bool:
-        """Whether a line, as it lies in its file, has to be understood: a look at its bytes tells of most that it is
-        not wanted."""
+        """Whether a line, as stored in its file, has to be parsed: its bytes are enough to rule out most unwanted
+        lines."""
         return self._in_bytes is None or self._in_bytes in line.lower()
 
     def wants(self, stream: str, text: str) -> bool:
@@ -82,6 +82,6 @@ class LineTest:
 
 
 def _as_in_files(search: str | None) -> bytes | None:
-    """How what is searched for lies in files, whose JSON is ASCII; None where it may lie there in several ways."""
+    """How the search text is stored in files, whose JSON is ASCII; None if there are several possible forms."""
     plain = search is not None and search.isascii() and search.isprintable() and not set(search) & set('"\\')
     return search.encode() if search is not None and plain else None

@@ -1,4 +1,4 @@
-"""The newest lines of what a job's ranks printed, read from the end, however much there is before them."""
+"""The newest lines of the output of a job's ranks, read from the end, however much comes before them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from service.log_filters import LineTest
 from service.logs import Chunk, LogLine, LogSource, Position, merge, understood
 
 CHUNK_BYTES = 64 * 1024
-"""Of a rank, read first; then twice as many, and so on up to LARGEST_CHUNK_BYTES."""
+"""Bytes read first of a rank; then twice as many, and so on up to LARGEST_CHUNK_BYTES."""
 LARGEST_CHUNK_BYTES = 4 * 1024 * 1024
 MOST_BYTES = 64 * 1024 * 1024
-"""Over all ranks."""
+"""Bytes read over all ranks."""
 MOST_SECONDS = 3.0
 
 
@@ -22,17 +22,17 @@ class LogTail:
     """The newest lines."""
 
     lines: list[LogLine]
-    """By time, each rank's in the order in which it printed them."""
+    """Sorted by time; each rank's lines in the order in which it printed them."""
     begin: Position
-    """Where the first of these lines lies of each rank; what was printed since and is not among them is not wanted."""
+    """For each rank the position of the first of these lines; later output that is not among them is not wanted."""
     end: Position
-    """Where what comes later begins."""
+    """The position at which later output begins."""
     earlier: Position
-    """Before which of each rank there may be more lines that are wanted: what `until` takes."""
+    """For each rank the position before which there may be more wanted lines: a value for `until`."""
 
     @property
     def more(self) -> bool:
-        """Whether there may be."""
+        """Whether there may be more lines before these."""
         return any(self.earlier.values())
 
 
@@ -42,13 +42,13 @@ class _End:
 
     rank: int
     begin: int
-    """Byte from which on it was understood; 0: all there is."""
+    """The parsed part begins at this byte; 0: everything was parsed."""
     end: int
     size: int = field(default_factory=lambda: CHUNK_BYTES)
-    """Bytes that are read of it next."""
+    """How many bytes are read of it next."""
     lines: list[LogLine] = field(default_factory=list)
     since: float | None = None
-    """When the first line was printed that was read."""
+    """When the first parsed line was printed."""
 
 
 def read_tail(
@@ -58,8 +58,9 @@ def read_tail(
     test: LineTest | None = None,
     until: Position | None = None,
 ) -> LogTail:
-    """The last `count` lines that `test` wants, or of all: of one rank, or of all of them merged by time; with `until`
-    of those before. Fewer where MOST_BYTES were read or MOST_SECONDS have passed before. Raises LogsUnavailable."""
+    """The last `count` lines, or the last `count` that `test` wants: of one rank, or of all of them merged by time;
+    with `until` of the lines before that. Fewer if MOST_BYTES were read or MOST_SECONDS have passed before. Raises
+    LogsUnavailable."""
     ranks = source.ranks() if rank is None else [rank]
     if until is None:
         until = {each: _end_of_lines(source, each) for each in ranks}
@@ -78,15 +79,14 @@ def read_tail(
 
 
 def _before(each: _End, shown: int) -> int:
-    """The byte before which a rank has what is neither shown, as its last `shown` lines are, nor known to be
-    unwanted."""
+    """The byte up to which a rank may have wanted lines that are not shown; its last `shown` lines are shown."""
     hidden = each.lines[: len(each.lines) - shown]
     return hidden[-1].end if hidden else each.begin
 
 
 def _certain(ends: list[_End]) -> tuple[list[LogLine], list[_End]]:
-    """The lines before which no other can come to light in between, and the ranks of which more must be read for there
-    to be more of them."""
+    """The lines between which no others can turn up, and the ranks of which more must be read to get more such
+    lines."""
     merged = merge(Chunk(each.rank, each.lines, each.end, full=False) for each in ends)
     partly = [each for each in ends if each.begin > 0]
     if len(ends) == 1 or not partly:
@@ -99,7 +99,7 @@ def _certain(ends: list[_End]) -> tuple[list[LogLine], list[_End]]:
 
 
 def _end_of_lines(source: LogSource, rank: int) -> int:
-    """The byte after the last whole line of a rank's log."""
+    """The byte after the last complete line of a rank's log."""
     end, size = source.end(rank), CHUNK_BYTES
     while True:
         start, content = _bytes(source, rank, max(0, end - size), end)
@@ -110,11 +110,11 @@ def _end_of_lines(source: LogSource, rank: int) -> int:
 
 
 def _read_back(source: LogSource, each: _End, test: LineTest | None) -> int:
-    """Read the part before what was read; how many bytes that were."""
+    """Read the part before what was read; returns its number of bytes."""
     wanted = max(0, each.begin - each.size)
     start, content = _bytes(source, each.rank, wanted, each.begin)
     each.size = min(2 * each.size, LARGEST_CHUNK_BYTES)
-    is_all = wanted == 0 or start > wanted  # what is before is lost
+    is_all = wanted == 0 or start > wanted  # what comes before is lost
     first = 0 if is_all else content.find(b"\n") + 1
     if first == 0 and not is_all:
         return len(content)  # within a line that is longer
@@ -135,7 +135,7 @@ def _time_of_first(content: bytes, rank: int) -> float | None:
 
 
 def _bytes(source: LogSource, rank: int, start: int, end: int) -> tuple[int, bytes]:
-    """The bytes of a rank's log from `start` to `end`, and where they begin: later where some are lost."""
+    """The bytes of a rank's log from `start` to `end`, and where they begin, which is later if some are lost."""
     contents, at = list[bytes](), start
     while at < end:
         piece = source.read(rank, at, end - at)

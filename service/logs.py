@@ -1,8 +1,8 @@
-"""Reads what the ranks of a job printed, page by page, without ever reading a whole log.
+"""Reads the output of a job's ranks page by page, without ever reading a whole log.
 
-The log of a rank is one JSON object a line: `{"time": Unix seconds, "rank", "generation", "stream": "stdout" |
-"stderr", "text"}`. Agents, or the control plane, append it to `<home>/jobs/<job_id>/logs/rank-00000.jsonl`; where it is
-kept elsewhere too (`service/kept_logs/`) each line has the same position there.
+The log of a rank has one JSON object a line: `{"time": Unix seconds, "rank", "generation", "stream": "stdout" |
+"stderr", "text"}`. Agents, or the control plane, append it to `<home>/jobs/<job_id>/logs/rank-00000.jsonl`; if it is
+also stored elsewhere (`service/kept_logs/`) each line has the same position there.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from workers.errors import MantaError
 DEFAULT_LIMIT = 1000
 EVERY_LINE = LogFilter()
 MAX_BYTES = 4 * 1024 * 1024
-"""Most bytes read for one page, over all ranks; at least `MIN_CHUNK_BYTES` are read of each rank, though."""
+"""The most bytes read for one page, over all ranks; but at least `MIN_CHUNK_BYTES` are read of each rank."""
 MIN_CHUNK_BYTES = 64 * 1024
 _FILE = re.compile(r"rank-(\d{5,})\.jsonl")
 
 Position = dict[int, int]
-"""Rank -> bytes of its file that were read already."""
+"""Rank -> number of bytes of its file that were read already."""
 
 
 class LogsUnavailable(MantaError):
-    """The place where a job's log is kept does not answer."""
+    """The place where a job's log is stored does not answer."""
 
     def __init__(self, error: OSError):
         super().__init__(f"the log cannot be read now, and nothing of it is lost: try again ({error})")
@@ -45,25 +45,25 @@ class LogBytes:
     """Bytes of one rank's log."""
 
     start: int
-    """The first one's place in the log; higher than what was asked for where that is lost."""
+    """Position of the first byte in the log; higher than requested if earlier bytes are lost."""
     content: bytes
     more: bool
     """Whether the log continues after them."""
 
 
 class LogSource(Protocol):
-    """Where the logs of a job's ranks are read."""
+    """Reads the logs of a job's ranks."""
 
     def ranks(self) -> list[int]:
-        """Those that have printed something. Raises LogsUnavailable."""
+        """The ranks that have printed something. Raises LogsUnavailable."""
         ...
 
     def read(self, rank: int, start: int, size: int) -> LogBytes:
-        """Up to `size` bytes of a rank's log, from byte `start` on. Raises LogsUnavailable."""
+        """Up to `size` bytes of a rank's log, starting at byte `start`. Raises LogsUnavailable."""
         ...
 
     def end(self, rank: int) -> int:
-        """The place of the byte after the last one of a rank's log, as far as it goes now. Raises LogsUnavailable."""
+        """The position after the current last byte of a rank's log. Raises LogsUnavailable."""
         ...
 
 
@@ -71,15 +71,15 @@ class JobLogs(Protocol):
     """The logs of all jobs."""
 
     def source(self, job_id: str, fresh: bool = True) -> LogSource:
-        """Where the logs of a job are read. Without `fresh` the newest second of it may be missing."""
+        """The source of a job's logs. Without `fresh` the newest second of it may be missing."""
         ...
 
     def version(self, job_id: str) -> object:
-        """Something that is another whenever there may be something new; known without any wait."""
+        """A value that changes whenever there may be something new; returned without waiting."""
         ...
 
     def is_whole(self, job_id: str) -> bool:
-        """Whether all that a job printed that is over can be read. Raises LogsUnavailable."""
+        """Whether everything that a finished job printed can be read. Raises LogsUnavailable."""
         ...
 
 
@@ -118,7 +118,7 @@ def reading_files() -> Iterator[None]:
 
 
 class LogsInHome:
-    """The logs of all jobs in a home that has them all."""
+    """The logs of all jobs, in a home that has all of them."""
 
     def __init__(self, home: Path):
         self._home = home
@@ -149,15 +149,15 @@ class LogLine:
     stream: str
     """stdout or stderr."""
     text: str
-    """The line, without its end."""
+    """The line without its line end."""
     end: int
     """Byte after it in its rank's file."""
     start: int = 0
-    """Its first byte there."""
+    """Its first byte in that file."""
 
     @property
     def level(self) -> Level | None:
-        """How serious it says that it is."""
+        """The level that the line states."""
         return level_of(self.text)
 
 
@@ -166,7 +166,7 @@ class LogPage:
     """Some lines, and where to continue."""
 
     lines: list[LogLine]
-    """Lines by time, each rank's in the order in which it printed them."""
+    """Lines by time; each rank's in the order in which it printed them."""
     position: Position
     """Where the next page begins."""
     more: bool
@@ -179,19 +179,19 @@ class Chunk:
 
     rank: int
     lines: list[LogLine]
-    """Those that are wanted."""
+    """The wanted lines."""
     end: int
-    """Byte up to which the file was understood; whole lines only."""
+    """Byte up to which the file was parsed; complete lines only."""
     full: bool
     """Whether the file continues after it."""
     until: float | None = None
-    """When its last line was printed, wanted or not; None where it has none."""
+    """When its last line was printed, wanted or not; None if there is none."""
 
 
 def log_folder(home: Path, job_id: str) -> Path:
     """The folder of a job's log files.
 
-    Raises ValueError for text that is no job id, so that paths stay inside `home`.
+    Raises ValueError for text that is not a job id, so that paths stay inside `home`.
     """
     if not is_job_id(job_id):
         raise ValueError(f"{job_id!r} is not a job id")
@@ -204,7 +204,7 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 def ranks_in(folder: Path) -> list[int]:
-    """Those that have a log file in `folder`."""
+    """The ranks that have a log file in `folder`."""
     if not folder.is_dir():
         return []
     matches = (_FILE.fullmatch(entry.name) for entry in folder.iterdir())
@@ -212,7 +212,7 @@ def ranks_in(folder: Path) -> list[int]:
 
 
 def sizes_in(folder: Path) -> frozenset[tuple[str, int]]:
-    """Of all files in `folder`, by name; none where it is not there."""
+    """Name and size of all files in `folder`; empty if it does not exist."""
     try:
         with os.scandir(folder) as files:
             return frozenset((file.name, file.stat().st_size) for file in files)
@@ -228,11 +228,11 @@ def read_page(
     max_bytes: int = MAX_BYTES,
     test: LineTest | None = None,
 ) -> LogPage:
-    """At most `limit` lines that `test` wants, or of all, from `position` on: of one rank, or of all merged by time.
+    """At most `limit` lines, or lines that `test` wants, starting at `position`: of one rank, or of all merged by time.
 
-    A last line that is still being written is left for the next page; a line that is not as expected is skipped.
-    Where a rank has more to say than was read, lines of others that are later than what was read of it wait for the
-    next page. A job that has printed nothing yet has an empty page. Raises LogsUnavailable.
+    A last line that is still being written is left for the next page; a malformed line is skipped. If a rank has more
+    output than was read, lines of others that are later than what was read of it wait for the next page. A job that has
+    printed nothing yet has an empty page. Raises LogsUnavailable.
     """
     ranks = source.ranks() if rank is None else [rank]
     chunk_bytes = max(MIN_CHUNK_BYTES, max_bytes // max(1, len(ranks)))
@@ -248,7 +248,7 @@ def read_page(
 
 
 class LogCursors:
-    """Positions in what a job printed as opaque cursors."""
+    """Positions in a job's output as opaque cursors."""
 
     def __init__(self, job_id: str, rank: int | None = None, wanted: LogFilter = EVERY_LINE):
         """`rank`: the only one that is read; None: all are."""
@@ -272,19 +272,19 @@ def _position(text: str) -> Position:
 
 
 def _read_chunk(source: LogSource, rank: int, start: int, size: int, test: LineTest | None) -> Chunk:
-    """The whole lines within `size` bytes of a rank's log from byte `start` on."""
+    """The complete lines within `size` bytes of a rank's log, starting at byte `start`."""
     piece = source.read(rank, start, size)
     start, content, full = piece.start, piece.content, piece.more
     whole = content.rfind(b"\n") + 1
     if not whole and full:
-        return Chunk(rank, [], start + len(content), full)  # part of a line beyond all measure: skip it
+        return Chunk(rank, [], start + len(content), full)  # part of an absurdly long line: skip it
     lines, end, until = understood(content[:whole], rank, start, test)
     return Chunk(rank, lines, end, full, until)
 
 
 def understood(content: bytes, rank: int, start: int, test: LineTest | None) -> tuple[list[LogLine], int, float | None]:
-    """The lines that `test` wants among the whole ones in `content`, which begins at byte `start` of the rank's log;
-    the byte after it; and when the last one was printed."""
+    """The lines that `test` wants among the complete ones in `content`, which begins at byte `start` of the rank's log;
+    the byte after the last complete line; and when that was printed."""
     lines, end, last = list[LogLine](), start, None
     raws = content.splitlines(keepends=True)
     for raw in raws:
@@ -299,7 +299,7 @@ def understood(content: bytes, rank: int, start: int, test: LineTest | None) -> 
 
 
 def _time_of_last(raws: list[bytes], rank: int) -> float | None:
-    """When the last line was printed that can be understood."""
+    """When the last line that can be parsed was printed."""
     lines = (_parse(raw, rank, 0) for raw in reversed(raws))
     return next((line.time for line in lines if line is not None), None)
 
@@ -323,7 +323,7 @@ def _parse(raw: bytes, rank: int, end: int) -> LogLine | None:
 def merge(chunks: Iterable[Chunk]) -> list[tuple[LogLine, float]]:
     """All lines by time, each with the time that it is sorted by.
 
-    Within a rank the order of the file holds, even where its clock stepped back, so a line's key never falls.
+    Within a rank the order of the file is kept, even if its clock was set back, so the sort time never decreases.
     """
     keyed: list[tuple[LogLine, float]] = []
     for chunk in chunks:
@@ -335,7 +335,7 @@ def merge(chunks: Iterable[Chunk]) -> list[tuple[LogLine, float]]:
 
 
 def _after(position: Mapping[int, int], chunks: list[Chunk], page: list[LogLine]) -> Position:
-    """Where to continue after `page`: behind each rank's last shown line, or behind its chunk when all was shown."""
+    """Where to continue after `page`: after each rank's last shown line, or after its chunk if everything was shown."""
     after = dict(position)
     shown: dict[int, LogLine] = {line.rank: line for line in page}
     for chunk in chunks:

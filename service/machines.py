@@ -1,5 +1,5 @@
-"""What calibrations have measured, by type of node: a small JSON file for each in the service's home, where the service
-and a `manta plan` without one look."""
+"""Results of calibrations, by type of node: a small JSON file for each in the service's home, where the service, and
+`manta plan` without a service, look for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from workers.system.cores import usable_cores
 from workers.system.processor import node_type
 
 OTHER_CORES, SPREAD = 0.25, 0.1
-"""Cores that others keep busy during a calibration, and distance of its repetitions, above which it is disturbed."""
+"""Cores that other processes keep busy during a calibration, and the spread of its repetitions, above which it counts
+as disturbed."""
 _MAY_BE_NOTHING = ("attention_width", "error")
 _JOBS_SINCE = "jobs_since"
 _COMMAND = (sys.executable, "-m", "workers.calibration")
@@ -38,11 +39,11 @@ class CalibrationFailed(MantaError):
 
 
 class NotKept(MantaError):
-    """Nothing can be written where calibrations are kept; the message says where and why."""
+    """Nothing can be written where calibrations are stored; the message says where and why."""
 
 
 class BadCalibration(MantaError):
-    """A file of a calibration is none."""
+    """A calibration file is invalid."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +51,22 @@ class Calibrated:
     """A type of node that was measured."""
 
     name: str
-    """Of the type: that of its GPUs in the planner's MACHINES, or without any `workers.system.processor.node_type`."""
+    """Name of the type: of its GPUs in the planner's MACHINES, or for a node without any from
+    `workers.system.processor.node_type`."""
     device: str
     """Its GPU, or its processor."""
     cores: int
     core: Core | None = None
     gpu: Gpu | None = None
-    """One of both is there."""
+    """One of `core` and `gpu` is set."""
     other_cores: float | None = None
-    """Cores that others kept busy meanwhile, as a mean; None: not known."""
+    """Mean number of cores that other processes kept busy meanwhile; None: not known."""
     spread: float | None = None
-    """How far repetitions were apart, of their median; None: not known."""
+    """How far apart repetitions were, relative to their median; None: not known."""
     links: Links | None = None
-    """Between GPUs, where that was ever measured."""
+    """The links between GPUs, if they were ever measured."""
     links_problem: str | None = None
-    """Why it was not measured this time; None where it was, and where nobody tried."""
+    """Why the links were not measured this time; None if they were, or if nobody tried."""
 
     @property
     def warning(self) -> str | None:
@@ -78,7 +80,7 @@ class Calibrated:
 
     @property
     def links_note(self) -> str | None:
-        """What to know of what lies between its GPUs, where that was not measured."""
+        """A note about the links between its GPUs, if they were not measured."""
         if self.links_problem is None:
             return None
         then = "plans go by what is assumed of it" if self.links is None else "what was measured before stays"
@@ -86,26 +88,26 @@ class Calibrated:
 
     @property
     def constants(self) -> dict[str, float]:
-        """The eight."""
+        """The eight constants."""
         fields = dataclasses.asdict(self.core or self.gpu)  # type: ignore[arg-type]
         return {name: value for name, value in fields.items() if not isinstance(value, bool)}
 
     @property
     def between(self) -> dict[str, float]:
-        """What is known of the links between its GPUs; empty where they were not measured."""
+        """Constants of the links between its GPUs; empty if they were not measured."""
         return {} if self.links is None else dataclasses.asdict(self.links)
 
     def applied(self, machine: Machine) -> Machine:
-        """`machine` by what was measured of its GPUs; the same one where none were."""
+        """`machine` with what was measured of its GPUs; unchanged if none were measured."""
         return machine if self.gpu is None else measured(machine, self.gpu, self.links)
 
     def to_json(self) -> dict[str, Any]:
-        """As it is kept."""
+        """The stored form."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, document: Any) -> Calibrated:
-        """What `to_json` made. Raises KeyError, TypeError, ValueError."""
+        """The inverse of `to_json`. Raises KeyError, TypeError, ValueError."""
         if not isinstance(document, dict):
             raise TypeError("a calibration is an object")
         core, gpu, links = (document.get(name) for name in ("core", "gpu", "links"))
@@ -137,7 +139,7 @@ def _number_or_none(value: Any) -> float | None:
 
 
 def load(folder: Path, name: str) -> Calibrated | None:
-    """What is known of nodes of type `name`; None without a calibration. Raises BadCalibration."""
+    """The calibration of nodes of type `name`; None if there is none. Raises BadCalibration."""
     path = folder / f"{safe_name(name)}.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -153,10 +155,10 @@ def load(folder: Path, name: str) -> Calibrated | None:
 
 @dataclass(frozen=True)
 class KeptCalibration:
-    """A file of a calibration."""
+    """A calibration file."""
 
     name: str
-    """Of the type of node."""
+    """Type of the node."""
     measured_at: float
     """Unix seconds."""
     calibrated: Calibrated | None
@@ -165,7 +167,7 @@ class KeptCalibration:
 
 
 def kept(folder: Path) -> list[KeptCalibration]:
-    """All that is kept there, by name."""
+    """All stored calibrations, by name."""
     calibrations = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -188,7 +190,7 @@ def _keeping(path: Path) -> Iterator[None]:
 
 
 def save(folder: Path, calibrated: Calibrated) -> Path:
-    """Keep it, there as a whole or not at all; returns the file. Raises NotKept."""
+    """Store it atomically; returns the file. Raises NotKept."""
     path = folder / f"{safe_name(calibrated.name)}.json"
     new = path.with_name(f".{path.name}.{os.getpid()}")
     with _keeping(path):
@@ -202,7 +204,7 @@ def save(folder: Path, calibrated: Calibrated) -> Path:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """To be called before a minute is spent on what could not be kept. Raises NotKept."""
+    """To be called before spending a minute on results that could not be stored. Raises NotKept."""
     path = folder / f".{os.getpid()}"
     with _keeping(path):
         path.touch()
@@ -210,8 +212,8 @@ def refuse_unwritable(folder: Path) -> None:
 
 
 def with_links_of_before(folder: Path, calibrated: Calibrated) -> Calibrated:
-    """Where what lies between GPUs was not measured this time, with what the last calibration of such machines knows of
-    it: another node of this type may have more GPUs."""
+    """If the links between GPUs were not measured this time, add those of the last calibration of such machines:
+    another node of this type may have more GPUs."""
     if calibrated.links_problem is None:
         return calibrated
     with contextlib.suppress(BadCalibration):
@@ -221,7 +223,7 @@ def with_links_of_before(folder: Path, calibrated: Calibrated) -> Calibrated:
 
 
 def this_node(folder: Path) -> CpuNode:
-    """This machine without GPUs, as it was calibrated, if it was. Raises BadCalibration."""
+    """This machine without GPUs, as calibrated if it was. Raises BadCalibration."""
     known = load(folder, node_type())
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     core = None if known is None else known.core
@@ -229,14 +231,14 @@ def this_node(folder: Path) -> CpuNode:
 
 
 def measured_machines(folder: Path) -> dict[str, Machine]:
-    """Those whose GPUs were calibrated, by their name in the planner's MACHINES. Raises BadCalibration."""
+    """The machines whose GPUs were calibrated, by their name in the planner's MACHINES. Raises BadCalibration."""
     calibrations = {name: load(folder, name) for name in MACHINES}
     return {name: each.applied(MACHINES[name]) for name, each in calibrations.items() if each is not None}
 
 
 def machine_of_type(folder: Path, name: str) -> Machine | None:
-    """A machine of that type as it was calibrated, if it was; None where it is neither a known GPU nor like this one
-    without any. Raises BadCalibration."""
+    """A machine of that type, as calibrated if it was; None if it is neither a known GPU nor a GPU-less machine like
+    this one. Raises BadCalibration."""
     if name in MACHINES:
         known = load(folder, name)
         return MACHINES[name] if known is None else known.applied(MACHINES[name])
@@ -249,8 +251,8 @@ def type_of(machine: Machine) -> str:
 
 
 def forget_jobs_before_now(folder: Path) -> Path:
-    """From now on, what jobs that began before say of machines does not count; returns the file whose time notes it,
-    and without which all count. Raises NotKept."""
+    """From now on, what jobs that began earlier say about machines does not count; returns the file whose modification
+    time records this. Without the file all jobs count. Raises NotKept."""
     path = folder / _JOBS_SINCE
     with _keeping(path):
         path.touch()
@@ -258,7 +260,7 @@ def forget_jobs_before_now(folder: Path) -> Path:
 
 
 def jobs_since(folder: Path) -> float:
-    """Unix seconds after which a job must have begun whose steps say something of machines."""
+    """Unix seconds: only the steps of jobs that began later say something about machines."""
     try:
         return (folder / _JOBS_SINCE).stat().st_mtime
     except OSError:
@@ -266,13 +268,13 @@ def jobs_since(folder: Path) -> float:
 
 
 def measure(device: str, say: Callable[[str], None]) -> Calibrated:
-    """Measure this machine in a process of its own: this one has no torch. `device`: auto (a GPU where there is one),
-    cpu or cuda. `say` is told what is measured next. Raises CalibrationFailed, UnknownMachine."""
+    """Measure this machine in a separate process, since this one has no torch. `device`: auto (a GPU if there is one),
+    cpu or cuda. `say` is called with what is measured next. Raises CalibrationFailed, UnknownMachine."""
     return calibrated(Measurements.from_json(_measurements(device, say)))
 
 
 def calibrated(measurements: Measurements) -> Calibrated:
-    """What plans go by after such measurements. Raises UnknownMachine."""
+    """The constants that plans use after such measurements. Raises UnknownMachine."""
     if measurements.gpu_memory_bytes is None:
         made = Calibrated(node_type(), measurements.device, measurements.cores, core=fit_core(measurements))
     else:
@@ -285,7 +287,7 @@ def calibrated(measurements: Measurements) -> Calibrated:
 
 
 def _measurements(device: str, say: Callable[[str], None]) -> Any:
-    """What the process has printed last, in a file: a pipe would hold it up as long as nobody reads from it."""
+    """The last line that the process printed. Its output goes to a file: a pipe would block it while nobody reads."""
     last = ""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
         with subprocess.Popen(
@@ -301,6 +303,6 @@ def _measurements(device: str, say: Callable[[str], None]) -> Any:
     if process.returncode:
         raise CalibrationFailed(f"this machine could not be measured: {last}")
     try:
-        return json.loads(printed[-1])  # libraries print too, such as NCCL its version
+        return json.loads(printed[-1])  # libraries print too: NCCL prints its version
     except (IndexError, ValueError) as error:
         raise CalibrationFailed("this machine could not be measured: what was printed is no measurement") from error
