@@ -16,7 +16,7 @@ from workers.protocol.messages import GpuReading
 
 RAY_SECONDS = 3.0
 FRESH_SECONDS = 60.0
-"""What a node has not reported for so long is not shown any more."""
+"""Readings of a node that are older than this are not shown."""
 
 NodeState = Literal["ready", "draining", "silent", "problem", "lost"]
 NODE_STATES: tuple[NodeState, ...] = get_args(NodeState)
@@ -24,7 +24,7 @@ NODE_STATES: tuple[NodeState, ...] = get_args(NodeState)
 
 @dataclass(frozen=True)
 class NodeMeasurements:
-    """One node that Ray takes for living."""
+    """A node that Ray considers alive."""
 
     id: str
     host: str
@@ -32,28 +32,30 @@ class NodeMeasurements:
     """ready: ranks are placed there; draining: jobs move away from it; silent: its daemon does not answer; problem: an
     operator has to do something first; lost: neither its daemon nor its Ray can be reached."""
     gpus: tuple[GpuReading, ...] = ()
-    """Empty too where nothing is known of them."""
+    """Also empty if nothing is known of them."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """Of one moment."""
+    """Measurements of one moment."""
 
     loop_delay_seconds: float
-    """How long the control plane's thread took to turn to the question."""
+    """How long the control plane's thread took to begin answering."""
     owned_jobs: int
-    """Jobs that this control plane owns."""
+    """Number of jobs that this control plane owns."""
     lag_seconds: Mapping[str, float]
-    """By loop how long the oldest of what it has still to do has been due."""
+    """By loop, how long its oldest outstanding work has been due."""
     ray_answers: bool = True
-    """Whether Ray listed its nodes; else the two below are empty."""
+    """Whether Ray listed its nodes; otherwise the two fields below are empty."""
     nodes: tuple[NodeMeasurements, ...] = ()
     units: Mapping[Unit, tuple[int, int]] = field(default_factory=dict)
-    """By what a rank takes (`GPU`, `manta_slot`) how many there are on living nodes, and how many of them are free."""
+    """By resource that a rank takes (`GPU`, `manta_slot`), how many there are on living nodes, and how many of them are
+    free."""
 
 
 async def measured(cluster: Cluster | None, asked_at: float, owned: int, lags: Mapping[str, float]) -> Measurements:
-    """On the control plane's loop. `asked_at`: by the monotonic clock; `cluster`: None before there is one."""
+    """To be called on the control plane's loop. `asked_at`: by the monotonic clock; `cluster`: None until there is
+    one."""
     delay = time.monotonic() - asked_at
     try:
         if cluster is None:
@@ -69,7 +71,7 @@ async def measured(cluster: Cluster | None, asked_at: float, owned: int, lags: M
 
 
 def gpus_of(nodes: Nodes, node: str) -> tuple[GpuReading, ...]:
-    """What was heard of a node's GPUs lately."""
+    """Recent readings of a node's GPUs."""
     heard = nodes.gpus.get(node)
     return heard.readings if heard is not None and time.monotonic() - heard.heard_at < FRESH_SECONDS else ()
 

@@ -1,4 +1,5 @@
-"""Which installed packages the models of jobs may come from: what a job names there is run by the service's user."""
+"""Which installed packages the models of jobs may come from: code that a job names there is run by the service's
+user."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from workers.spec.problems import Problem
 
 @dataclass(frozen=True)
 class ModelPackages:
-    """The packages that the operator lists."""
+    """The packages that the operator permits."""
 
     names: tuple[str, ...] = ()
-    """Such as `my_models`, with all below it, or `my_models.public`; none: no job may bring a model."""
+    """Such as `my_models`, with everything below it, or `my_models.public`; none: no job may bring its own model."""
 
     def problems(self, spec: JobSpec) -> list[Problem]:
-        """Whether the spec's model comes from elsewhere. Says nothing about what is installed."""
+        """The problem of a spec whose model comes from elsewhere. Does not check what is installed."""
         entrypoint = spec.model.entrypoint
         if entrypoint is None or any(self._holds(name, entrypoint) for name in self.names):
             return []

@@ -1,5 +1,5 @@
-"""The owners of the jobs that this control plane owns: each job that may hold places has one, on the control
-plane that has the job's lease."""
+"""The owners of the jobs that this control plane owns: each job that may hold places has one, on the control plane that
+has the job's lease."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from service.tasks import log_failure
 
 log = logging.getLogger(__name__)
 
-# How often it is checked that every job that may hold places has an owner.
+# Time between two checks that every job that may hold places has an owner.
 CLAIM_SECONDS = 1.0
 
 _UNKNOWN = JobInBrief("", JobState.QUEUED, None, 0, None, 0)
 
 
 class JobOwners:
-    """All of them. Called on the control plane's own thread, but for what only looks (`has`, `able_to_inject`)."""
+    """All owners. Called on the control plane's own thread, except for what only looks (`has`, `able_to_inject`)."""
 
     def __init__(
         self,
@@ -43,12 +43,13 @@ class JobOwners:
         keeper: LogKeeper | None = None,
         first_step: FirstStep | None = None,
     ):
-        """`memory_seconds`: how long the snapshots of a failed job are kept for a retry; `keeper`: keeps what ranks
-        print, where that is kept elsewhere too; `first_step`: called with that of each generation of a job."""
+        """`memory_seconds`: how long the snapshots of a failed job are kept for a retry; `keeper`: stores what ranks
+        print, if that is also stored elsewhere; `first_step`: called with the first step of each generation of a
+        job."""
         self._store, self.leases, self._memory_seconds, self._keeper = store, leases, memory_seconds, keeper
         self._first_step = first_step
         self.by_job: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
-        """Owner, and the task in which it works."""
+        """Each owner, and the task in which it works."""
         self.lag = Lag(CLAIM_SECONDS)
         """How far this is behind in supervising all jobs."""
         self._seen: dict[str, JobInBrief] = {}
@@ -68,12 +69,12 @@ class JobOwners:
         return [owner for owner, _ in self.by_job.values()]
 
     def of(self, job_id: str) -> JobOwner | None:
-        """The job's; None where it is owned elsewhere or not at all."""
+        """The job's owner; None if it is owned elsewhere or not at all."""
         owner, _ = self.by_job.get(job_id, (None, None))
         return owner
 
     def able_to_inject(self, job_id: str, state: str) -> JobOwner:
-        """The owner of a job in `state` that can make faults in it. Raises FaultNotPossible."""
+        """The owner of a job in `state` that can inject faults into it. Raises FaultNotPossible."""
         owner = self.of(job_id)
         if owner is None and self._seen.get(job_id, _UNKNOWN).owner not in (None, self.leases.me):
             raise FaultNotPossible("another control plane owns the job: ask that one for the fault")
@@ -86,8 +87,7 @@ class JobOwners:
         self._own(job.id, generation)
 
     async def run(self) -> None:
-        """Look after them until cancelled: again and again, and whenever another control plane says that there is
-        something to see."""
+        """Look after all owners until cancelled: regularly, and whenever another control plane announces a change."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLAIM_SECONDS):
@@ -97,12 +97,12 @@ class JobOwners:
             try:
                 await self.look()
                 self.lag.done()
-            except Exception:  # a job without an owner still has none in a moment
+            except Exception:  # a job without an owner gets one in the next round
                 log.exception("the jobs could not be listed")
 
     async def look(self) -> None:
-        """Give way where another control plane owns a job by now; own every job that may hold places and has no owner,
-        whatever happened to the one it had; pass on what others have written that is wanted of a job."""
+        """Give up jobs that another control plane owns by now; own every job that may hold places and has no owner,
+        whatever happened to its previous one; pass on requests to a job that others have written."""
         assert self._housekeeping is not None
         unfinished, too_many = await self.leases.look(self._is_busy)
         for job_id, (_, task) in list(self.by_job.items()):
@@ -140,7 +140,7 @@ class JobOwners:
             owner.resize()
 
     async def _hand_over(self, job_id: str, to: str) -> None:
-        """Have the control plane `to` own a job, which does not notice."""
+        """Make the control plane `to` own a job, which does not notice."""
         lease, (_, task) = self.leases.of(job_id), self.by_job.get(job_id, (None, None))
         if lease is None or task is None:
             return

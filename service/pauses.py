@@ -8,7 +8,7 @@ _MOST_DOUBLINGS = 64
 
 
 def growing_pauses(first: float, longest: float) -> Iterator[float]:
-    """Seconds between tries, without end: each twice the one before, from `first` to `longest`."""
+    """Seconds between attempts, without end: each twice the previous one, from `first` up to `longest`."""
     pause = first
     while True:
         yield min(pause, longest)

@@ -1,4 +1,4 @@
-"""Phases that follow one another, some of whose ends were not noted. Pure Python."""
+"""Consecutive phases, some of whose ends were not recorded. Pure Python."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def intervals(began_at: float, ends: Sequence[float | None]) -> list[tuple[float, float]]:
-    """Begin and end of each phase, in Unix seconds, up to the first that has not ended. `ends`: when each did; None for
-    what has not happened or is not known: a phase whose own end is not known is counted with the one that follows.
-    Clocks of several machines may disagree: no phase is negative, and each begins where the one before ended."""
+    """Begin and end of each phase, in Unix seconds, up to the first that has not ended. `ends`: when each ended; None
+    for what has not happened or is not known: a phase whose own end is not known is counted with the one that follows.
+    The clocks of several machines may disagree: no phase is negative, and each begins where the previous one ended."""
     spans: list[tuple[float, float]] = []
     last = began_at
     for place, end in enumerate(ends):

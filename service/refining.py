@@ -1,7 +1,7 @@
-"""The machines of a cluster as the steps of jobs have refined what is assumed of them.
+"""The machines of a cluster, with constants refined by the steps of jobs.
 
-That is derived from the plans and measurements in the database each time, so that all control planes refine alike and
-nothing has to be kept up to date; without a service, `manta plan` uses calibrations alone.
+They are derived from the plans and measurements in the database each time, so that all control planes refine alike and
+nothing has to be kept up to date; without a service, `manta plan` uses calibrations only.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from service.store import plans
 
 @dataclass(frozen=True)
 class SeenJobs:
-    """What jobs say of machines."""
+    """What jobs say about machines."""
 
     by_type: dict[str, list[Observation]]
     """Newest first, by `service.machines.type_of`."""
 
     @classmethod
     def read(cls, session: Session, folder: Path) -> SeenJobs:
-        """Of the jobs in the database. `folder`: of the calibrations, where it is noted since when they count."""
+        """From the jobs in the database. `folder`: of the calibrations, which also records since when jobs count."""
         return cls(plans.observed(session, jobs_since(folder)))
 
     def machine(self, machine: Machine) -> Machine:
-        """As jobs have refined it."""
+        """`machine` as refined by jobs."""
         return refined(machine, self.by_type.get(type_of(machine), ()))
 
     def of_type(self, name: str, folder: Path) -> Machine | None:
-        """A machine of that type, where jobs have refined it; `folder`: of the calibrations."""
+        """A machine of that type if jobs have refined it; `folder`: of the calibrations."""
         try:
             machine = machine_of_type(folder, name)
         except BadCalibration:
@@ -47,6 +47,6 @@ class SeenJobs:
         return max(each.at for each in self.by_type[name])
 
     def cluster(self, cluster: Cluster) -> Cluster:
-        """With its machines refined, of all kinds."""
+        """`cluster` with refined machines of all kinds."""
         others = tuple(self.cluster(other) for other in cluster.others)
         return replace(cluster, machine=self.machine(cluster.machine), others=others)

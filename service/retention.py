@@ -1,8 +1,9 @@
-"""Jobs that ended long ago are deleted, where the service is configured to keep them only so long.
+"""Deletes jobs that ended long ago, if the service is configured to keep them only for a limited time.
 
-No clock, no backup and no file system may delete what is not old. So a job goes only when every look for an hour of
-the monotonic clock has seen it past its time (the wall clock may be set), and when nothing in its folder was written
-later than that (a database that was restored may not know what the job has done since); what cannot be read is not old.
+No clock, no backup and no file system may cause the deletion of something that is not old. So a job is deleted only
+when every look during an hour of the monotonic clock has found it expired (the wall clock may be set), and when nothing
+in its folder was written later than that (a restored database may not know what the job has done since); what cannot be
+read does not count as old.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 600.0
 CONFIRMED_SECONDS = 3600.0
-"""For how long a job must have been seen past its time, by a clock that cannot be set."""
+"""How long a job must have been found expired, by a clock that cannot be set."""
 JOBS_AT_ONCE = 200
-"""What one look deletes, those that ended first; what cannot be deleted has its turn again an hour later."""
+"""How many jobs one look deletes, those that ended first; a job that cannot be deleted is tried again an hour later."""
 DAY_SECONDS = 86400.0
 
 
 @dataclass
 class SeenExpired:
-    """Which jobs every look has seen past their time, and since when."""
+    """Which jobs every look has found expired, and since when."""
 
     seconds: float
-    """For how long they must have been."""
+    """How long they must have been expired."""
     _since: dict[str, float] = field(default_factory=dict)
 
     def confirmed(self, expired: Collection[str], now: float, most: int | None = None) -> list[str]:
-        """Those of the jobs that are past their time now, which have been so in every look for `seconds`, the first
-        `most`; each is named once in that time. `now`: of a monotonic clock, in seconds."""
+        """The first `most` of the jobs that are expired now and have been so in every look for `seconds`; each is
+        returned once in that time. `now`: seconds of a monotonic clock."""
         self._since = {job: self._since.get(job, now) for job in expired}
         long_enough = [job for job, since in self._since.items() if now - since >= self.seconds][:most]
         for job in long_enough:
@@ -51,7 +52,7 @@ class SeenExpired:
 
 
 class Retention:
-    """Deletes what is past its time, wherever housekeeping is done."""
+    """Deletes expired jobs, on the control plane that does the housekeeping."""
 
     def __init__(self, paths: Paths, kept_days: float, monotonic: Callable[[], float] = time.monotonic):
         """`kept_days`: how long a job is kept after its end."""
@@ -59,16 +60,16 @@ class Retention:
         self._seen = SeenExpired(CONFIRMED_SECONDS)
 
     async def run(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
-        """Until cancelled. `let_go` returns when nothing of a job is left on the cluster."""
+        """Run until cancelled. `let_go` returns when nothing of a job is left on the cluster."""
         while True:
             try:
                 await self.look(store, let_go)
-            except Exception:  # the jobs are still there: it is looked again
+            except Exception:  # the jobs are still there: look again
                 log.exception("could not look for jobs that have been kept for long enough")
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
-        """Delete the jobs of which it is certain that they are past their time."""
+        """Delete the jobs that are certain to be expired."""
         before = time.time() - self._kept_days * DAY_SECONDS
         expired = await store.read_async(partial(deletion.expired, before=before))
         for job_id in self._seen.confirmed(expired, self._monotonic(), JOBS_AT_ONCE):
@@ -90,7 +91,7 @@ class Retention:
 
 
 def has_newer_files(paths: Paths, job_id: str, moment: float) -> bool:
-    """Whether anything that a job has, wherever that is, was written after `moment`, or cannot be read."""
+    """Whether anything that belongs to a job, wherever it is, was written after `moment`, or cannot be read."""
     folder, checkpoints, logs = paths.job_folder(job_id), paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
     elsewhere = [place for place in (checkpoints, logs) if place is not None and place.parent != folder]
     try:
@@ -103,8 +104,8 @@ def has_newer_files(paths: Paths, job_id: str, moment: float) -> bool:
 
 
 def written_since(folder: Path, moment: float) -> bool:
-    """Whether something in `folder` was written after `moment`, or cannot be read. One that is not there says that
-    nothing was, if others are: the folder of all of them may be away."""
+    """Whether something in `folder` was written after `moment`, or cannot be read. A folder that does not exist counts
+    as unchanged only if its siblings exist: the folder of all of them may be unmounted."""
     try:
         if not os.path.lexists(folder):
             return not any(folder.parent.iterdir())

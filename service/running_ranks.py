@@ -1,4 +1,4 @@
-"""What the agents of a running job say on request: who waits for whom, and the stack of one trainer. They
+"""What the agents of a running job answer on request: which rank waits for which, and the stack of one trainer. They
 answer every control plane, whichever one owns the job."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from workers.errors import MantaError
 ASK_SECONDS = 2.0
 STACK_SECONDS = 5.0
 FRESH_SECONDS = 0.5
-"""Whoever asks so soon after another one gets the same answer: thousands of agents are asked once for all viewers."""
+"""Requests that come this soon after another one get the same answer, so that thousands of agents are asked once for
+all viewers."""
 _MOST_KEPT = 64
 
 
@@ -49,7 +50,7 @@ class RankSilent(MantaError):
 
 @dataclass(frozen=True)
 class SeenWaits:
-    """Who waits for whom, and when that was."""
+    """Which rank waits for which, and when that was."""
 
     at: float
     """Unix seconds."""
@@ -75,7 +76,7 @@ class RunningRanks:
         self._looks: dict[str, tuple[float, asyncio.Task[SeenWaits]]] = {}
 
     async def waits(self, job_id: str) -> SeenWaits:
-        """Who waits for whom in a job. Raises JobNotFound, NoRanks, SpecNotUnderstood, ClusterUnavailable."""
+        """Which rank waits for which in a job. Raises JobNotFound, NoRanks, SpecNotUnderstood, ClusterUnavailable."""
         now = time.monotonic()
         began, look = self._looks.pop(job_id, (0.0, None))
         if look is None or (look.done() and now - began > FRESH_SECONDS):
@@ -83,7 +84,7 @@ class RunningRanks:
         self._looks[job_id] = began, look
         while len(self._looks) > _MOST_KEPT:
             self._looks.pop(next(iter(self._looks)))
-        return await asyncio.shield(look)  # others may wait for it too
+        return await asyncio.shield(look)  # other callers may wait for it too
 
     async def _look(self, job_id: str) -> SeenWaits:
         job, rows = await asyncio.to_thread(self._ranks, job_id)
@@ -118,7 +119,7 @@ class RunningRanks:
         return RankStack(rank, status.pid, time.time(), text)
 
     def _ranks(self, job_id: str) -> tuple[Job, list[Rank]]:
-        """The job, and its ranks in their order."""
+        """The job, and its ranks in order."""
         with self._store.read() as session:
             job, rows = jobs.get(session, job_id), ranks.of_job(session, job_id)
         if not rows or all(row.pid is None for row in rows):

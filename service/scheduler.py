@@ -1,8 +1,8 @@
 """Admission: looks at queued jobs in order, checks their data, and places the ones that fit.
 
-Strictly first come, first served within a priority: a job that fits the cluster but not now holds back those behind
-it that take the same (GPUs, or slots), so that small jobs cannot starve large ones. A job that the cluster could never
-hold steps aside.
+Strictly first come, first served within a priority: a job that fits the cluster, but not now, holds back those behind
+it that take the same resource (GPUs, or slots), so that small jobs cannot starve large ones. A job that the cluster
+could never hold steps aside.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0
 PLACEMENT_SECONDS = 10.0
 AGAIN_SECONDS = 60.0
-"""How old what a job says may be that the cluster could never hold: there may be thousands."""
+"""How long the finding that the cluster could never hold a job stays valid: there may be thousands of such jobs."""
 
 
 class Look(Enum):
-    """What came of a look at a queued job."""
+    """Result of a look at a queued job."""
 
     DONE = "it is placed, or no longer queued"
     STEPS_ASIDE = "it waits, and those behind it do not wait for it"
@@ -70,40 +70,41 @@ class Scheduler:
         data_roots: DataRoots = ANYWHERE,
         leases: Leases | None = None,
     ):
-        """`placed`: see `Placed`; `data_roots`: below which folders jobs may read; `leases`: a job that is placed is
-        held from then on. None: this is the only control plane."""
+        """`placed`: see `Placed`; `data_roots`: folders below which jobs may read; `leases`: the lease of a placed job
+        is held from then on. None: this is the only control plane."""
         self._leases = leases
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
         self._data_looks = DataLooks(self._look_at_data)
         self._queue: list[jobs.QueuedJob] = []
-        """As it was when it was last looked at."""
+        """The queue as of the last look."""
         self._good_data: set[str] = set()
-        """Jobs in the queue whose data could be trained on when they had their turn first: it is looked at again before
-        they are placed, and not every second until then."""
+        """Queued jobs whose data was fine when they first had their turn: it is checked again before they are placed,
+        and not every second until then."""
         self._never_fitted: dict[str, tuple[float, object]] = {}
-        """By job that the cluster could never hold since when that is known, in seconds of the monotonic clock, and of
-        which job and cluster."""
+        """For each job that the cluster could never hold: when that was found, in seconds of the monotonic clock, and
+        for which job and cluster."""
         self._wake = asyncio.Event()
         self.lag = Lag()
-        """How long something in the queue has waited to be looked at."""
+        """How long something in the queue has waited for a look."""
         self._demand: Demand | None = None
-        """What the jobs that wait in this look at the queue need; None: there is none, or no autoscaler."""
+        """What the jobs that wait in this look at the queue need; None: no look is in progress, or there is no
+        autoscaler."""
         self.not_released: Collection[str] = ()
-        """Jobs of which something that they held before they were in the queue cannot be released yet."""
+        """Jobs that held something before they were queued which cannot be released yet."""
         self.placing: set[str] = set()
         """Jobs that are STARTING and have no owner yet, because they are being placed."""
 
     def wake(self) -> None:
-        """Something changed: a job came, or capacity went."""
+        """Something has changed: a job arrived, or capacity was lost."""
         self.lag.asked()
         self._wake.set()
 
     async def run(self) -> None:
-        """Look at the queue whenever woken, and now and then for capacity that others gave back."""
+        """Look at the queue whenever woken, and regularly for capacity that others have given back."""
         try:
             await self._look_again_and_again()
         finally:
-            with contextlib.suppress(ClusterUnavailable):  # else it goes with this process
+            with contextlib.suppress(ClusterUnavailable):  # otherwise the request disappears with this process
                 await self._cluster.requests.withdraw()
 
     async def _look_again_and_again(self) -> None:
@@ -115,7 +116,7 @@ class Scheduler:
                 self.lag.done()
             except LeaseLost:
                 raise
-            except Exception:  # the owner of all queued jobs may not end: look again in a moment
+            except Exception:  # the owner of all queued jobs must not end: look again in a moment
                 log.exception("checking the queue failed")
                 waiting = True
             with contextlib.suppress(TimeoutError):
@@ -123,7 +124,7 @@ class Scheduler:
                     await self._wake.wait()
 
     async def _round(self) -> bool:
-        """One pass over the queue; whether jobs still wait. Nodes that can be added are asked for."""
+        """One pass over the queue; returns whether jobs still wait. Nodes that can be added are requested."""
         self._demand = None
         await self._cluster.requests.settle()
         waiting = await self._admit()
@@ -150,7 +151,7 @@ class Scheduler:
                 if job is None:
                     continue
                 outcome = await (self._ask_ahead(job) if unit in behind else self._look_at(job))
-            except Exception as error:  # one job may not keep those behind it waiting
+            except Exception as error:  # one job must not keep those behind it waiting
                 if may_pass(error) or isinstance(error, ClusterUnavailable | LeaseLost):
                     raise
                 log.exception("%s could not be checked", each.id)
@@ -175,7 +176,8 @@ class Scheduler:
             why = "what it held before it was in the queue cannot be released, as the service's log says; tried again"
             await self._say_why(job, None, "not_released", why)
             return Look.STEPS_ASIDE
-        # Thousands that never fit, such as all in the queue while no node answers, would hold up those behind them.
+        # Looking at thousands that never fit, such as the whole queue while no node answers, would hold up those behind
+        # them.
         needs_no_look = job.id in self._good_data or await self._never_fits(spec)
         if needs_no_look or self._cluster.nodes.at_rest:
             shortage = await self._shortage(await self._sized(job, spec))
@@ -201,15 +203,15 @@ class Scheduler:
         return Look.NEVER_FITS if await self._never_fits(spec) else Look.WAITS
 
     async def _ask_ahead(self, job: Job) -> Look:
-        """Have nodes asked for a job that will have its turn later."""
+        """Have nodes requested for a job that will have its turn later."""
         spec = await self._read_spec(job)
         if spec is not None and not await self._never_fits(spec):
             await self._asks_for(job, spec)
         return Look.WAITS
 
     async def _asks_for(self, job: Job, spec: JobSpec) -> int | None:
-        """For how many ranks of the job nodes are requested: as many as it may have and could get; None where it is
-        not asked for."""
+        """For how many ranks of the job nodes are requested: as many as it may have and could get; None if none are
+        requested."""
         if not self._cluster.nodes.shapes:
             return None
         if self._demand is None:
@@ -220,13 +222,14 @@ class Scheduler:
         return largest.layout.world_size if self._demand.add(largest.layout, unit) else None
 
     def _keep_only(self, job_ids: set[str]) -> None:
-        """Forget what is known of the data of other jobs."""
+        """Forget what is known about the data of other jobs."""
         self._data_looks.keep_only(job_ids)
         self._good_data &= job_ids
         self._never_fitted = {job: known for job, known in self._never_fitted.items() if job in job_ids}
 
     async def _read_spec(self, job: Job) -> JobSpec | None:
-        """The job's spec; None, and the job says so and waits, where this release does not take what another stored."""
+        """The job's spec; None if this release does not understand the spec that another release stored: the job says
+        so and waits."""
         try:
             return stored_spec(job).spec
         except SpecNotUnderstood as error:
@@ -248,7 +251,8 @@ class Scheduler:
         return Look.STEPS_ASIDE
 
     async def _look_at_data(self, spec: JobSpec) -> str | None:
-        """Why a job's data cannot be trained on. None too where no node says whether it can read it: the ranks will."""
+        """Why a job cannot be trained on its data. None also if no node says whether it can read the data: the ranks
+        will find out."""
         if not self._cluster.is_elsewhere:
             return await problem_here(self._data_roots, spec)
         return await self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self._data_roots.names)
@@ -260,13 +264,13 @@ class Scheduler:
         return missing(spec.layout, await self._cluster.nodes.capacity(await self._unit(spec)))
 
     async def _never_fits(self, spec: JobSpec) -> bool:
-        """Whether not even its smallest layout would fit if no other job held anything, and all were there that can be
-        added."""
+        """Whether even its smallest layout would not fit if no other job held anything, and all nodes that can be added
+        were there."""
         shortage = missing(smallest(spec).layout, await self._cluster.nodes.at_most(await self._unit(spec)))
         return shortage is not None and shortage.waits_in_vain
 
     async def _growth_in_words(self, job: Job, spec: JobSpec, unit: Unit) -> str:
-        """What is asked of an autoscaler for a job that waits, or why nothing is; empty where there is none."""
+        """What is requested of an autoscaler for a waiting job, or why nothing is; empty if there is no autoscaler."""
         shapes = self._cluster.nodes.shapes
         if not shapes:
             return ""
@@ -280,15 +284,16 @@ class Scheduler:
         return f"; nodes for {asked} of them are asked for: {in_words(shapes, unit)}"
 
     async def _sized(self, job: Job, spec: JobSpec) -> JobSpec:
-        """`spec` with the wanted number of replicas, or in the largest layout that there is room for, where `elastic`
-        allows it: the job grows when there is more."""
+        """`spec` with the requested number of replicas, or if `elastic` allows it in the largest layout that there is
+        room for: the job grows when there is more."""
         wanted = job.wanted_replicas or spec.layout.data
         largest = fitting(shapes_of(spec), wanted, await self._cluster.nodes.capacity(await self._unit(spec)))
         return largest or resized(spec, wanted)
 
     async def _let_wait(self, job: Job, spec: JobSpec, shortage: Shortage) -> None:
         kind = plural_of(shortage.unit).lower()
-        # A job that waits for another cluster is looked at now and then alone: it says nothing of what others hold.
+        # A job that waits for another cluster is looked at only now and then, so it does not report what other jobs
+        # hold.
         available = shortage.possible if shortage.waits_in_vain else shortage.available
         waiting_for = {"unit": kind, "needed": shortage.needed, "available": available}
         growth = await self._growth_in_words(job, spec, shortage.unit) or await self._other_unit_in_words(spec)
@@ -297,12 +302,12 @@ class Scheduler:
         await self._say_why(job, waiting_for, reason, why)
 
     async def _say_why(self, job: Job, waiting_for: dict[str, Any] | None, reason: str, why: str) -> None:
-        """Have the job say why it waits, which it may do already: it was read in this look at the queue."""
+        """Have the job say why it waits, unless it says so already: it was read in this look at the queue."""
         if (job.waiting_for, job.reason, job.message) != (waiting_for, reason, why):
             await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, waiting_for, reason, why))
 
     async def _other_unit_in_words(self, spec: JobSpec) -> str:
-        """What a job could do that waits in vain for GPUs; empty for any other."""
+        """What a job that waits in vain for GPUs could do instead; empty for any other job."""
         if await self._unit(spec) != "GPU" or not await self._never_fits(spec):
             return ""
         slots = await self._cluster.nodes.at_most("manta_slot")
@@ -329,14 +334,14 @@ class Scheduler:
         try:
             avoid = await JobRecord(self._store, job.id).avoided_nodes()
             await self._cluster.groups.acquire(job.id, generation, spec.layout, unit, PLACEMENT_SECONDS, avoid)
-        except Exception as error:  # a job that is STARTING without an owner that starts it would stay so
+        except Exception as error:  # a job that is STARTING without an owner that starts it would stay in that state
             if not isinstance(error, NotPlaced | ClusterUnavailable):
                 log.exception("%s could not be placed", job.id)
             if await self._transition(job, JobState.QUEUED, insufficient(unit), str(error)):
                 if self._leases is not None:
                     await self._leases.release(job.id)
                 return False
-            # It was cancelled meanwhile; its supervisor ends it.
+            # It was cancelled in the meantime; its supervisor ends it.
         self._placed(job, generation)
         return True
 
@@ -354,7 +359,7 @@ class Scheduler:
         layout: ParallelConfig | None = None,
         accelerator: str = "auto",
     ) -> bool:
-        """False when the user was faster. `layout`, `accelerator`: what it is placed with."""
+        """False if the user's change came first. `layout`, `accelerator`: what it is placed with."""
 
         def change(session: Any) -> int | None:
             jobs.transition(session, job.id, to, reason=reason, message=message)
@@ -379,7 +384,7 @@ class Scheduler:
 
 
 def _if_queued(session: Session, job_id: str) -> Job | None:
-    """The job; None where it is not in the queue any more."""
+    """The job; None if it is no longer in the queue."""
     try:
         job = jobs.get(session, job_id)
     except JobNotFound:

@@ -23,11 +23,11 @@ SECRETS = (
     *(_KEY, "MANTA_DATABASE_URL", "PGPASSWORD"),
     *("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"),
 )
-"""Variables that may hold a key or a password, which nothing that a job runs may see."""
+"""Variables that may contain a key or a password, which nothing that a job runs may see."""
 
 
 class BadSetting(MantaError):
-    """A variable of the environment has a value that it cannot have."""
+    """A variable of the environment has an invalid value."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,14 @@ class RequestLimits:
     """How much one caller may ask of the service."""
 
     requests_per_second: float = 500.0
-    """Requests of one key in the long run, twice as many at once (MANTA_REQUESTS_PER_SECOND); 0: no limit."""
+    """Sustained requests per second of one key, with bursts of twice as many (MANTA_REQUESTS_PER_SECOND); 0: no
+    limit."""
     requests_at_once: int = 1000
-    """Open requests of one key, streams among them (MANTA_REQUESTS_AT_ONCE)."""
+    """Open requests of one key, including streams (MANTA_REQUESTS_AT_ONCE)."""
     streams_at_once: int = 600
     """Open streams of one key (MANTA_STREAMS_AT_ONCE)."""
     anonymous_per_second: float = 20.0
-    """Requests without a good key from one address (MANTA_ANONYMOUS_PER_SECOND); 0: no limit."""
+    """Requests per second without a valid key from one address (MANTA_ANONYMOUS_PER_SECOND); 0: no limit."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ class Tls:
     """Where TLS between the service and its clients ends."""
 
     certificate: Path | None = None
-    """PEM file with the service's certificate and those between it and its root (MANTA_TLS_CERT)."""
+    """PEM file with the service's certificate and any intermediate ones (MANTA_TLS_CERT)."""
     key: Path | None = None
     """PEM file with its private key (MANTA_TLS_KEY)."""
     terminated: bool = False
-    """A proxy in front of the service ends it, and only that can reach the service (MANTA_TLS_TERMINATED=1)."""
+    """A proxy in front of the service terminates TLS, and only the proxy can reach the service
+    (MANTA_TLS_TERMINATED=1)."""
 
     def __post_init__(self) -> None:
         """Raises BadSetting."""
@@ -62,7 +64,7 @@ class Tls:
 
     @property
     def is_used(self) -> bool:
-        """Whether clients speak TLS."""
+        """Whether clients use TLS."""
         return self.terminated or self.certificate is not None
 
 
@@ -75,17 +77,17 @@ class Settings:
     url: str | None = None
     """Base address of the service that the client talks to (MANTA_URL); None: the one running in `home`."""
     allow_faults: bool = False
-    """Whether the service makes faults in jobs on request (MANTA_ALLOW_FAULTS=1, or `manta up --allow-faults`)."""
+    """Whether the service injects faults into jobs on request (MANTA_ALLOW_FAULTS=1, or `manta up --allow-faults`)."""
 
     allowed_hosts: tuple[str, ...] = ()
-    """Names under which the service may be reached besides this machine's own, such as a proxy's (MANTA_ALLOWED_HOSTS,
-    separated by commas)."""
+    """Names under which the service may be reached in addition to this machine's own, such as a proxy's
+    (MANTA_ALLOWED_HOSTS, separated by commas)."""
     failed_memory_hours: float = 24.0
-    """How long the snapshots of a job that failed stay in shared memory for `manta retry`
-    (MANTA_FAILED_MEMORY_HOURS); 0: they go at once."""
+    """How long the snapshots of a failed job stay in shared memory for `manta retry` (MANTA_FAILED_MEMORY_HOURS); 0:
+    they are removed at once."""
     data_roots: tuple[Path, ...] | None = None
-    """Folders below which jobs may read data (MANTA_DATA_ROOTS, separated by colons); None: `roots_of` says which,
-    by the address on which the service listens."""
+    """Folders below which jobs may read data (MANTA_DATA_ROOTS, separated by colons); None: `roots_of` decides, by the
+    address on which the service listens."""
     database_url: str | None = field(default=None, repr=False)
     """Where the job database is (MANTA_DATABASE_URL, or `manta up --database`), as `service.store.location` reads it;
     None: in the home."""
@@ -94,43 +96,43 @@ class Settings:
     tls: Tls = Tls()
     """TLS of the service (MANTA_TLS_CERT, MANTA_TLS_KEY, MANTA_TLS_TERMINATED, or options of the same names)."""
     trusted_proxies: tuple[str, ...] = ()
-    """Addresses or networks whose `X-Forwarded-For` is believed (MANTA_TRUSTED_PROXIES, separated by commas)."""
+    """Addresses or networks whose `X-Forwarded-For` is trusted (MANTA_TRUSTED_PROXIES, separated by commas)."""
     limits: RequestLimits = RequestLimits()
     """How much one caller may ask of the service."""
     jobs_kept_days: float = 0.0
     """How long a job is kept after its end: then it is deleted, with its checkpoints (MANTA_JOBS_KEPT_DAYS); 0: until a
     user deletes it."""
     checkpoints: Place | None = None
-    """Where the checkpoints of all jobs are, such as `s3://bucket/manta` or a folder that all nodes share
+    """Where the checkpoints of all jobs are stored, such as `s3://bucket/manta` or a folder that all nodes share
     (MANTA_CHECKPOINTS); None: in the home."""
     logs: Place | None = None
-    """Where the logs of all jobs are kept besides the home's disk (MANTA_LOGS); where it is not set the object store of
-    MANTA_CHECKPOINTS, if that is one; None, or MANTA_LOGS=home: in the home alone."""
+    """Where the logs of all jobs are stored in addition to the home's disk (MANTA_LOGS). If that is not set, the object
+    store of MANTA_CHECKPOINTS, if that is one; None, or MANTA_LOGS=home: in the home only."""
     node_notices: str | None = None
-    """Who the nodes ask whether they are to be taken (MANTA_NODE_NOTICES: aws, gcp, azure, kubernetes, slurm, several
-    with commas, as `workers.node.notice_sources` reads it); None: nothing is asked."""
+    """Whom the nodes ask whether they are about to be taken away (MANTA_NODE_NOTICES: aws, gcp, azure, kubernetes,
+    slurm, several separated by commas, as `workers.node.notice_sources` reads it); None: nobody is asked."""
     ports: PortRange | None = None
-    """Ports on which what runs on the nodes listens, for firewalls (MANTA_PORTS, such as 20000-20999); None: any."""
+    """Ports on which the processes on the nodes listen, for firewalls (MANTA_PORTS, such as 20000-20999); None: any."""
     ship_code: bool = False
-    """Whether the nodes of an existing Ray get this installation's code, instead of their own (MANTA_SHIP_CODE=1)."""
+    """Whether the nodes of an existing Ray get this installation's code instead of their own (MANTA_SHIP_CODE=1)."""
     node_shapes: tuple[NodeShape, ...] = ()
     """Nodes that the autoscaler of an existing Ray can add (MANTA_NODE_SHAPES, such as `workers=4x8 slots`, as
-    `service.cluster.node_shapes` reads it); none: nothing is asked of an autoscaler."""
+    `service.cluster.node_shapes` reads it); none: nothing is requested of an autoscaler."""
     model_packages: tuple[str, ...] = ()
-    """Installed packages that jobs may take models from (MANTA_MODEL_PACKAGES, separated by commas)."""
+    """Installed packages from which jobs may use models (MANTA_MODEL_PACKAGES, separated by commas)."""
     traces: str | None = None
-    """Address of the OpenTelemetry collector that is sent the starts and recoveries of jobs by OTLP over HTTP
+    """Address of the OpenTelemetry collector to which the starts and recoveries of jobs are sent, by OTLP over HTTP
     (MANTA_TRACES, such as http://collector:4318); None: they are not sent."""
     export_roots: tuple[Path, ...] = ()
     """Folders below which weights may be exported over REST (MANTA_EXPORT_ROOTS, separated by colons); none: `exports`
     in the home."""
     dashboard: bool = True
-    """Whether browsers are shown a dashboard; MANTA_NO_DASHBOARD=1 says no, which starts the service faster."""
+    """Whether browsers are shown a dashboard; MANTA_NO_DASHBOARD=1 disables it, which lets the service start faster."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Read the variables that the fields name from `environment`, by default the process's own; MANTA_HOME is
-        ~/.manta where it is not set. Raises BadSetting."""
+        """Read the variables that the fields name from `environment`, by default the process's own; MANTA_HOME defaults
+        to ~/.manta. Raises BadSetting."""
         source = os.environ if environment is None else environment
         home = Path(source.get("MANTA_HOME") or "~/.manta").expanduser().absolute()
         return cls(
@@ -160,7 +162,8 @@ class Settings:
 
     def environment_of_service(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
         """`environment`, by default the process's own, for a service of this home and database: without the key of
-        whoever starts it. A database's URL has no other way there: every user can read the arguments of a process."""
+        whoever starts it. A database's URL can only be passed in this way, since every user can read the arguments of a
+        process."""
         source = os.environ if environment is None else environment
         database = {} if self.database_url is None else {"MANTA_DATABASE_URL": self.database_url}
         return {
@@ -176,7 +179,8 @@ class Settings:
 
 
 def _key(source: Mapping[str, str]) -> str | None:
-    """Whatever is copied along with a key, such as the end of its line, could not be sent; no error shows any of it."""
+    """A key with characters that were copied along with it, such as a line end, could not be sent; no error shows any
+    of it."""
     key = source.get(_KEY, "").strip()
     if key and not (key.isascii() and key.isprintable() and " " not in key):
         raise BadSetting(

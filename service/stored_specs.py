@@ -1,10 +1,10 @@
 """Specs as they are stored, and how a release reads what another one has stored.
 
-`jobs.spec` is the checked spec with all defaults filled in, so that a job stays what it was when defaults change. A
-release that does not know one of its keys can do without that key where the job says nothing by it: the user did not
-write it (`jobs.submitted`), and its value is the default of the release that stored it (it is not in
-`jobs.not_default`). New keys come with defaults that do what was done before, so nothing is lost. In all other cases
-the spec is not understood, and the job is left alone.
+`jobs.spec` is the checked spec with all defaults filled in, so that a job does not change when defaults do. A release
+that does not know one of its keys can ignore that key if it carries no choice: the user did not write it
+(`jobs.submitted`), and its value is the default of the release that stored it (it is not in `jobs.not_default`). New
+keys have defaults that do what was done before, so nothing is lost. In all other cases the spec is not understood, and
+the job is left alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Document = Mapping[str, Any]
 
 
 class SpecNotUnderstood(MantaError):
-    """Another release stored the spec, and this one does not take it; the message says what to do."""
+    """Another release stored the spec, and this one does not accept it; the message says what to do."""
 
     def __init__(self, error: ValidationError):
         first = error.errors()[0]
@@ -46,12 +46,12 @@ class StoredSpec:
 
 
 def as_written(spec: JobSpec) -> dict[str, Any]:
-    """What the user wrote of `spec`, as JSON; nothing that was filled in."""
+    """The part of `spec` that the user wrote, as JSON, without anything that was filled in."""
     return spec.model_dump(mode="json", exclude_unset=True)
 
 
 def not_default(spec: JobSpec) -> dict[str, Any]:
-    """What of `spec` differs from this release's defaults, as JSON."""
+    """The part of `spec` that differs from this release's defaults, as JSON."""
     return spec.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -73,14 +73,14 @@ def stored_spec(job: Job) -> StoredSpec:
 
 
 def left_out_sentence(left_out: tuple[str, ...]) -> str:
-    """What is said about keys that this release does without."""
+    """The sentence about keys that this release ignores."""
     keys = ", ".join(sorted(left_out))
     return f"this release of Manta does not know {keys} of the spec, with the defaults of its release: it goes without"
 
 
 def _with_threads(document: Document) -> dict[str, Any]:
-    """`document` with the number of threads that its job computes with: releases that stored none know of no choice,
-    and a job that began under one keeps its bits."""
+    """`document` with the number of threads that its job computes with: releases that did not store one offered no
+    choice, and a job that began under such a release keeps its bits."""
     resources = document.get("resources") or {}
     if not isinstance(resources, Mapping) or "threads" in resources:
         return dict(document)
@@ -88,14 +88,14 @@ def _with_threads(document: Document) -> dict[str, Any]:
 
 
 def _unknown_keys(error: ValidationError, document: Document) -> list[tuple[str, ...]]:
-    """Paths of the keys that are not known."""
+    """Paths of the unknown keys."""
     return [
         _path_in(document, item["loc"]) for item in error.errors(include_url=False) if item["type"] == "extra_forbidden"
     ]
 
 
 def _path_in(document: Document, location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Where pydantic's `location` is in `document`: in between it names members of unions, which are no keys."""
+    """Where pydantic's `location` is in `document`: it also contains names of union members, which are not keys."""
     path: list[str] = []
     inner: Any = document
     for part in location:

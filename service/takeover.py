@@ -1,5 +1,5 @@
-"""Whether this release can take over what runs: checked before the database is migrated to a schema that the release
-under which it runs cannot use. Otherwise no control plane could own it any more."""
+"""Whether this release can take over the running jobs: checked before the database is migrated to a schema that the
+release under which they run cannot use. Otherwise no control plane could own them any more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CannotTakeOver(MantaError):
     once this one has started."""
 
     def __init__(self, protocols: Mapping[str, int]):
-        """`protocols`: by job that of its agents."""
+        """`protocols`: by job, the protocol of its agents."""
         jobs = sorted(protocols)
         more = f" and {len(jobs) - MOST_NAMED} more" if len(jobs) > MOST_NAMED else ""
         theirs, ours = (" and ".join(map(str, sorted(each))) for each in ({*protocols.values()}, SPOKEN))
@@ -39,8 +39,8 @@ class CannotTakeOver(MantaError):
 async def refuse_what_cannot_be_taken_over(
     cluster: Cluster, states: Callable[[Collection[str]], Mapping[str, JobState]]
 ) -> None:
-    """Ask all agents for their protocol. `states`: those of these jobs that the database knows. Raises CannotTakeOver,
-    ClusterUnavailable. An agent that does not answer says nothing about its release."""
+    """Ask all agents for their protocol. `states`: the states of those of these jobs that the database knows. An agent
+    that does not answer says nothing about its release. Raises CannotTakeOver, ClusterUnavailable."""
     names = await cluster.agents.names()
     known = await asyncio.to_thread(states, {job for name in names if (job := job_of(name)) is not None})
     running = {job for job, state in known.items() if not is_final(state) and state not in _NOT_RUNNING}
@@ -53,7 +53,7 @@ async def refuse_what_cannot_be_taken_over(
 
 
 async def _foreign_protocol(agent: AgentClient | None) -> int | None:
-    """The protocol of an agent, where we do not speak it."""
+    """The protocol of an agent, if we do not speak it."""
     if agent is None:
         return None
     try:

@@ -11,13 +11,14 @@ log = logging.getLogger(__name__)
 
 
 def log_failure(task: asyncio.Task[None]) -> None:
-    """A callback for tasks that are done: none may end unnoticed."""
+    """A callback for finished tasks: none may fail unnoticed."""
     if not task.cancelled() and task.exception() is not None:
         log.error("%s ended: %r", task.get_name(), task.exception(), exc_info=task.exception())
 
 
 class BackgroundTasks:
-    """Tasks that end by themselves. The loop itself would let those be collected that nothing refers to."""
+    """Tasks that end by themselves. References are kept here, since the loop alone would let them be
+    garbage-collected."""
 
     def __init__(self) -> None:
         self.running: set[asyncio.Task[None]] = set()
@@ -30,5 +31,5 @@ class BackgroundTasks:
         task.add_done_callback(log_failure)
 
     async def settled(self) -> None:
-        """Return once all that were started until now have ended, however."""
+        """Return once all tasks started until now have ended, however."""
         await asyncio.gather(*self.running, return_exceptions=True)
