@@ -7,7 +7,7 @@ own part of the checkpoint, from beginning to end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -61,8 +61,7 @@ def write_tensors(source: Source, tensors: Sequence[TheirTensor], dtype: str, fi
         _check(source, name, parts)
     stored = {name: source.stored(name) for name in uses}
     names = in_file_order(stored.items())
-    taken = most_memory(stored.values(), BAND_BYTES) + 2 * BAND_BYTES
-    threads = max(1, min(processors, MOST_THREADS, MEMORY_BYTES // taken))
+    threads = threads_for(stored.values(), processors)
     stop = threading.Event()
 
     def work(part: Sequence[str]) -> None:
@@ -81,6 +80,12 @@ def write_tensors(source: Source, tensors: Sequence[TheirTensor], dtype: str, fi
         except BaseException:
             stop.set()  # also where the wait is interrupted
             raise
+
+
+def threads_for(tensors: Iterable[StoredTensor], processors: int) -> int:
+    """How many bring rows of these at the same time: as many as there is memory for, and at least one."""
+    taken = most_memory(tensors, BAND_BYTES) + 2 * BAND_BYTES
+    return max(1, min(processors, MOST_THREADS, MEMORY_BYTES // taken))
 
 
 def _check(source: Source, name: str, parts: list[tuple[TheirTensor, Piece]]) -> None:

@@ -31,6 +31,13 @@ def test_pieces_may_come_in_any_order_and_what_is_not_written_is_zero(tmp_path, 
     assert second["c"].tolist() == [[0.0, 1.0], [2.0, 3.0]]
 
 
+@pytest.mark.parametrize(("most", "held"), [(67, "a bc"), (68, "ab c"), (84, "abc"), (1, "a b c")])
+def test_a_file_holds_as_many_bytes_as_it_may(most, held):
+    """Of 48, 20 and 16; one that is larger than that has a file of its own."""
+    planned = plan_files(TENSORS, "float32", most)
+    assert " ".join("".join(tensor.name for tensor in file) for file in planned.values()) == held
+
+
 def test_no_tensor_is_written_over_another_one(tmp_path):
     planned, problem = plan_files(TENSORS, "float32", 1000), "a has 48 bytes, not 52"
     with NewFiles(tmp_path, planned, "float32") as files, pytest.raises(ValueError, match=problem):
