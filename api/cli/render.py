@@ -74,7 +74,8 @@ def job_list(console: Console, jobs: Sequence[schemas.Job], filtered: bool = Fal
 
 def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = None) -> None:
     """Output of `manta status`."""
-    latest, ranks = job.metrics.latest, counted(job.parallel.get("world_size"), "rank")
+    latest, number = job.metrics.latest, job.parallel.get("world_size")
+    ranks = "- ranks" if number is None else counted(number, "rank")
     lines = {
         "job": f"{job.id} ({job.name})",
         "progress": progress_line(job),
