@@ -1,5 +1,6 @@
 """Jobs on GPUs through the whole service, on a machine without any: Ray is told that there are some, and trainers
-compute on the CPU. All else, from the queue to what each process sees, is as on GPUs."""
+compute on the CPU. All else, from the queue to what each process sees, is as on GPUs. Ranks communicate over process
+groups (gloo, as GPUs use NCCL), on slots too: whatever is killed, stopped or cut, who survives keeps its process."""
 
 import json
 
@@ -9,6 +10,8 @@ from api.cli.service import stop_service
 from tests.e2e.conftest import EVERY_STEP, Manta
 
 GPUS, SLOTS = 3, 4
+OVER_GROUPS = {"MANTA_PROCESS_GROUPS_FOR_TESTS": "1"}
+"""Environment of nodes whose ranks on slots communicate so."""
 ON_CPU = {"MANTA_COMPUTE_ON_CPU_FOR_TESTS": "1"}
 """Environment of nodes whose trainers are to compute there, whatever Ray was told."""
 STEPS, HELD_AT, ENDLESS = 20, 5, 10**5
@@ -25,7 +28,8 @@ def on_gpus(count, type=None):
 @pytest.fixture(scope="module")
 def manta(tmp_path_factory, corpus):
     """A service whose node has three GPUs, and slots beside them."""
-    running = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS, environment=on_gpus(GPUS, "A100"))
+    environment = on_gpus(GPUS, "A100") | OVER_GROUPS
+    running = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS, environment=environment)
     yield running
     stop_service(running.home)
 
@@ -139,7 +143,7 @@ def test_job_that_may_be_smaller_takes_the_gpus_that_there_are(manta):
 
 def test_killed_rank_goes_on_on_its_gpu_and_its_peers_on_theirs(manta, clean, kill):
     job = manta.submit(manta.spec(STEPS, PAIR, checkpoint=EVERY_STEP))
-    manta.hold(job, 0, HELD_AT)
+    manta.hold(job, 1, HELD_AT)
     before = devices(manta, job)
     (tried,) = manta.events(job, "repair_self_test")
     assert tried.data["passed"], "so the peers keep their processes"
@@ -177,3 +181,26 @@ def test_resized_job_gives_gpus_back_and_takes_some_again_and_keeps_its_processe
     manta.until("the larger size", lambda: len(manta.events(job, "first_step")) == 3)
     assert manta.pids(job)[0] == before[0] and len(set(devices(manta, job))) == 2
     assert (manta.events(job, "rank_lost"), manta.client.job(job).restarts) == ([], 0)
+
+
+def test_killed_stopped_and_cut_ranks_cost_no_other_process_and_no_bit(manta):
+    document = manta.spec(30, (2, 1, 2), checkpoint=EVERY_STEP, resources=CPU)
+    clean = manta.submit(document)
+    manta.until_state(clean, "SUCCEEDED")
+    job = manta.submit(document)
+    manta.inject(job, "kill", 3, at_step=5, phase="backward")
+    manta.inject(job, "stop", 1, at_step=11, phase="forward")
+    manta.inject(job, "partition", 2, at_step=17, phase="reduction", seconds=0.2)
+    manta.inject(job, "kill", 0, at_step=23, phase="optimizer")
+    manta.until_state(job, "SUCCEEDED")
+    said = [line.text for line in manta.client.logs(clean).items]
+    assert sum("communicates over process groups" in text for text in said) == 4
+    assert survivors(manta, job) == [[0, 1, 2], [0, 2, 3], [0, 1, 2, 3], [1, 2, 3]], manta.story(job)
+    assert [event.rank for event in manta.events(job, "rank_hung")] == [1]
+    assert manta.curve(job) == manta.curve(clean)
+    assert manta.leftovers(job) == []
+
+
+def survivors(manta, job):
+    """Of each recovery, who kept its process."""
+    return [event.data["kept"] for event in manta.events(job, "ranks_replaced")]

@@ -1,5 +1,6 @@
 """Jobs whose ranks communicate over process groups (gloo, as GPUs use NCCL) are repaired and changed in place, as those
-over the links are: whatever is killed, stopped or cut, who survives keeps its process, and the curve shows nothing."""
+over the links are: whatever is killed, stopped or cut, who survives keeps its process, and the curve shows nothing. The
+short form is in test_gpus.py."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import pytest
 from api.cli.service import stop_service
 from tests.e2e.conftest import EVERY_STEP, Manta
 from tests.e2e.ray_nodes import Node
+from tests.e2e.test_gpus import OVER_GROUPS, survivors
 from workers.protocol.messages import BETWEEN_STEPS, FAULT_PHASES
 
-OVER_GROUPS = {"MANTA_PROCESS_GROUPS_FOR_TESTS": "1"}
+pytestmark = pytest.mark.soak
 FOUR = (2, 1, 2)
 STEPS = 30
 
@@ -36,25 +38,6 @@ def clean(manta):
     return manta.curve(job)
 
 
-def survivors(manta, job):
-    """Of each recovery, who kept its process."""
-    return [event.data["kept"] for event in manta.events(job, "ranks_replaced")]
-
-
-def test_killed_stopped_and_cut_ranks_cost_no_other_process_and_no_bit(manta, clean, kill):
-    job = manta.submit(manta.spec(STEPS, FOUR, checkpoint=EVERY_STEP))
-    manta.inject(job, "kill", 3, at_step=5, phase="backward")
-    manta.inject(job, "stop", 1, at_step=11, phase="forward")
-    manta.inject(job, "partition", 2, at_step=17, phase="reduction", seconds=0.2)
-    manta.inject(job, "kill", 0, at_step=23, phase="optimizer")
-    manta.until_state(job, "SUCCEEDED")
-    assert survivors(manta, job) == [[0, 1, 2], [0, 2, 3], [0, 1, 2, 3], [1, 2, 3]], manta.story(job)
-    assert [event.rank for event in manta.events(job, "rank_hung")] == [1]
-    assert manta.curve(job) == clean
-    assert manta.leftovers(job) == []
-
-
-@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_a_hundred_faults_cost_no_other_process_and_no_bit(manta):
     """Kind, rank and phase are drawn from a seed; of what is killed or stopped, all but one process stays."""
@@ -113,7 +96,6 @@ def further_nodes(manta, monkeypatch):
         node.close()
 
 
-@pytest.mark.soak
 def test_drained_node_is_left_between_two_steps_by_its_own_ranks_alone(manta, clean, further_nodes):
     blocker = manta.submit(manta.spec(100_000, (1, 1, 2)))  # half of the first node
     manta.leave_room(blocker)
