@@ -4,8 +4,15 @@ import asyncio
 
 import pytest
 
+from service import data_looks
 from service.scheduler import Scheduler
 from tests.service.support.fake_cluster import FakeCluster
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A look at data that the machine is slow in taking is no data that does not answer."""
+    monkeypatch.setattr(data_looks, "LOOK_SECONDS", 60.0)
 
 
 @pytest.fixture
