@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -221,3 +222,12 @@ def test_of_the_two_blocks_read_last_none_is_read_again(tmp_path, monkeypatch):
         assert read == [0, 1]
         assert [byte_of(block) for block in (2, 0, 2, 1)] == [b"8", b"0", b"8", b"4"]
         assert read == [0, 1, 2, 1], "what was not needed for longest made room"
+
+
+def test_blocks_that_are_read_in_part_are_fetched_ahead_too():
+    """Each once, of the last one as much as there is."""
+    expected: list[tuple[int, int]] = []
+    stream = SimpleNamespace(expect=expected.extend)
+    file = CheckedFile(Path("data"), stream, FileSums(25, None, 10))  # type: ignore[arg-type]
+    file.expect([(3, 4), (8, 4), (20, 5)])
+    assert expected == [(0, 10), (10, 10), (20, 5)]

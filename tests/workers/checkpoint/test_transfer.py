@@ -7,7 +7,7 @@ import pytest
 from checkpoint_files import CONTENT, made
 
 from workers.checkpoint.catalog import MANIFEST, Condition, look_at, verify
-from workers.checkpoint.checksums import DamagedCheckpoint
+from workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint
 from workers.checkpoint.transfer import PlaceTaken, copy
 from workers.storage.files import files_of
 
@@ -73,6 +73,21 @@ def test_damage_is_not_copied(tmp_path):
     with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is missing"):
         copy(tmp_path / "a", tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+def test_what_changes_on_its_way_is_no_copy(tmp_path, monkeypatch):
+    source, target, read = made(tmp_path / "a"), tmp_path / "b", CheckedFile.readinto
+
+    def flipped(stream, buffer):
+        count = read(stream, buffer)
+        if count:
+            memoryview(buffer).cast("B")[0] ^= 1
+        return count
+
+    monkeypatch.setattr(CheckedFile, "readinto", flipped)
+    with pytest.raises(DamagedCheckpoint, match=f"the checkpoint at {target} is damaged: data is not what was read"):
+        copy(source, target)
+    assert look_at(target)[0] is Condition.NOT_WHOLE
 
 
 def test_what_the_store_does_not_take_is_no_copy(tmp_path, wired_bucket, wire):

@@ -14,7 +14,7 @@ from s3_server import answer
 
 from workers.checkpoint import uploads as uploads_module
 from workers.checkpoint.checksums import BLOCK_BYTES
-from workers.checkpoint.shared_room import SharedRoom
+from workers.checkpoint.shared_room import SharedRoom, offset_within
 from workers.checkpoint.uploads import Uploads
 from workers.storage.files import files_of
 
@@ -42,6 +42,13 @@ def _upload(uploads, file, *contents, wrote=lambda: None):
         for content in contents:
             stream.write(content)
     return sums[file.name]
+
+
+def test_only_what_lies_in_the_room_as_a_whole_is_passed_on_by_its_place(room):
+    whole = memoryview(room.tensor.numpy()).cast("B")
+    assert [room.offset_of(whole[first:]) for first in (0, 8)] == [0, 8]
+    for start, size in ((8, len(whole)), (-8, len(whole)), (0, len(whole) - 1)):
+        assert offset_within(room.tensor.data_ptr() + start, size, whole) is None
 
 
 def test_a_file_is_what_was_written_wherever_it_lay_and_is_summed(uploads, room, bucket):
