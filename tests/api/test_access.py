@@ -191,8 +191,12 @@ class Theirs:
 
 
 @pytest.fixture
-def theirs(service, operation_id):
-    operations = {operation.id: operation for operation in description_at(service.url).operations}
+def operations(service):
+    return {operation.id: operation for operation in description_at(service.url).operations}
+
+
+@pytest.fixture
+def theirs(service, operations, operation_id):
     return Theirs(service, operations[operation_id])
 
 
@@ -204,8 +208,8 @@ def test_the_description_says_what_each_operation_needs(service):
     }
 
 
-@pytest.mark.parametrize("operation_id", OPERATIONS)
-def test_nothing_answers_without_a_key_that_is_good(theirs, operation_id):
+@pytest.mark.parametrize("operation_id", ["get_job"])
+def test_nothing_answers_without_a_key_that_is_good(theirs, operations):
     store = theirs.service.store
     expired = add_key(store, "admin", "theirs", expires_at=time.time() - 1)
     revoked = add_key(store, "admin", "theirs")
@@ -213,38 +217,49 @@ def test_nothing_answers_without_a_key_that_is_good(theirs, operation_id):
     before = theirs.everything()
     shown = ({}, bearer(new_key()), bearer(expired), bearer(revoked), {"Authorization": f"Basic {theirs.own['admin']}"},
              {"Cookie": f"manta_session_default={theirs.own['admin']}"})  # fmt: skip
-    for headers in shown:
-        answer = theirs.ask(**headers)
-        if operation_id in ANONYMOUS:
-            assert answer.status_code == ANONYMOUS[operation_id]
-            continue
-        assert (answer.status_code, answer.json()["code"]) == (401, "unauthenticated"), headers
-        assert answer.headers["WWW-Authenticate"].startswith("Bearer")
-    assert theirs.everything() == before
-    assert theirs.audited() == []
+    for name in OPERATIONS:
+        theirs.operation = operations[name]
+        for headers in shown:
+            answer = theirs.ask(**headers)
+            if name in ANONYMOUS:
+                assert answer.status_code == ANONYMOUS[name]
+                continue
+            assert (answer.status_code, answer.json()["code"]) == (401, "unauthenticated"), (name, headers)
+            assert answer.headers["WWW-Authenticate"].startswith("Bearer"), name
+        assert theirs.everything() == before, name
+        assert theirs.audited() == [], name
 
 
-@pytest.mark.parametrize("operation_id", OPERATIONS)
-def test_key_of_another_project_sees_nothing_and_changes_nothing(theirs, operation_id):
-    operation, before = theirs.operation, theirs.everything()
+@pytest.mark.parametrize("operation_id", ["get_job"])
+def test_key_of_another_project_sees_nothing_and_changes_nothing(theirs, operations):
+    # Those that read first: the audit of a project has what its keys have asked for.
+    for name in sorted(OPERATIONS, key=lambda name: operations[name].method != "GET"):
+        theirs.operation = operations[name]
+        check_that_another_project_is_kept_out(theirs, name)
+
+
+def check_that_another_project_is_kept_out(theirs, name):
+    operation, before, audited = theirs.operation, theirs.everything(), len(theirs.audited())
     answer = theirs.ask(theirs.foreign["admin"])
-    assert MARK not in answer.text
-    assert theirs.job not in answer.text or answer.status_code == 404, "only what was asked is said again"
+    assert MARK not in answer.text, name
+    assert theirs.job not in answer.text or answer.status_code == 404, f"{name}: only what was asked is said again"
     if "{job_id}" in operation.path:
-        assert (answer.status_code, answer.json()["code"]) == (404, "job_not_found")
-        assert theirs.ask(theirs.foreign["admin"], UNKNOWN_JOB).text == answer.text.replace(theirs.job, UNKNOWN_JOB)
-    elif "installation" in NEEDS.get(operation_id, ()):
-        assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
-    elif operation_id == "revoke_key":
+        assert (answer.status_code, answer.json()["code"]) == (404, "job_not_found"), name
+        unknown = theirs.ask(theirs.foreign["admin"], UNKNOWN_JOB).text
+        assert unknown == answer.text.replace(theirs.job, UNKNOWN_JOB), name
+    elif "installation" in NEEDS.get(name, ()):
+        assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), name
+    elif name == "revoke_key":
         assert (answer.status_code, answer.json()["code"]) == (404, "key_not_found")
     else:
-        assert answer.status_code == ANONYMOUS.get(operation_id, answer.status_code) < 500
-    if operation_id in ("submit_job", "create_key"):
-        assert answer.status_code == 201 and answer.json()["project"] == "ours"
-    elif operation_id != "create_link":
-        assert theirs.everything() == before
-    if operation.method != "GET" and operation_id not in CHANGE_NOTHING:
-        assert [line[0] for line in theirs.audited()] == ["ours"] * len(theirs.audited()) != []
+        assert answer.status_code == ANONYMOUS.get(name, answer.status_code) < 500, name
+    if name in ("submit_job", "create_key"):
+        assert answer.status_code == 201 and answer.json()["project"] == "ours", name
+    elif name != "create_link":
+        assert theirs.everything() == before, name
+    if operation.method != "GET" and name not in CHANGE_NOTHING:
+        new = [line[0] for line in theirs.audited()][audited:]
+        assert new == ["ours"] * len(new) != [], name
 
 
 @pytest.mark.parametrize("operation_id", OPERATIONS)
