@@ -51,8 +51,8 @@ def job(name: str, layers: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_its_bits_are_those_of_activations_that_stay(ranks, name):
-    """With none, one, some and all of the layers' activations on the host."""
-    jobs = [job(name, layers) for layers in (0, 1, 2, 6)]
+    """With none, one or some, and all of the layers' activations on the host."""
+    jobs = [job(name, layers) for layers in (0, 1 + list(JOBS).index(name) % 2, 6)]
     job_spec = parse_job_spec(jobs[0])
     weights = light(random_weights(job_spec, spread=0.1, model=plain_model(job_spec)))
     batches = [[WINDOWS, WINDOWS.flip(0)] for _ in jobs]

@@ -191,7 +191,7 @@ def job(model: dict[str, Any], layout: tuple[int, int, int], micro_batch_size: i
     )
 
 
-def jobs_of(layout: tuple[int, int, int]) -> list[tuple[int, dict]]:
+def jobs_of(layout: tuple[int, int, int], policies: tuple[dict[str, Any], ...]) -> list[tuple[int, dict]]:
     """(model, job): what a layout is tried with."""
     tensor, pipeline, _ = layout
     variants: list[dict[str, Any]] = [{}]
@@ -205,7 +205,7 @@ def jobs_of(layout: tuple[int, int, int]) -> list[tuple[int, dict]]:
         if tensor > 1:
             variants[0]["sequence_parallel"] = False
     jobs = [(number % 2, job(MODELS[number % 2], layout, **each)) for number, each in enumerate(variants)]
-    return jobs + [(1, job(MODELS[1], layout, **each)) for each in RECOMPUTE]
+    return jobs + [(1, job(MODELS[1], layout, **each)) for each in policies]
 
 
 @functools.cache
@@ -249,18 +249,18 @@ def test_the_plain_model_drops_at_the_places_of_the_engine():
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "policies"),
     [
-        *((1, 1, 1), (1, 1, 3), (2, 2, 2)),
+        *(((1, 1, 1), RECOMPUTE), ((1, 1, 3), RECOMPUTE[:1]), ((2, 2, 2), RECOMPUTE[1::3])),
         *(
-            pytest.param(each, marks=pytest.mark.soak)
-            for each in ((2, 1, 1), (1, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2))
+            pytest.param(each, RECOMPUTE, marks=pytest.mark.soak)
+            for each in ((2, 1, 1), (1, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 3), (2, 2, 2))
         ),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value[0], int) else f"{len(value)} policies",
 )
-def test_every_layout_drops_what_a_plain_model_with_the_same_masks_drops(ranks, layout):
-    described = jobs_of(layout)
+def test_every_layout_drops_what_a_plain_model_with_the_same_masks_drops(ranks, layout, policies):
+    described = jobs_of(layout, policies)
     models, jobs = [model for model, _ in described], [each for _, each in described]
     by_rank = ranks.run(
         parse_job_spec(jobs[0]).layout, run_steps, jobs, [light(weights(m)) for m in models], [batches()] * len(jobs),
