@@ -151,15 +151,16 @@ def raced(job: JobSpec, rank: int, folder: Path, steps: int = 2, stream: str = C
     return cuda
 
 
+IN_TURN = {"gpipe": "gpt", "1f1b": "llama", "interleaved": "gpt", "zb-h1": "gpt", "zb-v": "qwen"}
+"""Each schedule with one of the families."""
+
+
 @pytest.mark.parametrize(
     ("family", "schedule"),
     [
-        *(("gpt", schedule) for schedule in SCHEDULES),
-        *(
-            pytest.param(family, schedule, marks=() if schedule == least else pytest.mark.soak)
-            for family, least in (("llama", "1f1b"), ("qwen", "zb-v"))
-            for schedule in SCHEDULES
-        ),
+        pytest.param(family, schedule, marks=() if IN_TURN[schedule] == family else pytest.mark.soak)
+        for family in FACTORS["family"]
+        for schedule in SCHEDULES
     ],
 )
 def test_whole_steps_use_nothing_without_a_wait(corpus, tmp_path, family, schedule):

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 """Each with its virtual stages."""
-LAYOUTS = ((2, 2, 2), (1, 4, 2), (4, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))
+LAYOUTS = ((2, 2, 2), (1, 4, 1), (4, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))
 FACTORS: Factors = {
     "schedule": tuple(SCHEDULES),
     "layout": LAYOUTS,
