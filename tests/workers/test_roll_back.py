@@ -37,6 +37,12 @@ def run(ranks, spec, *arguments):
     return ranks.run(ParallelConfig(**spec["parallel"]), train, spec, *arguments)
 
 
+@pytest.fixture(scope="module")
+def whole(ranks, corpus):
+    """A job of two replicas that rolls back and is never interrupted."""
+    return run(ranks, job(corpus, (1, 1, 2), **ROLL_BACK), NAN)
+
+
 def last_rows(rows):
     """By step, the row that came last, without what a clock says."""
     return {row["step"]: (row["loss"], row["grad_norm"], row["learning_rate"], row["tokens"]) for row in rows}
@@ -154,10 +160,9 @@ def test_all_ranks_have_a_snapshot_in_common_at_every_moment(ranks, corpus, tmp_
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_restart_after_a_roll_back_goes_on_with_the_same_samples(ranks, corpus, tmp_path, known):
+def test_restart_after_a_roll_back_goes_on_with_the_same_samples(ranks, corpus, whole, tmp_path, known):
     """`known`: whether the control plane has heard of it."""
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
-    whole = run(ranks, spec, NAN)
     first = run(ranks, spec, NAN, BAD_STEP - 1, Resume(), (), str(tmp_path))  # then rolls back:
     assert first[0].events == []
     second = run(ranks, spec, NAN, BAD_STEP, Resume("snapshot", BAD_STEP - 1), (), str(tmp_path))
@@ -171,10 +176,9 @@ def test_restart_after_a_roll_back_goes_on_with_the_same_samples(ranks, corpus, 
     assert merged == {step: whole[0].statistics[step] for step in merged}
 
 
-def test_restart_in_the_middle_of_redone_steps(ranks, corpus, tmp_path):
+def test_restart_in_the_middle_of_redone_steps(ranks, corpus, whole, tmp_path):
     """Ranks that end while they redo steps go on from the newest of these, with the samples still skipped."""
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
-    whole = run(ranks, spec, NAN)
     saved = {**spec, "checkpoint": {"every_steps": 5, "snapshot_every_steps": 1}}
     by_rank = run(ranks, saved, NAN, None, Resume(), (), str(tmp_path / "shared"), str(tmp_path / "durable"))
     kinds = [(event["type"], event["step"]) for event in by_rank[0].events if event["type"] != "checkpoint_saving"]
@@ -188,10 +192,9 @@ def test_restart_in_the_middle_of_redone_steps(ranks, corpus, tmp_path):
         assert [event["step"] for event in rest[0].events if event["type"] == "rolled_back"] == [BAD_STEP]
 
 
-def test_state_from_before_a_known_roll_back_goes_on_in_its_order(ranks, corpus, tmp_path):
+def test_state_from_before_a_known_roll_back_goes_on_in_its_order(ranks, corpus, whole, tmp_path):
     """From a checkpoint of an undone step, or of one before: the samples are skipped without being seen again."""
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
-    whole = run(ranks, spec, NAN)
     (event,) = whole[0].events
     run(ranks, spec, None, BAD_STEP - 2, Resume(), (), str(tmp_path))
     rest = run(ranks, spec, NAN, None, Resume("snapshot", BAD_STEP - 2), (event,), str(tmp_path))

@@ -152,7 +152,7 @@ def write(trainer: Trainer, path: Path) -> dict[str, FileSums]:
     return durable.save(str(path), checkpoints._owned, parts, SharedWork())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_a_save_interrupted_at_any_byte_leaves_the_one_before_it(saved, reader, lengths, data):
     """The real writes, in their order, of the data, of what lies where and of `.metadata`, cut at any byte."""
@@ -188,7 +188,7 @@ def test_a_manifest_that_was_not_finished_is_none(saved, moment):
         assert newest_usable(folder) == (newest, [])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_a_file_cut_off_at_any_byte_is_named_and_the_one_before_is_used(saved, data):
     with copied(saved[0]) as (folder, newest, before):
@@ -212,7 +212,7 @@ def test_a_file_that_is_gone_is_named_and_the_one_before_is_used(saved, name):
         assert [path for path, _ in whole_checkpoints(folder)] == [before]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_one_changed_byte_anywhere_is_located_and_nothing_of_it_is_used(saved, reader, data):
     with copied(saved[0]) as (folder, newest, before):

@@ -138,13 +138,21 @@ def test_attention_looks_across_conversations_where_that_is_asked_for(tmp_path, 
     assert job([path], folder).data.documents == "apart", "not by default"
 
 
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """A folder with the conversations in two files, and their tokens."""
+    made = tmp_path_factory.mktemp("halves")
+    chat_file(made / "a.jsonl", CHATS[:40])
+    chat_file(made / "b.jsonl", CHATS[40:])
+    return made
+
+
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 2)], ids=str)
-def test_what_is_held_out_are_the_last_conversations_of_each_path(tmp_path, folder, layout):
-    paths = [chat_file(tmp_path / "a.jsonl", CHATS[:40]), chat_file(tmp_path / "b.jsonl", CHATS[40:])]
+def test_what_is_held_out_are_the_last_conversations_of_each_path(halves, folder, layout):
     data = {"validation_fraction": 0.25, "weights": [2, 1]}
     train = {"validate_every": 1, "global_batch_size": 2, "validation_batches": 100}
-    job_ = job(paths, folder, data=data, train=train, parallel=axes(layout))
-    batches = batches_of(job_, tmp_path)
+    job_ = job(sorted(halves.glob("*.jsonl")), folder, data=data, train=train, parallel=axes(layout))
+    batches = batches_of(job_, halves)
     (held_out,) = batches.held_out
     seen = {
         tuple(row[:40])
