@@ -109,6 +109,11 @@ class JobContext:
         self.no_room = why
         self.leaving.set()
 
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether its state is kept in memory, beside the processes of its ranks."""
+        return self.submitted.checkpoint.snapshots != "off"
+
     async def wanted_replicas(self) -> int:
         """The number of replicas that the user wants."""
         return (await self.record.job()).wanted_replicas or self.submitted.layout.data

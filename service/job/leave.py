@@ -32,7 +32,7 @@ AGAIN_SECONDS = 2.0
 """Seconds before ranks are asked again, if no agent could pass it on: trainers are still starting, or their agents do
 not answer."""
 LOOK_SECONDS = 2.0
-"""Seconds between checks of the saves in progress."""
+"""Seconds between checks of the saves in progress, and in which rank 0 must report its progress."""
 
 
 async def keep_time(job: JobContext) -> None:
@@ -47,7 +47,7 @@ async def keep_time(job: JobContext) -> None:
     await job.leaving.wait()
     seconds = await _seconds_to_save(job, before)
     # What is in memory is lost with its nodes, and without snapshots there is nothing in memory.
-    keeps_memory = not job.no_room and job.submitted.checkpoint.snapshots != "off"
+    keeps_memory = job.has_snapshots and not job.no_room
     await (_until_a_save_hangs(job, seconds) if keeps_memory else asyncio.sleep(seconds))
     job.overdue.set()
 
@@ -57,10 +57,21 @@ async def _until_a_save_hangs(job: JobContext, seconds: float) -> None:
     patience, since = PATIENCE * await time_to_save(job.record), dict[object, float]()
     end = time.monotonic() + seconds
     while (now := time.monotonic()) < end:
-        since = {save: since.get(save, now) for save in await job.record.saves_under_way()}
+        since = {save: since.get(save, now) for save in await _saves_under_way(job)}
         if any(now - began >= patience for began in since.values()):
             return
-        await asyncio.sleep(min(LOOK_SECONDS, end - now))
+        await asyncio.sleep(max(0.0, min(LOOK_SECONDS, end - time.monotonic())))
+
+
+async def _saves_under_way(job: JobContext) -> list[object]:
+    """What tells each save that is under way from any other: those that were reported, and what rank 0 does between two
+    steps, as its agent sees it. It lists the store after a recovery and deletes older checkpoints: the next save waits
+    for either, and no report shows it."""
+    reported = await job.record.saves_under_way()
+    first = {rank: agent for rank, agent in job.gang.by_rank.items() if rank == 0}
+    answers, _ = await ask(first, lambda rank, agent: agent.progress(), LOOK_SECONDS)
+    records = [status.record for status in answers.values() if status is not None]
+    return [*reported, *(each.commits for each in records if each is not None and each.phase == "checkpoint")]
 
 
 async def _seconds_to_save(job: JobContext, before: Sequence[StateEntry]) -> float:
@@ -90,8 +101,7 @@ async def leave(job: JobContext) -> End | None:
     row = await job.record.job()
     saved = await _newest_checkpoint(job)
     if row.step and saved is not None and saved < row.step:
-        newest = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
-        message = f"the state of step {row.step} is in memory alone, {newest}: what its nodes lose is done again"
+        message = _not_saved(row.step, saved, job.has_snapshots)
         await job.record.event("not_saved", message, step=row.step, data={"step": row.step, "saved": saved or None})
     if row.state == JobState.CANCELLING:
         return End(JobState.CANCELLED)
@@ -103,6 +113,16 @@ async def leave(job: JobContext) -> End | None:
     limit = job.submitted.max_duration or 0.0
     message = f"has taken the {limit:g} s that max_duration allows; `manta retry {job.id}` gives it as long again"
     return End(JobState.FAILED, "max_duration", message)
+
+
+def _not_saved(step: int, saved: int, has_snapshots: bool) -> str:
+    """What became of the state of `step`, which is newer than the newest checkpoint, of step `saved`; 0: there is none.
+    `has_snapshots`: whether the job keeps any."""
+    newest = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
+    if has_snapshots:
+        return f"the state of step {step} is in memory alone, {newest}: what its nodes lose is done again"
+    again = f"steps {saved + 1} to {step} are" if step > saved + 1 else f"step {step} is"
+    return f"the state of step {step} is lost, as checkpoint.snapshots is off: {newest}, and {again} done again"
 
 
 async def _give_back(

@@ -150,6 +150,19 @@ def test_job_without_a_checkpoint_says_that_all_its_steps_may_be_lost(job):
     assert (event.step, event.data) == (2, {"step": 2, "saved": None})
 
 
+@pytest.mark.parametrize(
+    ("saved", "newest", "again"),
+    [
+        (0, "there is no checkpoint", "steps 1 to 9 are"),
+        (4, "the newest checkpoint is of step 4", "steps 5 to 9 are"),
+        (8, "the newest checkpoint is of step 8", "step 9 is"),
+    ],
+)
+def test_without_snapshots_a_state_that_is_not_saved_is_lost_and_nothing_else_is_said(saved, newest, again):
+    said = leave._not_saved(9, saved, has_snapshots=False)
+    assert said == f"the state of step 9 is lost, as checkpoint.snapshots is off: {newest}, and {again} done again"
+
+
 def test_folder_of_checkpoints_that_cannot_be_looked_at_keeps_no_places(job, cluster):
     async def body():
         await up(job, 1)

@@ -13,8 +13,10 @@ from service.job.time_to_save import SAVE_SECONDS
 from service.ledger import StateEntry
 from service.states import JobState
 from service.store import checkpoints, jobs, state_changes
+from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.supervised_job import story
 from tests.service.support.virtual_time import in_virtual_time
+from workers.liveness.trainer_status import Position, TrainerStatus
 
 
 @pytest.fixture
@@ -77,6 +79,30 @@ def test_store_that_does_not_answer_is_waited_for_longest_where_nothing_else_wil
     context.record.saves_under_way = under_way
     monkeypatch.setattr(checkpoints, "latest_seconds", lambda session, job_id, limit: [2.0])
     assert seconds_until_overdue(context) == (leaves_after or SAVE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("phase", "commits_every", "silent", "leaves_after"),
+    [
+        ("checkpoint", 0, False, 84.0),
+        ("checkpoint", 60, False, SAVE_SECONDS),
+        ("checkpoint", 0, True, SAVE_SECONDS),
+        ("backward", 0, False, SAVE_SECONDS),
+    ],
+)
+def test_store_that_does_not_answer_before_the_save_is_seen_by_what_rank_0_does(
+    store, submit, cluster, monkeypatch, seconds_until_overdue, phase, commits_every, silent, leaves_after
+):
+    """It lists the store first, or deletes what is old there, and moves in between."""
+    context, agent = JobContext.of(store, cluster, submit()), FakeAgent()
+
+    def status(asked):
+        commits = time.monotonic() // commits_every if commits_every else 5
+        return TrainerStatus(7, record=Position(7, 1, phase, commits=commits, heartbeat=asked))
+
+    agent.status, agent.silent, context.gang.agents = status, silent, [agent]
+    monkeypatch.setattr(checkpoints, "latest_seconds", lambda session, job_id, limit: [2.0])
+    assert seconds_until_overdue(context) == leaves_after
 
 
 def test_pause_by_a_host_whose_clock_is_slow_has_as_long_as_any(store, started, cluster, seconds_until_overdue):
