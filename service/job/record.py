@@ -140,6 +140,7 @@ class JobRecord:
             step_traces.interrupt(session, self.id, cause)
             number = generations.begin(session, self.id, cause, counts, resume.source, resume.step, data)
             jobs.set_layout(session, self.id, layout)
+            jobs.set_held(session, self.id, None)
             if {row.actor for row in ranks.of_job(session, self.id)} != {row["actor"] for row in expected}:
                 ranks.replace(session, self.id, expected)
             if incident is not None:
@@ -191,11 +192,12 @@ class JobRecord:
         await self.write(lambda s: step_traces.fail(s, self.id, number, why))
 
     async def note_held(self, why: str) -> None:
-        """Record why the next generation is not begun, once until a step is committed."""
+        """Record why the next generation is not begun; in an event unless one has said so since a step was committed."""
 
         def note(session: Session) -> None:
+            job = jobs.set_held(session, self.id, why)
             if not events.said_since(session, self.id, "held", why, since="first_step"):
-                events.append(session, self.id, "held", why, step=jobs.get(session, self.id).step)
+                events.append(session, self.id, "held", why, step=job.step)
 
         await self.write(note)
 

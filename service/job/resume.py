@@ -63,7 +63,7 @@ async def newest_state(job: JobContext, last_kind: str | None, last_step: int | 
     is_heard = job.has_launched or any(step is not None for step in gang.held_steps.values())
     durable = await known_checkpoints(job, IN_MEMORY_SECONDS if is_in_memory and is_heard else LOOK_SECONDS)
     resume = choose_resume(held, durable.checkpoints, unusable, foreign)
-    durable.refuse_unknown(job.id, resume)
+    durable.refuse_unknown(job.id, resume, job.has_snapshots)
     taken = {kind for rank, kind in brought.taken.items() if resume.step in brought.steps[rank]}
     return StartingPoint(resume, _source(resume, taken, resume.step in gang.held_steps.values()))
 

@@ -316,7 +316,8 @@ class Supervisor:
             return End(JobState.FAILED, decision.reason, decision.message)
         if culprit.kind == UNREADABLE and lives:
             older = len((await known_checkpoints(self._job)).checkpoints) > 1
-            await self._record.note_held(hold_sentence(job.id, lives[-1].resume_step, culprit.message, older))
+            about = (lives[-1].resume_step, culprit.message, older, self._job.has_snapshots)
+            await self._record.note_held(hold_sentence(job.id, *about))
         if decision.wait_seconds:
             await self._hold_back(decision.wait_seconds, culprit)
         if self._job.cancelled.is_set():

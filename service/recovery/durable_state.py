@@ -48,11 +48,13 @@ class DurableState:
     unknown: Mapping[str, str]
     """For unreadable ones, by path, the reason."""
 
-    def refuse_unknown(self, job_id: str, resume: Resume) -> None:
-        """Raise CheckpointsUnreadable if `resume`, chosen among these, is a checkpoint that cannot be read."""
+    def refuse_unknown(self, job_id: str, resume: Resume, has_snapshots: bool = True) -> None:
+        """Raise CheckpointsUnreadable if `resume`, chosen among these, is a checkpoint that cannot be read.
+        `has_snapshots`: whether the job keeps any."""
         if resume.path is not None and resume.path in self.unknown:
             older = any(path not in self.unknown for _, path in self.checkpoints)
-            raise CheckpointsUnreadable(hold_sentence(job_id, resume.step, self.unknown[resume.path], older))
+            why = hold_sentence(job_id, resume.step, self.unknown[resume.path], older, has_snapshots)
+            raise CheckpointsUnreadable(why)
 
 
 def durable_state(listing: Listing, complete: Sequence[CompleteCheckpoint]) -> DurableState:
@@ -70,13 +72,15 @@ def durable_state(listing: Listing, complete: Sequence[CompleteCheckpoint]) -> D
     return DurableState(tuple((places[path][1], path) for path in in_order), unknown)
 
 
-def hold_sentence(job_id: str, step: int, problem: str, older: bool) -> str:
-    """Why the job does not continue, and what would help. `older`: whether another checkpoint can be read."""
+def hold_sentence(job_id: str, step: int, problem: str, older: bool, has_snapshots: bool) -> str:
+    """Why the job does not continue, and what would help. `older`: whether another checkpoint can be read;
+    `has_snapshots`: whether the job keeps any."""
+    no_memory = "" if has_snapshots else " (with checkpoint.snapshots: off no state is in memory)"
     instead = "; to continue from an older checkpoint instead, delete its folder" if older else ""
     return (
-        f"held: the newest state is the checkpoint of step {step}, which cannot be read now: {problem}. Mount or move "
-        f"the folder back, or make it readable, and the job continues by itself{instead}. `manta cancel {job_id}` ends "
-        "it"
+        f"held: the newest state is the checkpoint of step {step}{no_memory}, which cannot be read now: {problem}. "
+        "Mount or move the folder back, or make it readable, and the job continues by itself"
+        f"{instead}. `manta cancel {job_id}` ends it"
     )
 
 

@@ -39,6 +39,8 @@ _AHEAD = select(
     + _QUEUED.where(_COLUMNS.priority == bindparam("priority"), _COLUMNS.id < bindparam("id")).scalar_subquery()
 )
 _JOBS_AT_ONCE = 1000
+HELD = "held"
+"""The reason code of a job whose next generation is not begun yet."""
 _ACCELERATORS = select(_COLUMNS.id, type_coerce(_COLUMNS.spec, JSON())["resources"]["accelerator"].as_string()).where(
     _COLUMNS.id.in_(bindparam("ids", expanding=True))
 )
@@ -241,6 +243,16 @@ def set_waiting(
     stored = (job.waiting_for, job.reason, job.message)
     if job.state == JobState.QUEUED and stored != (waiting_for, reason, message):
         job.waiting_for, job.reason, job.message, job.updated_at = waiting_for, reason, message, time.time()
+    return job
+
+
+def set_held(session: Session, job_id: str, why: str | None) -> Job:
+    """Say why the next generation of a job is not begun, until its state changes; None: it is begun. A job that has
+    another reason to be in its state keeps that. Raises JobNotFound."""
+    job = get(session, job_id, lock=True)
+    may_say = job.reason == HELD or (job.reason is None and why is not None)
+    if may_say and job.message != why:
+        job.reason, job.message, job.updated_at = HELD if why else None, why, time.time()
     return job
 
 

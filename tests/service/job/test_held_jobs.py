@@ -62,8 +62,10 @@ def test_job_is_held_and_goes_on_by_itself_once_its_checkpoint_can_be_read(job):
         await run_and_lose_all(job)
         await job.waited(3)
         assert (job.row.state, job.row.generation, states(job)) == ("RECOVERING", 1, ["complete"])
+        assert (job.row.reason, job.row.message) == ("held", job.message("held"))
         bring_back(job)
         await job.watched(2)
+        assert (job.row.reason, job.row.message) == (None, None)
         assert all(agent.orders[-1].resume.step == 2 for agent in job.ranks)
         assert {agent.orders[-1].resume.began for agent in job.ranks} == {1}
         await job.commit(3, 4)

@@ -230,6 +230,18 @@ def test_why_a_job_is_held_is_said_once_until_it_is_another_reason_or_a_step_was
     assert [event.message for event in events_of(record, "held")].count("no disk") == 2
 
 
+def test_job_says_itself_why_it_is_held_unless_it_has_another_reason_to_be_in_its_state(record):
+    walk(record, JobState.STARTING)
+    asyncio.run(record.note_held("no disk"))
+    said = asyncio.run(record.job())
+    assert (said.reason, said.message) == ("held", "no disk")
+    record.store.write(lambda s: jobs.transition(s, record.id, JobState.PAUSING, "paused_by_user", "by the user"))
+    asyncio.run(record.note_held("no network"))
+    begun(record, Resume())
+    said = asyncio.run(record.job())
+    assert (said.reason, said.message) == ("paused_by_user", "by the user")
+
+
 def test_state_to_which_no_way_leads_is_not_noted(record):
     walk(record, JobState.STARTING, JobState.CANCELLING)
     asyncio.run(record.note_state(JobState.RECOVERING))

@@ -54,6 +54,15 @@ def test_folder_that_is_not_there_makes_all_that_was_saved_unknown():
     assert durable_state(Listing(FOLDER, exists=False), []).checkpoints == ()
 
 
+def test_a_job_without_snapshots_is_told_that_nothing_is_in_memory():
+    state = durable_state(Listing(FOLDER, problem="no answer in 20 s"), [row(5)])
+    for has_snapshots in (True, False):
+        with pytest.raises(CheckpointsUnreadable) as caught:
+            state.refuse_unknown("job_1", Resume("checkpoint", 5, path_of(5)), has_snapshots)
+        said = "of step 5 (with checkpoint.snapshots: off no state is in memory), which" in str(caught.value)
+        assert said is not has_snapshots
+
+
 def test_an_older_checkpoint_is_advised_only_where_one_can_be_read():
     advice = "; to continue from an older checkpoint instead, delete its folder"
     for older, advised in ((Condition.WHOLE, True), (Condition.UNKNOWN, False), (Condition.NOT_WHOLE, False)):
