@@ -1,7 +1,7 @@
 """What the control plane asks of agents and node daemons, and how it reaches them over Ray.
 
-The rest of the service knows `AgentClient` and `NodeClient` only, and their errors: where a call goes, and what Ray
-raises on the way, is known here. Calls cross as JSON (`workers/protocol/remote_call.py`).
+The rest of the service knows only `AgentClient` and `NodeClient`, and their errors: where a call goes, and what Ray
+raises on the way, is known only here. Calls are sent as JSON (`workers/protocol/remote_call.py`).
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class AgentError(MantaError):
     """An agent or a node's daemon did not do what it was asked; the message is one line."""
 
     def __init__(self, message: str, kind: str = ""):
-        """`kind`: class of what was raised on the way, for messages; by default this one's."""
+        """`kind`: class of the original exception, for messages; by default this class."""
         super().__init__(message)
         self.kind = kind or type(self).__name__
 
 
 class AgentLost(AgentError):
-    """It is gone, or its node is, or the way there."""
+    """The actor, its node or the connection to it is gone."""
 
 
 class AgentSilent(AgentError):
-    """It gave no answer in time."""
+    """The actor did not answer in time."""
 
 
 class AgentFailed(AgentError):
-    """It answered with an error of its own."""
+    """The actor answered with an error of its own."""
 
 
 class AgentClient(Protocol):
@@ -73,48 +73,48 @@ class AgentClient(Protocol):
         ...
 
     async def prepare(self, order: LaunchOrder) -> bool:
-        """Have a trainer ready for an order like this one; whether it is."""
+        """Keep a trainer ready for an order like this one; returns whether it is ready."""
         ...
 
     async def arm(self, fault: Fault) -> None:
-        """Have the rank's trainer carry out a fault when it gets there."""
+        """Have the rank's trainer carry out a fault when its time comes."""
         ...
 
     async def trace(self, order: TraceOrder) -> bool:
-        """Have all ranks record steps, from one and the same on; asked of rank 0. False when the trainer is not one
-        that can tell them. Agents of releases before do not know: AgentFailed."""
+        """Have all ranks record steps, beginning with the same one; asked of rank 0. False if the trainer cannot tell
+        the others. Agents of earlier releases do not support it: AgentFailed."""
         ...
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
-        """Bring the trainer of `generation` to rest, after the step under way if that ends within `patience` seconds;
-        whether it is. One that is not within `grace` seconds more is killed."""
+        """Bring the trainer of `generation` to rest, after the current step if that ends within `patience` seconds;
+        returns whether it rests. A trainer that does not within another `grace` seconds is killed."""
         ...
 
     async def save_and_end(self, generation: int) -> bool:
-        """Have all ranks of `generation` save their state after the same step, and end; False when the trainer is not
-        one that can tell them."""
+        """Have all ranks of `generation` save their state after the same step, and end; False if the trainer cannot
+        tell the others."""
         ...
 
     async def progress(self) -> TrainerStatus | None:
-        """Where the trainer stands; None when none runs, or none is watched."""
+        """The trainer's position and state; None if no trainer runs, or none is watched."""
         ...
 
     async def stacks(self, pid: int) -> str:
-        """The stacks of the trainer `pid`; empty when it is not this agent's."""
+        """The stacks of the trainer `pid`; empty if it is not this agent's."""
         ...
 
     async def flight_record(self, pid: int) -> FlightRecord | None:
-        """What NCCL's flight recorder in the trainer `pid` knows; None when it is not this agent's, or does not answer.
-        Agents of releases before do not know: AgentFailed."""
+        """What NCCL's flight recorder in the trainer `pid` contains; None if it is not this agent's, or does not
+        answer. Agents of earlier releases do not support it: AgentFailed."""
         ...
 
     async def kill(self, pid: int, kind: str, message: str, after_commit: bool = False) -> bool:
-        """Kill the trainer `pid`, after the next step that it commits with `after_commit`; its exit report says why.
-        False when it is not this agent's, has ended, or does not commit."""
+        """Kill the trainer `pid`, with `after_commit` after the next step that it commits; its exit report says why.
+        False if it is not this agent's, has ended, or does not commit."""
         ...
 
     async def snapshot_steps(self, layout: str | None = None) -> list[int]:
-        """Committed steps that are whole in the rank's shared memory, of `layout` (its tag) or of all."""
+        """Committed steps that are complete in the rank's shared memory, of `layout` (its tag) or of all layouts."""
         ...
 
     async def snapshot_files(self) -> list[StoredSnapshot]:
@@ -122,8 +122,8 @@ class AgentClient(Protocol):
         ...
 
     async def receive_backups(self, token: str, generation: int) -> Endpoint | None:
-        """Take backups from callers who know `token` and are of `generation` or later, and give snapshots out; where.
-        None without shared memory."""
+        """Accept backups from callers that know `token` and belong to `generation` or a later one, and hand out
+        snapshots; returns the address. None without shared memory."""
         ...
 
     async def send_backups(self, partner: Endpoint, token: str, generation: int, layout: str, every: int = 1) -> None:
@@ -132,28 +132,28 @@ class AgentClient(Protocol):
         ...
 
     async def stop_backups(self) -> None:
-        """Send no more snapshots."""
+        """Stop sending snapshots."""
         ...
 
     async def backup_progress(self) -> BackupProgress | None:
-        """How far the rank's backup is; None without a partner."""
+        """The state of the rank's backup; None without a partner."""
         ...
 
     async def fetch_snapshot(
         self, rank: int, holder: Endpoint, token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
-        """Bring the snapshots of `rank`, or those of `of`, which has the same state, from the agent at `holder`; the
-        steps that came whole."""
+        """Fetch the snapshots of `rank`, or those of `of`, which has the same state, from the agent at `holder`;
+        returns the steps that arrived complete."""
         ...
 
     async def reports(self, after: int, timeout: float, kept: tuple[int, ...] | None = None) -> list[Report]:
-        """Reports with a sequence above `after`, at once or within `timeout` seconds. Those up to `after` are
-        acknowledged by that, and forgotten; printed lines only up to `kept` (rank, generation, sequence) where that is
+        """Reports with a sequence number above `after`, at once or within `timeout` seconds. This acknowledges those up
+        to `after`, which are forgotten; printed lines only up to `kept` (rank, generation, sequence) if that is
         given."""
         ...
 
     async def stop(self) -> Exit:
-        """Kill the trainer; how it ended, `Exit(None, None)` if none ran."""
+        """Kill the trainer; returns how it ended, `Exit(None, None)` if none ran."""
         ...
 
     async def close(self) -> None:
@@ -165,7 +165,7 @@ class NodeClient(Protocol):
     """The daemon of one node (`workers.node.daemon.NodeDaemon`). Every method raises AgentError."""
 
     async def start(self) -> NodeDescription:
-        """Start the node's zygote, unless it runs. Raises ProtocolMismatch."""
+        """Start the node's zygote unless it runs. Raises ProtocolMismatch."""
         ...
 
     async def describe(self) -> NodeDescription:
@@ -173,41 +173,43 @@ class NodeClient(Protocol):
         ...
 
     async def drain(self, seconds: float) -> None:
-        """Say from now on that the node is being drained within `seconds`."""
+        """Report from now on that the node is being drained within `seconds`."""
         ...
 
     async def start_store(self, job: str, generation: int, one_machine: bool = False) -> Endpoint:
-        """Serve a rendezvous store for the job's generation, all of which may be on this `one_machine`; where."""
+        """Serve a rendezvous store for the job's generation, all of whose ranks may be on this `one_machine`; returns
+        the address."""
         ...
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
-        """Remove whatever the job has left on the node, or all but its snapshots."""
+        """Remove everything that the job has left on the node, or everything except its snapshots."""
         ...
 
     async def jobs(self) -> list[str]:
-        """The jobs that have a store or snapshots on the node. Daemons of releases before do not know: AgentFailed."""
+        """The jobs that have a store or snapshots on the node. Daemons of earlier releases do not support it:
+        AgentFailed."""
         ...
 
     async def check_data(self, spec: JsonObject, roots: list[str] | None) -> str | None:
-        """Why the corpus of the job `spec` cannot be trained on there; None when it can. `roots`: below which folders
-        jobs may read; None: anywhere."""
+        """Why the job `spec` cannot be trained on its corpus there; None if it can. `roots`: folders below which jobs
+        may read; None: anywhere."""
         ...
 
     async def listen_for_a_moment(self, count: int, seconds: float) -> ListeningPorts:
-        """Take connections on `count` of the node's ports for so long; where."""
+        """Accept connections on `count` of the node's ports for `seconds`; returns which."""
         ...
 
     async def unreached(self, addresses: list[Endpoint], seconds: float) -> list[Endpoint]:
-        """Those of `addresses` that take no connection from the node within `seconds`."""
+        """Those of `addresses` that accept no connection from the node within `seconds`."""
         ...
 
     async def shutdown(self) -> None:
-        """End stores and zygote; remove all snapshots."""
+        """End stores and the zygote; remove all snapshots."""
         ...
 
 
 async def within(seconds: float, answer: Awaitable[T]) -> T:
-    """What an agent answers. Raises AgentSilent when it takes longer than `seconds`."""
+    """The answer of an agent. Raises AgentSilent if it takes longer than `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             return await answer
@@ -230,7 +232,7 @@ class RayActor:
         try:
             return await self.actor.call.remote(method, arguments)
         except errors.RayError as error:
-            if isinstance(error, StaleOwner):  # Ray makes its error one of the actor's too
+            if isinstance(error, StaleOwner):  # Ray's exception is also an instance of the actor's one
                 raise
             message = (str(error).strip() or type(error).__name__).splitlines()[-1]
             kind = AgentFailed if isinstance(error, errors.RayTaskError) else AgentLost
@@ -238,18 +240,18 @@ class RayActor:
 
 
 OrderEpoch = Callable[[str, str | None], int | None]
-"""The epoch that a call of an agent of a job carries, by the job and the call's method; None for all that ends or moves
-what a job has by other ways. Raises LeaseLost, LeaseUncertain where it may not be made."""
+"""The epoch that a call of a job's agent carries, given the job and the call's method; method None stands for any other
+way to end or move what a job has. Raises LeaseLost, LeaseUncertain if the call is not permitted."""
 
 
 class RayAgent(RayActor):
     """An AgentClient over a Ray actor."""
 
     _protocol = PROTOCOL
-    """The agent's, as soon as it has described itself: orders are in it."""
+    """The agent's epoch for orders, known once it has described itself."""
 
     def __init__(self, ray: Any, actor: Any, job: str = "", epoch: OrderEpoch | None = None):
-        """`job`, `epoch`: whose it is, and what calls carry; with None there are no leases."""
+        """`job`, `epoch`: the agent's job, and what calls carry; None: there are no leases."""
         super().__init__(ray, actor)
         self._job, self._epoch = job, epoch
 
@@ -263,7 +265,7 @@ class RayAgent(RayActor):
             raise LeaseLost(self._job) from error
 
     def check_order(self) -> None:
-        """Raise LeaseLost or LeaseUncertain where the agent may not be ended."""
+        """Raise LeaseLost or LeaseUncertain if the agent may not be ended."""
         if self._epoch is not None:
             self._epoch(self._job, None)
 

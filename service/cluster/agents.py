@@ -1,5 +1,4 @@
-"""The agents of all jobs in Ray: one actor for each rank, detached and named, so that another control plane finds
-it."""
+"""The agents of all jobs in Ray: one detached, named actor for each rank, so that another control plane finds it."""
 
 from __future__ import annotations
 
@@ -21,19 +20,19 @@ from workers.system.ports import PortRange
 T = TypeVar("T")
 
 CONCURRENCY = 100
-"""Calls that an agent answers at a time."""
+"""Calls that an agent answers at the same time."""
 CLOSE_SECONDS = 10.0
-# How long a new agent on a node that lives may take to come up.
+# How long a new agent on a living node may take to start.
 AGENT_SECONDS = 20.0
 
 
 async def ask(
     agents: Mapping[int, AgentClient], question: Callable[[int, AgentClient], Awaitable[T]], seconds: float
 ) -> tuple[dict[int, T], dict[int, str]]:
-    """Put `question` to each of `agents`, by rank; by rank the answers, and why the others gave none within `seconds`,
-    in a line."""
+    """Put `question` to each of `agents`, by rank; returns by rank the answers, and for the others one line that says
+    why they did not answer within `seconds`."""
 
-    async def put(rank: int, agent: AgentClient) -> T:  # what is cancelled before its turn asks nothing
+    async def put(rank: int, agent: AgentClient) -> T:  # if cancelled before its turn it asks nothing
         return await within(seconds, question(rank, agent))
 
     results = await asyncio.gather(*(put(*each) for each in agents.items()), return_exceptions=True)
@@ -50,13 +49,13 @@ async def ask(
 
 
 async def describe_each(agents: Mapping[int, AgentClient]) -> dict[int, AgentDescription]:
-    """By rank what those of these agents say about themselves that answer."""
+    """By rank, the descriptions of those of these agents that answer."""
     answers, _ = await ask(agents, lambda rank, agent: agent.describe(), AGENT_SECONDS)
     return answers
 
 
 async def describe(agents: Sequence[AgentClient]) -> list[AgentDescription] | None:
-    """What these agents say about themselves; None when one of them does not answer."""
+    """The descriptions of these agents; None if one of them does not answer."""
     about = await describe_each(dict(enumerate(agents)))
     return list(about.values()) if len(about) == len(agents) else None
 
@@ -73,29 +72,29 @@ class Agents:
         """What calls carry; None: there are no leases."""
 
     async def start(self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit) -> list[AgentClient]:
-        """Start one agent for each rank in `seats`, in groups that were acquired; in that order. `generation` is in
-        their names. Does not wait until they are up: calls to them do. Raises LeaseLost, LeaseUncertain: while their
-        places were waited for another control plane may have taken the job over, and acquired places by the same
-        names."""
+        """Start one agent for each rank in `seats`, in groups that were acquired; returned in that order. `generation`
+        is part of their names. Does not wait until they are up: calls to them do. Raises LeaseLost, LeaseUncertain:
+        while this control plane waited for places, another one may have taken over the job and acquired places with the
+        same names."""
         if self.epoch is not None:
             self.epoch(job, None)
         return await self._ray.run(self._start, job, generation, seats, unit)
 
     async def start_snapshot_holders(self, job: str, nodes: Collection[str]) -> list[AgentClient]:
-        """Agents without a rank or a place on those of these nodes that live (with none given: on all): they hand out
-        what the agents of `job` leave in the shared memory there, until they are killed. Nobody finds them again: they
-        end with this process. A cluster of one node needs none."""
+        """Start agents without a rank or a place on those of these nodes that live (if none are given: on all): they
+        hand out what the agents of `job` have left in shared memory there, until they are killed. They are not found
+        again: they end with this process. A cluster of one node needs none."""
         living = set(await self._nodes.living())
         if len(living) < 2:
             return []
         return await self._ray.run(self._start_snapshot_holders, job, sorted(living.intersection(nodes or living)))
 
     async def names(self) -> list[str]:
-        """Of all agents of all jobs."""
+        """Names of all agents of all jobs."""
         return [name for name in await self._ray.actor_names() if job_of(name) is not None]
 
     async def names_on(self, node: str) -> list[str]:
-        """Of those that are on a node."""
+        """Names of the agents on a node."""
         names = await self._ray.run(actors_on, self._ray.module, node)
         return [name for name in names if job_of(name) is not None]
 
@@ -108,19 +107,19 @@ class Agents:
         ]
 
     async def node_of(self, agent: AgentClient) -> str | None:
-        """The node that Ray has put `agent` on; None when it has not yet."""
+        """The node on which Ray has placed `agent`; None if it has not yet."""
         return await self._ray.run(node_of_actor, self._ray.module, _actor(agent))
 
     async def kill(self, agents: Iterable[AgentClient | None]) -> None:
-        """Kill these agents, and with them their trainers, without a word; those that are gone are no error."""
+        """Kill these agents, and with them their trainers, without notice; agents that are gone are not an error."""
         for agent in agents:
             if agent is not None:
                 _client(agent).check_order()
                 await self._ray.kill(_actor(agent))
 
     async def end(self, agents: Iterable[AgentClient | None], keep_snapshots: bool) -> None:
-        """Let agents (None: gone already) end their trainers, then kill them; a dead one, or one that does not answer,
-        is just killed."""
+        """Let agents (None: already gone) end their trainers, then kill them; an agent that is dead or does not answer
+        is only killed."""
         await asyncio.gather(*(self._end(agent, keep_snapshots) for agent in agents if agent is not None))
 
     async def _end(self, agent: AgentClient, keep_snapshots: bool) -> None:
@@ -128,7 +127,7 @@ class Agents:
             ending: Awaitable[object] = agent.stop() if keep_snapshots else agent.close()
             await within(CLOSE_SECONDS, ending)
         await self.kill([agent])
-        with contextlib.suppress(AgentError):  # a call to an actor that dies fails when it is dead
+        with contextlib.suppress(AgentError):  # a call to an actor that is dying fails once it is dead
             await within(CLOSE_SECONDS, agent.reports(0, CLOSE_SECONDS))
 
     def _start(self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit) -> list[AgentClient]:
@@ -167,5 +166,5 @@ def _client(agent: AgentClient) -> RayAgent:
 
 
 def _actor(agent: AgentClient) -> Any:
-    """The Ray actor of an agent that this module made."""
+    """The Ray actor of an agent that this module created."""
     return _client(agent).actor

@@ -1,5 +1,5 @@
-"""The cluster as the service uses it: its nodes, placement groups, agents and daemons, and what concerns several of
-them at once. For asyncio: no call blocks the loop."""
+"""The cluster as the service uses it: its nodes, placement groups, agents and daemons, and operations on several of
+them. For asyncio: no call blocks the loop."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from workers.system.ports import PortRange
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What applies to all nodes of a cluster."""
+    """Options for all nodes of a cluster."""
 
     notices: str | None = None
     """Which services the nodes ask whether they are about to be taken away, as `workers.node.notice_sources` reads it;
     None: none."""
     ports: PortRange | None = None
-    """Ports on which what runs on the nodes listens; None: any."""
+    """Ports on which the processes on the nodes listen; None: any."""
     shapes: Sequence[NodeShape] = ()
     """Nodes that an autoscaler can add."""
 
@@ -40,7 +40,7 @@ ANY_NODES = NodeOptions()
 
 
 class Cluster:
-    """All of it. Errors of Ray's own arrive as ClusterUnavailable, those of agents and daemons as AgentError."""
+    """The whole cluster. Ray's own errors arrive as ClusterUnavailable, those of agents and daemons as AgentError."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class Cluster:
         self.paths, self.nodes, self.groups, self.agents, self.daemons = paths, nodes, groups, agents, daemons
         self.requests = requests
         self.peak_flops: dict[str, float] = {}
-        """Peak FLOP/s of one rank on a CPU slot by node id, as far as it was measured."""
+        """Peak FLOP/s of one rank on a CPU slot, by node id, if it was measured."""
         self._epoch: OrderEpoch | None = None
         self.identity = ""
-        """Which Ray it is; empty where there is none."""
+        """Identifies the Ray cluster; empty if there is none."""
         self.is_elsewhere = False
         """Whether its nodes may see other files than the control plane does."""
 
     def obey(self, epoch: OrderEpoch) -> None:
-        """From now on what concerns a job is done only where `epoch` allows it."""
+        """From now on, do what concerns a job only if `epoch` permits it."""
         self._epoch = self.agents.epoch = self.groups.epoch = epoch
 
     @classmethod
@@ -83,8 +83,8 @@ class Cluster:
     async def replace_agents(
         self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit
     ) -> list[AgentClient] | None:
-        """Start new agents for ranks whose own are gone, in their `seats`; in that order, once they answer. None when a
-        placement group no longer stands, or they do not answer."""
+        """Start new agents for ranks whose agents are gone, in their `seats`; returned in that order once they answer.
+        None if a placement group no longer exists, or if they do not answer."""
         states = await self.groups.states({seat.group for seat in seats.values()})
         if any(states.get(seat.group) != "CREATED" for seat in seats.values()):
             return None
@@ -95,30 +95,30 @@ class Cluster:
         return None
 
     async def dismiss(self, agents: Iterable[AgentClient | None], groups: Iterable[str]) -> None:
-        """End these agents (None: gone already) and their trainers, but keep what they have in shared memory; remove
+        """End these agents (None: already gone) and their trainers, but keep what they have in shared memory; remove
         these groups."""
         await self.agents.end(agents, keep_snapshots=True)
         await self.groups.remove(groups)
 
     async def release(self, job: str, keep_snapshots: bool = False) -> None:
-        """End the agents of `job` and their trainers, remove its placement groups. Returns when they are gone.
+        """End the agents of `job` and their trainers, and remove its placement groups. Returns when they are gone.
 
-        Its snapshots go too unless `keep_snapshots`.
+        Its snapshots are removed too unless `keep_snapshots`.
         """
         names = [name for name in await self.agents.names() if job_of(name) == job]
         await self.agents.end(await self.agents.find(names), keep_snapshots)
         await self.groups.remove([name for name in await self.groups.states() if job_of(name) == job])
 
     async def end_strays(self, job: str, names: Collection[str], groups: Collection[str]) -> None:
-        """End all agents and placement groups of `job` but these: some that were to join, or had left."""
+        """End all agents and placement groups of `job` except these: some that were to join, or had left."""
         strays = [name for name in await self.agents.names() if job_of(name) == job and name not in names]
         held = [name for name in await self.groups.states() if job_of(name) == job and name not in groups]
         await self.dismiss(await self.agents.find(strays), held)
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
-        """Release `job` for good, and let every node remove what is left of it, such as the snapshots of an agent
-        that was killed; or all but its snapshots. A node that does not answer is swept when it comes back, and all are
-        where Ray does not."""
+        """Release `job` for good, and let every node remove what is left of it, such as the snapshots of an agent that
+        was killed; or everything except its snapshots. A node that does not answer is swept when it comes back; if Ray
+        does not answer, all nodes are."""
         if self._epoch is not None:
             self._epoch(job, None)
         try:
@@ -129,21 +129,22 @@ class Cluster:
             raise
 
     async def jobs(self) -> list[str]:
-        """All jobs that hold agents or placement groups."""
+        """All jobs that have agents or placement groups."""
         names = [*await self.agents.names(), *await self.groups.states()]
         return sorted({job for name in names if (job := job_of(name)) is not None})
 
     def keep_only(self, there: Collection[str]) -> None:
-        """Forget all nodes but these: the others are gone, and nodes may come and go for weeks."""
+        """Forget all nodes except these: the others are gone, and nodes may come and go for weeks."""
         self.nodes.keep_only(there)
         self.daemons.keep_only(there)
         keep_keys(self.peak_flops, there)
 
     async def fail_calls_to(self, node: str) -> None:
-        """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not when Ray finds out.
+        """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not only when Ray finds out.
 
-        Agents of jobs that another control plane owns are left to that one, which may still reach the node, and
-        so is their node's daemon, with which their trainers would end."""
+        Agents of jobs that another control plane owns are left to that one, which may still reach the node, and so is
+        the node's daemon, since their trainers would end with it.
+        """
         theirs = False
         for agent in await self.agents.find(await self.agents.names_on(node)):
             try:

@@ -1,5 +1,5 @@
-"""Calls of Ray's own functions, which block: on threads of their own, for a limited time, and with an error of ours
-where Ray does not answer. What could not be read is an error, never an empty answer."""
+"""Calls of Ray's own functions, which block: on separate threads, with a time limit, and with an error of ours if Ray
+does not answer. What could not be read is an error, never an empty answer."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ T = TypeVar("T")
 
 THREADS = 8
 CALL_SECONDS = 60.0
-"""How long a call may take: a Ray that stands still for half a minute and continues costs nothing but that time."""
+"""How long a call may take: a Ray that pauses for half a minute and continues costs nothing but that time."""
 
 
 class RayConnection:
     """A connected Ray. `module` is the `ray` module as `RayHead.connect` returns it."""
 
     def __init__(self, module: Any, seconds: float = CALL_SECONDS, threads: int = THREADS):
-        """`seconds`: after which a call is given up; `threads`: calls at a time."""
+        """`seconds`: time after which a call is given up; `threads`: number of simultaneous calls."""
         self.module = module
         self._seconds, self._threads = seconds, RayThreads(threads)
         self._reads: dict[Callable[[], Any], asyncio.Task[Any]] = {}
 
     async def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """What `function` answers, without blocking the loop. Raises ClusterUnavailable for what Ray raises, when it
-        takes too long, and at once while all threads hang in calls that took too long."""
+        """The result of `function`, without blocking the loop. Raises ClusterUnavailable for what Ray raises, if it
+        takes too long, and at once while all threads are blocked by calls that took too long."""
         if self._threads.all_hang:
             raise ClusterUnavailable(TimeoutError(f"Ray has left {self._threads.count} calls without an answer"))
         call = self._threads.submit(functools.partial(function, *arguments, **named))
@@ -47,8 +47,8 @@ class RayConnection:
                 self._threads.give_up(call)
 
     async def read(self, function: Callable[[], T]) -> T:
-        """The same for what is asked again and again, and may be a moment old: all who ask while an answer is under way
-        get that one, so that they do not take one thread after the other when Ray hangs."""
+        """The same for what is asked often and may be slightly old: all callers that ask while an answer is outstanding
+        share that answer, so that they do not use up the threads when Ray hangs."""
         reading = self._reads.get(function)
         if reading is None:
             reading = self._reads[function] = asyncio.create_task(self.run(function))
@@ -58,19 +58,19 @@ class RayConnection:
     def _forget(self, function: Callable[[], Any], task: asyncio.Task[Any]) -> None:
         del self._reads[function]
         if not task.cancelled():
-            task.exception()  # a caller that still waits gets it
+            task.exception()  # a caller that still waits gets the exception
 
     async def kill(self, actor: Any) -> None:
-        """Kill an actor without a word; one that is gone is no error."""
+        """Kill an actor without notice; an actor that is gone is not an error."""
         await self.run(self.module.kill, actor, no_restart=True)
 
     async def find(self, names: list[str]) -> list[Any | None]:
-        """Handles of the actors with these names; None for one that is gone. Raises ClusterUnavailable when Ray does
-        not say so."""
+        """Handles of the actors with these names; None for one that is gone. Raises ClusterUnavailable if Ray does not
+        say."""
         return await self.run(self._find_all, names)
 
     async def actor_names(self) -> list[str]:
-        """Of all named actors."""
+        """Names of all named actors."""
         return [str(name) for name in await self.run(self.module.util.list_named_actors)]
 
     def _find_all(self, names: list[str]) -> list[Any | None]:
@@ -88,5 +88,5 @@ class RayConnection:
 
 def detached(name: str, concurrency: int) -> dict[str, Any]:
     """Options of an actor that outlives the control plane, can be looked up by `name`, and answers `concurrency` calls
-    at a time."""
+    at the same time."""
     return {"name": name, "lifetime": "detached", "num_cpus": 0, "max_restarts": 0, "max_concurrency": concurrency}

@@ -9,7 +9,7 @@ class ClusterUnavailable(MantaError):
     """Ray did not do what it was asked, or does not answer; the message is one line."""
 
     def __init__(self, error: Exception):
-        """`error`: what Ray raised."""
+        """`error`: the exception that Ray raised."""
         self.kind = type(error).__name__
         super().__init__((str(error).strip() or self.kind).splitlines()[-1])
 
@@ -18,7 +18,7 @@ class NodeNotFound(MantaError):
     """No node, or more than one, has this id."""
 
     def __init__(self, node: str, matches: int):
-        """`matches`: how many do."""
+        """`matches`: how many nodes have it."""
         many = (
             f"{matches} nodes have ids that begin with {node}: give more of it"
             if matches

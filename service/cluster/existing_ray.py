@@ -1,4 +1,4 @@
-"""A Ray cluster that others operate: used, never started or stopped."""
+"""A Ray cluster that others operate: it is used, never started or stopped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 HEAD_AWAY_SECONDS = "600"
-"""How long this process, and a raylet that it starts, do without a head. Ray's own 60 are less than a pod may take to
-come back; a head that has forgotten everything ends them at once."""
+"""How long this process, and a raylet that it starts, wait for a missing head. Ray's default of 60 s is shorter than
+the time that a pod may take to come back; a head that has lost its state ends them at once."""
 HEAD_REMEMBERS = "Ray's head keeps what it knows in a store of its own: jobs keep training while it is restarted"
 HEAD_FORGETS = (
     "Ray's head keeps what it knows in its memory: when it is lost, all jobs continue from their newest checkpoints; "
@@ -38,15 +38,15 @@ class ExistingRay:
         patient: bool = False,
         ports: PortRange | None = None,
     ):
-        """`address`: host:port; `home`: of the service; `ship_code`: give the nodes our own code, instead of what is
-        installed there; `patient`: wait for a cluster that does not answer, since it did a moment ago; `ports`: on
+        """`address`: host:port; `home`: of the service; `ship_code`: give the nodes our own code, instead of using what
+        is installed there; `patient`: wait for a cluster that does not answer, since it did a moment ago; `ports`: on
         which a raylet that is started here listens, None: any."""
         self._address, self._paths, self._ship_code = address, Paths.of(home), ship_code
         self._patient, self._ports = patient, ports
 
     def connect(self, namespace: str = NAMESPACE) -> Any:
-        """Connect this process to the cluster and return the ray module; `namespace`: of all names there. Where no
-        raylet of it runs on this machine, one without resources is started. Raises RayUnavailable."""
+        """Connect this process to the cluster and return the ray module; `namespace`: of all names there. If no raylet
+        of it runs on this machine, one without resources is started. Raises RayUnavailable."""
         if self._patient:
             self._wait_for_answer()
         if not answers(self._address):
@@ -58,11 +58,11 @@ class ExistingRay:
         return connect(self._address, namespace, self._runtime_environment())
 
     def raylet(self) -> int | None:
-        """First process of the raylet that was started here; None where it was started by others."""
+        """First process of the raylet that was started here; None if it was started by others."""
         return own_raylet(self._paths)
 
     def problem_of_head(self) -> str | None:
-        """What would be lost with the head, in a sentence; None: nothing, its state is kept elsewhere."""
+        """A sentence about what would be lost with the head; None: nothing, since its state is stored elsewhere."""
         try:
             return None if outlives_head(self._address) else HEAD_FORGETS
         except Exception as error:  # noqa: BLE001 - Ray raises its own errors, RuntimeError and what gRPC has

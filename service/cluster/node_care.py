@@ -1,5 +1,5 @@
-"""Checks every node on its own: gets its daemon to answer, removes what finished jobs have left there, and learns the
-peak rate of its devices. A node that does not answer is tried again and delays nothing else."""
+"""Checks every node independently: makes its daemon answer, removes what finished jobs have left there, and measures
+the peak rate of its devices. A node that does not answer is tried again and delays nothing else."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 ASK_SECONDS = 10.0
-# How long the scheduler waits for the first answers of the nodes that are there at the start.
+# How long the scheduler waits for the first answers of the nodes that exist at the start.
 FIRST_SECONDS = 10.0
 
 
 class NodeCare:
-    """Cares for all nodes, those that join later too."""
+    """Looks after all nodes, including those that join later."""
 
     def __init__(
         self,
@@ -27,15 +27,15 @@ class NodeCare:
         over: Callable[[Collection[str]], Awaitable[set[str]]],
         answered: Callable[[], None],
     ):
-        """`over`: which of these jobs are over for certain, so that what is left of them can go; `answered` is called
-        when jobs can be placed on one more node."""
+        """`over`: returns which of these jobs are certainly finished, so that what is left of them can be removed;
+        `answered` is called when jobs can be placed on another node."""
         self._cluster, self._over, self._answered = cluster, over, answered
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unasked: set[str] = set()
         self._first_answers = asyncio.Event()
 
     async def run(self) -> None:
-        """Care until cancelled."""
+        """Run until cancelled."""
         try:
             while True:
                 await self._look()
@@ -46,8 +46,8 @@ class NodeCare:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def first_answers(self) -> None:
-        """Return when every node that was there at the start has answered or is known not to; or after a while, and
-        then nothing is placed on those that have not."""
+        """Return when every node that existed at the start has answered or is known not to; or after a while, and then
+        nothing is placed on those that have not."""
         try:
             async with asyncio.timeout(FIRST_SECONDS):
                 await self._first_answers.wait()
@@ -57,18 +57,18 @@ class NodeCare:
     async def _look(self) -> None:
         try:
             living = await self._cluster.nodes.living()
-        except Exception:  # what Ray does not tell is not known: all stays as it is
+        except Exception:  # what Ray does not say is not known: everything stays as it is
             log.exception("Ray did not list its nodes")
             return
         for node in set(living) - self._tasks.keys():
             self._unasked.add(node)
             self._tasks[node] = asyncio.create_task(self._care(node), name=f"care for {node[:12]}")
         for node in self._tasks.keys() - set(living):
-            self._tasks.pop(node).cancel()  # lost, perhaps for a while only
+            self._tasks.pop(node).cancel()  # lost, perhaps only for a while
             self._note_asked(node)
 
     async def _care(self, node: str) -> None:
-        """Until the node is gone: a sweep when it is new or back, or was not reached before."""
+        """Run until the node is gone; sweeps it if it is new or back, or was not reached before."""
         nodes, swept, reported = self._cluster.nodes, False, False
         is_new = True
         while True:
@@ -82,7 +82,7 @@ class NodeCare:
                         if not swept or node in nodes.unswept:
                             swept = await self._sweep(node, daemon)
                         await self._learn_peak(node, daemon)
-                except Exception:  # of Ray or of the database: the node is checked again
+                except Exception:  # from Ray or the database: the node is checked again
                     log.exception("node %s could not be checked", node[:12])
                 if node in nodes.silent and not reported:
                     log.error("nothing is placed on node %s until its daemon answers as one of this release", node[:12])
@@ -92,7 +92,7 @@ class NodeCare:
     async def _daemon(self, node: str, is_new: bool) -> NodeClient | None:
         was_silent = node in self._cluster.nodes.silent
         daemons = self._cluster.daemons
-        daemon = await (daemons.of(node) if is_new else daemons.watched(node))  # one that is not new may rest
+        daemon = await (daemons.of(node) if is_new else daemons.watched(node))  # a node that is not new may be at rest
         if daemon is not None and was_silent:
             log.warning("the daemon of node %s answers again", node[:12])
             self._answered()
@@ -104,13 +104,13 @@ class NodeCare:
             self._first_answers.set()
 
     async def _sweep(self, node: str, daemon: NodeClient) -> bool:
-        """Whether nothing of jobs that are over is left on the node."""
+        """Whether nothing of finished jobs is left on the node."""
         try:
             over = await self._over(await within(ASK_SECONDS, daemon.jobs()))
             for job in over:
                 await within(ASK_SECONDS, daemon.end_job(job))
                 log.warning("node %s has removed what was left of %s", node[:12], job)
-        except AgentFailed as error:  # of another release, or its disk is broken: no reason to leave the node alone
+        except AgentFailed as error:  # of another release, or with a broken disk: no reason not to use the node
             log.warning("node %s was not swept: %s", node[:12], error)
         except AgentError:
             return False

@@ -1,4 +1,4 @@
-"""The daemons of the nodes in Ray: one detached, named actor on each."""
+"""The daemons of the nodes in Ray: one detached, named actor on each node."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from workers.system.ports import PortRange
 log = logging.getLogger(__name__)
 
 CONCURRENCY = 100
-"""Calls that a daemon answers at a time."""
+"""Calls that a daemon answers at the same time."""
 START_SECONDS = 30.0
-# One that stands, or that has not answered before, and takes longer has its node closed until it answers.
+# Time limit of a running daemon, and of one that has not answered before; if it takes longer, its node is closed until
+# it answers.
 ANSWER_SECONDS = 10.0
 CLOSE_SECONDS = 10.0
-# How long a node may take to look at a corpus, and how many are asked one after the other: a file system that does not
+# How long a node may take to check a corpus, and how many are asked one after another: a file system that does not
 # answer there will not answer on a thousand others.
 DATA_SECONDS, DATA_NODES = 60.0, 3
-# How often it is looked whether the daemon of another release can be replaced: it takes a look at all agents.
+# Time between two checks whether the daemon of another release can be replaced: a check looks at all agents.
 LOOK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class HeartbeatSource:
-    """Where a node's heartbeats come from, and what to say to get them."""
+    """Where a node's heartbeats come from, and the secret to send to get them."""
 
     host: str
     port: int
@@ -53,48 +54,48 @@ class NodeDaemons:
     def __init__(
         self, ray: RayConnection, nodes: Nodes, paths: Paths, notices: str | None = None, ports: PortRange | None = None
     ):
-        """`notices`, `ports`: as NodeDaemon's."""
+        """`notices`, `ports`: see NodeDaemon."""
         self._ray, self._nodes, self._paths, self._notices = ray, nodes, paths, notices
         self._ports = None if ports is None else str(ports)
         self._class = ray.module.remote(NodeDaemon)
         self.used: dict[str, float] = {}
-        """By node when its daemon was last wanted here, in seconds of the monotonic clock."""
+        """By node, when its daemon was last needed here, in seconds of the monotonic clock."""
         self._next_look: dict[str, float] = {}
-        """By node when it is looked again whether a daemon of another release can be replaced."""
+        """By node, when to check again whether a daemon of another release can be replaced."""
         self._left_out: dict[str, str] = {}
-        """By node with a daemon of another release what was said about it."""
+        """By node that has a daemon of another release, what was said about it."""
         self._foreign: set[str] = set()
         """Nodes where a daemon that we started is of another release: so is the Manta that is installed there."""
         self._with_problem: set[str] = set()
-        """Nodes whose problem was noted here."""
+        """Nodes whose problem was recorded here."""
         self._other_code: set[str] = set()
-        """Nodes where a daemon that we started runs other code than we do."""
+        """Nodes where a daemon that we started runs other code than this process."""
         self._answered: dict[str, NodeClient] = {}
-        """By node the daemon that has answered last."""
+        """By node, the daemon that answered last."""
 
     async def ensure(
         self, zygote_options: Sequence[str] = (), zygote_environment: Mapping[str, str] | None = None
     ) -> dict[str, NodeClient]:
-        """Start a daemon on every living node that has none, but for those at rest. By node id those that answer; each
-        is asked on its own, with its own time limit."""
+        """Start a daemon on every living node that has none, except those at rest. Returns by node id those that
+        answer; each is asked independently, with its own time limit."""
         nodes = [node for node in await self._nodes.living() if node not in self._nodes.at_rest]
         started = await asyncio.gather(*(self.of(node, zygote_options, zygote_environment) for node in nodes))
         return {node: daemon for node, daemon in zip(nodes, started, strict=True) if daemon is not None}
 
     async def wake(self) -> None:
-        """Start the daemons of the nodes at rest where something might be placed now. Raises ClusterUnavailable."""
+        """Start the daemons of the nodes at rest if something might be placed now. Raises ClusterUnavailable."""
         if resting := self._nodes.at_rest - self._nodes.closed:
             await asyncio.gather(*(self.of(node) for node in resting.intersection(await self._nodes.living())))
 
     async def watched(self, node: str) -> NodeClient | None:
-        """As `of`, for a caller that only checks the node: one that comes and goes, and has neither ranks nor a daemon,
-        is at rest."""
+        """Like `of`, for a caller that only checks the node: a node that comes and goes, and has neither ranks nor a
+        daemon, is at rest."""
         may_rest = node in await self._nodes.that_come_and_go() and node in await self._nodes.unused()
         return await self._of(node, may_rest=may_rest)
 
     async def rest(self, node: str) -> None:
-        """End the daemon of `node`, on which nothing needs it: Ray takes a node with any actor for busy, and its
-        autoscaler keeps it. What lies in the node's memory stays as long as the node does."""
+        """End the daemon of `node`, on which nothing needs it: Ray considers a node with any actor busy, and its
+        autoscaler keeps it. What is in the node's memory stays as long as the node does."""
         self._nodes.at_rest.add(node)
         await self.kill(node)
         # The next start finds out again.
@@ -105,8 +106,8 @@ class NodeDaemons:
     async def of(
         self, node: str, zygote_options: Sequence[str] = (), zygote_environment: Mapping[str, str] | None = None
     ) -> NodeClient | None:
-        """The daemon of `node`, which is started where there is none. None when it does not answer: then nothing is
-        placed there until it does. Raises ClusterUnavailable when Ray does not say whether there is one."""
+        """The daemon of `node`, which is started if there is none. None if it does not answer: then nothing is placed
+        there until it does. Raises ClusterUnavailable if Ray does not say whether there is one."""
         self.used[node] = time.monotonic()
         self._nodes.at_rest.discard(node)
         return await self._of(node, zygote_options, zygote_environment)
@@ -118,7 +119,7 @@ class NodeDaemons:
         zygote_environment: Mapping[str, str] | None = None,
         may_rest: bool = False,
     ) -> NodeClient | None:
-        """`may_rest`: where there is no daemon none is started."""
+        """`may_rest`: if there is no daemon, do not start one."""
         (known,) = await self._ray.find([node_daemon_name(node)])
         patient = known is None and node not in self._nodes.silent
         for existing in (known, None):
@@ -132,11 +133,11 @@ class NodeDaemons:
                 daemon = RayNodeDaemon(self._ray.module, actor)
                 about = await within(START_SECONDS if patient else ANSWER_SECONDS, daemon.start())
             except AgentSilent:
-                break  # another try would find the same one
+                break  # another attempt would find the same one
             except AgentError as error:
                 if existing is None:
                     self._note_problem(node, problem_of_start(node, str(error)))
-                continue  # it died since its name was looked up: one more, with a new handle
+                continue  # it died since its name was looked up: try once more, with a new handle
             except ProtocolMismatch as error:
                 if existing is None:
                     self._foreign.add(node)
@@ -156,8 +157,8 @@ class NodeDaemons:
         return None
 
     async def known(self, node: str) -> NodeClient | None:
-        """The daemon of `node` that answered before, where it still does: Ray's head is not asked, and may be away.
-        None where there is none; `of` may find one."""
+        """The daemon of `node` that answered before, if it still does: Ray's head is not asked, and may be unreachable.
+        None if there is none; `of` may find one."""
         daemon = self._answered.get(node)
         if daemon is None:
             return None
@@ -169,7 +170,7 @@ class NodeDaemons:
 
     def _note_problem(self, node: str, problem: str | None) -> None:
         if problem is None:
-            if node in self._with_problem:  # else it is another one's
+            if node in self._with_problem:  # otherwise the problem was recorded elsewhere
                 self._with_problem.discard(node)
                 self._nodes.problems.pop(node, None)
             return
@@ -179,9 +180,9 @@ class NodeDaemons:
             self._nodes.problems[node] = problem
 
     async def _replace(self, node: str, actor: Any, problem: str) -> bool:
-        """End a daemon of another release, with its zygote; False while that would end trainers, or would be no use.
-        What lies in the node's shared memory stays: jobs that wait resume from it."""
-        self._nodes.silent.add(node)  # nothing is placed there meanwhile
+        """End a daemon of another release, with its zygote; False while that would end trainers, or would not help.
+        What is in the node's shared memory stays: waiting jobs resume from it."""
+        self._nodes.silent.add(node)  # nothing is placed there in the meantime
         if time.monotonic() < self._next_look.get(node, 0.0):
             return False
         self._next_look[node] = time.monotonic() + LOOK_SECONDS
@@ -195,7 +196,7 @@ class NodeDaemons:
         return True
 
     async def _has_agents(self, node: str) -> bool:
-        """Whether an agent is on the node, or may be: one that Ray has not put anywhere yet."""
+        """Whether an agent is on the node, or may be: one that Ray has not placed yet."""
         agents = [name for name in await self._ray.actor_names() if job_of(name) is not None]
         for actor in await self._ray.find(agents):
             if actor is not None and await self._ray.run(node_of_actor, self._ray.module, actor) in (node, None):
@@ -203,8 +204,8 @@ class NodeDaemons:
         return False
 
     async def heartbeat_source(self, node: str) -> HeartbeatSource | None:
-        """Where the daemon of `node` sends heartbeats from; it is started where there is none. None when it does not
-        answer, and for a node at rest."""
+        """Where the daemon of `node` sends heartbeats from; it is started if there is none. None if it does not answer,
+        and for a node at rest."""
         daemon = await self.watched(node)
         if daemon is None:
             return None
@@ -212,7 +213,7 @@ class NodeDaemons:
         return HeartbeatSource(about.address, about.heartbeat_port, about.heartbeat_secret)
 
     async def drain(self, node: str, seconds: float) -> bool:
-        """Let the daemon of `node` say from now on that it is being drained within `seconds`; False when it does not
+        """Make the daemon of `node` report from now on that it is being drained within `seconds`; False if it does not
         answer."""
         daemon = await self.of(node)
         if daemon is None:
@@ -224,8 +225,8 @@ class NodeDaemons:
         return True
 
     async def problem_of_data(self, spec: Mapping[str, Any], roots: list[str] | None) -> str | None:
-        """What the first node that answers says about a job's corpus (`NodeDaemon.check_data`); None when it can be
-        trained on, or none of DATA_NODES answers."""
+        """What the first node that answers says about a job's corpus (`NodeDaemon.check_data`); None if the job can be
+        trained on it, or if none of DATA_NODES nodes answers."""
         open_ones = sorted(set(await self._nodes.living()) - self._nodes.closed - self._nodes.at_rest)
         for node in open_ones[:DATA_NODES]:
             try:
@@ -237,14 +238,14 @@ class NodeDaemons:
         return None
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
-        """Let every node remove what is left of `job`, or all but its snapshots. One that does not answer, or is at
-        rest, is noted, to be swept later."""
+        """Let every node remove what is left of `job`, or everything except its snapshots. A node that does not answer,
+        or is at rest, is recorded, to be swept later."""
         self._nodes.unswept |= self._nodes.at_rest
         daemons = await self.ensure()
         await asyncio.gather(*(self._end_job(node, daemons[node], job, keep_snapshots) for node in daemons))
 
     def note_missed_end(self) -> None:
-        """The nodes could not be notified of a job's end, since Ray did not say which there are."""
+        """The nodes could not be notified of a job's end, since Ray did not say which nodes exist."""
         self._nodes.unswept |= self._answered.keys() | self._nodes.at_rest
 
     async def _end_job(self, node: str, daemon: NodeClient, job: str, keep_snapshots: bool) -> None:
@@ -261,14 +262,15 @@ class NodeDaemons:
             some.intersection_update(there)
 
     async def end_all(self) -> None:
-        """Shut down the daemons of all nodes but lost ones: no process and no shared memory of ours is left on them."""
+        """Shut down the daemons of all nodes except lost ones: none of our processes and shared memory is left on
+        them."""
         lost = {node_daemon_name(node) for node in self._nodes.lost}
         names = [name for name in await self._ray.actor_names() if name.startswith(node_daemon_name(""))]
         actors = await self._ray.find([name for name in names if name not in lost])
         await asyncio.gather(*(self._end(actor) for actor in actors if actor is not None))
 
     async def kill(self, node: str) -> None:
-        """Let calls to the daemon of `node` fail from now on."""
+        """Make calls to the daemon of `node` fail from now on."""
         (actor,) = await self._ray.find([node_daemon_name(node)])
         if actor is not None:
             await self._ray.kill(actor)

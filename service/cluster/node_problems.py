@@ -10,12 +10,13 @@ from workers.system.own_address import address_towards
 OPEN_OURS = "open the ports of MANTA_PORTS between all machines (docs/deploy/ray.md)"
 OPEN_RAYS = "open the ports of Ray between all machines of the cluster (docs/deploy/ray.md)"
 NAMED = 3
-"""How many nodes, or ports, a sentence names before it counts the rest."""
+"""How many nodes, or ports, a sentence names before it only counts the rest."""
 SAME_CODE = "install the same Manta there as here, or have ours shipped to the nodes with MANTA_SHIP_CODE=1"
 
 
 def problem_of(about: NodeDescription, other_code: bool) -> str | None:
-    """The problem of a node whose daemon answers; None: it has none. `other_code`: its installation is another one."""
+    """The problem of a node whose daemon answers; None: it has none. `other_code`: the code installed there differs
+    from ours."""
     name = f"node {about.host} ({about.address})"
     if other_code:
         return f"{name} runs another Manta than the control plane: {SAME_CODE}"
@@ -28,7 +29,7 @@ def problem_of(about: NodeDescription, other_code: bool) -> str | None:
 
 
 def problem_of_port(name: str, host: str, port: int) -> str:
-    """The problem of a node whose daemon listens on a port that the control plane does not reach."""
+    """The problem of a node whose daemon listens on a port that the control plane cannot reach."""
     here = address_towards(host)
     return (
         f"port {port} of node {name} ({host}) cannot be reached from the control plane ({here}), though its Ray can: "
@@ -37,7 +38,7 @@ def problem_of_port(name: str, host: str, port: int) -> str:
 
 
 def problem_of_ports(node: str, ports: Sequence[int], sources: Sequence[str], advice: str) -> str:
-    """The problem of a `node` some of whose `ports` some others, the `sources`, do not reach; all in words."""
+    """The problem of a `node` some of whose `ports` cannot be reached from some others, the `sources`; all in words."""
     word = "port" if len(ports) == 1 else "ports"
     return f"{word} {_some(list(map(str, ports)))} of node {node} cannot be reached from {_some(sources)}: {advice}"
 
@@ -49,7 +50,7 @@ def _some(these: Sequence[str]) -> str:
 
 
 def problem_of_start(node: str, error: str) -> str:
-    """The problem of a node where no daemon can be started, by the last line of the `error`."""
+    """The problem of a node where no daemon can be started, from the last line of the `error`."""
     name = f"node {node[:12]}"
     if "No module named" in error:
         missing = error.rpartition("No module named")[2].strip(" '\".")

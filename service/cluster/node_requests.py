@@ -1,7 +1,7 @@
-"""Asks the autoscaler of a Ray cluster for nodes: a placement group that waits is what it adds nodes for.
+"""Asks the autoscaler of a Ray cluster for nodes: it adds nodes for a pending placement group.
 
-One group for all jobs that ask, which Ray grants as a whole or not at all, so that what is free is not held in parts.
-It belongs to this process: Ray removes it when the process is gone.
+There is one group for all jobs that ask, which Ray grants as a whole or not at all, so that free resources are not
+partly held. It belongs to this process: Ray removes it when the process is gone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from service.leases.held import new_id
 
 log = logging.getLogger(__name__)
 
-# After Ray has granted all that was asked for, before the same is asked for again: else what is free but cannot be used
-# would be taken and given back all the time.
+# Delay after Ray has granted everything, before the same is requested again: otherwise free resources that cannot be
+# used would be taken and given back all the time.
 AGAIN_SECONDS = 10.0
 
 Bundles = Sequence[Mapping[str, float]]
@@ -29,18 +29,18 @@ Bundles = Sequence[Mapping[str, float]]
 
 @dataclass(eq=False)
 class _Request:
-    """One group, from when it is asked for on."""
+    """One group, from its request on."""
 
     bundles: list[dict[str, float]]
     selector: dict[str, str]
     name: str = field(default_factory=lambda: f"nodes/{new_id()}")
     group: Any = None
-    """None: Ray has not answered, and may still make it."""
+    """None: Ray has not answered, and may still create it."""
     withdrawn: threading.Event = field(default_factory=threading.Event)
 
 
 class NodeRequests:
-    """What this process asks for."""
+    """What this process requests."""
 
     def __init__(self, ray: RayConnection):
         self._ray = ray
@@ -48,8 +48,8 @@ class NodeRequests:
         self._granted_at = float("-inf")
 
     async def ask(self, bundles: Bundles, without: Collection[str]) -> None:
-        """Ask for nodes on which all `bundles` lie at the same time, others than those in `without`, and for nothing
-        else; with no bundles for nothing at all. Raises ClusterUnavailable."""
+        """Request nodes that can hold all `bundles` at the same time, other than those in `without`, and nothing else;
+        without bundles request nothing. Raises ClusterUnavailable."""
         wanted, asked = _Request([dict(bundle) for bundle in bundles], anywhere_but(without)), self._asked
         same = asked is not None and (asked.bundles, asked.selector) == (wanted.bundles, wanted.selector)
         if not bundles or not same:
@@ -61,7 +61,7 @@ class NodeRequests:
         await self._ray.run(self._create, wanted)
 
     async def settle(self) -> bool:
-        """Give back what Ray has granted by now; whether it had. Raises ClusterUnavailable."""
+        """Give back what Ray has granted by now; returns whether it had granted it. Raises ClusterUnavailable."""
         if self._asked is None:
             return False
         states = await self._ray.run(placement_group_states, self._ray.module, [self._asked.name])
@@ -74,7 +74,7 @@ class NodeRequests:
         return granted
 
     async def withdraw(self) -> None:
-        """Ask for nothing any more. Raises ClusterUnavailable."""
+        """Request nothing any more. Raises ClusterUnavailable."""
         if self._asked is not None:
             self._asked.withdrawn.set()
             if self._asked.group is not None:

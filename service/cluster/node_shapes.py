@@ -16,7 +16,7 @@ _ONE = re.compile(r"\s*(?P<type>[^=,\s]+)\s*=\s*(?P<most>\d+)\s*x\s*(?P<units>\d
 
 
 class BadNodeShapes(MantaError):
-    """Text that declares no shapes of nodes."""
+    """The text does not declare shapes of nodes."""
 
     def __init__(self, text: str):
         super().__init__(
@@ -30,13 +30,13 @@ class NodeShape:
     """A type of node of the autoscaler."""
 
     type: str
-    """Its name there: of a node type, or of a KubeRay worker group."""
+    """The autoscaler's name for it: of a node type, or of a KubeRay worker group."""
     most: int
-    """How many of them there may be."""
+    """The maximum number of such nodes."""
     unit: Unit
-    """What its ranks take."""
+    """The unit that ranks take there."""
     units: int
-    """How many of it each node has."""
+    """Number of units of each node."""
 
     def __str__(self) -> str:
         return f"{self.most} {self.type} of {counted(self.units, self.unit)}"
@@ -58,8 +58,8 @@ def shapes_in(text: str) -> tuple[NodeShape, ...]:
 
 
 def grown(capacity: Capacity, shapes: Sequence[NodeShape], types: Collection[str]) -> Capacity:
-    """`capacity` once the autoscaler has added all that it may. `types`: those of the nodes that are there, also of
-    those where nothing is placed."""
+    """`capacity` once the autoscaler has added everything that it may. `types`: those of the existing nodes, including
+    nodes where nothing is placed."""
     there = Counter(types)
     more = {
         f"{shape.type}+{number}": (shape.units, shape.units)
@@ -73,8 +73,8 @@ def grown(capacity: Capacity, shapes: Sequence[NodeShape], types: Collection[str
 
 
 def with_placed(capacity: Capacity, layout: ParallelConfig) -> Capacity | None:
-    """What is left of `capacity` with `layout` in it, on the fullest nodes that take its tensor-parallel groups; None
-    where it does not fit."""
+    """What is left of `capacity` with `layout` in it, on the fullest nodes that can hold its tensor-parallel groups;
+    None if it does not fit."""
     left = {node: free for node, (_, free) in capacity.nodes.items()}
     for type, stages in Counter(stage_types(layout)).items():
         groups = stages * layout.data * layout.context
@@ -93,19 +93,19 @@ class Demand:
     """What the head of the queue needs, and those behind it that would fit as well."""
 
     def __init__(self, most: Mapping[Unit, Capacity]):
-        """`most`: what the cluster could have free of each unit."""
+        """`most`: for each unit the largest capacity that the cluster could have free."""
         self._left = dict(most)
         self.is_over = False
         """Whether a job did not fit in addition to those before it."""
         self.bundles: list[dict[str, float]] = []
-        """One for each tensor-parallel group."""
+        """One bundle for each tensor-parallel group."""
 
     def left(self, unit: Unit) -> Capacity:
-        """What could be free besides those that were added."""
+        """What could be free in addition to the jobs that were added."""
         return self._left[unit]
 
     def add(self, layout: ParallelConfig, unit: Unit) -> bool:
-        """Whether a job in `layout` is asked for; once one does not fit, none behind it is."""
+        """Whether nodes are requested for a job in `layout`; once one job does not fit, none behind it is added."""
         after = None if self.is_over else with_placed(self._left[unit], layout)
         if after is None:
             self.is_over = True

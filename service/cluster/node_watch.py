@@ -1,10 +1,9 @@
-"""Which nodes live: our own heartbeat, since Ray takes a quarter of a minute to miss one.
+"""Which nodes live: our own heartbeat, since Ray takes a quarter of a minute to notice a missing one.
 
-The control plane holds a connection to every node's daemon, which sends heartbeats. When the connection breaks, or
-nothing comes for a while, that alone proves nothing: a daemon may have been killed, and a busy machine answers late. A
-node is lost when neither its daemon nor its Ray takes a fresh connection. Kernels take those for processes that are far
-too busy to do it themselves, so load raises no false alarm, and the kernel of a living machine says at once that a
-process is gone.
+The control plane holds a connection to every node's daemon, which sends heartbeats. A broken connection, or silence for
+a while, alone proves nothing: a daemon may have been killed, and a busy machine answers late. A node is lost if neither
+its daemon nor its Ray accepts a new connection. Kernels accept connections for processes that are far too busy to do so
+themselves, so load raises no false alarm, and the kernel of a living machine says at once that a process is gone.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.5
 # Silence that is worth a look; together with CONNECT_SECONDS it is how long an unreachable machine goes unnoticed.
 SILENT_SECONDS = 1.5
-# Long enough for the kernel's second try, one second after a first packet that was lost.
+# Long enough for the kernel's second attempt, one second after a lost first packet.
 CONNECT_SECONDS = 1.2
 LOOK_SECONDS = 1.0
-# How often in a row the daemon's port must refuse, while that of Ray does not, before it counts as closed: some 15 s.
+# How many times in a row the daemon's port must refuse while Ray's does not, before it counts as closed: about 15 s.
 REFUSALS = 6
 
 THREADS = 32
-"""Of the watch's own: a connection that is not accepted keeps one for as long as it is tried. Where many nodes are gone
-at once nothing else may have to wait for that, such as who reads the database."""
+"""Threads of the watch only: a connection that is not accepted occupies one for as long as it is tried. If many nodes
+are gone at once, nothing else, such as reading the database, may have to wait for that."""
 
 Address = tuple[str, int]
 
 
 class NodeWatch:
-    """Watches all nodes, those that join later too, and sees to it that each has a daemon."""
+    """Watches all nodes, including those that join later, and ensures that each has a daemon."""
 
     def __init__(
         self,
@@ -53,18 +52,18 @@ class NodeWatch:
         lost: Callable[[str, str], None],
         draining: Callable[[str, float | None, str], None] | None = None,
     ):
-        """`lost` is called with a node that is lost, and why; `draining` with one that is being drained, and within how
-        many seconds and why, where that was said, with each of its heartbeats."""
+        """`lost` is called with a node that is lost, and why; `draining` with a node that is being drained, and within
+        how many seconds and why, if that is known, with each of its heartbeats."""
         self._cluster, self._lost, self._draining = cluster, lost, draining
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self.lag = Lag(LOOK_SECONDS)
-        """How far it is behind with what Ray says of the nodes."""
+        """How far it is behind with Ray's information about the nodes."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="nodes")
         self._refused: dict[str, int] = {}
-        """By node how often in a row its daemon's port took no connection though its Ray's did."""
+        """By node, how many times in a row its daemon's port accepted no connection though its Ray's did."""
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Run until cancelled."""
         try:
             while True:
                 await self._look()
@@ -80,7 +79,7 @@ class NodeWatch:
         try:
             known = await self._cluster.nodes.known()
             living = {node.id: node for node in known if node.alive and node.holds_ranks}
-        except Exception:  # Ray may be restarting: it is watched elsewhere
+        except Exception:  # Ray may be restarting, which is watched elsewhere
             log.exception("Ray did not list its nodes")
             return
         for node in living.keys() - self._watchers.keys():
@@ -93,7 +92,7 @@ class NodeWatch:
         self.lag.done()
 
     async def _watch(self, node: RayNode) -> None:
-        """Until Ray itself gives the node up."""
+        """Watch it until Ray itself gives the node up."""
         while True:
             source = await self._heartbeat_source(node)
             if source is not None:
@@ -108,8 +107,8 @@ class NodeWatch:
             self._cluster.nodes.lost.discard(node.id)
 
     async def _is_there(self, node: RayNode, source: HeartbeatSource | None) -> bool:
-        """Whether its daemon or its Ray takes a connection. Where for a while only its Ray does, that is a problem for
-        an operator to fix, and no loss."""
+        """Whether its daemon or its Ray accepts a connection. If for a while only its Ray does, that is a problem for
+        an operator to fix, and not a loss."""
         if source is not None and await self._listens((source.host, source.port)):
             self._note_reached(node.id)
             return True
@@ -131,8 +130,7 @@ class NodeWatch:
             self._cluster.nodes.problems.pop(node, None)
 
     async def _heartbeat_source(self, node: RayNode) -> HeartbeatSource | None:
-        """Where the node's daemon sends heartbeats from; it is started where there is none. None when it does not
-        answer."""
+        """Where the node's daemon sends heartbeats from; it is started if there is none. None if it does not answer."""
         asking = asyncio.create_task(self._cluster.daemons.heartbeat_source(node.id))
         try:
             while not asking.done():
@@ -140,7 +138,7 @@ class NodeWatch:
                 if not asking.done() and not await self._listens(node.raylet):
                     return None
             source = asking.result()
-        except Exception:  # whatever it is, the node is looked at again
+        except Exception:  # whatever the error is, the node is looked at again
             log.exception("the daemon of node %s did not say where it answers", node.id)
             source = None
         finally:
@@ -150,7 +148,7 @@ class NodeWatch:
         return source
 
     async def _listen(self, node: str, source: HeartbeatSource) -> None:
-        """Hear the node's heartbeats for as long as they come."""
+        """Receive the node's heartbeats for as long as they come."""
         writer: asyncio.StreamWriter | None = None
         requests: asyncio.Task[None] | None = None
         try:
@@ -193,7 +191,7 @@ class NodeWatch:
         self._lost(node, why)
         try:
             await self._cluster.fail_calls_to(node)
-        except Exception:  # then calls to what was there fail when Ray finds out
+        except Exception:  # calls to what was there fail when Ray finds out
             log.exception("Ray could not be notified that node %s is lost", node)
 
 
@@ -206,9 +204,9 @@ async def _request_heartbeats(writer: asyncio.StreamWriter, secret: str) -> None
 
 
 def listens(address: Address) -> bool:
-    """Whether a fresh connection to `address` is taken within CONNECT_SECONDS.
+    """Whether a new connection to `address` is accepted within CONNECT_SECONDS.
 
-    On a thread and with the kernel's own timeout: one that counts in an event loop passes when that loop is held up.
+    This uses a thread and the kernel's own timeout: a timeout in an event loop also expires if the loop is held up.
     """
     with contextlib.suppress(OSError), socket.create_connection(address, CONNECT_SECONDS):
         return True

@@ -1,4 +1,4 @@
-"""The nodes of the cluster: which live, which are lost or to be left, and what is free on them."""
+"""The nodes of the cluster: which live, which are lost or being drained, and what is free on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.cluster.placement import TYPE_RESOURCE, UNITS, Capacity, Unit
 from service.cluster.ray_private import free_resources, node_types
 from workers.protocol.messages import GpuReading
 
-# How long units that were given back may take to be shown as free, and how often that is looked at.
+# How long it may take until units that were given back are shown as free, and how often to check.
 SETTLED_SECONDS, LOOK_SECONDS = 2.0, 0.05
 
 
@@ -26,20 +26,20 @@ class RayNode:
 
     id: str
     raylet: tuple[str, int]
-    """Host and port where its Ray listens."""
+    """Host and port on which its Ray listens."""
     host: str = ""
     """Name of its machine."""
     alive: bool = True
-    """Whether Ray takes it for living."""
+    """Whether Ray considers it alive."""
     holds_ranks: bool = True
-    """Whether it offers what a rank takes; others, such as a head without, are none of our business."""
+    """Whether it offers what a rank takes; others, such as a head without any, do not concern us."""
     gpu_type: str | None = None
-    """What Ray calls the type of its GPUs; None where it has none, or Ray does not know them."""
+    """Ray's name for the type of its GPUs; None if it has none, or Ray does not know them."""
 
 
 @dataclass(frozen=True)
 class GpuReadings:
-    """What a node has said of the GPUs of its machine."""
+    """What a node has reported about the GPUs of its machine."""
 
     heard_at: float
     """In seconds of the monotonic clock."""
@@ -47,7 +47,7 @@ class GpuReadings:
 
     @property
     def smallest_memory(self) -> int | None:
-        """Bytes of the GPU that has least; None where the driver said of none."""
+        """Bytes of the GPU with the least memory; None if the driver did not say for any."""
         return min((each.memory_total_bytes for each in self.readings if each.memory_total_bytes), default=None)
 
 
@@ -58,29 +58,29 @@ class Nodes:
         """`shapes`: of the nodes that an autoscaler can add; none: there is no autoscaler to ask."""
         self._ray, self.shapes = ray, tuple(shapes)
         self.at_rest: set[str] = set()
-        """Nodes that the autoscaler may take away: they are without a daemon until something is placed there."""
+        """Nodes that the autoscaler may take away: they have no daemon until something is placed there."""
         self.lost: set[str] = set()
-        """Nodes that do not answer, whatever Ray says: nothing is asked of them, nothing is placed there."""
+        """Nodes that do not answer, whatever Ray says: nothing is asked of them or placed there."""
         self.draining: set[str] = set()
         """Nodes that are being drained: nothing more is placed there."""
         self.leave_by: dict[str, float] = {}
-        """Of nodes that are being drained the moment until which they can be counted on, in seconds of the monotonic
-        clock; nothing where that was not said."""
+        """For nodes that are being drained, the moment until which they can be relied on, in seconds of the monotonic
+        clock; absent if not known."""
         self.drain_reasons: dict[str, str] = {}
-        """And why, in the words of who says so."""
+        """The reason, as given by whoever drains the node."""
         self.silent: set[str] = set()
         """Nodes whose daemon does not answer: nothing more is placed there until it does."""
         self.unswept: set[str] = set()
-        """Nodes where jobs that are over may have left something, since the daemon could not be notified."""
+        """Nodes where finished jobs may have left something, since the daemon could not be notified."""
         self.problems: dict[str, str] = {}
-        """By node a sentence that says why nothing is placed there and what to do, where an operator has to act."""
+        """By node, if an operator has to act: a sentence that says why nothing is placed there and what to do."""
 
         self.gpus: dict[str, GpuReadings] = {}
-        """By node what it said last of the GPUs of its machine."""
+        """By node, its last report about the GPUs of its machine."""
 
     def drain(self, node: str, seconds: float | None, reason: str = "") -> bool:
-        """`node` is being drained within `seconds`, None where that is not known; the latest statement counts. Whether
-        that is news, which the same reason again is not, but for how long is left."""
+        """`node` is being drained within `seconds`, None if that is not known; the latest statement counts. Returns
+        whether that is new; the same reason with another remaining time is not."""
         is_news = self.drain_reasons.get(node) != reason
         self.draining.add(node)
         self.drain_reasons[node] = reason
@@ -97,7 +97,7 @@ class Nodes:
         self.drain_reasons.pop(node, None)
 
     def keep_only(self, there: Collection[str]) -> None:
-        """Forget all other nodes, which are gone: ids of nodes never come again."""
+        """Forget all other nodes, which are gone: ids of nodes are never reused."""
         for some in (self.at_rest, self.lost, self.draining, self.silent, self.unswept):
             some.intersection_update(there)
         for about in (self.leave_by, self.drain_reasons, self.problems, self.gpus):
@@ -109,7 +109,7 @@ class Nodes:
         return self.lost | self.draining | self.silent | self.problems.keys()
 
     async def known(self) -> list[RayNode]:
-        """All nodes that Ray knows, dead ones and those without room for ranks too."""
+        """All nodes that Ray knows, including dead ones and those without room for ranks."""
         return [
             RayNode(
                 node["NodeID"],
@@ -127,8 +127,8 @@ class Nodes:
         return [node["NodeID"] for node in await self._living()]
 
     async def capacity(self, unit: Unit, all_living: bool = False) -> Capacity:
-        """Units of `unit` of each living node, in all and free. Nodes where nothing more is placed are left out, unless
-        asked for `all_living`; of those whose daemon does not answer nothing is free."""
+        """Units of `unit` of each living node, total and free. Nodes where nothing more is placed are left out unless
+        `all_living`; on nodes whose daemon does not answer nothing is free."""
         nodes, free = await self._living(), await self._ray.read(self._free)
         free = {node: units for node, units in free.items() if node not in self.silent | self.problems.keys()}
         units = {
@@ -140,13 +140,13 @@ class Nodes:
         return Capacity(unit, sum(t for t, _ in units.values()), sum(f for _, f in units.values()), units, types)
 
     async def at_most(self, unit: Unit) -> Capacity:
-        """The same once the autoscaler has added all that it may."""
+        """The same once the autoscaler has added everything that it may."""
         if not self.shapes:
             return await self.capacity(unit)
         return grown(await self.capacity(unit), self.shapes, (await self._types()).values())
 
     async def unused(self) -> set[str]:
-        """Live nodes of which no unit is held."""
+        """Living nodes of which no unit is held."""
         nodes, free = await self._living(), await self._ray.read(self._free)
         return {
             node["NodeID"]
@@ -160,12 +160,12 @@ class Nodes:
         return {node for node, type in (await self._types()).items() if type in ours}
 
     async def has_gpus(self) -> bool:
-        """Whether any living node has a GPU that is whole, or one that can be added."""
+        """Whether any living node has a complete GPU, or one with a GPU can be added."""
         can_be_added = any(shape.unit == "GPU" for shape in self.shapes)
         return can_be_added or any(node["Resources"].get("GPU", 0) >= 1 for node in await self._living())
 
     async def until_free(self, expected: Capacity) -> None:
-        """Wait until so much is free of what was given back, which Ray shows with some delay; a moment at most, since
+        """Wait until `expected`, which was given back, is free, which Ray shows with some delay; only briefly, since
         others may have taken it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLED_SECONDS):
@@ -203,6 +203,6 @@ def _holds_ranks(node: dict[str, Any]) -> bool:
 
 
 def _gpu_type(node: dict[str, Any]) -> str | None:
-    """Ray offers a resource whose name says it, where it has recognised the GPUs."""
+    """Ray offers a resource named after the type if it has recognised the GPUs."""
     types = (name.removeprefix(TYPE_RESOURCE) for name in sorted(node["Resources"]) if name.startswith(TYPE_RESOURCE))
     return next(types, None)

@@ -1,4 +1,5 @@
-"""A raylet without resources on the control plane's machine: Ray takes a process in only where one of its own runs."""
+"""A raylet without resources on the control plane's machine: Ray accepts a process only where one of its raylets
+runs."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from workers.system.ports import PortRange
 log = logging.getLogger(__name__)
 
 MARK = "MANTA_RAYLET"
-"""Variable in the environment of such a raylet's processes; its value is the tag of the home. Not that of a head of the
-same home, in which jobs may run."""
+"""Environment variable of such a raylet's processes; its value is the tag of the home. It differs from that of a head
+of the same home, in which jobs may run."""
 START_SECONDS, POLL_SECONDS = 60.0, 0.2
 TRIES = 3
-"""Ray gives one up after half a minute, which a busy machine, or a head that has just come back, may need more of."""
+"""Ray gives up after half a minute; a busy machine, or a head that has just come back, may need longer."""
 SERVERS = (
     "node-manager-port",
     "object-manager-port",
@@ -37,18 +38,18 @@ SERVERS = (
     "metrics-export-port",
 )
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""The least that Ray takes: nothing goes through it."""
+"""The least that Ray accepts: nothing is stored there."""
 
 
 def ensure_raylet(address: str, paths: Paths, ports: PortRange | None) -> None:
-    """Have a raylet of the Ray at `address` on this machine: the one that runs here, else a new one, which outlives
-    this process (`end_raylet`); it and its processes, this one among them, listen on `ports`. Raises RayUnavailable."""
+    """Ensure that a raylet of the Ray at `address` runs on this machine: the existing one, or a new one, which outlives
+    this process (`end_raylet`); it and its processes, including this one, listen on `ports`. Raises RayUnavailable."""
     if any(listens for _, listens in _here(address)):
         return
     log.info("no raylet of the Ray at %s runs on this machine: one without resources is started", address)
     paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(TRIES):
-        end_raylet(paths)  # one of a head that is gone, or one that did not come up
+        end_raylet(paths)  # one of a head that is gone, or one that did not start
         _remove_sockets(address)
         process = _spawn(address, paths, ports)
         if _until(lambda: _is_settled(address), process):
@@ -58,7 +59,7 @@ def ensure_raylet(address: str, paths: Paths, ports: PortRange | None) -> None:
 
 
 def own_raylet(paths: Paths) -> int | None:
-    """First process of the raylet that a service of this home has started; None where none runs."""
+    """First process of the raylet that a service of this home has started; None if none runs."""
     return session_leader((MARK, paths.tag), ("start",))
 
 
@@ -75,13 +76,14 @@ def _here(address: str) -> list[tuple[Raylet, bool]]:
 
 
 def _is_settled(address: str) -> bool:
-    """Whether one runs here, and none counts as living that has ended: Ray may have this process use that one."""
+    """Whether one runs here and none that has ended is still listed as living, which Ray might make this process
+    use."""
     living = [listens for raylet, listens in _here(address) if raylet.alive]
     return bool(living) and all(living)
 
 
 def _remove_sockets(address: str) -> None:
-    """Those that raylets which ended here have left."""
+    """Remove the sockets that raylets which ended here have left."""
     for raylet, listens in _here(address):
         for path in () if listens else raylet.sockets:
             Path(path).unlink(missing_ok=True)
@@ -124,7 +126,7 @@ def _spawn(address: str, paths: Paths, ports: PortRange | None) -> subprocess.Po
 
 
 def _listening_on(ports: PortRange) -> dict[str, str]:
-    """Options of Ray: a port for each of its servers, and the others for the processes that use it."""
+    """Ray's options: a port for each of its servers, and the others for the processes that use it."""
     first = [str(ports.first + number) for number in range(len(SERVERS))]
     workers = {"min-worker-port": str(ports.first + len(SERVERS)), "max-worker-port": str(ports.last)}
     return dict(zip(SERVERS, first, strict=True)) | workers

@@ -1,6 +1,8 @@
-"""From a layout to bundles of resources, and whether they fit. Pure arithmetic; `placement_groups.py` has Ray do it.
+"""From a layout to bundles of resources, and whether they fit. Pure arithmetic; `placement_groups.py` has Ray create
+them.
 
-One placement group per data-parallel replica, one bundle in it per tensor-parallel group: a bundle lies on one node.
+There is one placement group per data-parallel replica, with one bundle per tensor-parallel group: a bundle is on one
+node.
 """
 
 from __future__ import annotations
@@ -17,18 +19,19 @@ Unit = Literal["GPU", "manta_slot"]
 """The Ray resource of which each rank takes one."""
 UNITS: tuple[Unit, ...] = ("GPU", "manta_slot")
 TYPE_RESOURCE = "accelerator_type:"
-"""Before the type of a node's GPUs, a resource that Ray offers there."""
+"""Prefix of the type of a node's GPUs, in the name of a resource that Ray offers there."""
 LITTLE_OF_A_TYPE = 0.001
-"""Of a type's resource, which is there to choose nodes and has no amount that could be used up; Ray has one of it."""
+"""Amount of a type's resource in a bundle. The resource only serves to choose nodes and is not meant to be used up; Ray
+offers one of it."""
 
 
 def plural_of(unit: Unit) -> str:
-    """What several of `unit` are called in a sentence."""
+    """The plural of `unit` in a sentence."""
     return "GPUs" if unit == "GPU" else "slots"
 
 
 def counted(number: float, unit: Unit) -> str:
-    """So many of `unit`, in a sentence."""
+    """`number` of `unit`, in a sentence."""
     plural = plural_of(unit)
     return f"{number:g} {plural if number != 1 else plural.removesuffix('s')}"
 
@@ -45,7 +48,7 @@ class Capacity:
     nodes: dict[str, tuple[int, int]]
     """Node id -> (total, free)."""
     types: dict[str, str] = field(default_factory=dict)
-    """Node id -> type of its GPUs, of those whose type is known."""
+    """Node id -> type of its GPUs, for those whose type is known."""
 
     def of_type(self, type: str | None) -> list[tuple[int, int]]:
         """(Total, free) of each node with such GPUs; None: of all nodes."""
@@ -64,9 +67,9 @@ class Shortage:
     possible: int
     """Units that would be available if no other job held any."""
     group: int
-    """Units that must lie on one node."""
+    """Units that must be on one node."""
     type: str | None = None
-    """Of the GPUs of those nodes, where it matters."""
+    """Type of the GPUs of those nodes, if it matters."""
 
     def __str__(self) -> str:
         together = f" in groups of {self.group} on one node" if self.group > 1 else ""
@@ -78,7 +81,7 @@ class Shortage:
 
     @property
     def waits_in_vain(self) -> bool:
-        """Whether it would not fit either if no other job held any."""
+        """Whether it would not fit even if no other job held any."""
         return self.possible < self.needed
 
 
@@ -90,7 +93,7 @@ def unit_of(accelerator: Accelerator, cluster_has_gpus: bool) -> Unit:
 
 
 def insufficient(unit: Unit) -> str:
-    """Why a job that does not get its ranks' `unit` waits, as a code."""
+    """Code for the reason why a job that does not get its ranks' `unit` waits."""
     return f"insufficient_{plural_of(unit).lower()}"
 
 
@@ -116,9 +119,9 @@ class Seat:
     """Where a rank's agent is placed."""
 
     group: str
-    """Name of the placement group of its replica."""
+    """Name of its replica's placement group."""
     bundle: int
-    """Index of its bundle there."""
+    """Index of its bundle in that group."""
 
 
 def replica_of(layout: ParallelConfig, rank: int) -> int:
@@ -127,17 +130,18 @@ def replica_of(layout: ParallelConfig, rank: int) -> int:
 
 
 def seats_of(layout: ParallelConfig, groups: Sequence[str]) -> dict[int, Seat]:
-    """The seat of each rank, where `groups` are the placement groups of the replicas, in order."""
+    """The seat of each rank, if `groups` are the placement groups of the replicas, in order."""
     grid = RankGrid(layout)
     places = {rank: grid.coordinates(rank) for rank in range(layout.world_size)}
     return {rank: Seat(groups[at.data], at.pipeline * layout.context + at.context) for rank, at in places.items()}
 
 
 def missing(layout: ParallelConfig, capacity: Capacity) -> Shortage | None:
-    """What `layout` lacks on this cluster now; None when it fits.
+    """What `layout` lacks on this cluster now; None if it fits.
 
-    A tensor-parallel group must share a node, so free units on nodes with fewer than `tensor` of them do not count.
-    Where several types of node are too few, of the one that most is missing of even if no other job held any.
+    A tensor-parallel group must share a node, so free units on nodes with fewer than `tensor` of them do not count. If
+    nodes of several types are missing, the shortage is that of the type that would be missing most even if no other job
+    held any.
     """
     shortages = list(_shortages(layout, capacity))
     return max(shortages, key=lambda each: (each.needed - each.possible, each.needed - each.available), default=None)
@@ -161,15 +165,15 @@ def without(capacity: Capacity, nodes: Collection[str]) -> Capacity:
 
 
 def avoidable(layout: ParallelConfig, capacity: Capacity, nodes: Collection[str]) -> set[str]:
-    """Those of `nodes` that `layout` can do without: all of them, where the others could hold it if no other job held
-    any of their units; none where they could not, since a node that is not trusted is better than none."""
+    """Those of `nodes` that `layout` can do without: all of them if the others could hold it when no other job holds
+    any of their units; none if they could not, since an untrusted node is better than none."""
     living = {node for node in nodes if node in capacity.nodes}
     shortage = missing(layout, without(capacity, living))
     return living if shortage is None or shortage.possible >= shortage.needed else set()
 
 
 def anywhere_but(nodes: Collection[str]) -> dict[str, str]:
-    """Ray's label selector for a bundle that may lie on any node but `nodes`."""
+    """Ray's label selector for a bundle that may be on any node except `nodes`."""
     return {"ray.io/node-id": f"!in({','.join(sorted(nodes))})"} if nodes else {}
 
 
@@ -179,7 +183,7 @@ def placement_group_name(job: str, generation: int, replica: int) -> str:
 
 
 def agent_name(job: str, generation: int, rank: int) -> str:
-    """Name of the agent of one rank; `generation` is the one that placed it."""
+    """Name of one rank's agent; `generation` is the one that placed it."""
     return f"agent/{job}/{generation}/{rank}"
 
 

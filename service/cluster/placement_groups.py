@@ -26,14 +26,14 @@ from service.cluster.ray_private import placement_group_states
 from workers.config import ParallelConfig
 from workers.errors import MantaError
 
-# How long to wait for nodes that are trusted before those that are avoided are used after all.
+# How long to wait for trusted nodes before nodes to be avoided are used after all.
 AVOIDING_SECONDS = 5.0
-# Between two looks at whether places are held, which Ray grants in a moment or after a long time.
+# Between two checks whether places are held, which Ray grants in a moment or after a long time.
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.01, 0.5
 
 
 class NotPlaced(MantaError):
-    """The placement groups were not ready in time; all that was acquired has been released."""
+    """The placement groups were not ready in time; everything that was acquired has been released."""
 
 
 class PlacementGroups:
@@ -42,7 +42,7 @@ class PlacementGroups:
     def __init__(self, ray: RayConnection, nodes: Nodes):
         self._ray, self._nodes = ray, nodes
         self.epoch: OrderEpoch | None = None
-        """Says whether places of a job may be taken or given back; None: there are no leases."""
+        """Says whether a job's places may be taken or given back; None: there are no leases."""
 
     async def acquire(
         self,
@@ -56,7 +56,7 @@ class PlacementGroups:
     ) -> None:
         """Create the placement groups of all replicas, or of these, in order, and wait until they hold their resources.
 
-        Nodes in `avoid` are not used, unless the others cannot hold the layout or are not free in a moment. Raises
+        Nodes in `avoid` are not used unless the others cannot hold the layout or do not become free in a moment. Raises
         NotPlaced after `timeout` seconds; nothing is held then.
         """
         if self.epoch is not None:
@@ -74,12 +74,12 @@ class PlacementGroups:
         await self._acquire(job, unit, wanted, timeout, set())
 
     async def states(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """By name the state of the groups, or of those with these names, that are not removed; CREATED: its resources
-        are held."""
+        """By name, the state of those groups (of these names, or all) that are not removed; CREATED: its resources are
+        held."""
         return await self._ray.run(placement_group_states, self._ray.module, names)
 
     async def remove(self, names: Iterable[str]) -> None:
-        """Remove groups by name; those that are gone are no error."""
+        """Remove groups by name; groups that are gone are not an error."""
         names = list(names)
         if self.epoch is not None:
             for job in {job for name in names if (job := job_of(name)) is not None}:
@@ -91,7 +91,7 @@ class PlacementGroups:
         self, job: str, unit: Unit, wanted: dict[str, list[dict[str, float]]], timeout: float, avoided: set[str]
     ) -> None:
         ready, given_up = False, threading.Event()
-        # Of an earlier try that Ray left without an answer; its names would be refused.
+        # From an earlier attempt that Ray left unanswered; its names would be refused.
         await self.remove(await self.states(wanted.keys()))
         try:
             for name, bundles in wanted.items():
@@ -121,7 +121,7 @@ class PlacementGroups:
         return [states.get(name) for name in names]
 
     def _create(self, name: str, bundles: list[dict[str, float]], avoided: set[str], given_up: threading.Event) -> None:
-        """`given_up`: set when nothing waits for the group any more, which may be before Ray has made it."""
+        """`given_up`: set when nothing waits for the group any more, which may be before Ray has created it."""
         selector = anywhere_but({*avoided, *self._nodes.closed})
         self._ray.module.util.placement_group(
             bundles,
@@ -135,5 +135,5 @@ class PlacementGroups:
 
     def _remove(self, names: list[str]) -> None:
         for name in names:
-            with contextlib.suppress(ValueError):  # removed meanwhile
+            with contextlib.suppress(ValueError):  # removed in the meantime
                 self._ray.module.util.remove_placement_group(self._ray.module.util.get_placement_group(name))

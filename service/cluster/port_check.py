@@ -1,5 +1,5 @@
-"""Whether the nodes reach each other, before a job fails because they do not: each listens for a moment on a few of its
-ports, and others try those, and the ports of Ray. The result changes nothing about where jobs are placed."""
+"""Whether the nodes reach each other, checked before a job fails because they do not: each listens for a moment on a
+few of its ports, and others try those, and Ray's ports. The result does not affect where jobs are placed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from workers.protocol.messages import Endpoint
 from workers.system.own_address import address_towards
 
 MOST_NODES, PEERS = 256, 16
-"""Of more nodes some are drawn, and each tries so many others: a thousand would try each other a million times."""
+"""If there are more nodes, this many are drawn, and each tries this many others: a thousand nodes would need a million
+attempts."""
 PORTS = 3
-"""How many of its ports each node listens on: a firewall may know another range than we do."""
+"""How many of its ports each node listens on: a firewall may be configured for another range than ours."""
 LISTEN_SECONDS, CONNECT_SECONDS = 20.0, 3.0
 ASK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class PortCheck:
-    """What came out."""
+    """The result."""
 
     problems: tuple[str, ...]
     """Which ports are closed, from where to where: a sentence for each node and kind of ports."""
@@ -40,12 +41,12 @@ class PortCheck:
 
 @dataclass(frozen=True)
 class _Port:
-    """One that is tried: `at`, of the node `of`."""
+    """A port that is tried: `at`, of the node `of`."""
 
     at: Endpoint
     of: RayNode
     advice: str
-    """What to do where it is closed."""
+    """What to do if it is closed."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,18 @@ class _Party:
     node: RayNode
     daemon: NodeClient
     ports: list[_Port]
-    """Where it takes connections."""
+    """Where it accepts connections."""
 
 
 @dataclass(frozen=True)
 class _Closed:
     port: _Port
     source: str
-    """Who has not reached it, in words."""
+    """Who could not reach it, in words."""
 
 
 async def check_ports(cluster: Cluster) -> PortCheck:
-    """Have the nodes try each other. Raises ClusterUnavailable."""
+    """Let the nodes try each other. Raises ClusterUnavailable."""
     alive = [node for node in await cluster.nodes.known() if node.alive and node.id not in cluster.nodes.lost]
     nodes = [node for node in alive if node.holds_ranks]
     drawn = random.sample(nodes, min(len(nodes), MOST_NODES))
@@ -84,7 +85,7 @@ async def check_ports(cluster: Cluster) -> PortCheck:
 
 
 async def _invite(cluster: Cluster, node: RayNode) -> _Party | str:
-    """The node as one that takes part, or a sentence that says why it does not."""
+    """The node as a participant, or a sentence that says why it does not take part."""
     daemon = await cluster.daemons.of(node.id)
     if daemon is None:
         return f"node {_named(node)} was not asked: its daemon does not answer"
@@ -101,14 +102,14 @@ def _of_ray(node: RayNode) -> _Port:
 
 
 def _ports_of_peers(number: int, parties: Sequence[_Party]) -> list[_Port]:
-    """Of those whom the party of this number tries; each is tried by the same number that it tries."""
+    """Ports of the nodes that party `number` tries; each node is tried by as many others as it tries."""
     others = min(PEERS, len(parties) - 1)
     peers = [parties[(number + distance) % len(parties)] for distance in range(1, others + 1)]
     return [port for peer in peers for port in peer.ports]
 
 
 async def _try_from(party: _Party, ports: Sequence[_Port]) -> list[_Closed] | str:
-    """What the party does not reach, or a sentence where it did not say."""
+    """What the party cannot reach, or a sentence if it did not say."""
     by_address = {port.at: port for port in ports}
     try:
         missed = await within(ASK_SECONDS, party.daemon.unreached(list(by_address), CONNECT_SECONDS))

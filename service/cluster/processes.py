@@ -1,4 +1,4 @@
-"""Processes by identity, not by number: only our own are ended."""
+"""Processes identified by more than their number, so that only our own are ended."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import psutil
 
 KILL_SECONDS = 10.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""File with an id of this boot of the machine."""
-# Where proc(5) has the start time (22nd field) behind the state (3rd), and the states of processes that have ended.
+"""File with an id of the machine's current boot."""
+# Positions in proc(5) of the start time (22nd field) after the state (3rd), and the states of ended processes.
 _TICKS_AFTER_STATE, _ENDED_STATES = 18, frozenset("ZXx")
 
 
 def start_of(pid: int) -> str:
-    """When process `pid` started, as a mark that no other process of this number has: the boot of the machine, and the
-    clock ticks since then. Unlike a time of day it stays the same when the clock is set. Raises ProcessLookupError when
-    no such process runs."""
+    """When process `pid` started, as a mark that no other process with this number has: the boot of the machine, and
+    the clock ticks since then. Unlike a time of day it does not change when the clock is set. Raises ProcessLookupError
+    if no such process runs."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except FileNotFoundError as error:
         raise ProcessLookupError(f"no process {pid} runs") from error
-    state, *others = stat.rpartition(")")[2].split()  # the name before that may hold anything
+    state, *others = stat.rpartition(")")[2].split()  # the name before it may contain anything
     if state in _ENDED_STATES:
         raise ProcessLookupError(f"process {pid} has ended")
     return f"{BOOT_ID.read_text().strip()}/{others[_TICKS_AFTER_STATE]}"
@@ -35,7 +35,7 @@ def start_of(pid: int) -> str:
 
 def same_process(pid: int, started: str | float) -> bool:
     """Whether process `pid` runs and is the one that `started` then: a mark of `start_of`, or Unix time in seconds, as
-    releases before wrote it down."""
+    earlier releases recorded it."""
     if isinstance(started, str):
         try:
             return start_of(pid) == started
@@ -49,11 +49,11 @@ def same_process(pid: int, started: str | float) -> bool:
 
 
 def started_in(document: Mapping[str, Any]) -> str | float:
-    """What a file says about the start of the process whose `pid` it holds. Raises KeyError where it says nothing,
-    ValueError and TypeError where that is no such thing."""
+    """The recorded start of the process whose `pid` a file contains. Raises KeyError if there is none, ValueError and
+    TypeError if it is invalid."""
     if "started" in document:
         return str(document["started"])
-    return float(document["created"])  # written by a release before
+    return float(document["created"])  # written by an earlier release
 
 
 def end_all(mark: tuple[str, str], leader: int | None) -> None:
@@ -68,12 +68,12 @@ def end_all(mark: tuple[str, str], leader: int | None) -> None:
                 process.kill()
         if not wait_until_ended(alive, KILL_SECONDS):
             return  # in the hands of the kernel, which ends them when their last system call returns
-        alive = set(_marked(mark))  # born meanwhile
+        alive = set(_marked(mark))  # started in the meantime
 
 
 def session_leader(mark: tuple[str, str], words: Collection[str]) -> int | None:
     """The process with `mark` (name, value) in its environment and all `words` in its command line that leads a session
-    of processes; None where there is none."""
+    of processes; None if there is none."""
     for process in _marked(mark):
         with contextlib.suppress(psutil.Error, OSError):
             if os.getsid(process.pid) == process.pid and set(words) <= set(process.cmdline()):
@@ -82,9 +82,9 @@ def session_leader(mark: tuple[str, str], words: Collection[str]) -> int | None:
 
 
 def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> bool:
-    """Wait until all `processes` have ended, at most `seconds`. Answers whether they have.
+    """Wait until all `processes` have ended, at most `seconds`. Returns whether they have.
 
-    One that ended but whose parent does not reap it counts as ended.
+    A process that has ended but is not reaped by its parent counts as ended.
     """
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as open_handles:
@@ -92,7 +92,7 @@ def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> boo
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 handle = os.pidfd_open(process.pid)
                 open_handles.callback(os.close, handle)
-                if process.is_running():  # else the number belongs to another process by now
+                if process.is_running():  # otherwise the number now belongs to another process
                     waiting.register(handle, selectors.EVENT_READ)
         while waiting.get_map():
             ready = waiting.select(max(0.0, deadline - time.monotonic()))
@@ -114,7 +114,7 @@ def _family(leader: int | None) -> Iterable[psutil.Process]:
 
 
 def _marked(mark: tuple[str, str]) -> Iterable[psutil.Process]:
-    """Processes with `mark` in their environment: also those whose parents are gone."""
+    """Processes with `mark` in their environment, including those whose parents are gone."""
     name, value = mark
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""Manta's own Ray: a head that is started as separate processes, outlives this one, and is reconnected to.
+"""Manta's own Ray: a head that is started as separate processes, outlives this process, and is reconnected to.
 
 Nothing here imports ray before its token is in the environment: Ray reads RAY_AUTH_* when it is imported.
 """
@@ -33,17 +33,17 @@ from workers.errors import MantaError
 from workers.paths import Paths
 
 NAMESPACE = "manta"
-"""Where those look who do not belong to an installation; each of those has one of its own."""
+"""Namespace of programs that do not belong to an installation; each installation has its own."""
 SLOT = "manta_slot"
 DEFAULT_SLOTS = 16
 WARM_WORKERS = 8
-"""Ray workers that wait for agents: eight agents start in half a second instead of two."""
+"""Ray workers that wait for agents: with them eight agents start in half a second instead of two."""
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
-"""We ship no tensors through Ray, and its object store shares /dev/shm with the snapshots."""
+"""We send no tensors through Ray, and its object store shares /dev/shm with the snapshots."""
 START_SECONDS, ANSWER_SECONDS = 60.0, 2.0
 POLL_SECONDS = 0.05
 MARK = "MANTA_RAY_HEAD"
-"""Variable in the environment of all processes of a head; its value is the tag of the home."""
+"""Environment variable of all processes of a head; its value is the tag of the home."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -53,36 +53,36 @@ class RayUnavailable(MantaError):
 
 @dataclass(frozen=True)
 class HeadRecord:
-    """Which Ray head is ours, as stored in the home."""
+    """Identifies our Ray head, as stored in the home."""
 
     address: str
     """host:port of Ray's control store."""
     pid: int
     """Process id of the head's first process."""
     started: str | float
-    """When that process started, as `same_process` takes it: a pid alone may belong to another process by now."""
+    """When that process started, in the form for `same_process`: a pid alone may belong to another process by now."""
     session: str
     """Ray's session folder, with its logs."""
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> HeadRecord:
-        """From its JSON, of a release before too. Raises KeyError, ValueError, TypeError where that is damaged."""
+        """From its JSON, also of an earlier release. Raises KeyError, ValueError, TypeError if it is damaged."""
         pid = int(document["pid"])
         return cls(str(document["address"]), pid, started_in(document), str(document["session"]))
 
 
 class RayHead:
-    """The Ray head of the service whose state lies in `home`."""
+    """The Ray head of the service whose state is in `home`."""
 
     def __init__(self, home: str | Path, slots: int | None = None):
-        """`slots`: CPU ranks that fit, also next to GPUs, where jobs with `resources.accelerator: cpu` take them."""
+        """`slots`: number of CPU ranks that fit, also next to GPUs, where jobs with `resources.accelerator: cpu` use
+        them."""
         self._paths = Paths.of(home)
         self._slots = DEFAULT_SLOTS if slots is None else slots
         self._warm = min(max(self._slots, count_gpus()), WARM_WORKERS) + 1  # one more for the node's daemon
 
     def record(self) -> HeadRecord | None:
-        """The record of a head that lives, or None. A lost or damaged file does not make a living head a dead one: it
-        is found by its mark."""
+        """The record of a living head, or None. A head whose record is lost or damaged is found by its mark."""
         try:
             record = HeadRecord.of(json.loads(self._paths.ray_record.read_text()))
             if same_process(record.pid, record.started):
@@ -92,12 +92,12 @@ class RayHead:
         return self._running_head()
 
     def _running_head(self) -> HeadRecord | None:
-        """A head of this home that runs, whatever its record says."""
+        """A running head of this home, whatever its record says."""
         leader = session_leader((MARK, self._paths.tag), ("start", "--head"))
         try:
             if leader is not None and (address := address_file(self._paths.ray_folder).read_text().strip()):
                 return HeadRecord(address, leader, start_of(leader), self._session())
-        except OSError:  # it has not come up yet, or ends
+        except OSError:  # it has not started yet, or is ending
             pass
         return None
 
@@ -105,8 +105,9 @@ class RayHead:
         return str((self._paths.ray_folder / "session_latest").resolve())
 
     def ensure(self) -> HeadRecord:
-        """The living head, if there is one; else a new one, also where a head's address is refused, so that it is about
-        to end. Raises RayUnavailable; a head that lives and does not answer is left alone, with all jobs in it."""
+        """The living head if there is one; otherwise a new one, also if a head's address refuses connections, since
+        that head is about to end. Raises RayUnavailable; a head that lives and does not answer is left alone, with all
+        jobs in it."""
         record = self.record()
         if record is None or _refuses(record.address):
             return self.start()
@@ -118,7 +119,7 @@ class RayHead:
         return record
 
     def start(self) -> HeadRecord:
-        """Start a new head, and end a former one of this home. Takes some 3 s. Raises RayUnavailable."""
+        """Start a new head, and end an earlier one of this home. Takes about 3 s. Raises RayUnavailable."""
         self.stop()
         self._prepare()
         process = self._spawn()
@@ -131,10 +132,10 @@ class RayHead:
 
     def connect(self, namespace: str = NAMESPACE) -> Any:
         """Connect this process to the head, which `ensure` started, and return the ray module. `namespace`: of all
-        names there, which another namespace's do not see.
+        names there, which are not visible from other namespaces.
 
-        Nobody may have imported ray in this process before: it would not know the token.
-        Raises RayUnavailable when there is no head or it does not answer.
+        Nothing may have imported ray in this process before, since it would not know the token. Raises RayUnavailable
+        if there is no head or it does not answer.
         """
         record = self.record()
         if record is None:
@@ -145,11 +146,11 @@ class RayHead:
     def stop(self) -> None:
         """Kill all processes of this home's head and no others, and remove Ray's temporary files.
 
-        SIGKILL, since Ray keeps nothing that is worth a slow end; snapshots in shared memory stay.
+        SIGKILL is used, since Ray keeps nothing that is worth a slow end; snapshots in shared memory stay.
         """
         record = self.record()
         end_all((MARK, self._paths.tag), record.pid if record is not None else None)
-        with contextlib.suppress(OSError):  # a process that is gone is not taken for a head
+        with contextlib.suppress(OSError):  # a process that is gone must not be taken for a head
             self._paths.ray_record.unlink(missing_ok=True)
         shutil.rmtree(self._paths.ray_folder, ignore_errors=True)
 
@@ -171,10 +172,10 @@ class RayHead:
             **without_secrets(os.environ),
             **self._authentication(),
             MARK: self._paths.tag,
-            # The agents' modules, when the distribution is not installed, and before any others of those names.
+            # The agents' modules if the distribution is not installed, with precedence over others of the same names.
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             "RAY_USAGE_STATS_ENABLED": "0",
-            STARTS_AT_ONCE: str(self._warm),  # else as many at once as there are cores
+            STARTS_AT_ONCE: str(self._warm),  # otherwise as many at once as there are cores
             MEMORY_MONITOR_MILLISECONDS: "0",  # memory belongs to the trainers: kill those, not their agents
         }
         with self._paths.ray_log.open("ab") as log:
@@ -205,7 +206,7 @@ class RayHead:
         return [*ray, "--head", "--block", "--disable-usage-stats", NO_AUTOSCALER, *arguments]
 
     def _wait_for_address(self, process: subprocess.Popen[bytes]) -> str:
-        """The head's real address, which Ray writes into its folder once it runs."""
+        """The head's actual address, which Ray writes into its folder once it runs."""
         file = address_file(self._paths.ray_folder)
         deadline = time.monotonic() + START_SECONDS
         while True:
@@ -223,13 +224,13 @@ class RayHead:
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs of this machine, by their device files."""
+    """Number of NVIDIA GPUs of this machine, from their device files."""
     return sum(1 for file in Path("/dev").glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit())
 
 
 def connect(address: str, namespace: str, runtime_environment: Mapping[str, Any] | None = None) -> Any:
-    """Connect this process to the Ray at `address` and return the ray module. `runtime_environment`: Ray's, of all that
-    this process starts there. Raises RayUnavailable."""
+    """Connect this process to the Ray at `address` and return the ray module. `runtime_environment`: Ray's, for
+    everything that this process starts there. Raises RayUnavailable."""
     import ray
 
     try:
@@ -255,7 +256,7 @@ def answers(address: str) -> bool:
 
 
 def _refuses(address: str) -> bool:
-    """Whether the machine is there and says that nothing listens at `address`, which is more than not to answer."""
+    """Whether the machine is there and says that nothing listens at `address`, which is more than not answering."""
     try:
         _touch(address)
     except ConnectionRefusedError:

@@ -1,6 +1,6 @@
-"""What we use of Ray that it does not promise to keep: every such name, and the version that it was tried with.
+"""The parts of Ray that we use without a promise of stability: every such name, and the version that it was tried with.
 
-After an update of Ray this is the file to look at; `tests/service/cluster` runs all of it against the installed one.
+After an update of Ray this is the file to check; `tests/service/cluster` runs all of it against the installed version.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 TRIED_WITH = ("2.52.0", "2.60.0")
-"""The oldest and the newest version of Ray for which everything here is known to hold."""
+"""The oldest and the newest version of Ray for which everything here is known to work."""
 
 ANSWER_SECONDS = 10.0
 
@@ -19,18 +19,19 @@ START_COMMAND = "from ray.scripts.scripts import main; main()"
 """Python program of the `ray` command, for an interpreter whose scripts are not on the path."""
 
 STARTS_AT_ONCE = "RAY_worker_maximum_startup_concurrency"
-"""Variable of the head: how many workers it starts at the same time."""
+"""Environment variable of the head: how many workers it starts at the same time."""
 
 MEMORY_MONITOR_MILLISECONDS = "RAY_memory_monitor_refresh_ms"
-"""Variable of the head: how often it looks for memory to free by killing workers, in milliseconds; 0: never."""
+"""Environment variable of the head: how often it looks for memory to free by killing workers, in milliseconds; 0:
+never."""
 
 RECONNECT_SECONDS = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Variable of any process of Ray, read when `ray` is imported: how many seconds it waits for a head that is gone before
-it ends itself."""
+"""Environment variable of any process of Ray, read when `ray` is imported: how many seconds the process waits for a
+missing head before it ends itself."""
 
 NO_AUTOSCALER = "--no-monitor"
-"""Option of the head that `ray start --help` does not show: without the process that would start and end nodes of a
-cloud. It takes 80 MB and a second of a core, and there is no cloud."""
+"""Option of the head that `ray start --help` does not show: run without the process that would start and end nodes of a
+cloud. That process takes 80 MB and a second of a core, and there is no cloud."""
 
 
 def address_file(ray_folder: Path) -> Path:
@@ -39,15 +40,15 @@ def address_file(ray_folder: Path) -> Path:
 
 
 def free_resources(ray: Any) -> dict[str, dict[str, float]]:
-    """By node id what nobody holds, by name of the resource. `ray`: the module, connected."""
+    """By node id, what nobody holds, by name of the resource. `ray`: the module, connected."""
     free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
     return free
 
 
 def placement_group_states(ray: Any, names: Collection[str] | None = None) -> dict[str, str]:
-    """By name the state of each placement group of this process's namespace, or of those with these names, that was not
-    removed: Ray remembers those that were, and another may have the name by now. To go through all takes the longer the
-    more there ever were (6 microseconds each). `placement_group_table` does not tell the namespaces."""
+    """By name, the state of each placement group of this process's namespace, or of those with these names, that was
+    not removed: Ray remembers removed ones, and another group may have the name by now. Going through all takes longer
+    the more there ever were (6 microseconds each). `placement_group_table` does not report the namespaces."""
     from ray.core.generated.gcs_pb2 import PlacementGroupTableData as Group
 
     namespace = ray.get_runtime_context().namespace
@@ -63,8 +64,7 @@ def placement_group_states(ray: Any, names: Collection[str] | None = None) -> di
 
 
 def node_types(ray: Any) -> dict[str, str]:
-    """By node id the name that the autoscaler has for the type of each node that lives; empty for one that it did not
-    start."""
+    """By node id, the autoscaler's name for the type of each living node; empty for one that it did not start."""
     from ray.core.generated.autoscaler_pb2 import DESCRIPTOR, ClusterResourceState, GetClusterResourceStateReply
 
     client = ray._private.worker.global_worker.gcs_client
@@ -75,7 +75,7 @@ def node_types(ray: Any) -> dict[str, str]:
 
 
 def actors_on(ray: Any, node: str) -> list[str]:
-    """The names of the actors of this process's namespace that live on a node. One question, however many there are."""
+    """The names of the actors of this process's namespace that live on a node. One request, however many there are."""
     from ray.core.generated.gcs_pb2 import ActorTableData as Actor
 
     namespace = ray.get_runtime_context().namespace
@@ -85,7 +85,7 @@ def actors_on(ray: Any, node: str) -> list[str]:
 
 
 def node_of_actor(ray: Any, actor: Any) -> str | None:
-    """Id of the node that an actor was put on; None when it was not yet."""
+    """Id of the node on which an actor was placed; None if it has not been placed yet."""
     about = ray._private.state.actors(actor._actor_id.hex()) or {}
     node: str | None = (about.get("Address") or {}).get("NodeID")
     return node
@@ -98,15 +98,15 @@ class Raylet:
     host: str
     port: int
     alive: bool
-    """Whether Ray takes it for living."""
+    """Whether Ray considers it alive."""
     sockets: tuple[str, ...]
     """Paths of its Unix sockets, on its machine. A process that joins Ray looks for them under their first names, which
-    the next raylet of a machine does not get while the files of the one before are there."""
+    a machine's next raylet does not get while the files of the previous one exist."""
 
 
 def raylets(address: str) -> list[Raylet]:
-    """Those of the Ray whose control store is at `address`, for a process that is not connected to it. Raises what Ray
-    raises where it does not answer, or takes no token of ours."""
+    """The raylets of the Ray whose control store is at `address`, for a process that is not connected to it. Raises
+    Ray's errors if it does not answer, or refuses our token."""
     from ray import _raylet
     from ray._private.state import GlobalState
 
@@ -129,8 +129,8 @@ def raylets(address: str) -> list[Raylet]:
 
 
 def outlives_head(address: str) -> bool:
-    """Whether the Ray whose control store is at `address` keeps what it knows where the end of its head does no harm.
-    This process need not be connected to it. Raises what Ray raises where it does not answer, or refuses our token."""
+    """Whether the Ray whose control store is at `address` keeps its state where the end of its head does no harm. This
+    process need not be connected to it. Raises Ray's errors if it does not answer, or refuses our token."""
     from ray import _raylet
 
     compiled: Any = _raylet
@@ -140,5 +140,6 @@ def outlives_head(address: str) -> bool:
 
 
 def session_name(ray: Any) -> str:
-    """Which cluster this process is connected to: a name that is new for each. `ray`: the module, connected."""
+    """Identifies the cluster that this process is connected to: the name is new for each. `ray`: the module,
+    connected."""
     return str(ray._private.worker.global_worker.node.session_name)

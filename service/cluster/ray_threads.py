@@ -1,4 +1,4 @@
-"""Threads for calls that may hang: few, of their own, and none that keeps the process from ending."""
+"""Threads for calls that may hang: few and separate, and none prevents the process from ending."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class RayThreads:
-    """At most `count` calls at a time; others wait for a thread."""
+    """At most `count` simultaneous calls; others wait for a thread."""
 
     def __init__(self, count: int):
         self.count = count
@@ -26,7 +26,7 @@ class RayThreads:
         return len(self._given_up) >= self.count
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Have `function` called on one of the threads."""
+        """Have one of the threads call `function`."""
         if len(self._started) < self.count:
             thread = threading.Thread(target=self._work, name=f"ray-{len(self._started)}", daemon=True)
             self._started.append(thread)
@@ -36,7 +36,7 @@ class RayThreads:
         return future
 
     def give_up(self, call: Future[Any]) -> None:
-        """Nobody waits for `call` any more: it is not begun, or its thread is left to it until it returns."""
+        """Nobody waits for `call` any more: it is not started, or its thread is left to it until it returns."""
         if not call.cancel():
             self._given_up.add(call)
             call.add_done_callback(self._given_up.discard)

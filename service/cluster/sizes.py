@@ -1,4 +1,4 @@
-"""In which layouts a job may run: with how many replicas, of how many ranks; and for how many there is room. Pure
+"""The layouts in which a job may run: with how many replicas, of how many ranks; and for how many there is room. Pure
 arithmetic."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from workers.spec.rules import find_problems
 
 
 class SizeOutOfBounds(MantaError):
-    """A number of replicas that the job's spec does not allow."""
+    """A number of replicas that the job's spec does not permit."""
 
     def __init__(self, job_id: str, replicas: int, sizes: range):
         bounds = f"{sizes.start}..{sizes.stop - 1}"
@@ -27,7 +27,7 @@ class SizeOutOfBounds(MantaError):
 
 
 class Sized(Protocol):
-    """What is stored about the layout that a job runs in; None: as its spec says."""
+    """The stored choices of the layout that a job runs in; None: as in its spec."""
 
     tensor: Any
     pipeline: Any
@@ -35,19 +35,21 @@ class Sized(Protocol):
 
 
 def sizes_of(spec: JobSpec) -> range:
-    """The numbers of replicas that `elastic` allows."""
+    """The numbers of replicas that `elastic` permits."""
     data = spec.layout.data
     return range(spec.elastic.min_data or data, (spec.elastic.max_data or data) + 1)
 
 
 def most_ranks(spec: JobSpec) -> int:
-    """How many ranks the job may ever have: with all replicas that `elastic` allows, since other shapes are smaller."""
+    """The most ranks that the job may ever have: all replicas that `elastic` permits, since other shapes are
+    smaller."""
     return resized(spec, sizes_of(spec).stop - 1).layout.world_size
 
 
 def shapes_of(spec: JobSpec) -> list[JobSpec]:
-    """`spec`, and where `elastic.reshape` allows it, with each smaller tensor x pipeline that divides its own and fits
-    the rest of it: those of more ranks first, of as many those of the larger tensor size."""
+    """`spec`, and if `elastic.reshape` permits it, a variant with each smaller tensor x pipeline that divides its own
+    and is compatible with the rest of the spec: those with more ranks first, and for the same number those with the
+    larger tensor size."""
     own = spec.layout
     if not spec.elastic.reshape:
         return [spec]
@@ -59,8 +61,8 @@ def shapes_of(spec: JobSpec) -> list[JobSpec]:
 
 
 def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int) -> ParallelConfig:
-    """`layout` with other tensor- and pipeline-parallel sizes. What its stages are on says nothing of another number
-    of them."""
+    """`layout` with other tensor- and pipeline-parallel sizes. The types of node of its stages do not apply to another
+    number of stages."""
     changed: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline}
     if pipeline != layout.pipeline:
         changed |= {"stage_layers": None, "stage_accelerators": None}
@@ -72,7 +74,7 @@ def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int) -> ParallelCon
 
 
 def resized(spec: JobSpec, replicas: int) -> JobSpec:
-    """`spec` with another number of replicas; all else stays, the global batch included."""
+    """`spec` with another number of replicas; everything else stays, including the global batch."""
     if replicas == spec.layout.data:
         return spec
     return spec.model_copy(update={"parallel": spec.layout.model_copy(update={"data": replicas})})
@@ -90,12 +92,12 @@ def layout_in_use(submitted: ParallelConfig, job: Sized) -> ParallelConfig:
 
 
 def smallest(spec: JobSpec) -> JobSpec:
-    """`spec` in the smallest layout that it allows."""
+    """`spec` in the smallest layout that it permits."""
     return resized(shapes_of(spec)[-1], sizes_of(spec).start)
 
 
 def room_for(layout: ParallelConfig, capacity: Capacity) -> int:
-    """How many more whole replicas of `layout` would fit into what is free: a tensor-parallel group lies on one
+    """How many more complete replicas of `layout` would fit into what is free: a tensor-parallel group is on one
     node."""
     return min(
         sum(free // layout.tensor for _, free in capacity.of_type(type)) // (stages * layout.context)
@@ -104,15 +106,15 @@ def room_for(layout: ParallelConfig, capacity: Capacity) -> int:
 
 
 def size_within(sizes: range, wanted: int, held: int, room: int) -> int | None:
-    """The number of replicas to run with: as near to `wanted` as `held` ones and `room` for more allow. None when not
+    """The number of replicas to run with: as close to `wanted` as `held` ones and `room` for more permit. None if not
     even the smallest size fits."""
     possible = min(wanted, held + room)
     return possible if possible in sizes else None
 
 
 def fitting(shapes: Sequence[JobSpec], wanted: int, capacity: Capacity) -> JobSpec | None:
-    """The first of `shapes` of which an allowed number of replicas fits, with as many of the `wanted` ones as do; None
-    when there is room for none."""
+    """The first of `shapes` of which a permitted number of replicas fits, with as many of the `wanted` ones as fit;
+    None if none fits."""
     sizes = sizes_of(shapes[0])
     for shape in shapes:
         size = size_within(sizes, wanted, 0, room_for(shape.layout, capacity))
@@ -122,7 +124,7 @@ def fitting(shapes: Sequence[JobSpec], wanted: int, capacity: Capacity) -> JobSp
 
 
 def given_back(capacity: Capacity, nodes: Iterable[str | None]) -> Capacity:
-    """`capacity` once a unit on each of `nodes` is free again; those that are not in it are free."""
+    """`capacity` once a unit on each of `nodes` is free again; nodes that are not in it are ignored."""
     free = {node: count for node, (_, count) in capacity.nodes.items()}
     for node in nodes:
         if node in free:
