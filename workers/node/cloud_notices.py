@@ -31,13 +31,13 @@ SERVICES: dict[Cloud, str] = {
     "gcp": "http://169.254.169.254",
     "azure": "http://169.254.169.254",
 }
-"""Where each cloud's metadata service answers."""
+"""Address of each cloud's metadata service."""
 ANSWER_SECONDS = 2.0
 LEAD_SECONDS = 600.0
-"""Work that is announced days ahead is heeded when it is this near."""
+"""Maintenance that is announced days ahead is acted on when it is this near."""
 GCP_PREEMPTED_SECONDS, GCP_MAINTENANCE_SECONDS = 30.0, 60.0
 AZURE_PREEMPT_SECONDS = 30.0
-"""Where an event of Azure's names no time it may begin at once; a preemption comes this long after its notice."""
+"""An Azure event without a time may begin at once; a preemption happens this long after its notice."""
 _TOKEN_SECONDS = "21600"
 _AWS_ENDS = {"instance-reboot", "system-reboot", "instance-stop", "instance-retirement"}
 _AZURE_ENDS = {"Reboot", "Redeploy", "Preempt", "Terminate"}
@@ -45,23 +45,23 @@ _MOST_BYTES = 1 << 20
 
 
 class MetadataUnavailable(SourceUnavailable):
-    """The metadata service does not answer, or not as it should."""
+    """The metadata service does not answer, or gives an unexpected answer."""
 
 
 @dataclass(frozen=True)
 class MetadataSource:
-    """Which metadata service is asked."""
+    """Identifies the metadata service that is asked."""
 
     cloud: Cloud
     url: str
 
     @property
     def name(self) -> str:
-        """The cloud's."""
+        """The cloud's name."""
         return self.cloud
 
     def notice(self, now: datetime) -> Notice | None:
-        """What the cloud says now, at `now` by this machine's clock. Raises MetadataUnavailable."""
+        """What the cloud announces at `now`, by this machine's clock. Raises MetadataUnavailable."""
         return _ASK[self.cloud](_Service(self.url), now)
 
 
@@ -73,7 +73,7 @@ def aws_spot_notice(document: Any, now: datetime) -> Notice | None:
 
 
 def aws_maintenance_notice(document: Any, now: datetime) -> Notice | None:
-    """From `events/maintenance/scheduled`: the next one that is near."""
+    """From `events/maintenance/scheduled`: the next event that is near."""
     coming = []
     for event in document:
         at = parsedate_to_datetime(event["NotBefore"])
@@ -93,7 +93,7 @@ def gcp_notice(preempted: str, maintenance: str) -> Notice | None:
 
 
 def azure_notice(document: Any, name: str, now: datetime) -> Notice | None:
-    """From `scheduledevents`: the next one that ends the machine called `name`; a freeze of some seconds does not."""
+    """From `scheduledevents`: the next event that ends the machine called `name`; a freeze of some seconds does not."""
     coming = []
     for event in document["Events"]:
         kind = event["EventType"]
@@ -111,13 +111,13 @@ def _until(at: datetime, now: datetime) -> float:
 
 
 class _Service:
-    """Asks one metadata service, past all proxies."""
+    """Asks one metadata service, without any proxy."""
 
     def __init__(self, url: str):
         self._host = urlsplit(url).netloc
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-        """The answer; None where there is nothing at `path`. Raises MetadataUnavailable."""
+        """The answer; None if there is nothing at `path`. Raises MetadataUnavailable."""
         connection = http.client.HTTPConnection(self._host, timeout=ANSWER_SECONDS)
         try:
             connection.request(method, path, headers=dict(headers))
@@ -135,7 +135,7 @@ class _Service:
 
 
 def _understood(read: Callable[..., Notice | None], content: str, *about: Any) -> Notice | None:
-    """What `read` makes of a JSON document. Raises MetadataUnavailable where it is another than it knows."""
+    """The result of `read` for a JSON document. Raises MetadataUnavailable if its form is unknown."""
     try:
         return read(json.loads(content), *about)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -1,7 +1,7 @@
 """The daemon of one node: owns its zygote, its jobs' rendezvous stores and its shared memory.
 
-Plain Python; the service makes a detached Ray actor of it, one per Ray node. When it dies, the zygote and all
-processes forked from it end at once.
+Plain Python; the service turns it into a detached Ray actor, one per Ray node. If it dies, the zygote and all processes
+forked from it end at once.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from workers.zygote.owner import ZygoteOwner
 
 PEAK_SECONDS = 60.0
-"""Bound on measuring the CPU's peak rate; it includes the zygote's warm-up."""
+"""Time limit for measuring the CPU's peak rate; it includes the zygote's warm-up."""
 
 
 class StoreUnavailable(MantaError):
-    """The rendezvous store of a job could not be started; the message holds what it printed."""
+    """The rendezvous store of a job could not be started; the message contains what it printed."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class _Store:
 
 
 class NodeDaemon:
-    """One per node. `start` before anything else."""
+    """One per node. Call `start` first."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class NodeDaemon:
         to_share: Sequence[str] = (),
         ports: str | None = None,
     ):
-        """`node`: Ray's node id, or any name outside of Ray; `home`: the service's; `notices`: who is asked whether
-        the machine is to be taken, as `notice_sources` reads it; None: none;
-        `installation`: the service's id, and `to_share`: folders of the service that it should see
-        (`workers/node/folders.py`); `ports`: a range on which it and the rendezvous stores listen, None: any.
+        """`node`: Ray's node id, or any name outside of Ray; `home`: the service's; `notices`: who is asked whether the
+        machine is to be taken away, as `notice_sources` reads it; None: nobody; `installation`: the service's id, and
+        `to_share`: folders of the service that the node should see (`workers/node/folders.py`); `ports`: a range on
+        which the daemon and the rendezvous stores listen, None: any.
 
         The zygote's options and environment are for tests, which replace the trainer.
         """
@@ -100,11 +100,11 @@ class NodeDaemon:
         self._notices = [self._watch(source) for source in notice_sources(notices)] if notices else []
 
     async def call(self, method: str, arguments: JsonObject) -> Any:
-        """A method of this class for other processes: arguments and answer as JSON (`remote_call.py`)."""
+        """Calls a method of this class for other processes: arguments and answer as JSON (`remote_call.py`)."""
         return await serve(self, method, arguments)
 
     async def start(self) -> NodeDescription:
-        """Start the zygote and begin to measure the CPU. Answers like `describe`. A second call does nothing."""
+        """Start the zygote and begin to measure the CPU. Returns the same as `describe`. A second call does nothing."""
         if self._peak is None:
             self._paths.make_runtime_folder()
             self._paths.make_snapshot_root()
@@ -145,14 +145,14 @@ class NodeDaemon:
 
     async def drain(self, seconds: float) -> None:
         """This node is being drained within `seconds`: tell the control plane, now and whenever it connects. SIGTERM
-        does the same, with NOTICE_SECONDS."""
+        has the same effect, with NOTICE_SECONDS."""
         self._heartbeat.drain(seconds)
 
     async def start_store(self, job: str, generation: int, one_machine: bool = False) -> Endpoint:
-        """Serve a rendezvous store for `job`: the one that it has here, where it still runs, since every generation
-        has keys of its own in it. Where all ranks are on this `one_machine` only processes here can reach it.
+        """Serve a rendezvous store for `job`: the existing one if it still runs, since every generation has its own
+        keys in it. If all ranks are on this `one_machine`, only processes here can reach it.
 
-        Raises StoreUnavailable when it does not start, and when a newer generation has its store here already;
+        Raises StoreUnavailable if it does not start, and if a newer generation already has its store here;
         ZygoteUnavailable if the zygote does not answer.
         """
         async with self._locks.setdefault(job, asyncio.Lock()):
@@ -185,8 +185,8 @@ class NodeDaemon:
         self._locks.pop(job, None)
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
-        """Remove whatever `job` has left here: its store and, unless `keep_snapshots`, the snapshots of ranks whose
-        agents died too early."""
+        """Remove everything that `job` has left here: its store and, unless `keep_snapshots`, the snapshots of ranks
+        whose agents died too early."""
         await self.stop_store(job)
         if keep_snapshots:
             return
@@ -200,8 +200,8 @@ class NodeDaemon:
         return sorted({*self._stores, *(folder.name for folder in (root.iterdir() if root.is_dir() else []))})
 
     async def check_data(self, spec: JsonObject, roots: list[str] | None) -> str | None:
-        """Why the corpus of the job `spec` cannot be trained on here, in a sentence; None when it can. `roots`: below
-        which folders jobs may read; None: anywhere."""
+        """Why the job `spec` cannot be trained on its corpus here, in a sentence; None if it can. `roots`: folders
+        below which jobs may read; None: anywhere."""
         allowed = DataRoots(None if roots is None else tuple(map(Path, roots)))
         try:
             look = in_daemon_thread("data of a job", partial(allowed.check, JobSpec.model_validate(spec)))
@@ -211,16 +211,16 @@ class NodeDaemon:
         return None
 
     async def listen_for_a_moment(self, count: int, seconds: float) -> ListeningPorts:
-        """Take connections on `count` of this node's ports for so long, for others to try; where. Raises OSError where
-        no port is left."""
+        """Accept connections on `count` of this node's ports for `seconds`, for others to try; returns which. Raises
+        OSError if no port is free."""
         return reachability.listen_for_a_moment(this_host().address, self._ports, count, seconds)
 
     async def unreached(self, addresses: list[Endpoint], seconds: float) -> list[Endpoint]:
-        """Those of `addresses` that take no connection from here within `seconds`."""
+        """Those of `addresses` that accept no connection from here within `seconds`."""
         return await reachability.unreached(addresses, seconds)
 
     async def shutdown(self) -> None:
-        """End stores and zygote, and with it every process forked on this node; remove all snapshots."""
+        """End stores and the zygote, and with it every process forked on this node; remove all snapshots."""
         if self._peak is not None:
             self._peak.cancel()
         if self._drains is not None:

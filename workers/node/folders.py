@@ -1,7 +1,7 @@
-"""Which folders of a service a node shares, and where it keeps what is its own. Pure Python.
+"""Which folders of a service a node shares, and where it stores its own files. Pure Python.
 
 A service marks its folders with the id of its installation. A node that finds the mark in a folder at the same path,
-and may write there, shares it. Another machine, or another user on it, has a folder of its own instead.
+and may write there, shares it. Another machine, or another user on it, uses a separate folder instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MARK = ".installation"
 
 
 def mark(folder: Path, installation: str) -> None:
-    """Mark `folder`, which is made where it is missing, as one of the service with this id. Raises OSError."""
+    """Mark `folder`, which is created if it is missing, as one of the service with this id. Raises OSError."""
     file = folder / MARK
     folder.mkdir(parents=True, exist_ok=True)
     if not shares(folder, installation):
@@ -25,7 +25,7 @@ def mark(folder: Path, installation: str) -> None:
 
 def shares(folder: Path, installation: str) -> bool:
     """Whether this process sees the `folder` that the service with this id has marked, and may write there. Without an
-    id every folder is taken for shared."""
+    id every folder counts as shared."""
     if not installation:
         return True
     try:
@@ -40,8 +40,8 @@ def unshared(folders: Iterable[str], installation: str) -> tuple[str, ...]:
 
 
 def paths_on_node(home: str, installation: str) -> Paths:
-    """Paths of the service on this node: in its `home` where the node shares that, else in a folder of this user's own.
-    Raises UnsafePath for an id that cannot name a folder."""
+    """Paths of the service on this node: in its `home` if the node shares that, otherwise in a folder of this user.
+    Raises UnsafePath for an id that cannot be the name of a folder."""
     if shares(Path(home), installation):
         return Paths.of(home)
     return Paths.of(Path.home() / ".manta" / "nodes" / safe_name(installation))

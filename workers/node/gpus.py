@@ -1,5 +1,5 @@
-"""What NVIDIA's management library (NVML) says of the GPUs of a machine: how busy, full and hot they are, and their
-errors. It makes no CUDA context, and sees all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES says."""
+"""What NVIDIA's management library (NVML) says about a machine's GPUs: utilisation, memory, temperature and errors. It
+creates no CUDA context, and sees all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES says."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ log = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 5.0
 EVENT_MILLISECONDS = 500
-"""How long the library is asked at a time whether there are new errors; so long `stop` waits at most."""
+"""How long one request to the library waits for new errors, and thus the longest that `stop` waits."""
 
 
 class GpuWatch:
-    """Reads all GPUs every few seconds, on a thread of its own: a driver in trouble may take long to answer."""
+    """Reads all GPUs every few seconds, on a separate thread: a driver in trouble may take long to answer."""
 
     def __init__(self, tell: Callable[[tuple[GpuReading, ...]], None], library: Any = None):
-        """`tell`: called with each reading, on that thread; `library`: what stands for the module `pynvml`."""
+        """`tell`: called with each reading, on that thread; `library`: replaces the module `pynvml`."""
         self._tell, self._library = tell, library
         self._xids: Counter[tuple[int, int]] = Counter()  # by GPU and code
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpus", daemon=True)
 
     def start(self) -> None:
-        """From now on; nothing happens where there is no library, driver or GPU."""
+        """Start reading; does nothing if there is no library, driver or GPU."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Read no more. Does not wait for a driver that does not answer."""
+        """Stop reading. Does not wait for a driver that does not answer."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(4 * EVENT_MILLISECONDS / 1000)
@@ -69,7 +69,7 @@ class GpuWatch:
                     break  # it is reported at once
 
     def _count_error(self, library: Any, errors: Any) -> bool:
-        """Whether an error came within a moment."""
+        """Whether an error arrived within a moment."""
         try:
             event = library.nvmlEventSetWait_v2(errors, EVENT_MILLISECONDS)
             self._xids[library.nvmlDeviceGetIndex(event.device), int(event.eventData)] += 1
@@ -109,10 +109,10 @@ class _Asking:
     def __init__(self, library: Any, gpu: Any):
         self._library, self._gpu = library, gpu
         self.is_lost = False
-        """Whether an answer was that the driver does not reach it any more."""
+        """Whether an answer was that the driver does not reach the GPU any more."""
 
     def __call__(self, function: str, *arguments: int) -> Any:
-        """None: this GPU does not have that, or is lost."""
+        """None: this GPU does not have that property, or is lost."""
         try:
             return getattr(self._library, function)(self._gpu, *arguments)
         except self._library.NVMLError as error:
@@ -121,7 +121,7 @@ class _Asking:
 
 
 def _library() -> Any:
-    """The module `pynvml` of nvidia-ml-py; None where it is not installed."""
+    """The module `pynvml` of nvidia-ml-py; None if it is not installed."""
     try:
         return importlib.import_module("pynvml")
     except ImportError:
@@ -129,7 +129,7 @@ def _library() -> Any:
 
 
 def _errors_of(library: Any, gpus: list[Any]) -> Any:
-    """Where the driver says which errors (XID) GPUs have; None where it says none."""
+    """The event set on which the driver reports GPU errors (XID); None if it does not report any."""
     try:
         errors = library.nvmlEventSetCreate()
         for gpu in gpus:

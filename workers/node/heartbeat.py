@@ -1,9 +1,9 @@
-"""A node's heartbeat: a port on which its daemon answers every ping, and says at once when the node is being drained.
+"""A node's heartbeat: a port on which its daemon answers every ping, and reports at once when the node is being
+drained.
 
-A ping is a line with a secret, which the daemon gives to those that may ask it where the port is: strangers who reach
-the port learn nothing, and cannot fill it up. It is said in the clear. The answers come from a thread of their own, so
-that they do not wait for the daemon's event loop; and when the daemon is gone, the kernel says so by closing the
-connection.
+A ping is a line with a secret, which the daemon gives to those that may ask it for the port: strangers who reach the
+port learn nothing, and cannot exhaust it. The secret is sent unencrypted. A separate thread answers, so that answers do
+not wait for the daemon's event loop; and when the daemon is gone, the kernel reports that by closing the connection.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from workers.system.ports import PortRange, listen
 BACKLOG = 64
 CHUNK_BYTES = 4096
 MOST_UNAUTHENTICATED = 64
-"""Connections at a time on which the secret has not been said."""
+"""Maximum number of connections on which the secret has not been sent."""
 
 
 @dataclass(frozen=True)
 class _Drain:
     until: float
-    """In seconds of the monotonic clock; infinite where that is not known."""
+    """In seconds of the monotonic clock; infinite if not known."""
     reason: str
 
 
@@ -44,8 +44,8 @@ class HeartbeatServer:
         """Listen at `host`, on one of `ports`; None: any."""
         self._node = node
         self.secret = secrets.token_hex()
-        """What a ping says."""
-        self._drains: dict[str, _Drain] = {}  # by who says so
+        """The content of a ping."""
+        self._drains: dict[str, _Drain] = {}  # by who reports it
         self._changing = threading.Lock()
         self._withdrawn = False
         self._gpus: tuple[GpuReading, ...] | None = None
@@ -57,8 +57,8 @@ class HeartbeatServer:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._connections: set[socket.socket] = set()
         self._sent: dict[socket.socket, tuple[GpuReading, ...]] = {}
-        """By connection what was said of the GPUs last."""
-        self._unauthenticated: dict[socket.socket, bytes] = {}  # what they have said so far; the longest here first
+        """By connection, the last readings of the GPUs that were sent."""
+        self._unauthenticated: dict[socket.socket, bytes] = {}  # what they have sent so far; the oldest first
         self._thread = threading.Thread(target=self._serve, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -70,8 +70,8 @@ class HeartbeatServer:
 
     @property
     def state(self) -> Heartbeat:
-        """What is answered now, GPUs aside. Of several who have said that the node is being drained, the one who leaves
-        the least time counts."""
+        """The current answer, without GPUs. If several sources have reported that the node is being drained, the one
+        that leaves the least time counts."""
         with self._changing:
             drains = list(self._drains.values())
         if not drains:
@@ -81,22 +81,22 @@ class HeartbeatServer:
         return Heartbeat(self._node, draining=True, drain_seconds=seconds, drain_reason=first.reason)
 
     def drain(self, seconds: float | None, reason: str = "", source: str = "") -> None:
-        """The node is being drained within `seconds`, None where that is not known: say so, and why, to all who are
-        connected. The latest statement of each `source` counts."""
+        """The node is being drained within `seconds`, None if that is not known: report it, with the reason, to all
+        connected peers. The latest statement of each `source` counts."""
         until = math.inf if seconds is None else time.monotonic() + seconds
         with self._changing:
             self._drains[source] = _Drain(until, reason)
         self._tell()
 
     def withdraw(self, source: str) -> None:
-        """What `source` has said does not hold any more."""
+        """The statement of `source` no longer holds."""
         with self._changing:
             self._drains.pop(source, None)
             self._withdrawn = True
         self._tell()
 
     def note_gpus(self, readings: tuple[GpuReading, ...]) -> None:
-        """The machine's GPUs: the next answer on each connection says so."""
+        """The machine's GPUs: the next answer on each connection contains them."""
         self._gpus = readings
 
     def _tell(self) -> None:
@@ -128,7 +128,7 @@ class HeartbeatServer:
                     self._answer(connection)
             elif key.fileobj in self._connections:
                 self._read(key.fileobj)
-            elif key.fileobj in self._unauthenticated:  # else it had to make room just now
+            elif key.fileobj in self._unauthenticated:  # otherwise it just had to make room
                 self._authenticate(key.fileobj)
         return True
 
@@ -140,10 +140,11 @@ class HeartbeatServer:
             self._selector.register(connection, selectors.EVENT_READ)
             if len(self._unauthenticated) > MOST_UNAUTHENTICATED:
                 self._drop(next(iter(self._unauthenticated)))
-            self._authenticate(connection)  # it may have spoken already
+            self._authenticate(connection)  # it may have sent something already
 
     def _authenticate(self, connection: Any) -> None:
-        """A peer that pings once is authenticated; what comes on the connection later is taken for pings, too."""
+        """A peer that pings once is authenticated; everything that arrives on the connection later counts as pings,
+        too."""
         received = self._received(connection)
         if received is None:
             return
@@ -166,7 +167,7 @@ class HeartbeatServer:
             self._answer(connection)
 
     def _received(self, connection: socket.socket) -> bytes | None:
-        """What has come; empty when the other end is gone, None when there is nothing yet."""
+        """What has arrived; empty if the other end is gone, None if there is nothing yet."""
         try:
             return connection.recv(CHUNK_BYTES)
         except BlockingIOError:

@@ -21,7 +21,7 @@ class Host:
     node: str | None
     """Ray's id of the node, hexadecimal; None outside of Ray."""
     devices: tuple[str, ...]
-    """GPUs that Ray gave to this process, as CUDA_VISIBLE_DEVICES takes them."""
+    """GPUs that Ray gave to this process, in the form of CUDA_VISIBLE_DEVICES."""
 
 
 def visible(devices: Sequence[str]) -> dict[str, str]:
@@ -30,7 +30,7 @@ def visible(devices: Sequence[str]) -> dict[str, str]:
 
 
 def this_host() -> Host:
-    """This machine. Ray is asked only where this process runs inside it: nothing here imports Ray."""
+    """This machine. Ray is asked only if this process runs inside it: nothing here imports Ray."""
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return Host(socket.gethostname(), outward_address(), None, ())

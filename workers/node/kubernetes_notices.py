@@ -1,8 +1,8 @@
-"""What Kubernetes says before a node is taken: taints and conditions of the node that the pod runs on.
+"""What Kubernetes says before a node is taken away: taints and conditions of the node that the pod runs on.
 
-The pod reads its own Node object, with its service account, which must be allowed to. A tool that drains a node taints
-it first and evicts its pods soon after; Kubernetes then gives them a grace period, 30 s by default. A cordon alone
-(`node.kubernetes.io/unschedulable`) ends nothing by itself: such a node is left where there is room elsewhere.
+The pod reads its own Node object with its service account, which must be permitted to do so. A tool that drains a node
+taints it first and evicts its pods soon after; Kubernetes then gives them a grace period, 30 s by default. A cordon
+alone (`node.kubernetes.io/unschedulable`) ends nothing by itself: jobs leave such a node if there is room elsewhere.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ TAINTS: dict[str, float | None] = {
     "remediator.aks.microsoft.com/unschedulable": NOTICE_SECONDS,
     "remediator.kubernetes.azure.com/unschedulable": NOTICE_SECONDS,
 }
-"""By key of a taint for how long the node can be counted on, in seconds; None where the taint does not say that."""
+"""By key of a taint, how many seconds the node can still be relied on; None if the taint does not say."""
 CONDITIONS = ("PreemptScheduled", "TerminateScheduled", "RedeployScheduled", "RebootScheduled")
-"""Conditions that AKS sets for the scheduled events of Azure that end a machine."""
+"""Conditions that AKS sets for Azure's scheduled events that end a machine."""
 _MOST_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class KubernetesSource:
-    """The API of the cluster that this process is a pod of."""
+    """The API of the cluster in which this process is a pod."""
 
     further_taints: Mapping[str, float | None] = field(default_factory=dict)
-    """More of `TAINTS`."""
+    """Additions to `TAINTS`."""
     service_account: Path = SERVICE_ACCOUNT
     name: str = "kubernetes"
 
     @classmethod
     def of(cls, text: str) -> KubernetesSource:
-        """From the keys of further taints, separated by `+`, each with the seconds that it leaves after a colon, where
-        that is known. Raises ValueError."""
+        """From the keys of further taints, separated by `+`, each optionally followed by a colon and the seconds that
+        it leaves. Raises ValueError."""
         further: dict[str, float | None] = {}
         for each in filter(None, text.split("+")):
             key, _, seconds = each.partition(":")
@@ -80,12 +80,12 @@ class KubernetesSource:
             raise SourceUnavailable(f"the Kubernetes API gave an unknown answer about node {pod.node}") from error
 
     def _node(self, pod: Pod) -> Any:
-        """The Node object, as the API server remembers it: it need not look it up for each of many who ask."""
+        """The Node object from the API server's cache, so that it need not look it up for each of many requests."""
         path = f"/api/v1/nodes/{quote(pod.node, safe='')}?resourceVersion=0"
         where = f"the Kubernetes API at {pod.api_host}:{pod.api_port}"
         connection = None
         try:
-            token = (self.service_account / "token").read_text().strip()  # each time: it is renewed
+            token = (self.service_account / "token").read_text().strip()  # read each time: it is renewed
             trusted = ssl.create_default_context(cafile=str(self.service_account / "ca.crt"))
             connection = http.client.HTTPSConnection(
                 pod.api_host, pod.api_port, timeout=ANSWER_SECONDS, context=trusted
@@ -116,7 +116,7 @@ class KubernetesSource:
 
 
 def node_notice(document: Any, taints: Mapping[str, float | None]) -> Notice | None:
-    """From a Node object: the most urgent of what it says, where `taints` are those that end a node."""
+    """From a Node object: the most urgent notice in it, where `taints` are those that end a node."""
     coming = []
     for taint in document["spec"].get("taints") or ():
         key = taint["key"]

@@ -1,8 +1,8 @@
-"""How a node is made to be left from the machine itself: a pod's preStop hook or a batch script has neither the
-service's address nor a key, and should have none where jobs run. Pure Python.
+"""How a node is drained from the machine itself: a pod's preStop hook or a batch script has neither the service's
+address nor a key, and should have none where jobs run. Pure Python.
 
-Each daemon listens on a socket in its runtime folder, which its own user alone may enter. A client that connects says
-within how many seconds the node is being drained, as a line of JSON, and gets the node's id as answer.
+Each daemon listens on a socket in its runtime folder, which only its own user may enter. A client connects and sends,
+as a line of JSON, within how many seconds the node is being drained, and gets the node's id as the answer.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def drain_socket(runtime_folder: Path, node: str) -> Path:
 
 
 async def serve_drains(path: Path, node: str, drain: Callable[[float], None]) -> asyncio.Server:
-    """Listen at `path`, in the place of who did before, and have `drain` called with the seconds that are said."""
+    """Listen at `path`, replacing any previous listener, and call `drain` with the seconds that are received."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(
             OSError, ValueError, KeyError, TypeError
-        ):  # a client that says something else gets nothing
+        ):  # a client that sends something else gets no answer
             seconds = float(json.loads(await reader.readline())["seconds"])
             if 0 <= seconds < math.inf:
                 drain(seconds)
@@ -53,7 +53,7 @@ async def serve_drains(path: Path, node: str, drain: Callable[[float], None]) ->
 
 
 def drain_nodes_here(seconds: float) -> list[str]:
-    """Have every node whose daemon runs on this machine as this user be left within `seconds`; their ids, none where
+    """Drain every node whose daemon runs on this machine as this user, within `seconds`; returns their ids, none if
     there is no such daemon. Raises NodeSilent."""
     return [node for path in _sockets() if (node := _ask(path, seconds)) is not None]
 
@@ -62,12 +62,12 @@ def _sockets() -> Iterator[Path]:
     parent, pattern = RUNTIME_FOLDERS
     for folder in sorted(parent.glob(pattern.format(user=os.getuid(), tag="*"))):
         status = folder.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():  # else another user would answer
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():  # otherwise another user would answer
             yield from sorted(folder.glob(f"{_START}*.sock"))
 
 
 def _ask(path: Path, seconds: float) -> str | None:
-    """The node's id; None where its daemon has ended."""
+    """The node's id; None if its daemon has ended."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ANSWER_SECONDS)
         try:

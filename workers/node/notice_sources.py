@@ -1,4 +1,4 @@
-"""Who is asked whether a machine is to be taken: what `MANTA_NODE_NOTICES` says, as objects."""
+"""Who is asked whether a machine is to be taken away: the value of `MANTA_NODE_NOTICES` as objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.node.slurm_notices import SlurmSource
 
 
 class UnknownSource(MantaError):
-    """The text names no known source of notices."""
+    """The text contains an unknown source of notices."""
 
 
 def notice_sources(text: str) -> list[NoticeSource]:

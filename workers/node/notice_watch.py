@@ -1,4 +1,4 @@
-"""Asks a source of notices again and again whether this machine is about to be taken."""
+"""Regularly asks a source of notices whether this machine is about to be taken away."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from workers.node.notices import Notice, NoticeSource, SourceUnavailable
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-"""As often as AWS asks for it; the shortest notice is 30 s."""
+"""The interval that AWS recommends; the shortest notice is 30 s."""
 
 
 class NoticeWatch:
-    """Asks on a thread of its own until `stop`."""
+    """Asks on a separate thread until `stop`."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class NoticeWatch:
         withdrawn: Callable[[], None],
         look_seconds: float = LOOK_SECONDS,
     ):
-        """`noticed` is called once with each notice, `withdrawn` when none is left; on the watch's thread."""
+        """`noticed` is called once with each notice, `withdrawn` when none is left; both on the watch's thread."""
         self._source, self._noticed, self._withdrawn = source, noticed, withdrawn
         self._look_seconds = look_seconds
         self._stopped = threading.Event()
@@ -34,11 +34,11 @@ class NoticeWatch:
         self._thread = threading.Thread(target=self._run, name=f"notices of {source.name}", daemon=True)
 
     def start(self) -> None:
-        """From now on."""
+        """Start asking."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -47,7 +47,7 @@ class NoticeWatch:
             self._stopped.wait(self._look_seconds)
 
     def look(self) -> None:
-        """Ask once. What is not answered is asked again, and changes nothing."""
+        """Ask once. An unanswered question is asked again, and changes nothing."""
         try:
             notice = self._source.notice(datetime.now(UTC))
         except SourceUnavailable as error:

@@ -1,4 +1,4 @@
-"""That a machine is to be taken: what is said about it, and who says so."""
+"""Notices that a machine is to be taken away, and who gives them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from workers.errors import MantaError
 
 
 class SourceUnavailable(MantaError):
-    """A source of notices does not answer, or not as it should: whether the machine is to be taken is unknown."""
+    """A source of notices does not answer, or gives an unexpected answer: it is unknown whether the machine is to be
+    taken away."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """The machine goes."""
+    """The machine is going to be taken away."""
 
     id: str
-    """The same as long as the same is meant."""
+    """Stays the same as long as the notice is about the same event."""
     seconds: float | None
-    """For how long it can still be counted on, from when that was asked; None where that is not said."""
+    """How long the machine can still be relied on, counted from the request; None if that is not said."""
     reason: str
-    """Why, in words."""
+    """The reason, in words."""
 
 
 class NoticeSource(Protocol):
@@ -30,14 +31,14 @@ class NoticeSource(Protocol):
 
     @property
     def name(self) -> str:
-        """As `MANTA_NODE_NOTICES` names it."""
+        """Its name in `MANTA_NODE_NOTICES`."""
         ...
 
     def notice(self, now: datetime) -> Notice | None:
-        """What is said at `now`, by this machine's clock; None where the machine stays. Raises SourceUnavailable."""
+        """The notice at `now`, by this machine's clock; None if the machine stays. Raises SourceUnavailable."""
         ...
 
 
 def most_urgent(notices: list[Notice]) -> Notice | None:
-    """The one that leaves the least time; one that says nothing about time leaves the most."""
+    """The notice that leaves the least time; one that does not mention a time leaves the most."""
     return min(notices, key=lambda notice: (notice.seconds is None, notice.seconds or 0.0), default=None)

@@ -1,4 +1,5 @@
-"""How a process that is asked to end (SIGTERM, as machines that are taken away send it) hears of that and continues."""
+"""How a process that is asked to end (by SIGTERM, which machines that are taken away send) is notified of that and
+continues."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ import threading
 from collections.abc import Callable
 
 NOTICE_SECONDS = 25.0
-"""How long a machine is taken to live on after SIGTERM: clouds give 30 s and more, Kubernetes 30 s by default."""
+"""How long a machine is assumed to live after SIGTERM: clouds give 30 s and more, Kubernetes 30 s by default."""
 CHUNK_BYTES = 65536
 
 
 def on_termination(act: Callable[[], None]) -> None:
-    """From now on SIGTERM does not end this process, but has `act` called, on a thread.
+    """From now on SIGTERM does not end this process, but calls `act` on a thread.
 
-    The handler is faulthandler's, in C: Python's own runs on the main thread only, and in Ray's workers that one does
-    not come back to Python.
+    The handler is faulthandler's, in C: Python's own runs only on the main thread, which in Ray's workers does not
+    return to Python.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)

@@ -1,4 +1,4 @@
-"""Which addresses can be reached from this machine, and ports that others can try it on."""
+"""Which addresses can be reached from this machine, and ports on which others can try to reach it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from workers.protocol.messages import Endpoint, ListeningPorts
 from workers.system.ports import PortRange, listen
 
 AT_ONCE = 64
-"""How many connections are tried at a time."""
+"""Number of connections that are tried at the same time."""
 
 
 def listen_for_a_moment(host: str, ports: PortRange | None, count: int, seconds: float) -> ListeningPorts:
-    """Take connections on `count` of `ports` (None: of any) for `seconds`; on which. The kernel takes them: no code has
-    to answer. Raises OSError where no port is left."""
+    """Accept connections on `count` of `ports` (None: any) for `seconds`; returns which. The kernel accepts them: no
+    code has to answer. Raises OSError if no port is free."""
     with contextlib.ExitStack() as opened:
         listeners = [opened.enter_context(listen(host, ports)) for _ in range(count)]
         asyncio.get_running_loop().call_later(seconds, opened.pop_all().close)
@@ -23,7 +23,7 @@ def listen_for_a_moment(host: str, ports: PortRange | None, count: int, seconds:
 
 
 async def unreached(addresses: Sequence[Endpoint], seconds: float) -> list[Endpoint]:
-    """Those of `addresses` that take no connection within `seconds`."""
+    """Those of `addresses` that accept no connection within `seconds`."""
     turn = asyncio.Semaphore(AT_ONCE)
 
     async def is_reached(address: Endpoint) -> bool:
@@ -31,7 +31,7 @@ async def unreached(addresses: Sequence[Endpoint], seconds: float) -> list[Endpo
             try:
                 async with asyncio.timeout(seconds):
                     _, writer = await asyncio.open_connection(address.host, address.port)
-            except OSError:  # a timeout is one
+            except OSError:  # includes timeouts
                 return False
             writer.close()
             return True

@@ -1,4 +1,4 @@
-"""The rendezvous store of a job: a process of its own, hosted by neither rank 0 nor the driver."""
+"""The rendezvous store of a job: a separate process, hosted neither by rank 0 nor by the driver."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from workers.system.ports import listen
 
 BACKLOG = 1024
 MOST_CONNECTIONS = 16_384
-"""That the store makes room for, where that is allowed: a rank has some of its own."""
+"""Number of connections for which the store makes room, if that is permitted: each rank has several."""
 
 
 def run(argument: JsonObject, control: socket.socket) -> int:
-    """Serve a TCPStore at the host and on one of the ports in `argument`, a StoreArgument, until `control` is closed by
-    the other side.
+    """Serve a TCPStore at the host and on one of the ports in `argument`, a StoreArgument, until the other side closes
+    `control`.
 
-    Says a StorePort on `control` once it serves. Returns the exit code. Raises OSError if the host is not ours.
+    Sends a StorePort on `control` once it serves. Returns the exit code. Raises OSError if the host is not ours.
     """
     wanted = from_json(StoreArgument, argument)
-    # Our own listening socket, because TCPStore's would be open on every interface of the machine.
+    # Uses a listening socket of our own, because TCPStore's would be open on every interface of the machine.
     raise_limit(MOST_CONNECTIONS + OTHERS)
     listener = listen(wanted.host, wanted.ports, BACKLOG)
     port = listener.getsockname()[1]

@@ -1,7 +1,7 @@
-"""The end of a Slurm job, which Slurm tells all of its processes when it begins: no signal is needed.
+"""The end of a Slurm job, which Slurm tells all its processes when the job begins: no signal is needed.
 
-Slurm does send one, before the end where `--signal` asks for that, and at the end: to the processes of Ray too, which
-end at once by it.
+Slurm also sends a signal, before the end if `--signal` requests it, and at the end: it reaches Ray's processes too,
+which end at once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from workers.node.notices import Notice, SourceUnavailable
 from workers.settings import read_slurm_job_end
 
 LEAD_SECONDS = 600.0
-"""The end is heeded when it is this near."""
+"""The end is announced when it is this near."""
 
 
 @dataclass(frozen=True)
 class SlurmSource:
-    """The Slurm job that Ray was started in."""
+    """The Slurm job in which Ray was started."""
 
     lead_seconds: float = LEAD_SECONDS
     """How long before its end the node is to be drained."""
@@ -26,14 +26,14 @@ class SlurmSource:
 
     @classmethod
     def of(cls, text: str) -> SlurmSource:
-        """From the seconds, or the default where there is no `text`. Raises ValueError."""
+        """From the seconds, or the default if `text` is empty. Raises ValueError."""
         seconds = float(text) if text else LEAD_SECONDS
         if not 0 <= seconds < float("inf"):
             raise ValueError(text)
         return cls(seconds)
 
     def notice(self, now: datetime) -> Notice | None:
-        """That the job reaches its time limit soon. Raises SourceUnavailable."""
+        """A notice if the job reaches its time limit soon. Raises SourceUnavailable."""
         end = read_slurm_job_end()
         if end is None:
             raise SourceUnavailable("SLURM_JOB_END_TIME is not set: Ray was not started in a Slurm job on this machine")

@@ -1,4 +1,4 @@
-"""TCP connections of this process that libraries have opened, and how they are shut down from another thread."""
+"""TCP connections of this process that libraries have opened, and how to shut them down from another thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class Connection(NamedTuple):
-    """Both ends of a connection. No other one of the machine has the same while it is open."""
+    """Both ends of a connection. No other connection of the machine has the same ones while it is open."""
 
     here: tuple[str, int]
     """Address and port."""
@@ -27,8 +27,8 @@ def open_connections() -> set[Connection]:
 
 
 def break_connections(wanted: Callable[[Connection], bool]) -> int:
-    """Shut those that are `wanted`, in both directions: a thread that waits on one of them here or at its other end
-    learns at once that it is closed. Their descriptors stay with whom they belong to. Returns how many there were."""
+    """Shut down those that are `wanted`, in both directions: a thread that waits on one of them here or at its other
+    end learns at once that it is closed. Their descriptors stay with their owners. Returns how many there were."""
     broken = 0
     for connection, own in _connected():
         if wanted(connection):
@@ -39,8 +39,8 @@ def break_connections(wanted: Callable[[Connection], bool]) -> int:
 
 
 def _connected() -> Iterator[tuple[Connection, socket.socket]]:
-    """Each connection with a descriptor of its own for it, good until the next one: the number of the other one may
-    have been closed, and reused, before it is used."""
+    """Each connection with a separate descriptor, valid until the next one is returned: the number of the original one
+    may be closed, and reused, before it is used."""
     for entry in list(_DESCRIPTORS.iterdir()):
         own = _socket_behind(int(entry.name))
         if own is None:
@@ -52,7 +52,7 @@ def _connected() -> Iterator[tuple[Connection, socket.socket]]:
 
 
 def _socket_behind(descriptor: int) -> socket.socket | None:
-    """The socket of `descriptor` under another number; None for files and for what was closed meanwhile."""
+    """The socket of `descriptor` under another number; None for files and for what was closed in the meantime."""
     try:
         copy = os.dup(descriptor)
     except OSError:

@@ -1,4 +1,4 @@
-"""The control groups that limit what this process may use, as containers do (cgroups(7)). Pure Python."""
+"""The control groups that limit what this process may use, as in containers (cgroups(7)). Pure Python."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ ROOT = Path("/")
 
 
 def control_groups(controller: str, root: Path) -> Iterator[Path]:
-    """The groups in which `controller` (cpu, memory) shares out to this process, and those that they are in. In a
-    container the path may be one that only the machine outside knows; then the topmost is the container's own. `root`:
-    where proc and sys are."""
+    """The groups in which `controller` (cpu, memory) controls this process, and the groups that contain them. In a
+    container the path may only be meaningful on the host; then the topmost group is the container's own. `root`: where
+    proc and sys are."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -9,14 +9,14 @@ from workers.system.control_groups import ROOT, control_groups
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Processors that this process may keep busy, at least 1: those that it is bound to, or fewer where a control group
-    limits its time, as containers do. `root`: where proc and sys are."""
+    """Processors that this process may keep busy, at least 1: those that it is bound to, or fewer if a control group
+    limits its time, as in containers. `root`: where proc and sys are."""
     limits = [limit for folder in control_groups("cpu", root) if (limit := _limit(folder)) is not None]
     return max(1, int(min([len(os.sched_getaffinity(0)), *limits])))
 
 
 def _limit(group: Path) -> float | None:
-    """How many processors the group may keep busy; None where it does not say, or may use all."""
+    """How many processors the group may keep busy; None if it does not say, or may use all."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()

@@ -1,5 +1,5 @@
-"""Work on a thread of its own for which neither an event loop nor the end of the process waits: a file system or a
-store that does not answer keeps that thread and no other."""
+"""Work on a separate thread for which neither an event loop nor the end of the process waits: a file system or a store
+that does not answer blocks that thread and no other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def in_daemon_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """The answer of `work`, or what it raises. A caller that stops waiting for it does not cancel it."""
+    """The result of `work`, or the exception that it raises. A caller that stops waiting for it does not cancel it."""
     answer: Future[T] = Future()
     answer.set_running_or_notify_cancel()
 
@@ -27,5 +27,6 @@ def in_daemon_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
 
 def answered_within(seconds: float, name: str, work: Callable[[], T]) -> T:
-    """What `work` answers, or raises. Raises TimeoutError, which is an OSError, where that takes longer."""
+    """The result of `work`, or the exception that it raises. Raises TimeoutError, which is an OSError, if that takes
+    longer."""
     return in_daemon_thread(name, work).result(seconds)

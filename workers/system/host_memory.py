@@ -1,4 +1,4 @@
-"""How much memory this process may still have, and how its C library deals with large blocks of it. Pure Python."""
+"""How much memory this process may still use, and how its C library handles large blocks. Pure Python."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LARGEST_KEPT_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, for its next step. Does nothing where malloc is not glibc's.
+    """Let this process keep the memory that it frees, for its next step. Does nothing if malloc is not glibc's.
 
-    glibc gives large blocks back to the kernel as soon as they are freed, so a step's activations would meet fresh
-    pages, with a fault for each 4096 bytes, over and over again: hundreds to ten thousands a step, some 2 us each.
+    glibc gives large blocks back to the kernel as soon as they are freed, so each step's activations would use fresh
+    pages, with a fault for every 4096 bytes: hundreds to ten thousands a step, about 2 us each.
     """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None)
     if adjust is not None:
@@ -29,15 +29,15 @@ def keep_freed_memory() -> None:
 
 
 def memory_available(root: Path = ROOT) -> int:
-    """Bytes of memory that can be had without swapping: by the kernel's own estimate, or fewer where a control group
-    limits this process, as containers do. `root`: where proc and sys are."""
+    """Bytes of memory that are available without swapping: by the kernel's own estimate, or fewer if a control group
+    limits this process, as in containers. `root`: where proc and sys are."""
     limits = (_left_in(group) for group in control_groups("memory", root))
     return min([_of_machine(root), *(left for left in limits if left is not None)])
 
 
 def killed_for_memory(root: Path = ROOT) -> int | None:
-    """How many processes of this machine, those in its containers included, the kernel has killed for lack of memory
-    since it started; None where it does not say. `root`: where proc is."""
+    """How many processes of this machine, including those in its containers, the kernel has killed for lack of memory
+    since it started; None if it does not say. `root`: where proc is."""
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -54,7 +54,7 @@ def _of_machine(root: Path) -> int:
 
 
 def _left_in(group: Path) -> int | None:
-    """What the group may still take, pages of files that the kernel can drop included; None where it sets no limit."""
+    """What the group may still use, including pages of files that the kernel can drop; None if it has no limit."""
     second = (group / "memory.max").exists()
     most, used = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     try:

@@ -7,11 +7,11 @@ import resource
 from workers.errors import OpenFilesError
 
 OTHERS = 256
-"""What a process opens besides its connections: files of data and snapshots, libraries, the store."""
+"""Number of files that a process opens besides its connections: data, snapshots, libraries, the store."""
 
 
 def raise_limit(wanted: int) -> int:
-    """Raise the limit to `wanted`, if it is lower, as far as is allowed; returns how many of those are allowed."""
+    """Raise the limit to `wanted` if it is lower, as far as permitted; returns how many of `wanted` are permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
     if soft == resource.RLIM_INFINITY or soft >= allowed:
@@ -21,7 +21,7 @@ def raise_limit(wanted: int) -> int:
 
 
 def make_room(connections: int) -> None:
-    """See to it that so many can be held besides everything else. Raises OpenFilesError."""
+    """Make room for this many connections in addition to everything else. Raises OpenFilesError."""
     wanted = connections + OTHERS
     allowed = raise_limit(wanted)
     if allowed < wanted:

@@ -1,4 +1,4 @@
-"""How much of this machine's cores other processes use meanwhile."""
+"""How many of this machine's cores other processes use in the meantime."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import time
 from pathlib import Path
 
 _IDLE = slice(3, 5)
-"""Of the first line of /proc/stat: idle, and waiting for disks."""
+"""Columns of the first line of /proc/stat: idle, and waiting for disks."""
 _COUNTED = 8
-"""Its columns up to time that a hypervisor took; those behind are in the first two."""
+"""Number of its columns up to time that a hypervisor took; later columns are included in the first two."""
 
 
 class OtherWork:
-    """Counts from here on what others than this process, and the children that it has waited for, compute."""
+    """Counts, from its creation on, the computing of processes other than this one and the children that it has waited
+    for."""
 
     def __init__(self) -> None:
         self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
 
     def cores(self) -> float | None:
-        """Cores that others have kept busy since then, as a mean; None where the kernel does not tell."""
+        """Mean number of cores that others have kept busy since then; None if the kernel does not say."""
         busy = _busy_seconds()
         if busy is None or self._busy is None:
             return None

@@ -5,20 +5,20 @@ from __future__ import annotations
 import socket
 
 LOOPBACK = "127.0.0.1"
-"""Reached by processes of this machine only."""
+"""Reachable only for processes of this machine."""
 _DISCARD_PORT = 9
-_SOMEWHERE_ELSE = "192.0.2.1"  # of a network that no machine is in (RFC 5737)
+_SOMEWHERE_ELSE = "192.0.2.1"  # in a network that no machine is in (RFC 5737)
 
 
 def address_towards(host: str) -> str:
-    """Address of this machine on the way to `host`. Raises OSError where there is no way."""
+    """Address of this machine on the route to `host`. Raises OSError if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, _DISCARD_PORT))  # sends nothing: a datagram socket only picks its route
         return str(probe.getsockname()[0])
 
 
 def outward_address() -> str:
-    """Address of the interface that leads out of this machine; of the machine itself where there is no network."""
+    """Address of the interface that leads out of this machine; its loopback address if there is no network."""
     try:
         return address_towards(_SOMEWHERE_ELSE)
     except OSError:

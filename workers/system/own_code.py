@@ -1,4 +1,4 @@
-"""Which code a process runs: two that give the same answer train to the same bits."""
+"""Which code a process runs: two processes with the same answer train to the same bits."""
 
 from __future__ import annotations
 

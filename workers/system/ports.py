@@ -1,4 +1,4 @@
-"""Ports on which processes of ours listen: any that is free, or those of a range that a firewall lets through."""
+"""Ports on which our processes listen: any free port, or one in a range that a firewall permits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BACKLOG = 128
 
 
 class BadPorts(MantaError):
-    """A text names no range of ports."""
+    """A text is not a range of ports."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class PortRange:
 
 
 def listen(host: str, ports: PortRange | None = None, backlog: int = BACKLOG) -> socket.socket:
-    """A socket that listens at `host`, an IP address or a name, on a free port of `ports`; None: on any.
-    Raises OSError, which says so where all of them are in use."""
+    """A socket that listens at `host`, an IP address or a name, on a free port of `ports`; None: on any. Raises
+    OSError, which says so if all of them are in use."""
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     if ports is None:
         return socket.create_server((host, 0), family=family, backlog=backlog)
     count = ports.last - ports.first + 1
-    start = secrets.randbelow(count)  # processes that start at once do not all try the same ports
+    start = secrets.randbelow(count)  # so that processes that start at once do not all try the same ports
     for number in range(count):
         try:
             return socket.create_server((host, ports.first + (start + number) % count), family=family, backlog=backlog)

@@ -9,15 +9,15 @@ import signal
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL to the process `pid` and its process group; none there is no error. It also ends a stopped process. Only
-    for a process that is not reaped yet: a pid that is free again may be another process's."""
+    """Send SIGKILL to the process `pid` and its process group; it is not an error if there is none. This also ends a
+    stopped process. Only for a process that is not reaped yet, since a free pid may be reused by another process."""
     for send in (os.killpg, os.kill):  # a process that was just forked has no group of its own yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             send(pid, signal.SIGKILL)
 
 
 async def ended(pid: int) -> None:
-    """Wait until the process `pid`, of whomever, has ended; it is not reaped here."""
+    """Wait until the process `pid`, which need not be a child of this one, has ended; it is not reaped here."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -10,7 +10,7 @@ from workers.system.cores import usable_cores
 
 
 def processor_name() -> str:
-    """As the kernel has it."""
+    """The processor's name according to the kernel."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -19,6 +19,6 @@ def processor_name() -> str:
 
 
 def node_type() -> str:
-    """A name for all machines that compute as this one does without GPUs: processor and cores."""
+    """A name for all machines that compute like this one without GPUs: processor and number of cores."""
     name = re.sub(r"[^a-z0-9]+", "-", processor_name().lower()).strip("-") or "cpu"
     return f"{name[:80]}-{usable_cores()}"
