@@ -1,9 +1,9 @@
-"""Dataclasses as JSON and back: the one codec of everything that crosses a border between processes. Pure Python.
+"""Dataclasses as JSON and back: the only codec for everything that is sent between processes. Pure Python.
 
-Built for two releases that talk to each other: keys that the reader does not know are ignored, keys that the writer did
-not send take the field's default. Supported are str, int, float, bool, None, literals (of which only the type is
-checked), lists, tuples of any length, dicts with string keys, dataclasses, classes with `to_json` and `from_json` of
-their own, and open JSON objects (`JsonObject`).
+Made for two releases that talk to each other: keys that the reader does not know are ignored, keys that the writer did
+not send get the field's default. Supported are str, int, float, bool, None, literals (of which only the type is
+checked), lists, tuples of any length, dicts with string keys, dataclasses, classes with their own `to_json` and
+`from_json`, and open JSON objects (`JsonObject`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from typing import Any, Literal, TypeVar, Union
 from workers.errors import MantaError
 
 JsonObject = dict[str, Any]
-"""A JSON object whose keys are defined elsewhere: a JobSpec, a row of metrics, an event's data. Never looked into."""
+"""A JSON object whose keys are defined elsewhere: a JobSpec, a row of metrics, an event's data. Its contents are not
+inspected."""
 
 T = TypeVar("T")
 _SCALARS: dict[type, tuple[type, ...]] = {str: (str,), bool: (bool,), int: (int,), float: (float, int)}
 
 
 class MalformedMessage(MantaError):
-    """A message that is not what its border defines; the sentence names type and field."""
+    """A message does not have the form that is defined for it; the sentence names type and field."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How values of one type become JSON and come back. `decode` raises MalformedMessage."""
+    """How values of one type are converted to JSON and back. `decode` raises MalformedMessage."""
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
@@ -44,8 +45,8 @@ def to_json(message: Any) -> JsonObject:
 
 
 def from_json(cls: type[T], document: Any) -> T:
-    """The dataclass `cls` from a JSON object. Raises MalformedMessage where a field that has no default is missing, or
-    one has the wrong type."""
+    """The dataclass `cls` from a JSON object. Raises MalformedMessage if a field without a default is missing, or one
+    has the wrong type."""
     if not isinstance(document, dict):
         raise MalformedMessage(f"{cls.__name__} is a JSON object, not {document!r:.80}")
     kind: Any = cls
@@ -63,7 +64,7 @@ def from_json(cls: type[T], document: Any) -> T:
 
 @functools.cache
 def codec_of(kind: Any) -> Codec:
-    """The codec of a type, as an annotation names it. Raises TypeError for one that is not supported."""
+    """The codec of a type, given as an annotation. Raises TypeError for an unsupported type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind in _SCALARS:
         return Codec(_same, functools.partial(_scalar, _SCALARS[kind]))

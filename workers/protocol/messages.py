@@ -1,8 +1,8 @@
-"""What the control plane, agents, node daemons and trainers say to each other. Pure Python.
+"""Messages between the control plane, agents, node daemons and trainers. Pure Python.
 
-All of it crosses process borders as JSON (`json_codec.py`). A `LaunchOrder` goes down: control plane -> agent ->
-trainer. It carries the generation, by which a receiver refuses one that was replaced. What comes up is in
-`reports.py`; the other classes here are what agents and daemons answer.
+All of them are sent between processes as JSON (`json_codec.py`). A `LaunchOrder` goes down: control plane -> agent ->
+trainer. It contains the generation, by which a receiver refuses an order that was replaced. What goes up is in
+`reports.py`; the other classes here are the answers of agents and daemons.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from workers.protocol.json_codec import JsonObject
 from workers.system.ports import PortRange
 
 PROTOCOL = 2
-"""Version of all messages between processes. Raised by a change that the other end must know of."""
+"""Version of all messages between processes. It is increased by a change that the other end must know of."""
 SPOKEN: tuple[int, ...] = (2,)
-"""Protocols of processes of other releases that this one works with, and its own. One stays in here for as long as
-ranks of both can meet in one generation; a process that speaks several answers in that of the other end."""
+"""Protocols of other releases' processes that this release works with, and its own. A protocol stays in this set as
+long as ranks of both can meet in one generation; a process that speaks several answers in that of the other end."""
 SAME_RELEASE = "run the same release of Manta on all nodes"
 
 
@@ -43,17 +43,17 @@ class Resume:
     """Where a gang's state comes from when its trainers start."""
 
     source: Literal["start", "snapshot", "memory", "checkpoint"] = "start"
-    """start: fresh initialisation; snapshot: what the process still holds, else this rank's file in shared memory;
-    memory: files in shared memory of another layout's ranks; checkpoint: a durable one."""
+    """start: fresh initialisation; snapshot: the process's own copy if it still has one, otherwise this rank's file in
+    shared memory; memory: files in shared memory of another layout's ranks; checkpoint: a durable one."""
     step: int = 0
-    """Committed step that the state belongs to; training continues with step + 1."""
+    """Committed step of the state; training continues with step + 1."""
     path: str | None = None
     """Folder of the durable checkpoint."""
     paths: tuple[str, ...] = ()
-    """For memory: the other layout's snapshot files on this rank's node, together all of the state."""
+    """For memory: the other layout's snapshot files on this rank's node, which together contain the whole state."""
     began: int = 0
-    """The generation that began at step 0 and from which the state descends: what generations before it have saved is
-    not superseded by it. 0: none is known."""
+    """The generation that began at step 0 and from which the state descends: it does not supersede what earlier
+    generations have saved. 0: not known."""
 
 
 FaultKind = Literal["kill", "stop", "hang", "oom", "exception", "slow", "node", "store", "partition"]
@@ -63,11 +63,11 @@ FaultPhase = Literal[
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 FAULT_PHASES: tuple[FaultPhase, ...] = get_args(FaultPhase)
 BETWEEN_STEPS = ("start", "recovery")
-"""Phases of the beginning of a generation, where the number of a step means nothing."""
+"""Phases at the beginning of a generation, in which a step number has no meaning."""
 
 
 FAULT_STRUCK = "fault_struck"
-"""Type of the event with which a rank says, in its last words, that a fault strikes now."""
+"""Type of the event by which a rank reports, as its last message, that a fault is about to occur."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,24 @@ class Fault:
     """One fault that is injected into one rank."""
 
     id: str
-    """Names it in events."""
+    """Identifies it in events."""
     kind: FaultKind
     """kill: SIGKILL to the rank's process; stop: SIGSTOP to it; hang: it never returns; oom: it allocates until it gets
-    nothing more; exception: it raises; slow: from now on it sleeps in each step; node: all that runs on its node is
-    killed; store: the job's rendezvous store on its node is killed; partition: its connections are cut."""
+    no more memory; exception: it raises; slow: from now on it sleeps in each step; node: everything that runs on its
+    node is killed; store: the job's rendezvous store on its node is killed; partition: its connections are cut."""
     rank: int
     """Global rank."""
     at_step: int = 0
-    """First step in which it may strike; it means nothing for the phases start and recovery."""
+    """First step in which it may occur; without meaning for the phases start and recovery."""
     phase: FaultPhase = "data"
     """Where in the step; start: when the rank meets the others of its next generation, recovery: when it brings its
     state to the step from which that generation continues."""
     seconds: float = 0.0
-    """slow: sleep in each step; partition: how long the rank does not get through to the others again."""
+    """slow: sleep in each step; partition: how long the rank cannot reach the others again."""
     delay: float = 0.0
-    """kill, stop: seconds from the beginning of the phase, so that it strikes in the middle of it."""
+    """kill, stop: seconds from the beginning of the phase, so that it occurs in the middle of it."""
     hold_gil: bool = False
-    """hang: with the interpreter's lock held, so that no other thread of the process runs either."""
+    """hang: while holding the interpreter's lock, so that no other thread of the process runs either."""
 
     @property
     def sentence(self) -> str:
@@ -106,15 +106,15 @@ class TraceOrder:
     """Steps that all ranks of a job are to record."""
 
     number: int
-    """The trace's, in its job."""
+    """Number of the trace within its job."""
     generation: int
-    """Whose ranks are meant."""
+    """The generation whose ranks are meant."""
     steps: int
-    """How many."""
+    """Number of steps."""
     first_step: int = 0
-    """None before this one; 0: as soon as possible."""
+    """No step before this one is recorded; 0: as soon as possible."""
     profiler_ranks: tuple[int, ...] = ()
-    """Ranks that run torch's profiler meanwhile; they get the order, too."""
+    """Ranks that also run torch's profiler; they get the order, too."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class LaunchOrder:
     """Everything that one trainer process needs to know to be rank `rank` of generation `generation`."""
 
     job: str
-    """Job id; names files and shared memory."""
+    """Job id; part of the names of files and shared memory."""
     generation: int
     """Number of this start of the gang, from 1; higher ones fence lower ones."""
     rank: int
@@ -134,36 +134,37 @@ class LaunchOrder:
     store_port: int | None = None
     """Port of the rendezvous store."""
     secret: str | None = field(default=None, repr=False)
-    """What only the ranks of this generation know (`workers.comm.secret`); None for a single process."""
+    """Known only to the ranks of this generation (`workers.comm.secret`); None for a single process."""
     snapshot_folder: str | None = None
     """Folder in the node's shared memory for this job's snapshots; None turns snapshots off."""
     memory_keeper: str | None = None
-    """Socket of who holds snapshots outside of shared memory on the rank's node. Its agent fills that in."""
+    """Socket of the process that holds snapshots outside of shared memory on the rank's node. Filled in by its
+    agent."""
     checkpoint_folder: str | None = None
     """Folder for the job's durable checkpoints; None turns them off."""
     token_cache: str | None = None
-    """Folder on the rank's node in which tokens of corpora are kept. Its agent fills that in."""
+    """Folder on the rank's node in which tokens of corpora are stored. Filled in by its agent."""
     resume: Resume = Resume()
-    """Where state comes from."""
+    """Where the state comes from."""
     device: str = "cpu"
     """Torch device of the rank: cpu, or cuda:0 (its one visible GPU)."""
     peak_flops: float | None = None
-    """Peak FLOP/s of one rank's device, for MFU, of a CPU that of one thread; None: measured at start."""
+    """Peak FLOP/s of one rank's device, for MFU; of a CPU, of one thread; None: measured at start."""
     faults: tuple[Fault, ...] = ()
-    """Faults that were asked for and have not struck yet."""
+    """Faults that were requested and have not occurred yet."""
     roll_backs: tuple[JsonObject, ...] = ()
-    """Data of the job's `rolled_back` events so far (`workers.numerics.bad_numbers.RollBack`): samples that they
+    """Data of the job's previous `rolled_back` events (`workers.numerics.bad_numbers.RollBack`): samples that they
     skipped stay skipped."""
     in_place: bool = False
-    """Whether a trainer that loses a peer comes to rest and waits for the next order, instead of ending. One that was
-    asked to rest between two steps does so anyway."""
+    """Whether a trainer that loses a peer comes to rest and waits for the next order instead of ending. A trainer that
+    was asked to rest between two steps does so in any case."""
     tries_repair: bool = False
-    """Whether the ranks try repair in place before anything else, which a trainer then does as with `in_place`, if all
-    of them could; else it ends when it loses a peer."""
+    """Whether the ranks first test repair in place. If all of them can, a trainer behaves as with `in_place`; otherwise
+    it ends when it loses a peer."""
     ports: PortRange | None = None
-    """On which the rank listens for its peers; None: any. Its agent fills that in."""
+    """Ports on which the rank listens for its peers; None: any. Filled in by its agent."""
     protocol: int = PROTOCOL
-    """Of the control plane."""
+    """Protocol of the control plane."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -174,11 +175,11 @@ class LaunchOrder:
 
 @dataclass(frozen=True)
 class TrainerArgument:
-    """What a trainer process is forked with."""
+    """The argument with which a trainer process is forked."""
 
     order: LaunchOrder
     prepare: bool = False
-    """Build what such an order needs, and wait for one that is to be carried out, instead of carrying this one out."""
+    """Build what such an order needs, and wait for an order to carry out, instead of carrying this one out."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,9 @@ class Launched:
     """An agent's answer to a launch."""
 
     pid: int
-    """Of the trainer."""
+    """Process id of the trainer."""
     kept: bool = False
-    """Whether the trainer that was at rest continues, instead of a new one."""
+    """Whether the trainer that was at rest continues, rather than a new one."""
 
 
 @dataclass(frozen=True)
@@ -200,25 +201,25 @@ class AgentDescription:
     address: str
     """IP address under which other nodes reach it."""
     pid: int
-    """The agent's own."""
+    """Process id of the agent."""
     node: str | None = None
     """Ray's id of the node; None outside of Ray."""
     trainer_pid: int | None = None
     """None while no trainer runs."""
     generation: int = 0
-    """Of the last launch; 0 before the first."""
+    """Generation of the last launch; 0 before the first."""
     group: str = ""
     """Name of the placement group that it is in."""
     devices: tuple[str, ...] = ()
-    """GPUs of the rank, as CUDA_VISIBLE_DEVICES takes them."""
+    """GPUs of the rank, in the form of CUDA_VISIBLE_DEVICES."""
     rank: int | None = None
-    """Of the last launch; None before the first."""
+    """Rank of the last launch; None before the first."""
     sizes: tuple[int, ...] = ()
     """Its tensor-parallel size, pipeline stages and replicas."""
     cores: int = 0
-    """Processors that it may keep busy; 0: one of a release that does not say."""
+    """Processors that it may keep busy; 0: its release does not report them."""
     owner_epoch: int = 0
-    """Highest epoch of a control plane that has asked anything of it; 0: of none that has one."""
+    """Highest epoch of a control plane that has called it; 0: none that has an epoch."""
     protocol: int = PROTOCOL
 
 
@@ -228,18 +229,18 @@ class StoredSnapshot:
 
     path: str
     rank: int
-    """Whose state it holds."""
+    """The rank whose state it contains."""
     layout: str
     """Tag of the layout."""
     is_backup: bool = False
     """Whether that rank lives on another node."""
     steps: tuple[int, ...] = ()
-    """Committed steps that are whole in it."""
+    """Committed steps that are complete in it."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A port of a host: where a server listens, or may."""
+    """A port of a host on which a server listens, or may listen."""
 
     host: str
     port: int
@@ -247,7 +248,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class ListeningPorts:
-    """Where a node's daemon takes connections for a moment, so that others can try whether they reach it."""
+    """Where a node's daemon accepts connections for a moment, so that others can test whether they reach it."""
 
     host: str
     ports: tuple[int, ...]
@@ -255,104 +256,104 @@ class ListeningPorts:
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """What a zygote is asked for; the child's control socket, standard output and standard error come with it."""
+    """A request to a zygote; the child's control socket, standard output and standard error are sent with it."""
 
     entry: str
     """Which of the zygote's functions the child runs."""
     argument: JsonObject
-    """What that takes, as JSON."""
+    """The function's argument, as JSON."""
     environment: dict[str, str]
-    """Additions to the zygote's own."""
+    """Additions to the zygote's environment."""
     protocol: int = PROTOCOL
-    """Of the requester."""
+    """Protocol of the requester."""
 
 
 @dataclass(frozen=True)
 class ForkAnswer:
-    """What a zygote answers: first that the child runs, or why there is none; later how it ended."""
+    """A zygote's answer: first that the child runs, or why there is none; later how it ended."""
 
     pid: int | None = None
     code: int | None = None
-    """Exit status of a child that has ended; None where a signal ended it."""
+    """Exit status of a child that has ended; None if a signal ended it."""
     signal: int | None = None
     error: str | None = None
     """Why there is no child."""
     protocol: int = PROTOCOL
-    """Of the zygote."""
+    """Protocol of the zygote."""
 
 
 @dataclass(frozen=True)
 class StoreArgument:
-    """What the process of a rendezvous store is forked with."""
+    """The argument with which the process of a rendezvous store is forked."""
 
     host: str
     """Address to listen at."""
     ports: PortRange | None = None
-    """On one of these; None: any."""
+    """Listen on one of these; None: any."""
 
 
 @dataclass(frozen=True)
 class StorePort:
-    """What that process answers once it serves."""
+    """That process's answer once it serves."""
 
     port: int
 
 
 @dataclass(frozen=True)
 class PeakRate:
-    """What the process that measures a device answers."""
+    """The answer of the process that measures a device."""
 
     peak_flops: float
-    """FLOP/s of it; of a CPU that of one thread."""
+    """FLOP/s of the device; of a CPU, of one thread."""
     source: str
     """See `workers.accounting.device_peak.Peak`."""
 
 
 @dataclass(frozen=True)
 class GpuReading:
-    """What the driver says of one GPU; None: it does not say that."""
+    """The driver's information about one GPU; None: it does not report that."""
 
     index: int
-    """The driver's, on its machine."""
+    """The driver's index of the GPU, on its machine."""
     answers: bool = True
-    """False: the driver does not reach it any more."""
+    """False: the driver cannot reach it any more."""
     busy_ratio: float | None = None
-    """Of the driver's last sample, the part of the time in which a kernel ran."""
+    """Fraction of the driver's last sample in which a kernel ran."""
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     temperature_celsius: float | None = None
     power_watts: float | None = None
     ecc_corrected: int | None = None
-    """Memory errors since the driver was loaded that were corrected."""
+    """Corrected memory errors since the driver was loaded."""
     ecc_uncorrected: int | None = None
-    """The same of those that were not."""
+    """Uncorrected memory errors since the driver was loaded."""
     xids: dict[str, int] = field(default_factory=dict)
     """Errors that the driver has reported since the daemon started, by their code (XID)."""
     clock_mhz: int | None = None
-    """Of its multiprocessors, now."""
+    """Current clock rate of its multiprocessors."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a node's daemon says on every heartbeat."""
+    """The content of each heartbeat of a node's daemon."""
 
     node: str
     """Ray's id of the node."""
     draining: bool = False
     """Whether the node is being drained."""
     drain_seconds: float | None = None
-    """How long it can still be counted on; None where that was not said."""
+    """How long it can still be relied on; None if that is not known."""
     drain_reason: str = ""
-    """Why it is being drained, in words; empty where no reason was given."""
+    """Why it is being drained, in words; empty if no reason was given."""
     stays: bool = False
-    """Whether it was being drained, and is not any more."""
+    """Whether it was being drained, and no longer is."""
     gpus: tuple[GpuReading, ...] | None = None
-    """The machine's GPUs; None: as was said on this connection before, or not known."""
+    """The machine's GPUs; None: unchanged on this connection, or not known."""
 
 
 @dataclass(frozen=True)
 class NodeDescription:
-    """A node, as its daemon sees it."""
+    """A node as its daemon sees it."""
 
     node: str
     """Ray's id of the node."""
@@ -361,18 +362,18 @@ class NodeDescription:
     address: str
     """IP address under which other nodes reach it."""
     pid: int
-    """The daemon's."""
+    """Process id of the daemon."""
     heartbeat_port: int
-    """At `address`: where the daemon sends heartbeats from."""
+    """Port at `address` from which the daemon sends heartbeats."""
     heartbeat_secret: str = ""
-    """What a request for one has to contain."""
+    """What a request for a heartbeat has to contain."""
     zygote_pid: int | None = None
     shared_memory_bytes: int = 0
     shared_memory_free_bytes: int = 0
     peak_flops: float | None = None
-    """Peak FLOP/s of one thread on the CPU; None until measured, or when that failed."""
+    """Peak FLOP/s of one thread on the CPU; None until measured, or if that failed."""
     unshared: tuple[str, ...] = ()
     """Folders of the service that this node does not share, though it should."""
     code: str = ""
-    """Which code runs there (`workers/system/own_code.py`); empty in releases that do not say."""
+    """Identifies the code that runs there (`workers/system/own_code.py`); empty in releases that do not report it."""
     protocol: int = PROTOCOL

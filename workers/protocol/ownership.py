@@ -1,7 +1,7 @@
 """Who may give orders to an agent: of several control planes, the one that took over its job last.
 
-Each call carries the epoch of the caller's lease. It is an argument that agents of releases before do not know, and
-ignore; calls of releases before do not have it, and are served: those know of one control plane only.
+Each call carries the epoch of the caller's lease. Agents of earlier releases do not know this argument and ignore it;
+calls of earlier releases do not have it and are served: these know of only one control plane.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from workers.protocol.json_codec import JsonObject
 
 EPOCH = "owner_epoch"
 READS = frozenset({"describe", "progress", "stacks", "snapshot_steps", "snapshot_files", "backup_progress"})
-"""Calls that change nothing, and are answered to every caller."""
+"""Calls that change nothing, and are answered for every caller."""
 
 
 class StaleOwner(MantaError):
-    """Another control plane has taken over since; drop the order and the job."""
+    """Another control plane has taken over in the meantime; drop the order and the job."""
 
 
 class Ownership:
-    """The highest epoch that was seen."""
+    """The highest epoch seen so far."""
 
     def __init__(self) -> None:
         self.epoch = 0
 
     def admit(self, method: str, arguments: JsonObject) -> None:
-        """Take note of the epoch of a call. Raises StaleOwner where it is none of the newest owner's, and not a
+        """Record the epoch of a call. Raises StaleOwner if it is lower than the newest owner's and the call is not a
         read."""
         epoch = arguments.get(EPOCH)
         if not isinstance(epoch, int):

@@ -1,7 +1,8 @@
-"""Calls between processes as JSON: method and arguments by name, encoded and decoded by the method's own annotations.
+"""Calls between processes as JSON: method and arguments by name, encoded and decoded according to the method's
+annotations.
 
-Arguments that the callee's method does not have are ignored and those that the caller did not send take their defaults,
-as with the fields of messages (`json_codec.py`). Which transport carries the JSON is not known here.
+Arguments that the called method does not have are ignored, and those that the caller did not send get their defaults,
+as with the fields of messages (`json_codec.py`). This module does not know which transport carries the JSON.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ T = TypeVar("T")
 async def call(
     send: Callable[[str, JsonObject], Awaitable[Any]], method: Callable[..., Awaitable[T]], arguments: dict[str, Any]
 ) -> T:
-    """The caller's side: have `send` carry the call of `method` to the callee, and return its answer. `method` names
-    the call and annotates it; it is not run here. Raises MalformedMessage, and what `send` raises."""
+    """The caller's side: `send` carries the call of `method` to the other side; returns the answer. `method` provides
+    the name and annotations; it is not run here. Raises MalformedMessage, and what `send` raises."""
     parameters, answer = _codecs(method)
     encoded = {name: parameters[name].encode(value) for name, value in arguments.items()}
     result: T = answer.decode(await send(method.__name__, encoded))
@@ -29,8 +30,8 @@ async def call(
 
 
 async def serve(target: object, method: str, arguments: JsonObject) -> Any:
-    """The callee's side: run `method` of `target` and return its answer as JSON. Raises MalformedMessage for a method
-    that it does not have or arguments that do not fit, and what the method raises."""
+    """The called side: run `method` of `target` and return its answer as JSON. Raises MalformedMessage for an unknown
+    method or arguments that do not fit, and what the method raises."""
     function = getattr(type(target), method, None)
     if method.startswith("_") or not inspect.iscoroutinefunction(function):
         raise MalformedMessage(f"{type(target).__name__} has no method {method!r} for other processes")
@@ -41,7 +42,7 @@ async def serve(target: object, method: str, arguments: JsonObject) -> Any:
 
 @functools.cache
 def _codecs(method: Callable[..., Any]) -> tuple[dict[str, Codec], Codec]:
-    """Of the parameters by name, and of the answer."""
+    """Codecs of the parameters by name, and of the answer."""
     hints = typing.get_type_hints(method)
     answer = hints.pop("return")
     return {name: codec_of(kind) for name, kind in hints.items()}, codec_of(answer)

@@ -1,7 +1,7 @@
 """What trainers and their agents report to the control plane. Pure Python.
 
-A `Report` carries one payload, whose class says what it is about, and the generation: a report of an older generation
-than the receiver's is refused. It travels as JSON (`json_codec.py`), with the payload's kind as a word.
+A `Report` contains one payload, whose class says what it is about, and the generation: a report of an older generation
+than the receiver's is refused. It is sent as JSON (`json_codec.py`), with the payload's kind as a string.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json,
 from workers.timing.recording import PackedRecording
 
 REPAIR_SELF_TEST = "repair_self_test"
-"""Type of the event with which rank 0 says whether repair in place works where a job runs."""
+"""Type of the event by which rank 0 reports whether repair in place works where a job runs."""
 EXIT_SAVED = 77
-"""Status with which a trainer exits that was asked to save its state and end before the job's last step, and has."""
+"""Exit status of a trainer that was asked to save its state and end before the job's last step, and has done so."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A trainer without an order is ready for one; for its agent only."""
+    """A trainer without an order is ready for one; only for its agent."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Metrics:
     """Numbers of committed steps."""
 
     rows: tuple[JsonObject, ...]
-    """One a step, by the names of the REST contract."""
+    """One object per step, with the names of the REST contract."""
     ranks: RankSample | None = None
-    """Numbers of all ranks, every few seconds; those that do not get through at once are left out."""
+    """Numbers of all ranks, every few seconds; those that cannot be sent at once are dropped."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Event:
     """One sentence."""
     step: int | None = None
     data: JsonObject = field(default_factory=dict)
-    """By the names of the contract of that type."""
+    """With the names of the contract for that type."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Printed:
 
 @dataclass(frozen=True)
 class TraceBegan:
-    """All ranks record their steps from now on; rank 0 says so."""
+    """All ranks record their steps from now on; reported by rank 0."""
 
     number: int
-    """The trace's, in its job."""
+    """Number of the trace within its job."""
     first_step: int
 
 
@@ -80,17 +80,17 @@ class Traced:
     """What this rank has recorded for a trace."""
 
     number: int
-    """The trace's, in its job."""
+    """Number of the trace within its job."""
     first_step: int
     recording: PackedRecording
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """What torch's profiler says of a trace's steps on this rank; reported before what the rank has recorded."""
+    """Result of torch's profiler for a trace's steps on this rank; reported before what the rank has recorded."""
 
     number: int
-    """The trace's, in its job."""
+    """Number of the trace within its job."""
     first_step: int
     content: str
     """A Chrome trace, compressed by gzip, in base 85."""
@@ -101,23 +101,23 @@ class Resting:
     """The trainer has lost a peer, or was ordered to rest, and waits for the next generation's order."""
 
     step: int | None = None
-    """Committed step whose state it holds; None when its state is of no step."""
+    """Committed step whose state it holds; None if its state belongs to no step."""
     message: str = ""
-    """Why."""
+    """Why it rests."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The last step is committed, and saved where that was asked for."""
+    """The last step is committed, and saved if that was requested."""
 
     step: int
     seconds: dict[str, float] | None = None
-    """Where the time since the last step went, by the ledger's names."""
+    """How the time since the last step was spent, by the ledger's names."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a trainer ends before its last step, as it tells its agent."""
+    """Why a trainer ends before its last step, as it reports to its agent."""
 
     kind: Literal[
         "exception",
@@ -132,8 +132,8 @@ class Failure:
         "corrupt",
         "device_lost",
     ]
-    """exception: user or program error; peer_lost: a collective failed because another rank died, so this rank is
-    not the culprit; the others are typed errors whose message is one clear sentence."""
+    """exception: user or program error; peer_lost: a collective failed because another rank died, so this rank is not
+    the culprit; the others are typed errors whose message is one clear sentence."""
     step: int
     """Step that was being computed (last committed + 1)."""
     exception: str
@@ -157,20 +157,20 @@ class KillReason:
 
 @dataclass(frozen=True)
 class Exited:
-    """The trainer's process is gone; made by its agent, after everything else that it said."""
+    """The trainer's process is gone; reported by its agent, after all other reports."""
 
     code: int | None = None
-    """Exit status; None where a signal ended it."""
+    """Exit status; None if a signal ended it."""
     signal: int | None = None
     last_output: tuple[str, ...] = ()
     """Last lines of its standard error."""
     failure: Failure | None = None
-    """Where it said why."""
+    """The reason, if it reported one."""
     killed_for: KillReason | None = None
-    """Where its agent killed it on request."""
+    """The reason, if its agent killed it on request."""
     memory_kills: int | None = None
-    """Where SIGKILL ended it that its agent has not sent: processes of its machine that the kernel has killed for lack
-    of memory since it began; None: not known."""
+    """If it was ended by a SIGKILL that its agent did not send: the number of processes of its machine that the kernel
+    has killed for lack of memory since it began; None: not known."""
 
 
 Payload = (
@@ -193,11 +193,11 @@ Payload = (
 
 @dataclass(frozen=True)
 class Message:
-    """A payload on its way to become a report."""
+    """A payload that will become a report."""
 
     payload: Payload
     time: float
-    """Unix time in seconds at which it was said."""
+    """Unix time in seconds at which it was sent."""
 
 
 PAYLOADS: dict[str, Any] = {
@@ -216,19 +216,19 @@ PAYLOADS: dict[str, Any] = {
     "failure": Failure,
     "exit": Exited,
 }
-"""By kind. A trainer's status is reported when it stands still for longer than it may, or moves on after it did. The
-last report of a rank in a generation is `resting` or `exit`. `prepared`, `flight_record` and `failure` stay with the
-agent, which puts the failure into the exit."""
+"""By kind. A trainer's status is reported when it stands still for longer than allowed, and when it moves on after
+that. The last report of a rank in a generation is `resting` or `exit`. `prepared`, `flight_record` and `failure` stay
+with the agent, which puts the failure into the exit."""
 _KINDS = {payload: kind for kind, payload in PAYLOADS.items()}
 
 
 def kind_of(payload: Payload) -> str:
-    """The kind under which a payload travels."""
+    """The kind under which a payload is sent."""
     return _KINDS[type(payload)]
 
 
 def payload_of(kind: str, data: JsonObject) -> Payload:
-    """The payload that travelled as `data`. Raises MalformedMessage."""
+    """The payload that was sent as `data`. Raises MalformedMessage."""
     if kind not in PAYLOADS:
         raise MalformedMessage(f"there are no reports of kind {kind!r}")
     payload: Payload = from_json(PAYLOADS[kind], data)
@@ -243,17 +243,17 @@ class Report:
     generation: int
     rank: int
     time: float
-    """Unix time at which it was made, in seconds."""
+    """Unix time at which it was created, in seconds."""
     sequence: int = 0
-    """Number given by the agent, from 1 upwards over all generations of this agent."""
+    """Number assigned by the agent, from 1 upwards over all generations of this agent."""
 
     @property
     def kind(self) -> str:
-        """The payload's."""
+        """The payload's kind."""
         return kind_of(self.payload)
 
     def to_json(self) -> JsonObject:
-        """As a JSON object; `kind` says of which class `data` is."""
+        """As a JSON object; `kind` says which class `data` has."""
         return {
             "kind": self.kind,
             "generation": self.generation,
@@ -265,7 +265,7 @@ class Report:
 
     @classmethod
     def from_json(cls, document: JsonObject) -> Report:
-        """From a JSON object as `to_json` makes it. Raises MalformedMessage."""
+        """From a JSON object made by `to_json`. Raises MalformedMessage."""
         envelope = from_json(_Envelope, document)
         payload = payload_of(envelope.kind, envelope.data)
         return cls(payload, envelope.generation, envelope.rank, envelope.time, envelope.sequence)

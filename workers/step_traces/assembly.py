@@ -15,7 +15,7 @@ from workers.timing.recording import Recording, Slice, SliceKind, TracedStep
 PASSES: frozenset[SliceKind] = frozenset({"forward", "backward", "backward_input", "backward_weight"})
 """Kinds of slices in which a micro-batch passes through a virtual stage."""
 ROUNDING = 3e-7
-"""Seconds by which a slice may seem to end after one around it, since times travel rounded."""
+"""Seconds by which a slice may seem to end after the one that contains it, since times are rounded for transfer."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class TracedRank:
     rank: int
     steps: tuple[TracedStep, ...]
     slices: tuple[Slice, ...]
-    """By their start, outer ones first."""
+    """By start, outer ones first."""
     peak_flops: float | None = None
-    """FLOP/s of its device at its peak."""
+    """Peak FLOP/s of its device."""
 
     @cached_property
     def by_step(self) -> list[list[Slice]]:
@@ -46,7 +46,7 @@ class TracedRank:
 
     @property
     def seconds(self) -> float:
-        """Of all of its steps together."""
+        """Length of all of its steps together."""
         return sum(step.end - step.start for step in self.steps)
 
 
@@ -56,19 +56,19 @@ class StepTrace:
 
     grid: RankGrid
     ranks: tuple[TracedRank, ...]
-    """Those that have recorded, ascending."""
+    """The ranks that have recorded, ascending."""
     error_seconds: float = 0.0
-    """By how much times of two ranks may be apart that are said to be the same."""
+    """By how much two ranks' times that are shown as equal may differ."""
     device: bool = False
-    """Whether the times are those of the devices; else they are the hosts'."""
+    """Whether the times are those of the devices; otherwise of the hosts."""
 
     @property
     def end(self) -> TracedRank | None:
-        """The rank whose last step ends last; None where nothing was recorded."""
+        """The rank whose last step ends last; None if nothing was recorded."""
         return max((each for each in self.ranks if each.steps), key=lambda each: each.steps[-1].end, default=None)
 
     def replica_pass_ends(self, rank: int) -> list[float]:
-        """When the last pass of the replica that `rank` belongs to ends in each step, on whichever of its ranks."""
+        """When the last pass of the replica that contains `rank` ends in each step, on whichever of its ranks."""
         return self._pass_ends[self.grid.coordinates(rank).data]
 
     @cached_property
@@ -105,7 +105,7 @@ def _shifted(rank: int, recording: Recording, by: float) -> TracedRank:
 
 
 def parents(slices: Iterable[Slice]) -> Iterator[int | None]:
-    """Of each slice the index of the innermost one around it; of slices by their start, outer ones first."""
+    """For each slice the index of the innermost one around it; the slices must be sorted by start, outer ones first."""
     around: list[tuple[int, float]] = []
     for index, each in enumerate(slices):
         while around and (around[-1][1] <= each.start < each.end or around[-1][1] < each.end - ROUNDING):
@@ -115,7 +115,7 @@ def parents(slices: Iterable[Slice]) -> Iterator[int | None]:
 
 
 def nested(slices: Iterable[Slice]) -> Iterator[tuple[Slice, tuple[Slice, ...]]]:
-    """Each slice with those around it, the outermost first; of slices by their start, outer ones first."""
+    """Each slice with those around it, the outermost first; the slices must be sorted by start, outer ones first."""
     known = list(slices)
     chains: list[tuple[Slice, ...]] = []
     for each, parent in zip(known, parents(known), strict=True):

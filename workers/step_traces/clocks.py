@@ -1,8 +1,8 @@
 """Offsets between the clocks of several machines, from what their ranks did together.
 
-No rank ends a communication before all ranks have begun it. So of each collective over all ranks the end on one machine
-bounds the beginning on another, and the other way round; what all of them allow is an interval, whose middle is taken
-and whose half is the error. That needs no messages of its own, and no clock that can be set.
+No rank ends a communication before all ranks have begun it. So for each collective over all ranks, its end on one
+machine bounds its beginning on another, and the other way round; all of these together permit an interval, whose middle
+is used, with half its length as the error. This needs no extra messages, and no clock that can be set.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ WORLD = "world"
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """By how much a clock is ahead of the first rank's."""
+    """How far a clock is ahead of the first rank's clock."""
 
     seconds: float
     error_seconds: float
-    """At most so much more or less."""
+    """The error in either direction."""
 
 
 @dataclass
@@ -35,8 +35,8 @@ class _Meeting:
 
 
 def clock_offsets(recordings: Mapping[int, Recording]) -> dict[str, ClockOffset]:
-    """Of each clock that the recordings name. Where two have nothing in common, their first steps are taken to begin
-    together, which is right to the length of these."""
+    """The offset of each clock that the recordings name. If two clocks have no collective in common, their first steps
+    are assumed to begin together, with an error of the length of these steps."""
     by_clock: dict[str, list[Recording]] = {}
     for _, recording in sorted(recordings.items()):
         by_clock.setdefault(recording.clock, []).append(recording)
@@ -66,7 +66,7 @@ def _meetings(recordings: Iterable[Recording]) -> dict[int, _Meeting]:
 
 
 def _between(reference: Mapping[int, _Meeting], other: Mapping[int, _Meeting]) -> ClockOffset | None:
-    """None where nothing was in common."""
+    """None if they have nothing in common."""
     least, most = -math.inf, math.inf
     for number in reference.keys() & other.keys():
         here, there = reference[number], other[number]

@@ -1,7 +1,7 @@
 """The critical path of the traced steps: the chain of slices backwards from the end of the last one.
 
-On a rank it goes from what ended last to what came before. Where the rank waited for another one, for its message or
-for it to come to a collective, it continues there, at the moment at which that one began the communication.
+On a rank it goes from what ended last to what came before. If the rank waited for another one, for its message or for
+it to join a collective, the path continues there, at the moment at which that rank began the communication.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Place = tuple[int, int]
 
 
 def critical_path(trace: StepTrace) -> list[Place]:
-    """The chain, the last slice first. Empty where nothing was recorded."""
+    """The chain, the last slice first. Empty if nothing was recorded."""
     last = trace.end
     if last is None:
         return []
@@ -37,8 +37,8 @@ def critical_path(trace: StepTrace) -> list[Place]:
 
 
 def _last_binding(meetings: _Meetings, lane: _Lane, now: float, seen: set[Place]) -> tuple[int, int, float] | None:
-    """The last communication before `now` in which the lane's rank was held up: its index, by whom, and when that one
-    began it."""
+    """The last communication before `now` in which the lane's rank was held up: its index, the rank that held it up,
+    and when that rank began it."""
     for index in lane.waits_before(now):
         held_up = meetings.held_up_by(lane.rank, lane.slices[index])
         if held_up is not None and (lane.rank, index) not in seen:
@@ -47,7 +47,7 @@ def _last_binding(meetings: _Meetings, lane: _Lane, now: float, seen: set[Place]
 
 
 class _Lane:
-    """The slices of one rank, to look backwards in."""
+    """The slices of one rank, for searching backwards."""
 
     def __init__(self, rank: TracedRank):
         self.rank, self.slices = rank.rank, rank.slices
@@ -63,9 +63,9 @@ class _Lane:
         return (self._waits[at] for at in range(bisect_right(self._wait_ends, now) - 1, -1, -1))
 
     def between(self, since: float, now: float) -> Iterator[int]:
-        """Slices in which something happens between the two moments, those first that end last."""
+        """Slices in which something happens between the two moments, the ones that end last first."""
         around: int | None = bisect_left(self._starts, now) - 1
-        while around is not None and around >= 0:  # what continues then lies around the slice that began last
+        while around is not None and around >= 0:  # whatever continues at that time contains the slice that began last
             if self.slices[around].end > now:
                 yield around
             around = self._parents[around]
@@ -83,7 +83,7 @@ class _Meetings:
         self._sent: dict[tuple[int, int, int], float] = {}
         """When a message was sent, by sender, receiver and number."""
         self._last: dict[tuple[str, int, int], list[tuple[float, int]]] = {}
-        """The two ranks that came last to a collective, the last one first; by axis, first rank of the group, and
+        """The two ranks that joined a collective last, the last one first; by axis, first rank of the group, and
         number."""
         for rank in trace.ranks:
             for each in rank.slices:
@@ -100,7 +100,8 @@ class _Meetings:
         return axis, self._grid.group(axis, rank)[0], each.number
 
     def held_up_by(self, rank: int, each: Slice) -> tuple[int, float] | None:
-        """Who began the communication after `rank` was ready for it, so that it waited, and when; None: no rank."""
+        """The rank that began the communication after `rank` was ready for it, so that `rank` waited, and when; None:
+        no rank."""
         if each.kind == "receive":
             if each.peer is None or each.number is None:
                 return None

@@ -16,7 +16,7 @@ _WORDS = {
     "backward_weight": "backward (weights)",
     "gather": "parameter gather",
 }
-"""What a kind is called, where that is not its own word."""
+"""Names of kinds that differ from the kind itself."""
 
 
 def name_of(each: Slice) -> str:
@@ -49,7 +49,7 @@ def slice_document(each: Slice) -> dict[str, Any]:
 
 
 def rank_documents(trace: StepTrace, nodes: Mapping[int, str | None]) -> list[dict[str, Any]]:
-    """The ranks, with all that each did. `nodes`: where they are."""
+    """The ranks, with everything that each did. `nodes`: the node of each rank."""
     return [_rank_document(trace, each, nodes.get(each.rank)) for each in trace.ranks]
 
 
@@ -68,7 +68,7 @@ def _rank_document(trace: StepTrace, rank: TracedRank, node: str | None) -> dict
 
 
 def analysis_document(trace: StepTrace) -> dict[str, Any]:
-    """What follows from the slices."""
+    """Results computed from the slices."""
     bubbles = {each.rank: bubble(trace, each) for each in trace.ranks if each.steps}
     return {
         "clock": {"error_seconds": trace.error_seconds, "device": trace.device},

@@ -1,4 +1,4 @@
-"""Where each second of a rank's steps went: every moment belongs to the innermost slice around it."""
+"""How each second of a rank's steps was spent: every moment belongs to the innermost slice that contains it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workers.timing.recording import Slice
 
 
 def own_seconds(slices: Iterable[Slice]) -> Iterator[tuple[Slice, tuple[Slice, ...], float]]:
-    """Each slice, those around it, the outermost first, and the seconds of it that are of none within it."""
+    """Each slice, the slices around it, the outermost first, and the seconds of it that are in no slice within it."""
     known = list(slices)
     own = [each.end - each.start for each in known]
     for each, parent in zip(known, parents(known), strict=True):

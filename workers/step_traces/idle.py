@@ -1,7 +1,8 @@
 """The bubble: where a rank neither computes nor communicates because of the pipeline.
 
 It waits for messages of its neighbours, and after its last pass, in whatever comes next, for the passes of its
-replica's other stages. Where a backend does not tell waiting from moving, all of a communication counts as waiting.
+replica's other stages. If a backend does not distinguish waiting from transferring, all of a communication counts as
+waiting.
 """
 
 from __future__ import annotations
@@ -26,5 +27,5 @@ def idle_slices(trace: StepTrace, rank: TracedRank) -> Iterator[tuple[Slice, flo
 
 
 def bubble(trace: StepTrace, rank: TracedRank) -> float:
-    """Part of its steps that `rank` waits because of the pipeline."""
+    """Fraction of its steps that `rank` waits because of the pipeline."""
     return sum(seconds for _, seconds in idle_slices(trace, rank)) / rank.seconds if rank.steps else 0.0

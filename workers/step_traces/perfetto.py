@@ -1,6 +1,6 @@
-"""A trace as Perfetto reads it: its TrackEvent messages (protos/perfetto/trace of the Perfetto project), in the wire
-format of protocol buffers. A track for each rank, below one for its replica; arrows from each message to its receipt.
-"""
+"""A trace in Perfetto's format: its TrackEvent messages (protos/perfetto/trace of the Perfetto project), in the wire
+format of protocol buffers. There is a track for each rank, below one for its replica, and an arrow from each message to
+its receipt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UINT_VALUE, _DOUBLE_VALUE, _STRING_VALUE, _ANNOTATION_NAME = 3, 5, 6, 10
 _BEGIN, _END = 1, 2
 _OUR_SEQUENCE = 1
 _REPLICAS = 1 << 32
-"""Numbers of the tracks of replicas begin here, those of ranks at 1."""
+"""Ids of replicas' tracks begin here, those of ranks at 1."""
 
 
 def perfetto(trace: StepTrace) -> bytes:
@@ -43,7 +43,7 @@ def _track(uuid: int, name: str, parent: int | None = None) -> bytes:
 
 
 def _events(rank: TracedRank) -> Iterator[bytes]:
-    """Where slices of a rank begin and end, in order. Each step is a slice around what happens in it."""
+    """The begin and end of each slice of a rank, in order. Each step is a slice around what happens in it."""
     steps = [Slice("loader", each.start, each.end, each.step) for each in rank.steps]
     names = {id(each): f"step {each.step}" for each in steps}
     everything = sorted([*steps, *rank.slices], key=lambda each: (each.start, -each.end, id(each) not in names))
@@ -51,7 +51,7 @@ def _events(rank: TracedRank) -> Iterator[bytes]:
     for each, around in nested(everything):
         while len(ends) > len(around):
             yield _end(rank.rank, ends.pop())
-        ends.append(min([each.end, *ends[-1:]]))  # rounding must not let it end after what is around it
+        ends.append(min([each.end, *ends[-1:]]))  # rounding must not let it end after the slice around it
         yield _begin(rank.rank, each, names.get(id(each)))
     while ends:
         yield _end(rank.rank, ends.pop())
@@ -104,7 +104,7 @@ def _message(field: int, content: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the eighth says that more follow."""
+    """Seven bits per byte, the lowest first; the eighth bit says that more bytes follow."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -1,8 +1,8 @@
-"""Records what a rank does in the steps of a trace: on its training thread, and where autograd runs backward on a
-thread of its own, there while the training thread waits for it.
+"""Records what a rank does in the steps of a trace: on its training thread, and, if autograd runs backward on a
+separate thread, there while the training thread waits for it.
 
-On a CPU times are read from the clock. On a GPU they are those of events on the compute stream, which are asked when
-all is over: a host that runs ahead would tell when work was queued, not when it was done.
+On a CPU times are read from the clock. On a GPU they are those of events on the compute stream, which are read when
+everything is over: a host that runs ahead would record when work was queued, not when it was done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.liveness.device_trail import DeviceEvent
 from workers.timing.recording import Recording, Slice, SliceKind, TracedStep, clock_of_machine
 
 MOST_SLICES = 50_000
-"""That are kept of one rank."""
+"""The most slices that are kept of one rank."""
 _KINDS: dict[str, SliceKind] = {
     "data": "loader",
     **{
@@ -30,36 +30,36 @@ _KINDS: dict[str, SliceKind] = {
     },
     "replica_check": "agreement",
 }
-"""By the name of a phase, as what it is recorded; others leave no slice of their own."""
+"""By the name of a phase, the kind of slice that it is recorded as; other phases have no slice of their own."""
 
 
 class Handle(Protocol):
-    """A communication under way."""
+    """A communication in progress."""
 
     def wait(self) -> None: ...
 
 
 class Moments(Protocol):
-    """Where times come from."""
+    """The source of times."""
 
     device: bool
-    """Whether they are the device's."""
+    """Whether they are the device's times."""
 
     def begin(self) -> None:
         """The recording begins."""
         ...
 
     def now(self) -> Any:
-        """This moment."""
+        """The current moment."""
         ...
 
     def seconds(self, moments: list[Any]) -> list[float]:
-        """Seconds of CLOCK_MONOTONIC of moments that are over."""
+        """Seconds of CLOCK_MONOTONIC of past moments."""
         ...
 
     @property
     def error_seconds(self) -> float:
-        """By how much all of them may be early or late."""
+        """By how much all of them together may be early or late."""
         ...
 
 
@@ -71,26 +71,26 @@ class HostMoments:
     now = staticmethod(time.monotonic)
 
     def begin(self) -> None:
-        """Nothing."""
+        """Nothing to do."""
 
     def seconds(self, moments: list[float]) -> list[float]:
-        """They are."""
+        """The moments are already seconds."""
         return moments
 
 
 class DeviceMoments:
-    """Events of a device, which are put between those of the host's clock once."""
+    """Events of a device, which are related to the host's clock once."""
 
     device = True
 
     def __init__(self, new_event: Callable[[], DeviceEvent], settle: Callable[[], None]):
-        """`settle` returns once the device has done what was asked of it."""
+        """`settle` returns once the device has finished what was queued."""
         self._new_event, self._settle = new_event, settle
         self._first: DeviceEvent | None = None
         self._began = self.error_seconds = 0.0
 
     def begin(self) -> None:
-        """Find out what the clock says when the device passes an event."""
+        """Determine what the clock says when the device passes an event."""
         self._settle()
         before = time.monotonic()
         self._first = self.now()
@@ -99,7 +99,7 @@ class DeviceMoments:
         self._began = before + self.error_seconds
 
     def now(self) -> DeviceEvent:
-        """An event that the device passes when it has done what was asked of it so far."""
+        """An event that the device passes when it has finished what was queued so far."""
         event = self._new_event()
         event.record()
         return event
@@ -113,7 +113,7 @@ class DeviceMoments:
 
 
 class _Open:
-    """A phase that is being recorded, or that only says to which micro-batch and stage belongs what lies in it."""
+    """A phase that is being recorded, or that only determines the micro-batch and stage of what is inside it."""
 
     __slots__ = ("_began", "_inner", "_recorder", "kind", "micro_batch", "stage")
 
@@ -154,38 +154,38 @@ class Recorder:
         most_slices: int = MOST_SLICES,
     ):
         """`number`: of the trace; `steps`: how many to record; `idle_seconds`: how long this rank has waited for others
-        so far, without anything that moved; None where that is not known."""
+        so far while nothing was transferred; None if that is not known."""
         self.number, self._left, self.moments = number, steps, moments
         self._idle_seconds, self._most = idle_seconds, most_slices
         self.open: list[_Open] = []
-        """Phases that continue, the innermost last."""
+        """Phases in progress, the innermost last."""
         self._step, self._began = 0, None
         self._issued: Any = None
         self._messages: Counter[tuple[SliceKind, int]] = Counter()
         self._steps: list[tuple[int, Any, Any]] = []
         self._slices: list[tuple[Any, ...]] = []
         self._whole = 0
-        """Slices of whole steps."""
+        """Number of slices in complete steps."""
         self._is_full = False
         """Whether no more slices are kept."""
 
     @property
     def done(self) -> bool:
-        """Whether all steps are over: that is so on all ranks at once, whatever fits on each."""
+        """Whether all steps are over: this becomes true on all ranks at once, however many slices fit on each."""
         return self._left == 0
 
     @property
     def in_last_step(self) -> bool:
-        """Whether the step under way is the last one to be recorded."""
+        """Whether the current step is the last one to be recorded."""
         return self._left == 1
 
     @property
     def in_backward(self) -> bool:
-        """Whether what runs now is a backward pass, so that work of the forward pass is done again."""
+        """Whether a backward pass is running, so that forward work is recomputation."""
         return bool(self.open) and self.open[-1].kind in ("backward", "backward_input", "backward_weight")
 
     def begin_step(self, step: int) -> None:
-        """A step begins; with the first one, the recording."""
+        """A step begins; with the first one, so does the recording."""
         if not self._steps:
             self.moments.begin()
         del self._slices[self._whole :]  # of a step that did not end
@@ -202,7 +202,7 @@ class Recorder:
     def phase(
         self, name: str, inner: AbstractContextManager[None], micro_batch: int, stage: int
     ) -> AbstractContextManager[None]:
-        """`inner`, the context of a phase of that name, whose time is recorded."""
+        """`inner`, the context of a phase with that name, with its time recorded."""
         outer = self.open[-1] if self.open else None
         number = micro_batch if micro_batch >= 0 else None if outer is None else outer.micro_batch
         where = stage if stage >= 0 else None if outer is None else outer.stage
@@ -213,34 +213,35 @@ class Recorder:
         self._issued = self.moments.now()
 
     def add(self, kind: SliceKind, began: Any, stage: int | None, micro_batch: int | None, *more: Any) -> None:
-        """What has `began` is over. `more`: the other fields of a slice."""
+        """What began at `began` is over. `more`: the other fields of a slice."""
         if not self._is_full:
             self._slices.append((kind, began, self.moments.now(), self._step, stage, micro_batch, *more))
             self._is_full = len(self._slices) > self._most
 
     def collective(self, work: Handle, operation: str, axis: str, number: int, size: int) -> RecordedWait:
-        """`work`, an `operation` on `size` bytes that was begun a moment ago, the `number`-th along `axis`: its wait is
-        recorded."""
+        """Records the wait for `work`, an `operation` on `size` bytes that was just begun, the `number`-th along
+        `axis`."""
         return RecordedWait(self, work, "collective", self._issued, (operation, size, axis), (None, number))
 
     def sent(self, peer: int, size: int) -> None:
-        """A message of `size` bytes to `peer` is on its way, begun a moment ago."""
+        """A message of `size` bytes to `peer` was just sent."""
         ends = peer, self._number("send", peer)
         self.add("send", self._issued, *self.place, None, size, "pipeline", None, self._issued, *ends)
 
     def received(self, work: Handle, peer: int, size: int) -> RecordedWait:
-        """`work`, a message of `size` bytes from `peer` that was asked for a moment ago: its wait is recorded."""
+        """Records the wait for `work`, a message of `size` bytes from `peer` that was just requested."""
         ends = peer, self._number("receive", peer)
         return RecordedWait(self, work, "receive", self._issued, (None, size, "pipeline"), ends)
 
     def _number(self, kind: SliceKind, peer: int) -> int:
-        """Of the next message. Both ends count from the recording's beginning, before which nothing is on its way."""
+        """Number of the next message. Both ends count from the recording's beginning, before which no message is in
+        flight."""
         self._messages[kind, peer] += 1
         return self._messages[kind, peer]
 
     @property
     def place(self) -> tuple[int | None, int | None]:
-        """Which stage and micro-batch what happens now belongs to."""
+        """The stage and micro-batch of what happens now."""
         return (self.open[-1].stage, self.open[-1].micro_batch) if self.open else (None, None)
 
     def waited(self) -> float | None:
@@ -248,7 +249,8 @@ class Recorder:
         return None if self._idle_seconds is None else self._idle_seconds()
 
     def recording(self) -> Recording:
-        """What was recorded. Any thread, once all is over. Raises RuntimeError where the device has failed."""
+        """What was recorded. Any thread may call it, once everything is over. Raises RuntimeError if the device has
+        failed."""
         rows, at = self._slices[: self._whole], self._times()
         steps = tuple(TracedStep(step, at[id(start)], at[id(end)]) for step, start, end in self._steps)
         slices = []
@@ -262,7 +264,7 @@ class Recorder:
         )
 
     def _times(self) -> dict[int, float]:
-        """Seconds of all moments of whole steps, by the identity of the moment."""
+        """Seconds of all moments of complete steps, by the identity of the moment."""
         moments = [moment for _, *ends in self._steps for moment in ends]
         for row in self._slices[: self._whole]:
             each = Slice(*row)
@@ -278,7 +280,7 @@ class Recorder:
 
 
 class RecordedWait:
-    """A communication under way, whose wait is recorded."""
+    """A communication in progress, the wait for which is recorded."""
 
     __slots__ = ("_about", "_ends", "_issued", "_kind", "_recorder", "_work")
 

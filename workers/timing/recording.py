@@ -1,7 +1,7 @@
-"""What one rank did in the steps of a trace, and how that travels: as JSON, compressed. Pure Python.
+"""What one rank did in the steps of a trace, and its form for transfer: compressed JSON. Pure Python.
 
-Times are those of CLOCK_MONOTONIC on the rank's machine, in seconds; the code that merges several ranks knows how the
-clocks of their machines stand to each other (`service/step_traces/clocks.py`).
+Times are those of CLOCK_MONOTONIC on the rank's machine, in seconds; the code that merges several ranks knows the
+offsets between the clocks of their machines (`workers/step_traces/clocks.py`).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ SliceKind = Literal[
     "checkpoint",
     "validation",
 ]
-"""What a slice may be; docs/tracing.md says what each is."""
+"""The kinds of slices; docs/tracing.md explains each."""
 KINDS: tuple[SliceKind, ...] = get_args(SliceKind)
 INTERRUPTED = "the recording was broken off"
-"""Problem of a recording that ends with its generation: the code that ends it knows why."""
+"""Problem of a recording that ends with its generation: the code that ends the generation knows why."""
 _TICK = 1e-7
-"""Seconds: times travel as whole numbers of these."""
+"""Seconds: times are transferred as whole multiples of this."""
 _ABOUT = ("clock", "device", "error_seconds", "problem", "peak_flops")
-"""What travels with steps and slices as it is."""
+"""Fields that are transferred with steps and slices unchanged."""
 
 
 class Slice(NamedTuple):
-    """One thing that a rank did; slices of a rank lie one within another, or apart."""
+    """One thing that a rank did; any two slices of a rank are nested or disjoint."""
 
     kind: SliceKind
     start: float
@@ -59,17 +59,17 @@ class Slice(NamedTuple):
     operation: str | None = None
     """Of a collective: all_reduce, all_gather, reduce_scatter or all_to_all."""
     bytes: int | None = None
-    """Of a message; of a collective the whole tensor's, which all of its ranks together have."""
+    """Size of a message; for a collective, of the whole tensor that all of its ranks have together."""
     axis: str | None = None
-    """Along which its ranks lie."""
+    """Axis along which its ranks are."""
     wait: float | None = None
-    """Seconds of it in which nothing moved, since others were not there yet; None where that is not known."""
+    """Seconds of it in which nothing was transferred, since others had not joined yet; None if that is not known."""
     issued: float | None = None
     """When this rank began the communication, before it waited for it."""
     peer: int | None = None
-    """Rank that a message goes to, or comes from."""
+    """Rank to which a message goes, or from which it comes."""
     number: int | None = None
-    """Which collective it is of those along the axis, or which message of those between these two ranks this way."""
+    """Number of the collective along the axis, or of the message between these two ranks in this direction."""
 
 
 class TracedStep(NamedTuple):
@@ -82,18 +82,18 @@ class TracedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedRecording:
-    """A recording on its way, and as it is kept."""
+    """A recording in the form in which it is transferred and stored."""
 
     packed: str
     """Steps and slices."""
     count: int = 0
-    """Of slices."""
+    """Number of slices."""
     clock: str = ""
     device: bool = False
     error_seconds: float = 0.0
     problem: str = ""
     peak_flops: float | None = None
-    """These are the recording's."""
+    """These fields are the recording's."""
 
     def unpack(self) -> Recording:
         """Raises MalformedMessage."""
@@ -111,22 +111,22 @@ class Recording:
     """What one rank did."""
 
     steps: tuple[TracedStep, ...]
-    """Whole ones."""
+    """Complete steps."""
     slices: tuple[Slice, ...]
-    """Of these steps, by their start, outer ones first."""
+    """Slices of these steps, by start, outer ones first."""
     clock: str = ""
-    """Whose clock the times are: the same of ranks whose times can be compared as they are."""
+    """Names the clock of the times: it is the same for ranks whose times can be compared directly."""
     device: bool = False
-    """Whether the times are those of the device, by its events; else they are the host's."""
+    """Whether the times are those of the device, from its events; otherwise of the host."""
     error_seconds: float = 0.0
-    """By how much the times may all be early or late against the clock."""
+    """By how much all times may be early or late compared to the clock."""
     problem: str = ""
-    """Why steps are missing; empty where none is."""
+    """Why steps are missing; empty if none is."""
     peak_flops: float | None = None
-    """FLOP/s of the rank's device at its peak; None: not known."""
+    """Peak FLOP/s of the rank's device; None: not known."""
 
     def pack(self) -> PackedRecording:
-        """A twentieth as long as if it were written out."""
+        """Takes a twentieth of the space of plain JSON."""
         base = self.steps[0].start if self.steps else 0.0
         rows = [_row(each, base) for each in self.slices]
         text = json.dumps({"base": base, "steps": self.steps, "slices": rows}, separators=(",", ":"))
@@ -167,7 +167,7 @@ def _slice(row: Sequence[Any], base: float) -> Slice:
 
 
 def clock_of_machine() -> str:
-    """Names the clock of this machine, the same in all of its containers."""
+    """Name of this machine's clock, the same in all of its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

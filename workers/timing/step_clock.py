@@ -1,7 +1,7 @@
-"""Where a rank's wall time goes between two committed steps: always on, two readings of the clock a wait.
+"""How a rank's wall time is spent between two committed steps: always on, two readings of the clock per wait.
 
-`timing/step_parts.py` measures what computing consists of, now and then; this tells computing from waiting, always. The
-control plane's ledger is made of it. `timing/step_phases.py` says which phases of a step are waits.
+`timing/step_parts.py` occasionally measures what computing consists of; this always separates computing from waiting.
+The control plane's ledger is made from it. `timing/step_phases.py` says which phases of a step are waits.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class StepClock:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the first lap again: what was before counts for no phase."""
+        """Begin the first lap again: earlier time counts for no phase."""
         self._began = self._since = self._clock()
         self._waits: dict[Wait, float] = dict.fromkeys(WAITS, 0.0)
 
     def enter(self, wait: Wait) -> None:
-        """Work begins that keeps the training thread from computing. Within another one it counts as that."""
+        """Work begins that keeps the training thread from computing. Within another wait it counts as that one."""
         self._depth += 1
         if self._depth == 1:
             self._open, self._since = wait, self._clock()
@@ -49,7 +49,7 @@ class StepClock:
             self._since = now
 
     def lap(self) -> dict[str, float]:
-        """Seconds since the lap before by wait, and `wall`, all of them. A wait that continues is cut in two here."""
+        """Seconds since the previous lap by wait, and `wall`, all of them. A wait in progress is split here."""
         now = self._clock()
         self._count(now)
         seconds = {"wall": now - self._began} | {str(wait): spent for wait, spent in self._waits.items()}

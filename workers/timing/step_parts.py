@@ -1,6 +1,6 @@
-"""Where the time of a step goes: every moment belongs to exactly one part.
+"""How the time of a step is spent: every moment belongs to exactly one part.
 
-Parts nest: while an inner one runs, the outer one stands still. On a CPU they are read from the clock; on a GPU from
+Parts nest: while an inner one runs, the outer one is suspended. On a CPU times are read from the clock; on a GPU from
 events on the compute stream, so that what is measured is what that stream waits for, and nothing synchronises before
 the step is over.
 """
@@ -32,15 +32,15 @@ class StepParts:
     """Measures the parts of a step, between `begin` and `end`."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
-        """`clock`: a monotonic one, in seconds; it is read where no events are."""
+        """`clock`: a monotonic clock, in seconds; used if there are no events."""
         self._device, self._clock = device, clock
         self.measuring = False
-        """Whether a step is being measured: only then may parts be entered and left."""
+        """Whether a step is being measured: parts may be entered and left only then."""
         self._stack: list[Part] = []
         self._seconds: dict[Part, float] = {}
         self._last = 0.0
         self._events: list[tuple[Part, torch.cuda.Event]] = []
-        """The part that ends with each event, on a GPU."""
+        """On a GPU, the part that ends with each event."""
 
     def begin(self) -> None:
         """Start to measure a step; everything outside of a named part is `other`."""
@@ -50,26 +50,26 @@ class StepParts:
         self._mark("other")
 
     def drop(self) -> None:
-        """Measure no longer: if a step was being measured, it was broken off."""
+        """Stop measuring: if a step was being measured, it was broken off."""
         self.measuring = False
 
     @property
     def innermost(self) -> Part | None:
-        """The part that time is counted as now; None while nothing is measured."""
+        """The part to which time is currently assigned; None while nothing is measured."""
         return self._stack[-1] if self.measuring else None
 
     def enter(self, name: Part | None) -> None:
-        """A part begins; with None what is around it continues."""
+        """A part begins; with None the surrounding part continues."""
         self._mark(self._stack[-1])
         self._stack.append(name or self._stack[-1])
 
     def leave(self) -> None:
         """The innermost part ends."""
-        if len(self._stack) > 1:  # a measurement may begin inside of a part
+        if len(self._stack) > 1:  # a measurement may begin inside a part
             self._mark(self._stack.pop())
 
     def move(self, source: Part, to: Part, seconds: float) -> None:
-        """Count `seconds` that were counted as `source` as `to` instead."""
+        """Assign `seconds` that were assigned to `source` to `to` instead."""
         if self.measuring:
             self._seconds[source] -= seconds
             self._seconds[to] += seconds
