@@ -1,8 +1,8 @@
-"""Keeps the logs of the jobs of one control plane beyond its disk, and reads those of all jobs (decision 0016).
+"""Stores the logs of one control plane's jobs beyond its disk, and reads those of all jobs (decision 0016).
 
-What a job prints is appended to files here first, and every few seconds what is new is written to the job's parts by
-the job's owner. A place that does not answer holds up nothing: the files grow meanwhile, and agents
-remember the lines that are not kept yet for the job's next owner.
+What a job prints is first appended to files here, and every few seconds the job's owner writes what is new to the job's
+parts. A place that does not answer delays nothing: the files grow in the meantime, and agents remember the lines that
+are not stored yet for the job's next owner.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from workers.system.daemon_threads import in_daemon_thread
 log = logging.getLogger(__name__)
 
 SHIP_SECONDS = 3.0
-"""So often what is new is written."""
+"""Seconds between writing what is new."""
 LONGEST_PAUSE_SECONDS = 30.0
-"""Between two tries where the place does not answer."""
+"""Seconds between two attempts if the place does not answer."""
 FINISH_SECONDS = 5.0
-"""So long the end of a job waits for the place; what is not kept by then is kept later."""
+"""How long the end of a job waits for the place; what is not stored by then is stored later."""
 LEAVE_SECONDS = 3.0
 AT_ONCE = 4
 STREAM_SECONDS = 1.0
-"""What streams see of the jobs of other control planes is so old at most."""
+"""How old the view that streams have of other control planes' jobs may be."""
 VERSION_SECONDS = 2.0
 LOGS_REMEMBERED = 256
 MARK = ".kept-elsewhere"
-"""In the folder of each job whose files may have something that is not kept yet."""
+"""Marker file in the folder of each job whose files may contain something that is not stored yet."""
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class _Job:
     spool: Spool
     writer: PartWriter
     lease: HeldLease | None
-    """Under which it is owned here; None: it is not any more."""
+    """The lease under which it is owned here; None: it no longer is."""
     shipping: Future[None] | None = None
     failures: int = 0
     again_at: float = 0.0
@@ -68,7 +68,7 @@ class _Job:
 
 @dataclass
 class _KeptLogs:
-    """Of all jobs, those that were read lately. For several threads."""
+    """The recently read logs of all jobs. Safe for use by several threads."""
 
     folder: Callable[[str], Place]
     _blocks: Blocks = field(default_factory=Blocks)
@@ -85,15 +85,16 @@ class _KeptLogs:
 
 
 class LogKeeper:
-    """`service.logs.JobLogs` where logs are kept elsewhere too. All but that is for the control plane's loop."""
+    """`service.logs.JobLogs` if logs are also stored elsewhere. Everything beyond that interface is for the control
+    plane's loop."""
 
     def __init__(self, store: Store, leases: Leases, paths: Paths):
-        """`paths`: of this control plane, which say where logs are kept."""
+        """`paths`: of this control plane, which say where logs are stored."""
         self._store, self._leases, self._paths, self._home = store, leases, paths, paths.home
         self._jobs: dict[str, _Job] = {}
-        """Those of which this control plane reads its own files."""
+        """Jobs whose own files this control plane reads."""
         self._left: set[str] = set()
-        """Those that have files here and are not owned here."""
+        """Jobs that have files here and are not owned here."""
         self._kept = _KeptLogs(self._folder)
         self._at_once = asyncio.Semaphore(AT_ONCE)
         self._wake = asyncio.Event()
@@ -126,11 +127,11 @@ class LogKeeper:
         return bool(ranks_in(log_folder(self._home, job_id))) if kept.is_empty else kept.is_closed
 
     def open(self, job_id: str, lease: HeldLease) -> Spool:
-        """What the job prints from now on is taken here, where it is looked after under this `lease`."""
+        """From now on what the job prints is collected here, while it is owned here under this `lease`."""
         self._let_go(job_id)
         job = self._jobs[job_id] = self._job(job_id, lease)
         self._left.discard(job_id)
-        with contextlib.suppress(OSError):  # then what a crash leaves is not looked for
+        with contextlib.suppress(OSError):  # without it, what a crash leaves is not looked for
             job.spool.folder.mkdir(parents=True, exist_ok=True)
             (job.spool.folder / MARK).touch()
         self._wake.set()
@@ -140,8 +141,8 @@ class LogKeeper:
         return _Job(job_id, Spool(log_folder(self._home, job_id)), PartWriter(self._folder(job_id)), lease)
 
     def lose(self, job_id: str, spool: Spool) -> None:
-        """What `open` has answered is not used any more. Where the job was not finished another control plane owns it,
-        or will."""
+        """The result of `open` is not used any more. If the job has not finished, another control plane owns it, or
+        will."""
         job = self._jobs.get(job_id)
         if job is not None and job.spool is spool and job.lease is not None:
             self._let_go(job_id)
@@ -153,7 +154,7 @@ class LogKeeper:
             job.spool.retire()
 
     async def finish(self, job_id: str, spool: Spool) -> None:
-        """The job, which `open` has answered with `spool`, has given its places back, and its lease is about to be."""
+        """The job for which `open` returned `spool` has given its places back, and is about to give up its lease."""
         job = self._jobs.get(job_id)
         if job is None or job.spool is not spool:
             return
@@ -170,7 +171,7 @@ class LogKeeper:
         self._left.add(job_id)
 
     def forget(self, job_id: str) -> None:
-        """Remove what is here of the job's log: all of it is kept, or the job is deleted."""
+        """Remove the job's log from this machine: all of it is stored, or the job is deleted."""
         self._let_go(job_id)
         self._left.discard(job_id)
         folder = log_folder(self._home, job_id)
@@ -179,21 +180,21 @@ class LogKeeper:
             folder.parent.rmdir()
 
     async def leave(self) -> None:
-        """Keep what can be kept in a moment, before this control plane ends."""
+        """Store what can be stored in a moment, before this control plane ends."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_SECONDS):
                 looked_after = [job for job in self._jobs.values() if job.lease is not None]
                 await asyncio.gather(*map(self._ship, looked_after), return_exceptions=True)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         self._left |= await asyncio.to_thread(self._marked_jobs) - self._jobs.keys()
         while True:
             try:
                 now = time.monotonic()
                 due = [job for job in self._jobs.values() if job.lease is not None and job.again_at <= now]
                 await asyncio.gather(*map(self._keep, due), *map(self._settle, list(self._left)))
-            except Exception:  # it is still there: it is tried again
+            except Exception:  # nothing is lost: try again
                 log.exception("logs could not be kept")
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
@@ -205,7 +206,7 @@ class LogKeeper:
 
     async def _keep(self, job: _Job) -> None:
         try:
-            async with asyncio.timeout(SHIP_SECONDS):  # the thread continues, and holds up no other job
+            async with asyncio.timeout(SHIP_SECONDS):  # the thread continues, and delays no other job
                 await self._ship(job)
         except OSError as error:
             if not job.failures:
@@ -248,7 +249,7 @@ class LogKeeper:
             raise OSError(f"it is not certain that {job.id} is still looked after here")
 
     async def _settle(self, job_id: str) -> None:
-        """See to a job that has files here and is not owned here."""
+        """Handle a job that has files here and is not owned here."""
         try:
             state, is_deleted = await self._fate(job_id)
             if job_id not in self._left:  # it is owned here again
@@ -263,8 +264,8 @@ class LogKeeper:
             log.debug("the rest of %s is not kept yet", job_id, exc_info=True)
 
     async def _keep_rest(self, job_id: str, closes: bool) -> None:
-        """Keep what is left of a job that no control plane owns; others wait for its lease, so the place is asked
-        before whether it answers."""
+        """Store what is left of a job that no control plane owns; others wait for its lease, so first check whether the
+        place answers."""
         folder = self._folder(job_id)
         async with asyncio.timeout(SHIP_SECONDS):
             await asyncio.wrap_future(in_daemon_thread("job logs", partial(_answers, folder)))
@@ -281,7 +282,7 @@ class LogKeeper:
         self.forget(job_id)
 
     async def _fate(self, job_id: str) -> tuple[JobState | None, bool]:
-        """The job's state, and whether it was deleted; None and False where the database does not know it."""
+        """The job's state, and whether it was deleted; None and False if the database does not know it."""
 
         def fate(session: Session) -> tuple[JobState | None, bool]:
             state = jobs.states(session, [job_id]).get(job_id)

@@ -1,4 +1,4 @@
-"""Reads a job's log from its parts, by ranges."""
+"""Reads ranges of a job's log from its parts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 BLOCK_BYTES = 256 * 1024
 BLOCKS = 128
-"""That many are remembered, of all logs: 32 MiB."""
+"""Number of blocks that are cached, over all logs: 32 MiB."""
 ANSWER_SECONDS = 5.0
-"""A place that takes longer to list the parts of a log does not answer."""
+"""A place that takes longer to list the parts of a log counts as not answering."""
 TRIES = 4
-"""Parts may be replaced by a larger one while they are read."""
+"""Attempts, since parts may be replaced by a larger one while they are read."""
 
 
 class Blocks:
-    """Blocks of parts, those that were read lately from memory: parts never change. For several threads."""
+    """Blocks of parts, with recently read ones in memory: parts never change. Safe for use by several threads."""
 
     def __init__(self, most: int = BLOCKS):
         self._most, self._lock = most, threading.Lock()
@@ -61,7 +61,7 @@ class Blocks:
 
 
 class KeptLog:
-    """The log of one job: a `LogSource`. For several threads."""
+    """The log of one job: a `LogSource`. Safe for use by several threads."""
 
     def __init__(self, folder: Place, blocks: Blocks):
         """`folder`: of its parts."""
@@ -73,13 +73,13 @@ class KeptLog:
         self._lock = threading.Lock()
 
     def look(self, oldest: float = 0.0) -> KeptLog:
-        """Know which parts there are, as it was `oldest` seconds ago at most. Whoever asks waits for a place that does
-        not answer for a moment, and those after that not at all. Raises LogsUnavailable."""
+        """Find out which parts there are; the information may be `oldest` seconds old. The first caller waits a moment
+        for a place that does not answer, later ones not at all. Raises LogsUnavailable."""
         since = time.monotonic() - oldest
         while self._listed_at < since:
             try:
                 self._ask().result(ANSWER_SECONDS)
-            except OSError as error:  # a timeout is one too
+            except OSError as error:  # includes timeouts
                 raise LogsUnavailable(error if str(error) else OSError(f"{self._folder}: no answer")) from error
         return self
 
@@ -99,7 +99,7 @@ class KeptLog:
 
     @property
     def is_closed(self) -> bool:
-        """Whether all that the job has printed, which is over, is there."""
+        """Whether the job is over and everything that it has printed is there."""
         return bool(self._parts) and self._parts[-1].closes
 
     def ranks(self) -> list[int]:
@@ -115,7 +115,7 @@ class KeptLog:
         return self._tried(lambda: self._end(self._parts[-1], rank) if self._parts else 0)
 
     def _tried(self, read: Callable[[], T]) -> T:
-        """What `read` answers; again where parts are not there any more that it knows of."""
+        """The result of `read`, repeated if parts that it knows of no longer exist."""
         for tries_left in reversed(range(TRIES)):
             try:
                 return read()
@@ -164,7 +164,7 @@ class KeptLog:
         return LogBytes(begin, b"".join(contents), begin + count < end)
 
     def _end(self, part: PartName, rank: int) -> int:
-        """The byte of the rank's log up to which it is in `part` and those before."""
+        """The byte of the rank's log up to which it is in `part` and earlier ones."""
         piece = self._header(part).pieces.get(rank)
         return 0 if piece is None else piece.end
 

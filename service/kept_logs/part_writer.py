@@ -1,7 +1,8 @@
 """Writes the parts of one job's log, for the job's owner.
 
-A control plane that has lost the job without knowing it may have one part under way, no more: it makes sure that it
-still has the job before each. Whoever comes next writes a part of the same number with a higher stamp, which counts.
+A control plane that has lost the job without knowing it may have at most one part in progress: before each part it
+makes sure that it still has the job. The next owner writes a part with the same number and a higher stamp, which takes
+precedence.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from workers.storage.places import Place
 PART_BYTES = 4 * 1024 * 1024
 SMALL_BYTES = 1024 * 1024
 MERGED_BYTES = 8 * 1024 * 1024
-"""Most bytes of parts that become one."""
+"""Maximum size of parts that are merged."""
 SMALL_PARTS = 64
-"""So many small ones at the end of a log become one, at the latest."""
+"""When this many small parts are at the end of a log, they are merged."""
 
 
 class PartWriter:
-    """One job's. Raises OSError wherever the place does not do what it is asked; what was asked may be asked again."""
+    """The parts of one job. Raises OSError whenever the place does not do what it is asked; a request may be
+    repeated."""
 
     def __init__(self, folder: Place):
         """`folder`: of the job's parts."""
@@ -29,10 +31,10 @@ class PartWriter:
         self._sizes: dict[PartName, int] = {}
         self._stamp = 0
         self.pieces: dict[int, Piece] = {}
-        """By rank the last piece of its log."""
+        """By rank, the last piece of its log."""
 
     def begin(self, epoch: int) -> None:
-        """Find out what is there. `epoch`: of the lease under which this is written."""
+        """Find out what is there. `epoch`: of the lease under which parts are written."""
         try:
             names = self._files.names(self._folder)
         except FileNotFoundError:
@@ -48,7 +50,7 @@ class PartWriter:
 
     @property
     def next_number(self) -> int:
-        """Of the next part."""
+        """Number of the next part."""
         return next(reversed(self._sizes)).last + 1 if self._sizes else 1
 
     @property
@@ -57,11 +59,11 @@ class PartWriter:
         return bool(self._sizes) and next(reversed(self._sizes)).closes
 
     def mark(self, rank: int) -> Mark:
-        """Of the last report of `rank` whose lines are kept."""
+        """Mark of the last report of `rank` whose lines are stored."""
         return self.pieces[rank].mark if rank in self.pieces else (0, 0)
 
     def write(self, chunks: Mapping[int, tuple[Piece, bytes]], closes: bool = False) -> None:
-        """One more part, of these ranks. One whose writing has failed must be written with the same bytes again."""
+        """Write one more part, of these ranks. If this has failed, it must be repeated with the same bytes."""
         still = {rank: (Piece(piece.end, piece.end, piece.mark), b"") for rank, piece in self.pieces.items()}
         whole = {**still, **chunks}
         content = encode(whole)
@@ -72,8 +74,8 @@ class PartWriter:
         self.pieces = {rank: piece for rank, (piece, _) in whole.items()}
 
     def merge(self, at_least: int = SMALL_PARTS) -> None:
-        """Have small parts at the end of the log be one, where there are `at_least` so many. All that is merged was
-        there when this control plane certainly had the job, so its next owner counts it too."""
+        """Merge small parts at the end of the log if there are `at_least` that many. Everything that is merged existed
+        when this control plane certainly had the job, so its next owner counts it too."""
         run = self._small_ones()
         if len(run) < at_least:
             return
@@ -108,7 +110,7 @@ class PartWriter:
 
 
 def _merged(parts: list[dict[int, tuple[Piece, bytes]]]) -> dict[int, tuple[Piece, bytes]] | None:
-    """One part that has what these have, which follow each other; None where bytes are missing in between."""
+    """One part with the contents of these consecutive ones; None if bytes are missing in between."""
     merged: dict[int, tuple[Piece, list[bytes]]] = {}
     for part in parts:
         for rank, (piece, content) in part.items():

@@ -1,8 +1,8 @@
-"""The parts that a job's log is kept in: objects of whole lines, written once, which number from 1 on.
+"""The parts in which a job's log is stored: objects of complete lines, written once, numbered from 1.
 
 A part begins with a line of JSON, `{"ranks": {"0": [start, end, generation, sequence], ...}}`: for each rank that has
-printed anything so far which bytes of its log are in this part, and with which report they end. Those bytes follow,
-rank by rank. Start and end count from the beginning of the rank's log, so they are the positions of cursors too.
+printed anything so far, which bytes of its log are in this part, and with which report they end. Those bytes follow,
+rank by rank. Start and end count from the beginning of the rank's log, so they are also the positions in cursors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 Mark = tuple[int, int]
-"""Generation and sequence of a report. A rank has one agent in a generation, so they only grow."""
+"""Generation and sequence number of a report. A rank has one agent in a generation, so marks only increase."""
 _NAME = re.compile(r"(\d{9})-(\d{9})-(\d{6,})(-end)?\.part")
 
 
@@ -23,15 +23,15 @@ class NoPart(ValueError):
 
 @dataclass(frozen=True)
 class PartName:
-    """What is known of a part without reading it."""
+    """What is known about a part without reading it."""
 
     first: int
     """Number of the part."""
     last: int
-    """The same, or the last of those of which it was made."""
+    """The same, or the last one of the parts from which it was merged."""
     stamp: int
-    """Grows with each control plane that writes: of two parts with one number the higher stamp counts. The other one
-    was under way when its writer had lost the job."""
+    """Increases with each control plane that writes: of two parts with one number, the one with the higher stamp
+    counts. The other one was in progress when its writer had lost the job."""
     closes: bool = False
     """Whether it was written when the job was over."""
 
@@ -40,14 +40,14 @@ class PartName:
 
     @classmethod
     def parse(cls, name: str) -> PartName | None:
-        """The part called `name`; None for what is none."""
+        """The part called `name`; None if it is not a part."""
         match = _NAME.fullmatch(name)
         return None if match is None else cls(int(match[1]), int(match[2]), int(match[3]), bool(match[4]))
 
 
 def counting(names: Iterable[str]) -> list[PartName]:
-    """Those of these parts that make up the log, in order: where one was made of several it counts, and where two were
-    written with one number the one with the higher stamp."""
+    """Those of these parts that make up the log, in order: a merged part takes precedence over those that it was made
+    of, and of two with one number the one with the higher stamp counts."""
     best: dict[int, PartName] = {}
     for part in filter(None, map(PartName.parse, names)):
         known = best.get(part.first)
@@ -61,7 +61,7 @@ def counting(names: Iterable[str]) -> list[PartName]:
 
 
 def is_gapless(chain: list[PartName]) -> bool:
-    """Whether no number is missing. One is where parts are replaced by a larger one while they are listed."""
+    """Whether no number is missing. A gap appears if parts are replaced by a larger one while they are listed."""
     return all(
         part.first == before + 1 for part, before in zip(chain, (0, *(each.last for each in chain)), strict=False)
     )
@@ -69,18 +69,18 @@ def is_gapless(chain: list[PartName]) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a part has of one rank's log."""
+    """A part's share of one rank's log."""
 
     start: int
     end: int
-    """Its first byte in the rank's log, and the one after the last."""
+    """Its first byte in the rank's log, and the one after its last."""
     mark: Mark
-    """Of the report with which it ends; (0, 0) where that is not known."""
+    """Mark of the report with which it ends; (0, 0) if that is not known."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the first line of a part says."""
+    """The contents of a part's first line."""
 
     pieces: dict[int, Piece]
     """By rank, in the order in which they follow."""
@@ -102,7 +102,7 @@ def encode(chunks: Mapping[int, tuple[Piece, bytes]]) -> bytes:
 
 
 def decode_header(line: bytes) -> Header:
-    """What the first `line` of a part says. Raises NoPart."""
+    """The contents of a part's first `line`. Raises NoPart."""
     try:
         about = json.loads(line)["ranks"].items()
         pieces = {int(rank): Piece(int(s), int(e), (int(g), int(n))) for rank, (s, e, g, n) in about}
@@ -112,7 +112,7 @@ def decode_header(line: bytes) -> Header:
 
 
 def decode(content: bytes) -> dict[int, tuple[Piece, bytes]]:
-    """All of a part. Raises NoPart."""
+    """The whole part. Raises NoPart."""
     header = decode_header(content[: content.find(b"\n") + 1])
     chunks: dict[int, tuple[Piece, bytes]] = {}
     for rank, piece in header.pieces.items():

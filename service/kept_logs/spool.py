@@ -1,7 +1,8 @@
-"""The log files of a job that a control plane looks after, and how far they are kept elsewhere.
+"""The log files of a job that a control plane owns, and how far they are stored elsewhere.
 
-A file has what was printed since some point: another control plane may have had the job before. Where that point lies
-in the rank's log follows from the reports: what the files have of reports that are kept already is passed over.
+A file contains what was printed since some point: another control plane may have had the job before. The position of
+that point in the rank's log follows from the reports: whatever the files contain of reports that are already stored is
+skipped.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from service.kept_logs.parts import Mark, Piece
 from service.logs import LogBytes, ranks_in, reading_files
 
 CHUNK_BYTES = 16 * 1024
-"""At least so many bytes of each rank are taken for one part."""
+"""At least this many bytes of each rank are taken for one part."""
 KEPT_SECONDS = 10.0
 SHRINK_BYTES = 64 * 1024 * 1024
-"""Files that have grown so large, and are kept, are started over."""
+"""Files of this size are started over once they are stored."""
 Chunks = dict[int, tuple[Piece, bytes]]
 
 
 @dataclass
 class _Place:
-    """Of a file in the log of its rank."""
+    """Position of a file in the log of its rank."""
 
     base: int = 0
     """The log's byte at which the file would begin."""
     first: int = 0
-    """The file's first byte that is read here; what is before is read where it is kept."""
+    """The file's first byte that is read here; earlier ones are read from where they are stored."""
     kept: int = 0
-    """The file's byte up to which it is kept."""
+    """The file's byte up to which it is stored."""
     mark: Mark = (0, 0)
-    """Of the last report that is kept."""
+    """Mark of the last report that is stored."""
 
 
 class Spool:
-    """One job's. For several threads, of which one ships."""
+    """The log files of one job. Safe for use by several threads, of which one ships."""
 
     def __init__(self, folder: Path):
         """`folder`: of the job's log files."""
@@ -49,7 +50,7 @@ class Spool:
         self._places: dict[int, _Place] | None = None
         self._planned: dict[int, tuple[int, int]] = {}
         self.is_retired = False
-        """Whether the files belong to another owner by now."""
+        """Whether the files now belong to another owner."""
 
     def retire(self) -> None:
         """From now on the files belong to another owner, whatever still ships."""
@@ -58,11 +59,11 @@ class Spool:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it is known what is kept already."""
+        """Whether it is known what is already stored."""
         return self._places is not None
 
     def begin(self, pieces: Mapping[int, Piece]) -> None:
-        """`pieces`: by rank the last one that is kept. Raises OSError."""
+        """`pieces`: by rank, the last one that is stored. Raises OSError."""
         places: dict[int, _Place] = {}
         with self.lines.lock:
             for rank in {*pieces, *ranks_in(self.folder)}:
@@ -80,7 +81,7 @@ class Spool:
             return 0
 
     def mark(self, rank: int) -> Mark:
-        """Of the last report of `rank` whose lines are kept."""
+        """Mark of the last report of `rank` whose lines are stored."""
         return self._place(rank).mark if self._places is not None else (0, 0)
 
     def _place(self, rank: int) -> _Place:
@@ -94,8 +95,8 @@ class Spool:
             return 0
 
     def next_chunks(self, most_bytes: int) -> Chunks:
-        """What is to be kept next: whole reports, of all ranks, and the same again until `kept` was called. Empty where
-        all is kept. Raises OSError."""
+        """What is to be stored next: complete reports, of all ranks. Returns the same until `kept` is called. Empty if
+        everything is stored. Raises OSError."""
         ranks = ranks_in(self.folder)
         size = max(CHUNK_BYTES, most_bytes // max(1, len(ranks)))
         if not self._planned:
@@ -104,7 +105,7 @@ class Spool:
         return {rank: self._chunk(rank, start, end) for rank, (start, end) in self._planned.items()}
 
     def _end_of_chunk(self, rank: int, size: int) -> int:
-        """0 where nothing is to be kept."""
+        """0 if nothing is to be stored."""
         start, end = self._place(rank).kept, self._size(rank)
         while start < end:
             with self.lines.file(rank).open("rb") as file:
@@ -113,7 +114,7 @@ class Spool:
                 return boundary
             if start + size >= end:
                 break
-            size *= 2  # one report is larger than that
+            size *= 2  # a single report is larger
         return 0
 
     def _chunk(self, rank: int, start: int, end: int) -> tuple[Piece, bytes]:
@@ -127,7 +128,7 @@ class Spool:
         return Piece(place.base + start, place.base + end, mark), content
 
     def kept(self, chunks: Chunks) -> None:
-        """What `next_chunks` has said is kept."""
+        """The result of `next_chunks` is stored."""
         for rank, (piece, content) in chunks.items():
             place = self._place(rank)
             place.kept, place.mark = place.kept + len(content), piece.mark
@@ -146,7 +147,7 @@ class Spool:
                     place.base, place.first, place.kept = place.base + place.kept, 0, 0
 
     def read(self, rank: int, start: int, size: int) -> LogBytes | None:
-        """As `LogSource.read`; None where that part of the log is not here. Raises OSError."""
+        """As `LogSource.read`; None if that part of the log is not here. Raises OSError."""
         with self.lines.lock:
             place = self._place(rank)
             at = start - place.base
@@ -159,12 +160,12 @@ class Spool:
                 return LogBytes(start, b"", more=False)
 
     def end(self, rank: int) -> int | None:
-        """As `LogSource.end`; None where the log continues elsewhere."""
+        """As `LogSource.end`; None if the log continues elsewhere."""
         with self.lines.lock:
             return None if self.is_retired else self._place(rank).base + self._size(rank)
 
     def ranks(self) -> set[int]:
-        """Those that have printed something, as far as it is known here."""
+        """The ranks that have printed something, as far as known here."""
         assert self._places is not None
         return {*self._places, *ranks_in(self.folder)}
 
@@ -175,8 +176,7 @@ def _read(file: BinaryIO, at: int, start: int, size: int) -> LogBytes:
 
 
 class SpooledLog:
-    """A `LogSource` of a job that is owned here: its files, and what was printed before from where it is
-    kept."""
+    """A `LogSource` of a job that is owned here: reads its files, and earlier output from where it is stored."""
 
     def __init__(self, spool: Spool, kept: KeptLog):
         self._spool, self._kept = spool, kept

@@ -1,5 +1,5 @@
-"""What can be done with durable files, wherever they lie. What cannot be done is an OSError as of a local file: it is
-FileNotFoundError exactly where the store says that there is no such thing, never where it does not answer."""
+"""Operations on durable files, wherever they are stored. A failure is an OSError, as for a local file: it is
+FileNotFoundError exactly if the store says that there is no such thing, never if the store does not answer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Writer(Protocol):
-    """Takes a new file's bytes, from its beginning to its end."""
+    """Receives a new file's bytes, from beginning to end."""
 
     def write(self, data: ReadableBuffer, /) -> int | None:
-        """How many bytes of `data` were taken, from its first on. Raises OSError."""
+        """How many bytes of `data` were accepted, from its first on. Raises OSError."""
         ...
 
 
@@ -26,51 +26,52 @@ class Reader(Protocol):
     """An open file."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
     def read_into(self, buffer: memoryview, at: int) -> int:
-        """Fill `buffer` from byte `at` on; how many bytes there were, fewer only at the end. Raises OSError."""
+        """Fill `buffer` with bytes from `at` on; returns how many there were, fewer only at the end. Raises OSError."""
         ...
 
     def expect(self, pieces: Iterable[tuple[int, int]]) -> None:
-        """(First byte, count) of each piece that will be asked for next, in this order."""
+        """(First byte, count) of each piece that will be requested next, in this order."""
         ...
 
 
 class Files(Protocol):
-    """Files of one kind of place."""
+    """Files in one kind of place."""
 
     def names(self, folder: Place) -> list[str]:
-        """Of all files and folders in `folder`. Raises FileNotFoundError where it is not there, OSError."""
+        """Names of all files and folders in `folder`. Raises FileNotFoundError if it does not exist, OSError."""
         ...
 
     def check_folder(self, folder: Place) -> None:
-        """Raises FileNotFoundError where `folder` is not there, NotADirectoryError, OSError."""
+        """Raises FileNotFoundError if `folder` does not exist, NotADirectoryError, OSError."""
         ...
 
     def is_there(self, folder: Place) -> bool:
-        """Whether there is `folder`. Raises OSError where that is not known."""
+        """Whether `folder` exists. Raises OSError if that is not known."""
         ...
 
     def bytes_in(self, folder: Place) -> int:
-        """Of all files in `folder`, at any depth; 0 where it is not there. Raises OSError."""
+        """Size of all files in `folder`, at any depth; 0 if it does not exist. Raises OSError."""
         ...
 
     def newest(self, folder: Place) -> float | None:
-        """When anything in `folder` was written last, at any depth, in Unix seconds; None where nothing is there.
-        Raises OSError."""
+        """When anything in `folder`, at any depth, was last written, in Unix seconds; None if nothing is there. Raises
+        OSError."""
         ...
 
     def make_folder(self, folder: Place) -> None:
-        """Have `folder`, in all places that have folders. Raises OSError."""
+        """Create `folder` if it is missing, in places that have folders. Raises OSError."""
         ...
 
     def read(self, file: Place) -> bytes:
-        """All of it. Raises OSError."""
+        """The whole contents. Raises OSError."""
         ...
 
     def sizes(self, folder: Place, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
-        """(Name, bytes) of each of these files, or why that is not known or it may not be read."""
+        """For each of these files (name, bytes), or in place of the bytes why they are not known or the file may not be
+        read."""
         ...
 
     def reader(self, file: Place) -> AbstractContextManager[Reader]:
@@ -78,25 +79,26 @@ class Files(Protocol):
         ...
 
     def writer(self, file: Place) -> AbstractContextManager[Writer]:
-        """A new file, which stays whatever happens to the machine once the block has ended, and is of no use where the
-        block has raised. Raises OSError, also at the block's end."""
+        """A new file. When the block has ended, it survives anything that happens to the machine; if the block has
+        raised, it is unusable. Raises OSError, also at the block's end."""
         ...
 
     def write_whole(self, file: Place, content: bytes) -> None:
-        """Have all of `content` there, or nothing; it stays whatever happens to the machine. Raises OSError."""
+        """Write `content` completely or not at all; it survives anything that happens to the machine. Raises
+        OSError."""
         ...
 
     def remove(self, file: Place) -> None:
-        """Remove a file; one that is gone is no error. Raises OSError."""
+        """Remove a file; a file that is gone is not an error. Raises OSError."""
         ...
 
     def remove_folder(self, folder: Place) -> None:
-        """Remove `folder` with all in it, as far as that can be done."""
+        """Remove `folder` with everything in it, as far as possible."""
         ...
 
 
 def files_of(place: Place) -> Files:
-    """The files where `place` is."""
+    """The operations for files in `place`."""
     if isinstance(place, Path):
         from workers.storage.local_files import LocalFiles
 

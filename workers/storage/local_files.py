@@ -1,4 +1,4 @@
-"""Files in folders, as `files.Files` says."""
+"""Files in folders, implementing `files.Files`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from workers.storage.places import Place
 
 
 class LocalFiles:
-    """Files of this machine, or of a file system that it mounts. See `Files` for what each method raises."""
+    """Files of this machine, or of a mounted file system. See `Files` for what each method raises."""
 
     def names(self, folder: Place) -> list[str]:
-        """Of all in `folder`."""
+        """Names of everything in `folder`."""
         return [each.name for each in _path(folder).iterdir()]
 
     def check_folder(self, folder: Place) -> None:
-        """Whether there is such a thing."""
+        """Raises an error if it is not there."""
         _path(folder).stat()
 
     def is_there(self, folder: Place) -> bool:
-        """Also where it is a link that leads nowhere."""
+        """True also for a link that leads nowhere."""
         try:
             _path(folder).lstat()
         except FileNotFoundError:
@@ -46,11 +46,11 @@ class LocalFiles:
         return max(each.lstat().st_mtime for each in (_path(folder), *inside))
 
     def make_folder(self, folder: Place) -> None:
-        """With those that it is in."""
+        """With its parents."""
         _path(folder).mkdir(parents=True, exist_ok=True)
 
     def read(self, file: Place) -> bytes:
-        """All of it."""
+        """The whole contents."""
         return _path(file).read_bytes()
 
     def sizes(self, folder: Place, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
@@ -80,7 +80,7 @@ class LocalFiles:
             os.fsync(opened.fileno())
 
     def write_whole(self, file: Place, content: bytes) -> None:
-        """By a file next to it that takes its name; the folder, and the one that it is in, survive a power cut too."""
+        """Through a file next to it that is then renamed; the folder, and its parent, survive a power cut too."""
         path = _path(file)
         temporary = path.with_name(f".{path.name}")
         with temporary.open("wb") as opened:
@@ -100,12 +100,12 @@ class LocalFiles:
         _path(file).unlink(missing_ok=True)
 
     def remove_folder(self, folder: Place) -> None:
-        """Remove all of it that can be removed."""
+        """Remove everything in it that can be removed."""
         shutil.rmtree(_path(folder), ignore_errors=True)
 
 
 def bytes_in(folder: Path) -> int:
-    """Of all files in `folder`, at any depth; links count by themselves. Raises OSError."""
+    """Size of all files in `folder`, at any depth; links count as themselves. Raises OSError."""
     return sum(Path(place, name).lstat().st_size for place, _, names in os.walk(folder) for name in names)
 
 

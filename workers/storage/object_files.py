@@ -1,7 +1,8 @@
-"""Files in object stores, as `files.Files` says, by fsspec. A folder is a prefix: it is there while anything is in it.
+"""Files in object stores, implementing `files.Files` with fsspec. A folder is a prefix: it exists while anything is in
+it.
 
-An object appears with its last byte or not at all, so nothing needs another name. What a store does not answer, refuses
-or breaks off is tried again by its client; what stays of that is an OSError, and never FileNotFoundError.
+An object appears with its last byte or not at all, so nothing needs a temporary name. The client repeats what a store
+does not answer, refuses or breaks off; a remaining failure is an OSError, and never FileNotFoundError.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 AHEAD = 8
-"""Pieces that are fetched before they are asked for."""
+"""Number of pieces that are fetched before they are requested."""
 PACKAGES = {"s3": "s3fs"}
-# A server that cannot be reached is given up after a minute or so: s3fs waits 5 s for a connection, and tries a request
+# A server that cannot be reached is given up after about a minute: s3fs waits 5 s for a connection, and tries a request
 # five times itself.
 OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"retries": {"max_attempts": 3, "mode": "standard"}}}}
 
 
 class StoreNotInstalled(MantaError):
-    """The package that speaks to an object store is missing."""
+    """The package that accesses an object store is missing."""
 
 
 def object_files(scheme: str) -> ObjectFiles:
     """The files of the store `scheme`, with the credentials of the environment. Raises StoreNotInstalled."""
-    return _object_files(scheme, os.getpid())  # a connection is no use to a process forked from the one that made it
+    return _object_files(scheme, os.getpid())  # a forked process cannot use its parent's connections
 
 
 @cache
@@ -57,13 +58,13 @@ class ObjectFiles:
     """Objects in the buckets of one store. See `Files` for what each method raises."""
 
     def __init__(self, store: Any, settings: dict[str, Any]):
-        """`store`: a file system of fsspec's. `settings` of the client that uploads are those of botocore's Config."""
+        """`store`: a file system of fsspec. `settings` for the client that uploads are those of botocore's Config."""
         self._store, self._settings = store, settings
 
     @cached_property
     def _call_s3(self) -> Callable[..., Any]:
-        """An operation of S3, for several threads. s3fs would do as well, but its event loop copies each part several
-        times while it keeps the interpreter from all other threads; this one's threads send without."""
+        """Calls an operation of S3, from several threads. s3fs could be used instead, but its event loop copies each
+        part several times while it keeps the interpreter from all other threads; here threads send without that."""
         import botocore.session
         from botocore.config import Config
         from s3fs.errors import translate_boto_error
@@ -79,25 +80,25 @@ class ObjectFiles:
         return call
 
     def names(self, folder: Place) -> list[str]:
-        """Of all under the prefix, up to the next slash."""
+        """Names of everything under the prefix, up to the next slash."""
         key = _key(folder)
         paths = self._asked(folder, self._store.ls, key, detail=False)
         return sorted({each.rstrip("/").rpartition("/")[2] for each in paths if each.rstrip("/") != key})
 
     def check_folder(self, folder: Place) -> None:
-        """Whether anything is under the prefix, or is called so."""
+        """Raises FileNotFoundError unless anything is under the prefix, or has that name."""
         if not self.is_there(folder):
             raise FileNotFoundError(f"there is nothing under {folder}")
 
     def is_there(self, folder: Place) -> bool:
-        """Whether anything is under the prefix, or is called so."""
+        """Whether anything is under the prefix, or has that name."""
         if self._asked(folder, self._store.exists, _key(folder)):
             return True
         self._refuse_bucket(folder)
         return False
 
     def bytes_in(self, folder: Place) -> int:
-        """Of all objects under the prefix."""
+        """Size of all objects under the prefix."""
         try:
             sizes = self._asked(folder, self._store.find, _key(folder), detail=True)
         except FileNotFoundError:
@@ -118,12 +119,12 @@ class ObjectFiles:
         """A prefix need not be created."""
 
     def read(self, file: Place) -> bytes:
-        """All of it."""
+        """The whole contents."""
         content: bytes = self._asked(file, self._store.cat_file, _key(file))
         return content
 
     def sizes(self, folder: Place, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
-        """From one list of all that is there."""
+        """From a single listing of the folder."""
         listed: dict[str, int] | OSError
         try:
             listed = {
@@ -140,7 +141,7 @@ class ObjectFiles:
 
     @contextmanager
     def reader(self, file: Place) -> Iterator[Reader]:
-        """Read by ranges, several at once."""
+        """Reads ranges, several at once."""
         size = int(self._asked(file, self._store.info, _key(file))["size"])
 
         def fetch(at: int, count: int) -> bytes:
@@ -155,7 +156,7 @@ class ObjectFiles:
 
     @contextmanager
     def writer(self, file: Place) -> Iterator[Writer]:
-        """Uploaded in parts while it is written; there is no such object before the block has ended."""
+        """Uploaded in parts while it is written; the object does not exist before the block has ended."""
         bucket, _, key = _key(file).partition("/")
         upload = S3Upload(partial(self._asked, file, self._call_s3), bucket, key)
         try:
@@ -181,13 +182,13 @@ class ObjectFiles:
             self._asked(folder, self._store.rm, _key(folder), recursive=True)
 
     def _refuse_bucket(self, place: Place) -> None:
-        """Raise OSError where there is no such bucket: that nothing is in it says nothing about what was stored."""
+        """Raise OSError if there is no such bucket: its emptiness would say nothing about what was stored."""
         bucket = ObjectPath(_object(place).scheme, _object(place).bucket)
         if not self._asked(bucket, self._store.exists, bucket.key):
             raise OSError(f"there is no bucket {bucket}")
 
     def _asked(self, place: Place, ask: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """What the store answers. Raises OSError for whatever goes wrong, FileNotFoundError only for a missing key."""
+        """The store's answer. Raises OSError for whatever goes wrong, FileNotFoundError only for a missing key."""
         try:
             return ask(*arguments, **named)
         except FileNotFoundError:
@@ -196,12 +197,12 @@ class ObjectFiles:
             raise
         except OSError:
             raise
-        except Exception as error:  # each store's client has kinds of its own
+        except Exception as error:  # each store's client has its own kinds
             raise OSError(f"{place}: {_sentence(error)}") from error
 
 
 class _ObjectReader:
-    """Fetches what is expected ahead of time, in threads of its own."""
+    """Fetches what is expected ahead of time, on its own threads."""
 
     def __init__(self, size: int, fetch: Callable[[int, int], bytes]):
         self.size, self._fetch = size, fetch
@@ -217,7 +218,7 @@ class _ObjectReader:
     def read_into(self, buffer: memoryview, at: int) -> int:
         wanted = (at, min(len(buffer), max(0, self.size - at)))
         while self._under_way and wanted in self._under_way and next(iter(self._under_way)) != wanted:
-            self._under_way.popitem(last=False)  # expected before, and passed over
+            self._under_way.popitem(last=False)  # expected earlier, and skipped
         piece = self._under_way.pop(wanted, None)
         content = self._fetch(*wanted) if piece is None else piece.result()
         self._go_ahead()

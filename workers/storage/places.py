@@ -14,35 +14,35 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 class BadPlace(MantaError):
-    """A text names no place where files can lie."""
+    """A text does not name a place for files."""
 
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """A key, or the prefix of keys, in a bucket; with those methods of a Path that a name has."""
+    """A key, or a prefix of keys, in a bucket; with the methods of a Path that concern names."""
 
     scheme: str
-    """Which store, as fsspec calls it."""
+    """fsspec's name of the store."""
     key: str
     """Bucket and key, without a slash at either end."""
 
     def __truediv__(self, name: str) -> ObjectPath:
-        """What is called `name` in it."""
+        """The object or prefix `name` in it."""
         return ObjectPath(self.scheme, f"{self.key}/{name}")
 
     @property
     def name(self) -> str:
-        """What comes after the last slash."""
+        """The part after the last slash."""
         return self.key.rpartition("/")[2]
 
     @property
     def parent(self) -> ObjectPath:
-        """What it is in; of a bucket the bucket itself."""
+        """The prefix that contains it; of a bucket the bucket itself."""
         return ObjectPath(self.scheme, self.key.rpartition("/")[0] or self.key)
 
     @property
     def bucket(self) -> str:
-        """What comes before the first slash."""
+        """The part before the first slash."""
         return self.key.partition("/")[0]
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class ObjectPath:
 
 
 Place = Path | ObjectPath
-"""Where a file or a folder lies."""
+"""Where a file or a folder is stored."""
 
 
 def place_of(text: str | Place) -> Place:

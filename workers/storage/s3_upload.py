@@ -1,5 +1,5 @@
 """One object of S3, uploaded in parts while it is written: several parts at a time, each with a checksum that the store
-verifies. The object appears when the upload is completed; until then there is nothing of that name."""
+verifies. The object appears when the upload is completed; until then there is nothing with that name."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PART_BYTES = 16 * 1024 * 1024
-"""Of each part but the last."""
+"""Size of each part except the last."""
 SMALL_PARTS, LARGE = 8000, 16
-"""After so many parts they are so many times as large: S3 takes 10,000, which are 671 GB an object."""
+"""After this many parts, parts are this many times as large: S3 accepts 10,000 parts, which makes 671 GB an object."""
 PARTS_AT_ONCE = 4
-"""Parts on their way. With the one that is being filled they are all the memory that an upload takes: 84 MB, of an
-object of more than 134 GB 1.3 GB."""
+"""Number of parts in transfer. Together with the one that is being filled they are all the memory that an upload takes:
+84 MB, or 1.3 GB for an object of more than 134 GB."""
 
 Call = Callable[..., Any]
 """An operation of S3 by its name and parameters; raises OSError."""
 
 
 class _Part:
-    """The memory of one part, used for one after the other: new pages take longer to be given than to be filled."""
+    """The memory of one part, which is reused: getting new pages takes longer than filling them."""
 
     def __init__(self, size: int) -> None:
         self.size, self._memory = size, bytearray(size)
         self._bytes = numpy.frombuffer(self._memory, numpy.uint8)
         self.filled = 0
-        """Bytes, from the first on."""
+        """Number of bytes, from the first on."""
 
     def take(self, content: memoryview) -> int:
-        """How many bytes of `content` there was room for. Copied by numpy, without the interpreter's lock."""
+        """Copies as much of `content` as there is room for; returns how many bytes. Done by numpy, without the
+        interpreter's lock."""
         count = min(self.size - self.filled, len(content))
         self._bytes[self.filled : self.filled + count] = numpy.frombuffer(content[:count], numpy.uint8)
         self.filled += count
@@ -49,12 +50,12 @@ class _Part:
 
     @property
     def body(self) -> bytes | bytearray:
-        """What is in it; no copy where it is full."""
+        """Its contents; not copied if it is full."""
         return self._memory if self.is_full else bytes(memoryview(self._memory)[: self.filled])
 
 
 class S3Upload:
-    """Takes the bytes of one object. `complete` or `abort` ends it."""
+    """Receives the bytes of one object. `complete` or `abort` ends it."""
 
     def __init__(self, call: Call, bucket: str, key: str):
         """`call` is used by several threads."""
@@ -68,7 +69,7 @@ class S3Upload:
         self._stored: list[dict[str, Any]] = []
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Take all of `data`; waits while too many parts are on their way. Raises OSError."""
+        """Accept all of `data`; waits while too many parts are in transfer. Raises OSError."""
         content = memoryview(data).cast("B")
         taken = 0
         while taken < len(content):
@@ -78,7 +79,7 @@ class S3Upload:
         return taken
 
     def complete(self) -> None:
-        """Have the object there. Raises OSError; then there is none, or the one that was there before."""
+        """Create the object. Raises OSError; then there is none, or the one that was there before."""
         if self._upload is None:
             self._call("put_object", **self._object, Body=self._part.body)
         else:
@@ -90,19 +91,19 @@ class S3Upload:
             try:
                 self._call("complete_multipart_upload", **self._object, UploadId=self._upload, MultipartUpload=parts)
             except OSError:
-                # Asked again after an answer that was lost or late, a store says that it knows no such upload.
+                # If the request is repeated after a lost or late answer, a store says that it knows no such upload.
                 if not self._is_there():
                     raise
         self._pool.shutdown()
 
     def abort(self) -> None:
-        """Leave nothing. Raises OSError where the store does not hear of it."""
+        """Discard the upload. Raises OSError if the store cannot be told."""
         self._pool.shutdown(cancel_futures=True)
         if self._upload is not None:
             self._call("abort_multipart_upload", **self._object, UploadId=self._upload)
 
     def _is_there(self) -> bool:
-        """Whether the object consists of these parts, as far as its ETag tells."""
+        """Whether the object consists of these parts, according to its ETag."""
         try:
             sums = b"".join(bytes.fromhex(part["ETag"].strip('"')) for part in self._stored)
             tag = self._call("head_object", **self._object)["ETag"]

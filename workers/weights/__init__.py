@@ -1,1 +1,1 @@
-"""Weights of other libraries, in and out: folders as Hugging Face's transformers reads and writes them."""
+"""Weights of other libraries, in and out: folders in the format of Hugging Face's transformers."""

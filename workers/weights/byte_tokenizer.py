@@ -1,4 +1,4 @@
-"""The tokenizer `bytes` as a tokenizer.json: one token a byte, whose id is the byte, and perhaps one that ends
+"""The tokenizer `bytes` as a tokenizer.json: one token per byte, with the byte as its id, and optionally one that ends
 documents. Pure Python."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from workers.config import BYTE_VOCABULARY, END_OF_TEXT
 
 
 def byte_tokenizer(has_end: bool = False) -> dict[str, Any]:
-    """What Hugging Face's library `tokenizers` reads: byte-pair encoding over bytes, without any pair. `has_end`: with
-    the token that ends documents."""
+    """The document that Hugging Face's library `tokenizers` reads: byte-pair encoding over bytes, without any pairs.
+    `has_end`: include the token that ends documents."""
     words = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     end = {"id": BYTE_VOCABULARY, "content": END_OF_TEXT, **words, "special": True}
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -39,8 +39,8 @@ def byte_tokenizer(has_end: bool = False) -> dict[str, Any]:
 
 
 def _letter(byte: int) -> str:
-    """The character that stands for a byte in byte-level encodings (Radford et al. 2019, `bytes_to_unicode` of GPT-2's
-    code): itself where it is printed, else the next one from 256 on."""
+    """The character that represents a byte in byte-level encodings (Radford et al. 2019, `bytes_to_unicode` of GPT-2's
+    code): the byte's own if it is printable, otherwise the next one from 256 on."""
     return chr(byte) if byte in _PRINTED else chr(256 + sum(1 for other in range(byte) if other not in _PRINTED))
 
 

@@ -1,4 +1,4 @@
-"""Elements of one dtype as those of another, bit for bit as torch casts them, without torch: numpy has no bfloat16."""
+"""Converts elements of one dtype to another, bit for bit as torch casts them, without torch: numpy has no bfloat16."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import numpy
 from workers.checkpoint.stored_rows import RAW
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""That weights are written in: their names in a job, and in torch."""
+"""Dtypes in which weights are written: their names in a job, and in torch."""
 CHUNK = 2**16
-"""Elements that are cast at a time, which with what is between lie in a core's cache."""
+"""Number of elements that are cast at once, which fit into a core's cache together with intermediate results."""
 _NOT_A_NUMBER = 0x7FC0
 """Of bfloat16."""
 
@@ -23,9 +23,9 @@ class TooLarge(ValueError):
 
 
 def cast(values: numpy.ndarray, dtype: str, into: numpy.ndarray, to: str) -> None:
-    """Put `values` of `dtype` into `into`, of `to`; both [rows, columns], as `stored_rows.RAW` says. What lies between
-    two numbers becomes the nearer one, the even one in the middle; fp64 becomes fp32 first, as in torch. Raises
-    TooLarge for a finite number that fp16 cannot hold."""
+    """Put `values` of `dtype` into `into`, of `to`; both [rows, columns], as `stored_rows.RAW` says. Rounds to the
+    nearest number, ties to even; fp64 becomes fp32 first, as in torch. Raises TooLarge for a finite number that fp16
+    cannot represent."""
     if dtype == to:
         into[...] = values
         return
@@ -62,8 +62,8 @@ def _single(values: numpy.ndarray, dtype: str) -> numpy.ndarray:
 
 
 def _to_bfloat16(single: numpy.ndarray, into: numpy.ndarray, room: numpy.ndarray) -> None:
-    """The upper half of each number's bits, after half a unit of its last place, less one bit where that is even, was
-    added. `room`: uint32, of the same shape."""
+    """The upper half of each number's bits, after adding half a unit of its last place, minus one bit if that place is
+    even. `room`: uint32, of the same shape."""
     bits = single.view(numpy.uint32)
     numpy.right_shift(bits, 16, out=room)
     numpy.bitwise_and(room, 1, out=room)
@@ -71,5 +71,5 @@ def _to_bfloat16(single: numpy.ndarray, into: numpy.ndarray, room: numpy.ndarray
     numpy.add(room, 0x7FFF, out=room)
     numpy.right_shift(room, 16, out=room)
     numpy.copyto(into, room, casting="unsafe")
-    if numpy.isnan(single.max()):  # the addition may have carried it to another number
+    if numpy.isnan(single.max()):  # the addition may have turned it into another number
         into[numpy.isnan(single)] = _NOT_A_NUMBER

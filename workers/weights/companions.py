@@ -1,4 +1,4 @@
-"""The files that lie next to exported weights: config.json, generation_config.json and the tokenizer's. Pure Python."""
+"""The files next to exported weights: config.json, generation_config.json and the tokenizer's. Pure Python."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TOKENIZER_FILES = (
 
 
 def source_config(spec: JobSpec) -> Keys | None:
-    """config.json of the weights that the job began with; None where there are none, or it cannot be read any more."""
+    """config.json of the weights that the job began with; None if there are none, or it can no longer be read."""
     if spec.model.from_ is None:
         return None
     try:
@@ -39,7 +39,7 @@ def source_config(spec: JobSpec) -> Keys | None:
 
 
 def companion_files(spec: JobSpec, dtype: str, checkpoint: Place) -> dict[str, str]:
-    """Names and texts of the JSON files. `dtype`: of the weights, as torch calls it. Raises WeightsError where
+    """Names and texts of the JSON files. `dtype`: of the weights, as torch calls it. Raises WeightsError if
     transformers has no model that computes the same."""
     source = source_config(spec)
     positions, tokens = _of_source(source)
@@ -49,7 +49,7 @@ def companion_files(spec: JobSpec, dtype: str, checkpoint: Place) -> dict[str, s
     generation: dict[str, Any] = {"_from_model_config": True, **tokens}
     texts = {CONFIG: _json(config), GENERATION: _json(generation)}
     if source is not None and spec.model.from_ is not None:
-        # How text is drawn from the model is as good a guess as before.
+        # The way to draw text from the model is as good a guess as before.
         theirs = Path(spec.model.from_) / GENERATION
         if theirs.is_file():
             texts[GENERATION] = theirs.read_text(encoding="utf-8")
@@ -68,9 +68,9 @@ def _of_source(source: Keys | None) -> tuple[int | None, dict[str, Any]]:
 
 
 def add_tokenizer(spec: JobSpec, checkpoint: Place, folder: Path) -> None:
-    """Bring the tokenizer that the job was trained with into `folder`: the one of bytes; the one that was kept with the
-    record of its corpus, from the `checkpoint` up, as its chat template was; or the file that its spec names, whose
-    other files come along. Where none is known, as for tokens that others have made, there is none. Raises OSError."""
+    """Copy the tokenizer that the job was trained with into `folder`: the one of bytes; the one stored with the record
+    of its corpus, above the `checkpoint`, like its chat template; or the file that its spec names, with that
+    tokenizer's other files. If none is known, as for tokens that others have made, there is none. Raises OSError."""
     named, content = _named(spec), _tokenizer(spec, checkpoint)
     if content is None:
         return
@@ -80,7 +80,7 @@ def add_tokenizer(spec: JobSpec, checkpoint: Place, folder: Path) -> None:
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
     kept = _kept(checkpoint, CHAT)
-    if kept is not None:  # counts more than what the settings say
+    if kept is not None:  # takes precedence over the settings
         (folder / TEMPLATE).write_text(str(json.loads(kept)["template"]), encoding="utf-8")
     if not (folder / _SETTINGS).exists():
         end = _end_of_documents(spec, content)
@@ -94,7 +94,7 @@ def _named(spec: JobSpec) -> Path | None:
 
 
 def _tokenizer(spec: JobSpec, checkpoint: Place) -> bytes | None:
-    """The tokenizer.json, where one is known. Raises OSError."""
+    """The tokenizer.json, if one is known. Raises OSError."""
     data, named, kept = spec.data, _named(spec), _kept(checkpoint, TOKENIZER)
     if kept is None and data.tokenizer == "bytes" and data.source != "megatron":
         return _json(byte_tokenizer(data.end_of_document not in (None, NO_TOKEN))).encode()
@@ -104,8 +104,8 @@ def _tokenizer(spec: JobSpec, checkpoint: Place) -> bytes | None:
 
 
 def _end_of_documents(spec: JobSpec, tokenizer: bytes | None) -> tuple[int, str] | None:
-    """The token that the job has learned to end a text with, by its id and its text; None where none is known. Of
-    conversations it is the template that says what ends them."""
+    """The token with which the job has learned to end a text, by its id and its text; None if none is known. For
+    conversations the template determines what ends them."""
     if tokenizer is None or spec.data.source == "chat":
         return None
     with contextlib.suppress(DataError):

@@ -1,8 +1,8 @@
 """config.json -> the section `model` of a JobSpec. Pure Python.
 
-What is missing has the value that the class of transformers has for it (`LlamaConfig` and so on), since config.json
-leaves out what does not differ. What no family of ours computes is an error that names the key: nothing is trained
-with another model than the one whose weights these are.
+A missing key has the default of the class of transformers (`LlamaConfig` and so on), since config.json leaves out what
+equals the default. What none of our families computes is an error that names the key: no other model is trained than
+the one whose weights these are.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Section = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a config.json says of a model."""
+    """What a config.json says about a model."""
 
     section: Section
-    """Keys of `model`, sequence_length aside."""
+    """Keys of `model`, except sequence_length."""
     their_names: dict[str, str]
-    """What config.json calls them."""
+    """Their names in config.json."""
     positions: int
     """Tokens in the longest sequence that the model is meant for."""
     positions_name: str
-    """What config.json calls that."""
+    """Its name in config.json."""
 
 
 def shape_of(config: Keys) -> Shape:
@@ -88,7 +88,7 @@ _GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_ta
 
 @dataclass(frozen=True)
 class _Defaults:
-    """Of a class of transformers."""
+    """Defaults of a class of transformers."""
 
     kv_heads: int | None
     """None: the number of heads."""
@@ -110,7 +110,7 @@ def _llama_like(config: Keys) -> Shape:
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise config.wrong("hidden_act", "only silu can be computed")
     heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
-    says_all_heads = config.values.get("num_key_value_heads", 0) is None  # null, which is not what nothing is
+    says_all_heads = config.values.get("num_key_value_heads", 0) is None  # null, which differs from a missing key
     section = {
         "family": "qwen" if kind == "qwen3" else "llama",
         "layers": config.whole("num_hidden_layers"),
@@ -182,7 +182,7 @@ def _windows(config: Keys, kind: str) -> Section:
 
 
 def _layer_types(config: Keys) -> list[str]:
-    """What Qwen 3's layers attend to, of which the first ones see everything where the list is not there."""
+    """What Qwen 3's layers attend to; if the list is missing, the first layers attend to everything."""
     layers = config.whole("num_hidden_layers")
     types = config.get("layer_types")
     if types is None:
@@ -198,7 +198,7 @@ def _layer_types(config: Keys) -> list[str]:
 
 
 def _rope(config: Keys, positions: int) -> Section:
-    """`rope`, as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes it."""
+    """`rope`, in the form of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     inner = config.inner(key) or Keys({}, config.where)
     if config.get("partial_rotary_factor", 1.0) != 1.0 or inner.get("partial_rotary_factor", 1.0) != 1.0:

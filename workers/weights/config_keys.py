@@ -14,10 +14,10 @@ _MOST_BYTES = 16 * 2**20
 
 
 class Keys:
-    """An object of a JSON file whose values are checked as they are taken."""
+    """An object of a JSON file whose values are checked when they are used."""
 
     def __init__(self, values: dict[str, Any], where: str):
-        """`where`: the file, and within it the object, for sentences."""
+        """`where`: the file, and the object within it, for messages."""
         self.values, self.where = values, where
 
     def wrong(self, key: str, rule: str) -> WeightsError:
@@ -25,12 +25,12 @@ class Keys:
         return WeightsError(f"{self.where}: {key} is {json.dumps(self.values.get(key))}: {rule}")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What is there, null like nothing."""
+        """The value; null counts as missing."""
         value = self.values.get(key)
         return default if value is None else value
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A number of something, at least 1. Raises WeightsError, also where it is missing and has no default."""
+        """A whole number of at least 1. Raises WeightsError, also if it is missing and has no default."""
         if self.values.get(key) is None and default is not None:
             return default
         if key not in self.values:
@@ -59,7 +59,7 @@ class Keys:
         return value
 
     def inner(self, key: str) -> Keys | None:
-        """The object at `key`. Raises WeightsError where that is none."""
+        """The object at `key`. Raises WeightsError if it is not an object."""
         value = self.get(key)
         if value is None:
             return None

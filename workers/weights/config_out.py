@@ -1,4 +1,4 @@
-"""The section `model` of a JobSpec -> config.json, as both transformers 4 and 5 read it. Pure Python."""
+"""The section `model` of a JobSpec -> config.json, readable by both transformers 4 and 5. Pure Python."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def their_config(spec: JobSpec, dtype: str, positions: int | None = None) -> Config:
     """The config.json of the job's model, whose weights are saved as `dtype` (as torch calls it). `positions`: tokens
-    in the longest sequence that it is meant for; default: the job's. Raises WeightsError where transformers has no
-    model that computes the same."""
+    in the longest sequence that it is meant for; default: the job's. Raises WeightsError if transformers has no model
+    that computes the same."""
     model = spec.model
     positions = max(positions or _stretched(model), model.sequence_length)
     if model.family == "gpt":
@@ -61,7 +61,7 @@ _CLASSES = {
 
 
 def _stretched(model: ModelConfig) -> int:
-    """Tokens that yarn is meant for: transformers 4 takes its factor for that, divided by the original length."""
+    """Tokens that yarn is meant for: transformers 4 uses this, divided by the original length, as its factor."""
     scaling = model.rope_or_default.scaling
     if scaling is None or scaling.type != "yarn" or scaling.original_length is None:
         return 0
@@ -95,7 +95,7 @@ def _gpt2(spec: JobSpec, dtype: str) -> Config:
 
 
 def _common(model: ModelConfig, dtype: str) -> Config:
-    # Without them the classes have the ids of the tokenizers that they were made for.
+    # Without them the classes use the ids of the tokenizers that they were made for.
     tokens = dict.fromkeys(TOKENS)
     return {"tie_word_embeddings": model.tie_embeddings, "torch_dtype": dtype, "use_cache": True, **tokens}
 

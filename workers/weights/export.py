@@ -1,10 +1,9 @@
-"""Exports the weights of a durable checkpoint of any layout:
-`python -m workers.weights.export CHECKPOINT --to FOLDER`.
+"""Exports the weights of a durable checkpoint of any layout: `python -m workers.weights.export CHECKPOINT --to FOLDER`.
 
 `--format hf` writes what transformers reads: config.json, safetensors, generation_config.json, the tokenizer. `--format
-safetensors` writes our own tensors by our own names, with the JobSpec. Either is written next to its place and renamed
-at the end. Of the tensors a few bands of rows are in memory at a time (`stream_out.py`). Nothing here needs torch,
-whose loading would take longer than a small model.
+safetensors` writes our tensors with our names, and the JobSpec. Either is written next to its final place and renamed
+at the end. Only a few bands of rows of the tensors are in memory at a time (`stream_out.py`). Nothing here needs torch,
+which takes longer to load than a small model.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from workers.weights.stream_out import Source, write_tensors
 
 SHARD_BYTES = 5 * 10**9
 SPEC = "job.json"
-"""Of format safetensors: the JobSpec."""
+"""File of format safetensors that contains the JobSpec."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,14 @@ class Exported:
     """What was written."""
 
     manifest: Manifest
-    """Of the checkpoint."""
+    """Manifest of the checkpoint."""
     files: int
     bytes: int
-    """Of the tensors."""
+    """Size of the tensors."""
     dtype: str
 
     def to_json(self, target: Path) -> dict[str, object]:
-        """What the command prints for programs, of weights that were written to `target`."""
+        """What the command prints for programs about weights that were written to `target`."""
         about = {"step": self.manifest.step, "files": self.files, "bytes": self.bytes, "dtype": self.dtype}
         return {"path": str(target), "job": self.manifest.job, "generation": self.manifest.generation, **about}
 
@@ -66,10 +65,10 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], object] = lambda done, of: None,
 ) -> Exported:
-    """Write the weights of the `checkpoint` (folder or URL) to `target`, where nothing may be yet.
+    """Write the weights of the `checkpoint` (folder or URL) to `target`, which must not exist yet.
 
-    `dtype`: default: that of the weights that the job began with, else fp32. `progress` is called with how many bytes
-    of how many are written. Raises CheckpointError where the checkpoint cannot be read, WeightsError where transformers
+    `dtype`: default: that of the weights that the job began with, otherwise fp32. `progress` is called with how many
+    bytes of how many are written. Raises CheckpointError if the checkpoint cannot be read, WeightsError if transformers
     has no such model or a number does not fit the dtype, OSError.
     """
     place = place_of(checkpoint)
@@ -110,14 +109,14 @@ def _spec_of(checkpoint: str, manifest: Manifest) -> JobSpec:
 
 
 def _source_dtype(spec: JobSpec) -> str:
-    """As torch calls it."""
+    """The dtype of the weights that the job began with, as torch calls it."""
     source = source_config(spec)
     named = None if source is None else source.get("dtype", source.get("torch_dtype"))
     return named if isinstance(named, str) and named in DTYPES.values() else "float32"
 
 
 def _our_tensors(contents: Contents) -> list[TheirTensor]:
-    """Our tensors under their own names."""
+    """Our tensors with their own names."""
     names = [name for name in contents.tensors if name.startswith("model.")]
     shapes = {name.removeprefix("model."): contents.tensors[name].shape for name in names}
     return [TheirTensor(name, shape, (Piece(0, name, 0, shape[0], shape[0], 1),)) for name, shape in shapes.items()]

@@ -1,5 +1,5 @@
-"""A folder of safetensors: which tensor lies in which file, with shape and dtype, as the files' headers say. Pure
-Python: the service looks before a job is placed, and a rank before it reads.
+"""A folder of safetensors: the file, shape and dtype of each tensor, according to the files' headers. Pure Python: the
+service checks before a job is placed, and a rank before it reads.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, little endian; the header, JSON;
 the tensors' bytes without gaps.
@@ -22,10 +22,10 @@ from workers.weights.mapping import TheirTensor, their_tensors
 ONE_FILE = "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Of a number, by the dtypes that are read."""
+"""Bytes of a number, by the dtypes that can be read."""
 _ALL_BYTES = {**BYTES, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MOST_HEADER_BYTES = 100_000_000
-"""What the library allows too."""
+"""The library's limit too."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class FileTensor:
 
     file: Path
     name: str
-    """As the file calls it."""
+    """The file's name for it."""
     shape: tuple[int, ...]
     dtype: str
 
 
 def check_weights(spec: JobSpec) -> None:
-    """Raise WeightsError unless the job's weights, where it begins with some, are all there as the model needs them."""
+    """Raise WeightsError unless the weights that the job begins with, if any, are all there as the model needs them."""
     if spec.model.from_ is not None:
         tensors_of(spec)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights in `folder`. Raises WeightsError."""
+    """The files that contain the weights in `folder`. Raises WeightsError."""
     index = folder / INDEX
     if _is_there(index):
         return sorted(set(_weight_map(index).values()))
@@ -59,7 +59,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _is_there(path: Path) -> bool:
-    return os.path.exists(path)  # noqa: PTH110 - False too where the folder may not be entered, as pathlib's is not
+    return os.path.exists(path)  # noqa: PTH110 - False also if the folder may not be entered, unlike in pathlib
 
 
 def _listed(folder: Path, pattern: str) -> list[Path]:
@@ -70,8 +70,8 @@ def _listed(folder: Path, pattern: str) -> list[Path]:
 
 
 def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
-    """Where each of `their_tensors(spec)` lies in the folder `spec.model.from_`, by its name there. Raises WeightsError
-    where one is missing, has another shape or a dtype that cannot be read, or what it is for is not known."""
+    """Where each of `their_tensors(spec)` is in the folder `spec.model.from_`, by its name there. Raises WeightsError
+    if one is missing, has another shape or a dtype that cannot be read, or if there is a tensor of unknown purpose."""
     folder = Path(spec.model.from_ or "")
     headers = read_headers(folder)
     wanted = their_tensors(spec)
@@ -92,11 +92,11 @@ def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
 
 
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Ends of names of tensors that older releases of transformers saved and none needs."""
+"""Endings of names of tensors that older releases of transformers saved and that are not needed."""
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """A model that was saved without its output layer has no name in front."""
+    """A model that was saved without its output layer has no prefix."""
     return name, name.removeprefix("model.").removeprefix("transformer.")
 
 
@@ -110,8 +110,8 @@ def _check(tensor: TheirTensor, here: FileTensor) -> None:
 
 
 def read_headers(folder: Path) -> dict[str, FileTensor]:
-    """All tensors of `folder`, by name. Raises WeightsError where a file is cut or no safetensors file, or the index
-    names what is not there."""
+    """All tensors of `folder`, by name. Raises WeightsError if a file is truncated or not a safetensors file, or if the
+    index names something that is missing."""
     tensors: dict[str, FileTensor] = {}
     for file in weight_files(folder):
         for tensor in _header(file):
@@ -162,7 +162,7 @@ def _header(file: Path) -> Iterator[FileTensor]:
 
 
 def _entry(file: Path, name: str, entry: dict[str, Any]) -> tuple[FileTensor, int]:
-    """The tensor, and its end in bytes behind the header. Raises ValueError and the like."""
+    """The tensor, and its end in bytes after the header. Raises ValueError and similar errors."""
     begin, end = entry["data_offsets"]
     shape = tuple(int(size) for size in entry["shape"])
     wide = _ALL_BYTES.get(entry["dtype"])

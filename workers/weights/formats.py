@@ -5,5 +5,5 @@ from __future__ import annotations
 from typing import Literal
 
 Format = Literal["hf", "safetensors"]
-"""What transformers reads; or our own tensors by our own names."""
+"""hf: what transformers reads; safetensors: our tensors with our names."""
 Dtype = Literal["fp32", "bf16", "fp16"]

@@ -1,8 +1,8 @@
-"""Which rows of which of our tensors are which rows of theirs: names and orders of Hugging Face's GPT-2, Llama, Mistral
-and Qwen 3. Pure Python, and data alone: reading and writing both follow it.
+"""Which rows of our tensors correspond to which rows of theirs: names and orders of Hugging Face's GPT-2, Llama,
+Mistral and Qwen 3. Pure Python, and only data: both reading and writing use it.
 
 Our fused projections have their rows in the order (head, q/k/v, d), those of keys and values (key-value head, k/v, d);
-theirs have a tensor each of (head, d), or, in GPT-2, one of (q/k/v, head, d) that is transposed.
+theirs have one tensor of (head, d) for each, or, in GPT-2, one of (q/k/v, head, d) that is transposed.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from workers.config import JobSpec, ModelConfig
 
 @dataclass(frozen=True)
 class Piece:
-    """Blocks of rows of one of our tensors that lie one after the other in one of theirs."""
+    """Blocks of rows of one of our tensors that are consecutive in one of theirs."""
 
     at: int
-    """First row in theirs."""
+    """First row in their tensor."""
     ours: str
-    """Name of ours."""
+    """Name of our tensor."""
     first: int
-    """First row of the first block in ours."""
+    """First row of the first block in our tensor."""
     length: int
     """Rows of a block."""
     stride: int
-    """Rows of ours from the beginning of one block to that of the next."""
+    """Rows of our tensor from the beginning of one block to the beginning of the next."""
     count: int
     """Number of blocks."""
 
     def runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Of our rows [start, end) those that lie in the piece, run by run: (row of ours, row of theirs, rows)."""
+        """Those of our rows [start, end) that are in the piece, run by run: (our row, their row, rows)."""
         block = max(0, (start - self.first) // self.stride)
         while block < self.count:
             row = self.first + block * self.stride
@@ -45,27 +45,27 @@ class Piece:
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """One of their tensors, made of rows of ours."""
+    """One of their tensors, made of our rows."""
 
     name: str
     shape: tuple[int, ...]
-    """As their file has it."""
+    """The shape in their file."""
     pieces: tuple[Piece, ...]
-    """Together they are all of it; none where ours has nothing for it, and it is zero."""
+    """Together they are the whole tensor; none if ours has nothing for it, and it is zero."""
     transposed: bool = False
     """Whether their file has rows as columns (GPT-2's Conv1D)."""
     may_be_longer: bool = False
-    """Whether theirs may have more rows than we use: positions beyond our sequences."""
+    """Whether their tensor may have more rows than we use: positions beyond our sequences."""
 
     @property
     def rows_first(self) -> tuple[int, ...]:
-        """Its shape as ours are."""
+        """Its shape in our order."""
         return self.shape[::-1] if self.transposed else self.shape
 
 
 def their_tensors(spec: JobSpec) -> list[TheirTensor]:
-    """All tensors of the job's model as transformers names them, in the model's order. The model is one of theirs
-    (`config_out.their_config` says whether it is)."""
+    """All tensors of the job's model with the names of transformers, in the model's order. The model must exist there
+    (`config_out.their_config` says whether it does)."""
     model, vocabulary = spec.model, spec.vocabulary_size
     if model.family == "gpt":
         return _gpt2(model, vocabulary)
@@ -125,7 +125,7 @@ def _piece(ours: str, rows: int) -> Piece:
 
 
 def _whole(theirs: str, ours: str, rows: int, of: ModelConfig | None = None) -> TheirTensor:
-    """The same rows in the same order: a vector, or with `of` one of hidden_size columns."""
+    """The same rows in the same order: a vector, or with `of` a matrix of hidden_size columns."""
     shape = (rows,) if of is None else (rows, of.hidden_size)
     return TheirTensor(theirs, shape, (_piece(ours, rows),))
 
@@ -144,7 +144,7 @@ def _norm(model: ModelConfig, theirs: str, ours: str) -> Iterator[TheirTensor]:
 
 
 def _conv1d(model: ModelConfig, theirs: str, rows: int, columns: int, pieces: list[Piece]) -> Iterator[TheirTensor]:
-    """A linear layer of GPT-2, which always have biases; `pieces` name ours without the ".weight"."""
+    """A linear layer of GPT-2, which always has biases; `pieces` name ours without the ".weight"."""
     yield TheirTensor(f"{theirs}.weight", (columns, rows), _named(pieces, ".weight"), transposed=True)
     yield TheirTensor(f"{theirs}.bias", (rows,), _named(pieces, ".bias") if model.bias else ())
 
@@ -154,20 +154,20 @@ def _named(pieces: list[Piece], end: str) -> tuple[Piece, ...]:
 
 
 def _fused(model: ModelConfig, ours: str) -> list[Piece]:
-    """Rows (head, q/k/v, d) of ours as (q/k/v, head, d)."""
+    """Our rows (head, q/k/v, d) as (q/k/v, head, d)."""
     size, heads = model.head_size, model.heads
     return [Piece(part * heads * size, ours, part * size, size, 3 * size, heads) for part in range(3)]
 
 
 def _projections(model: ModelConfig, ours: str, them: str) -> Iterator[TheirTensor]:
-    """Queries, keys and values, which have a tensor each."""
+    """Queries, keys and values, which have one tensor each."""
     size, heads, groups = model.head_size, model.heads, model.key_value_heads
     if groups == heads:
         parts = [Piece(0, f"{ours}qkv", part * size, size, 3 * size, heads) for part in range(3)]
     else:
         parts = [_piece(f"{ours}q", heads * size)]
         parts += [Piece(0, f"{ours}kv", part * size, size, 2 * size, groups) for part in range(2)]
-    # All weights before all biases, so that ours are read once each.
+    # All weights before all biases, so that each of ours is read once.
     for end in (".weight", ".bias") if model.bias else (".weight",):
         for kind, part in zip("qkv", parts, strict=True):
             shape = (part.length * part.count, model.hidden_size)[: 2 if end == ".weight" else 1]

@@ -1,5 +1,5 @@
-"""A folder that is there as a whole or not at all: written under another name next to its place, and renamed at the
-end."""
+"""A folder that appears completely or not at all: it is written under another name next to its place, and renamed at
+the end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _END = ".unfinished"
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `target` when the block ends without an error. Nothing may be there yet but
-    an empty folder. What killed attempts have left next to it is removed; what others still write is not.
+    """A folder to write into, which becomes `target` when the block ends without an error. At most an empty folder may
+    be there before. What killed attempts have left next to it is removed; what others are still writing is not.
 
-    Raises WeightsError where something is there, OSError.
+    Raises WeightsError if something is there, OSError.
     """
     _check(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             folder.chmod(0o777 & ~_umask())
             _sync(folder)
             _check(target)
-            folder.rename(target)  # takes the place of an empty folder, of nothing else
+            folder.rename(target)  # replaces an empty folder, nothing else
             _sync(target.parent)
         finally:
             os.close(lock)
@@ -63,7 +63,7 @@ def _escaped(name: str) -> str:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock, which ends with the process; None where another process has it."""
+    """A descriptor that holds the folder's lock, which ends with the process; None if another process has it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,7 +74,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def _umask() -> int:
-    """Of this process; there is no way to read it but to set it."""
+    """The umask of this process; the only way to read it is to set it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

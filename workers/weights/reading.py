@@ -1,8 +1,8 @@
 """A rank's parameters from a folder of Hugging Face weights, of which it reads the rows and columns that it holds.
 
-Beside the rank's own state there are never more than one of its parameters, as fp32, and one block of a tensor's rows
-as the file has them. The files are mapped into memory by the library `safetensors`, a tensor at a time; nothing of
-them is run.
+In addition to the rank's own state, at most one of its parameters, as fp32, and one block of a tensor's rows, as in the
+file, are in memory. The library `safetensors` maps the files into memory, one tensor at a time; nothing in them is
+executed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from workers.weights.folder import FileTensor, tensors_of
 from workers.weights.mapping import Piece, TheirTensor, their_tensors
 
 BLOCK_BYTES = 64 * 2**20
-"""Most of a tensor that is read at a time, unless a row is larger."""
+"""The most that is read of a tensor at a time, unless a row is larger."""
 
 
 class Weights:
     """The weights that a job begins with."""
 
     def __init__(self, spec: JobSpec, moved: Callable[[], object] = lambda: None):
-        """`moved` is called whenever some of them has been read. Raises WeightsError where they are not what the model
-        needs."""
+        """`moved` is called whenever some of the weights have been read. Raises WeightsError if they are not what the
+        model needs."""
         self._at = tensors_of(spec)
         self._moved = moved
         self._parts: dict[str, list[tuple[TheirTensor, Piece]]] = {}
@@ -37,7 +37,7 @@ class Weights:
                 self._parts.setdefault(piece.ours, []).append((tensor, piece))
 
     def fill(self, entry: NamedShard, local: torch.Tensor) -> None:
-        """Put what the rank holds of a parameter into `local`, of its shape. Raises WeightsError."""
+        """Put the part of a parameter that the rank holds into `local`, of its shape. Raises WeightsError."""
         rows, columns = entry.shard.rows_and_columns(tuple(local.shape))
         local[max(0, rows[1] - rows[0]) :].zero_()  # rows of a padded vocabulary
         for tensor, piece in self._parts[entry.name]:
@@ -51,7 +51,7 @@ class Weights:
         columns: tuple[int, int],
         local: torch.Tensor,
     ) -> None:
-        """The piece's part of our [rows, columns), which is `local`."""
+        """The piece's part of our [rows, columns), which are `local`."""
         here = self._at[tensor.name]
         try:
             with safe_open(here.file, framework="pt") as file:
@@ -73,8 +73,8 @@ def _rows_in_a_block(tensor: TheirTensor) -> int:
 
 
 def _blocks(runs: Iterator[tuple[int, int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
-    """The runs, cut where they are longer than `most` rows, in groups that lie one after the other in their tensor and
-    have about `most` rows."""
+    """The runs, cut if they are longer than `most` rows, in groups that are consecutive in their tensor and have about
+    `most` rows."""
     group: list[tuple[int, int, int]] = []
     for row, theirs, count in runs:
         for start in range(0, count, most):
@@ -88,7 +88,7 @@ def _blocks(runs: Iterator[tuple[int, int, int]], most: int) -> Iterator[list[tu
 
 
 def _cut(whole: object, tensor: TheirTensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
-    """Rows and columns, as ours count them, of a slice of their tensor: [rows, columns]."""
+    """Rows and columns, in our order, of a slice of their tensor: [rows, columns]."""
     a, b, c, d = *rows, *columns
     if len(tensor.shape) == 1:
         part = whole[a:b]  # type: ignore[index]

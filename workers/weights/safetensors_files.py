@@ -1,7 +1,7 @@
-"""New safetensors files, whose tensors' bytes may come in any order and from several threads, with an index where there
-are several files. Pure Python.
+"""New safetensors files, whose tensors' bytes may be written in any order and from several threads, with an index if
+there are several files. Pure Python.
 
-Format: workers/weights/folder.py. Names of files and index are those that transformers looks for.
+Format: workers/weights/folder.py. Files and index have the names that transformers looks for.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""Of the dtypes that are written, in a file's header, by what torch calls them."""
+"""Names of the written dtypes in a file's header, by torch's names."""
 FLUSH_BYTES = 64 * 2**20
-"""Of a file, after which those so far are sent to the disk, while writing continues: else it would stand still
-meanwhile."""
+"""After this many bytes of a file, those so far are sent to the disk, while writing continues: otherwise it would pause
+for that at the end."""
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor that is to be written."""
+    """A tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
 
 
 def plan_files(tensors: Sequence[NewTensor], dtype: str, most_bytes: int) -> dict[str, list[NewTensor]]:
-    """Which file holds which tensors, in their order: as few files as hold at most `most_bytes` each, or one tensor
-    that has more."""
+    """Which file contains which tensors, in their order: as few files as possible, each of at most `most_bytes`, or
+    with a single tensor that is larger."""
     shards: list[list[NewTensor]] = [[]]
     room = most_bytes
     for tensor in tensors:
@@ -68,8 +68,9 @@ def index_of(files: dict[str, list[NewTensor]], dtype: str) -> str:
 
 
 class NewFiles:
-    """Files (by `plan_files`) that are made in a folder, as long as a `with` block lasts. What is not written is zero.
-    Everything is on the disk when the block has ended without an error; with one the files should not be used."""
+    """Files (by `plan_files`) that are created in a folder for the duration of a `with` block. What is not written is
+    zero. Everything is on disk when the block has ended without an error; after an error the files should not be
+    used."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class NewFiles:
         self._flusher = ThreadPoolExecutor(1, "flush")
 
     def __enter__(self) -> NewFiles:
-        """Make the files. Raises OSError."""
+        """Create the files. Raises OSError."""
         with ExitStack() as stack:
             stack.callback(self._flusher.shutdown, cancel_futures=True)
             for name, tensors in self._files.items():
@@ -112,14 +113,15 @@ class NewFiles:
     def _make(self, stream: IO[bytes], tensors: Iterable[NewTensor]) -> None:
         header, places, end = _header(tensors, self._dtype)
         _write_at(stream.fileno(), header, 0)
-        # Places on the disk, taken at once: a disk that is too small says so now, and none is looked for meanwhile.
+        # Space on the disk, allocated at once: a disk that is too small says so now, and no space is searched for
+        # later.
         os.posix_fallocate(stream.fileno(), 0, len(header) + end)
         self._unflushed[stream] = 0
         for name, (first, last) in places.items():
             self._at[name] = stream, len(header) + first, last - first
 
     def write(self, name: str, at: int, content: ReadableBuffer) -> None:
-        """Write `content`, C-contiguous, from byte `at` of the tensor `name` on. Raises OSError, ValueError where the
+        """Write `content`, C-contiguous, from byte `at` of the tensor `name` on. Raises OSError, ValueError if the
         tensor ends before that."""
         stream, first, size = self._at[name]
         view = memoryview(content).cast("B")
@@ -142,7 +144,7 @@ def _write_at(descriptor: int, content: bytes | memoryview, at: int) -> None:
 
 
 def _header(tensors: Iterable[NewTensor], dtype: str) -> tuple[bytes, dict[str, tuple[int, int]], int]:
-    """The beginning of a file; each tensor's first byte behind it, and the one behind its last; the end of all."""
+    """The beginning of a file; each tensor's first byte after it, and the one after its last; the end of the file."""
     at, header, places = 0, {"__metadata__": {"format": "pt"}}, {}
     for tensor in tensors:
         end = at + math.prod(tensor.shape) * BYTES[NAMES[dtype]]
@@ -155,13 +157,13 @@ def _header(tensors: Iterable[NewTensor], dtype: str) -> tuple[bytes, dict[str, 
 
 
 def write_text(path: Path, text: str) -> None:
-    """A new file with this text, on the disk when this returns. Raises OSError."""
+    """Create a file with this text, which is on disk when this returns. Raises OSError."""
     with path.open("xb") as stream:
         stream.write(text.encode())
         put_on_disk(stream)
 
 
 def put_on_disk(stream: IO[bytes]) -> None:
-    """Return once all that was written to the file is on the disk. Raises OSError."""
+    """Return once everything that was written to the file is on disk. Raises OSError."""
     stream.flush()
     os.fsync(stream.fileno())

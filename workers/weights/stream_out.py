@@ -1,7 +1,7 @@
-"""Brings rows of a checkpoint's tensors into new files, cast and in their order, band by band and on several threads.
+"""Copies rows of a checkpoint's tensors into new files, cast and in their order, band by band and on several threads.
 
-Reading, checking, casting and writing of one band are done by one thread, so that none waits for another; each has its
-own part of the checkpoint, from beginning to end.
+One thread reads, checks, casts and writes a band, so that threads do not wait for each other; each has its own part of
+the checkpoint, from beginning to end.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from workers.weights.mapping import Piece, TheirTensor
 from workers.weights.safetensors_files import NewFiles
 
 BAND_BYTES = 2 * 2**20
-"""Of a tensor's rows as the checkpoint has them, that are cast and written at a time, unless a row is larger."""
+"""Bytes of a tensor's rows, as in the checkpoint, that are cast and written at a time, unless a row is larger."""
 MEMORY_BYTES = 240 * 10**6
-"""Memory that all threads together may take, besides what one takes anyway."""
+"""Memory that all threads together may use, beyond what a single one uses anyway."""
 MOST_THREADS = 4
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint whose tensors are wanted."""
+    """A checkpoint whose tensors are exported."""
 
     place: Place
     manifest: Manifest
     contents: Contents
 
     def stored(self, name: str) -> StoredTensor:
-        """Our parameter of that name. Raises CheckpointError."""
+        """Our parameter with that name. Raises CheckpointError."""
         if f"model.{name}" not in self.contents.tensors:
             raise CheckpointError(f"the checkpoint at {self.place} has no {name}")
         return self.contents.tensors[f"model.{name}"]
@@ -52,7 +52,8 @@ Uses = dict[str, list[tuple[TheirTensor, Piece]]]
 def write_tensors(source: Source, tensors: Sequence[TheirTensor], dtype: str, files: NewFiles, processors: int) -> None:
     """Write `tensors`, made of the checkpoint's parameters and cast to `dtype` (as torch calls it), into `files`.
 
-    `processors`: how many there are. Raises CheckpointError, WeightsError, OSError."""
+    `processors`: how many there are. Raises CheckpointError, WeightsError, OSError.
+    """
     uses: Uses = {}
     for tensor in tensors:
         for piece in tensor.pieces:
@@ -78,7 +79,7 @@ def write_tensors(source: Source, tensors: Sequence[TheirTensor], dtype: str, fi
             for done in [pool.submit(work, part) for part in _shares(names, stored, threads)]:
                 done.result()
         except BaseException:
-            stop.set()  # also where the wait is interrupted
+            stop.set()  # also if the wait is interrupted
             raise
 
 
@@ -89,7 +90,7 @@ def threads_for(tensors: Iterable[StoredTensor], processors: int) -> int:
 
 
 def _check(source: Source, name: str, parts: list[tuple[TheirTensor, Piece]]) -> None:
-    """Raise CheckpointError unless just the rows and columns that the parameter has are made into theirs."""
+    """Raise CheckpointError unless exactly the rows and columns that the parameter has are converted into theirs."""
     shape = source.stored(name).shape
     rows, columns = rows_and_columns(shape)
     for tensor, _ in parts:
@@ -101,7 +102,7 @@ def _check(source: Source, name: str, parts: list[tuple[TheirTensor, Piece]]) ->
 
 
 def _shares(names: Sequence[str], stored: Mapping[str, StoredTensor], threads: int) -> list[list[str]]:
-    """The names in so many runs, of about as many bytes each."""
+    """The names in this many runs, of about the same number of bytes each."""
     sizes = [sum(each.bytes for each in stored[name].rectangles) for name in names]
     shares: list[list[str]] = [[] for _ in range(threads)]
     before, total = 0, max(1, sum(sizes))
@@ -120,11 +121,11 @@ def _write(
     files: NewFiles,
     stop: threading.Event,
 ) -> None:
-    """All that is made of one parameter."""
+    """Everything that is made of one parameter."""
     height, columns = rows_and_columns(stored.shape)
     step = max(1, BAND_BYTES // (columns * ITEM_BYTES[stored.dtype]))
     if any(tensor.transposed for tensor, _ in parts):
-        step = height  # of theirs each row has something of each of ours
+        step = height  # each of their rows contains something of each of ours
     band = numpy.empty((min(step, height), columns), RAW[dtype])
     for first in range(0, height, step):
         if stop.is_set():
@@ -144,7 +145,7 @@ def _write(
 
 
 def _write_rows(band: numpy.ndarray, first: int, end: int, tensor: TheirTensor, piece: Piece, files: NewFiles) -> None:
-    """What of our rows [first, end), which are `band`, lies in the piece of theirs."""
+    """The part of our rows [first, end), which are `band`, that is in the piece of theirs."""
     row_bytes = band.shape[1] * band.itemsize
     for row, theirs, count in piece.runs(first, end):
         files.write(tensor.name, theirs * row_bytes, band[row - first : row - first + count].data)

@@ -1,6 +1,5 @@
-"""`model: {from: FOLDER}` of a submitted JobSpec: the shape that the folder's config.json names, filled in once, so
-that a later reader of the spec knows the whole model without the folder. Pure Python.
-"""
+"""`model: {from: FOLDER}` of a submitted JobSpec: the shape in the folder's config.json is filled in once, so that
+later readers of the spec know the whole model without the folder. Pure Python."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ from workers.weights.config_keys import CONFIG, read_config
 
 
 def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
-    """`document`, a JobSpec as it was submitted, with the whole section `model` where that names a folder of weights;
-    any other as it is. Nothing but config.json is read, which has to lie below the `roots`.
+    """`document`, a JobSpec as submitted, with a complete section `model` if that names a folder of weights; otherwise
+    unchanged. Only config.json is read, which has to be below the `roots`.
 
-    Raises SpecError: the folder may not be read, holds a model that cannot be trained, or another one than the keys
-    beside it say.
+    Raises SpecError: the folder may not be read, or contains a model that cannot be trained or that differs from the
+    other keys.
     """
     model = document.get("model") if isinstance(document, dict) else None
     folder = model.get("from") if isinstance(model, dict) else None
@@ -50,11 +49,11 @@ def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
 
 
 _SHAPE = frozenset(ModelConfig.model_fields) - {"from_", "dropout", "sequence_length"}
-"""Keys that say what the weights are."""
+"""Keys that identify the weights."""
 
 
 def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Problem]:
-    """Keys next to `from` that differ from what config.json says."""
+    """Keys next to `from` that differ from config.json."""
     length = model.get("sequence_length")
     if isinstance(length, int) and length > shape.positions:
         rule = f"{length} tokens are more than the model has positions for: {where} says {shape.positions_name} "
@@ -72,7 +71,7 @@ def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Pr
 
 
 def _read(section: dict[str, Any], positions: int) -> dict[str, Any]:
-    """The section with all defaults, as JSON; as it is where it cannot be read, which is reported later."""
+    """The section with all defaults, as JSON; unchanged if it cannot be read, which is reported later."""
     try:
         return ModelConfig.model_validate({"sequence_length": positions, **section}).model_dump(mode="json")
     except ValidationError:

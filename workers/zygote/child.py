@@ -13,7 +13,7 @@ from typing import NoReturn, TextIO
 from workers.protocol.json_codec import JsonObject
 
 Entry = Callable[[JsonObject, socket.socket], int]
-"""What a child runs: argument and control socket in, exit code out."""
+"""What a child runs: takes argument and control socket, returns the exit code."""
 
 
 def run_child(
@@ -25,7 +25,7 @@ def run_child(
 ) -> NoReturn:
     """Turn this freshly forked process into one that runs `entry`, and exit with its code.
 
-    `descriptors`: control socket, stdout, stderr; `leave_zygote` closes what is the zygote's own. An uncaught
+    `descriptors`: control socket, stdout, stderr; `leave_zygote` closes what belongs to the zygote. An uncaught
     exception prints its traceback and exits with 1.
     """
     exit_code = 1
@@ -39,12 +39,12 @@ def run_child(
     except SystemExit as request:
         exit_code = _code_of(request)
     finally:
-        # The zygote's stack lies below this frame: nothing may ever unwind into it.
+        # The zygote's stack is below this frame: nothing may ever unwind into it.
         _leave(exit_code)
 
 
 def reset_signals() -> None:
-    """Give the signals that the zygote handles back their default meaning."""
+    """Restore the default handling of the signals that the zygote handles."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
@@ -63,7 +63,7 @@ def _redirect(stdout: int, stderr: int) -> None:
 
 
 def _text_stream(descriptor: int) -> TextIO:
-    """A fresh stream: the zygote's own remember what kind of file they were opened on."""
+    """A new stream: the zygote's streams remember what kind of file they were opened on."""
     return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
@@ -81,6 +81,6 @@ def _leave(exit_code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     except (OSError, ValueError):
-        exit_code = exit_code or 1  # nothing reads our output any more; there is no one left to tell
+        exit_code = exit_code or 1  # nothing reads our output any more, so nobody can be told
     finally:
         os._exit(exit_code & 0xFF)

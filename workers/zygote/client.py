@@ -1,4 +1,4 @@
-"""Asks a zygote for a process, and watches it. Asyncio, pure Python."""
+"""Requests a process from a zygote, and watches it. Asyncio, pure Python."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from workers.protocol.messages import ForkAnswer, ForkRequest, ProtocolMismatch,
 from workers.system.process_end import ended, kill_group
 
 CONTROL_LINE_BYTES = 64 * 1024 * 1024
-"""Longest JSON line that a child may send on its control socket."""
+"""Maximum length of a JSON line that a child may send on its control socket."""
 RETRY_SECONDS = 0.02
 LOST_GRACE_SECONDS = 5.0
 
 
 class ZygoteUnavailable(MantaError):
-    """The node's zygote does not answer, or refused; the message says which and where its log is."""
+    """The node's zygote does not answer, or has refused; the message says which and where its log is."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ForkedProcess:
     _pipes: tuple[asyncio.ReadTransport, asyncio.ReadTransport]
 
     async def wait(self) -> Exit:
-        """How the child ended, as soon as it is reaped."""
+        """How the child ended, once it is reaped."""
         return await asyncio.shield(self._exit)
 
     @property
@@ -60,12 +60,12 @@ class ForkedProcess:
         return self._exit.done()
 
     def kill(self) -> None:
-        """SIGKILL to the child and all of its process group. Nothing happens when it is gone already."""
+        """Send SIGKILL to the child and its process group. Does nothing if it is already gone."""
         if not self._exit.done():
             kill_group(self.pid)
 
     def close(self) -> None:
-        """Let go of all connections; a child that still runs is killed by the zygote."""
+        """Close all connections; a child that still runs is killed by the zygote."""
         self.control_writer.close()
         self._requests.close()
         for pipe in self._pipes:
@@ -102,7 +102,7 @@ async def fork(
 
 
 async def _connect(path: str | Path) -> socket.socket:
-    """Connect, again and again while nothing listens: there is no event for a socket that does not exist yet."""
+    """Connect, repeatedly while nothing listens: there is no event for a socket that does not exist yet."""
     loop = asyncio.get_running_loop()
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -120,7 +120,7 @@ async def _connect(path: str | Path) -> socket.socket:
 
 
 async def _request(connection: socket.socket, line: bytes) -> ForkedProcess:
-    """Send one request with the child's ends of fresh channels, and take up our ends."""
+    """Send one request with the child's ends of new channels, and set up our ends."""
     ours, theirs = socket.socketpair()
     stdout_read, stdout_write = os.pipe()
     stderr_read, stderr_write = os.pipe()
@@ -134,10 +134,10 @@ async def _request(connection: socket.socket, line: bytes) -> ForkedProcess:
             theirs.close()
             os.close(stdout_write)
             os.close(stderr_write)
-        if sent < len(line):  # else it may have answered and hung up already, and even sending nothing fails then
+        if sent < len(line):  # otherwise it may already have answered and hung up, and then even sending nothing fails
             await asyncio.get_running_loop().sock_sendall(connection, line[sent:])
         replies, requests = await asyncio.open_connection(sock=connection)
-        undo.callback(requests.close)  # by asyncio, or it would listen on when the number is another file's
+        undo.callback(requests.close)  # through asyncio, which would otherwise keep listening when the number is reused
         pid = _pid_of(await replies.readline())
         undo.pop_all()
     control, control_writer = await asyncio.open_connection(sock=ours, limit=CONTROL_LINE_BYTES)

@@ -1,4 +1,4 @@
-"""Starts a node's zygote, and starts it again when it dies."""
+"""Starts a node's zygote, and restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from workers.threads import OF_COMPUTATION
 log = logging.getLogger(__name__)
 
 RESTART_SECONDS = 1.0
-"""Pause before a zygote that died is started again, so that one that cannot start does not eat the node."""
+"""Pause before a dead zygote is restarted, so that one that cannot start does not exhaust the node."""
 END_SECONDS = 10.0
 
 
 class ZygoteOwner:
-    """Owns the zygote that listens on `socket_path`. It ends with this process, by the pipe between the two."""
+    """Owns the zygote that listens on `socket_path`. It ends with this process, through the pipe between the two."""
 
     def __init__(self, socket_path: Path, log: Path, options: Sequence[str], environment: Mapping[str, str] | None):
         """`options`: further arguments of `workers.zygote`; `environment`: additions to this process's own."""
@@ -38,7 +38,7 @@ class ZygoteOwner:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the zygote, unless it was started before. Does not wait until it is warm: requests do."""
+        """Start the zygote unless it was started before. Does not wait until it is warm: requests do."""
         if self._restarting is None:
             self._spawn()
             self._restarting = asyncio.create_task(self._restart_when_it_dies(), name="zygote owner")
@@ -68,7 +68,7 @@ class ZygoteOwner:
                 spawned = self._spawn_again()
 
     def _spawn_again(self) -> bool:
-        """False where the machine does not let it: who took the zygote's memory may have the rest of it still."""
+        """False if the machine does not permit it: whatever took the zygote's memory may still have the rest of it."""
         try:
             self._spawn()
         except OSError as error:

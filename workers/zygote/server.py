@@ -47,7 +47,7 @@ DEFAULT_ENTRIES = {
     "store": "workers.node.rendezvous:run",
     "peak": "workers.accounting.device_peak:run",
 }
-# What trainers import: once here, not in each of them.
+# What trainers import: here once, instead of in each of them.
 DEFAULT_WARM = (
     "torch",
     "torch.distributed",
@@ -60,7 +60,7 @@ DESCRIPTORS_PER_REQUEST = 3
 
 
 class BadRequest(Exception):
-    """A fork request that makes no sense; the message goes back to the requester."""
+    """A malformed fork request; the message goes back to the requester."""
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class Connection:
     descriptors: list[int] = field(default_factory=list)
     child: int | None = None
     protocol: int = PROTOCOL
-    """The requester's, once it is known to be one that we speak."""
+    """The requester's protocol, once it is known to be one that we speak."""
 
     def close(self) -> None:
         """Close the socket and any descriptor that was not handed to a child."""
@@ -98,12 +98,12 @@ class Zygote:
         self._wake_reader, self._wake_writer = socket.socketpair()
 
     def serve(self) -> None:
-        """Fork on request until the owner's pipe closes; then kill and reap all children, remove the socket."""
+        """Fork on request until the owner's pipe closes; then kill and reap all children, and remove the socket."""
         for endpoint in (self._wake_reader, self._wake_writer, self._listener):
             endpoint.setblocking(False)
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        for number in (signal.SIGINT, signal.SIGTERM):  # they are for the owner, who closes the pipe in good order
+        for number in (signal.SIGINT, signal.SIGTERM):  # they are meant for the owner, which then closes the pipe
             signal.signal(number, signal.SIG_IGN)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_signal)
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_connect)
@@ -115,7 +115,7 @@ class Zygote:
             self._shut_down()
 
     def _serve_once(self) -> bool:
-        """Handle what is ready; False when the owner is gone."""
+        """Handle what is ready; False if the owner is gone."""
         for key, _ in self._selector.select():
             if key.data is None:
                 if not os.read(self._owner_pipe, 4096):
@@ -153,7 +153,7 @@ class Zygote:
             self._drop(connection)
             return
         if connection.child is not None:
-            return  # a requester has nothing more to say, only to hang up
+            return  # a requester sends nothing more, it only hangs up
         connection.received += data
         try:
             line = _complete_line(connection.received)
@@ -186,7 +186,7 @@ class Zygote:
             self._drop(connection)
 
     def _reap(self) -> None:
-        """Reap every child that has ended, kill what it left behind in its process group, and tell its requester."""
+        """Reap every child that has ended, kill what it left in its process group, and tell its requester."""
         while (child := _ended_child()) is not None:
             kill_group(child)
             _, status = os.waitpid(child, 0)
@@ -207,7 +207,7 @@ class Zygote:
             connection.close()
 
     def _leave(self, zygote: int) -> None:
-        """In a child of process id `zygote`: die with it, and close all that is its own."""
+        """In a child of process `zygote`: die with it, and close everything that belongs to it."""
         self._death_signal.arm(zygote)
         reset_signals()
         self._selector.close()
@@ -230,7 +230,7 @@ class Zygote:
 
 
 def _listen(path: Path) -> socket.socket:
-    """A listening socket at `path` that only this user can reach; it takes the place of a dead zygote's."""
+    """A listening socket at `path` that only this user can reach; it replaces that of a dead zygote."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
@@ -269,7 +269,7 @@ def _is_environment(environment: dict[str, str]) -> bool:
 
 
 def _answer(connection: Connection, answer: ForkAnswer) -> bool:
-    """Send one JSON line; False when the requester is gone or does not read."""
+    """Send one JSON line; False if the requester is gone or does not read."""
     try:
         spoken = replace(answer, protocol=connection.protocol)
         connection.socket.send(json.dumps(to_json(spoken)).encode() + b"\n")
@@ -279,7 +279,7 @@ def _answer(connection: Connection, answer: ForkAnswer) -> bool:
 
 
 def _ended_child() -> int | None:
-    """A child that has ended and waits to be reaped; its pid stays taken until then."""
+    """A child that has ended and waits to be reaped; its pid stays in use until then."""
     try:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -306,7 +306,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _resolve(table: Sequence[str]) -> dict[str, Entry]:
-    """Import the entry functions. Raises ValueError, ImportError or AttributeError on a table that is wrong."""
+    """Import the entry functions. Raises ValueError, ImportError or AttributeError if the table is wrong."""
     entries = {}
     for item in table:
         name, _, target = item.partition("=")
