@@ -1,5 +1,5 @@
-"""Conversations with a trained model: the chat template that it was trained with, how likely it finds answers, what
-ends one of its own."""
+"""Conversations with a trained model: the chat template that it was trained with, the likelihood that it gives to
+answers, and what ends its own answers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from workers.storage.places import Place
 
 @dataclass(frozen=True)
 class ChatResult:
-    """How well answers are predicted, each after all that was said before it."""
+    """How well answers are predicted, each from everything before it."""
 
     loss: float
-    """Nats a token of answers."""
+    """Nats per token of the answers."""
     perplexity: float
     """e to the power of the loss."""
     tokens: int
-    """Tokens of answers, with what ends them."""
+    """Tokens of answers, including what ends them."""
     conversations: int
-    """Those that have an answer within what the model reads at once."""
+    """Conversations that have an answer within the model's maximum length."""
     left_out: int
-    """The others."""
+    """The other conversations."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class End:
     """What ends an answer."""
 
     token: int | None
-    """Where it is one token."""
+    """Its token, if it is a single one."""
     text: str
-    """As the template writes it; may be empty."""
+    """The text that the template writes; may be empty."""
 
 
 def template_of(spec: JobSpec, checkpoint: Place, named: str | None = None) -> ChatTemplate:
-    """The template `named` (a file, or `chatml`), else the one that was kept with the record of the job's corpus, else
-    what its spec says. Raises DataError where there is none."""
+    """The template `named` (a file, or `chatml`), otherwise the one stored with the record of the job's corpus,
+    otherwise the one in its spec. Raises DataError if there is none."""
     if named is not None:
         return open_template(spec.data.model_copy(update={"template": named}))
     for folder in (checkpoint.parent, checkpoint.parent.parent):  # of the engine alone; of a job of the service
@@ -75,8 +75,8 @@ def read_conversations(path: Path, spec: JobSpec, template: ChatTemplate) -> lis
 
 
 def chat(model: LoadedModel, tokens: TextTokens, conversations: Sequence[Text], batch_size: int = 8) -> ChatResult:
-    """How well the answers in `conversations` are predicted; as in training, a conversation is cut where the model
-    reads no further, and its first token is not predicted. Raises BadTask."""
+    """How well the answers in `conversations` are predicted; as in training, a conversation is cut at the model's
+    maximum length, and its first token is not predicted. Raises BadTask."""
     marked: list[tuple[list[int], Marks]] = []
     for each in conversations:
         ids, marks = tokens.encode_marked(each.text, each.learned or ())
@@ -91,12 +91,12 @@ def chat(model: LoadedModel, tokens: TextTokens, conversations: Sequence[Text], 
 
 
 def question(template: ChatTemplate, text: str) -> str:
-    """What a model reads that is to answer a user's `text`. Raises DataError."""
+    """The prompt for a model that is to answer a user's `text`. Raises DataError."""
     return _written(template, [{"role": "user", "content": text}], add_generation_prompt=True)
 
 
 def end_of_answer(template: ChatTemplate, tokens: TextTokens) -> End:
-    """What the template writes behind an answer. Raises DataError."""
+    """What the template writes after an answer. Raises DataError."""
     said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     written = _written(template, said)
     tail = written[written.rfind("2") + 1 :].strip()

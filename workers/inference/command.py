@@ -1,4 +1,4 @@
-"""What the commands that use a trained model have in common."""
+"""Common parts of the commands that use a trained model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def options_for(called: str, description: str) -> argparse.ArgumentParser:
-    """A parser that knows where the model is, and on what it is to run. `called`: the command, as it was typed."""
+    """A parser with the options for the model and its device. `called`: the command as it was typed."""
     parser = argparse.ArgumentParser(prog=called, description=description)
     parser.add_argument(
         "checkpoint",
@@ -40,7 +40,7 @@ def options_for(called: str, description: str) -> argparse.ArgumentParser:
 
 
 def add_template_to(parser: argparse.ArgumentParser) -> None:
-    """An option that names the chat template."""
+    """Add the option that names the chat template."""
     parser.add_argument(
         "--template",
         metavar="FILE",
@@ -49,7 +49,7 @@ def add_template_to(parser: argparse.ArgumentParser) -> None:
 
 
 def loaded(options: argparse.Namespace) -> tuple[LoadedModel, TextTokens]:
-    """The model and the tokenizer that were asked for. Raises MantaError."""
+    """The requested model and tokenizer. Raises MantaError."""
     if options.threads is not None:
         torch.set_num_threads(max(1, options.threads))
     device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,7 +61,7 @@ def loaded(options: argparse.Namespace) -> tuple[LoadedModel, TextTokens]:
 
 
 def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """Do it; returns the exit status. Errors of the user are one sentence on stderr."""
+    """Run the command; returns the exit status. Errors of the user are one sentence on stderr."""
     try:
         command(options)
     except (MantaError, SpecError, OSError) as error:
@@ -73,7 +73,7 @@ def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespa
 
 
 def checkpoint_at(place: Place) -> Place:
-    """The checkpoint at `place`, or the newest whole one of those in it. Raises CheckpointError."""
+    """The checkpoint at `place`, or the newest complete one in that folder. Raises CheckpointError."""
     if files_of(place).is_there(place / MANIFEST):
         return place
     listing = list_checkpoints(place)
@@ -83,7 +83,7 @@ def checkpoint_at(place: Place) -> Place:
     for each in reversed(listing.checkpoints):
         if each.condition is Condition.WHOLE:
             return each.path
-        if each.condition is Condition.UNKNOWN:  # an older one would be taken for the newest
+        if each.condition is Condition.UNKNOWN:  # otherwise an older one would be taken for the newest
             raise CheckpointError(each.problem)
         skipped.append(each.problem)
     raise CheckpointError("; ".join([f"there is no whole checkpoint at {place}", *skipped]))
@@ -110,7 +110,7 @@ def _device(text: str) -> torch.device:
 
 
 def positive(text: str) -> int:
-    """A number of something, at least 1, as an option."""
+    """A whole number of at least 1, as an option."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
     return int(text)

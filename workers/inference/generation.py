@@ -14,17 +14,17 @@ from workers.parallel.tensor.key_value_cache import KeyValueCache
 
 
 class PromptTooLong(MantaError):
-    """A prompt that leaves no room for what is to follow, or is empty."""
+    """A prompt is empty, or leaves no room for the continuation."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What followed a prompt."""
+    """The continuation of a prompt."""
 
     tokens: list[int]
     """Without the prompt, and without the token that ended it."""
     ended: bool
-    """Whether the model ended it; else there was no room for more."""
+    """Whether the model ended it; otherwise there was no room for more."""
 
 
 def generate(
@@ -35,7 +35,7 @@ def generate(
     end: int | None = None,
     batch_size: int = 8,
 ) -> list[Written]:
-    """At most `most_tokens` tokens after each of `prompts`, until the token `end`; so many prompts at a time.
+    """At most `most_tokens` tokens after each of `prompts`, until the token `end`; `batch_size` prompts at a time.
 
     Raises PromptTooLong.
     """
@@ -58,8 +58,8 @@ def generate(
 def _together(
     model: LoadedModel, prompts: Sequence[Sequence[int]], most_tokens: int, draw: Sampler, end: int | None
 ) -> list[Written]:
-    """All sequences are at the same position at any time: those with longer prompts continue reading while others
-    write. So none needs padding, and what one says does not depend on the others in the batch."""
+    """All sequences are always at the same position: those with longer prompts are still being read while others are
+    being continued. So none needs padding, and the result of one does not depend on the others in the batch."""
     lengths = [len(prompt) for prompt in prompts]
     tokens = [list(prompt) for prompt in prompts]
     ended = [False] * len(prompts)
@@ -77,7 +77,7 @@ def _together(
                 tokens[number] += [] if ended[number] else [token]
         if all(done or len(text) == n + most_tokens for done, text, n in zip(ended, tokens, lengths, strict=True)):
             return [Written(text[n:], done) for text, n, done in zip(tokens, lengths, ended, strict=True)]
-        # A sequence that is over reads on for nothing: whatever it last had.
+        # A finished sequence continues to read, without effect, its last token.
         read = [text[position] if position < len(text) else text[-1] for text in tokens]
         logits_bv = model.next_logits(torch.tensor(read).unsqueeze(1), cache)
         position += 1

@@ -1,4 +1,4 @@
-"""Which token comes next. Shapes: b sequences, v vocabulary."""
+"""How the next token is chosen. Shapes: b sequences, v vocabulary."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ class Sampling:
     """How a token is drawn from the logits."""
 
     temperature: float = 0.0
-    """What logits are divided by; 0: the most likely token, always."""
+    """Divisor of the logits; 0: always the most likely token."""
     top_k: int = 0
-    """Draw from so many of the most likely tokens; 0: from all."""
+    """Draw from this many of the most likely tokens; 0: from all."""
     top_p: float = 1.0
     """Draw from the fewest most likely tokens that together have this probability (nucleus sampling,
     arXiv:1904.09751)."""
     seed: int = 0
-    """Of the draws; the same gives the same text, whatever else is in the batch."""
+    """Seed of the draws; the same seed gives the same text, whatever else is in the batch."""
 
 
 class Sampler:
-    """Draws for some sequences, each with a generator of its own."""
+    """Draws for some sequences, each with its own generator."""
 
     def __init__(self, sampling: Sampling, sequences: range):
-        """`sequences`: their numbers among all that are asked for, of which their draws depend."""
+        """`sequences`: their numbers among all requested ones, on which their draws depend."""
         self._sampling = sampling
         seeds = [(sampling.seed * 1_000_003 + n) % 2**64 for n in sequences]
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def __call__(self, logits_bv: torch.Tensor, wanted: Sequence[bool]) -> list[int | None]:
-        """A token for each sequence that wants one: a generator moves on only when its sequence does."""
+        """A token for each sequence that is `wanted`: a generator advances only when its sequence does."""
         if self._sampling.temperature == 0.0:
             rows = logits_bv.argmax(-1, keepdim=True).tolist()
         else:

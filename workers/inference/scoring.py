@@ -1,4 +1,4 @@
-"""How likely a model finds a text. Shapes: b sequences, s tokens, v vocabulary."""
+"""How likely a text is according to a model. Shapes: b sequences, s tokens, v vocabulary."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from workers.inference.loaded_model import LoadedModel
 
 
 class TextTooLong(MantaError):
-    """A text that has to be scored at once and does not fit into the model."""
+    """A text that has to be scored as a whole does not fit into the model."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a model says of a continuation."""
+    """The score of a continuation."""
 
     log_likelihood: float
     """Sum over its tokens, in nats."""
     is_greedy: bool
-    """Whether each of its tokens is the most likely one after those before it."""
+    """Whether each of its tokens is the most likely one after the preceding ones."""
     tokens: int
-    """How many it has."""
+    """Number of its tokens."""
 
 
 def score(model: LoadedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int = 8) -> list[Score]:
-    """Of each (context, continuation); of a context that is too long its end counts. A continuation without a context
-    is scored from its second token on, as nothing says what came before the first. Raises TextTooLong."""
+    """The score of each (context, continuation); of a context that is too long the end is used. A continuation without
+    a context is scored from its second token on, since nothing precedes the first. Raises TextTooLong."""
     for number, (_, continuation) in enumerate(pairs):
         if len(continuation) > model.longest:
             raise TextTooLong(
@@ -38,7 +38,7 @@ def score(model: LoadedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]
                 "reads at once"
             )
     results: dict[int, Score] = {}
-    # Together those of similar length: the shorter ones are padded behind, where nothing before them looks.
+    # Texts of similar length are batched: the shorter ones are padded at the end, which no earlier token attends to.
     order = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
     for first in range(0, len(order), batch_size):
         numbers = order[first : first + batch_size]
@@ -66,8 +66,8 @@ def _scores(model: LoadedModel, pairs: Sequence[tuple[Sequence[int], Sequence[in
 def text_log_likelihood(
     model: LoadedModel, tokens: Sequence[int], stride: int | None = None, batch_size: int = 8
 ) -> tuple[float, int]:
-    """(sum in nats, tokens) over a whole text but its first token, in windows of the model's length, each token once.
-    `stride`: by how much windows move on; default: their length, so that they do not overlap."""
+    """(sum in nats, tokens) over a whole text except its first token, in windows of the model's length, each token
+    once. `stride`: distance between windows; default: their length, so that they do not overlap."""
     longest = model.longest
     stride = longest if stride is None else stride
     total, counted = 0.0, 0
@@ -83,10 +83,10 @@ def text_log_likelihood(
 def marked_log_likelihood(
     model: LoadedModel, texts: Sequence[tuple[Sequence[int], Marks]], batch_size: int = 8
 ) -> tuple[float, int]:
-    """(sum in nats, tokens) over the marked tokens of texts that the model can read at once, each after all that is
-    before it in its text; nothing is before the first one."""
+    """(sum in nats, tokens) over the marked tokens of texts that fit into the model, each after everything before it in
+    its text; nothing is before the first one."""
     total, counted = 0.0, 0
-    # Together those of similar length: the shorter ones are padded behind, where nothing before them looks.
+    # Texts of similar length are batched: the shorter ones are padded at the end, which no earlier token attends to.
     order = sorted(texts, key=lambda text: len(text[0]))
     for first in range(0, len(order), batch_size):
         part = order[first : first + batch_size]
@@ -102,7 +102,7 @@ def marked_log_likelihood(
 
 
 def _windows(length: int, longest: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(start of the context, start and end of what is scored); the first token of all is context."""
+    """(start of the context, start and end of what is scored); the very first token is only context."""
     begin = 1
     while begin < length:
         end = min(begin + (longest if begin == 1 else stride), length)

@@ -1,4 +1,4 @@
-"""What a model is asked when it is evaluated: how well it predicts a text, the last word of a passage, the right one of
+"""The tasks for evaluating a model: how well it predicts a text, the last word of a passage, or the right one of
 several answers."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workers.inference.text_tokens import TextTokens
 
 
 class BadTask(MantaError):
-    """A file of questions that cannot be asked."""
+    """A file of questions is invalid."""
 
 
 @dataclass(frozen=True)
@@ -25,31 +25,31 @@ class TextResult:
     """How well a text is predicted."""
 
     loss: float
-    """Nats a token."""
+    """Nats per token."""
     perplexity: float
     """e to the power of the loss."""
     bits_per_byte: float
-    """Of the text's UTF-8, which does not depend on the tokenizer."""
+    """Bits per byte of the text's UTF-8, which does not depend on the tokenizer."""
     tokens: int
-    """Tokens that were predicted: all but the first of each document."""
+    """Predicted tokens: all except the first of each document."""
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How many questions were answered rightly."""
+    """How many questions were answered correctly."""
 
     accuracy: float
     questions: int
     by_length: float | None = None
-    """Where answers are chosen: the same when an answer's log-likelihood is divided by its bytes."""
+    """For a choice between answers: the same with an answer's log-likelihood divided by its bytes."""
     perplexity: float | None = None
-    """Of last words, a token."""
+    """For last words: per token."""
 
 
 def text(
     model: LoadedModel, tokens: TextTokens, documents: Sequence[str], stride: int | None = None, batch_size: int = 8
 ) -> TextResult:
-    """How well the documents are predicted, each by itself, in windows that move on by `stride` tokens. Raises
+    """How well the documents are predicted, each separately, in windows at a distance of `stride` tokens. Raises
     BadTask."""
     if stride is not None and not 0 < stride <= model.longest:
         raise BadTask(
@@ -59,7 +59,7 @@ def text(
     for document in documents:
         ids = tokens.encode(document)
         log_likelihood, count = text_log_likelihood(model, ids, stride, batch_size)
-        if count:  # of a document of one token nothing is predicted, so its bytes cost nothing
+        if count:  # in a document of one token nothing is predicted, so its bytes do not count
             total, counted, size = total + log_likelihood, counted + count, size + len(document.encode())
     if not counted:
         raise BadTask("there is nothing to predict: the text has less than two tokens")
@@ -68,7 +68,7 @@ def text(
 
 
 def last_word(model: LoadedModel, tokens: TextTokens, passages: Sequence[str], batch_size: int = 8) -> Accuracy:
-    """How often the last word of a passage is what the model finds most likely, token by token, as in LAMBADA
+    """How often the last word of a passage is the most likely one according to the model, token by token, as in LAMBADA
     (arXiv:1606.06031). Raises BadTask."""
     pairs = []
     for number, passage in enumerate(passages, start=1):
@@ -84,16 +84,16 @@ def last_word(model: LoadedModel, tokens: TextTokens, passages: Sequence[str], b
 
 @dataclass(frozen=True)
 class Question:
-    """One with several answers."""
+    """A question with several answers."""
 
     text: str
     choices: tuple[str, ...]
     answer: int
-    """Number of the right one, from 0."""
+    """Number of the right answer, from 0."""
 
 
 def choices(model: LoadedModel, tokens: TextTokens, questions: Sequence[Question], batch_size: int = 8) -> Accuracy:
-    """How often the right answer is the likeliest one behind its question."""
+    """How often the right answer is the most likely one after its question."""
     pairs = [(tokens.encode(each.text), tokens.encode(choice)) for each in questions for choice in each.choices]
     scores = iter(score(model, pairs, batch_size))
     right = right_by_length = 0
@@ -106,7 +106,8 @@ def choices(model: LoadedModel, tokens: TextTokens, questions: Sequence[Question
 
 
 def read_texts(path: Path) -> list[str]:
-    """The documents of a file: of JSONL the `text` of each line; of any other file the whole. Raises BadTask."""
+    """The documents of a file: for JSONL the `text` of each line; for any other file its whole content. Raises
+    BadTask."""
     if path.suffix != ".jsonl":
         return [_content(path)]
     return [_string(each.get("text"), f"{path}, line {line}: 'text'") for line, each in _lines(path)]
@@ -128,7 +129,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    # After line feeds alone: `splitlines` also takes characters that a text may have in JSON, such as U+2028.
+    # Split at line feeds only: `splitlines` also splits at characters that a text may contain in JSON, such as U+2028.
     lines = [(number, line) for number, line in enumerate(_content(path).split("\n"), start=1) if line.strip()]
     if not lines:
         raise BadTask(f"{path} is empty")
@@ -162,5 +163,5 @@ def _string(value: object, what: str) -> str:
 
 
 def exponential(value: float) -> float:
-    """e to the power of `value`; infinite where that is no number of fp64."""
+    """e to the power of `value`; infinite if it exceeds fp64."""
     return math.exp(value) if value < 700 else math.inf

@@ -1,4 +1,4 @@
-"""What stands between texts and token ids when a trained model is used."""
+"""Conversion between texts and token ids when a trained model is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.storage.places import Place
 
 
 class TextTokens(Protocol):
-    """Both ways."""
+    """Conversion in both directions."""
 
     @property
     def end(self) -> int | None:
@@ -36,7 +36,7 @@ class TextTokens(Protocol):
         ...
 
     def encode_marked(self, text: str, spans: Spans) -> tuple[list[int], Marks]:
-        """Token ids of a text, and which of them have a character of its `spans`."""
+        """Token ids of a text, and which of them contain a character of its `spans`."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -46,7 +46,7 @@ class TextTokens(Protocol):
 
 @dataclass(frozen=True)
 class Bytes:
-    """One token a byte of UTF-8."""
+    """One token per byte of UTF-8."""
 
     end: int | None = None
 
@@ -55,27 +55,27 @@ class Bytes:
         return list(text.encode())
 
     def encode_marked(self, text: str, spans: Spans) -> tuple[list[int], Marks]:
-        """The bytes, and which of them are of characters in `spans`."""
+        """The bytes, and which of them belong to characters in `spans`."""
         ((content, marks),) = ByteTokenizer().encode_marked([text], [spans])
         return list(content), marks
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """What is no UTF-8, such as half a character at the end, is shown as replaced."""
+        """Invalid UTF-8, such as half a character at the end, is shown as a replacement character."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
 class FileTokens:
-    """Those of a tokenizer.json."""
+    """The tokens of a tokenizer.json."""
 
     def __init__(self, tokenizer: FileTokenizer):
         self._tokenizer, self.end = tokenizer, tokenizer.end_of_document
 
     def encode(self, text: str) -> list[int]:
-        """Its tokens, without one that ends it."""
+        """Its tokens, without an end token."""
         return list(self._tokenizer.encode([text])[0])
 
     def encode_marked(self, text: str, spans: Spans) -> tuple[list[int], Marks]:
-        """Its tokens, and which of them have a character of its `spans`."""
+        """Its tokens, and which of them contain a character of its `spans`."""
         return self._tokenizer.encode_marked([text], [spans])[0]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -84,8 +84,8 @@ class FileTokens:
 
 
 def text_tokens_of(spec: JobSpec, checkpoint: Place) -> TextTokens:
-    """The tokenizer that a job was trained with: the one that was kept with the record of its corpus, else the file
-    that its spec names. Raises DataError where there is none."""
+    """The tokenizer that a job was trained with: the one stored with the record of its corpus, otherwise the file that
+    its spec names. Raises DataError if there is none."""
     data = spec.data
     if data.tokenizer == "bytes" and data.source != "megatron":
         return Bytes(open_tokenizer(data).end_of_document)

@@ -1,8 +1,8 @@
-"""Which steps have bad numbers, and what is done about them. Pure Python.
+"""Which steps have bad numbers, and how the job responds. Pure Python.
 
-A step is bad when its loss or gradient norm is not finite, or is a spike: far above those of the steps before. All
-ranks decide alike: from the step's statistics, which they agree on, and from a `NumericsHistory`, which goes with the
-state wherever that is kept.
+A step is bad if its loss or gradient norm is not finite, or is a spike: far above those of the preceding steps. All
+ranks decide alike: from the step's statistics, on which they agree, and from a `NumericsHistory`, which is stored
+together with the state.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, Literal
 from workers.config import RecoveryConfig
 
 NORMAL = 1.4826
-"""Standard deviation of a normal distribution, in median distances from its median."""
+"""Standard deviation of a normal distribution, in units of the median distance from its median."""
 LEAST_DEVIATION = 0.05
-"""Of the median: where a number hardly moves, not every small step away from it is a spike."""
+"""Minimum deviation, as a fraction of the median: if a number hardly moves, not every small step away from it is a
+spike."""
 
 NO_LIMITS = (math.inf, math.inf)
 
@@ -32,11 +33,11 @@ class RollBack:
     from."""
 
     step: int
-    """The bad step, which did not happen."""
+    """The bad step, which was not committed."""
     back_to: int
-    """The committed step that was gone back to."""
+    """The committed step that the job returned to."""
     samples: tuple[range, ...]
-    """Those of the bad step, which are skipped from then on."""
+    """Samples of the bad step, which are skipped from then on."""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; a range of samples as [first, one past the last]."""
@@ -45,7 +46,7 @@ class RollBack:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RollBack:
-        """From what `to_json` makes; other keys do not matter."""
+        """The inverse of `to_json`; other keys are ignored."""
         return cls(document["bad_step"], document["back_to"], tuple(range(*each) for each in document["samples"]))
 
 
@@ -56,17 +57,18 @@ class NumericsHistory:
     recent: tuple[tuple[float, float], ...] = ()
     """(Loss, gradient norm) of the last steps, oldest first."""
     roll_backs: tuple[RollBack, ...] = ()
-    """All of them, by step."""
+    """All roll backs, by step."""
 
     def with_step(self, loss: float, grad_norm: float, window: int) -> NumericsHistory:
-        """With one more step, of the last `window`. Values that are not finite say nothing about later steps; a spike
-        that was committed does, so that a level that stays does not count as a spike for ever."""
+        """With one more step; keeps the last `window`. Values that are not finite say nothing about later steps and are
+        left out; a committed spike is included, so that a new level that persists does not count as a spike for
+        ever."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self
         return NumericsHistory((*self.recent, (loss, grad_norm))[-window:], self.roll_backs)
 
     def with_roll_backs(self, roll_backs: Iterable[RollBack]) -> NumericsHistory:
-        """With these roll backs too."""
+        """With these roll backs added."""
         return NumericsHistory(self.recent, merged_roll_backs((*self.roll_backs, *roll_backs)))
 
     @property
@@ -80,14 +82,14 @@ class NumericsHistory:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> NumericsHistory:
-        """From what `to_json` makes."""
+        """The inverse of `to_json`."""
         recent = tuple((float(loss), float(norm)) for loss, norm in document["recent"])
         return cls(recent, merged_roll_backs(RollBack.from_json(each) for each in document["roll_backs"]))
 
 
 def merged_roll_backs(roll_backs: Iterable[RollBack]) -> tuple[RollBack, ...]:
-    """Each roll back once, in an order that depends on nothing but the roll backs. Two that skipped the same samples
-    are the same: one of them was made again after a restart, when there may have been no copy of as early a step."""
+    """Each roll back once, in an order that depends only on the roll backs. Two that skipped the same samples are the
+    same: one of them was repeated after a restart, when there may have been no copy of an equally early step."""
     by_samples: dict[tuple[range, ...], RollBack] = {}
     for each in sorted(roll_backs, key=lambda each: (each.step, each.back_to)):
         by_samples.setdefault(each.samples, each)
@@ -95,13 +97,13 @@ def merged_roll_backs(roll_backs: Iterable[RollBack]) -> tuple[RollBack, ...]:
 
 
 def merged_histories(histories: Sequence[NumericsHistory]) -> NumericsHistory:
-    """The history that all ranks continue with, from that of each of them as of the same committed step."""
+    """The history that all ranks continue with, given each rank's history as of the same committed step."""
     recent = next((history.recent for history in histories if history.recent), ())
     return NumericsHistory(recent).with_roll_backs(each for history in histories for each in history.roll_backs)
 
 
 def limits(history: NumericsHistory, recovery: RecoveryConfig) -> tuple[float, float]:
-    """Largest loss and gradient norm of the next step that are no spike; infinite where no step is judged."""
+    """Largest loss and gradient norm of the next step that do not count as a spike; infinite if no step is judged."""
     spike = recovery.spike
     if spike.policy == "ignore" or len(history.recent) < spike.window:
         return NO_LIMITS
@@ -111,7 +113,7 @@ def limits(history: NumericsHistory, recovery: RecoveryConfig) -> tuple[float, f
 
 
 def limit(values: Sequence[float], deviations: float) -> float:
-    """The largest value that is not far above `values`: so many deviations above their median."""
+    """The largest value that is not far above `values`: this many deviations above their median."""
     middle = statistics.median(values)
     spread = NORMAL * statistics.median(abs(value - middle) for value in values)
     return middle + deviations * max(spread, LEAST_DEVIATION * abs(middle))
@@ -123,7 +125,7 @@ class BadStep:
 
     kind: Kind
     policy: Policy
-    """What the job asks for in this case."""
+    """The job's policy for this case."""
     sentence: str
     """What is wrong with it, for people."""
 
@@ -131,7 +133,7 @@ class BadStep:
 def judge(
     recovery: RecoveryConfig, step: int, loss: float, grad_norm: float, bounds: tuple[float, float]
 ) -> BadStep | None:
-    """What is wrong with a step of these numbers, whose limits were `bounds`; None for a good one."""
+    """What is wrong with a step of these numbers, whose limits were `bounds`; None for a good step."""
     sentence = f"step {step} has loss {loss:.6g} and gradient norm {grad_norm:.6g}"
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return BadStep("not_finite", recovery.nonfinite, sentence)
@@ -143,8 +145,8 @@ def judge(
 
 
 def roll_back_target(copies: Iterable[int], step: int, steps: int) -> int:
-    """The committed step to go back to from bad step `step`: of those in `copies` the newest that undoes at least
-    `steps` committed ones, else the oldest. `copies` is not empty."""
+    """The committed step to return to from bad step `step`: of those in `copies` the newest that undoes at least
+    `steps` committed ones, otherwise the oldest. `copies` is not empty."""
     ascending = sorted(copies)
     early_enough = [each for each in ascending if each <= step - 1 - steps]
     return early_enough[-1] if early_enough else ascending[0]

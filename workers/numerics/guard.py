@@ -1,4 +1,5 @@
-"""What a rank keeps and does because of bad numbers; what is bad, and what follows from it, is in `bad_numbers.py`."""
+"""What a rank stores and does because of bad numbers; `bad_numbers.py` decides which numbers are bad, and what
+follows."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ from workers.snapshot.host_copies import HostCopies
 
 
 class NumberGuard:
-    """Judges the steps of one rank, and brings its state back. All ranks call the same methods at the same steps."""
+    """Judges the steps of one rank, and restores its state. All ranks call the same methods at the same steps."""
 
     def __init__(self, recovery: RecoveryConfig, engine: Engine, comm: Comm):
         self.recovery, self.engine, self.comm = recovery, engine, comm
         self.history = NumericsHistory()
         """As of the last committed step."""
         self.copies: HostCopies[NumericsHistory] | None = None
-        """Earlier states, each with the history as of its step; None where no policy is to roll back."""
+        """Earlier states, each with the history as of its step; None if no policy is roll_back."""
         if recovery.rolls_back:
             self.copies = HostCopies(engine.state())
         self._limits = NO_LIMITS
@@ -42,8 +43,8 @@ class NumberGuard:
         return self.recovery.needs_history
 
     def restored(self, step: int, history: NumericsHistory | None, known: Iterable[RollBack]) -> list[RollBack]:
-        """The state is that of committed step `step`, with which came `history`; None: this process never lost either.
-        `known`: roll backs that the control plane has heard of. Agrees with the other ranks on what holds from here on;
+        """The state is that of committed step `step`, which came with `history`; None: this process never lost either.
+        `known`: roll backs that the control plane knows. Agrees with the other ranks on what applies from here on;
         returns the roll backs that were not `known`. Raises PeerLost."""
         if not self.active:
             return []
@@ -63,12 +64,12 @@ class NumberGuard:
         return [each for each in self.history.roll_backs if each.samples not in heard]
 
     def begin_step(self) -> None:
-        """Have the next step update nothing where its numbers are above their limits."""
+        """Make the next step update nothing if its numbers are above their limits."""
         self._limits = limits(self.history, self.recovery)
         self.engine.optimizer.limits = NO_LIMITS if self.recovery.spike.policy == "report" else self._limits
 
     def judge(self, step: int, statistics: StepStatistics) -> BadStep | None:
-        """What is wrong with a step; None for a good one."""
+        """What is wrong with a step; None for a good step."""
         return judge(self.recovery, step, statistics.loss, statistics.grad_norm, self._limits)
 
     def committed(self, step: int, statistics: StepStatistics) -> None:
@@ -81,13 +82,13 @@ class NumberGuard:
                 self.copies.start(step, self.history)
 
     def finish(self) -> None:
-        """The state is about to change: make sure of the copy that was begun."""
+        """The state is about to change: wait for the copy that was begun."""
         if self.copies is not None:
             self.copies.finish()
 
     def roll_back(self, step: int, samples: Sequence[range], bad: BadStep) -> RollBack:
-        """Bring the state back from `step`, which is bad and would have used `samples`. What the parameters hold is
-        published by all ranks together. Raises NonFiniteError or SpikeError when that was done often enough."""
+        """Restore the state from before `step`, which is bad and would have used `samples`. All ranks together publish
+        the contents of the parameters. Raises NonFiniteError or SpikeError if that was done often enough."""
         assert self.copies is not None
         before = self.history.roll_backs
         if len(before) >= self.recovery.max_roll_backs:
@@ -111,7 +112,7 @@ class NumberGuard:
 
 
 def error_of(bad: BadStep) -> type[NonFiniteError | SpikeError]:
-    """What a job fails with because of it."""
+    """The error with which a job fails because of it."""
     return NonFiniteError if bad.kind == "not_finite" else SpikeError
 
 
@@ -121,10 +122,10 @@ class _Known:
 
     history: NumericsHistory
     copies: list[int]
-    """Steps."""
+    """Steps of the copies."""
 
 
 def _agreed(known: list[_Known]) -> list[_Known]:
-    """For each rank: the history that holds, and the steps of the copies that all ranks have."""
+    """For each rank: the history that applies, and the steps of the copies that all ranks have."""
     common = set.intersection(*(set(each.copies) for each in known))
     return [_Known(merged_histories([each.history for each in known]), sorted(common))] * len(known)

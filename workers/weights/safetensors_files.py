@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Names of the written dtypes in a file's header, by torch's names."""
 FLUSH_BYTES = 64 * 2**20
-"""After this many bytes of a file, those so far are sent to the disk, while writing continues: otherwise it would pause
-for that at the end."""
+"""After this many bytes of a file, those so far are sent to the disk in the background: otherwise writing would stop
+for that."""
 _ALIGNMENT = 8
 
 
