@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.config import JobSpec, ParallelConfig
-from workers.spec.problems import Problem, SpecError
+from workers.spec.problems import _OTHER_NAMES, Problem, SpecError, _all_paths
 from workers.spec.reading import load_job_spec, parse_job_spec, read_document, with_absolute_paths
 
 
@@ -190,6 +190,13 @@ def test_a_suggested_name_works(value):
         ("train.learning_rate", "train.optimizer.learning_rate"),
         ("modell", "model"),
         ("parallel.tensors", "tensor"),
+        ("train.lr", "train.optimizer.learning_rate"),
+        ("train.optimizer.lr", "learning_rate"),
+        ("train.batch_size", "global_batch_size"),
+        ("batch_size", "train.global_batch_size"),
+        ("parallel.TP", "tensor"),
+        ("train.dtype", "precision"),
+        ("model.n_layer", "layers"),
     ],
 )
 def test_unknown_keys_name_the_closest_known_one(key, closest):
@@ -197,6 +204,10 @@ def test_unknown_keys_name_the_closest_known_one(key, closest):
     assert (problem.path, problem.rule) == (key, "unknown key")
     if closest is not None:
         assert problem.suggestion == closest
+
+
+def test_names_of_other_programs_lead_to_keys_that_exist():
+    assert set(_OTHER_NAMES.values()) <= set(_all_paths(JobSpec, ""))
 
 
 @pytest.mark.parametrize(

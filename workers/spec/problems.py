@@ -273,8 +273,28 @@ def _literals_at(path: str) -> tuple[Any, ...]:
     )
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("lr", "peak_lr"), "train.optimizer.learning_rate"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm"), "train.optimizer.clip_norm"),
+    **dict.fromkeys(("max_steps", "max_iters", "num_steps"), "train.steps"),
+    "batch_size": "train.global_batch_size",
+    "dtype": "train.precision",
+    **dict.fromkeys(("n_layer", "n_layers", "num_hidden_layers"), "model.layers"),
+    **dict.fromkeys(("n_head", "n_heads", "num_attention_heads"), "model.heads"),
+    **dict.fromkeys(("d_model", "n_embd", "dim"), "model.hidden_size"),
+    **dict.fromkeys(("block_size", "seq_len", "context_length"), "model.sequence_length"),
+    **dict.fromkeys(("tp", "tensor_parallel_size"), "parallel.tensor"),
+    **dict.fromkeys(("pp", "pipeline_parallel_size"), "parallel.pipeline"),
+    **dict.fromkeys(("dp", "data_parallel_size"), "parallel.data"),
+}
+"""Keys by the names that other training programs give them."""
+
+
 def _closest_key(parent: str, key: str) -> str | None:
     """The nearest known key: in the section, otherwise anywhere in the spec (by its full path)."""
+    if meant := _OTHER_NAMES.get(key.lower()):
+        within, _, name = meant.rpartition(".")
+        return name if within == parent else meant
     section = _section_at(parent)
     names = _keys_of(section) if section else []
     own = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
