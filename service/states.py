@@ -34,6 +34,9 @@ class JobState(StrEnum):
     """Stopped by the user."""
 
 
+HELD = "held"
+"""Reason code, and type of the event, of a job whose newest state cannot be read now: it waits until that can."""
+
 _S = JobState
 _ENDS = (_S.CANCELLING, _S.SUCCEEDED, _S.FAILED)
 

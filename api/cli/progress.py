@@ -13,7 +13,7 @@ from rich.text import Text
 
 from api.patience import Patience
 from api.schemas import Job
-from service.states import JobState, is_final
+from service.states import HELD, JobState, is_final
 
 POLL_SECONDS = 0.25
 PLAIN_SECONDS = 5.0
@@ -62,7 +62,7 @@ def progress_line(job: Job) -> str:
     ]
     if job.restarts:
         parts.append(f"restarts {job.restarts}")
-    if job.state == JobState.QUEUED and job.message:
+    if job.message and (job.state == JobState.QUEUED or job.reason == HELD):
         parts.append(job.message)
     return "  ".join(parts)
 

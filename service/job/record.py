@@ -15,7 +15,7 @@ from service.cluster.placement import insufficient, unit_of
 from service.job.incident import Incident
 from service.ledger import StateEntry
 from service.recovery.budgets import avoided_nodes, past_failures
-from service.states import JobState, can
+from service.states import HELD, JobState, can
 from service.store import (
     StepTrace,
     Store,
@@ -192,12 +192,12 @@ class JobRecord:
         await self.write(lambda s: step_traces.fail(s, self.id, number, why))
 
     async def note_held(self, why: str) -> None:
-        """Record why the next generation is not begun; in an event unless one has said so since a step was committed."""
+        """Record why the next generation is not begun; in an event, once until a step is committed."""
 
         def note(session: Session) -> None:
             job = jobs.set_held(session, self.id, why)
-            if not events.said_since(session, self.id, "held", why, since="first_step"):
-                events.append(session, self.id, "held", why, step=job.step)
+            if not events.said_since(session, self.id, HELD, why, since="first_step"):
+                events.append(session, self.id, HELD, why, step=job.step)
 
         await self.write(note)
 

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session, load_only, make_transient_to_detached
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
 from service.identity import DEFAULT_PROJECT, digest_of
 from service.ids import is_job_id, next_job_id
-from service.states import UNFINISHED, JobState, after_action, can, is_final
+from service.states import HELD, UNFINISHED, JobState, after_action, can, is_final
 from service.store import events, state_changes, step_traces
 from service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
 from service.store.tables import Job, JobLabel
@@ -39,8 +39,6 @@ _AHEAD = select(
     + _QUEUED.where(_COLUMNS.priority == bindparam("priority"), _COLUMNS.id < bindparam("id")).scalar_subquery()
 )
 _JOBS_AT_ONCE = 1000
-HELD = "held"
-"""The reason code of a job whose next generation is not begun yet."""
 _ACCELERATORS = select(_COLUMNS.id, type_coerce(_COLUMNS.spec, JSON())["resources"]["accelerator"].as_string()).where(
     _COLUMNS.id.in_(bindparam("ids", expanding=True))
 )

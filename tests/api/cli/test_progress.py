@@ -42,6 +42,8 @@ def test_what_is_not_known_is_a_dash():
     line = progress_line(queued)
     for part in ("0/200", "loss -", "- tokens/s", "MFU -", "ETA -", "waits for 4 slots"):
         assert part in line
+    held = make_job(state="RECOVERING", reason="held", message="held: the folder is not there")
+    assert progress_line(held).endswith("  held: the folder is not there")
 
 
 def test_a_loss_that_is_no_number_is_shown_as_such():
