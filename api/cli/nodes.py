@@ -38,7 +38,9 @@ def drain(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Drain a node: all jobs move away before it goes away."""
+    """Drain a node: all jobs move away before it goes away.
+
+    A node that stays takes no jobs again until its Ray has been restarted."""
     if (node is None) == (not this_node):
         raise fail("give a node, or --this-node", EXIT_BAD_INPUT)
     if node is None:
