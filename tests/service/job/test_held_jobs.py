@@ -1,8 +1,14 @@
 """A job whose newest state cannot be read is held until it can, and loses nothing meanwhile."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
+from service.job import supervisor
+from service.job.supervisor import Supervisor
 from service.recovery import durable_state
+from service.recovery.durable_state import CheckpointsUnreadable
 from service.store import checkpoints
 from tests.service.support.supervised_job import story
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
@@ -182,3 +188,20 @@ def test_job_without_any_complete_checkpoint_begins_at_the_start(job):
     story(body)
     assert [life[1:] for life in job.generations[1:]] == [("start", 0), ("snapshot", 2)]
     assert "held" not in job.log
+
+
+def test_launch_that_is_put_off_for_a_checkpoint_ends_a_row_of_failed_ones(monkeypatch):
+    """All agents have answered."""
+    held = object.__new__(Supervisor)
+    held._job = SimpleNamespace(failed_launches=["a failure"])
+
+    async def unreadable(job, launch):
+        raise CheckpointsUnreadable("not mounted")
+
+    async def hold(launch, why):
+        return launch, why
+
+    held._hold = hold
+    monkeypatch.setattr(supervisor, "launch_generation", unreadable)
+    assert asyncio.run(held._launch("launch")) == ("launch", "not mounted")
+    assert held._job.failed_launches == []

@@ -2,8 +2,10 @@
 database and a cluster that exists on paper."""
 
 import asyncio
+import math
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +15,7 @@ from service.cluster.sizes import resized, shapes_of
 from service.job import resize_and_drain
 from service.job.changes import Grow, Move, PlaceAgain, Shrink
 from service.job.context import JobContext
+from service.job.gang import AgentSet
 from service.job.generation import RunningGeneration
 from service.job.resize_and_drain import ElasticityPlanner
 from service.states import JobState
@@ -446,3 +449,23 @@ def test_look_that_fails_is_not_the_last_one(planned, monkeypatch):
         looking.cancel()
 
     planned(body, {"one": 8}, wanted=3, **ELASTIC)
+
+
+@pytest.mark.parametrize(
+    ("left", "spare", "seconds"),
+    [(60.0, 50.0, 50.0), (60.0, -10.0, 30.0), (60.0, 20.0, 30.0), (math.inf, math.inf, math.inf)],
+)
+def test_a_move_has_as_long_as_leaves_time_to_save_or_half_of_what_is_left_where_that_is_longer(left, spare, seconds):
+    planner, asked = object.__new__(ElasticityPlanner), []
+
+    async def spare_seconds():
+        return spare
+
+    async def start_standby(spec, running, replicas, seconds):
+        asked.append(seconds)
+        return AgentSet([])
+
+    planner._gang = SimpleNamespace(spec=None)
+    planner._seconds_left, planner._spare_seconds, planner._start_standby = lambda: left, spare_seconds, start_standby
+    assert asyncio.run(planner._leave(None, (1,))) == Move((1,), AgentSet([]))
+    assert asked == [seconds]
