@@ -229,18 +229,26 @@ def test_a_box_is_what_it_has_in_common_with_another_and_the_rest(first, second)
         assert sum(math.prod(box[1]) for box in left) == len(cells(first) - cells(second)), "no overlap"
 
 
-def test_a_step_that_is_overwritten_while_it_is_read_is_refused(tmp_path):
-    """Its sums do not tell where the content is the same: what was read may be of both steps."""
+WEIGHT = Rectangle("weight", (2, 3), (0, 0), (2, 3), 0, 3)
+
+
+def one_weight(folder: Path, note: bytes = b"") -> Snapshots:
+    """Snapshots of a rank that has nothing else; that of step 7 is there, with this note."""
     parts = {kind: {"at": 24 * number, "length": 6, "dtype": "float32"} for number, kind in enumerate(KINDS)}
     parts["loss_scale"] = {"at": 72, "length": 2, "dtype": "float32"}
-    rectangle = Rectangle("weight", (2, 3), (0, 0), (2, 3), 0, 3)
-    table = {"rank": 0, "parts": parts, "pieces": [astuple(rectangle)]}
-    snapshots = Snapshots(tmp_path, 0, [torch.ones(6), torch.ones(12), torch.ones(2)], b"0" * 16, table=table)
-    snapshots.save(7)
+    table = {"rank": 0, "parts": parts, "pieces": [astuple(WEIGHT)]}
+    snapshots = Snapshots(folder, 0, [torch.ones(6), torch.ones(12), torch.ones(2)], b"0" * 16, table=table)
+    snapshots.save(7, note)
     snapshots.wait_for_sums()
+    return snapshots
+
+
+def test_a_step_that_is_overwritten_while_it_is_read_is_refused(tmp_path):
+    """Its sums do not tell where the content is the same: what was read may be of both steps."""
+    snapshots = one_weight(tmp_path)
 
     def rectangles(overwrites: int) -> Any:
-        yield rectangle
+        yield WEIGHT
         for step in range(8, 8 + overwrites):
             snapshots.save(step)
 
@@ -248,6 +256,22 @@ def test_a_step_that_is_overwritten_while_it_is_read_is_refused(tmp_path):
     assert read.parts["exp_avg"].tolist() == [1.0] * 6
     with pytest.raises(CheckpointError, match="was overwritten while step 7 was being read"):
         load([snapshots.path], 7, rectangles(2), 6)
+
+
+def test_a_note_that_is_damaged_is_no_note(tmp_path):
+    snapshots = one_weight(tmp_path, b"a note")
+    assert load([snapshots.path], 7, [WEIGHT], 6).note == b"a note"
+    file = snapshots._file
+    file.memory[file.form.note_at(file.slot_of(7)) + 8] ^= 1
+    with pytest.raises(CheckpointError, match="are not what was written"):
+        load([snapshots.path], 7, [WEIGHT], 6)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 3)])
+def test_a_larger_model_s_parameters_are_not_taken_in_part(tmp_path, shape):
+    smaller = Rectangle("weight", shape, (0, 0), shape, 0, shape[1])
+    with pytest.raises(CheckpointError, match=r"are of another model: weight should be .*, found \(2, 3\)"):
+        load([one_weight(tmp_path).path], 7, [smaller], 6)
 
 
 @pytest.mark.parametrize(
