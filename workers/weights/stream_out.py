@@ -26,8 +26,9 @@ from workers.weights.safetensors_files import NewFiles
 BAND_BYTES = 2 * 2**20
 """Bytes of a tensor's rows, as in the checkpoint, that are cast and written at a time, unless a row is larger."""
 MEMORY_BYTES = 240 * 10**6
-"""Memory that all threads together may use, beyond what a single one uses anyway."""
-MOST_THREADS = 4
+"""Memory that all threads together may use; a single one may use more. It suffices for MOST_THREADS if no row of a
+tensor lies in more files than are kept open."""
+MOST_THREADS = 3
 
 
 @dataclass(frozen=True)
