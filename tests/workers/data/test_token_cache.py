@@ -39,7 +39,7 @@ class RecordingWatcher(Watcher):
     tell_seconds = 0.0
     tell_growth = 0.0
 
-    def __init__(self, processes=2):
+    def __init__(self, processes=1):
         self.said, self.lives, self.processes = [], 0, processes
 
     def alive(self):
@@ -76,7 +76,7 @@ def make(root, paths, tokenizer, source="jsonl", watcher=None, **data):
 
 
 def test_shards_of_several_processes_are_the_librarys_tokens_of_all_documents(tmp_path, file, many_shards):
-    watcher = RecordingWatcher()
+    watcher = RecordingWatcher(processes=2)
     row, info, made = make(tmp_path / "cache", [jsonl(tmp_path)], file, watcher=watcher)
     expected = plain_tokens(file, DOCUMENTS)
     assert row.read(0, len(row)).tolist() == expected
@@ -174,7 +174,7 @@ def test_what_is_wrong_with_a_document_ends_the_work_and_is_said(tmp_path, file,
     with path.open("a") as opened:
         opened.write("{}\n")
     with pytest.raises(DataError, match=rf"{path}, line {len(DOCUMENTS) + 1} \(byte \d+\): no key 'text'"):
-        make(tmp_path / "cache", [path], file)
+        make(tmp_path / "cache", [path], file, watcher=RecordingWatcher(processes=2))
     children = [" ".join(child.cmdline()) for child in psutil.Process().children()]
     assert not [each for each in children if "token_process" in each]
 
@@ -209,7 +209,7 @@ def test_a_process_that_is_killed_is_replaced(tmp_path, file, many_shards, monke
             worker.process.kill()
 
     monkeypatch.setattr(token_processes._Work, "_give_next", give)
-    row, _, _ = make(tmp_path / "cache", [jsonl(tmp_path)], file)
+    row, _, _ = make(tmp_path / "cache", [jsonl(tmp_path)], file, watcher=RecordingWatcher(processes=2))
     assert len(killed) == 1
     assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS)
 

@@ -90,12 +90,16 @@ PIPELINES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize(
     ("size", "splits", "counts", "more"),
     [
-        ((2, 1, 1), (True, False), (2, 3), ({},)),
-        ((4, 1, 1), (True, False), (2, 3), ({},)),
+        ((2, 1, 1), (True, False), (5,), ({},)),
+        ((4, 1, 1), (True, False), (2,), ({},)),
         ((2, 2, 1), (True,), (3,), PIPELINES[1:2]),
+        *(pytest.param((size, 1, 1), (True, False), (2, 3), ({},), marks=pytest.mark.soak) for size in (2, 4)),
         pytest.param((2, 2, 1), (True, False), (2, 5), PIPELINES, marks=pytest.mark.soak),
     ],
-    ids=["tensor 2", "tensor 4", "zero-bubble, recomputed", "zero-bubble"],
+    ids=[
+        *("tensor 2", "tensor 4", "zero-bubble, recomputed"),
+        *("tensor 2, few chunks", "tensor 4, few chunks", "zero-bubble"),
+    ],
 )
 def test_numbers_are_those_of_one_rank(ranks, size, splits, counts, more):
     """A rank has 12, 6 or 3 rows of the sequence: some chunks are larger than others."""
