@@ -44,6 +44,9 @@ class ElasticityPlanner:
         self._job, self._gang = job, job.gang
         self._sizes, self._shapes = sizes_of(job.submitted), shapes_of(job.submitted)
         self._reported_waiting = False
+        self._reported_size: tuple[int, str] | None = None
+        """How many replicas are wanted, and what was said about it last: each request comes over REST and from the
+        database."""
         self._queue: list[jobs.QueuedJob] = []
         """The state when it was last checked."""
         self._never_fitting: dict[str, object] = {}
@@ -195,8 +198,11 @@ class ElasticityPlanner:
                 message = f"there is no room for more than {held} replicas; it keeps waiting"
                 if others_wait:
                     message = f"jobs in the queue come first: it stays at {held} replicas, and keeps waiting"
-                await self._job.record.event("resize_waiting", message)
+                if self._reported_size != (wanted, message):
+                    self._reported_size = wanted, message
+                    await self._job.record.event("resize_waiting", message)
             return None
+        self._reported_size = None
         cause = f"resized from {held} to {size} replicas"
         if size < held:
             return Shrink(tuple(range(size)), cause)
