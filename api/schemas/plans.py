@@ -243,7 +243,7 @@ class MeasuredStep(Answer):
     memory_bytes: int | None
     """Maximum over the ranks: on GPUs the peak of allocated memory, otherwise the resident memory of the process."""
     parts: dict[str, float] | None
-    """Median seconds by part as measured by the engine; null if no step was measured by parts."""
+    """Median seconds by part as measured by the engine; null if no typical step was measured by parts."""
     spread: float | None = None
     """Interquartile range of the steps' times, as a fraction of their median; null for fewer than four steps."""
 

@@ -42,7 +42,8 @@ class Measured:
     """Maximum over ranks: the peak of a GPU's memory; without GPUs all resident memory, interpreter and libraries
     included."""
     parts: dict[str, float] | None
-    """Median seconds of each part that the engine measures; None if no step was measured in parts."""
+    """Median seconds of each part that the engine measures, over the steps that were measured in parts and took about
+    as long as the median step; None if there are none."""
     spread: float | None = None
     """Interquartile range of the step times, relative to their median; None with fewer than four steps."""
 
@@ -64,7 +65,7 @@ def measured_of(rows: Sequence[Mapping[str, Any]], full_tokens: int) -> Measured
         settled[-1]["step"],
         statistics.median(seconds),
         int(max(memory)) if memory else None,
-        _parts(settled),
+        _parts(settled, statistics.median(seconds)),
         _spread(seconds),
     )
 
@@ -83,9 +84,12 @@ def _is_full(row: Mapping[str, Any], full_tokens: int) -> bool:
     return rate * seconds > 0.99 * full_tokens
 
 
-def _parts(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+def _parts(rows: Sequence[Mapping[str, Any]], median: float) -> dict[str, float] | None:
+    """Few steps are measured in parts: under uneven load these may have been slower, or faster, than most, and then
+    they do not show what most steps spend their time on."""
     names = [name for _, measured in GROUPS.values() for name in measured]
-    in_parts = [row for row in rows if row.get("forward_seconds") is not None]
+    typical = [row for row in rows if abs(row["step_seconds"] / median - 1) <= TOLERANCE]
+    in_parts = [row for row in typical if row.get("forward_seconds") is not None]
     if not in_parts:
         return None
     return {name: statistics.median(float(row.get(f"{name}_seconds") or 0.0) for row in in_parts) for name in names}
@@ -102,8 +106,8 @@ class Compared:
 
 
 def compared(planned: Mapping[str, Any], measured: Measured) -> tuple[Compared, ...]:
-    """The groups of the plan and of the measurement; empty if steps were not measured in parts. `planned`: the document
-    of `job_plan.planned`."""
+    """The groups of the plan and of the measurement; empty if no typical step was measured in parts. `planned`: the
+    document of `job_plan.planned`."""
     if measured.parts is None:
         return ()
     of_plan = {part["name"]: part["seconds"] for part in planned["parts"]}
@@ -132,11 +136,12 @@ def drift_of(planned: Mapping[str, Any], measured: Measured) -> Drift | None:
     tail = _tail(planned)
     if abs(ratio - 1) > TOLERANCE:
         head = f"a step takes {measured.step_seconds:.3g} s instead of the planned {step:.3g} s ({ratio - 1:+.0%})"
-        part = _largest_difference(compared(planned, measured), slower=ratio > 1)
+        part = _largest_difference(compared(planned, measured), step, slower=ratio > 1)
         if part is None:
-            return Drift(ratio, "step", f"{head}; the parts of a step were not measured (train.time_parts_every){tail}")
-        where = f"most of that is {part.name}: {part.measured:.3g} s instead of the planned {part.planned:.3g} s"
-        return Drift(ratio, part.name, f"{head}; {where}{tail}")
+            unknown = "which part of it is not known: no such step was measured in parts (train.time_parts_every)"
+            return Drift(ratio, "step", f"{head}; {unknown}{tail}")
+        times = f"{part.measured:.3g} s instead of the planned {part.planned:.3g} s"
+        return Drift(ratio, part.name, f"{head}; the largest difference is {part.name}: {times}{tail}")
     planned_bytes = planned["memory_bytes"]["total"]
     if planned["has_gpus"] and measured.memory_bytes and abs(measured.memory_bytes / planned_bytes - 1) > TOLERANCE:
         ratio = measured.memory_bytes / planned_bytes
@@ -149,8 +154,12 @@ def drift_of(planned: Mapping[str, Any], measured: Measured) -> Drift | None:
     return None
 
 
-def _largest_difference(groups: Sequence[Compared], slower: bool) -> Compared | None:
+def _largest_difference(groups: Sequence[Compared], step: float, slower: bool) -> Compared | None:
+    """The group that differs most; None where the steps measured in parts do not differ from the planned `step` as most
+    steps do."""
     sign = 1 if slower else -1
+    if sign * (sum(each.measured for each in groups) / step - 1) <= TOLERANCE / 2:
+        return None
     return max(groups, key=lambda each: sign * (each.measured - each.planned), default=None)
 
 

@@ -60,6 +60,26 @@ def test_parts_are_those_of_the_steps_that_were_measured_in_parts():
     assert measured.parts["optimizer"] == 0.0
 
 
+def uneven(in_parts, others=1.0):
+    """Twenty steps of `others` seconds, two of which were measured in parts and took `in_parts` each."""
+    some = rows(SETTLING_STEPS + MEASURED_STEPS, seconds=others)
+    for at in (9, 19):
+        times = {"step_seconds": in_parts, "tokens_per_second": 100 / in_parts, "forward_seconds": in_parts - 0.1}
+        some[at] |= times | {"bubble_seconds": 0.1}
+    return measured_of(some, 100)
+
+
+def test_a_part_is_named_only_where_the_steps_measured_in_parts_are_like_most_steps():
+    alike = drift_of(plan(), uneven(in_parts=1.4, others=1.3))
+    assert (alike.part, alike.ratio) == ("computing", 1.3) and "computing: 1.3 s instead of the planned 0.4 s" in alike.message
+    slower, faster = uneven(in_parts=2.6, others=1.3), uneven(in_parts=1.05, others=1.25)
+    assert slower.parts is None and faster.parts is not None
+    for measured in (slower, faster):
+        drift = drift_of(plan(), measured)
+        assert drift.part == "step" and "no such step was measured in parts" in drift.message
+    assert drift_of(plan(has_gpus=False), uneven(in_parts=2.6)) is None
+
+
 @pytest.mark.parametrize(("step", "drifts"), [(0.79, True), (0.81, False), (1.0, False), (1.19, False), (1.21, True)])
 def test_a_fifth_is_tolerated(step, drifts):
     assert (drift_of(plan(), took(step)) is not None) == drifts
