@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from service.planner.fitting import fit_core
-from service.planner.fitting_gpu import fit_gpu, machine_measured
+from service.planner.fitting_gpu import fit_gpu, machine_measured, planned_as
 from service.planner.fitting_links import fit_links
-from service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Links, Machine, measured
+from service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Links, Machine, measured, other_form
+from service.torch_facts import TorchFailed, torch_facts
 from workers.calibration.measurements import Measurements
 from workers.errors import MantaError
 from workers.paths import safe_name
@@ -99,7 +100,10 @@ class Calibrated:
 
     def applied(self, machine: Machine) -> Machine:
         """`machine` with what was measured of its GPUs; unchanged if none were measured."""
-        return machine if self.gpu is None else measured(machine, self.gpu, self.links)
+        if self.gpu is None:
+            return machine
+        other = self.device if other_form(self.device) else None
+        return dataclasses.replace(measured(machine, self.gpu, self.links), measured_on=other)
 
     def to_json(self) -> dict[str, Any]:
         """The stored form."""
@@ -213,12 +217,13 @@ def refuse_unwritable(folder: Path) -> None:
 
 def with_links_of_before(folder: Path, calibrated: Calibrated) -> Calibrated:
     """If the links between GPUs were not measured this time, add those of the last calibration of such machines:
-    another node of this type may have more GPUs."""
+    another node of this type may have more GPUs. GPUs of another form (PCIe, SXM) have other links."""
     if calibrated.links_problem is None:
         return calibrated
     with contextlib.suppress(BadCalibration):
         before = load(folder, calibrated.name)
-        return calibrated if before is None else dataclasses.replace(calibrated, links=before.links)
+        if before is not None and other_form(before.device) == other_form(calibrated.device):
+            return dataclasses.replace(calibrated, links=before.links)
     return calibrated
 
 
@@ -270,7 +275,16 @@ def jobs_since(folder: Path) -> float:
 def measure(device: str, say: Callable[[str], None]) -> Calibrated:
     """Measure this machine in a separate process, since this one has no torch. `device`: auto (a GPU if there is one),
     cpu or cuda. `say` is called with what is measured next. Raises CalibrationFailed, UnknownMachine."""
+    if device != "cpu":
+        _refuse_unknown_gpu()
     return calibrated(Measurements.from_json(_measurements(device, say)))
+
+
+def _refuse_unknown_gpu() -> None:
+    """Before a minute is spent on a GPU of which no plans are made. Raises UnknownMachine."""
+    with contextlib.suppress(TorchFailed):  # the measurement says why
+        for first in torch_facts()["devices"][:1]:
+            planned_as(first, math.inf)
 
 
 def calibrated(measurements: Measurements) -> Calibrated:

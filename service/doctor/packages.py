@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,20 +13,10 @@ from packaging.version import Version
 from service.cluster.ray_head import count_gpus
 from service.cluster.ray_private import TRIED_WITH
 from service.doctor.findings import Finding
+from service.torch_facts import TorchFailed, torch_facts
 
 DISTRIBUTION = "manta-train"
-TORCH_SECONDS = 120.0
 DRIVER = Path("/proc/driver/nvidia/version")
-# In a process of its own: neither the service nor its commands ever import torch.
-_ASK_TORCH = """
-import json, torch
-cuda = torch.cuda.is_available()
-print(json.dumps({
-    "version": torch.__version__, "cuda": torch.version.cuda,
-    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-    "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
-}))
-"""
 
 
 def requirements() -> Iterator[Finding]:
@@ -74,19 +61,11 @@ def torch(gpus: int | None = None) -> Iterator[Finding]:
         return
     gpus = count_gpus() if gpus is None else gpus
     try:
-        asked = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=TORCH_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        yield Finding(
-            "torch", "problem", f"torch did not start within {TORCH_SECONDS:g} s", "see whether the disk is slow"
-        )
+        facts = torch_facts()
+    except TorchFailed as error:
+        yield Finding("torch", "problem", str(error), error.advice)
         return
-    if asked.returncode:
-        last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
-        yield Finding("torch", "problem", f"torch cannot be imported: {last}", "pip install torch")
-        return
-    yield judge_torch(json.loads(asked.stdout), gpus, driver_version())
+    yield judge_torch(facts, gpus, driver_version())
 
 
 def judge_torch(about: dict[str, Any], gpus: int, driver: str | None) -> Finding:

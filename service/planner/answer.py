@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from service.planner import explain
@@ -25,6 +26,11 @@ LINKS_ASSUMED = (
 )
 
 
+OTHER_FORM = (
+    "the rates are those of {device}, which was calibrated and has the name {name} here; memory, and links that were "
+    "not measured, are those of an SXM GPU of that name"
+)
+
 WAITS_ASSUMED = (
     "what its GPUs and the links inside a node reach was measured; {what} is assumed, and was neither fitted nor "
     "measured"
@@ -33,9 +39,16 @@ WAITS_ASSUMED = (
 
 def _note(cluster: Cluster) -> str | None:
     gpus, nodes = (sum(each) for each in zip(*((part.gpus, part.nodes) for part in cluster.parts), strict=True))
-    notes = {part.type: _note_of(part.machine, gpus > 1, nodes > 1) for part in cluster.parts}
-    said = [f"{type}: {note}" if cluster.others else note for type, note in notes.items() if note is not None]
+    notes = [(part.type, note) for part in cluster.parts for note in _notes_of(part.machine, gpus > 1, nodes > 1)]
+    said = [f"{type}: {note}" if cluster.others else note for type, note in notes]
     return "; ".join(said) or None
+
+
+def _notes_of(machine: Machine, several: bool, several_nodes: bool) -> Iterator[str]:
+    if machine.measured_on is not None:
+        yield OTHER_FORM.format(device=machine.measured_on, name=machine.accelerator.name)
+    if (note := _note_of(machine, several, several_nodes)) is not None:
+        yield note
 
 
 def _note_of(machine: Machine, several: bool, several_nodes: bool) -> str | None:

@@ -39,10 +39,16 @@ STREAMED = ("sum", "gelu", "square")
 
 def machine_measured(measurements: Measurements) -> str:
     """The name in MACHINES of the GPU that was measured. Raises UnknownMachine."""
-    name = named_by_driver(measurements.device, measurements.gpu_memory_bytes or 0.0)
+    return planned_as(measurements.device, measurements.gpu_memory_bytes or 0.0)
+
+
+def planned_as(device: str, memory_bytes: float) -> str:
+    """The name in MACHINES of a GPU that its driver calls `device`. Raises UnknownMachine."""
+    name = named_by_driver(device, memory_bytes)
     if name is None:
         raise UnknownMachine(
-            f"no plans can be made for GPUs like this one ({measurements.device}); known are {', '.join(MACHINES)}"
+            f"no plans can be made for GPUs like this one ({device}); known are {', '.join(MACHINES)}. `manta calibrate "
+            "--device cpu` measures the cores instead"
         )
     return name
 

@@ -175,6 +175,8 @@ class Machine:
     """Measurements between its GPUs; the bandwidth is in `constants` too."""
     refined: Refined | None = None
     """Set if jobs have moved some of its constants."""
+    measured_on: str | None = None
+    """The GPU that was measured, as its driver calls it, if it has another form than `accelerator` (`other_form`)."""
 
     @property
     def adapters_each(self) -> float:
@@ -363,10 +365,19 @@ def linked(machine: Machine, links: Links) -> Machine:
 
 def named_by_driver(device: str, memory_bytes: float) -> str | None:
     """The name in MACHINES of a GPU that its driver calls `device`; None if there is none."""
-    words = device.lower().replace("-", " ").split()
-    kinds = {name.split("-")[0] for name in MACHINES}
+    words, kinds = _words(device), {name.split("-")[0] for name in MACHINES}
     kind = next((word for word in words if word in kinds), None)
-    return None if kind is None else known_as(kind, memory_bytes)
+    return None if kind is None or "mig" in words else known_as(kind, memory_bytes)
+
+
+def other_form(device: str) -> str | None:
+    """PCIe or NVL, where a driver calls its GPU so: one with other rates, memory and links than MACHINES has under that
+    name, where GPUs with NVLink (SXM) are meant."""
+    return next((form for form in ("PCIe", "NVL") if form.lower() in _words(device)), None)
+
+
+def _words(device: str) -> list[str]:
+    return device.lower().replace("-", " ").split()
 
 
 def ray_type(name: str) -> str:

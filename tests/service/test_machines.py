@@ -22,7 +22,7 @@ from service.machines import (
     this_node,
     with_links_of_before,
 )
-from service.planner.hardware import ASSUMED_CORE, MACHINES, Core, Gpu, Links, measured
+from service.planner.hardware import ASSUMED_CORE, MACHINES, Core, Gpu, Links, UnknownMachine, measured
 from tests.service.planner.test_fitting_gpu import rows as measurements_of
 from tests.service.planner.test_fitting_links import rows as links_rows
 from workers.system.processor import node_type
@@ -166,6 +166,36 @@ def test_a_gpu_is_calibrated_whether_its_links_could_be_measured_or_not():
     assert both.links.bandwidth == pytest.approx(LINKS.bandwidth)
 
 
+PCIE = replace(OF_GPU, device="NVIDIA H100 PCIe", links=LINKS)
+
+
+def test_gpus_of_another_form_have_other_links_and_plans_know_which_were_measured(tmp_path):
+    save(tmp_path, PCIE)
+    assert with_links_of_before(tmp_path, ONE) is ONE
+    again = replace(PCIE, links=None, links_problem="there is one GPU")
+    assert with_links_of_before(tmp_path, again).links == LINKS
+    machine = PCIE.applied(MACHINES["h100-80gb"])
+    assert machine == replace(measured(MACHINES["h100-80gb"], PCIE.gpu, LINKS), measured_on="NVIDIA H100 PCIe")
+
+
+def sees(monkeypatch, *devices):
+    """What torch finds on this machine."""
+    monkeypatch.setattr(machines, "torch_facts", lambda: {"devices": list(devices)})
+
+
+def test_a_gpu_without_plans_is_refused_before_it_is_measured(monkeypatch):
+    measures_by(monkeypatch, "raise SystemExit('measured')")
+    sees(monkeypatch, "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3")
+    for device in ("auto", "cuda"):
+        with pytest.raises(UnknownMachine, match=r"RTX 4090\) no plans are made; known .* --device cpu` measures"):
+            machines.measure(device, print)
+    with pytest.raises(CalibrationFailed, match="measured"):
+        machines.measure("cpu", print)
+    sees(monkeypatch, "NVIDIA H100 80GB HBM3")
+    with pytest.raises(CalibrationFailed, match="measured"):
+        machines.measure("auto", print)
+
+
 def measures_by(monkeypatch, program):
     """This machine is measured by another program."""
     monkeypatch.setattr(machines, "_COMMAND", (sys.executable, "-S", "-c", program))
@@ -177,6 +207,7 @@ def measures_by(monkeypatch, program):
 )
 def test_a_machine_that_cannot_be_measured_says_why(monkeypatch, program, why):
     measures_by(monkeypatch, program)
+    sees(monkeypatch)
     with pytest.raises(CalibrationFailed, match=f"could not be measured: {why}"):
         machines.measure("auto", print)
 

@@ -176,3 +176,12 @@ def test_a_broken_calibration_is_a_sentence(manta, file, tmp_path):
     path.write_text("{}")
     result = CliRunner().invoke(command_line(), ["plan", str(file)])
     assert result.exit_code == 2 and "calibrate again, or remove it" in result.stderr
+
+
+def test_plans_say_which_form_of_a_gpu_was_calibrated(manta, file, tmp_path):
+    cluster = {"accelerator": "h100", "nodes": 1, "gpus_per_node": 1}
+    file.write_text(yaml.safe_dump(PLAN | {"cluster": cluster, "parallel": {}}))
+    for device, note in (("NVIDIA H100 80GB HBM3", None), ("NVIDIA H100 PCIe", "those of NVIDIA H100 PCIe, which was")):
+        save(Paths.of(tmp_path / "home").machines, replace(OF_H100, device=device))
+        said = json.loads(manta("plan", file, "--json"))["note"]
+        assert said is None if note is None else note in said

@@ -4,6 +4,7 @@ import importlib.metadata
 
 import pytest
 
+from service import torch_facts
 from service.cluster.ray_private import TRIED_WITH
 from service.doctor import packages
 
@@ -83,7 +84,7 @@ def test_the_torch_that_is_here_has_what_is_asked():
 
 
 def test_a_torch_that_cannot_be_imported_is_quoted(monkeypatch):
-    monkeypatch.setattr(packages, "_ASK_TORCH", "raise ImportError('libcudart.so.13: no such file')")
+    monkeypatch.setattr(torch_facts, "_ASK", "raise ImportError('libcudart.so.13: no such file')")
     (seen,) = packages.torch(gpus=0)
     assert seen.verdict == "problem" and seen.message.endswith("ImportError: libcudart.so.13: no such file")
 

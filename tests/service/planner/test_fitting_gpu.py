@@ -78,7 +78,9 @@ def test_measurements_of_a_gpu_travel_as_json():
         ("Tesla V100-SXM2-16GB", 15.8, "v100-16gb"),
         ("NVIDIA L40S", 44.5, "l40s-48gb"),
         ("NVIDIA B200", 178.0, "b200-180gb"),
+        ("NVIDIA H100 PCIe", 79.6, "h100-80gb"),
         ("NVIDIA GeForce RTX 4090", 24.0, None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 39.5, None),
     ],
 )
 def test_a_gpu_is_known_by_what_its_driver_calls_it(device, gibibytes, name):
