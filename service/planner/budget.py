@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from service.planner.memory import broken_rules
 from service.planner.operations import Budget
 from service.planner.pipeline import ROUNDING
 from service.planner.step_time import StepModel, StepTime
 from workers.accounting.flops import step_flops
+from workers.config import JobSpec
 
 WORTH_SAYING = 0.04
 """Smallest part of a step that gets a sentence."""
@@ -55,7 +57,7 @@ def step_shares(model: StepModel, time: StepTime, peak_flops: float) -> tuple[Sh
     }
     if mean.copies:
         seconds["copies"] = mean.copies
-    words = {name: _words(name, model) for name in seconds}
+    words = _words(model)
     if time.tied > time.gradients:
         words["gradients"] = "the embedding's gradients, which first and last stage have", "model.tie_embeddings: false"
     return tuple(Share(name, each, *words[name]) for name, each in seconds.items())
@@ -86,47 +88,64 @@ def _times(budget: Budget, factor: float) -> Budget:
     return Budget(*(factor * getattr(budget, name) for name in Budget.__dataclass_fields__))
 
 
-def _words(name: str, model: StepModel) -> tuple[str, str]:
-    """What a part is, and what would help."""
-    layout, is_compiled = model.spec.layout, model.spec.train.compile
+def _words(model: StepModel) -> dict[str, tuple[str, str]]:
+    """What each part is, and what would help: of the changes that the job's rules and sizes leave possible."""
+    spec, layout, micro_batch = model.spec, model.spec.layout, model.spec.train.micro_batch_size
     replicas = f"{layout.data} replicas" if layout.data > 1 else "one replica"
+    larger = "a larger micro-batch" if 2 * micro_batch <= -(-spec.train.global_batch_size // layout.data) else ""
+    smaller = "a smaller micro-batch" if micro_batch > 1 else ""
+    narrower = "a smaller tensor size" if layout.tensor > 1 else ""
+    has_layers = spec.model.layers > layout.pipeline * layout.virtual_stages
+    fewer = "fewer replicas" if layout.data > 1 else ""
+    compiled = "train.compile: true" if _may_be_compiled(spec) else ""
+    products, less = _either(larger, narrower), _either(smaller, "more stages" if has_layers else "")
+    without = "less recomputation, where memory allows"
+    full = "parallel.recompute: full beside them" if layout.recompute != "full" else ""
     return {
         "arithmetic": ("the model's FLOPs at the device's peak rate", ""),
         "products": (
             "what matrix products and attention take longer than at the peak",
-            "larger products: a larger micro-batch, or a smaller tensor size",
+            f"larger products: {products}" if products else "",
         ),
-        "elementwise": (
-            "norms, activations, residuals and losses, at the memory's speed",
-            "" if is_compiled else "train.compile: true",
-        ),
+        "elementwise": ("norms, activations, residuals and losses, at the memory's speed", compiled),
         "recomputation": (
             f"activations that are computed again ({layout.recompute})",
-            "less recomputation, where memory allows: a smaller micro-batch, or more stages",
+            f"{without}: {less}" if less else without,
         ),
-        "tensor": (f"communication of tensor {layout.tensor}", "a smaller tensor size with more pipeline stages"),
+        "tensor": (
+            f"communication of tensor {layout.tensor}",
+            f"{narrower} with more pipeline stages" if narrower and has_layers else narrower,
+        ),
         "copies": (
             f"activations of {layout.offload_layers} layers a stage on their way to host memory and back",
-            "fewer parallel.offload_layers, or parallel.recompute: full beside them",
+            _either("fewer parallel.offload_layers", full),
         ),
-        "host": (
-            "the device waits for the host to launch its kernels",
-            "a larger micro-batch" if is_compiled else "a larger micro-batch, or train.compile: true",
-        ),
-        "bubble": _bubble(model),
-        "gradients": (f"sums of gradients over {replicas} that nothing hides", "fewer replicas, or a larger batch"),
+        "host": ("the device waits for the host to launch its kernels", _either(larger, compiled)),
+        "bubble": _bubble(model, _either("a larger global batch", smaller, fewer)),
+        "gradients": (f"sums of gradients over {replicas} that nothing hides", _either(fewer, "a larger batch")),
         "optimizer": _words_of_update(model, replicas),
-        "replicas": (f"the slowest of {replicas}", "fewer replicas"),
-    }[name]
+        "replicas": (f"the slowest of {replicas}", fewer),
+    }
 
 
-def _bubble(model: StepModel) -> tuple[str, str]:
+def _either(*ways: str) -> str:
+    """One of those that there are."""
+    *others, last = [way for way in ways if way] or [""]
+    return f"{', '.join(others)}, or {last}" if others else last
+
+
+def _may_be_compiled(spec: JobSpec) -> bool:
+    compiled = spec.model_copy(update={"train": spec.train.model_copy(update={"compile": True})})
+    return not spec.train.compile and not broken_rules(compiled) - broken_rules(spec)
+
+
+def _bubble(model: StepModel, more: str) -> tuple[str, str]:
+    """`more`: what gives each replica more micro-batches."""
     layout, work = model.spec.layout, model.pipeline().rank_work()
     what = f"ranks wait for other stages ({layout.schedule}, pipeline {layout.pipeline}"
-    helps = (
-        "more micro-batches: a larger global batch, a smaller micro-batch or fewer replicas; more virtual stages, or a "
-        "zero-bubble schedule"
-    )
+    helps = f"more micro-batches: {more}"
+    if not layout.schedule.startswith("zb"):
+        helps += "; a zero-bubble schedule, or more virtual stages"
     most = max(work) * len(work) / sum(work) - 1
     if most < WORTH_SAYING:
         return f"{what})", helps
@@ -135,13 +154,15 @@ def _bubble(model: StepModel) -> tuple[str, str]:
 
 
 def _words_of_update(model: StepModel, replicas: str) -> tuple[str, str]:
+    layout = model.spec.layout
     if model.spec.train.optimizer.offload:
         return (
             f"the update, whose state comes from host memory and goes back, and bringing it to {replicas}",
             "a larger global batch, or train.optimizer.offload: false where memory allows",
         )
     fewer = "a larger global batch, so that there are fewer updates"
-    return f"the update, and bringing it to {replicas}", fewer if model.spec.layout.zero else "parallel.zero: 1"
+    helps = fewer if layout.zero or layout.data == 1 else "parallel.zero: 1"
+    return f"the update, and bringing it to {replicas}", helps
 
 
 def sentences(shares: tuple[Share, ...]) -> tuple[str, ...]:

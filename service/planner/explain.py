@@ -3,14 +3,15 @@ and the memory of each stage. Pure Python."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from service.cluster.sizes import sizes_of
 from service.planner.beside_steps import BesideSteps, beside_steps
 from service.planner.budget import Share, sentences, step_shares
-from service.planner.hardware import Cluster, parts_of
+from service.planner.hardware import Cluster
 from service.planner.long_run import Advice, NeverDone, Run, advise
-from service.planner.memory import RankMemory, memory_of, usable_bytes
+from service.planner.memory import RankMemory, by_stage
 from service.planner.mixed_step import step_model
 from service.planner.pipeline import PASS_NAMES, Bar
 from service.planner.search import Plan
@@ -43,7 +44,7 @@ class Explanation:
 
 def explain(plan: Plan, cluster: Cluster) -> Explanation:
     """Explain `plan`, which a search on `cluster` returned."""
-    spec, layout, parts = plan.spec, plan.spec.layout, parts_of(plan.spec, cluster)
+    spec, layout, memory = plan.spec, plan.spec.layout, by_stage(plan.spec, cluster)
     model = step_model(spec, cluster)
     passes = (3 if layout.schedule.startswith("zb") else 2) * layout.pipeline * layout.virtual_stages
     beside = beside_steps(model, plan.time)
@@ -51,8 +52,8 @@ def explain(plan: Plan, cluster: Cluster) -> Explanation:
     return Explanation(
         shares=step_shares(model, plan.time, plan.peak_flops),
         changes=what_ifs(spec, cluster),
-        memory=tuple(memory_of(spec, rank, part.machine) for rank, part in enumerate(parts)),
-        usable_bytes=tuple(usable_bytes(part) for part in parts),
+        memory=tuple(needed for needed, _ in memory),
+        usable_bytes=tuple(usable for _, usable in memory),
         bars=tuple(model.pipeline().bars(spec.micro_batches)) if few else None,
         beside=beside,
         run=_whole_run(plan, cluster, beside),
@@ -64,9 +65,18 @@ def _whole_run(plan: Plan, cluster: Cluster, beside: BesideSteps) -> Advice | Ne
     if cluster.machine.core is not None or spec.train.steps * step < LONG_SECONDS:
         return None
     layout = spec.layout
-    run = Run(layout.world_size, cluster.gpus_per_node, layout.data, step, spec.train.steps, checkpoint_seconds=step)
+    run = Run(
+        layout.world_size,
+        cluster.gpus_per_node,
+        layout.data,
+        step,
+        spec.train.steps,
+        checkpoint_seconds=step,
+        beside_seconds=beside.seconds / spec.train.steps,
+        fewest=sizes_of(spec).start,
+    )
     try:
-        return advise(replace(run, beside_seconds=beside.seconds / spec.train.steps))
+        return advise(run)
     except NeverDone as error:
         return error
 

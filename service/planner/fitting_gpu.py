@@ -47,8 +47,8 @@ def planned_as(device: str, memory_bytes: float) -> str:
     name = named_by_driver(device, memory_bytes)
     if name is None:
         raise UnknownMachine(
-            f"no plans can be made for GPUs like this one ({device}); known are {', '.join(MACHINES)}. `manta calibrate "
-            "--device cpu` measures the cores instead"
+            f"no plans can be made for GPUs like this one ({device}); known are {', '.join(MACHINES)}. `manta "
+            "calibrate --device cpu` measures the cores instead"
         )
     return name
 

@@ -19,10 +19,13 @@ from workers.errors import MantaError
 
 SEEDS = 5
 """Simulated runs whose mean is an outcome."""
-MOST_SPARES = 8
+FEW_SPARES = 8
+"""Numbers of spares that are tried in addition to none: up to this many each, and as many spread evenly above."""
 MOST_FAILURES = 2000
-"""Most expected failures of a run that is simulated in full; of a longer one a part with that many is simulated. A run
-that reaches ten times as many failures before its end is never done."""
+"""Expected in a run that is simulated as it is; of a longer one a part with so many stands for the whole. One that has
+ten times as many, and is not done, never will be."""
+ROUNDING = 1e-9
+"""Part of an interval between checkpoints by which sums may miss its end."""
 
 
 class NeverDone(MantaError):
@@ -88,8 +91,8 @@ class Run:
     """Hours until a lost node is usable again."""
     beside_seconds: float = 0.0
     """Seconds per step of the work outside steps (`beside_steps.py`)."""
-    short: Literal["shrink", "wait"] = "shrink"
-    """What happens without enough nodes: fewer replicas, or waiting."""
+    fewest: int = 1
+    """Fewest replicas with which it continues if nodes are missing; with fewer it waits for nodes."""
 
     @property
     def seconds(self) -> float:
@@ -145,6 +148,10 @@ def _part(run: Run, recovery: Recovery, reliability: Reliability) -> Run:
     return replace(run, steps=max(1, round(run.steps * (MOST_FAILURES / failures))))
 
 
+_Kind = Literal["process", "node", "all"]
+_KINDS: tuple[_Kind, ...] = ("process", "node", "all")
+
+
 class _Clock:
     """A run in progress."""
 
@@ -156,16 +163,21 @@ class _Clock:
         self.repairs: list[float] = []
         """When lost nodes come back."""
         self.last_lost = -math.inf
+        self.ready = self.resumed = 0.0
+        """When training goes on after the last failure, and what was done by then."""
 
     def speed(self) -> float:
         """Part of the replicas that are training."""
-        if self.run.short == "wait":
-            return 1.0 if self.usable >= self.run.nodes else 0.0
-        nodes_each = self.run.nodes / self.run.replicas
-        return min(self.run.replicas, math.floor(self.usable / nodes_each + 1e-9)) / self.run.replicas
+        replicas = self.run.replicas
+        left = min(replicas, math.floor(self.usable * replicas / self.run.nodes + 1e-9))
+        return left / replicas if left >= self.run.fewest else 0.0
 
-    def train_until(self, moment: float) -> None:
-        """Train up to `moment` or to the end; lost nodes come back meanwhile."""
+    def go_on_until(self, moment: float) -> None:
+        """Recover from the last failure and train, up to `moment` of the clock or to the end; nodes come back
+        meanwhile."""
+        recovered = max(self.now, min(moment, self.ready))
+        self.recovering += recovered - self.now
+        self.now = recovered
         while self.now < moment and self.done < self.run.seconds:
             while self.repairs and self.repairs[0] <= self.now:
                 heapq.heappop(self.repairs)
@@ -185,28 +197,30 @@ class _Clock:
             self.now += passed
 
     def fail(self) -> None:
-        """A failure happens now."""
-        process, node, everything = self.rates()
-        kind = self.draw.choices((process, node, everything), (process, node, everything))[0]
+        """Something fails now, also while the last failure is being recovered from; what would fail on a node that is
+        lost already does not."""
+        kind = self.draw.choices(_KINDS, self.rates())[0]
+        if kind != "all" and self.draw.random() * self.run.nodes >= self.usable:
+            return
         self.failures += 1
-        both_lost = False
-        if kind is node:
+        from_checkpoint = kind == "all" or not self.recovery.in_memory
+        if kind == "node":
             # A rank's state is on two nodes; both copies are lost if the second node fails before a new copy is made.
             recent = self.now - self.last_lost < self.recovery.node
-            both_lost = recent and self.draw.random() < 1 / max(1, self.run.nodes - 1)
+            from_checkpoint |= recent and self.draw.random() < 1 / max(1, self.run.nodes - 1)
             self.last_lost = self.now
             self.usable -= 1
             heapq.heappush(self.repairs, self.now + 3600 * self.run.repair_hours)
-        if kind is everything or both_lost or not self.recovery.in_memory:
-            lost = self.done % self.run.checkpoint_seconds
-            seconds = self.recovery.all if kind is everything or both_lost else self.recovery.process
+        if from_checkpoint:
+            every = self.run.checkpoint_seconds
+            lost = max(0.0, self.done - every * math.floor(self.done / every + ROUNDING))
+            seconds = self.recovery.all
         else:
-            lost = min(self.done, self.recovery.lost_steps * self.run.step_seconds)
-            seconds = self.recovery.node if kind is node else self.recovery.process
+            lost = min(self.done - self.resumed, self.recovery.lost_steps * self.run.step_seconds)
+            seconds = self.recovery.node if kind == "node" else self.recovery.process
         self.done -= lost
         self.redone += lost
-        self.recovering += seconds
-        self.now += seconds
+        self.resumed, self.ready = self.done, max(self.ready, self.now + seconds)
 
     def rates(self) -> tuple[float, float, float]:
         """Failures per second: of a process, of a node, of everything."""
@@ -221,7 +235,7 @@ class _Clock:
 def _simulated(run: Run, recovery: Recovery, reliability: Reliability, draw: random.Random) -> Outcome:
     clock = _Clock(run, recovery, reliability, draw)
     while True:
-        clock.train_until(clock.now + draw.expovariate(sum(clock.rates())))
+        clock.go_on_until(clock.now + draw.expovariate(sum(clock.rates())))
         if clock.done >= run.seconds:
             break
         if clock.failures == 10 * MOST_FAILURES:
@@ -256,11 +270,18 @@ def seconds_between_restores(run: Run, recovery: Recovery, reliability: Reliabil
 
 
 def best_spares(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3) -> int:
-    """The number of spares with which the run takes the fewest GPU-hours."""
-    costs = [
-        simulate(replace(run, spares=spares), recovery, reliability).gpu_hours for spares in range(MOST_SPARES + 1)
-    ]
-    return min(range(len(costs)), key=lambda spares: costs[spares])
+    """The number of spares with which the run takes the fewest GPU-hours; 0 where it never ends with any."""
+    lost = run.gpus / reliability.gpu_hours_a_node * run.repair_hours  # nodes that are being repaired, in the mean
+    most = max(FEW_SPARES, math.ceil(lost + 3 * math.sqrt(lost)))
+    best, least = 0, math.inf
+    for spares in (most * part // FEW_SPARES for part in range(FEW_SPARES, -1, -1)):
+        try:
+            hours = simulate(replace(run, spares=spares), recovery, reliability).gpu_hours
+        except NeverDone:  # nor with fewer
+            break
+        if hours <= least:
+            best, least = spares, hours
+    return best
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,12 @@ def usable_bytes(cluster: Cluster) -> float:
     return cluster.machine.accelerator.memory_bytes * (1 - RESERVE)
 
 
-def worst_rank(spec: JobSpec, machine: Machine | None = None, usable: float = math.inf) -> RankMemory:
+def worst_rank(
+    spec: JobSpec, machine: Machine | None = None, usable: float = math.inf, known: StepPeak | None = None
+) -> RankMemory:
     """The rank that needs most; if one needs more than `usable` bytes, the first such rank found. `machine`: what ranks
-    run on, which changes some tensors; by default a GPU."""
-    passes, memories = _passes(spec, machine), []
+    run on, which changes some tensors; by default a GPU. `known`: of a job as `StepPeak.with_stages` takes it."""
+    passes, memories = step_peak_on(spec, machine) if known is None else known.with_stages(spec), []
     for rank in _candidates(spec):
         memories.append(_memory(passes, rank))
         if memories[-1].total > usable:
@@ -85,6 +87,18 @@ def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
     else:
         memories = by_kind(spec, parts)
     return least_to_spare(memories)
+
+
+def by_stage(spec: JobSpec, cluster: Cluster) -> list[tuple[RankMemory, float]]:
+    """Memory of a rank of each pipeline stage, and what it may take; on the nodes with least room where the layout does
+    not say on which it is. Raises UnknownMachine as `tightest`."""
+    parts: list[tuple[Cluster, ...]] = [(part,) for part in parts_of(spec, cluster)]
+    if spec.layout.stage_accelerators is None:
+        parts = [cluster.parts] * spec.layout.pipeline
+    return [
+        least_to_spare([(memory_of(spec, rank, each.machine), usable_bytes(each)) for each in own])
+        for rank, own in enumerate(parts)
+    ]
 
 
 def least_to_spare(memories: Sequence[tuple[RankMemory, float]]) -> tuple[RankMemory, float]:
@@ -131,10 +145,11 @@ def _layers_of(spec: JobSpec, rank: int) -> tuple[int, ...]:
 
 def memory_of(spec: JobSpec, rank: int, machine: Machine | None = None) -> RankMemory:
     """What pipeline rank `rank` needs; `machine` as in `worst_rank`."""
-    return _memory(_passes(spec, machine), rank)
+    return _memory(step_peak_on(spec, machine), rank)
 
 
-def _passes(spec: JobSpec, machine: Machine | None) -> StepPeak:
+def step_peak_on(spec: JobSpec, machine: Machine | None) -> StepPeak:
+    """Of a job whose ranks are on such a machine; by default on GPUs."""
     return StepPeak(spec) if machine is None else StepPeak(spec, machine.has_gpus, machine.sums_apart)
 
 
@@ -167,19 +182,23 @@ def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
     return round((SLOTS * held + waiting) * ranks)
 
 
-def layers_with_room(spec: JobSpec, usable: float, machine: Machine | None = None) -> tuple[int, ...]:
-    """For how many layers each pipeline rank has room in `usable` bytes, from what it needs now and what one more layer
-    on each of its virtual stages would need. Both are computed for the two ranks at either end, and interpolated for
-    those between them, where they change with the number of micro-batches in flight. `machine`: as in `worst_rank`."""
-    stages, passes = spec.layout.pipeline, _passes(spec, machine)
-    known = {rank: _growth(passes, rank) for rank in sorted({0, 1, stages - 2, stages - 1} & set(range(stages)))}
+def layers_with_room(
+    spec: JobSpec, usable: float, machine: Machine | None = None, known: StepPeak | None = None
+) -> tuple[int, ...]:
+    """For how many layers each pipeline rank has room in so many bytes, by what it needs now and what one more on each
+    of its virtual stages would need. Both are looked at for the ranks at the ends and those beside them; between those
+    they change from one to the next as the number of micro-batches in flight does. `machine`, `known`: as in
+    `worst_rank`."""
+    stages = spec.layout.pipeline
+    passes = step_peak_on(spec, machine) if known is None else known.with_stages(spec)
+    lines = {rank: _growth(passes, rank) for rank in sorted({0, 1, stages - 2, stages - 1} & set(range(stages)))}
     room = []
     for rank in range(stages):
-        if rank in known:
-            none, each = known[rank]
+        if rank in lines:
+            none, each = lines[rank]
         else:
             part = (rank - 1) / (stages - 3)
-            none, each = (a + part * (b - a) for a, b in zip(known[1], known[stages - 2], strict=True))
+            none, each = (a + part * (b - a) for a, b in zip(lines[1], lines[stages - 2], strict=True))
         room.append(max(0, int((usable - none) / each)))
     return tuple(room)
 
@@ -250,17 +269,24 @@ def fits(spec: JobSpec, cluster: Cluster) -> Fit:
     fit = Fit(*tightest(spec, cluster))
     if fit.fits:
         return fit
-    widest, broken = max(part.gpus_per_node for part in cluster.parts), _broken(spec)
+    widest, broken = max(part.gpus_per_node for part in cluster.parts), broken_rules(spec)
     for change, other in _changes(spec, fit.usable, cluster.machine):
-        if other.layout.tensor > widest or _broken(other) - broken:
+        if other.layout.tensor > widest or broken_rules(other) - broken:
             continue
         if Fit(*tightest(other, cluster)).fits:
-            return Fit(fit.memory, fit.usable, change)
+            return Fit(fit.memory, fit.usable, change + _on_more(other, cluster))
     return fit
 
 
-def _broken(spec: JobSpec) -> set[str]:
-    """Fields that break rules."""
+def _on_more(spec: JobSpec, cluster: Cluster) -> str:
+    """How many places a layout needs, where that is more than the cluster has."""
+    layout, places = spec.layout, "GPUs" if cluster.machine.has_gpus else "slots"
+    groups = sum(part.nodes * (part.gpus_per_node // layout.tensor) for part in cluster.parts)
+    return "" if layout.world_size <= groups * layout.tensor else f", on {layout.world_size} {places}"
+
+
+def broken_rules(spec: JobSpec) -> set[str]:
+    """Paths of the keys that break rules; of a job that is only planned those of its data may."""
     return {problem.path for problem in find_problems(spec)}
 
 

@@ -78,7 +78,8 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
         yield of("parallel", schedule=schedule, virtual_stages=stages)
     for counts in _lists(spec):
         yield of("parallel", stage_layers=counts)
-    yield of("parallel", zero=1 - min(1, parallel["zero"]))
+    if parallel["data"] > 1:
+        yield of("parallel", zero=1 - min(1, parallel["zero"]))
 
 
 def _lists(spec: JobSpec) -> Iterator[list[int] | None]:

@@ -278,10 +278,11 @@ def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
     """Most bytes of activations of one pipeline rank, in a step of `micro_batches` micro-batches."""
     stages, splits = stages_held(spec, rank), spec.layout.schedule in SPLIT_BACKWARD
     put_off = [put_off_bytes(spec, index) if splits else 0 for index in stages]
-    sizes: dict[tuple[int, bool], int] = {}
+    sizes: dict[tuple[object, ...], int] = {}
+    keys = [_kind_of_stage(spec, index) for index in stages]
 
     def change(kind: Kind) -> Pass:
-        key = kind.chunk, kind.again
+        key = keys[kind.chunk], kind.again
         if key not in sizes:
             sizes[key] = chunk_bytes(spec, stages[kind.chunk], kind.again)
         size, later = sizes[key], put_off[kind.chunk]
@@ -290,6 +291,22 @@ def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
 
     takes = takes_gradient(spec)
     return walked(blocks_of_rank(spec.layout, rank, micro_batches, [takes[index] for index in stages]), change).most
+
+
+def layers_are_alike(spec: JobSpec) -> bool:
+    """Whether all layers keep the same, so that virtual stages with equally many differ at the model's ends alone."""
+    layout, model = spec.layout, spec.model
+    windows = model.sliding_window is not None and model.full_attention_every is not None
+    every = layout.recompute == "full" and layout.recompute_every > 1
+    return not (spec.train.frozen or layout.offload_layers or windows or every)
+
+
+def _kind_of_stage(spec: JobSpec, index: int) -> tuple[int, ...]:
+    """The same for virtual stages that keep the same."""
+    if not layers_are_alike(spec):
+        return (index,)
+    count = spec.layout.pipeline * spec.layout.virtual_stages
+    return len(layers_of(spec.model.layers, spec.layout, index)), int(index == 0), int(index == count - 1)
 
 
 def put_off_bytes(spec: JobSpec, index: int) -> int:

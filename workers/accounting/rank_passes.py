@@ -81,12 +81,15 @@ def _blocks(
     kind: str, rank: int, stages: int, chunks: int, micro_batches: int, takes: tuple[bool, ...], keep: int | None
 ) -> Blocks:
     """`keep`: number of micro-batches of which everything is kept; None: all."""
+    if keep == 0:  # the same passes, all of which are recomputed
+        whole = _blocks(kind, rank, stages, chunks, micro_batches, takes, None)
+        return tuple((tuple(each._replace(again=True) for each in block), times) for block, times in whole)
     actions = passes_of_rank(kind, rank, stages, chunks, micro_batches)
     needs = {each for each in comes_to(kind, stages, chunks, rank) if each[1] == "forward" or takes[each[0]]}
     # Each receive is posted one pass before the one that needs it; that of the first pass with the pass itself.
     posted = [int((chunk, kind) in needs) for kind, _, chunk in actions] + [0]
     posted[1] += posted[0]
-    again: Iterator[bool] = itertools.repeat(keep is not None)
+    again: Iterator[bool] = itertools.repeat(False)
     if keep:
         pairs = recomputed_pairs(actions, keep * chunks)
         again = iter([(micro_batch, chunk) in pairs for _, micro_batch, chunk in actions])

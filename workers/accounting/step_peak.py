@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from workers.accounting.activation_bytes import WIDE, offloaded, output_weight, tokens_of
+from workers.accounting.activation_bytes import WIDE, layers_are_alike, offloaded, output_weight, tokens_of
 from workers.accounting.flops import padded_vocabulary, stages_held
 from workers.accounting.layer_passes import LayerPasses, Sizes
 from workers.accounting.rank_passes import Kind, blocks_of_rank, comes_to, walked
@@ -44,19 +44,23 @@ class StepPeak:
         self.head_tokens = min(spec.train.head_tokens, tokens_of(spec)[0])
         # The first product of a step is written where the sum is.
         several = spec.micro_batches > 1 or 0 < self.head_tokens < tokens_of(spec)[0]
+        self._may_sum_apart = sums_apart
         self.sums_apart = sums_apart and several and self.output_trained and self.sizes.width < WIDE
         self._frozen = frozen_by_layer(spec) if spec.train.frozen else None
         self._layers: dict[tuple[bool, frozenset[str] | None, tuple[str, ...]], LayerPasses] = {}
         self._of_layers: dict[tuple[Callable[..., Pass], int, bool], Pass] = {}
+        self._of_stages: dict[tuple[object, ...], Pass] = {}
+        self._alike = layers_are_alike(spec)
         self._ranges: dict[int, range] = {}
         scatters = layout.tensor > 1 and not layout.sequence_parallel_on
         self.message = self.sizes.residual // (layout.tensor if scatters else 1)
         """Bytes of a received message, which may be a part that has to be gathered."""
 
     def with_stages(self, spec: JobSpec) -> StepPeak:
-        """The same for a job with the same layers in other stages; reuses what is known of the layers."""
-        other = StepPeak(spec, self.gpu, self.sums_apart)
-        other._layers, other._of_layers = self._layers, self._of_layers
+        """Of a job with the same layers, micro-batches and recomputation, whose schedule splits backward if this one's
+        does; it continues with what is known of them."""
+        other = StepPeak(spec, self.gpu, self._may_sum_apart)
+        other._layers, other._of_layers, other._of_stages = self._layers, self._of_layers, self._of_stages
         return other
 
     def of_rank(self, rank: int, micro_batches: int) -> int:
@@ -95,6 +99,15 @@ class StepPeak:
         """A pass of virtual stage `index`, of a micro-batch that is recomputed or not."""
         if kind != "forward" and not self.takes[index]:
             return NOTHING
+        if not self._alike:
+            return self._made(index, kind, again, arrives)
+        place = index == 0, self._is_last(index), self._goes_on_here(index), self._goes_on_here(index - 1)
+        key = kind, again, arrives, len(self._indices(index)), place, self.sums_apart
+        if key not in self._of_stages:
+            self._of_stages[key] = self._made(index, kind, again, arrives)
+        return self._of_stages[key]
+
+    def _made(self, index: int, kind: str, again: bool, arrives: bool) -> Pass:
         tape = Tape()
         if arrives:
             self._gather_message(tape)

@@ -12,13 +12,15 @@ from service.planner.drift import GROUPS
 from service.planner.explain import explain, to_json
 from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
 from service.planner.long_run import NeverDone
+from service.planner.memory import usable_bytes
 from service.planner.pictures import picture
 from service.planner.pipeline import WEIGHT
+from service.planner.request import together
 from service.planner.search import plan_of
 from service.planner.software import engine_on
 from service.planner.step_time import StepModel
 from service.planner.what_if import what_ifs
-from workers.config import JobSpec
+from workers.config import ElasticConfig, JobSpec
 
 GPU = Gpu(2.4e14, 1.5e13, 1.8e14, 1.6e12, 1.2e12, 3e-6, 1e-5, 2e10)
 CLUSTERS = {
@@ -162,3 +164,37 @@ def test_of_a_run_that_would_never_end_this_is_said_and_nothing_else(monkeypatch
     _, explanation = explained(LAYOUTS[1], steps=10**7)
     document = to_json(explanation)
     assert document["run"] is None and document["sentences"][-1] == "Of the whole training: it would never end: 16."
+
+
+@pytest.mark.parametrize(("elastic", "fewest"), [({}, 2), ({"min_data": 1}, 1)])
+def test_a_whole_training_waits_for_nodes_if_its_size_is_fixed(monkeypatch, elastic, fewest):
+    runs = []
+    monkeypatch.setattr("service.planner.explain.advise", lambda run: runs.append(run))
+    spec = job({"data": 2}, steps=10**7).model_copy(update={"elastic": ElasticConfig(**elastic)})
+    explain(plan_of(spec, CLUSTERS["a100"]), CLUSTERS["a100"])
+    assert [run.fewest for run in runs] == [fewest]
+
+
+def test_advice_is_of_what_the_job_may_still_change():
+    """Dropout refuses to be compiled; there is one replica, one sequence a micro-batch and one tensor rank."""
+    spec = job({"zero": 0, "pipeline": 2, "schedule": "zb-h1"}, micro_batch_size=1)
+    dropping = spec.model_copy(update={"model": spec.model.model_copy(update={"dropout": 0.1})})
+    shares = explain(plan_of(dropping, CLUSTERS["measured"]), CLUSTERS["measured"]).shares
+    said = " ".join(share.help for share in shares)
+    for useless in ("train.compile", "smaller tensor", "smaller micro-batch", "fewer replicas", "zero"):
+        assert useless not in said, said
+    assert "a larger micro-batch" in said
+
+
+def test_stages_that_may_be_on_any_nodes_have_the_memory_of_those_with_least():
+    """The slowest have more."""
+    cluster = together([Cluster(machine_of(name), 1, 8) for name in ("a100-80gb", "l40s-48gb")])
+    plan = plan_of(job({"pipeline": 2}), cluster)
+    explanation = explain(plan, cluster)
+    assert set(explanation.usable_bytes) == {min(map(usable_bytes, cluster.parts))}
+    assert max(each.total for each in explanation.memory) == plan.memory.total
+
+
+def test_a_change_that_changes_nothing_is_no_change():
+    changes = [{each.change for each in what_ifs(job({"data": size}), CLUSTERS["a100"])} for size in (1, 2)]
+    assert "zero: 0" not in changes[0] and "zero: 0" in changes[1]

@@ -76,7 +76,7 @@ def test_of_a_job_that_fits_few_ranks_are_looked_at(monkeypatch):
 def test_what_does_not_fit_says_by_how_much_and_in_which_part():
     answer = fits(job(96, 12288, 96, tensor=8), a100s())
     assert not answer.fits and answer.missing > 0
-    assert answer.change == "parallel.pipeline: 8"
+    assert answer.change == "parallel.pipeline: 8, on 64 GPUs"
     assert "GiB more than the 76.0 GiB that a rank may take; the largest part is optimizer" in str(answer)
 
 
