@@ -1,4 +1,5 @@
-"""State in shared memory that ranks of another layout left: what a job resumes from after its size has changed."""
+"""State in shared memory that ranks of another layout left: a source from which a job resumes after its size has
+changed."""
 
 from __future__ import annotations
 
@@ -16,40 +17,40 @@ from workers.snapshot.files import BACKUP_PREFIX
 log = logging.getLogger(__name__)
 
 FilesByHost = Mapping[str, Sequence[StoredSnapshot]]
-"""For each host the snapshot files there."""
+"""For each host the snapshot files on it."""
 Groups = Sequence[Sequence[int]]
 """The ranks of a layout, in groups that have the same state (`grid.state_groups`)."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a snapshot file lies."""
+    """Where a snapshot file is."""
 
     rank: int
-    """Whose it is."""
+    """The rank whose state it contains."""
     host: str
     path: str
-    """Where the rank keeps its own; the file that lies there may be a backup."""
+    """Path of the rank's own file; the file that is there may be a backup."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The newest step that files of one layout hold all of."""
+    """The newest step of which files of one layout contain the whole state."""
 
     layout: str
     """Tag of the layout."""
     step: int
     places: tuple[Place, ...]
-    """One of each group of ranks with the same state, in order."""
+    """One place for each group of ranks with the same state, in order."""
 
     @property
     def paths(self) -> list[str]:
-        """Of all files; the same on every host, once `spread` has brought them there."""
+        """Paths of all files; the same on every host once `spread` has copied them there."""
         return [place.path for place in self.places]
 
 
 def whole_states(files: FilesByHost, layouts: Mapping[str, Groups]) -> list[Whole]:
-    """The newest whole state of each layout of which there is one, newest first. `layouts`: by tag; files of others
+    """The newest complete state of each layout that has one, newest first. `layouts`: by tag; files of other layouts
     mean nothing to this job."""
     states = [state for layout, groups in layouts.items() if (state := _whole(files, layout, groups)) is not None]
     return sorted(states, key=lambda state: -state.step)
@@ -78,8 +79,8 @@ def _own_path(path: str) -> str:
 async def spread(
     state: Whole, agents: Mapping[str, AgentClient], files: FilesByHost, generation: int, hosts: Collection[str]
 ) -> bool:
-    """Bring the files of `state` to each of `hosts`, a backup as if it were the rank's own; False when that fails.
-    `agents` has one agent of each host that holds or wants any."""
+    """Copy the files of `state` to each of `hosts`, a backup as if it were the rank's own file; False if that fails.
+    `agents` has one agent of each host that has or needs any."""
     token, wanted = secrets.token_hex(), []
     for host in sorted(hosts):
         own = [file for file in files[host] if file.layout == state.layout and not file.is_backup]
@@ -96,7 +97,7 @@ async def spread(
                 for host, rank, source in wanted
             )
         )
-    except Exception as error:  # noqa: BLE001 - whatever it is, there may be an older state that needs no fetching
+    except Exception as error:  # noqa: BLE001 - whatever it is, there may be an older state that needs no copying
         log.warning("the state of step %d could not be brought to all nodes: %s", state.step, error)
         return False
     return all(state.step in steps for steps in fetched)

@@ -1,4 +1,4 @@
-"""Snapshots on their way between the nodes of two agents, and the state of ranks that move to other nodes."""
+"""Snapshots in transfer between the nodes of two agents, and the state of ranks that move to other nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 async def address_of(holder: AgentClient, token: str, generation: int) -> Endpoint:
-    """Where `holder` gives out snapshots. Raises AgentError, also where it has no shared memory."""
+    """Where `holder` hands out snapshots. Raises AgentError, also if it has no shared memory."""
     address = await holder.receive_backups(token, generation)
     if address is None:
         raise AgentError("the agent was started without a folder in shared memory")

@@ -1,4 +1,4 @@
-"""All checks, one after the other. A check that fails is a finding too."""
+"""All checks, one after another. A check that fails is a finding too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Look = Callable[[], Iterable[Finding]]
 
 
 def looks(settings: Settings, job: JobSpec | None) -> dict[str, Look]:
-    """By subject what is looked at for a service of these `settings`, and for `job`."""
+    """By subject, the checks for a service with these `settings`, and for `job`."""
     paths = Paths.of(settings.home)
     return {
         "Python": machine.python,
@@ -36,16 +36,16 @@ def looks(settings: Settings, job: JobSpec | None) -> dict[str, Look]:
 
 
 def findings(these: dict[str, Look]) -> Iterator[Finding]:
-    """What each of the looks shows, as soon as it does."""
+    """The findings of each check, as soon as it has them."""
     for subject, look in these.items():
         try:
             yield from look()
-        except Exception as error:  # noqa: BLE001 - whatever hinders a look is what its user has to know
+        except Exception as error:  # noqa: BLE001 - whatever prevents a check is what its user has to know
             yield Finding(subject, "problem", f"could not be looked at: {type(error).__name__}: {error}")
 
 
 def _data(job: JobSpec | None, roots: tuple[Path, ...] | None) -> Iterator[Finding]:
-    """Whether what the job reads is here."""
+    """Whether the files that the job reads are here."""
     data = job.data if job is not None else None
     names = () if data is None else (*data.paths, *(name for each in data.validation for name in each.paths))
     weights = (job.model.from_,) if job is not None and job.model.from_ is not None else ()

@@ -10,13 +10,13 @@ Verdict = Literal["ok", "warning", "problem", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """One checked thing."""
 
     subject: str
-    """What it is, in a word or two."""
+    """Its subject, in a word or two."""
     verdict: Verdict
-    """`problem`: jobs will fail, or the service will not start; `warning`: some may; `skipped`: it could not or need
-    not be looked at."""
+    """`problem`: jobs will fail, or the service will not start; `warning`: some jobs may fail; `skipped`: it could not
+    or need not be checked."""
     message: str
     """What was seen."""
     advice: str = ""

@@ -24,7 +24,7 @@ from workers.system.own_address import LOOPBACK, outward_address
 
 OLDEST_PYTHON, NEXT_PYTHON = (3, 11), (3, 14)
 LEAST_SHARED_BYTES = 1 << 30
-"""Below this a container has probably been given the usual 64 MiB."""
+"""If there is less, a container has probably been given the usual 64 MiB."""
 LEAST_FILES = 4096
 LEAST_DISK_BYTES = 1 << 30
 SOCKET_PATH_BYTES = 107
@@ -41,7 +41,7 @@ def python() -> Iterator[Finding]:
 
 
 def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
-    """Whether the snapshots of `job` fit, or those of some job."""
+    """Whether the snapshots of `job` fit, or those of a typical job."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
@@ -78,8 +78,8 @@ def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator
 
 
 def offloaded(job: JobSpec | None, gpus: int | None = None) -> Iterator[Finding]:
-    """Whether activations, optimizer's state and copies of the state of as many ranks of `job` as there may be here fit
-    into host memory, where they are to lie there, with their snapshots. `gpus`: of this machine; None: look."""
+    """Whether offloaded activations, offloaded optimizer state, copies of the state and snapshots fit into host memory,
+    for as many ranks of `job` as there may be here. `gpus`: of this machine; None: look."""
     if job is None or not job.model.is_counted:
         return
     each = [
@@ -111,14 +111,14 @@ def offloaded(job: JobSpec | None, gpus: int | None = None) -> Iterator[Finding]
 
 
 def _fewer_copies(job: JobSpec) -> str:
-    """What would do without some of the copies of a rank's state."""
+    """What would require fewer copies of a rank's state."""
     if job.recovery.rolls_back:
         return "another policy than roll_back (recovery.nonfinite, recovery.spike.policy)"
     return "checkpoint.snapshots: auto, which takes no copy more to save from"
 
 
 def limits() -> Iterator[Finding]:
-    """What the kernel allows this user's processes."""
+    """What the kernel permits this user's processes."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{files} open files a process"
     if files < LEAST_FILES:
@@ -152,7 +152,7 @@ def disk(home: Path, job: JobSpec | None, checkpoints_elsewhere: bool) -> Iterat
 
 
 def folders(paths: Paths) -> Iterator[Finding]:
-    """Whether the folders are this user's alone."""
+    """Whether the folders are accessible only by this user."""
     ours = (("home", paths.home), ("sockets", paths.runtime_folder), ("snapshots", paths.snapshot_root))
     for what, folder in ours:
         try:

@@ -1,4 +1,4 @@
-"""What is installed: Manta's own requirements, torch and what it sees of GPUs, Ray."""
+"""What is installed: Manta's requirements, torch and the GPUs that it sees, Ray."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def requirements() -> Iterator[Finding]:
-    """Whether each package that Manta needs is there in a version that it takes."""
+    """Whether each package that Manta needs is installed in a suitable version."""
     try:
         wanted = [Requirement(each) for each in importlib.metadata.requires(DISTRIBUTION) or ()]
     except importlib.metadata.PackageNotFoundError:
         yield Finding("packages", "warning", f"{DISTRIBUTION} is not installed here", "pip install it, or `make setup`")
         return
     needed = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
-    if not _has_torch():  # a control plane apart has none, see `torch`
+    if not _has_torch():  # a separate control plane has none, see `torch`
         needed = [each for each in needed if each.name != "torch"]
     wrong = list(filter(None, map(_wrong, needed)))
     for problem in wrong:
@@ -54,7 +54,7 @@ def _wrong(wanted: Requirement) -> str | None:
 
 
 def torch(gpus: int | None = None) -> Iterator[Finding]:
-    """Whether torch starts, and uses the GPUs that the machine has. `gpus`: how many those are; None: look."""
+    """Whether torch starts, and uses the GPUs that the machine has. `gpus`: their number; None: look."""
     if not _has_torch():
         said = "torch is not installed: this machine will do for a control plane, but no ranks can run on it"
         yield Finding("torch", "warning", said, "pip install torch, where ranks are to run")
@@ -69,7 +69,8 @@ def torch(gpus: int | None = None) -> Iterator[Finding]:
 
 
 def judge_torch(about: dict[str, Any], gpus: int, driver: str | None) -> Finding:
-    """What torch says of itself (`version`, `cuda`, `nccl`, `devices`), beside `gpus` of the machine."""
+    """The finding from what torch reports about itself (`version`, `cuda`, `nccl`, `devices`) and the number of the
+    machine's `gpus`."""
     text = f"torch {about['version']}"
     if not gpus:
         return Finding("torch", "ok", f"{text}; this machine has no GPU, so ranks take CPU slots")
@@ -85,7 +86,7 @@ def judge_torch(about: dict[str, Any], gpus: int, driver: str | None) -> Finding
 
 
 def driver_version(file: Path = DRIVER) -> str | None:
-    """NVIDIA's kernel driver, as it says itself; None where there is none."""
+    """Version of NVIDIA's kernel driver, according to the driver; None if there is none."""
     try:
         words = file.read_text().split()
     except OSError:
@@ -94,7 +95,7 @@ def driver_version(file: Path = DRIVER) -> str | None:
 
 
 def ray() -> Iterator[Finding]:
-    """Which Ray there is."""
+    """Which Ray is installed."""
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The job database and the place of the checkpoints, as a service of these settings would use them."""
+"""The job database and the place of the checkpoints, as a service with these settings would use them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from workers.storage.files import files_of
 from workers.storage.places import Place
 
 SKEW_SECONDS = 5.0
-"""Clocks that differ by more make times hard to read; S3 refuses clients that are off by 15 minutes."""
+"""A larger difference between clocks makes times hard to read; S3 refuses clients that are off by 15 minutes."""
 
 
 def database(settings: Settings) -> Iterator[Finding]:
-    """Whether the database answers and is of this release; none is made."""
+    """Whether the database answers and is of this release; none is created."""
     url = parse_url(url_in(settings.home, settings.database_url))
     noted = noted_in(settings.home)
     if settings.database_url is None and noted not in (None, shown(url)):
@@ -33,7 +33,7 @@ def database(settings: Settings) -> Iterator[Finding]:
         yield Finding("database", "problem", where, "name it with --database or MANTA_DATABASE_URL")
         return
     file = file_of(url)
-    if file is not None and not file.exists():  # to open it would make its folder
+    if file is not None and not file.exists():  # opening it would create its folder
         yield _to_be_made(str(file))
         return
     try:
@@ -62,7 +62,7 @@ def _revision(store: Store) -> Finding:
 
 
 def checkpoints(place: Place | None) -> Iterator[Finding]:
-    """Whether something can be written, read and removed where the checkpoints are."""
+    """Whether files can be written, read and removed where the checkpoints are stored."""
     if place is None:
         yield Finding("checkpoints", "ok", "in the home (MANTA_CHECKPOINTS would put them elsewhere)")
         return
@@ -70,7 +70,7 @@ def checkpoints(place: Place | None) -> Iterator[Finding]:
 
 
 def logs(settings: Settings) -> Iterator[Finding]:
-    """The same of the place where logs are kept, where that is another one."""
+    """The same for the place where logs are stored, if that is another one."""
     if settings.logs is None:
         yield Finding("logs", "ok", "in the home alone (MANTA_LOGS would keep them elsewhere too)")
     elif settings.logs == settings.checkpoints:

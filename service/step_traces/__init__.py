@@ -1,4 +1,3 @@
-"""Traces of jobs as the service answers them: read (`reading.py`), with a budget of the step (`budget.py`) and, where
-the planner can plan the job, what it expects of it (`planned.py`). What follows from the slices alone is computed in
-`workers/step_traces`.
-"""
+"""Traces of jobs as the service returns them: read (`reading.py`), with a budget of the step (`budget.py`) and, if the
+planner can plan the job, with what it expects of the step (`planned.py`). What follows from the slices alone is
+computed in `workers/step_traces`."""

@@ -1,7 +1,7 @@
-"""Where a step went: measured, from a device's peak on down. Pure Python.
+"""How the time of a step was spent: measured, beginning with a device's peak. Pure Python.
 
-The parts are those of a planned step (`service/planner/budget.py`) as far as measurements can distinguish them; each
-is a mean over the ranks, and all of them together are the step.
+The parts are those of a planned step (`service/planner/budget.py`) as far as measurements can distinguish them; each is
+a mean over the ranks, and their sum is the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARTS = (
     *("arithmetic", "products", "recomputation", "bubble", "tensor", "pipeline", "data"),
     *("optimizer", "loader", "snapshot", "rest"),
 )
-"""All of them, from the peak on."""
+"""All parts, beginning with the peak."""
 _HELP = {
     "products": "larger products (a larger micro-batch, a smaller tensor size), or train.compile: true",
     "recomputation": "less recomputation, where memory allows: a smaller micro-batch, or more stages",
@@ -45,7 +45,7 @@ _PLANNED = {
     **dict.fromkeys(("gradients", "replicas"), "data"),
     "optimizer": "optimizer",
 }
-"""Which part a share of a planned step belongs to."""
+"""The part that a share of a planned step belongs to."""
 _MEASURED = {
     "forward": "passes",
     "backward": "passes",
@@ -58,7 +58,7 @@ _MEASURED = {
     "data": "loader",
     "other": "rest",
 }
-"""Which part a phase belongs to that workers/timing/step_parts.py measures."""
+"""The part that a phase measured by workers/timing/step_parts.py belongs to."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Part:
     how: str
     """How it was measured, as a sentence."""
     help: str
-    """What would make it smaller; empty where nothing does."""
+    """What would make it smaller; empty if nothing does."""
 
 
 def of_trace(trace: StepTrace, spec: JobSpec) -> tuple[Part, ...]:
-    """Of the traced steps, exactly. `spec`: in the layout of the trace. Empty where no step was recorded."""
+    """The budget of the traced steps. `spec`: in the layout of the trace. Empty if no step was recorded."""
     ranks = [each for each in trace.ranks if each.steps]
     steps = sum(len(each.steps) for each in ranks)
     if not steps:
@@ -107,7 +107,7 @@ def of_trace(trace: StepTrace, spec: JobSpec) -> tuple[Part, ...]:
 
 
 def _of_rank(trace: StepTrace, rank: TracedRank) -> defaultdict[str, float]:
-    """Seconds of all of its steps by part, `passes` for what is arithmetic and products together."""
+    """Seconds of all of its steps by part, with `passes` for arithmetic and products together."""
     sums: defaultdict[str, float] = defaultdict(float)
     for each, around, seconds in own_seconds(rank.slices):
         sums[_part_of(each, around)] += seconds
@@ -135,7 +135,7 @@ def _part_of(each: Slice, around: Sequence[Slice]) -> str:
 
 
 def _ideal_seconds(spec: JobSpec, sequences: float, peak_flops: float | None) -> float | None:
-    """What the model's FLOPs of a step take at the peak of all ranks; None where that is not known."""
+    """How long the model's FLOPs of a step take at the peak rate of all ranks; None if that is not known."""
     if peak_flops is None or not spec.model.is_counted:
         return None
     flops = step_flops(spec, round(sequences))
@@ -156,8 +156,8 @@ def _parts(seconds: Mapping[str, float], whole: float, ideal: float | None, how:
 
 
 def of_phases(rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> tuple[Part, ...]:
-    """Of the steps of whose rows of metrics say where they went (`train.time_parts_every`), as their mean. Empty where
-    none does."""
+    """The mean budget of the steps whose rows of metrics have a division into phases (`train.time_parts_every`). Empty
+    if none has."""
     measured = [row for row in rows if row.get("forward_seconds") is not None and row.get("step_seconds")]
     if not measured:
         return ()
@@ -167,7 +167,7 @@ def of_phases(rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> tuple[Part, .
             sums[part] += row.get(f"{phase}_seconds") or 0.0
     seconds = {name: value / len(measured) for name, value in sums.items()}
     stalls = sum(row.get("snapshot_seconds") or 0.0 for row in measured) / len(measured)
-    # What a snapshot holds up is not a phase of its own, and lies in what no phase names.
+    # The delay by a snapshot is not a phase of its own, and is contained in what no phase names.
     seconds["snapshot"] = min(stalls, max(0.0, seconds.get("rest", 0.0)))
     whole = sum(row["step_seconds"] for row in measured) / len(measured)
     mfu = [row.get("mfu_full" if spec.attention_is_explicit else "mfu_causal") for row in measured]
@@ -178,7 +178,7 @@ def of_phases(rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> tuple[Part, .
 
 
 def of_ledger(step_seconds: float, waits: Mapping[str, float], mfu: float | None) -> tuple[Part, ...]:
-    """Of a step of which is known no more than its MFU and how long it waited (`data_wait`, `snapshot`), in seconds."""
+    """The budget of a step of which only its MFU and its waits (`data_wait`, `snapshot`, in seconds) are known."""
     known = {
         "loader": waits.get("data_wait", 0.0),
         "snapshot": waits.get("snapshot", 0.0),

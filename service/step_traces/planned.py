@@ -1,4 +1,4 @@
-"""What the planner expects of a step: its parts, and its timeline in the shape of a trace. Pure Python."""
+"""What the planner expects of a step: its parts, and its timeline in the form of a trace. Pure Python."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from workers.timing.recording import Slice, SliceKind
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One step of a job, as it should be."""
+    """One step of a job as planned."""
 
     seconds: float
     parts: tuple[Part, ...]
     bubble_ratio: float
     ranks: list[dict[str, Any]] | None
-    """Of each stage of one replica a rank with its slices, as in a trace; None where they are too many."""
+    """For each stage of one replica a rank with its slices, as in a trace; None if they are too many."""
 
     def to_json(self) -> dict[str, Any]:
         """In the form of `api.schemas.traces.PlannedTrace`."""
@@ -35,7 +35,7 @@ class PlannedStep:
 
 
 def planned_step(spec: JobSpec, cluster: Cluster) -> PlannedStep | None:
-    """A step of `spec`, which has a layout, on `cluster`; None where the planner cannot tell."""
+    """A step of `spec`, which has a layout, on `cluster`; None if the planner cannot plan it."""
     if not spec.model.is_counted or spec.layout.world_size > sum(part.gpus for part in cluster.parts):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Traces and budgets of a job, as they are answered: read from the database, and looked at once."""
+"""Traces and budgets of a job as they are returned: read from the database and analysed."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from workers.step_traces.document import analysis_document, rank_documents
 from workers.step_traces.perfetto import perfetto
 
 MOST_KEPT = 128
-"""Traces whose analysis is remembered."""
+"""Number of traces whose analysis is cached."""
 MEASURED_STEPS = 10
-"""Newest steps of which a budget by phases is the mean."""
+"""A budget by phases is the mean of this many of the newest steps."""
 PlannerCluster = Callable[[JobSpec], Cluster | None]
-"""The cluster that the planner takes for a job; None where it knows none."""
+"""The cluster that the planner assumes for a job; None if it knows none."""
 
 
 class NothingMeasured(MantaError):
-    """Nothing is known yet of where a job's steps go."""
+    """Nothing is known yet about how a job's steps spend their time."""
 
     def __init__(self, job_id: str, step: int, of_phases: bool):
-        """`step`: the last one that it has committed; `of_phases`: whether more than a trace would have done."""
+        """`step`: the last step that it has committed; `of_phases`: whether other sources than a trace would have been
+        enough."""
         why = (
             "has committed no step of its own yet" if of_phases else "has no whole trace in the layout that it runs in"
         )
@@ -51,16 +52,16 @@ class ReadTrace:
 
     row: Row
     spec: JobSpec | None
-    """Of the job, in the layout of the trace; None where nothing was recorded, or this release does not understand
+    """Spec of the job, in the layout of the trace; None if nothing was recorded, or if this release does not understand
     it."""
     trace: StepTrace | None
-    """None where nothing was recorded."""
+    """None if nothing was recorded."""
     profiles: tuple[int, ...] = ()
-    """Ranks of which there is a profile."""
+    """Ranks that have a profile."""
 
 
 class TraceReader:
-    """Reads traces. Any thread."""
+    """Reads traces. Safe to use from any thread."""
 
     def __init__(self, store: Callable[[], Store]):
         self._store = store
@@ -96,14 +97,14 @@ class TraceReader:
         }
 
     def perfetto(self, job_id: str, trace_id: str) -> bytes:
-        """One trace as Perfetto reads it. Raises JobNotFound, TraceNotFound."""
+        """One trace in Perfetto's format. Raises JobNotFound, TraceNotFound."""
         read = self._read(job_id, step_traces.number_of(trace_id))
         if read.trace is None:
             raise TraceNotFound(job_id)
         return perfetto(read.trace)
 
     def profile(self, job_id: str, trace_id: str, rank: int) -> bytes:
-        """What torch's profiler says of a rank, as a Chrome trace compressed by gzip. Raises JobNotFound,
+        """The result of torch's profiler for a rank, as a Chrome trace compressed by gzip. Raises JobNotFound,
         TraceNotFound."""
         with self._store().read() as session:
             jobs.get(session, job_id)
@@ -117,7 +118,7 @@ class TraceReader:
             profiles = tuple(step_traces.profiled(session, job_id, row.number))
         try:
             recordings = {rank: each.unpack() for rank, each in known.items() if each.packed}
-        except MalformedMessage:  # of a release that packs them otherwise
+        except MalformedMessage:  # from a release that packs them differently
             recordings = {}
         if not recordings or row.parallel is None:
             return ReadTrace(row, None, None, profiles)
@@ -130,7 +131,7 @@ class TraceReader:
         return ReadTrace(row, spec, trace, profiles)
 
     def _known(self, row: Row) -> dict[str, Any] | None:
-        """The analysis of a trace that is over, where it was made before."""
+        """The analysis of a finished trace, if it was made before."""
         with self._lock:
             return self._analyses.get((row.job_id, row.number, row.finished_at or 0.0))
 
@@ -172,8 +173,8 @@ class TraceReader:
         }
 
     def budget(self, job_id: str, of_trace: bool, of_phases: bool, cluster: PlannerCluster) -> dict[str, Any]:
-        """Where a job's step goes: by its newest whole trace in the layout that it runs in, or by what is measured in
-        each step. Raises JobNotFound, SpecNotUnderstood, NothingMeasured."""
+        """How a job's step spends its time: from its newest complete trace in the layout that it runs in, or from what
+        is measured in each step. Raises JobNotFound, SpecNotUnderstood, NothingMeasured."""
         with self._store().read() as session:
             job = jobs.get(session, job_id)
             spec = in_use(stored_spec(job).spec, job)
@@ -199,7 +200,7 @@ def budget_document(parts: Any, planned: PlannedStep | None, measured_from: str)
 
 
 def planned_on(spec: JobSpec, cluster: PlannerCluster) -> PlannedStep | None:
-    """What the planner expects of a step; None where it cannot tell."""
+    """What the planner expects of a step; None if it cannot plan it."""
     where = cluster(spec)
     return None if where is None else planned_step(spec, where)
 
@@ -210,7 +211,7 @@ def _layout(document: dict[str, Any] | None) -> ParallelConfig:
 
 
 def _phases(session: Session, job: Any, spec: JobSpec) -> tuple[budget.Part, ...]:
-    """By the newest steps that were measured, else by what is known of each step."""
+    """From the newest steps that were measured, otherwise from what is known about each step."""
     every = spec.train.time_parts_every
     if every:
         newest = job.step - job.step % every

@@ -1,5 +1,5 @@
-"""OpenTelemetry's end of the traces: spans go to a collector in batches, on a thread of the SDK's own. Only what sends
-imports this module."""
+"""The OpenTelemetry side of the traces: spans are sent to a collector in batches, on a thread of the SDK. Only the
+sending code imports this module."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCod
 from service.traces.span import Span
 
 MOST_WAITING = 8192
-"""Spans; what comes when so many wait is left out."""
+"""Number of spans that may wait; further ones are dropped."""
 BATCH = 512
 DELAY_SECONDS = 1.0
 QUIET_SECONDS = 300.0
-"""The same is logged once within that time."""
+"""The same message is logged only once within this time."""
 _LIBRARY = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 
 class SpanSender:
-    """Sends spans to a collector. One thread hands them in; none waits for the collector but in `close`."""
+    """Sends spans to a collector. One thread hands them in; only `close` waits for the collector."""
 
     def __init__(self, endpoint: str, lost: Callable[[int], None]):
-        """`endpoint`: the collector's base address, or the whole one of its traces; `lost`: called with how many starts
-        and recoveries did not get there, on any thread."""
+        """`endpoint`: the collector's base address, or the full address for traces; `lost`: called with the number of
+        starts and recoveries that were not delivered, on any thread."""
         self._lost, self._quiet = lost, _NowAndThen()
         logging.getLogger(_LIBRARY).addFilter(self._quiet)
         self._exporter = _Counting(OTLPSpanExporter(traces_endpoint(endpoint)), lost)
@@ -45,7 +45,7 @@ class SpanSender:
         self._tracer = self._provider.get_tracer("manta")
 
     def send(self, spans: Sequence[Span]) -> None:
-        """Have these spans sent; or left out, where too many wait already."""
+        """Queue these spans for sending; they are dropped if too many already wait."""
         if self._handed_in - self._exporter.taken + len(spans) > MOST_WAITING:
             self._lost(_whole(spans))
             return
@@ -72,18 +72,18 @@ class SpanSender:
         logging.getLogger(_LIBRARY).removeFilter(self._quiet)
 
     def give_up(self) -> None:
-        """Break off what `close` waits for, on another thread."""
+        """Interrupt `close`, from another thread."""
         self._exporter.shutdown()
 
 
 def traces_endpoint(endpoint: str) -> str:
-    """Where OTLP has a collector with this base address take traces; an address that says so already is left alone."""
+    """The address for traces of an OTLP collector with this base address; a full address is left unchanged."""
     base = endpoint.rstrip("/")
     return base if base.endswith("/v1/traces") else f"{base}/v1/traces"
 
 
 class _GivenIds(IdGenerator):
-    """The numbers of the span that is made next."""
+    """Returns the ids of the span that is created next."""
 
     trace_id = span_id = 0
 
@@ -95,7 +95,7 @@ class _GivenIds(IdGenerator):
 
 
 class _Counting(SpanExporter):
-    """Counts what another exporter takes and cannot deliver."""
+    """Counts what another exporter accepts and cannot deliver."""
 
     def __init__(self, exporter: SpanExporter, lost: Callable[[int], None]):
         self._exporter, self._lost, self._closed = exporter, lost, False
@@ -115,7 +115,7 @@ class _Counting(SpanExporter):
 
 
 class _NowAndThen(logging.Filter):
-    """Lets the same words of the library through once in a while: a collector may be away for days."""
+    """Lets identical messages of the library through only occasionally: a collector may be unreachable for days."""
 
     def __init__(self) -> None:
         super().__init__()

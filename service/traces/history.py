@@ -1,4 +1,4 @@
-"""The part of a job's rows that its spans are computed from. Pure Python."""
+"""The part of a job's rows from which its spans are computed. Pure Python."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class PastGeneration:
     cause: str
     began_at: float
     resume_source: str = "start"
-    """Where its state came from: start, snapshot, memory or checkpoint."""
+    """Source of its state: start, snapshot, memory or checkpoint."""
     resume_step: int = 0
-    """Committed step that the state belongs to."""
+    """Committed step of the state."""
     trained_from: float | None = None
     """When its training loop began; None before its first committed step."""
     first_step_at: float | None = None
@@ -29,36 +29,36 @@ class PastGeneration:
 
 @dataclass(frozen=True)
 class PastRecovery:
-    """How a generation came about that a failure made necessary."""
+    """A recovery, which began a generation after a failure."""
 
     generation: int
-    """The one that it began."""
+    """The generation that it began."""
     kind: str
-    """Of the failure, such as killed or hung."""
+    """Kind of the failure, such as killed or hung."""
     cause: str
     """What happened, in one sentence."""
     rank: int
-    """To which rank."""
+    """Rank that failed."""
     timeline: RecoveryTimeline
     node: str | None = None
-    """Where that rank ran."""
+    """Node where that rank ran."""
     replaced: Sequence[int] = ()
     """Ranks that got a new process."""
     kept: int = 0
-    """How many kept theirs."""
+    """Number of ranks that kept theirs."""
     source: str = "start"
-    """Where the state came from, such as snapshot or replica."""
+    """Source of the state, such as snapshot or replica."""
     resume_step: int = 0
-    """Committed step that it belongs to."""
+    """Committed step of the state."""
     steps_redone: int | None = None
-    """Committed steps that were done again; None where it did not get to a step."""
+    """Committed steps that were repeated; None if it did not get to a step."""
     wait_seconds: float = 0.0
-    """How long it was held back."""
+    """How long it was delayed."""
 
 
 @dataclass(frozen=True)
 class JobHistory:
-    """One job; everything oldest first."""
+    """One job; all lists are sorted, oldest first."""
 
     id: str
     name: str
@@ -67,4 +67,4 @@ class JobHistory:
     generations: Sequence[PastGeneration]
     recoveries: Sequence[PastRecovery] = ()
     layout: ParallelConfig | None = None
-    """Of the newest generation; None where it is not known."""
+    """Layout of the newest generation; None if not known."""

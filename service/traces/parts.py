@@ -1,4 +1,4 @@
-"""A span and the phases that it consists of. Pure Python."""
+"""A span and the phases in it. Pure Python."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def with_phases(
     attributes: Mapping[str, Value],
     problem: str | None = None,
 ) -> list[Span]:
-    """The span `name` of a generation from the begin of its first phase, `until` Unix seconds at least, and below it
-    one for each of `phases`, begin and end by name. One that took no time, or whose own end is not known, has none.
-    `problem`: why it did not come to its end."""
+    """The span `name` of a generation, from the begin of its first phase to at least `until` Unix seconds, and below it
+    one for each of `phases`, which are given as begin and end by name. A phase that took no time, or whose own end is
+    not known, has none. `problem`: why it did not complete."""
     trace, number = trace_id(history.id), span_id(history.id, generation, name)
     job: dict[str, Value] = {
         "manta.job.id": history.id,

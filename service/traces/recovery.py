@@ -11,7 +11,7 @@ NAME = "job.recovery"
 
 
 def recovery_spans(history: JobHistory, committed: PastGeneration) -> list[Span]:
-    """Those of the recovery that came to its end with the first step of the generation `committed`, and of those right
+    """The spans of the recovery that completed with the first step of the generation `committed`, and of those directly
     before it that did not, because something else failed."""
     stepped = [each.number for each in history.generations if each.first_step_at is not None]
     last = max((number for number in stepped if number < committed.number), default=0)
@@ -45,7 +45,7 @@ def _spans(history: JobHistory, recovery: PastRecovery) -> list[Span]:
 
 
 def _broken_off(history: JobHistory, generation: int) -> tuple[float, str]:
-    """When and by what a generation ended that committed no step, but for which another one began."""
+    """When and why a generation ended that committed no step and was followed by another one."""
     after = next(each for each in history.generations if each.number > generation)
     ends = (each.ended_at for each in history.generations if each.number == generation and each.ended_at is not None)
     why = f"no step was committed before generation {after.number} began: {after.cause}"

@@ -9,8 +9,8 @@ from service.traces.start import start_spans
 
 
 def spans_of(history: JobHistory, generation: int) -> list[Span]:
-    """All that came to its end when `generation` committed its first step; nothing before that. What happened is the
-    same later, and so are its spans."""
+    """All spans that completed when `generation` committed its first step; none before that. The past does not change
+    later, and neither do its spans."""
     committed = next((each for each in history.generations if each.number == generation), None)
     if committed is None or committed.first_step_at is None:
         return []

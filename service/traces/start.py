@@ -1,5 +1,5 @@
-"""The span of a start: from the queue, where the job was put by its submission or by whatever took its places, to the
-next committed step. Pure Python."""
+"""The span of a start: from the queue, which the job entered by its submission or when it lost its places, to the next
+committed step. Pure Python."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _Turn:
 
 
 def start_spans(history: JobHistory, committed: PastGeneration) -> list[Span]:
-    """Those of the start that came to its end with the first step of the generation `committed`; none where its job did
-    not come out of the queue since the step before."""
+    """The spans of the start that completed with the first step of the generation `committed`; none if its job did not
+    leave the queue since the previous step."""
     turn = _last_turn(history, committed.began_at)
     if turn is None or committed.first_step_at is None:
         return []
@@ -47,8 +47,8 @@ def start_spans(history: JobHistory, committed: PastGeneration) -> list[Span]:
 
 
 def _last_turn(history: JobHistory, until: float) -> _Turn | None:
-    """When the job came into the queue, and left it, the last time before `until`. A job that goes back because it
-    could not be placed has waited all the time."""
+    """When the job last entered the queue before `until`, and left it. A job that goes back because it could not be
+    placed has waited all the time."""
     queued_at = left_at = None
     before = None
     for entry in history.states:

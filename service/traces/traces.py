@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_TO_READ = 1024
-"""Starts and recoveries that wait to be read from the database; what comes when so many wait is left out."""
+"""Number of starts and recoveries that may wait to be read from the database; further ones are dropped."""
 FLUSH_SECONDS = 2.0
-"""What the end of the service waits at most for the collector."""
+"""The longest that the end of the service waits for the collector."""
 QUIET_SECONDS = 300.0
-"""What is lost is said so often at most."""
+"""Losses are logged at most once in this time."""
 
 
 class TracesNotInstalled(MantaError):
@@ -33,7 +33,7 @@ class TracesNotInstalled(MantaError):
 
 
 def refuse_without_packages(endpoint: str | None) -> None:
-    """Raise TracesNotInstalled where traces are to be sent and what sends them is not installed."""
+    """Raise TracesNotInstalled if traces are to be sent and the packages for that are not installed."""
     if endpoint is None:
         return
     try:
@@ -46,29 +46,29 @@ def refuse_without_packages(endpoint: str | None) -> None:
 
 
 class Traces:
-    """Of the jobs of one control plane."""
+    """Sends the traces of one control plane's jobs."""
 
     def __init__(self, store: Store, endpoint: str):
-        """`endpoint`: of the collector, see `Settings.traces`. Begins at once."""
+        """`endpoint`: of the collector, see `Settings.traces`. Starts at once."""
         self._store, self._endpoint = store, endpoint
         self._to_read: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
         self._sender: SpanSender | None = None
         self._lock = threading.Lock()
         self._said_at = -QUIET_SECONDS
         self.lost = 0
-        """How many starts and recoveries did not get to the collector."""
+        """Number of starts and recoveries that did not reach the collector."""
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
     def first_step(self, job_id: str, generation: int) -> None:
-        """The first step of a generation is in the database. Returns at once; may be said again."""
+        """The first step of a generation is in the database. Returns at once; may be called again."""
         if self._to_read.qsize() < MOST_TO_READ:
             self._to_read.put((job_id, generation))
         else:
             self._lose(1)
 
     def close(self) -> None:
-        """Send what waits, FLUSH_SECONDS at most."""
+        """Send what waits, within at most FLUSH_SECONDS."""
         self._to_read.put(None)
         self._thread.join(FLUSH_SECONDS)
         if self._thread.is_alive() and self._sender is not None:
@@ -87,9 +87,9 @@ class Traces:
             with self._store.read() as session:
                 history = history_of(session, job_id)
             sender.send(spans_of(history, generation))
-        except JobNotFound:  # deleted meanwhile, and its history with it
+        except JobNotFound:  # deleted in the meantime, and its history with it
             pass
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next ones may do better
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next ones may succeed
             log.warning("no spans of generation %d of %s: %r", generation, job_id, error)
             self._lose(1)
 
