@@ -87,8 +87,7 @@ class Scheduler:
         self.lag = Lag()
         """How long something in the queue has waited for a look."""
         self._demand: Demand | None = None
-        """What the jobs that wait in this look at the queue need; None: no look is in progress, or there is no
-        autoscaler."""
+        """What the jobs that wait in this look at the queue need; None: no look in progress, or no autoscaler."""
         self.not_released: Collection[str] = ()
         """Jobs that held something before they were queued which cannot be released yet."""
         self.placing: set[str] = set()
@@ -176,8 +175,7 @@ class Scheduler:
             why = "what it held before it was in the queue cannot be released, as the service's log says; tried again"
             await self._say_why(job, None, "not_released", why)
             return Look.STEPS_ASIDE
-        # Looking at thousands that never fit, such as the whole queue while no node answers, would hold up those behind
-        # them.
+        # Looking at thousands that never fit, such as all while no node answers, would hold up those behind them.
         needs_no_look = job.id in self._good_data or await self._never_fits(spec)
         if needs_no_look or self._cluster.nodes.at_rest:
             shortage = await self._shortage(await self._sized(job, spec))
@@ -251,8 +249,7 @@ class Scheduler:
         return Look.STEPS_ASIDE
 
     async def _look_at_data(self, spec: JobSpec) -> str | None:
-        """Why a job cannot be trained on its data. None also if no node says whether it can read the data: the ranks
-        will find out."""
+        """Why a job cannot be trained on its data. None also if no node can say: the ranks will find out."""
         if not self._cluster.is_elsewhere:
             return await problem_here(self._data_roots, spec)
         return await self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self._data_roots.names)
@@ -292,8 +289,7 @@ class Scheduler:
 
     async def _let_wait(self, job: Job, spec: JobSpec, shortage: Shortage) -> None:
         kind = plural_of(shortage.unit).lower()
-        # A job that waits for another cluster is looked at only now and then, so it does not report what other jobs
-        # hold.
+        # A job that waits for another cluster is looked at only now and then: it does not report what others hold.
         available = shortage.possible if shortage.waits_in_vain else shortage.available
         waiting_for = {"unit": kind, "needed": shortage.needed, "available": available}
         growth = await self._growth_in_words(job, spec, shortage.unit) or await self._other_unit_in_words(spec)
