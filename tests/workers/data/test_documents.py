@@ -191,6 +191,15 @@ def test_a_text_that_must_stay_whole_has_a_limit(tmp_path, monkeypatch):
         read(path, "text", exact=False)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_document_ends_with_the_last_piece_of_its_last_section(tmp_path, ends):
+    path = tmp_path / "a.txt"
+    path.write_text("line\n" * 300_000)
+    config = DataConfig(source="text", paths=[str(path)])
+    pieces = list(texts_of(section(path, ends=ends), config, cuts_are_exact=True))
+    assert len(pieces) > 1 and [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [ends]
+
+
 def test_bytes_are_taken_as_they_are(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(bytes(range(256)) * 10_000)
