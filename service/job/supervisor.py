@@ -404,14 +404,14 @@ class Supervisor:
         """The death that a launch failed by, and the ranks whose agents are lost: all of them, if none can be
         blamed."""
         gang, everybody = self._gang, list(range(len(self._gang.agents)))
+        why = (str(error).strip() or type(error).__name__).splitlines()[-1]
         if isinstance(error, LaunchFailed):
-            silent = list(error.silent)
+            silent, why = list(error.silent), next(iter(error.silent.values()))
         else:
             answering = await describe_each(gang.by_rank)
             silent = [rank for rank in everybody if rank not in answering]
         lost = sorted({*silent, *gang.on(self._cluster.nodes.lost)}) or everybody
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        return Death(lost[0], "agent_lost", message=f"could not be launched ({first_line})"), tuple(lost)
+        return Death(lost[0], "agent_lost", message=f"could not be launched ({why})"), tuple(lost)
 
     def _attend(self, running: RunningGeneration) -> None:
         """Watch this generation from now on."""

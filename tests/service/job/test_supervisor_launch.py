@@ -7,6 +7,7 @@ import pytest
 
 from service.cluster.placement_groups import NotPlaced
 from service.job.context import DEFAULT_MEMORY_SECONDS
+from service.job.launch import LaunchFailed
 from service.recovery import budgets
 from service.store import failed_jobs, jobs
 from tests.service.support.supervised_job import AGAIN, LAUNCHED, UP, story
@@ -92,6 +93,19 @@ def test_agent_that_does_not_take_its_order_is_a_death_of_the_new_generation(two
     story(body)
     assert job.log == [*LAUNCHED, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
     assert job.message("rank_lost") == "rank 1 could not be launched (broken)"
+
+
+def test_agents_that_do_not_answer_before_a_launch_are_lost_and_why_is_said_once(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        death, lost = await job.supervisor._launch_failure(LaunchFailed({1: "it is gone", 3: "no answer"}))
+        assert (death.sentence, lost) == ("rank 1 could not be launched (it is gone)", (1, 3))
+        await job.finish()
+
+    story(body)
 
 
 def test_restarts_are_exhausted(two_replicas, cluster):
