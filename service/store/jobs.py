@@ -221,7 +221,7 @@ def request_resize(session: Session, job_id: str, replicas: int) -> Job:
     if replicas not in sizes:
         raise SizeOutOfBounds(job_id, replicas, sizes)
     job.wanted_replicas, job.updated_at = replicas, time.time()
-    sentence = f"the user asked for {replicas} replicas"
+    sentence = f"the user asked for {replicas} replica{'s' if replicas != 1 else ''}"
     events.append(session, job_id, "resize_requested", sentence, generation=job.generation, data={"data": replicas})
     return job
 

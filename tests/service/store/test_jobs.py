@@ -110,7 +110,7 @@ def test_size_that_is_wanted_is_noted_and_reported(store, submit):
     with store.read() as session:
         last = events.page(session, job.id).items[-1]
     assert (last.type, last.data, last.message) == (
-        "resize_requested", {"data": 1}, "the user asked for 1 replicas"
+        "resize_requested", {"data": 1}, "the user asked for 1 replica"
     )  # fmt: skip
 
 
