@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -68,6 +69,27 @@ def begin_process(body: Callable[..., Any], *arguments: Any) -> Any:
     return process
 
 
+class _Pickler(pickle.Pickler):
+    """Of plain tensors it takes the numbers alone: their own pickles, an archive each, take ten times as long."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.requires_grad or not value.numel():
+            return NotImplemented
+        numbers = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor_of, (numbers, value.dtype, value.shape)
+
+
+def _tensor_of(numbers: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.frombuffer(bytearray(numbers), dtype=dtype).view(shape)
+
+
+def pickled(value: Any) -> bytes:
+    """For the way between processes."""
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
 class RankProcesses:
     """The processes and the rendezvous store that they meet through."""
 
@@ -96,9 +118,9 @@ class RankProcesses:
         self._start()
         self._generation += 1
         world = layout.world_size
+        work = pickled((layout, self._store.port, self._generation, program, arguments, backend))
         for rank in range(world):
-            order = (rank, layout, self._store.port, self._generation, program, arguments, backend)
-            self._connections[rank].send_bytes(pickle.dumps(order))
+            self._connections[rank].send_bytes(pickle.dumps((rank, work)))
         outcomes = self._collect(world, time.monotonic() + seconds)
         culprits = [text for kind, text in outcomes if kind == "failed"]
         culprits += [text for kind, text in outcomes if kind == "lost its peer"]
@@ -164,13 +186,14 @@ def _serve(connection: multiprocessing.connection.Connection, trace: str) -> Non
                 order = connection.recv_bytes()
             except EOFError:
                 return
-            connection.send_bytes(pickle.dumps(_outcome(order)))
+            connection.send_bytes(pickled(_outcome(order)))
 
 
 def _outcome(order: bytes) -> tuple[str, Any]:
     comm: Comm | None = None
     try:
-        rank, layout, port, generation, program, arguments, backend = pickle.loads(order)
+        rank, work = pickle.loads(order)
+        layout, port, generation, program, arguments, backend = pickle.loads(work)
         comm = Comm(RankGrid(layout), rank, torch.device("cpu"), backend, in_place=True)
         if layout.world_size > 1:
             store = dist.TCPStore(HOST, port, is_master=False)
