@@ -3,10 +3,8 @@ its stages would share the layers by time. Pure Python."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from service.planner.candidates import Candidate, rank_totals
 from service.planner.communication import groups_of
@@ -14,15 +12,18 @@ from service.planner.engine_passes import layer_time
 from service.planner.frozen_passes import FrozenPasses
 from service.planner.frozen_sizes import FrozenSizes
 from service.planner.hardware import Cluster, with_threads
-from service.planner.memory import RankMemory, layers_with_room, usable_bytes, worst_rank
-from service.planner.passes import Passes
+from service.planner.least_pipeline import least_pipeline, shape_of
+from service.planner.memory import RankMemory, layers_with_room, step_peak_on, usable_bytes, worst_rank
+from service.planner.part_times import PartTimes
 from service.planner.pipeline import StageTimes
 from service.planner.software import Software
 from service.planner.stage_shares import chunks_of, shared_out
 from service.planner.step_time import StepModel, StepTime, least_backward, slowest_of, threads_in
 from workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
 from workers.accounting.flops import rank_parameters
+from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec, ParallelConfig
+from workers.parallel.pipeline.schedules import SPLIT_BACKWARD
 from workers.parallel.pipeline.stages import even_counts
 
 SLACK = 1 - 1e-9
@@ -39,13 +40,23 @@ class _Sizes:
     both: int
 
 
+@dataclass(frozen=True)
+class _End:
+    """What comes behind the pipeline in a step."""
+
+    model: StepModel
+    """Of one of the steps that end like this."""
+    tied: float
+    optimizer: float
+
+
 class Bounds:
     """Lower bounds for the seconds and bytes of candidates, computed from parts that many candidates share, and cached
     exact values where they were asked for. Nothing here depends on the number of nodes."""
 
     def __init__(self, job: JobSpec, cluster: Cluster, software: Software):
         self.job, self.cluster, self.software = job, cluster, software
-        self._parts: dict[tuple[int, int, str, int, int], tuple[Passes, FrozenPasses | None]] = {}
+        self._parts: dict[tuple[int, int, str, int, int], PartTimes] = {}
         self._sizes: dict[int, _Sizes] = {}
         self._frozen = FrozenSizes(job) if job.train.frozen else None
         self._memory: dict[Candidate, RankMemory] = {}
@@ -53,10 +64,15 @@ class Bounds:
         self._times: dict[Candidate, StepTime] = {}
         self._least: dict[Candidate, float] = {}
         self._layer_bytes: dict[tuple[int, int, str], int] = {}
-        self._stages: dict[tuple[int, int, str, int, int, int, bool, bool], StageTimes] = {}
+        self._ends: dict[tuple[int, int, int, int, str, int], _End] = {}
+        wish, machine = ParallelConfig() if isinstance(job.parallel, str) else job.layout, cluster.machine
+        self._ends_differ = bool(machine.core or machine.gpu) or wish.gather == "beside_forward"
+        self._peaks: dict[tuple[int, int, str, bool], StepPeak] = {}
+        self._most: dict[tuple[int, int, int, str], int] = {}
+        self._messages: dict[tuple[int, int], float] = {}
 
-    def _parts_of(self, candidate: Candidate) -> tuple[Passes, FrozenPasses | None]:
-        """Times of the parts of the model, and with `train.frozen` also those of its layers."""
+    def _parts_of(self, candidate: Candidate) -> PartTimes:
+        """The times of the parts of the model."""
         threads, counted = self._threads(candidate), self._counted(candidate)
         key = candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted
         if key not in self._parts:
@@ -66,7 +82,8 @@ class Bounds:
             )
             layer = layer_time(spec, groups_of(spec.layout, cluster, self.software), self.software)
             passes = layer.passes()
-            self._parts[key] = passes, FrozenPasses(layer, passes) if self.job.train.frozen else None
+            frozen = FrozenPasses(layer, passes) if self.job.train.frozen else None
+            self._parts[key] = PartTimes(passes, frozen, self.cluster.machine)
         return self._parts[key]
 
     def _counted(self, candidate: Candidate) -> int:
@@ -78,7 +95,7 @@ class Bounds:
 
     def _alone(self, candidate: Candidate, data: int = 1) -> JobSpec:
         """A job whose layers are those of `candidate`, on one stage."""
-        alone = replace(candidate, pipeline=1, data=data, virtual_stages=1, schedule="1f1b", stage_layers=())
+        alone = candidate._replace(pipeline=1, data=data, virtual_stages=1, schedule="1f1b", stage_layers=())
         return alone.spec(self.job)
 
     def _sizes_of(self, tensor: int) -> _Sizes:
@@ -96,7 +113,16 @@ class Bounds:
         return self._sizes[tensor]
 
     def parameters(self, candidate: Candidate) -> int:
-        """Parameters of the rank that has most."""
+        """Most parameters of a rank."""
+        c = candidate
+        if c.stage_layers:
+            return self._parameters(c)
+        key = c.tensor, c.pipeline, c.virtual_stages, c.schedule
+        if key not in self._most:
+            self._most[key] = self._parameters(c)
+        return self._most[key]
+
+    def _parameters(self, candidate: Candidate) -> int:
         sizes, p = self._sizes_of(candidate.tensor), candidate.pipeline
         if p == 1:
             return self.job.model.layers * sizes.layer + sizes.both
@@ -116,8 +142,8 @@ class Bounds:
             sizes = self._sizes_of(candidate.tensor)
             trained = self.job.model.layers * sizes.layer + sizes.both
         mean = max(1, trained // candidate.pipeline)
-        spec, (passes, frozen) = replace(candidate, pipeline=stages).spec(self.job), self._parts_of(candidate)
-        return StepModel(spec, self.cluster, self.software, passes, mean, frozen).optimizer_seconds()
+        spec, parts = candidate._replace(pipeline=stages).spec(self.job), self._parts_of(candidate)
+        return StepModel(spec, self.cluster, self.software, parts.passes, mean, parts.frozen).optimizer_seconds()
 
     def least_bytes(self, candidate: Candidate) -> float:
         """Lower bound for the bytes of the rank that needs most: its state, and activations of the fewest micro-batches
@@ -172,16 +198,24 @@ class Bounds:
     def memory(self, candidate: Candidate) -> RankMemory:
         """Memory of the rank that needs most; if a rank does not fit, of the first such rank found."""
         if candidate not in self._memory:
-            machine, usable = self.cluster.machine, usable_bytes(self.cluster)
-            self._memory[candidate] = worst_rank(candidate.spec(self.job), machine, usable)
+            machine, usable, spec = self.cluster.machine, usable_bytes(self.cluster), candidate.spec(self.job)
+            self._memory[candidate] = worst_rank(spec, machine, usable, self._peak_like(candidate, spec))
         return self._memory[candidate]
 
     def room(self, candidate: Candidate, usable: float) -> tuple[int, ...]:
         """For how many layers each pipeline rank has room in `usable` bytes."""
         key = candidate, usable
         if key not in self._room:
-            self._room[key] = layers_with_room(candidate.spec(self.job), usable, self.cluster.machine)
+            machine, spec = self.cluster.machine, candidate.spec(self.job)
+            self._room[key] = layers_with_room(spec, usable, machine, self._peak_like(candidate, spec))
         return self._room[key]
+
+    def _peak_like(self, candidate: Candidate, spec: JobSpec) -> StepPeak:
+        """Of the first candidate whose layers allocate and free the same."""
+        key = candidate.tensor, candidate.micro_batch, candidate.recompute, candidate.schedule in SPLIT_BACKWARD
+        if key not in self._peaks:
+            self._peaks[key] = step_peak_on(spec, self.cluster.machine)
+        return self._peaks[key]
 
     def time(self, candidate: Candidate) -> StepTime:
         """Time of the candidate's step."""
@@ -191,31 +225,23 @@ class Bounds:
 
     def model(self, candidate: Candidate) -> StepModel:
         """The candidate's step."""
-        passes, frozen = self._parts_of(candidate)
+        parts, spec = self._parts_of(candidate), candidate.spec(self.job)
+        return StepModel(spec, self.cluster, self.software, parts.passes, self._most_trained(candidate), parts.frozen)
+
+    def _most_trained(self, candidate: Candidate) -> int:
+        """Most parameters of a rank that have gradients."""
         if self._frozen is not None:
-            parameters = self._frozen.most_trained(candidate, self.counts(candidate))
-        else:
-            parameters = self.parameters(candidate)
-        return StepModel(candidate.spec(self.job), self.cluster, self.software, passes, parameters, frozen)
+            return self._frozen.most_trained(candidate, self.counts(candidate))
+        return self.parameters(candidate)
 
     def stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
-        """Times of a virtual stage with `layers` layers, at one end of the model or at neither. With `train.frozen` the
-        rest depends on which layers these are, so only the forward is valid; `stage_of` has all of it."""
-        threads, counted = self._threads(candidate), self._counted(candidate)
-        key = (candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted, layers, first, last)
-        if key not in self._stages:
-            passes, machine = self._parts_of(candidate)[0], self.cluster.machine
-            if self.job.train.frozen:
-                forward = passes.forward_of_stage(layers, first, last).wait_for_host(machine).seconds
-                self._stages[key] = StageTimes(forward, 0.0, 0.0)
-            else:
-                self._stages[key] = passes.of_stage(layers, first, last, machine)
-        return self._stages[key]
+        """Times of a virtual stage of so many layers, as `PartTimes.stage` has them."""
+        return self._parts_of(candidate).stage(layers, first, last)
 
     def stage_of(self, candidate: Candidate, layers: range, first: bool, last: bool) -> StageTimes:
         """Times of a virtual stage that has these layers of the model."""
-        frozen = self._parts_of(candidate)[1]
-        return frozen.times(layers, first, last) if frozen else self.stage(candidate, len(layers), first, last)
+        parts = self._parts_of(candidate)
+        return parts.frozen.times(layers, first, last) if parts.frozen else parts.stage(len(layers), first, last)
 
     def least_seconds(self, candidate: Candidate) -> float:
         """Lower bound for the step: of its pipeline, and of what follows it."""
@@ -224,21 +250,46 @@ class Bounds:
         return self._least[candidate]
 
     def _least_seconds(self, candidate: Candidate) -> float:
-        model = self.model(candidate)
-        of = self._least_in_part if self.job.train.frozen else self._least_pipeline
-        pipeline, backward = of(candidate, model)
-        # Ranks that share cores may have more work together than any single rank.
-        if self.cluster.machine.core is not None:
-            pipeline = max(pipeline, model.pipeline().work(candidate.micro_batches(self.job)))
-        rest = model.gradient_seconds(backward) + model.tied_seconds() + model.optimizer_seconds()
+        end, on_cores = self._end_of(candidate), self.cluster.machine.core is not None
+        if self._frozen is not None:
+            pipeline, backward = self._least_in_part(candidate)
+        else:
+            pipeline, backward = self._least_pipeline(candidate, end.model)
+        if on_cores:  # where ranks share cores these may have more to do than any rank
+            pipeline = max(pipeline, end.model.pipeline().work(candidate.micro_batches(self.job)))
+        rest = end.model.gradient_seconds(backward) + end.tied + end.optimizer
         return (pipeline + rest) * slowest_of(candidate.data, self.cluster)
 
-    def _least_in_part(self, candidate: Candidate, model: StepModel) -> tuple[float, float]:
-        """The same as `_least_pipeline`, for layers of which different parts are frozen."""
-        built, m = model.pipeline(), candidate.micro_batches(self.job)
+    def _end_of(self, candidate: Candidate) -> _End:
+        """What comes behind its pipeline: the same for all micro-batches and recomputations, unless something of it
+        depends on passes."""
+        if self._ends_differ:
+            return self._end(candidate)
+        c, trained = candidate, self._most_trained(candidate)
+        key = c.tensor, c.pipeline, c.data, c.virtual_stages, c.schedule, trained
+        if key not in self._ends:
+            self._ends[key] = self._end(candidate)
+        return self._ends[key]
+
+    def _end(self, candidate: Candidate) -> _End:
+        model = self.model(candidate)
+        return _End(model, model.tied_seconds(), model.optimizer_seconds())
+
+    def _least_in_part(self, candidate: Candidate) -> tuple[float, float]:
+        """The same as `_least_pipeline` where layers differ in what of them is frozen."""
+        built, m = self.model(candidate).pipeline(), candidate.micro_batches(self.job)
         chunks = chunks_of(built.kind, built.stages, built.virtual_stages)
         least = least_pipeline(built.kind, chunks, built.times, built.messages[: built.stages - 1], m)
         return least, least_backward(built)
+
+    def _least_message(self, candidate: Candidate, model: StepModel) -> float:
+        """Seconds of a message between two stages, where all that follow one another are on two nodes."""
+        if model.groups.stages_share_node(0, 1) or candidate.pipeline * candidate.tensor < 16:
+            return 0.0
+        key = candidate.tensor, candidate.micro_batch
+        if key not in self._messages:
+            self._messages[key] = self.model(candidate).message_to(same_node=False)
+        return self._messages[key]
 
     def _least_pipeline(self, candidate: Candidate, model: StepModel) -> tuple[float, float]:
         """Lower bound for the seconds of the pipeline, and the shortest backward of a virtual stage.
@@ -248,38 +299,34 @@ class Bounds:
         backward is separate, as many of these halves as there are stages may still be open at that moment.
         """
         p, v, m = candidate.pipeline, candidate.virtual_stages, candidate.micro_batches(self.job)
-        counts = self.counts(candidate)
+        counts, parts = self.counts(candidate), self._parts_of(candidate)
         if p == 1:
-            only = self.stage(candidate, counts[0], True, True)
+            only = parts.stage(counts[0], True, True)
             return m * only.seconds, only.backward
-        first, last = self.stage(candidate, counts[0], first=True), self.stage(candidate, counts[-1], last=True)
-        between = [(self.stage(candidate, layers), times) for layers, times in _by_layers(counts[1 : p - 1])]
+        shape, zb_v = shape_of(counts, p, candidate.schedule), candidate.schedule == "zb-v"
+        first, last = parts.stage(counts[0], first=True), parts.stage(counts[-1], last=True)
+        between = [(parts.stage(layers), times) for layers, times in shape.between]
         backward = min(first.backward, last.backward)
         if p * v > 2:
-            backward = min(backward, self.stage(candidate, min(counts[1:-1])).backward)
-        message = model.message(0) if not model.groups.stages_share_node(0, 1) and p * candidate.tensor >= 16 else 0.0
+            backward = min(backward, parts.stage(shape.fewest).backward)
+        message = self._least_message(candidate, model)
         there = first.forward + sum(times * each.forward for each, times in between) + (p - 1) * message
         back = first.backward_input + sum(times * each.backward_input for each, times in between) + (p - 1) * message
         late = 0.0
-        if candidate.schedule == "zb-v":
-            turn = [self.stage(candidate, layers) for layers in counts[p - 1 : p + 1]]
+        if zb_v:
+            turn = [parts.stage(layers) for layers in counts[p - 1 : p + 1]]
             busy_first, busy_last = m * (first.seconds + last.seconds), m * sum(each.seconds for each in turn)
             late = min(m, p) * sum(each.backward_weight for each in turn)
         else:
-            busy_first = m * (first.seconds + self._seconds(candidate, counts[p::p]))
-            busy_last = m * (last.seconds + self._seconds(candidate, counts[p - 1 : -1 : p]))
+            busy_first = m * (first.seconds + parts.seconds(shape.with_first))
+            busy_last = m * (last.seconds + parts.seconds(shape.with_last))
             if candidate.schedule == "zb-h1":
                 late = min(m, p) * last.backward_weight
             else:
                 back += first.backward_weight + sum(times * each.backward_weight for each, times in between)
-        fullest = max(self._totals(candidate)[1:-1], default=0)
-        # A rank that is not the first can begin only after a message has arrived from the first.
-        busy = m * self.stage(candidate, fullest).seconds + first.forward
+        # One that is not the first begins when something has come from there.
+        busy = m * parts.stage(shape.fullest).seconds + first.forward
         return max(busy_first, busy, there + busy_last, there + busy_last - late + back), backward
-
-    def _seconds(self, candidate: Candidate, counts: Iterable[int]) -> float:
-        """Seconds of these inner virtual stages together."""
-        return sum(self.stage(candidate, layers).seconds for layers in counts)
 
     def counts(self, candidate: Candidate) -> tuple[int, ...]:
         """Layers of each virtual stage."""
@@ -294,7 +341,7 @@ class Bounds:
         """The candidate with layers shared out by the time that ranks take, if the busiest rank then has less to do
         than with even stages; else None."""
         chosen = self.shared_out(candidate) if self._can_be_balanced(candidate) else None
-        return None if chosen is None or chosen == self.counts(candidate) else replace(candidate, stage_layers=chosen)
+        return None if chosen is None or chosen == self.counts(candidate) else candidate._replace(stage_layers=chosen)
 
     def shared_out(self, candidate: Candidate, room: Sequence[int] | None = None) -> tuple[int, ...] | None:
         """Layers of each virtual stage, shared out by the time that ranks take; `room`: most layers of each rank."""
@@ -340,35 +387,7 @@ class Bounds:
     def parts(self, candidate: Candidate) -> tuple[float, float, float]:
         """Seconds of a layer, and of what the first and the last virtual stage have besides layers."""
         layers = max(1, self.job.model.layers // (candidate.pipeline * candidate.virtual_stages))
-        inner = self.stage(candidate, layers).seconds
-        ends = self.stage(candidate, layers, first=True), self.stage(candidate, layers, last=True)
-        more = self.stage(candidate, layers + 1).seconds - inner
+        stage = self._parts_of(candidate).stage
+        inner, ends = stage(layers).seconds, (stage(layers, first=True), stage(layers, last=True))
+        more = stage(layers + 1).seconds - inner
         return more, ends[0].seconds - inner, ends[1].seconds - inner
-
-
-def least_pipeline(
-    schedule: str,
-    chunks: Sequence[Sequence[int]],
-    times: Sequence[StageTimes],
-    messages: Sequence[float],
-    micro_batches: int,
-) -> float:
-    """Lower bound for a pipeline: every rank begins when the first micro-batch has come through the ranks before it,
-    and computes all of its passes; then the last one's gradients go back through them. If the weights' half of backward
-    is separate, as many of these halves as there are ranks may still be open. `chunks`: virtual stages of each rank;
-    `messages`: seconds of a message between each rank and the next."""
-    apart = schedule.startswith("zb")
-    came, back, least = 0.0, 0.0, 0.0
-    for rank, (own, message) in enumerate(zip(chunks, [*messages, 0.0], strict=True)):
-        busy = came + micro_batches * sum(times[index].seconds for index in own)
-        late = min(micro_batches, len(chunks)) * sum(times[index].backward_weight for index in own) if apart else 0.0
-        least = max(least, busy, busy - late + back)
-        came += times[rank].forward + message
-        back += message + (times[rank].backward_input if apart else times[rank].backward)
-    return least
-
-
-@lru_cache(maxsize=4096)
-def _by_layers(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Pairs of a number of layers and how many of the stages have that many."""
-    return tuple(Counter(counts).items())

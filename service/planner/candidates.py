@@ -10,8 +10,8 @@ simulated quickly; fewer replicas than there is room for, unless the batch divid
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from service.planner.hardware import Cluster
 from workers.config import JobSpec, ParallelConfig
@@ -30,8 +30,7 @@ MOST_MICRO_BATCH = 64
 """Most sequences of a micro-batch; beyond it products gain nothing."""
 
 
-@dataclass(frozen=True, order=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A layout and a micro-batch size. The order is by simplicity, which decides between equal times."""
 
     pipeline: int
@@ -68,12 +67,12 @@ class Candidate:
     @property
     def even(self) -> Candidate:
         """The same with layers shared out evenly."""
-        return replace(self, stage_layers=())
+        return self._replace(stage_layers=())
 
     @property
     def recomputing_nothing(self) -> tuple[Candidate, bool]:
         """The same candidate without recomputation, and whether its stages are even."""
-        return replace(self, recompute="none", stage_layers=()), not self.stage_layers
+        return self._replace(recompute="none", stage_layers=()), not self.stage_layers
 
     def micro_batches(self, job: JobSpec) -> int:
         """Micro-batches of a replica in a step."""

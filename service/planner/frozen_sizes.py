@@ -4,7 +4,7 @@ many layouts share. Pure Python."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from service.planner.candidates import Candidate
@@ -96,7 +96,7 @@ class FrozenSizes:
         """Prefix sums of the bytes that layers keep of one full micro-batch."""
         key = candidate.tensor, candidate.micro_batch, candidate.recompute
         if key not in self._kept:
-            alone = replace(candidate, pipeline=1, data=1, virtual_stages=1, schedule="1f1b", stage_layers=())
+            alone = candidate._replace(pipeline=1, data=1, virtual_stages=1, schedule="1f1b", stage_layers=())
             spec = alone.spec(self._job)
             first = first_trained_layer(spec.model, spec.train.frozen)
             modules = spec.layout.recompute_modules if candidate.recompute == "selective" else ()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise, permutations, product
 
-from service.planner.bounds import SLACK, Bounds, least_pipeline
+from service.planner.bounds import SLACK, Bounds
 from service.planner.candidates import (
     COMPLETE,
     MOST_STAGES,
@@ -25,6 +25,7 @@ from service.planner.candidates import (
     schedules,
 )
 from service.planner.hardware import Cluster
+from service.planner.least_pipeline import least_pipeline
 from service.planner.memory import RankMemory, by_kind, least_to_spare
 from service.planner.mixed_step import MixedStepModel
 from service.planner.pipeline import StageTimes
@@ -71,7 +72,7 @@ class _Mixed:
     @property
     def recomputing_nothing(self) -> _Mixed:
         """The same layout without recomputation."""
-        return replace(self, shape=replace(self.shape, recompute="none"))
+        return replace(self, shape=self.shape._replace(recompute="none"))
 
 
 def best_layouts(job: JobSpec, cluster: Cluster, limit: int = 5) -> Answer:
@@ -237,7 +238,7 @@ def _layouts(job: JobSpec, frame: _Frame, complete: bool) -> Iterator[_Mixed]:
         whole = job.train.global_batch_size % (frame.data * p * shape.micro_batch) == 0
         for (schedule, chunks), dropped in product(schedules(job.model.layers, p, whole, complete), RECOMPUTE):
             if complete or chunks in FEW_CHUNKS:
-                yield _Mixed(frame, replace(shape, schedule=schedule, virtual_stages=chunks, recompute=dropped))
+                yield _Mixed(frame, shape._replace(schedule=schedule, virtual_stages=chunks, recompute=dropped))
 
 
 def _data_sizes(most: int, batch: int, complete: bool) -> list[int]:

@@ -26,6 +26,10 @@ MOST_PASSES = 100_000
 """Most passes that are simulated to find the steady pace of a pipeline."""
 ROUNDING = 1e-9
 """Relative difference that rounding may cause between sums of the same seconds."""
+_Row = tuple[list[float] | None, float, float, float, list[float] | None, float]
+"""Of a pass: when what it needs is done, by micro-batch, and how long a message from there delays it; seconds of the
+message that comes in, where it takes this rank's time, and its own; when it is done, by micro-batch; seconds of the
+message that leaves."""
 PASS_NAMES = {number: name for name, number in _PASSES.items()}
 """Name of each kind in the schedules."""
 
@@ -143,19 +147,7 @@ class Pipeline:
     ) -> float:
         """Let each rank do its passes up to number `ends`, as far as their inputs are there. Returns when the last of
         them is done."""
-        count = len(self.times)
-        seconds = [
-            [each.forward for each in self.times],
-            [each.backward_input + each.backward_weight for each in self.times],
-            [each.backward_input for each in self.times],
-            [each.backward_weight for each in self.times],
-        ]
-        arriving, leaving = self._occupied()
-        # A message that does not block delays only its receiver.
-        delays = [[0.0] * count] * 2 if self.blocking else arriving
-        if not self.blocking:
-            arriving = leaving = [[0.0] * count] * 2
-        now, reached, done = clocks.now, clocks.reached, clocks.done
+        table, now, reached = self._table(clocks.done), clocks.now, clocks.reached
         waiting = True
         while waiting:
             waiting = False
@@ -163,28 +155,47 @@ class Pipeline:
                 at, clock, end = reached[rank], now[rank], ends[rank]
                 while at < end:
                     kind, index, micro_batch = passes[at]
+                    needed, delay, arriving, seconds, done, leaving = table[kind][index]
                     begin = clock
-                    if kind == WEIGHT:
-                        clock += seconds[WEIGHT][index]
-                    else:
-                        way = kind != FORWARD
-                        source = index + 1 if way else index - 1
-                        if 0 <= source < count:
-                            ready = done[way][source][micro_batch]
-                            if ready < 0:
-                                waiting = True
-                                break
-                            ready += delays[way][index]
-                            begin = ready if ready > clock else clock
-                            clock = begin + arriving[way][index]
-                        clock += seconds[kind][index]
-                        done[way][index][micro_batch] = clock
-                        clock += leaving[way][index]
+                    if needed is not None:
+                        ready = needed[micro_batch]
+                        if ready < 0:
+                            waiting = True
+                            break
+                        ready += delay
+                        if ready > clock:
+                            begin = ready
+                        clock = begin + arriving
+                    clock += seconds
+                    if done is not None:
+                        done[micro_batch] = clock
+                        clock += leaving
                     if spans is not None:
                         spans.append((rank, at, begin, clock))
                     at += 1
                 reached[rank], now[rank] = at, clock
         return max(now)
+
+    def _table(self, done: Sequence[Sequence[list[float]]]) -> list[list[_Row]]:
+        """What the simulation reads for each kind of pass on each virtual stage. `done`: as in `_Clocks`."""
+        none, (arriving, leaving) = [0.0] * len(self.times), self._occupied()
+        # A message that does not block delays only who waits for it.
+        delays = [none, none] if self.blocking else arriving
+        if not self.blocking:
+            arriving = leaving = [none, none]
+
+        def row(way: int, index: int, seconds: float) -> _Row:
+            source = index + 1 if way else index - 1
+            needed = done[way][source] if 0 <= source < len(self.times) else None
+            return needed, delays[way][index], arriving[way][index], seconds, done[way][index], leaving[way][index]
+
+        stages = list(enumerate(self.times))
+        return [
+            [row(0, index, each.forward) for index, each in stages],
+            [row(1, index, each.backward) for index, each in stages],
+            [row(1, index, each.backward_input) for index, each in stages],
+            [(None, 0.0, 0.0, each.backward_weight, None, 0.0) for each in self.times],
+        ]
 
     def _on_shared_cores(
         self, micro_batches: int, cores: SharedCores, spans: list[tuple[int, int, float, float]] | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -175,19 +175,18 @@ def search(
             left.append(candidate)
         else:
             _keep_least(no_state, candidate, least)
-    best = fastest(left, bounds, limit, notes_slower=True)
+    best = fastest(left, bounds, limit)
     for least, candidate in no_state.values():
         _keep_least(best.too_large, candidate, least)
     plans = best.plans()
+    _note_slower(best, bounds, {(plan.spec.layout.tensor, plan.spec.layout.pipeline) for plan in plans})
     return Answer(plans, tuple(_rejected(job, cluster, plans, best.slower, best.too_large)))
 
 
-def fastest(
-    left: Iterable[Candidate], bounds: Bounds, limit: int, most: float = math.inf, notes_slower: bool = False
-) -> Best:
+def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float = math.inf) -> Best:
     """The `limit` fastest of these layouts that the rules allow and that fit, with even stages or others, if they take
-    less than `most` seconds. `bounds`: may come from a search on more or fewer of the same nodes, to reuse its results;
-    `notes_slower`: whether to look for the nearest of the others too."""
+    less than `most` seconds. `bounds`: may come from a search on more or fewer of the same nodes, to reuse its
+    results."""
     job, usable = bounds.job, usable_bytes(bounds.cluster)
     best = Best(limit, most, max(MORE, MORE_BY_LAYERS // job.model.layers))
     no_room = []
@@ -210,8 +209,7 @@ def fastest(
         else:
             _keep_least(best.too_large, candidate, memory.total)
             no_room.append((candidate, memory.total))
-    if notes_slower:
-        _note_slower(best, waiting, bounds)
+    best.waiting, best.enough_by_then = waiting, frozenset(best.enough)
     for candidate, needed in no_room:
         other = fitted(candidate, needed, bounds, usable, best.most)
         if other is not None:
@@ -239,14 +237,22 @@ def _planned(candidate: Candidate, bounds: Bounds, memory: RankMemory) -> Plan:
     return plan_of(spec, bounds.cluster, bounds.software, time=bounds.time(candidate), memory=memory)
 
 
-def _note_slower(best: Best, waiting: list[_Waiting], bounds: Bounds) -> None:
-    """Among layouts that are not among the best, find for each size the one with the lowest bound, for the answer."""
-    for seconds, _, candidate, is_least in sorted(waiting):
-        nearest = best.slower.get((candidate.tensor, candidate.pipeline))
+def _note_slower(best: Best, bounds: Bounds, chosen: Collection[tuple[int, int]]) -> None:
+    """Of layouts that are not among the best, which may have the least of their tensor and pipeline sizes: its least is
+    noted, until as many sizes have theirs as are reported. `chosen`: sizes that have a plan."""
+    settled: set[tuple[int, int]] = set()
+    for seconds, _, candidate, is_least in sorted(best.waiting):
+        key = candidate.tensor, candidate.pipeline
+        if key in chosen:
+            continue
+        nearest = best.slower.get(key)
         if nearest is not None and nearest[0] < seconds:
+            settled.add(key)
+            if len(settled) == MOST_REJECTED:
+                return
             continue
         for least, each in [(seconds, candidate)] if is_least else bounds.with_least_seconds(candidate):
-            if each.recomputing_nothing not in best.enough:
+            if each.recomputing_nothing not in best.enough_by_then:
                 _keep_least(best.slower, each, least)
 
 
@@ -261,6 +267,9 @@ class Best:
         """A layout that takes longer is not among them."""
         self.enough: set[tuple[Candidate, bool]] = set()
         """Layouts that fit, as they are without recomputation."""
+        self.waiting: list[_Waiting] = []
+        """Those that were not looked at, as others are faster; and what was enough by then."""
+        self.enough_by_then: frozenset[tuple[Candidate, bool]] = frozenset()
         self.slower: dict[tuple[int, int], tuple[float, Candidate]] = {}
         self.too_large: dict[tuple[int, int], tuple[float, Candidate]] = {}
         """For each tensor and pipeline size, the layout that came nearest to fitting."""

@@ -4,7 +4,6 @@ Pure Python."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from service.planner.bounds import SLACK, Bounds
 from service.planner.candidates import Candidate
@@ -37,7 +36,7 @@ def fitted(
         counts = bounds.shared_out(candidate, room)
         if counts is None:
             return None
-        other = replace(candidate, stage_layers=counts)
+        other = candidate._replace(stage_layers=counts)
         if SLACK * bounds.least_seconds(other) > most_seconds:
             return None
         worst = worst_rank(other.spec(bounds.job), machine)
@@ -66,7 +65,7 @@ def _best_move(candidate: Candidate, seconds: float, bounds: Bounds, usable: flo
     most = seconds if len(now) <= FEW_STAGES else bounds.least_seconds(candidate)
     faster = []
     for counts in moves(now):
-        other = replace(candidate, stage_layers=() if counts == even else counts)
+        other = candidate._replace(stage_layers=() if counts == even else counts)
         if bounds.least_seconds(other) < SLACK * most:
             moved_seconds = bounds.time(other).seconds
             if moved_seconds < SLACK * seconds:

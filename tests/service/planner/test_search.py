@@ -212,7 +212,7 @@ def test_bounds_are_bounds(draw, seed, chosen):
         lists += [candidate, *(each for _, each in bounds.with_least_seconds(candidate)[1:])]
         stages = candidate.pipeline * candidate.virtual_stages
         if 1 < stages < spec.model.layers and any_of.random() < 0.1:
-            lists.append(replace(candidate, stage_layers=any_of.choice([*compositions(spec.model.layers, stages)])))
+            lists.append(candidate._replace(stage_layers=any_of.choice([*compositions(spec.model.layers, stages)])))
     for candidate in chosen(lists, spec):
         variant = candidate.spec(spec)
         if not find_problems(variant):

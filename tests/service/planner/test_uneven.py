@@ -63,7 +63,7 @@ def test_a_search_is_as_fast_as_every_list_of_its_layout(schedule):
     chosen = refined(start, bounds.model(start).time().seconds, bounds, usable_bytes(cluster))
     stages = even.pipeline * chunks
     lists = (tuple(b - a for a, b in zip((0, *ends), (*ends, 6), strict=True)) for ends in _increasing(stages - 1, 6))
-    best = min(seconds(replace(even, stage_layers=each).spec(spec), cluster) for each in lists)
+    best = min(seconds(even._replace(stage_layers=each).spec(spec), cluster) for each in lists)
     assert seconds(chosen.spec(spec), cluster) <= 1.01 * best
 
 
@@ -98,7 +98,7 @@ def test_where_even_stages_do_not_fit_a_list_is_found_that_does(monkeypatch):
     assert "try: parallel.stage_layers: [" in rejected.reason
     change = fits(given, cluster).change
     counts = tuple(int(each) for each in change.partition("[")[2].rstrip("]").split(","))
-    assert evaluate(replace(candidate, stage_layers=counts).spec(spec), cluster).plans
+    assert evaluate(candidate._replace(stage_layers=counts).spec(spec), cluster).plans
 
 
 def test_room_is_known_to_a_layer():
@@ -169,10 +169,10 @@ def test_layers_are_moved_to_where_they_take_least_as_far_as_there_is_room(best,
     apart = sum(abs(a - b) for a, b in zip(bounds.counts(even), best, strict=True)) // 2
     assert (bounds.counts(moved) == best) == (apart <= 4), (bounds.counts(moved), best)
     assert len(asked) == min(apart, 4), "each move was the best of all, and the first that fits"
-    back = refined(replace(even, stage_layers=best), 1.0, bounds, 1.0)
+    back = refined(even._replace(stage_layers=best), 1.0, bounds, 1.0)
     assert back.stage_layers == best, "nothing is better than the best"
     if best == bounds.counts(even):
-        other = replace(even, stage_layers=(best[0] - 1, best[1] + 1, *best[2:]))
+        other = even._replace(stage_layers=(best[0] - 1, best[1] + 1, *best[2:]))
         assert refined(other, bounds.least_seconds(other), bounds, 1.0) == even, "without a list"
     assert refined(even, bounds.least_seconds(even), bounds, 0.5) == even, "where nothing else has room"
 

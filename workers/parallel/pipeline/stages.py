@@ -65,11 +65,11 @@ def layers_of(layers: int, layout: ParallelConfig, index: int) -> range:
     that)."""
     count = layout.pipeline * layout.virtual_stages
     _check_in_range("virtual stage", index, count)
-    counts = layer_counts(layers, layout)
-    ends = _ends(counts)
+    ends = _ends(layout.stage_layers) if layout.stage_layers else _even_ends(layers, count)
     if (len(ends), ends[-1]) != (count, layers):
-        raise ValueError(f"stage_layers {list(counts)} are not {layers} layers in {count} virtual stages")
-    return range(ends[index] - counts[index], ends[index])
+        counts = list(layer_counts(layers, layout))
+        raise ValueError(f"stage_layers {counts} are not {layers} layers in {count} virtual stages")
+    return range(ends[index - 1] if index else 0, ends[index])
 
 
 def layer_counts(layers: int, layout: ParallelConfig) -> tuple[int, ...]:
@@ -90,6 +90,11 @@ def even_counts(layers: int, virtual_stages: int) -> tuple[int, ...]:
     base, extra = divmod(layers, virtual_stages)
     takers = {*[*range(1, virtual_stages - 1), 0][:extra]}
     return tuple(base + (index in takers) for index in range(virtual_stages))
+
+
+@lru_cache(maxsize=4096)
+def _even_ends(layers: int, virtual_stages: int) -> tuple[int, ...]:
+    return _ends(even_counts(layers, virtual_stages))
 
 
 @lru_cache(maxsize=4096)

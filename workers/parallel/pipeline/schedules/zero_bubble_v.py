@@ -4,7 +4,6 @@ Python."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 
 from workers.parallel.pipeline.schedules.action import Action, Kind, of_all
 
@@ -19,7 +18,9 @@ def zero_bubble_v(rank: int, stages: int, virtual_stages: int, micro_batches: in
     """
     left = {(kind, chunk): iter(of_all(kind, micro_batches, chunk)) for kind in _HALVES for chunk in range(2)}
     for each in _passes(rank, stages, max(micro_batches, 2 * stages - 1)):
-        yield from islice(left[each], 1)
+        action = next(left[each], None)
+        if action is not None:
+            yield action
 
 
 def _passes(rank: int, stages: int, micro_batches: int) -> Iterator[tuple[Kind, int]]:
