@@ -57,6 +57,7 @@ class HostCopies(Generic[Note]):
         if not slot.tensors:
             whole, slot.tensors = _memory_for(self.state)
             self._pinned.append(PinnedMemory(whole, on_gpu=any(tensor.is_cuda for tensor in self.state)))
+        slot.step = None  # a copy that fails leaves part of the new state in it
         self._copier.start(self.state, partial(copy_tensors, slot.tensors, self.state))
         slot.step, slot.note = step, note
 

@@ -115,3 +115,17 @@ def test_nothing_goes_on_once_they_are_closed():
     copies.close()
     with pytest.raises(RuntimeError, match="shutdown"):
         copies._copier.start(copies.state, lambda ready: None)
+
+
+def test_a_copy_that_fails_half_way_leaves_no_state_of_the_step_that_it_replaced(copies, monkeypatch):
+    keep(copies, 1)
+    keep(copies, 2)
+
+    def fail(state, copy):
+        copy(None)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(copies._copier, "start", fail)
+    with pytest.raises(RuntimeError):
+        copies.start(3, "note of 3")
+    assert copies.steps == [2]
