@@ -59,7 +59,8 @@ def assert_planned(plan, drifts):
     assert (plan.generation, plan.problem, plan.parallel["data"]) == (1, None, 2)
     assert plan.planned.step_seconds > 0
     assert (plan.measured.first_step, plan.measured.last_step) == (6, 25)
-    assert sum(part.measured for part in plan.compared) > 0
+    # Other work may slow down just the steps that are measured in parts: then these are compared with nothing.
+    assert (sum(part.measured for part in plan.compared) > 0) == (plan.measured.parts is not None)
     ratio = plan.measured.step_seconds / plan.planned.step_seconds
     assert drifts == (abs(ratio - 1) > 0.2) == (plan.drift is not None)
 

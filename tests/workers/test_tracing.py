@@ -125,5 +125,5 @@ def look_at(trace, spec, backend):
         assert len({tuple(what) for _, *what in entries}) == 1
     assert all(len(entries) == 2 for key, entries in together.items() if len(key) == 2), "both ends of each message"
     bubbles = [bubble(trace, rank) for rank in trace.ranks]
-    assert all(0.0 < each < 1.0 if layout.pipeline > 1 else each == 0.0 for each in bubbles)
+    assert all(0.0 <= each < 1.0 for each in bubbles) and any(bubbles) == (layout.pipeline > 1)
     assert critical_path(trace)
