@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.planner.memory import broken_rules
 from service.planner.operations import Budget
 from service.planner.pipeline import ROUNDING
 from service.planner.step_time import StepModel, StepTime
 from workers.accounting.flops import step_flops
 from workers.config import JobSpec
+from workers.spec.rules import broken_keys
 
 WORTH_SAYING = 0.04
 """Smallest part of a step that gets a sentence."""
@@ -136,7 +136,7 @@ def _either(*ways: str) -> str:
 
 def _may_be_compiled(spec: JobSpec) -> bool:
     compiled = spec.model_copy(update={"train": spec.train.model_copy(update={"compile": True})})
-    return not spec.train.compile and not broken_rules(compiled) - broken_rules(spec)
+    return not spec.train.compile and not broken_keys(compiled) - broken_keys(spec)
 
 
 def _bubble(model: StepModel, more: str) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from workers.accounting.step_peak import StepPeak
 from workers.config import JobSpec
 from workers.parallel.pipeline.stages import layer_counts, layers_of, virtual_stage
 from workers.spec.parameters import first_trained_layer, frozen_by_layer
-from workers.spec.rules import find_problems
+from workers.spec.rules import broken_keys
 
 RESERVE = 0.04
 """Part of a device's memory that stays free for fragmentation: the allocator keeps blocks of the sizes that were
@@ -269,9 +269,9 @@ def fits(spec: JobSpec, cluster: Cluster) -> Fit:
     fit = Fit(*tightest(spec, cluster))
     if fit.fits:
         return fit
-    widest, broken = max(part.gpus_per_node for part in cluster.parts), broken_rules(spec)
+    widest, broken = max(part.gpus_per_node for part in cluster.parts), broken_keys(spec)
     for change, other in _changes(spec, fit.usable, cluster.machine):
-        if other.layout.tensor > widest or broken_rules(other) - broken:
+        if other.layout.tensor > widest or broken_keys(other) - broken:
             continue
         if Fit(*tightest(other, cluster)).fits:
             return Fit(fit.memory, fit.usable, change + _on_more(other, cluster))
@@ -283,11 +283,6 @@ def _on_more(spec: JobSpec, cluster: Cluster) -> str:
     layout, places = spec.layout, "GPUs" if cluster.machine.has_gpus else "slots"
     groups = sum(part.nodes * (part.gpus_per_node // layout.tensor) for part in cluster.parts)
     return "" if layout.world_size <= groups * layout.tensor else f", on {layout.world_size} {places}"
-
-
-def broken_rules(spec: JobSpec) -> set[str]:
-    """Paths of the keys that break rules; of a job that is only planned those of its data may."""
-    return {problem.path for problem in find_problems(spec)}
 
 
 def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[str, JobSpec]]:

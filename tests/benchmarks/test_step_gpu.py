@@ -136,7 +136,9 @@ def test_graphs_of_micro_batches_compute_the_same(tmp_path: Path) -> None:
     assert report["settings"]["left_out"] == {}
     assert "met           graphs_gpt_125m_same_bits (True, True)" in text
     figures = report["figures"]
-    assert figures["graphs_gpt_125m_with_told"]["value"] > figures["graphs_gpt_125m_without_told"]["value"] > 0
+    assert (
+        figures["graphs_gpt_125m_with_predicted"]["value"] > figures["graphs_gpt_125m_without_predicted"]["value"] > 0
+    )
     assert figures["graphs_gpt_125m_with_to_without"]["value"] > 0
     assert "graphs_gpt_1b3_same_bits" not in figures
 

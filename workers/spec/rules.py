@@ -32,6 +32,11 @@ def find_problems(spec: JobSpec) -> list[Problem]:
     return problems
 
 
+def broken_keys(spec: JobSpec) -> set[str]:
+    """Paths of the keys that break rules; of a job that is only planned those of its data may."""
+    return {problem.path for problem in find_problems(spec)}
+
+
 def _not_built(path: str, value: object, *works: str) -> Problem:
     return Problem(path, f"{value} is not supported yet; supported: {' or '.join(works)}", works[0], unsupported=True)
 

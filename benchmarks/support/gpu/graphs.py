@@ -49,5 +49,5 @@ def _measure(report: Report, prefix: str, spec: JobSpec, steps: int, device: tor
     report.add(f"{prefix}_step", round(1e3 * seconds, 2), "ms")
     report.add(f"{prefix}_peak", peak, "bytes")
     report.add(f"{prefix}_reserved", torch.cuda.max_memory_reserved() if device.type == "cuda" else 0, "bytes")
-    report.add(f"{prefix}_told", device_bytes(spec)[0].total, "bytes")
+    report.add(f"{prefix}_predicted", device_bytes(spec)[0].total, "bytes")
     return seconds
