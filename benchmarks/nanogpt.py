@@ -54,6 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = options.parse_args(arguments)
     if chosen.nanogpt is not None and not chosen.processes:
         options.error("--nanogpt goes with --processes")
+    # the processes run in a folder of their own
+    chosen.text = chosen.text.resolve()
+    chosen.nanogpt = None if chosen.nanogpt is None else chosen.nanogpt.resolve()
     return deliver(measure_processes if chosen.processes else measure, chosen)
 
 
