@@ -17,6 +17,7 @@ from service.planner.hardware import Cluster
 from workers.config import JobSpec, ParallelConfig
 from workers.parallel.pipeline.stages import even_counts
 from workers.spec.divisors import divisors
+from workers.spec.rules import broken_keys
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_STAGES = 256
@@ -112,18 +113,34 @@ def is_complete(job: JobSpec, cluster: Cluster) -> bool:
 
 
 def axes(job: JobSpec, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
-    """Tensor, pipeline and data sizes that there is room for; a tensor group is always within one node."""
-    model, batch, complete = job.model, job.train.global_batch_size, is_complete(job, cluster)
-    for tensor in range(1, cluster.gpus_per_node + 1):
-        if model.heads % tensor or model.ffn_size % tensor:
-            continue
+    """Tensor, pipeline and data sizes that there is room for and that the rules about single sizes allow; a tensor
+    group is always within one node."""
+    batch, layers, complete = job.train.global_batch_size, job.model.layers, is_complete(job, cluster)
+    fewest, allowed = _replicas(job)
+    for tensor in _tensor_sizes(job, cluster.gpus_per_node):
         groups = cluster.nodes * (cluster.gpus_per_node // tensor)
-        for pipeline in range(1, model.layers + 1) if complete else _pipeline_sizes(model.layers):
-            if pipeline > min(groups, MOST_STAGES):
+        for pipeline in range(1, layers + 1) if complete else _pipeline_sizes(layers):
+            if pipeline > min(groups, 1 if job.train.cuda_graphs else MOST_STAGES):
                 break
-            most = min(groups // pipeline, batch)
-            for data in range(1, most + 1) if complete else _data_sizes(most, batch, pipeline):
+            most = min(groups // pipeline, allowed)
+            for data in range(fewest, most + 1) if complete else _data_sizes(fewest, most, batch, pipeline):
                 yield tensor, pipeline, data
+
+
+def _tensor_sizes(job: JobSpec, most: int) -> list[int]:
+    """Tensor sizes up to `most` that divide what they split."""
+    broken = {size: broken_keys(Candidate(1, size, 1, 1, "1f1b", 1, "none").spec(job)) for size in range(1, most + 1)}
+    return [size for size, keys in broken.items() if keys <= broken[1]]
+
+
+def _replicas(job: JobSpec) -> tuple[int, int]:
+    """Fewest and most replicas that the batch, `elastic` and `train.cuda_graphs` allow."""
+    batch, elastic = job.train.global_batch_size, job.elastic
+    most = batch
+    if job.train.cuda_graphs and job.train.deterministic == "layout":  # three micro-batches, if there are replicas
+        size = min(micro_batch_sizes(job, batch))
+        most = max(1, (batch - 1) // (2 * size))
+    return elastic.min_data or 1, min(most, elastic.max_data or most)
 
 
 @lru_cache(maxsize=256)
@@ -133,12 +150,14 @@ def _pipeline_sizes(layers: int) -> tuple[int, ...]:
     return tuple(sorted({size + more for size in fewest for more in range(3) if size + more <= layers}))
 
 
-def _data_sizes(most: int, batch: int, pipeline: int) -> list[int]:
+def _data_sizes(fewest: int, most: int, batch: int, pipeline: int) -> list[int]:
     """The largest number of replicas, and the largest that divides the batch evenly, also into groups of micro-batches
     for interleaving."""
-    even = [size for size in divisors(batch) if size <= most]
+    if most < fewest:
+        return []
+    even = [size for size in divisors(batch) if fewest <= size <= most]
     whole = [size for size in even if batch // size % pipeline == 0]
-    return sorted({most, even[-1], *whole[-1:]})
+    return sorted({most, *even[-1:], *whole[-1:]})
 
 
 def schedules(layers: int, pipeline: int, whole: bool, every: bool) -> Iterator[tuple[str, int]]:

@@ -124,10 +124,12 @@ def _job_in(document: Mapping[str, Any]) -> JobSpec:
         problem = "the parts of a custom model are unknown, so its time and memory cannot be predicted"
         unknown.append(Problem("model.family", problem, "gpt", unsupported=True))
     elif not unknown:
-        # A layout that is still to be searched for breaks no rules; problems of the model show with the smallest
-        # layout.
-        judged = job if not isinstance(job.parallel, str) else job.model_copy(update={"parallel": ParallelConfig()})
-        unknown += [problem for problem in find_problems(judged) if not problem.path.startswith(("data", "elastic"))]
+        # A layout that is still to be searched for breaks no rules, and `elastic` limits which ones are looked at;
+        # problems of the model show with the smallest layout.
+        is_auto = isinstance(job.parallel, str)
+        judged = job.model_copy(update={"parallel": ParallelConfig()}) if is_auto else job
+        unread = ("data", "elastic") if is_auto else ("data",)
+        unknown += [problem for problem in find_problems(judged) if not problem.path.startswith(unread)]
         if job.model.vocabulary_size is None and job.data.token_ids is None:
             problem = "the vocabulary's size is in the tokenizer's file, which is not read for a plan"
             unknown.append(Problem("model.vocabulary_size", problem, "50257"))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from service.planner.bounds import SLACK, Bounds
-from service.planner.candidates import RECOMPUTE, Candidate, axes, candidates
+from service.planner.candidates import RECOMPUTE, Candidate, axes, candidates, micro_batch_sizes
 from service.planner.hardware import GIB, Cluster, UnknownMachine, parts_of
 from service.planner.memory import Fit, RankMemory, fits, tightest, usable_bytes, worst_rank
 from service.planner.mixed_step import step_model
@@ -173,14 +173,24 @@ def search(
         least = bounds.least_bytes(candidate)
         if least <= usable:
             left.append(candidate)
-        else:
+        elif _is_less(no_state, candidate, least) and not find_problems(candidate.spec(job)):
             _keep_least(no_state, candidate, least)
     best = fastest(left, bounds, limit)
     for least, candidate in no_state.values():
         _keep_least(best.too_large, candidate, least)
     plans = best.plans()
     _note_slower(best, bounds, {(plan.spec.layout.tensor, plan.spec.layout.pipeline) for plan in plans})
-    return Answer(plans, tuple(_rejected(job, cluster, plans, best.slower, best.too_large)))
+    rejected = tuple(_rejected(job, cluster, plans, best.slower, best.too_large))
+    return Answer(plans, rejected if plans or rejected else _without_layout(job, cluster))
+
+
+def _without_layout(job: JobSpec, cluster: Cluster) -> tuple[Rejected, ...]:
+    """Why the rules leave no layout: what the smallest one breaks."""
+    least = min(micro_batch_sizes(job, 1))
+    spec = Candidate(1, 1, job.elastic.min_data or 1, 1, "1f1b", least, "full").spec(job)
+    broken = [f"{problem.path}: {problem.rule}" for problem in find_problems(spec) if problem.path != "data"]
+    problem = no_place(spec, cluster) or next(iter(broken), None)
+    return () if problem is None else (Rejected(spec, problem),)
 
 
 def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float = math.inf) -> Best:
@@ -252,7 +262,8 @@ def _note_slower(best: Best, bounds: Bounds, chosen: Collection[tuple[int, int]]
                 return
             continue
         for least, each in [(seconds, candidate)] if is_least else bounds.with_least_seconds(candidate):
-            if each.recomputing_nothing not in best.enough_by_then:
+            is_least = _is_less(best.slower, each, least) and each.recomputing_nothing not in best.enough_by_then
+            if is_least and not find_problems(each.spec(bounds.job)):
                 _keep_least(best.slower, each, least)
 
 
@@ -303,11 +314,19 @@ class Best:
         return tuple(plan for *_, plan in self._ordered()[: self.limit])
 
 
-def _keep_least(of: dict[tuple[int, int], tuple[float, Candidate]], candidate: Candidate, value: float) -> None:
-    """Store `candidate` if its value is the lowest of its tensor and pipeline size."""
+_Least = dict[tuple[int, int], tuple[float, Candidate]]
+"""For each tensor and pipeline size, the lowest value so far and its layout."""
+
+
+def _is_less(of: _Least, candidate: Candidate, value: float) -> bool:
     key = candidate.tensor, candidate.pipeline
-    if key not in of or (value, candidate) < of[key]:
-        of[key] = value, candidate
+    return key not in of or (value, candidate) < of[key]
+
+
+def _keep_least(of: _Least, candidate: Candidate, value: float) -> None:
+    """Store `candidate` if its value is the lowest of its tensor and pipeline size."""
+    if _is_less(of, candidate, value):
+        of[candidate.tensor, candidate.pipeline] = value, candidate
 
 
 def _rejected(
@@ -343,9 +362,10 @@ def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:
         larger = Cluster(cluster.machine, cluster.nodes * times, cluster.gpus_per_node)
         bounds, usable = Bounds(job, larger, engine_on(larger.machine)), usable_bytes(larger)
         for tensor, pipeline, data in axes(job, larger):
-            candidate = Candidate(pipeline, tensor, data, 1, "1f1b", 1, "full")
-            if bounds.least_bytes(candidate) > usable:
+            least = min(micro_batch_sizes(job, 1))
+            candidate = Candidate(pipeline, tensor, data, 1, "1f1b", least, "full")
+            if bounds.least_bytes(candidate) > usable or find_problems(spec := candidate.spec(job)):
                 continue
-            if worst_rank(candidate.spec(job), larger.machine).total <= usable:
+            if worst_rank(spec, larger.machine).total <= usable:
                 return f"{larger.nodes} nodes of {larger.gpus_per_node} ({usable / GIB:.0f} GiB a rank) would do"
     return None

@@ -347,3 +347,10 @@ def elastic_plans(wanted):
 
 def test_groups_that_are_null_say_nothing():
     assert read(cluster=DOCUMENT["cluster"] | {"groups": None}).cluster == read().cluster
+
+
+def test_limits_of_a_fixed_layouts_size_are_checked_as_at_submission():
+    layout = {"tensor": 2, "data": 2}
+    assert broken(parallel=layout, elastic={"min_data": 4}) == {"elastic.min_data": "must be at most parallel.data (2)"}
+    assert "has no samples for some" in broken(parallel=layout, elastic={"max_data": 65})["elastic.max_data"]
+    assert read(elastic={"min_data": 4}).answer().plans

@@ -18,7 +18,7 @@ from service.planner.search import evaluate, fastest, search, smallest_cluster
 from service.planner.software import engine_on
 from service.planner.step_time import StepModel
 from tests.service.support.planned import a100s, job
-from workers.config import JobSpec
+from workers.config import ElasticConfig, JobSpec
 from workers.spec.divisors import divisors
 from workers.spec.rules import find_problems
 
@@ -333,3 +333,50 @@ def test_mfu_on_cores_is_of_the_threads_that_the_ranks_of_a_layout_have(slots, c
     plans = search(job(2, 1024, 4), cluster, engine_on(cluster.machine)).plans
     assert 0.3 < max(plan.rate(plan.flops.model_full) / plan.peak_flops for plan in plans) <= 1.0
     assert min(plan.spec.layout.world_size for plan in plans) < 16
+
+
+def test_only_layouts_that_the_rules_allow_are_reported_as_slower():
+    """512 tokens cannot be split over 3 or 6 ranks, which sequence parallelism would do."""
+    answer = search(job(4, 768, 12), a100s(1, 6))
+    reported = [plan.spec for plan in answer.plans] + [each.spec for each in answer.rejected]
+    assert {spec.layout.tensor for spec in reported} == {1, 2, 4}
+    assert not any(map(find_problems, reported))
+
+
+@pytest.mark.parametrize("elastic", [{"max_data": 48}, {"max_data": 48, "min_data": 40}, {"min_data": 200}])
+def test_large_searches_look_at_the_most_replicas_that_elastic_allows(elastic):
+    spec, cluster = job(24, train={"global_batch_size": 512}), a100s(32)
+    assert not is_complete(spec, cluster)
+    limited = spec.model_copy(update={"elastic": ElasticConfig(**elastic)})
+    sizes = {each.data for each in candidates(limited, cluster)}
+    assert max(sizes) == elastic.get("max_data", 256) and min(sizes) >= elastic.get("min_data", 1)
+
+
+@pytest.mark.parametrize(
+    ("train", "most"), [({}, 255), ({"micro_batch_size": 3}, 85), ({"deterministic": "elastic"}, 256)]
+)
+def test_layouts_for_cuda_graphs_have_enough_micro_batches_in_large_searches_too(train, most):
+    spec = job(24, train={"global_batch_size": 512, "cuda_graphs": True, **train})
+    found = list(candidates(spec, a100s(32)))
+    assert {(each.tensor, each.pipeline) for each in found} == {(1, 1)}
+    assert max(each.data for each in found) == most
+    assert search(spec, a100s(32), limit=1).plans
+
+
+def test_a_job_to_which_the_rules_leave_no_layout_is_told_which():
+    limited = job(train={"global_batch_size": 3}).model_copy(update={"elastic": ElasticConfig(max_data=4)})
+    (rejected,) = search(limited, a100s()).rejected
+    assert rejected.reason.startswith("elastic.max_data: 4 replicas do not work: a batch of 3 has no samples")
+    wide = job().model_copy(update={"elastic": ElasticConfig(min_data=9)})
+    (rejected,) = search(wide, a100s()).rejected
+    assert "has room for 8 such groups, not 9" in rejected.reason
+    assert (smallest_cluster(wide, a100s()) or "").startswith("2 nodes of 8 ")
+    assert smallest_cluster(limited, a100s()) is None
+
+
+def test_a_larger_cluster_is_suggested_for_the_given_micro_batch():
+    """The logits of 16,384 sequences fit on no such GPU; those of one do."""
+    given = job(train={"global_batch_size": 2**21, "micro_batch_size": 16384})
+    answer = search(given, a100s(1, 1))
+    assert answer.plans == () and "does not fit" in answer.rejected[0].reason
+    assert smallest_cluster(given, a100s(1, 1)) is None
