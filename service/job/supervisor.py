@@ -330,11 +330,13 @@ class Supervisor:
         return launch
 
     async def _hold_back(self, seconds: float, culprit: Death) -> None:
-        """Wait before the next generation, or until the job is cancelled."""
+        """Wait before the next generation, or until the job is cancelled or is to leave; while it tries to leave, until
+        it has tried for long enough."""
         message = f"waits {seconds:g} s before the next try: no step was committed since the last failure of this kind"
         data = {"seconds": seconds, "kind": culprit.kind}
         await self._record.event("held_back", message, rank=culprit.rank, data=data)
-        await self._wait(seconds, self._job.cancelled)
+        leave = self._job.overdue if self._job.leaving.is_set() else self._job.leaving
+        await self._wait(seconds, self._job.cancelled, leave)
 
     async def _hold(self, launch: Launch, why: str) -> Launch:
         """Wait before the next attempt of a launch that failed for no fault of the gang's, or until the job is

@@ -11,8 +11,9 @@ from workers.protocol.messages import Resume
 
 # Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
 HOPELESS = {kind: kind for kind in ("no_shared_memory", "bad_data", "not_finite", "spike")}
-# The kind of failure that is waited out: the system may later provide what it does not provide now.
+# Kinds of failure that are waited out: the system may later provide what it does not provide now.
 UNREADABLE = "unreadable_checkpoint"
+NOT_SAVED = "not_saved"
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,7 @@ def decide(
 
     An exception that is raised again at the same step is the user's error, not the machine's. `max_restarts` failures
     are allowed within `window_seconds` (0: ever), and the same number of launches may fail in a row, however long ago
-    the first of them was; `failed_launches`: how many have, including this one. A checkpoint that cannot be read at the
-    moment does not count.
+    the first of them was; `failed_launches`: how many have, including this one. What is waited out does not count.
     """
     if failed_launches > max_restarts:
         message = f"could not be launched {failed_launches} times in a row; last: {culprit.sentence}"
@@ -111,9 +111,9 @@ def decide(
         return GiveUp(HOPELESS[culprit.kind], culprit.message)
     if comes_again(history, failure):
         return GiveUp("user_error", f"{culprit.sentence}, twice at the same step\n{culprit.traceback}".strip())
-    if culprit.kind == UNREADABLE:
+    if _is_waited_out(failure):
         return Restart(culprit.sentence, wait_seconds(history, failure))
-    counted = [each for each in within(history, failure.at, window_seconds) if each.kind != UNREADABLE]
+    counted = [each for each in within(history, failure.at, window_seconds) if not _is_waited_out(each)]
     if len(counted) >= max_restarts:
         kinds = f" ({count_by_kind(counted)})" if counted else ""
         recently = f" in {window_seconds:g} s" if counted and window_seconds else ""
@@ -121,6 +121,13 @@ def decide(
         message = f"restarted {len(counted)} times{recently}{kinds}; last: {culprit.sentence}{tail}"
         return GiveUp("restarts_exhausted", message.strip())
     return Restart(culprit.sentence, wait_seconds(history, failure))
+
+
+def _is_waited_out(failure: PastFailure) -> bool:
+    """Whether a failure is of the storage alone: a checkpoint that cannot be read at the moment, or a last one that
+    cannot be saved in a generation that had nothing else left to do. One that had trained first does count, since
+    without snapshots its steps are repeated each time."""
+    return failure.kind == UNREADABLE or (failure.kind == NOT_SAVED and not failure.progressed)
 
 
 def failure_of(death: Death, at: float, committed: int, progressed: bool, node: str | None = None) -> PastFailure:

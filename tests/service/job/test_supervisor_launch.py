@@ -300,7 +300,7 @@ def test_running_job_is_cancelled(two_replicas, cluster):
     assert cluster.nothing_held
 
 
-def test_cancel_ends_the_wait_before_the_next_try(two_replicas, cluster, monkeypatch):
+def test_pause_ends_the_wait_before_the_next_try_once_and_cancel_every_one(two_replicas, cluster, monkeypatch):
     job = two_replicas(cluster)
     monkeypatch.setattr(budgets, "FIRST_WAIT_SECONDS", 1000.0)
     monkeypatch.setattr(budgets, "LONGEST_WAIT_SECONDS", 1000.0)
@@ -315,6 +315,10 @@ def test_cancel_ends_the_wait_before_the_next_try(two_replicas, cluster, monkeyp
         await job.watched(2)
         job.ranks[0].die()
         await held_back()
+        job.pause()
+        await job.watched(3)  # at once, so that its newest state can be saved
+        job.ranks[0].die()
+        await reached(lambda: job.log.count("held_back") == 2)
         job.cancel()
         await job.task
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from service.recovery.budgets import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, PastFailure
 from service.recovery.decisions import (
+    NOT_SAVED,
     SUSPECTED,
     UNREADABLE,
     Death,
@@ -138,6 +139,14 @@ def test_giving_up_says_only_what_there_is_to_say():
 def test_what_is_waited_out_is_not_given_up_though_the_budget_is_used_up():
     unread = Death(0, UNREADABLE, message="cannot read the checkpoint")
     assert isinstance(judge(unread, [failure(KILLED)] * 3, 3), Restart)
+
+
+def test_a_last_checkpoint_that_cannot_be_saved_is_waited_out_unless_steps_are_repeated_for_it():
+    unsaved = Death(0, NOT_SAVED, message="the last checkpoint could not be saved")
+    tries = [failure(unsaved, progressed=False)] * 9
+    assert decide(unsaved, tries[0], tries, 3, 0.0) == Restart(unsaved.sentence, LONGEST_WAIT_SECONDS)
+    assert isinstance(judge(KILLED, [failure(KILLED), *tries], 2), Restart)
+    assert isinstance(judge(unsaved, [failure(unsaved)] * 3, 3), GiveUp)
 
 
 def test_what_keeps_happening_without_progress_is_held_back():
