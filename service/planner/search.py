@@ -287,7 +287,7 @@ class Best:
 
     def add(self, candidate: Candidate, plan: Plan) -> None:
         """Add a layout that fits."""
-        seconds = plan.time.seconds
+        seconds = float(f"{plan.time.seconds:.9g}")  # the last bits are of rounding and decide nothing
         self.enough.add(candidate.recomputing_nothing)
         if seconds >= self.most or (candidate.even in self._found and self._found[candidate.even][0] <= seconds):
             return

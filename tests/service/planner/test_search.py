@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from service.planner.bounds import Bounds
 from service.planner.candidates import Candidate, candidates, is_complete, schedules
 from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
 from service.planner.memory import usable_bytes, worst_rank
-from service.planner.search import evaluate, fastest, search, smallest_cluster
+from service.planner.search import Best, evaluate, fastest, search, smallest_cluster
 from service.planner.software import engine_on
 from service.planner.step_time import StepModel
 from tests.service.support.planned import a100s, job
@@ -380,3 +381,10 @@ def test_a_larger_cluster_is_suggested_for_the_given_micro_batch():
     answer = search(given, a100s(1, 1))
     assert answer.plans == () and "does not fit" in answer.rejected[0].reason
     assert smallest_cluster(given, a100s(1, 1)) is None
+
+
+def test_rounding_decides_nothing_between_equally_fast_schedules():
+    best, plain = Best(1, float("inf"), 4), Candidate(2, 1, 4, 1, "1f1b", 1, "none")
+    for candidate, seconds in ((plain, 0.30076384464983213), (plain._replace(schedule="zb-h1"), 0.3007638446498321)):
+        best.add(candidate, SimpleNamespace(time=SimpleNamespace(seconds=seconds)))
+    assert [candidate for _, candidate in best.found()] == [plain, plain._replace(schedule="zb-h1")]
