@@ -135,7 +135,7 @@ def drift_of(planned: Mapping[str, Any], measured: Measured) -> Drift | None:
     ratio = measured.step_seconds / step
     tail = _tail(planned)
     if abs(ratio - 1) > TOLERANCE:
-        head = f"a step takes {measured.step_seconds:.3g} s instead of the planned {step:.3g} s ({ratio - 1:+.0%})"
+        head = f"a step takes {measured.step_seconds:.3g} s instead of the planned {step:.3g} s ({_by(ratio)})"
         part = _largest_difference(compared(planned, measured), step, slower=ratio > 1)
         if part is None:
             unknown = "which part of it is not known: no such step was measured in parts (train.time_parts_every)"
@@ -150,8 +150,13 @@ def drift_of(planned: Mapping[str, Any], measured: Measured) -> Drift | None:
             f"the fullest rank takes {measured.memory_bytes / gib:.2f} GiB instead of the planned "
             f"{planned_bytes / gib:.2f} GiB"
         )
-        return Drift(ratio, "memory", f"{head} ({ratio - 1:+.0%})")
+        return Drift(ratio, "memory", f"{head} ({_by(ratio)})")
     return None
+
+
+def _by(ratio: float) -> str:
+    """How far a measurement is from the plan, in words that are read at a glance."""
+    return f"{ratio:.0f} times the plan" if ratio >= 3 else f"{ratio - 1:+.0%}"
 
 
 def _largest_difference(groups: Sequence[Compared], step: float, slower: bool) -> Compared | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,9 @@ WRONG_VALUES = [
     ("max_duration", "1h", "must be a number, not a string ('1h')", "3600"),
     ("elastic", True, "must be a mapping, not a boolean", "{min_data: 1, max_data: 2}"),
     ("labels", ["a"], "must be a mapping, not a list", "{team: research}"),
-    ("labels.team", 1, "must be a string, not an integer (1)", "'1'"),
+    ("labels.team", 1, "must be a string, not an integer (1): in quotes it stays as it was written", "'1'"),
+    ("labels.team", 1.1, "must be a string, not a number (1.1): in quotes it stays as it was written", None),
+    ("labels.team", date(2026, 1, 2), "must be a string, not a date: in quotes it stays as it was written", None),
     ("labels.team", True, "must be a string, not a boolean (True): without quotes yes, no, on, off", "'yes'"),
     ("name", False, "are booleans in YAML", "'no'"),
     ("priority", 5000, "must be at most 1000", "1000"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from datetime import date, datetime
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -89,6 +90,8 @@ _TYPE_NAMES = {
 
 _OF_YAML = ": without quotes yes, no, on, off, true and false are booleans in YAML"
 """Why a string is a boolean; which of these words it was is not known any more."""
+_UNQUOTED = ": in quotes it stays as it was written"
+"""What a number or date is told that is to be a string; its zeros and digits are not known any more."""
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
@@ -114,7 +117,7 @@ def _problem_of(path: str, item: Any) -> Problem:
         return Problem(path, "required, but missing", _example_of(path))
     if kind in _TYPE_NAMES:
         meant = _working(path, _converted(kind, value)) or _example_of(path)
-        why = _OF_YAML if kind == "string_type" and isinstance(value, bool) else ""
+        why = "" if kind != "string_type" else _unquoted(value)
         return Problem(path, f"must be {_TYPE_NAMES[kind]}, not {kind_of(value)}{why}", meant)
     if kind == "literal_error":
         known = _literals_at(path)
@@ -131,6 +134,13 @@ def _problem_of(path: str, item: Any) -> Problem:
         rule, other, instead, most, otherwise = _TEXTS[context["pattern"]]
         return Problem(path, rule, re.sub(other, instead, value).strip("._ -")[:most] or otherwise)
     return Problem(path, rule_in_words(item), _example_of(path))
+
+
+def _unquoted(value: Any) -> str:
+    """Why a value that is to be a string is none, if YAML would read it as one with quotes around it."""
+    if isinstance(value, bool):
+        return _OF_YAML
+    return _UNQUOTED if isinstance(value, int | float | date) else ""
 
 
 def rule_in_words(item: Any) -> str:
@@ -167,6 +177,8 @@ def kind_of(value: Any) -> str:
         bool: "a boolean",
         int: "an integer",
         float: "a number",
+        date: "a date",
+        datetime: "a time",
     }
     if value is None:
         return "nothing"
@@ -228,7 +240,7 @@ def _converted(kind: str, value: Any) -> str | None:
         return f"[{value}]"
     if kind == "string_type" and isinstance(value, bool):
         return "'yes'" if value else "'no'"
-    return f"'{value}'" if kind == "string_type" and isinstance(value, int | float) else None
+    return f"'{value}'" if kind == "string_type" and isinstance(value, int) else None
 
 
 def _section_at(path: str) -> type[Section] | None:

@@ -252,10 +252,15 @@ def test_charts_mark_what_happened_at_a_step_once(call):
         *[event("state_changed", 5, "RECOVERING")] * 2,
         event("step_skipped", 5),
         event("first_step", 6),
+        event("state_changed", 7, "RECOVERING"),
+        event("spike", 7),
+        event("state_changed", 7, "FAILED"),
     ]
     assert call("parts/job_charts.js", "marksOf", events) == [
         {"step": 5, "label": "recovery", "tone": "warn"},
         {"step": 5, "label": "step skipped", "tone": "bad"},
+        {"step": 7, "label": "failure", "tone": "bad"},
+        {"step": 7, "label": "spike", "tone": "bad"},
     ]
 
 

@@ -92,6 +92,7 @@ def test_the_part_with_most_of_the_difference_is_named():
     assert (drift.part, drift.ratio) == ("tensor communication", 2.0)
     assert "takes 2 s instead of the planned 1 s (+100%)" in drift.message
     assert "0.9 s instead of the planned 0.1 s" in drift.message
+    assert "takes 82.7 s instead of the planned 1 s (83 times the plan)" in drift_of(plan(), took(82.7)).message
     fast = took(0.5, forward=0.1, backward=0.1, tensor_communication=0.1, bubble=0.1, optimizer=0.1)
     assert drift_of(plan(), fast).part == "computing"
     assert drift_of(plan(), took(2.0)).part == "step"

@@ -133,10 +133,13 @@ export class JobCharts {
 /** Marks of what happened to a job, of its events. */
 export function marksOf(events) {
   const marks = [];
+  const changes = events.filter((event) => event.type === "state_changed");
   for (const event of events) {
     if (event.step === null) continue;
-    if (event.type === "state_changed" && event.data.to === "RECOVERING")
-      marks.push({ step: event.step, label: "recovery", tone: "warn" });
+    if (event.type === "state_changed" && event.data.to === "RECOVERING") {
+      const failed = changes[changes.indexOf(event) + 1]?.data.to === "FAILED";
+      marks.push({ step: event.step, label: failed ? "failure" : "recovery", tone: failed ? "bad" : "warn" });
+    }
     if (["spike", "step_skipped", "rolled_back", "not_finite"].includes(event.type))
       marks.push({ step: event.step, label: event.type.replaceAll("_", " "), tone: "bad" });
   }
