@@ -204,10 +204,23 @@ def _is_valid(manifest: Manifest) -> bool:
         return False
     if not all(isinstance(size, int) for size in (manifest.step, manifest.generation, *manifest.files.values())):
         return False
+    if not _has_valid_sums(manifest):
+        return False
     if manifest.loss_scale is None:
         return True
     numbers = manifest.loss_scale if isinstance(manifest.loss_scale, list) else []
     return len(numbers) == 2 and all(isinstance(value, float) and math.isfinite(value) for value in numbers)
+
+
+def _has_valid_sums(manifest: Manifest) -> bool:
+    """Whether each file has the sums of all its blocks, or none has any."""
+    size, sums = manifest.block_bytes, manifest.blocks
+    if not isinstance(size, int) or size < 1 or not isinstance(sums, dict | None):
+        return False
+    if not sums:
+        return True
+    of_files = [(sums.get(name), -(-length // size)) for name, length in manifest.files.items()]
+    return all(isinstance(blocks, list) and len(blocks) == count for blocks, count in of_files)
 
 
 def look_at(path: Place) -> tuple[Condition, Manifest | None, str]:

@@ -73,9 +73,10 @@ class FileSums:
 class SummingFile(io.RawIOBase):
     """A new file that computes checksums while it is written sequentially."""
 
-    def __init__(self, file: Writer, wrote: Callable[[], object] = lambda: None):
-        """`wrote` is called after each write."""
+    def __init__(self, file: Writer, wrote: Callable[[], object] = lambda: None, block_bytes: int | None = None):
+        """`wrote` is called after each write. `block_bytes`: of each block; None: BLOCK_BYTES."""
         self._file, self._wrote = file, wrote
+        self._block_bytes = BLOCK_BYTES if block_bytes is None else block_bytes
         self._blocks: list[int] = []
         self._size = 0
 
@@ -91,10 +92,10 @@ class SummingFile(io.RawIOBase):
         count = self._file.write(content) or 0
         content = content[:count]
         while content:
-            filled = self._size % BLOCK_BYTES
+            filled = self._size % self._block_bytes
             if filled == 0:
                 self._blocks.append(0)
-            part = content[: BLOCK_BYTES - filled]
+            part = content[: self._block_bytes - filled]
             self._blocks[-1] = crc32(part, self._blocks[-1])
             self._size += len(part)
             content = content[len(part) :]
@@ -104,15 +105,15 @@ class SummingFile(io.RawIOBase):
     @property
     def sums(self) -> FileSums:
         """Checksums of the bytes written so far."""
-        return FileSums(self._size, tuple(self._blocks), BLOCK_BYTES)
+        return FileSums(self._size, tuple(self._blocks), self._block_bytes)
 
 
 class SummedFiles:
     """New files whose checksums are computed while they are written."""
 
-    def __init__(self, wrote: Callable[[], object] = lambda: None) -> None:
-        """`wrote` is called after each write to any of them."""
-        self._wrote = wrote
+    def __init__(self, wrote: Callable[[], object] = lambda: None, block_bytes: int | None = None) -> None:
+        """`wrote` is called after each write to any of them. `block_bytes`: as in SummingFile."""
+        self._wrote, self._block_bytes = wrote, block_bytes
         self.sums: dict[str, FileSums] = {}
         """By name, for completed files."""
 
@@ -120,7 +121,7 @@ class SummedFiles:
     def create(self, file: Place) -> Iterator[io.BufferedWriter[SummingFile]]:
         """A new file, which is durable once the block has ended. Raises OSError."""
         with files_of(file).writer(file) as opened:
-            summing = SummingFile(opened, self._wrote)
+            summing = SummingFile(opened, self._wrote, self._block_bytes)
             with io.BufferedWriter(summing, BUFFER_BYTES) as stream:
                 yield stream
         self.sums[file.name] = summing.sums

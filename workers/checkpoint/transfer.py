@@ -26,7 +26,7 @@ def copy(source: Place, target: Place, progress: Callable[[int, int], None] = la
     """
     manifest = manifest_of(source)
     _clear(target, manifest.files)
-    files = SummedFiles()
+    files = SummedFiles(block_bytes=manifest.block_bytes)
     files_of(target).make_folder(target)
     done = 0
     for name in manifest.files:

@@ -25,6 +25,12 @@ def test_a_copy_has_every_byte(way, tmp_path, request):
     assert sorted(files_of(target).names(target / source.name)) == ["data", "empty", MANIFEST]
 
 
+@pytest.mark.parametrize("block_bytes", [1_000_000, 5_000_000, 8_000_000])
+def test_a_copy_has_blocks_of_the_size_that_its_manifest_gives(tmp_path, block_bytes):
+    manifest = copy(made(tmp_path / "a", block_bytes=block_bytes), tmp_path / "b")
+    assert manifest.block_bytes == block_bytes and verify(tmp_path / "b") == manifest
+
+
 def test_what_is_there_already_is_left_alone(tmp_path):
     source, other = made(tmp_path / "a"), made(tmp_path / "b", 20)
     with pytest.raises(PlaceTaken, match=f"there is something at {other} already: name another place, or remove it"):

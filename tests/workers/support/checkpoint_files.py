@@ -1,21 +1,22 @@
 """A checkpoint whose content is made up, but whole in every way."""
 
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
-from workers.checkpoint.checksums import SummedFiles
+from workers.checkpoint.checksums import BLOCK_BYTES, SummedFiles
 from workers.storage.files import files_of
 
 CONTENT = bytes(range(256)) * 30_000
 """More than one block."""
 
 
-def made(folder, step=10):
+def made(folder, step=10, block_bytes=BLOCK_BYTES):
     """A whole checkpoint of two files."""
     path = checkpoint_path(folder, step, 1)
-    files, contents = SummedFiles(), {"data": CONTENT, "empty": b""}
+    files, contents = SummedFiles(block_bytes=block_bytes), {"data": CONTENT, "empty": b""}
     files_of(path).make_folder(path)
     for name, content in contents.items():
         with files.create(path / name) as stream:
             stream.write(content)
     blocks = {name: list(sums.blocks) for name, sums in files.sums.items()}
-    seal(path, Manifest("j", 1, step, {name: len(c) for name, c in contents.items()}, {}, blocks=blocks))
+    sizes = {name: len(content) for name, content in contents.items()}
+    seal(path, Manifest("j", 1, step, sizes, {}, blocks=blocks, block_bytes=block_bytes))
     return path
