@@ -47,6 +47,10 @@ def use(device: torch.device, same_bits: bool = False) -> None:
     if same_bits:
         # Of these cuBLAS takes the size of its workspace, without which it may add in another order on each stream.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Deterministic algorithms leave each compiled sum one size of blocks. With this a second one is tried where
+        # kernels need many registers, and the faster one on the day taken, which another process may not take. It is
+        # read when the compiler is imported, which is later; an assignment would be for one thread, not backward's.
+        os.environ.setdefault("TORCHINDUCTOR_DYNAMIC_SCALE_RBLOCK", "0")
         # What torch has no such kernel for is an error that names it. Were it a warning, flash attention's backward
         # would take that for leave to add in any order.
         torch.use_deterministic_algorithms(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from workers.errors import DataError, DeviceLost, ModelError
 from workers.model.core_attention import Visible, cached_attention
 from workers.system import gpu
 
+CUBLAS, COMPILER = "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DYNAMIC_SCALE_RBLOCK"
 FLAGS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
@@ -25,7 +27,9 @@ def chosen(monkeypatch):
     enabled = {name: getattr(cuda, f"{name}_sdp_enabled")() for name in names}
     before, order = {name: getattr(matmul, name) for name in FLAGS}, torch._C._get_sdp_priority_order()
     fills = torch.utils.deterministic.fill_uninitialized_memory
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name in (CUBLAS, COMPILER):
+        monkeypatch.setenv(name, "")  # so that what is set here is gone afterwards
+        monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     devices: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append(str(device)))
@@ -76,7 +80,12 @@ def test_kernels_give_the_same_bits_where_the_job_wants_that(chosen, train):
     assert torch.are_deterministic_algorithms_enabled() == bool(train)
     assert not torch.is_deterministic_algorithms_warn_only_enabled(), "for flash attention that is not enough"
     assert torch.utils.deterministic.fill_uninitialized_memory != bool(train)
-    assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == bool(train)
+    assert (CUBLAS in os.environ) == bool(train)
+    assert os.environ.get(COMPILER) == ("0" if train else None)
+
+
+def test_the_compiler_reads_what_keeps_its_sums_in_one_order():
+    assert COMPILER in (Path(torch.__file__).parent / "_inductor" / "config.py").read_text()
 
 
 def test_a_cpu_keeps_what_it_has(chosen):
