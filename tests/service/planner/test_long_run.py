@@ -50,6 +50,13 @@ def test_without_failures_a_run_takes_its_steps_and_its_checkpoints():
     assert outcome.seconds == pytest.approx(LLAMA.seconds + outcome.checkpoints)
 
 
+def test_a_run_uses_whole_nodes_and_its_hours_include_work_outside_steps_and_spares():
+    run = Run(17, 8, 1, step_seconds=2.0, steps=1800, checkpoint_seconds=1e9, spares=2, beside_seconds=1.0)
+    outcome = simulate(run, MANTA, NEVER)
+    assert (run.nodes, run.seconds, outcome.beside_steps) == (3, 5400.0, pytest.approx(1800.0))
+    assert outcome.gpu_hours == pytest.approx(5 * 8 * 1.5)
+
+
 def test_a_part_of_a_run_of_centuries_stands_for_the_whole():
     decade = simulate(replace(LLAMA, steps=67 * LLAMA.steps), MANTA)
     longest = simulate(replace(LLAMA, steps=2**53), MANTA)
@@ -94,6 +101,11 @@ def test_the_interval_of_young_and_daly_is_the_best_of_the_simulation(cost):
     at_best = simulate(replace(run, checkpoint_seconds=best), recovery).seconds
     for factor in (0.25, 4.0):
         assert simulate(replace(run, checkpoint_seconds=factor * best), recovery).seconds > at_best
+
+
+def test_dalys_interval_is_that_of_his_equation_37():
+    first, second = math.sqrt(10.0 / 2000.0) / 3, 10.0 / 2000.0 / 9
+    assert daly(10.0, 1000.0) == pytest.approx(young(10.0, 1000.0) * (1 + first + second) - 10.0)
 
 
 def test_daly_is_the_mean_time_between_failures_where_checkpoints_take_longer():

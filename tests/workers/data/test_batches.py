@@ -97,7 +97,7 @@ def job_with_sets(corpus, tmp_path):
 
     def made(**train):
         for name, length in (("a.txt", 100), ("b.txt", 33)):
-            (tmp_path / name).write_bytes(bytes(range(length)))
+            (tmp_path / name).write_bytes(bytes(range(100, 100 + length)))
         sets = [
             {"name": "a", "paths": [str(tmp_path / "a.txt")]},
             {"name": "b", "paths": [str(tmp_path / "b.txt")], "batches": 2},
@@ -112,8 +112,9 @@ def test_each_validation_set_is_a_text_of_its_own(job_with_sets):
     assert [text.metric for text in batches.held_out] == ["validation_loss", "validation_loss_a", "validation_loss_b"]
     assert [text.batches(batches.spec) for text in batches.held_out] == [6, 6, 2]
     a, b = batches.held_out[1:]
-    assert [part.inputs_sb[0].tolist() for part in batches.validation(a, 1)] == [[16], [24]]
-    assert [part.inputs_sb[:, 0].tolist() for part in batches.validation(b, 1)] == [[*range(16, 24)], [*range(24, 32)]]
+    assert [part.inputs_sb[0].tolist() for part in batches.validation(a, 1)] == [[116], [124]]
+    windows = [part.inputs_sb[:, 0].tolist() for part in batches.validation(b, 1)]
+    assert windows == [[*range(116, 124)], [*range(124, 132)]], "of its own text, not of the corpus"
 
 
 def test_without_a_held_out_part_there_are_the_sets_alone_and_without_validation_none(job_with_sets):

@@ -54,6 +54,12 @@ def test_it_is_a_function_of_the_sample_alone():
     assert blend.place(16 * 10**12 + 5)[1] == 10**12 * (5, 2, 9)[blend.place(5)[0]] + blend.place(5)[1]
 
 
+def test_the_order_is_the_one_that_jobs_were_started_with():
+    """A job that is resumed by another version of this code must go on with the same samples."""
+    blend = Blend((5, 2, 9))
+    assert [blend.place(sample)[0] for sample in range(17)] == [2, 0, 2, 2, 0, 1, 2, 2, 0, 2, 0, 2, 2, 0, 1, 2, 2]
+
+
 def test_each_part_is_read_exactly_once_in_each_of_its_epochs():
     tokens, begins = [101, 57, 330], [0, 120, 200]
     order = blended((3, 1, 2), begins, tokens, 8, 1234)

@@ -59,3 +59,7 @@ def test_the_order_is_the_one_that_jobs_were_started_with():
     """A job that is resumed by another version of this code must go on with the same samples."""
     order = SampleOrder(1001, 10, seed=1234)
     assert [order.start(i) for i in (0, 1, 2, 99, 1000)] == [640, 170, 710, 156, 353]
+    whole = SampleOrder(1000, 10, seed=1234)
+    assert (whole.windows, [whole.start(i) for i in range(4)]) == (98, [640, 170, 710, 540])
+    packed = SampleOrder(1000, 10, seed=1234, shifts=False)
+    assert (packed.windows, [packed.start(i) for i in (0, 1, 100, 101)]) == (100, [640, 170, 150, 110])
