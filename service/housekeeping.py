@@ -12,7 +12,7 @@ from functools import partial
 from sqlalchemy.orm import Session
 
 from service.cluster.cluster import Cluster
-from service.cluster.errors import ClusterUnavailable
+from service.cluster.errors import ClusterUnavailable, needs_traceback
 from service.cluster.idle_nodes import IdleNodes
 from service.cluster.node_care import NodeCare
 from service.job.older_database import catch_up
@@ -101,8 +101,8 @@ class Housekeeping:
                         await asyncio.wait({self._work})
                         if not self._work.cancelled():
                             self._work.result()
-                except Exception:  # jobs wait in the queue: try again
-                    log.exception("the housekeeping for all jobs has failed")
+                except Exception as error:  # jobs wait in the queue: try again
+                    log.error("the housekeeping for all jobs has failed: %s", error, exc_info=needs_traceback(error))
                 await asyncio.sleep(CLAIM_SECONDS)
         finally:
             if self._work is not None:
@@ -146,8 +146,9 @@ class Housekeeping:
                 remaining = scheduler.not_released = await self._release_those_without_owner(remaining)
                 listed.set()
                 scheduler.wake()
-            except Exception:  # Ray may not answer for a while
-                log.exception("leftovers of jobs could not be released; it is tried again")
+            except Exception as error:  # Ray may not answer for a while
+                what = "leftovers of jobs could not be released and are tried again"
+                log.error("%s: %s", what, error, exc_info=needs_traceback(error))
             if remaining is None:
                 await asyncio.sleep(RETRY_SECONDS)
             elif remaining:
@@ -166,8 +167,9 @@ class Housekeeping:
             elif job in deleted or states[job] not in SUPERVISED:
                 try:
                     await self._release_without_owner(job, job in deleted, job in keeping)
-                except Exception:  # most likely caused by this job's agents or rows: the others do not wait for it
-                    log.exception("what is left of %s could not be released; it is tried again", job)
+                except Exception as error:  # most likely of this job's agents or rows: the others do not wait for it
+                    what = f"what is left of {job} could not be released and is tried again"
+                    log.error("%s: %s", what, error, exc_info=needs_traceback(error))
                     remaining.add(job)
         return remaining
 

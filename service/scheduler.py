@@ -19,7 +19,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from service.cluster.cluster import Cluster
-from service.cluster.errors import ClusterUnavailable
+from service.cluster.errors import ClusterUnavailable, needs_traceback
 from service.cluster.node_shapes import Demand, in_words
 from service.cluster.placement import UNITS, Shortage, Unit, insufficient, missing, plural_of, unit_of
 from service.cluster.placement_groups import NotPlaced
@@ -115,8 +115,8 @@ class Scheduler:
                 self.lag.done()
             except LeaseLost:
                 raise
-            except Exception:  # the owner of all queued jobs must not end: look again in a moment
-                log.exception("checking the queue failed")
+            except Exception as error:  # the owner of all queued jobs must not end: look again in a moment
+                log.error("checking the queue failed: %s", error, exc_info=needs_traceback(error))
                 waiting = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_SECONDS if waiting else None):

@@ -14,6 +14,11 @@ class ClusterUnavailable(MantaError):
         super().__init__((str(error).strip() or self.kind).splitlines()[-1])
 
 
+def needs_traceback(error: Exception) -> bool:
+    """Whether a log has to show where `error` was raised; what Ray does not do is said in one line."""
+    return not isinstance(error, ClusterUnavailable)
+
+
 class NodeNotFound(MantaError):
     """No node, or more than one, has this id."""
 

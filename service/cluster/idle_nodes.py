@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Collection
 
 from service.cluster.agent_client import AgentError, within
 from service.cluster.cluster import Cluster
+from service.cluster.errors import needs_traceback
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ class IdleNodes:
         while self._cluster.nodes.shapes:
             try:
                 await self.look(time.monotonic())
-            except Exception:  # from Ray or the database: look again
-                log.exception("idle nodes could not be checked")
+            except Exception as error:  # from Ray or the database: look again
+                log.error("idle nodes could not be checked: %s", error, exc_info=needs_traceback(error))
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self, now: float) -> None:

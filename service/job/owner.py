@@ -12,6 +12,7 @@ import logging
 import time
 
 from service.cluster.cluster import Cluster
+from service.cluster.errors import needs_traceback
 from service.faults import FaultNotPossible
 from service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
 from service.job.older_database import catch_up
@@ -70,7 +71,7 @@ class JobOwner:
             except LeaseUncertain as error:
                 log.warning("%s is supervised again: %s", self.id, error)
             except Exception as error:
-                log.exception("supervisor of %s", self.id)
+                log.error("supervisor of %s: %s", self.id, error, exc_info=needs_traceback(error))
                 if time.monotonic() - began > STEADY_SECONDS:
                     pauses = growing_pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
                 await self._say_that_it_failed(error)

@@ -4,8 +4,11 @@ import asyncio
 
 import pytest
 
+from service.cluster.errors import ClusterUnavailable
 from service.cluster.idle_nodes import REST_SECONDS, IdleNodes
+from service.cluster.node_shapes import NodeShape
 from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.waiting import reached
 
 LATER = REST_SECONDS + 1
 
@@ -75,3 +78,25 @@ def test_node_that_does_not_say_what_is_in_its_memory_stays_until_it_does(look, 
 def test_without_declared_shapes_nothing_is_looked_at(cluster):
     cluster.nodes.that_come_and_go = None
     asyncio.run(IdleNodes(cluster, lambda jobs: None).run())
+
+
+@pytest.mark.parametrize("error", [ClusterUnavailable(TimeoutError("Ray gave no answer in 60 s")), KeyError("node")])
+def test_what_ray_does_not_answer_is_one_line_in_the_log(cluster, caplog, monkeypatch, error):
+    async def needs(jobs):
+        return set()
+
+    async def look(now):
+        raise error
+
+    async def body():
+        idle = IdleNodes(cluster, needs)
+        monkeypatch.setattr(idle, "look", look)
+        running = asyncio.create_task(idle.run())
+        await reached(lambda: caplog.records)
+        running.cancel()
+
+    cluster.nodes.shapes = (NodeShape("small", 1, "manta_slot", 1),)
+    asyncio.run(body())
+    (record,) = caplog.records
+    assert record.getMessage() == f"idle nodes could not be checked: {error}"
+    assert bool(record.exc_info) == isinstance(error, KeyError)
