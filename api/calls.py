@@ -325,6 +325,11 @@ def drain(node: str, seconds: float) -> Call[schemas.Node]:
     return Call(schemas.Node, "POST", f"/v1/nodes/{quote(node, safe='')}/drain", body={"deadline_seconds": seconds})
 
 
+def undrain(node: str) -> Call[schemas.Node]:
+    """Use a node again that is being drained."""
+    return Call(schemas.Node, "DELETE", f"/v1/nodes/{quote(node, safe='')}/drain")
+
+
 def plans(document: Any) -> Call[schemas.Plans]:
     """Predictions for a layout, or the best layouts."""
     return Call(schemas.Plans, "POST", "/v1/plans", body=document, patience=_SEARCH_SECONDS)

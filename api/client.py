@@ -357,6 +357,11 @@ class MantaClient:
         """Have all jobs leave a node, given by its id or the beginning of it, within `seconds`."""
         return self.send(calls.drain(node, seconds))
 
+    def undrain(self, node: str) -> Node:
+        """Use a node again that is being drained, given as in `drain`. Jobs that have left do not come back by
+        themselves."""
+        return self.send(calls.undrain(node))
+
     def plans(self, document: Any) -> Plans:
         """Predicted time and memory of a layout, or with `parallel: auto` the best layouts."""
         return self.send(calls.plans(document))

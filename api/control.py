@@ -82,6 +82,10 @@ class ControlPlane(Protocol):
         """Have all jobs leave a node; returns the node, in the form of `api.schemas.Node`. Raises NodeNotFound,
         NodeUnreachable."""
 
+    def undrain(self, node: str) -> dict[str, Any]:
+        """Use a node again; returns it, in the form of `api.schemas.Node`. Raises NodeNotFound, NodeUnreachable,
+        NodeLeaving."""
+
     def cluster(self) -> dict[str, Any]:
         """The cluster, in the form of `api.schemas.Cluster`."""
 

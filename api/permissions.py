@@ -75,6 +75,7 @@ NEEDS: dict[str, Need] = {
     "get_cluster": _READ,
     "check_cluster": _INSTALLATION,
     "drain_node": _INSTALLATION,
+    "undrain_node": _INSTALLATION,
     "make_plans": _READ,
     "create_project": _INSTALLATION,
     "list_projects": _READ,

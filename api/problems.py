@@ -22,7 +22,7 @@ from api.rate_limits import TooManyRequests
 from api.schemas import FieldProblem, Problem
 from api.threads import FilesSilent
 from service.checkpoint_deletion import CheckpointNeeded, CheckpointNotRemoved
-from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
+from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
 from service.deletion import FilesNotRemoved
 from service.exports import BadTarget, ExportNotPossible
@@ -102,6 +102,7 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (NothingMeasured, "nothing_measured"),
     (NotPlanned, "nothing_planned"),
     (NodeNotFound, "node_not_found"),
+    (NodeLeaving, "node_leaving"),
     (NodeUnreachable, "node_unreachable"),
     (ClusterUnavailable, "cluster_unavailable"),
     (FilesSilent, "files_silent"),

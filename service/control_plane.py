@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from service.checkpoint_deletion import delete_checkpoint
 from service.cluster.cluster import Cluster
-from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
+from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from service.cluster.existing_ray import ExistingRay
 from service.cluster.node_care import NodeCare
 from service.cluster.node_watch import NodeWatch
@@ -227,14 +227,37 @@ class ControlPlane:
 
     async def _drain(self, node: str, seconds: float) -> dict[str, Any]:
         assert self._cluster is not None
+        about = await self._node(node)
+        if not await self._cluster.daemons.drain(about["id"], seconds):
+            raise NodeUnreachable(about["id"])
+        self._node_draining(about["id"], seconds)
+        return {**about, "draining": True}
+
+    def undrain(self, node: str) -> dict[str, Any]:
+        """Use `node`, an id or its beginning, again; returns the node as in `cluster`. Jobs that have left do not come
+        back by themselves. Raises NodeNotFound, NodeUnreachable, NodeLeaving, ClusterUnavailable."""
+        return self._call(self._undrain(node))
+
+    async def _undrain(self, node: str) -> dict[str, Any]:
+        assert self._cluster is not None
+        about = await self._node(node)
+        reason = await self._cluster.daemons.undrain(about["id"])
+        if reason is None:
+            raise NodeUnreachable(about["id"])
+        if reason:
+            raise NodeLeaving(about["id"], reason)
+        # Every control plane hears of it by the next heartbeat, which is sent at once. One that is still on its way
+        # says otherwise, and would look like another drain if this were noted here.
+        return {**about, "draining": False}
+
+    async def _node(self, node: str) -> dict[str, Any]:
+        """The node whose id begins with `node`. Raises NodeNotFound, ClusterUnavailable."""
+        assert self._cluster is not None
         nodes = (await cluster_view(self._cluster, self._store))["nodes"]
         matching = [each for each in nodes if each["id"].startswith(node)]
         if len(matching) != 1:
             raise NodeNotFound(node, len(matching))
-        if not await self._cluster.daemons.drain(matching[0]["id"], seconds):
-            raise NodeUnreachable(matching[0]["id"])
-        self._node_draining(matching[0]["id"], seconds)
-        return {**matching[0], "draining": True}
+        return matching[0]
 
     def _wake_scheduler(self) -> None:
         if self._housekeeping is not None:

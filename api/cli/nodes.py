@@ -35,20 +35,27 @@ def drain(
         bool, typer.Option("--this-node", help="The node that this command runs on, without contacting the service.")
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until nothing is running on the node.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Use the node again.")] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
     """Drain a node: all jobs move away before it goes away.
 
-    A node that stays takes no jobs again until its Ray has been restarted."""
+    A node that stays takes jobs again after --undo."""
     if (node is None) == (not this_node):
         raise fail("give a node, or --this-node", EXIT_BAD_INPUT)
+    if undo and (node is None or wait):
+        raise fail("--undo goes with a node and without --wait: there is nothing to wait for", EXIT_BAD_INPUT)
     if node is None:
         if url is not None:
             raise fail("--this-node uses no service: omit --url, or give the node", EXIT_BAD_INPUT)
         _drain_this_one(deadline, wait, as_json)
         return
     with connect(url) as client:
+        if undo:
+            stays = client.undrain(node)
+            show(stays, as_json, lambda console: console.print(f"{stays.id} takes ranks again", highlight=False))
+            return
         answer = client.drain(node, deadline)
         show(answer, as_json, lambda console: console.print(f"{answer.id} is being drained", highlight=False))
         _wait_until(lambda: _is_empty(client, answer.id), answer.id, deadline if wait else None)

@@ -40,3 +40,20 @@ async def drain_node(
     """Drain a node: all jobs move away before the deadline, without redoing steps if there is room elsewhere."""
     drained = await read_threads_of(request).nodes.run(lambda: control.drain(node_id, wanted.deadline_seconds))
     return schemas.Node.model_validate(drained)
+
+
+@router.delete(
+    "/drain",
+    responses=changes(
+        "invalid_parameter",
+        "node_not_found",
+        "node_leaving",
+        "node_unreachable",
+        "cluster_unavailable",
+        "database_unavailable",
+    ),
+)
+async def undrain_node(request: Request, control: Control, node_id: NodeId) -> schemas.Node:
+    """End a node's drain: ranks are placed there again. Jobs that have left do not come back by themselves."""
+    stays = await read_threads_of(request).nodes.run(lambda: control.undrain(node_id))
+    return schemas.Node.model_validate(stays)

@@ -176,6 +176,10 @@ class NodeClient(Protocol):
         """Report from now on that the node is being drained within `seconds`."""
         ...
 
+    async def undrain(self) -> str:
+        """Report that it no longer is, as far as users have said so; returns why it is nevertheless, or nothing."""
+        ...
+
     async def start_store(self, job: str, generation: int, one_machine: bool = False) -> Endpoint:
         """Serve a rendezvous store for the job's generation, all of whose ranks may be on this `one_machine`; returns
         the address."""
@@ -359,6 +363,9 @@ class RayNodeDaemon(RayActor):
 
     async def drain(self, seconds: float) -> None:
         await self._call(NodeClient.drain, seconds=seconds)
+
+    async def undrain(self) -> str:
+        return await self._call(NodeClient.undrain)
 
     async def start_store(self, job: str, generation: int, one_machine: bool = False) -> Endpoint:
         return await self._call(NodeClient.start_store, job=job, generation=generation, one_machine=one_machine)

@@ -32,6 +32,15 @@ class NodeNotFound(MantaError):
         super().__init__(f"{many}; `manta nodes` lists them")
 
 
+class NodeLeaving(MantaError):
+    """The machine itself has said that the node is about to go away, which no user can change."""
+
+    def __init__(self, node: str, reason: str):
+        super().__init__(
+            f"node {node} is being drained by its machine ({reason}); it stays once that notice is withdrawn there"
+        )
+
+
 class NodeUnreachable(MantaError):
     """The node's daemon does not answer."""
 

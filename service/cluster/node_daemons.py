@@ -224,6 +224,17 @@ class NodeDaemons:
             return False
         return True
 
+    async def undrain(self, node: str) -> str | None:
+        """Make the daemon of `node` report that it stays. Returns why it is being drained nevertheless, which is empty
+        if it is not; None if the daemon does not answer."""
+        daemon = await self.of(node)
+        if daemon is None:
+            return None
+        try:
+            return await within(ANSWER_SECONDS, daemon.undrain())
+        except AgentError:
+            return None
+
     async def problem_of_data(self, spec: Mapping[str, Any], roots: list[str] | None) -> str | None:
         """What the first node that answers says about a job's corpus (`NodeDaemon.check_data`); None if the job can be
         trained on it, or if none of DATA_NODES nodes answers."""

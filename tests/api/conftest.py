@@ -136,6 +136,9 @@ class FakeControl:
         self.asked.append((f"drain within {seconds:g} s", node))
         return {**self.cluster()["nodes"][0], "id": "abcd1234", "draining": True}
 
+    def undrain(self, node: str) -> dict[str, Any]:
+        return {**self.cluster()["nodes"][0], "id": "abcd1234", "draining": False}
+
     def cluster(self) -> dict[str, Any]:
         node = {"id": "n1", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 15}
         return {"nodes": [{**node, "ranks": [{"job": "job_000000000001", "rank": 0}]}], "totals": {"total": 16}}

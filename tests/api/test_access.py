@@ -59,7 +59,7 @@ NEEDS = {
         ("submit",),
     ),
     **dict.fromkeys(("inject_fault", "create_key", "list_keys", "revoke_key", "list_audit"), ("admin",)),
-    **dict.fromkeys(("check_cluster", "drain_node", "create_project"), ("admin", "installation")),
+    **dict.fromkeys(("check_cluster", "drain_node", "undrain_node", "create_project"), ("admin", "installation")),
 }  # fmt: skip
 BODIES = {
     "export_checkpoint": {"to": "somewhere"},

@@ -65,6 +65,7 @@ def sent(call):
         (calls.budget("j"), ("GET", "/v1/jobs/j/budget", "", {})),
         (calls.budget("j", "phases"), ("GET", "/v1/jobs/j/budget?from=phases", "", {})),
         (calls.drain("a/b", 60.0), ("POST", "/v1/nodes/a%2Fb/drain", '{"deadline_seconds": 60.0}', {})),
+        (calls.undrain("a/b"), ("DELETE", "/v1/nodes/a%2Fb/drain", "", {})),
         (calls.cluster(), ("GET", "/v1/cluster", "", {})),
         (calls.check_cluster(), ("POST", "/v1/cluster/check", "", {})),
         (calls.create_project("p"), ("POST", "/v1/projects", '{"name": "p"}', {})),

@@ -196,6 +196,7 @@ EVENT_STREAM = {"accept": "text/event-stream"}
         (lambda c: c.job_plan(JOB), f"GET /v1/jobs/{JOB}/plan", None, {}),
         (lambda c: c.recoveries(JOB, 7, "x"), f"GET /v1/jobs/{JOB}/recoveries?limit=7&cursor=x", None, {}),
         (lambda c: c.drain("ab/c", 0.0), "POST /v1/nodes/ab%2Fc/drain", {"deadline_seconds": 0.0}, {}),
+        (lambda c: c.undrain("ab/c"), "DELETE /v1/nodes/ab%2Fc/drain", None, {}),
         (lambda c: c.cluster(), "GET /v1/cluster", None, {}),
         (lambda c: c.check_cluster(), "POST /v1/cluster/check", None, {}),
         (lambda c: c.ready(), "GET /readyz", None, {}),

@@ -23,7 +23,7 @@ OPERATIONS = [
     "export_checkpoint", "list_exports", "get_export", "get_ledger", "get_job_plan",
     "get_job_plan_picture", "list_recoveries",
     "request_trace", "list_traces", "get_trace", "get_trace_for_perfetto", "get_profile", "get_budget", "inject_fault",
-    "get_cluster", "check_cluster", "drain_node", "make_plans", "list_machines",
+    "get_cluster", "check_cluster", "drain_node", "undrain_node", "make_plans", "list_machines",
     "create_project", "list_projects", "create_key", "list_keys", "revoke_key", "list_audit", "create_link",
     "open_link", "get_me", "end_session", "get_health", "get_readiness", "get_prometheus_metrics",
 ]  # fmt: skip
@@ -81,6 +81,7 @@ def test_errors_are_those_of_the_operation_and_no_others(api):
     assert errors["drain_node"][503] == [
         "too_many_connections", "database_unavailable", "node_unreachable", "cluster_unavailable",
     ]  # fmt: skip
+    assert errors["undrain_node"][409] == ["node_leaving"]
 
 
 def test_bodies_that_routes_read_themselves_are_described(api):

@@ -56,7 +56,7 @@ AT_ONCE = 50  # more than there are threads for what is short
     [
         *("DELETE job", "DELETE checkpoint", "POST export", "POST check", "POST plans", "POST auto"),
         *("POST dry run", "GET picture", "GET budget", "GET trace", "POST weights"),
-        *("GET cluster", "POST drain", "GET waits", "GET stack"),
+        *("GET cluster", "POST drain", "DELETE drain", "GET waits", "GET stack"),
     ],
 )
 def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask):
@@ -71,7 +71,7 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
         come.release()
 
     for owner, name in ((FakeControl, "delete"), (FakeControl, "delete_checkpoint"), (FakeControl, "check_cluster"),
-                        *((FakeControl, name) for name in ("cluster", "drain", "waits", "stack")),
+                        *((FakeControl, name) for name in ("cluster", "drain", "undrain", "waits", "stack")),
                         (NotedExports, "begin"), (plans, "read_request"), (jobs, "with_layout"),
                         (jobs, "plan_of_layout"), (jobs, "with_shape_of_weights"),
                         (job_plan, "drawn"), (TraceReader, "document"), (TraceReader, "budget")):  # fmt: skip
@@ -91,6 +91,7 @@ def test_what_takes_minutes_holds_up_no_other_request(service, monkeypatch, ask)
         "POST weights": ("POST", "/v1/jobs", {**DOCUMENT, "model": {"from": "/away"}}),
         "GET cluster": ("GET", "/v1/cluster", None),
         "POST drain": ("POST", "/v1/nodes/abcd/drain", {}),
+        "DELETE drain": ("DELETE", "/v1/nodes/abcd/drain", None),
         "GET waits": ("GET", f"/v1/jobs/{job['id']}/waits", None),
         "GET stack": ("GET", f"/v1/jobs/{job['id']}/ranks/0/stack", None),
         "GET picture": ("GET", f"/v1/jobs/{job['id']}/plan/picture", None),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
+from service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.store import JobNotFinal, JobNotFound, jobs, pauses, trace_requests
 from tests.service.support.control_planes import (
@@ -211,6 +211,24 @@ def test_node_that_is_drained_is_told_once_and_left(start, cluster):
     cluster.daemons.silent.add("node_b")
     with pytest.raises(NodeUnreachable):
         plane.drain("node_b", 60.0)
+
+
+def test_drain_is_undone_unless_the_machine_goes_away(start, cluster):
+    plane, daemon = start(), cluster.daemons._daemon("node_a")
+    plane.drain("node_a", 60.0)
+    assert plane.undrain("node_a")["draining"] is False
+    assert daemon.drains == []
+    assert cluster.nodes.draining == {"node_a"}, (
+        "until a heartbeat says so, since one that is on its way says otherwise"
+    )
+    daemon.notice = "it is sold"
+    with pytest.raises(NodeLeaving, match=r"node node_a is being drained by its machine \(it is sold\)"):
+        plane.undrain("node_a")
+    with pytest.raises(NodeNotFound, match="2 nodes"):
+        plane.undrain("node")
+    cluster.daemons.silent.add("node_b")
+    with pytest.raises(NodeUnreachable):
+        plane.undrain("node_b")
 
 
 def test_what_is_kept_in_mind_of_the_log_of_a_deleted_job_is_forgotten(start, submit, store, monkeypatch):

@@ -48,6 +48,8 @@ from workers.system.ports import PortRange
 from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from workers.zygote.owner import ZygoteOwner
 
+MACHINE = "machine"
+"""Who asks for a drain with `manta drain --this-node`."""
 PEAK_SECONDS = 60.0
 """Time limit for measuring the CPU's peak rate; it includes the zygote's warm-up."""
 
@@ -114,7 +116,7 @@ class NodeDaemon:
             self._drains = await serve_drains(
                 drain_socket(self._paths.runtime_folder, self._node),
                 self._node,
-                lambda seconds: self._heartbeat.drain(seconds, "the machine asks to be drained", "machine"),
+                lambda seconds: self._heartbeat.drain(seconds, "the machine asks to be drained", MACHINE),
             )
             on_termination(lambda: self._heartbeat.drain(NOTICE_SECONDS, "the machine was asked to end", "SIGTERM"))
             for watch in self._notices:
@@ -147,6 +149,12 @@ class NodeDaemon:
         """This node is being drained within `seconds`: tell the control plane, now and whenever it connects. SIGTERM
         has the same effect, with NOTICE_SECONDS."""
         self._heartbeat.drain(seconds)
+
+    async def undrain(self) -> str:
+        """What a user said to the service or on the machine no longer holds: the node stays. Returns why it is being
+        drained nevertheless, on SIGTERM or a notice; empty if it is not."""
+        self._heartbeat.withdraw("", MACHINE)
+        return self._heartbeat.state.drain_reason
 
     async def start_store(self, job: str, generation: int, one_machine: bool = False) -> Endpoint:
         """Serve a rendezvous store for `job`: the existing one if it still runs, since every generation has its own

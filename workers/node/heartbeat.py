@@ -88,10 +88,11 @@ class HeartbeatServer:
             self._drains[source] = _Drain(until, reason)
         self._tell()
 
-    def withdraw(self, source: str) -> None:
-        """The statement of `source` no longer holds."""
+    def withdraw(self, *sources: str) -> None:
+        """The statements of these `sources` no longer hold."""
         with self._changing:
-            self._drains.pop(source, None)
+            for source in sources:
+                self._drains.pop(source, None)
             self._withdrawn = True
         self._tell()
 

@@ -486,6 +486,7 @@ FAULT = {"kind": "kill", "rank": 0, "at_step": 0, "phase": "data", "seconds": 0.
         ),
         ("drain abcd", "POST /v1/nodes/abcd/drain", {"deadline_seconds": 120.0}),
         ("drain abcd --deadline 0", "POST /v1/nodes/abcd/drain", {"deadline_seconds": 0.0}),
+        ("drain abcd --undo", "DELETE /v1/nodes/abcd/drain", None),
         ("nodes", "GET /v1/cluster", None),
     ],
 )
@@ -545,6 +546,8 @@ def test_what_was_done_is_told_to_people_and_to_programs(manta, service, documen
     assert said[1]["id"] == job
     assert (said := said_by("drain", "abcd"))[0] == "abcd1234 is being drained"
     assert said[1]["draining"] is True
+    assert (said := said_by("drain", "abcd", "--undo"))[0] == "abcd1234 takes ranks again"
+    assert said[1]["draining"] is False
     service.move(job, "STARTING", "RUNNING")
     fault = json.loads(manta("inject", job, "--fault", "kill", "--rank", 1, "--json").stdout)
     assert fault["id"] == service.control.faults[-1].id

@@ -64,6 +64,7 @@ def test_a_node_is_left_on_the_services_word(drain):
 @pytest.mark.parametrize(("words", "why"), [
     ((), "give a node, or --this-node"), (("abcd", "--this-node"), "give a node, or --this-node"),
     (("--this-node", "--url", "http://there"), "--this-node uses no service"),
+    (("--this-node", "--undo"), "--undo goes with a node"), (("abcd", "--undo", "--wait"), "without --wait"),
 ])  # fmt: skip
 def test_one_node_has_to_be_meant(drain, words, why):
     assert why in drain(Client(0), *words, code=2)

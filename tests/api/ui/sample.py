@@ -96,6 +96,11 @@ class SampleControl:
         self.draining = True
         return self.cluster()["nodes"][0]
 
+    def undrain(self, node: str) -> dict[str, Any]:
+        """Note it."""
+        self.draining = False
+        return self.cluster()["nodes"][0]
+
     def check_cluster(self) -> dict[str, Any]:
         """All is well."""
         return {"problems": [], "nodes": 1, "tries": 4}

@@ -138,6 +138,9 @@ def test_jobs_are_resized_and_deleted_and_nodes_drained(followed, browser):
     expect(page.get_by_role("dialog")).to_contain_text("No rank is placed on 127.0.0.1 any more")
     page.get_by_role("dialog").get_by_role("button", name="Drain").click()
     expect(page.locator(".badge", has_text="draining")).to_be_visible()
+    page.get_by_role("button", name="Use again").click()
+    expect(page.locator(".badge", has_text="alive")).to_be_visible()
+    expect(page.get_by_role("button", name="Drain")).to_be_visible()
     page.get_by_role("button", name="Check ports").click()
     expect(page.locator(".notice")).to_contain_text("All is open: 4 connections between 1 node.")
 

@@ -223,6 +223,7 @@ def test_daemon_that_does_not_hear_of_its_nodes_end_is_told_apart(made):
 
         actors["well"].call.remote = only_starts
         assert not await daemons.drain("well", 30.0)
+        assert await daemons.undrain("well") is None and await daemons.undrain("sick") is None
 
     asyncio.run(body())
 
@@ -322,7 +323,8 @@ def test_snapshots_stay_where_a_job_may_go_on_from_them(made):
 
     async def note(method, arguments):
         given.append((method, arguments))
-        return actors["well"].answer if method == "start" else None
+        answers = {"start": actors["well"].answer, "undrain": "it is sold"}
+        return answers.get(method)
 
     actors["well"].call.remote = note
 
@@ -330,12 +332,14 @@ def test_snapshots_stay_where_a_job_may_go_on_from_them(made):
         await daemons.end_job("job_1", keep_snapshots=True)
         await daemons.end_job("job_2")
         await daemons.drain("well", 45.0)
+        assert await daemons.undrain("well") == "it is sold"
 
     asyncio.run(body())
     assert [each for each in given if each[0] != "start"] == [
         ("end_job", {"job": "job_1", "keep_snapshots": True}),
         ("end_job", {"job": "job_2", "keep_snapshots": False}),
         ("drain", {"seconds": 45.0}),
+        ("undrain", {}),
     ]
 
 

@@ -328,6 +328,8 @@ class FakeDaemon:
     """Jobs that have left something else."""
     peak_flops: float | None = 1e12
     drains: list[float] = field(default_factory=list)
+    notice: str = ""
+    """Why the machine says that it goes away."""
 
     async def describe(self):
         return NodeDescription(self.node, self.node, "127.0.0.1", 1, 2, peak_flops=self.peak_flops)
@@ -337,6 +339,10 @@ class FakeDaemon:
 
     async def drain(self, seconds):
         self.drains.append(seconds)
+
+    async def undrain(self):
+        self.drains.clear()
+        return self.notice
 
     async def start_store(self, job, generation, one_machine=False):
         self.stores.append((job, generation, one_machine))
@@ -422,6 +428,9 @@ class FakeDaemons:
             return False
         await self._daemon(node).drain(seconds)
         return True
+
+    async def undrain(self, node):
+        return None if node in self.silent else await self._daemon(node).undrain()
 
     async def end_all(self):
         self.silent.update(self._nodes.slots)

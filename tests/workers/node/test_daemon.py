@@ -181,6 +181,10 @@ def test_machine_that_is_taken_away_is_to_be_left_at_once(go, daemon, home, monk
         here = drain_socket(home.runtime_folder, "n1")
         assert await asyncio.to_thread(_ask, here, 5.0) == "n1", "the machine says so, too"
         assert daemon._heartbeat.state.drain_seconds <= 5.0
+        assert await daemon.undrain() == "the machine was asked to end"
+        daemon._heartbeat.withdraw("SIGTERM")
+        await daemon.drain(600.0)
+        assert await daemon.undrain() == "" and daemon._heartbeat.state.stays
         daemon._drains.close()
 
     try:

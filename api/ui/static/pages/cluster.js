@@ -60,7 +60,8 @@ function nodePanel(me, changed, nameOf) {
   const who = h("div", { class: "chips" });
   const gpus = h("div");
   const drain = h("button", { class: "button", hidden: true, onclick: () => drainNode(node, changed) }, "Drain");
-  head.append(state.element, drain);
+  const undo = h("button", { class: "button", hidden: true, onclick: () => useAgain(node, changed) }, "Use again");
+  head.append(state.element, drain, undo);
   body.append(problem, facts, who, gpus);
   let [node, shown] = [null, ""];
   return {
@@ -75,7 +76,9 @@ function nodePanel(me, changed, nameOf) {
         now.alive ? (now.draining ? "draining" : "alive") : "lost",
         now.alive ? (now.draining ? "warn" : "good") : "bad",
       );
-      setVisible(drain, now.alive && !now.draining && me?.installation && me.scope === "admin");
+      const may = now.alive && me?.installation && me.scope === "admin";
+      setVisible(drain, may && !now.draining);
+      setVisible(undo, may && now.draining);
       setVisible(problem, Boolean(now.problem));
       setText(problem, now.problem ?? "");
       setText(facts, factsOf(now));
@@ -145,13 +148,18 @@ async function drainNode(node, changed) {
       h(
         "p",
         {},
-        `No rank is placed on ${node.address} any more, and its ${counted(ranks, "rank")} move to other nodes at their next step; a job that finds no room elsewhere saves its state and waits in the queue. The node takes no ranks again until its Ray has been restarted.`,
+        `No rank is placed on ${node.address} any more, and its ${counted(ranks, "rank")} move to other nodes at their next step; a job that finds no room elsewhere saves its state and waits in the queue. The node takes no ranks until it is used again.`,
       ),
     ],
     { yes: "Drain", no: "Leave it" },
   );
   if (!yes) return;
   await send("POST", `/v1/nodes/${node.id}/drain`, {}).catch((error) => notify(error.message, "bad"));
+  changed();
+}
+
+async function useAgain(node, changed) {
+  await send("DELETE", `/v1/nodes/${node.id}/drain`).catch((error) => notify(error.message, "bad"));
   changed();
 }
 
