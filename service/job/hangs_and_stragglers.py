@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from service.cluster.agent_client import AgentClient, AgentError, AgentSilent, within
 from service.cluster.agents import ask
+from service.recovery.decisions import NOT_SAVED
 from service.recovery.flight_matching import refined
 from service.recovery.hang_culprits import AXES, Group, Look, Verdict, find_culprits, waiting_for
 from workers.liveness.flight_record import FlightRecord
@@ -182,7 +183,7 @@ class HangWatch:
     async def _kill_hung(self, rank: int, answer: TrainerStatus | None) -> bool:
         """Whether its agent answers; an agent that has just reported its trainer's position may not any more."""
         try:
-            await within(KILL_SECONDS, self._kill(rank, "hung", answer))
+            await within(KILL_SECONDS, self._kill(rank, _kind(answer), answer))
         except AgentSilent:
             return False
         return True
@@ -191,7 +192,7 @@ class HangWatch:
         agent = self._agents[rank]
         if agent is None or answer is None:
             return False
-        message = _standing(answer) if kind == "hung" else "held up the others and was replaced"
+        message = "held up the others and was replaced" if kind == "straggler" else _standing(answer)
         with contextlib.suppress(AgentError):
             return await agent.kill(answer.pid, kind, message, after_commit)
         return False
@@ -208,6 +209,13 @@ class HangWatch:
 
 def _step(answer: TrainerStatus | None) -> int | None:
     return answer.record.step if answer is not None and answer.record is not None else None
+
+
+def _kind(answer: TrainerStatus | None) -> str:
+    """The kind of failure of a rank that hangs. One that only waits for a checkpoint to be written is not at fault, nor
+    is its machine: the storage does not answer."""
+    waits = answer is not None and answer.record is not None and answer.record.phase == "checkpoint"
+    return NOT_SAVED if waits and answer is not None and not answer.stopped else "hung"
 
 
 def _standing(answer: TrainerStatus | None) -> str:

@@ -332,10 +332,10 @@ class Supervisor:
     async def _hold_back(self, seconds: float, culprit: Death) -> None:
         """Wait before the next generation, or until the job is cancelled or is to leave; while it tries to leave, until
         it has tried for long enough."""
+        leave = self._job.overdue if self._job.leaving.is_set() else self._job.leaving
         message = f"waits {seconds:g} s before the next try: no step was committed since the last failure of this kind"
         data = {"seconds": seconds, "kind": culprit.kind}
         await self._record.event("held_back", message, rank=culprit.rank, data=data)
-        leave = self._job.overdue if self._job.leaving.is_set() else self._job.leaving
         await self._wait(seconds, self._job.cancelled, leave)
 
     async def _hold(self, launch: Launch, why: str) -> Launch:

@@ -151,7 +151,7 @@ class KillReason:
     """Why an agent killed its trainer on request."""
 
     kind: str
-    """hung or straggler."""
+    """hung, not_saved or straggler."""
     message: str
 
 

@@ -264,6 +264,18 @@ def test_where_a_rank_stands_is_said_in_words(watch, status, words):
     assert hung.data["phase"] == (status.record and "optimizer")
 
 
+@pytest.mark.parametrize(("phase", "stopped", "kind"), [
+    ("checkpoint", False, "not_saved"), ("checkpoint", True, "hung"), ("restoring", False, "hung"),
+])  # fmt: skip
+def test_who_only_waits_for_storage_is_not_at_fault(watch, phase, stopped, kind):
+    waiting = agent()
+    record = Position(100, 1, phase, step=3, counts=COUNTS)
+    waiting.status = TrainerStatus(100, True, stopped=stopped, standing_seconds=300.0, record=record)
+    watch([waiting], lambda events, lost: waiting.kills)
+    ((_, reason, _),) = waiting.kills
+    assert reason == KillReason(kind, f"{'was stopped' if stopped else 'stood still'} for 300.0 s in {phase}")
+
+
 def test_messages_between_stages_are_of_no_axis(watch):
     hanging = agent()
     record = Position(100, 1, "forward", step=3, channel=len(AXES), counts=COUNTS)
