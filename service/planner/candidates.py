@@ -27,8 +27,8 @@ COMPLETE = 2048
 MOST_SIMULATED = 2**15
 """Most stages times stages times chunks of each, which is how the number of passes grows. Beyond it chunks are left
 out, since one simulation of them takes seconds; zero-bubble schedules of so many stages have little waiting anyway."""
-MOST_MICRO_BATCH = 64
-"""Most sequences of a micro-batch; beyond it products gain nothing."""
+MOST_MICRO_BATCH, MOST_TOKENS = 64, 65_536
+"""Most sequences of a micro-batch, or more of short ones up to so many tokens; beyond them products gain nothing."""
 
 
 class Candidate(NamedTuple):
@@ -104,7 +104,8 @@ def micro_batch_sizes(job: JobSpec, share: int) -> list[int]:
     """Micro-batch sizes that divide a replica's `share` of the batch; if the job sets one, only that."""
     if "micro_batch_size" in job.train.model_fields_set:
         return [job.train.micro_batch_size]
-    return [size for size in divisors(share) if size <= MOST_MICRO_BATCH]
+    most = max(MOST_MICRO_BATCH, MOST_TOKENS // job.model.sequence_length)
+    return [size for size in divisors(share) if size <= most]
 
 
 def is_complete(job: JobSpec, cluster: Cluster) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from service.planner import candidates as candidates_module
 from service.planner.bounds import Bounds
-from service.planner.candidates import Candidate, candidates, is_complete, schedules
+from service.planner.candidates import Candidate, candidates, is_complete, micro_batch_sizes, schedules
 from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
 from service.planner.memory import usable_bytes, worst_rank
 from service.planner.search import Best, evaluate, fastest, search, smallest_cluster
@@ -381,6 +381,14 @@ def test_a_larger_cluster_is_suggested_for_the_given_micro_batch():
     answer = search(given, a100s(1, 1))
     assert answer.plans == () and "does not fit" in answer.rejected[0].reason
     assert smallest_cluster(given, a100s(1, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes"), [(2048, [1, 2, 4, 8, 16, 32, 64]), (256, [1, 2, 4, 8, 16, 32, 64, 128, 256])]
+)
+def test_micro_batches_of_short_sequences_may_have_more_of_them(length, sizes):
+    spec = job(2, 64, 4, model={"sequence_length": length, "vocabulary_size": 512})
+    assert micro_batch_sizes(spec, 256) == sizes
 
 
 def test_rounding_decides_nothing_between_equally_fast_schedules():
