@@ -85,10 +85,26 @@ def read_request(document: Any, current: CurrentCluster, node: CpuNode, known: M
         raise SpecError(problems)
     job = _job_in({key: value for key, value in document.items() if key not in WISHES})
     cluster = read_cluster(document.get("cluster"), for_job(job, current), node, known)
-    problems = too_large(job)
+    problems = [*_misplaced(job, cluster), *too_large(job)]
     if problems:
         raise SpecError(problems)
     return PlanRequest(job, cluster, **wishes)
+
+
+def _misplaced(job: JobSpec, cluster: Cluster) -> list[Problem]:
+    """Whether the cluster has none of what the job asks for."""
+    wanted, has_gpus = job.resources.accelerator, any(part.machine.has_gpus for part in cluster.parts)
+    if wanted == "cpu" and has_gpus:
+        problem = "the job takes slots, and this cluster is one of GPUs; `gpu` or `auto` takes those"
+        return [Problem("resources.accelerator", problem, "auto")]
+    return [_WITHOUT_GPUS] if wanted == "gpu" and not has_gpus else []
+
+
+_WITHOUT_GPUS = Problem(
+    "resources.accelerator",
+    "the job would wait for GPUs, of which this cluster has none; `cpu` or `auto` takes slots",
+    "auto",
+)
 
 
 def for_job(job: JobSpec, current: CurrentCluster) -> CurrentCluster:
@@ -98,8 +114,7 @@ def for_job(job: JobSpec, current: CurrentCluster) -> CurrentCluster:
     def cluster(accelerator: str | None) -> Cluster:
         as_measured = current(CPU if accelerator is None and wanted == "cpu" else accelerator)
         if wanted == "gpu" and not as_measured.machine.has_gpus:
-            problem = "the job would wait for GPUs, of which this cluster has none; `cpu` or `auto` takes slots"
-            raise SpecError([Problem("resources.accelerator", problem, "auto")])
+            raise SpecError([_WITHOUT_GPUS])
         return as_measured
 
     return cluster

@@ -267,6 +267,17 @@ def test_a_job_may_take_of_this_cluster_what_it_says():
         taken("gpu")
 
 
+@pytest.mark.parametrize(("wanted", "described", "sentence"), [
+    ("cpu", {"accelerator": "h100"}, "the job takes slots, and this cluster is one of GPUs"),
+    ("cpu", {"groups": [{"accelerator": "h100"}, {"accelerator": "a100"}]}, "the job takes slots"),
+    ("gpu", {"accelerator": "cpu"}, "the job would wait for GPUs, of which this cluster has none"),
+])  # fmt: skip
+def test_a_described_cluster_has_what_the_job_takes(wanted, described, sentence):
+    with pytest.raises(SpecError, match=rf"resources\.accelerator: {sentence}"):
+        read(cluster=described, resources={"accelerator": wanted})
+    assert read(cluster=described, resources={"accelerator": "auto"})
+
+
 def test_a_layout_for_unequal_nodes_says_where_its_stages_are():
     groups = [{"accelerator": "h100", "nodes": 1, "gpus_per_node": 2}, {"accelerator": "a100", "gpus_per_node": 2}]
     model = DOCUMENT["model"] | {"hidden_size": 4096, "heads": 32, "sequence_length": 2048}
