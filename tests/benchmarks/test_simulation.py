@@ -16,6 +16,7 @@ NOT_SIMULATED = {
     "names_on",
     "drain",
     "drain_no_more",
+    "undrain",
     "unused",
     "that_come_and_go",
     "rest",
