@@ -23,14 +23,18 @@ class FolderReader:
         self._began = 0.0
 
     async def list(self, folder: Place, seconds: float = LOOK_SECONDS) -> Listing:
-        """The listing of `folder`; without an answer in `seconds` it has that as its `problem`. While a listing has not
-        ended, later calls wait for it only until `seconds` after its beginning: a job that recovers again and again
-        does not wait that long each time."""
-        if self._under_way is None or self._under_way.done():
-            self._began = time.monotonic()
-            self._under_way = in_daemon_thread("checkpoint folder", lambda: list_checkpoints(folder))
-        try:
-            async with asyncio.timeout(self._began + seconds - time.monotonic()):
-                return await asyncio.wrap_future(self._under_way)
-        except TimeoutError:
-            return Listing(folder, problem=f"the folder {folder} cannot be listed: no answer in {seconds:g} s")
+        """The listing of `folder`, begun after this call; without an answer in `seconds` it has that as its `problem`.
+        While an earlier listing, which may lack what was saved since, has not ended, calls wait for it only until
+        `seconds` after its beginning: a job that recovers again and again does not wait that long each time."""
+        while True:
+            is_new = self._under_way is None or self._under_way.done()
+            if self._under_way is None or is_new:
+                self._began = time.monotonic()
+                self._under_way = in_daemon_thread("checkpoint folder", lambda: list_checkpoints(folder))
+            try:
+                async with asyncio.timeout(self._began + seconds - time.monotonic()):
+                    listing = await asyncio.wrap_future(self._under_way)
+            except TimeoutError:
+                return Listing(folder, problem=f"the folder {folder} cannot be listed: no answer in {seconds:g} s")
+            if is_new:
+                return listing

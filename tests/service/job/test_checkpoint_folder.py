@@ -49,6 +49,29 @@ def test_folder_that_has_had_its_time_is_not_waited_for_again(tmp_path, monkeypa
         answers.set()
 
 
+def test_what_was_seen_before_it_was_asked_for_is_not_the_answer(tmp_path, monkeypatch):
+    """A checkpoint may have been saved since: it would count as gone."""
+    answers, seen = [threading.Event(), threading.Event()], iter(range(2))
+
+    def look(folder):
+        number = next(seen)
+        answers[number].wait(60)
+        return Listing(folder, problem=f"look {number}")
+
+    monkeypatch.setattr(checkpoint_folder, "list_checkpoints", look)
+    reader = FolderReader()
+
+    async def body():
+        await reader.list(tmp_path, 0.001)
+        later = asyncio.create_task(reader.list(tmp_path, 60.0))
+        await asyncio.sleep(0)
+        for each in answers:
+            each.set()
+        assert (await later).problem == "look 1"
+
+    asyncio.run(body())
+
+
 def test_error_of_the_look_is_raised_where_it_is_awaited_and_the_next_one_is_another(tmp_path, monkeypatch):
     def fail(folder):
         raise MemoryError("too many")
