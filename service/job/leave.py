@@ -143,4 +143,5 @@ async def _newest_checkpoint(job: JobContext) -> int | None:
     except Exception as error:  # noqa: BLE001 - the places are given back in any case
         log.warning("the checkpoints of %s are not known: %s", job.id, error)
         return None
-    return durable.checkpoints[-1][0] if durable.checkpoints else 0
+    saved = [step for step, path in durable.checkpoints if path not in durable.unreported]
+    return saved[-1] if saved else 0

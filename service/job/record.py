@@ -171,12 +171,12 @@ class JobRecord:
         await self.write(note)
 
     async def reconcile_checkpoints(self, listing: Listing) -> list[Checkpoint]:
-        """Update the rows to match the folder as far as known; returns complete checkpoints."""
+        """Update the rows to match the folder as far as known; returns `saved_checkpoints`."""
         await self.write(lambda s: checkpoints.reconcile(s, self.id, listing))
-        return await self.read(lambda s: checkpoints.complete_ones(s, self.id))
+        return await self.saved_checkpoints()
 
-    async def saved_checkpoints(self) -> list[tuple[int, str]]:
-        """(Step, path) of checkpoints that are complete, or may be, as reported; in order of creation."""
+    async def saved_checkpoints(self) -> list[Checkpoint]:
+        """Checkpoints that are complete, or may be, as reported; in order of creation."""
         return await self.read(lambda s: checkpoints.saved_or_saving(s, self.id))
 
     async def saves_under_way(self) -> list[tuple[str, float]]:

@@ -17,7 +17,7 @@ from service.job.context import JobContext
 from service.job.gang import Gang
 from service.recovery.decisions import choose_resume, unusable_sources
 from service.recovery.durable_state import DurableState, durable_state
-from service.store import restored
+from service.store import checkpoints, restored
 from workers.checkpoint.catalog import generation_of
 from workers.comm.grid import state_groups
 from workers.config import JobSpec, ParallelConfig
@@ -57,7 +57,7 @@ async def newest_state(job: JobContext, last_kind: str | None, last_step: int | 
         brought, foreign = await _in_memory(job, generation)
     held = [{*steps, *_in_process(gang, rank)} for rank, steps in enumerate(brought.steps)]
     unusable = unusable_sources(await job.record.generations(), last_kind, last_step)
-    recorded = await job.record.saved_checkpoints()
+    recorded = [(row.step, row.path) for row in await job.record.saved_checkpoints()]
     is_in_memory = choose_resume(held, recorded, unusable, foreign).source in ("snapshot", "memory")
     # Otherwise the database may be a backup, older than the folder. A resting rank has reported in this generation.
     is_heard = job.has_launched or any(step is not None for step in gang.held_steps.values())
@@ -90,7 +90,9 @@ async def known_checkpoints(job: JobContext, seconds: float = LOOK_SECONDS) -> D
     """The job's checkpoints; also updates its rows, unless their folder does not answer within `seconds`. For a job
     whose gang is at rest."""
     listing = await job.folder_reader.list(job.checkpoint_folder, seconds)
-    durable = durable_state(listing, await job.record.reconcile_checkpoints(listing))
+    rows = await job.record.reconcile_checkpoints(listing)
+    complete = [row for row in rows if row.state == checkpoints.COMPLETE]
+    durable = durable_state(listing, complete, [row for row in rows if row.state == checkpoints.SAVING])
     newest = max((generation_of(path) or 0 for _, path in durable.checkpoints), default=0)
     if newest > (await job.record.job()).generation:  # a backup: later generations must have higher numbers
         await job.record.write(lambda session: restored.know_generation(session, job.id, newest))

@@ -23,8 +23,8 @@ class CheckpointsUnreadable(MantaError):
     """The newest state of a job is a checkpoint that cannot be read now. The message is for the event `held`."""
 
 
-class CompleteCheckpoint(Protocol):
-    """The fields of a checkpoint, complete according to the database, that are read here; its row has them."""
+class SavedCheckpoint(Protocol):
+    """The fields of a checkpoint, complete or being saved according to the database, that are read here."""
 
     generation: int
     step: int
@@ -47,6 +47,8 @@ class DurableState:
     """(Step, path) of the readable and the unreadable ones, in the order in which they were made."""
     unknown: Mapping[str, str]
     """For unreadable ones, by path, the reason."""
+    unreported: frozenset[str] = frozenset()
+    """Paths of unreadable ones whose save had begun, and may have been completed unheard."""
 
     def refuse_unknown(self, job_id: str, resume: Resume, has_snapshots: bool = True) -> None:
         """Raise CheckpointsUnreadable if `resume`, chosen among these, is a checkpoint that cannot be read.
@@ -57,19 +59,24 @@ class DurableState:
             raise CheckpointsUnreadable(why)
 
 
-def durable_state(listing: Listing, complete: Sequence[CompleteCheckpoint]) -> DurableState:
-    """The combined information of the disk (`listing`) and the database (`complete`)."""
+def durable_state(
+    listing: Listing, complete: Sequence[SavedCheckpoint], begun: Sequence[SavedCheckpoint] = ()
+) -> DurableState:
+    """The combined information of the disk (`listing`) and the database: checkpoints that are `complete`, and those
+    whose save has `begun` and ended unheard."""
     listed = [each for each in listing.checkpoints if each.condition is Condition.WHOLE]
     whole = {str(each.path): (each.generation, each.step) for each in listed}
-    saved = {row.path: (row.generation, row.step) for row in complete}
+    reported = {row.path: (row.generation, row.step) for row in (*complete, *begun)}
+    saved = {row.path for row in complete}
     unknown = {}
-    for path in saved.keys() - whole.keys():
+    for path in reported.keys() - whole.keys():
         condition, problem = listing.look_up(path, saved)
         if condition is Condition.UNKNOWN:
-            unknown[path] = problem
-    places = {**whole, **{path: saved[path] for path in unknown}}
+            unknown[path] = problem if path in saved else f"whether its save was completed is unknown, {problem}"
+    places = {**whole, **{path: reported[path] for path in unknown}}
     in_order = sorted(places, key=lambda path: places[path])
-    return DurableState(tuple((places[path][1], path) for path in in_order), unknown)
+    found = tuple((places[path][1], path) for path in in_order)
+    return DurableState(found, unknown, frozenset(unknown.keys() - saved))
 
 
 def hold_sentence(job_id: str, step: int, problem: str, older: bool, has_snapshots: bool) -> str:

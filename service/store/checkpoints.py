@@ -106,11 +106,10 @@ def complete_ones(session: Session, job_id: str) -> list[Checkpoint]:
     return list(session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc())))
 
 
-def saved_or_saving(session: Session, job_id: str) -> list[tuple[int, str]]:
-    """(Step, path) of a job's checkpoints that are complete, or being saved, in order of creation."""
+def saved_or_saving(session: Session, job_id: str) -> list[Checkpoint]:
+    """A job's checkpoints that are complete, or being saved, in order of creation."""
     query = select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state.in_((SAVING, COMPLETE)))
-    rows = session.scalars(query.order_by(Checkpoint.generation, Checkpoint.step))
-    return [(row.step, row.path) for row in rows]
+    return list(session.scalars(query.order_by(Checkpoint.generation, Checkpoint.step)))
 
 
 def under_way(session: Session, job_id: str) -> list[tuple[str, float]]:

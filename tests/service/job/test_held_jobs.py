@@ -42,6 +42,15 @@ async def save(job, step):
     await job.cluster.agents.until(lambda: job.ranks[0].all_handled)
 
 
+async def save_unheard(job, step):
+    """Rank 0 saves a checkpoint of `step`, and is lost before anybody hears that it is complete."""
+    path = checkpoint_path(folder_of(job), step, job.row.generation)
+    job.ranks[0].event("checkpoint_saving", step, path=str(path))
+    await job.cluster.agents.until(lambda: job.ranks[0].all_handled)
+    path.mkdir(parents=True)
+    seal(path, Manifest(job.id, job.row.generation, step, {}, {}))
+
+
 async def run_and_lose_all(job):
     """The job commits three steps with a checkpoint of the second; then its folder, memory and trainers are gone."""
     await job.start()
@@ -152,6 +161,30 @@ def test_trainer_that_cannot_read_the_checkpoint_is_tried_again_without_end(two_
     story(body)
     assert job.log.count("held") == 1
     assert job.row.state == "SUCCEEDED"
+
+
+def test_job_is_held_for_a_checkpoint_too_of_which_nobody_heard_that_it_is_complete(job):
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1, 2)
+        await save_unheard(job, 2)
+        folder = folder_of(job)
+        folder.rename(folder.with_name("elsewhere"))
+        folder.symlink_to(folder)  # the system says that it cannot be read
+        job.cluster.agents.memory.clear()
+        for agent in job.ranks:
+            agent.die()
+        await job.waited(3)
+        assert (job.row.state, job.row.reason, states(job)) == ("RECOVERING", "held", ["saving"])
+        folder.unlink()
+        bring_back(job)
+        await job.watched(2)
+        await job.finish()
+
+    story(body)
+    assert job.generations[1][1:] == ("checkpoint", 2)
+    assert states(job) == ["complete"]
 
 
 @pytest.mark.parametrize("trouble", ["the folder is gone", "an error"])

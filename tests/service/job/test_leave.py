@@ -9,9 +9,10 @@ from service.job import leave
 from service.job.context import JobContext
 from service.job.supervisor import Supervisor
 from service.states import JobState
-from service.store import failed_jobs, generations, jobs, state_changes
+from service.store import checkpoints, failed_jobs, generations, jobs, state_changes
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.supervised_job import save_checkpoint, story
+from workers.checkpoint.catalog import Listing, checkpoint_path
 
 UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
 PAUSED = ["PAUSING", "not_saved", "PAUSED"]
@@ -177,6 +178,24 @@ def test_folder_of_checkpoints_that_cannot_be_looked_at_keeps_no_places(job, clu
     story(body)
     assert job.log == [*UP, "PAUSING", "PAUSED"], "nothing is said of what is not known"
     assert not cluster.agents.living and not cluster.groups.held
+
+
+def test_save_that_has_not_ended_is_no_checkpoint_that_a_paused_job_has(job):
+    async def body():
+        await up(job, 1, 2)
+        save_checkpoint(job, 1)
+        path = checkpoint_path(job.cluster.paths.checkpoint_folder(job.id), 2, 1)
+        job.store.write(lambda s: checkpoints.begin(s, job.id, 1, 2, str(path)))
+
+        async def silent(folder, seconds):
+            return Listing(folder, problem="no answer")
+
+        job.supervisor._job.folder_reader.list = silent
+        job.pause()
+        await gone(job)
+
+    story(body)
+    assert job.message("not_saved").endswith("the newest checkpoint is of step 1: what its nodes lose is done again")
 
 
 @pytest.mark.parametrize("died", ["rank", "agent"])

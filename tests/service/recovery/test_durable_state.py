@@ -54,6 +54,20 @@ def test_folder_that_is_not_there_makes_all_that_was_saved_unknown():
     assert durable_state(Listing(FOLDER, exists=False), []).checkpoints == ()
 
 
+def test_a_save_that_began_and_of_which_nothing_more_is_known_may_be_the_newest_state():
+    listing = Listing(FOLDER, (stored(4, Condition.WHOLE), stored(5, Condition.UNKNOWN)))
+    state = durable_state(listing, [row(4)], [row(5)])
+    assert (state.checkpoints, state.unreported) == (((4, path_of(4)), (5, path_of(5))), {path_of(5)})
+    with pytest.raises(
+        CheckpointsUnreadable, match=r"step 5, .*: whether its save was completed is unknown, a problem"
+    ):
+        state.refuse_unknown("job_1", Resume("checkpoint", 5, path_of(5)))
+    assert durable_state(Listing(FOLDER, problem="no answer"), [], [row(5)]).unknown.keys() == {path_of(5)}
+    for known in (Condition.WHOLE, Condition.NOT_WHOLE):
+        assert not durable_state(Listing(FOLDER, (stored(5, known),)), [], [row(5)]).unreported
+    assert durable_state(Listing(FOLDER, exists=False), [], [row(5)]).checkpoints == (), "it had not made its folder"
+
+
 def test_a_job_without_snapshots_is_told_that_nothing_is_in_memory():
     state = durable_state(Listing(FOLDER, problem="no answer in 20 s"), [row(5)])
     for has_snapshots in (True, False):
