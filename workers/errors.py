@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
-EXIT_INTERRUPTED = 130
-"""Exit status of a command that SIGINT has ended."""
-
-
-def interrupted() -> int:
-    """Print to stderr that the command was interrupted; returns its exit status."""
-    print("interrupted", file=sys.stderr)
-    return EXIT_INTERRUPTED
-
 
 class MantaError(Exception):
     """Base of all errors whose message is one clear sentence for the user."""

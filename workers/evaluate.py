@@ -8,9 +8,13 @@ CHECKPOINT may have been written under any layout; it is read by one process. --
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything is loaded, which takes seconds
+    from workers.interruption import run_command
+
+    run_command("workers.evaluate")
+
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -57,7 +61,3 @@ def _evaluate(options: argparse.Namespace) -> None:
         return
     for name, value in values.items():
         print(f"{name:14} {value:.6g}" if isinstance(value, float) else f"{name:14} {value}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,9 +5,13 @@ CHECKPOINT may have been written under any layout; it is read by one process.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything is loaded, which takes seconds
+    from workers.interruption import run_command
+
+    run_command("workers.generate")
+
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from workers.inference.chats import End, end_of_answer, question, template_of
@@ -56,7 +60,3 @@ def _generate(options: argparse.Namespace) -> None:
     else:
         between = "\n" if options.chat else ""
         print("\n\n".join(f"{prompt}{between}{text}" for prompt, text in zip(prompts, texts, strict=True)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,13 +8,19 @@ known to be valid.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything is loaded, which takes seconds
+    from workers.interruption import run_command
+
+    run_command("workers.run")
+
 import argparse
 import sys
 from pathlib import Path
 
 from workers.config import JobSpec
 from workers.data.vocabulary import with_vocabulary
-from workers.errors import MantaError, interrupted
+from workers.errors import MantaError
+from workers.interruption import ending_at_once
 from workers.settings import Launcher, read_launcher
 from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import load_job_spec
@@ -51,8 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
         spec = with_vocabulary(_spec_in(options.config))
         launcher = read_launcher()
         _check_world(spec, launcher)
-        from workers.standalone import train
-        from workers.trace_file import TraceFile
+        with ending_at_once():
+            from workers.standalone import train
+            from workers.trace_file import TraceFile
 
         trace = TraceFile(options.trace, options.trace_steps, options.trace_first_step) if options.trace else None
         train(spec, launcher, options.metrics, options.checkpoints, options.stop_after_step, options.cache, trace)
@@ -62,8 +69,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (MantaError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return interrupted()
     return 0
 
 
@@ -97,7 +102,3 @@ def _check_world(spec: JobSpec, launcher: Launcher | None) -> None:
             f"the layout has {needed} ranks, but {world_size} process(es) were started: use "
             f"torchrun --nproc-per-node {needed} -m workers.run CONFIG.yaml, or change parallel"
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
@@ -320,8 +319,3 @@ def command_line(wanted: str | None = None) -> typer.Typer:
         importlib.import_module(f"api.cli.{file}").register(app)
     put_in_order(app)
     return app
-
-
-def main() -> None:
-    """Entry point of the `manta` command."""
-    command_line(sys.argv[1] if len(sys.argv) > 1 else None)()

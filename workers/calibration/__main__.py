@@ -3,6 +3,11 @@ and the command's processes have no torch; this one does."""
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything is loaded, which takes seconds
+    from workers.interruption import run_command
+
+    run_command("workers.calibration.__main__")
+
 import argparse
 import dataclasses
 import json
@@ -112,7 +117,3 @@ def busy_ranks(cores: int) -> list[int]:
 def _with_disturbances(measurements: Measurements, others: OtherWork) -> Measurements:
     """With what says whether something else ran on this machine while this was measured."""
     return dataclasses.replace(measurements, other_cores=others.cores(), spread=statistics.median(clock.spreads))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

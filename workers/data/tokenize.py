@@ -4,6 +4,11 @@ Megatron-LM."""
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything is loaded, which takes seconds
+    from workers.interruption import run_command
+
+    run_command("workers.data.tokenize")
+
 import argparse
 import shutil
 import sys
@@ -20,7 +25,7 @@ from workers.data.prepare import Corpus, open_corpus, splits_of
 from workers.data.sources import check_validation_set
 from workers.data.token_cache import Watcher
 from workers.data.vocabulary import with_vocabulary
-from workers.errors import DataError, MantaError, interrupted
+from workers.errors import DataError, MantaError
 from workers.settings import read_token_cache
 from workers.spec.problems import SpecError
 from workers.spec.reading import load_job_spec
@@ -118,11 +123,5 @@ def main(arguments: list[str] | None = None) -> int:
     except (MantaError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return interrupted()
     print(f"{len(corpus)} tokens are in {cache} ({time.monotonic() - began:.1f} s)")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from workers.checkpoint.catalog import MANIFEST, Condition, list_checkpoints
-from workers.errors import CheckpointError, MantaError, interrupted
+from workers.errors import CheckpointError, MantaError
 from workers.inference.loaded_model import LoadedModel
 from workers.inference.text_tokens import TextTokens, text_tokens_of
 from workers.spec.problems import SpecError
@@ -67,8 +67,6 @@ def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespa
     except (MantaError, SpecError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return interrupted()
     return 0
 
 

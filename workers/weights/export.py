@@ -8,6 +8,11 @@ which takes longer to load than a small model.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything is loaded, which takes seconds
+    from workers.interruption import run_command
+
+    run_command("workers.weights.export")
+
 import argparse
 import json
 import math
@@ -158,7 +163,3 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _tell(done: int, of: int) -> None:
     print(json.dumps({"done": done, "of": of}), flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from api.cli import __main__ as command_module
 from api.cli import main
 from api.cli.panels import PANELS
 
@@ -65,21 +64,3 @@ def test_every_command_has_its_place_in_the_help(monkeypatch: pytest.MonkeyPatch
     at = [re.search(rf"^\W*{name} +[A-Z]", shown, re.MULTILINE) for name in placed]
     assert [each.start() for each in at if each] == sorted(each.start() for each in at if each) and all(at)
     assert max(len(line) for line in shown.splitlines()) <= 200 and len(shown.splitlines()) < len(placed) + 40
-
-
-class _Interrupted:
-    """Finds modules as somebody does who is interrupted at one of them."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == "api.cli.main":
-            raise KeyboardInterrupt
-
-
-def test_a_command_that_is_interrupted_while_it_loads_ends_quietly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delitem(sys.modules, "api.cli.main", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [_Interrupted(), *sys.meta_path])
-    with pytest.raises(SystemExit) as ended:
-        command_module.main()
-    assert (ended.value.code, capsys.readouterr().err) == (130, "")

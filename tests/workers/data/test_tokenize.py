@@ -109,11 +109,3 @@ def test_on_a_terminal_progress_is_one_line():
     watcher.tell("data_progress", "20%", {})
     watcher.tell("data_prepared", "done", {})
     assert out.text == "begins\n10%\r\x1b[K20%\r\x1b[Kdone\n"
-
-
-def test_who_is_interrupted_reads_a_word(config, tmp_path, monkeypatch, capsys):
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tokenize, "tokenize", interrupt)
-    assert (run(config, tmp_path), capsys.readouterr().err) == (130, "interrupted\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from argparse import Namespace
 
 import pytest
 from checkpoint_programs import job, lone, save
@@ -13,7 +12,7 @@ from checkpoint_programs import job, lone, save
 from workers import evaluate, generate
 from workers.checkpoint.catalog import checkpoint_path
 from workers.errors import CheckpointError
-from workers.inference.command import checkpoint_at, run
+from workers.inference.command import checkpoint_at
 from workers.protocol.messages import Resume
 
 
@@ -91,10 +90,3 @@ def test_device_that_is_none_is_said_before_anything_is_read(tmp_path, capsys, d
     with pytest.raises(SystemExit):
         generate.main([str(tmp_path), "--prompt", "to", "--device", device])
     assert sentence in capsys.readouterr().err
-
-
-def test_who_is_interrupted_reads_a_word(capsys):
-    def interrupt(_options: object) -> None:
-        raise KeyboardInterrupt
-
-    assert (run(interrupt, Namespace()), capsys.readouterr().err) == (130, "interrupted\n")

@@ -1,0 +1,84 @@
+"""Ctrl-C in commands, while they load and later."""
+
+import ast
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from workers.interruption import ending_at_once, run_command
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ("run", "evaluate", "generate", "calibration/__main__", "data/tokenize", "weights/export")
+IMPORTS = (ast.Import, ast.ImportFrom)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_command_that_is_interrupted_ends_in_a_word(monkeypatch, capsys):
+    module = ModuleType("interrupted_command")
+    module.main = interrupt
+    monkeypatch.setitem(sys.modules, "interrupted_command", module)
+    with pytest.raises(SystemExit) as ended:
+        run_command("interrupted_command")
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+SWALLOWED = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000): pass
+except KeyboardInterrupt:
+    raise ImportError("cannot load module more than once per process")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "program"),
+    [
+        ("loaded", "from workers.interruption import run_command; run_command('loaded')"),
+        ("api/cli/main", "from api.cli import __main__ as manta; manta.main()"),
+    ],
+)
+def test_one_that_is_interrupted_while_it_loads_ends_in_the_same_word(tmp_path, module, program):
+    """Whatever the module that is being loaded makes of a KeyboardInterrupt. Files of `tmp_path` hide ours."""
+    file = tmp_path / f"{module}.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(SWALLOWED)
+    hidden = (
+        f"import sys, api.cli; sys.path.insert(0, {str(tmp_path)!r}); api.cli.__path__.insert(0, {str(file.parent)!r})"
+    )
+    ended = subprocess.run([sys.executable, "-c", f"{hidden}; {program}"], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+def test_who_ignores_interruptions_still_does_and_afterwards_they_are_raised_again():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ending_at_once():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with ending_at_once():
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_can_be_interrupted_before_it_imports_anything(program):
+    statements = ast.parse((ROOT / "workers" / f"{program}.py").read_text()).body
+    first = next(at for at, each in enumerate(statements) if isinstance(each, ast.If))
+    assert ast.unparse(statements[first]) == (
+        "if __name__ == '__main__':\n    from workers.interruption import run_command\n"
+        f"    run_command('workers.{program.replace('/', '.')}')"
+    )
+    imported = [ast.unparse(each) for each in statements[:first] if isinstance(each, IMPORTS)]
+    assert imported == ["from __future__ import annotations"]
