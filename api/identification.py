@@ -19,7 +19,8 @@ from service.identity import Identity
 
 log = logging.getLogger(__name__)
 
-_SIGN_IN = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</title>
+# The empty icon is so that browsers do not ask for /favicon.ico, which would be one more 401.
+_SIGN_IN = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</title><link rel="icon" href="data:,">
 <body style="font-family: system-ui, sans-serif; max-width: 34em; margin: 4em auto; line-height: 1.5">
 <h1>Manta</h1><p>This browser is not signed in. On a machine where you use Manta, run</p><pre>manta link</pre>
 <p>and open the link that it prints. It is good once, for ten minutes.</p></body></html>"""

@@ -28,8 +28,8 @@ router = APIRouter(tags=["access"])
 
 _KEPT_PRIVATE = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 # A page instead of a redirect: if the link is on another site's page, browsers treat a redirect as cross-site, too, and
-# omit the cookie that was just set.
-_ONWARD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</title>
+# omit the cookie that was just set. The empty icon is so that browsers do not ask for /favicon.ico, which is a 404.
+_ONWARD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</title><link rel="icon" href="data:,">
 <meta http-equiv="refresh" content="0; url={address}">
 <p>You are signed in: <a href="{address}">the dashboard</a></p></html>"""
 

@@ -427,6 +427,7 @@ def test_link_signs_a_browser_in_once_with_the_rights_of_its_key(theirs, service
     asked = service.http.post("/v1/links", headers=bearer(theirs.own["read"])).json()
     opened = service.http.get(asked["path"])
     assert opened.status_code == 200 and 'content="0; url=/ui/"' in opened.text
+    assert '<link rel="icon"' in opened.text, "else a browser asks for /favicon.ico, which is a 404"
     said = opened.headers["Set-Cookie"]
     assert "HttpOnly" in said and "SameSite=strict" in said and "Secure" not in said
     cookie = {"Cookie": said.partition(";")[0]}

@@ -246,6 +246,7 @@ class JobLine {
     this.badge = badge();
     this.why = h("div", { class: "why-short" });
     this.step = h("span", { class: "step" });
+    this.left = h("span", { class: "note" });
     this.bar = bar(`Progress of ${job.name}`);
     this.line = sparkline(`Loss of ${job.name}`);
     this.loss = h("span", { class: "number" });
@@ -258,7 +259,7 @@ class JobLine {
       h("td", { class: "c-tick" }, this.box),
       h("td", { class: "c-name" }, this.name, h("div", { class: "job-id" }, job.id)),
       h("td", { class: "c-state" }, this.badge.element, this.why),
-      h("td", { class: "c-progress" }, this.step, this.bar.element),
+      h("td", { class: "c-progress" }, h("div", { class: "steps" }, this.step, this.left), this.bar.element),
       h("td", { class: "c-loss" }, this.line.element, this.loss),
       this.cells,
     );
@@ -273,8 +274,8 @@ class JobLine {
     const reason = why(job);
     setText(this.why, reason);
     setAttribute(this.why, "title", reason || null);
-    const eta = job.eta_seconds === null ? "" : `, ${duration(job.eta_seconds)} to go`;
-    setText(this.step, `${number(job.step)} / ${number(job.steps)}${eta}`);
+    setText(this.step, `${number(job.step)} / ${number(job.steps)}`);
+    setText(this.left, job.eta_seconds === null ? "" : `${duration(job.eta_seconds)} left`);
     this.bar.show(job.steps > 0 ? Math.min(1, job.step / job.steps) : 0, stateTone(job.state));
     setText(this.loss, number(latest.loss, 4));
     const labels = Object.entries(job.labels ?? {}).map(([key, value]) => `${key}=${value}`);
