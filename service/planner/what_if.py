@@ -68,8 +68,7 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
         yield of("train", micro_batch_size=micro // 2)
     for axes in _TRADES:
         for more, fewer in (axes, axes[::-1]):
-            is_placed = "pipeline" in axes and parallel["stage_accelerators"] is not None
-            if parallel[fewer] % 2 == 0 and not is_placed:
+            if parallel[fewer] % 2 == 0:
                 yield of("parallel", **{more: 2 * parallel[more], fewer: parallel[fewer] // 2})
     for recompute in ("none", "selective", "full"):
         if recompute != parallel["recompute"]:

@@ -104,6 +104,10 @@ def test_a_copy_hides_behind_a_long_step_and_not_behind_a_short_one():
     assert beside(spec).stall_seconds == pytest.approx(copy - passes)
     on_host = beside(job(train={**TINY, "optimizer": {"offload": True}})).stall_seconds
     assert on_host == pytest.approx(12 * model.parameters / HOST_CORE_COPY - passes, rel=1e-6)
+    gpu = Gpu(2.4e14, 1.5e13, 1.8e14, 1.6e12, 1.2e12, 3e-6, 1e-5, copy=HOST_COPY / 3)
+    known = model_of(spec, Cluster(measured(machine_of("a100-80gb"), gpu), 1, 8))
+    time = known.time()
+    assert beside_steps(known, time).stall_seconds == pytest.approx(3 * copy - (time.seconds - time.optimizer))
     whole, part = (
         beside(job(train={**TINY, "global_batch_size": 2}, data=2, zero=zero)).stall_seconds for zero in (0, 1)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,14 +13,15 @@ from service.planner.drift import GROUPS
 from service.planner.explain import explain, to_json
 from service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
 from service.planner.long_run import NeverDone
-from service.planner.memory import usable_bytes
+from service.planner.memory import fits, usable_bytes
 from service.planner.pictures import picture
 from service.planner.pipeline import WEIGHT
 from service.planner.request import together
 from service.planner.search import plan_of
 from service.planner.software import engine_on
 from service.planner.step_time import StepModel
-from service.planner.what_if import what_ifs
+from service.planner.what_if import _lists, what_ifs
+from tests.service.support import planned
 from workers.config import ElasticConfig, JobSpec
 
 GPU = Gpu(2.4e14, 1.5e13, 1.8e14, 1.6e12, 1.2e12, 3e-6, 1e-5, 2e10)
@@ -198,3 +200,62 @@ def test_stages_that_may_be_on_any_nodes_have_the_memory_of_those_with_least():
 def test_a_change_that_changes_nothing_is_no_change():
     changes = [{each.change for each in what_ifs(job({"data": size}), CLUSTERS["a100"])} for size in (1, 2)]
     assert "zero: 0" not in changes[0] and "zero: 0" in changes[1]
+
+
+def test_layers_move_to_and_from_either_end_once_each():
+    lists = {
+        (): [[2, 4, 4, 4], [4, 3, 4, 3], [4, 4, 4, 2], [3, 3, 4, 4]],
+        (4, 4, 3, 3): [None, [5, 3, 3, 3], [4, 4, 4, 2], [3, 4, 3, 4]],
+        (1, 5, 5, 3): [None, [2, 4, 5, 3], [2, 5, 5, 2], [1, 4, 5, 4]],
+    }
+    for counts, expected in lists.items():
+        assert list(_lists(job({"pipeline": 4, "stage_layers": counts or None}))) == expected
+    assert list(_lists(job({"pipeline": 2}))) == [[6, 8], [8, 6]]
+    assert list(_lists(planned.job(34, pipeline=17))) == [] != list(_lists(planned.job(32, pipeline=16)))
+
+
+def test_a_change_of_stages_leaves_their_list_and_one_of_zero_is_to_the_other():
+    changes = {each.change for each in what_ifs(job({"pipeline": 4, "stage_layers": [4, 4, 3, 3]}), CLUSTERS["a100"])}
+    assert {"tensor: 2, pipeline: 2", "schedule: zb-h1, virtual_stages: 1"} <= changes
+    changes = {each.change for each in what_ifs(job({"data": 2, "zero": 0}), CLUSTERS["a100"])}
+    assert "zero: 1" in changes and "zero: 0" not in changes
+
+
+def test_stages_that_are_placed_stay_as_many():
+    """Which nodes others would be on is not known."""
+    cluster = together([Cluster(machine_of(name), 1, 8) for name in ("a100-80gb", "l40s-48gb")])
+    placed = job({"pipeline": 2, "tensor": 2, "data": 2, "stage_accelerators": ["A100", "L40S"]})
+    changes = {each.change for each in what_ifs(placed, cluster)}
+    assert "tensor: 4, data: 1" in changes
+    assert not [change for change in changes if "pipeline" in change]
+
+
+def test_changes_that_fit_come_before_faster_ones_that_do_not():
+    spec, cluster = job({"pipeline": 2, "recompute": "selective"}), CLUSTERS["a100"]
+    needed = fits(spec, cluster).memory.total
+    device = replace(cluster.machine.accelerator, memory_bytes=1.2 * needed)
+    changes = what_ifs(spec, replace(cluster, machine=replace(cluster.machine, accelerator=device)))
+    order = [(not each.fits, each.seconds) for each in changes]
+    assert order == sorted(order)
+    assert min(each.seconds for each in changes if not each.fits) < max(each.seconds for each in changes if each.fits)
+
+
+def test_help_is_what_the_sizes_leave_possible():
+    def shares(parallel, **train):
+        return {each.name: each for each in explained(parallel, **train)[1].shares}
+
+    alone, whole_batch, staged = shares({}), shares({}, micro_batch_size=64), shares({"pipeline": 4})
+    assert "a larger micro-batch" in alone["products"].help
+    assert whole_batch["products"].help == ""
+    assert "a smaller micro-batch" in staged["bubble"].help
+    assert staged["gradients"].what == "the embedding's gradients, which first and last stage have"
+    assert "host memory" not in alone["optimizer"].what
+    assert "train.optimizer.offload: false" in shares({}, optimizer={"offload": True})["optimizer"].help
+
+
+def test_the_rank_with_most_to_do_is_compared_with_the_mean():
+    plan, explanation = explained({"pipeline": 4})
+    work = StepModel(plan.spec, CLUSTERS["a100"]).pipeline().rank_work()
+    bubble = next(each for each in explanation.shares if each.name == "bubble")
+    more = max(work) / (sum(work) / 4) - 1
+    assert more > 0.1 and f"of which rank {work.index(max(work))} has {more:.0%} more to do" in bubble.what

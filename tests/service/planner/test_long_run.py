@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from service.planner.long_run import (
     NeverDone,
     Reliability,
     Run,
+    _Clock,
     advise,
     best_spares,
     daly,
@@ -157,10 +159,44 @@ def test_spares_are_worth_it_where_nodes_are_lost_and_useless_where_none_is():
 
 
 def test_replicas_shrink_by_the_nodes_that_are_missing():
-    run = Run(gpus=64, gpus_per_node=8, replicas=4, step_seconds=1.0, steps=100_000, checkpoint_seconds=1e9)
+    run = Run(gpus=64, gpus_per_node=8, replicas=4, step_seconds=1.0, steps=100_000, checkpoint_seconds=1000.0)
     lost = Reliability(1e15, 64 * 10.0, 1e15)
     outcome = simulate(
-        replace(run, repair_hours=1e6), replace(MANTA, node=0.0, checkpoint=0.0, lost_steps=0.0), lost, 1
+        replace(run, repair_hours=1e6), replace(MANTA, node=0.0, checkpoint=100.0, lost_steps=0.0), lost, 1
     )
-    assert outcome.failures >= 1
-    assert outcome.slower > 0 and math.isclose(outcome.seconds, run.seconds + outcome.slower, rel_tol=1e-9)
+    assert outcome.failures >= 1 and outcome.slower > 0
+    assert outcome.checkpoints == pytest.approx(0.1 * (run.seconds + outcome.slower)), "by time, not by steps"
+    assert outcome.seconds == pytest.approx(run.seconds + outcome.slower + outcome.checkpoints)
+
+
+SMALL = Run(16, 8, 2, step_seconds=1.0, steps=10_000, checkpoint_seconds=0.1, spares=2)
+
+
+def test_a_failure_during_a_recovery_repeats_nothing_and_does_not_shorten_it():
+    clock = _Clock(SMALL, MANTA, Reliability(1e15, 1.0, 1e15), random.Random(0))
+    clock.done = 100.0
+    clock.fail()
+    clock.reliability = Reliability(1.0, 1e15, 1e15)
+    clock.fail()
+    assert (clock.failures, clock.redone, clock.ready) == (2, MANTA.lost_steps, MANTA.node)
+
+
+def test_a_run_at_a_checkpoint_repeats_nothing_however_sums_are_rounded():
+    clock = _Clock(SMALL, RESTARTS, NEVER, random.Random(0))
+    clock.done = 0.7
+    assert math.floor(clock.done / SMALL.checkpoint_seconds) == 6
+    clock.fail()
+    assert (clock.failures, clock.redone) == (1, 0.0)
+
+
+def test_both_copies_of_a_state_are_lost_as_often_as_the_second_node_fails_soon_after_the_first():
+    """A node every ten minutes, of two, and copies take one."""
+    assert seconds_between_restores(SMALL, MANTA, Reliability(1e15, 16 / 6, 1e15)) == pytest.approx(6000)
+
+
+def test_a_run_that_waits_for_nodes_has_more_spares_than_are_being_repaired_and_restarts_have_as_many():
+    run = replace(LLAMA, fewest=LLAMA.replicas, steps=LLAMA.steps // 9)
+    advice = advise(run)
+    assert advice.spares > 8 > run.gpus / LLAMA_3.gpu_hours_a_node * run.repair_hours
+    often = daly(RESTARTS.checkpoint, seconds_between_restores(run, RESTARTS))
+    assert advice.restarted == simulate(replace(run, checkpoint_seconds=often, spares=advice.spares), RESTARTS)
