@@ -37,7 +37,7 @@ def copy(source: Place, target: Place, progress: Callable[[int, int], None] = la
                 new.write(piece)
                 done += len(piece)
                 progress(done, manifest.bytes)
-        if manifest.blocks is not None and files.sums[name].blocks != sums.blocks:
+        if sums.blocks is not None and files.sums[name].blocks != sums.blocks:
             raise damaged(target / name, "is not what was read")
     seal(target, manifest)
     return manifest

@@ -31,6 +31,15 @@ def test_a_copy_has_blocks_of_the_size_that_its_manifest_gives(tmp_path, block_b
     assert manifest.block_bytes == block_bytes and verify(tmp_path / "b") == manifest
 
 
+@pytest.mark.parametrize("blocks", [None, {}])
+def test_a_checkpoint_without_sums_is_copied_without(tmp_path, blocks):
+    source = made(tmp_path / "a")
+    document = {**asdict(verify(source)), "blocks": blocks}
+    files_of(source).write_whole(source / MANIFEST, json.dumps(document).encode())
+    assert copy(source, tmp_path / "b").blocks == blocks
+    assert (tmp_path / "b" / "data").read_bytes() == CONTENT
+
+
 def test_what_is_there_already_is_left_alone(tmp_path):
     source, other = made(tmp_path / "a"), made(tmp_path / "b", 20)
     with pytest.raises(PlaceTaken, match=f"there is something at {other} already: name another place, or remove it"):
