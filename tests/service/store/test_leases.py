@@ -154,7 +154,9 @@ def test_what_happens_to_one_lease_happens_to_no_other(store):
     assert everything(store) == now
     for name, me, epoch in (("1", "a", 2), ("2", "a", 8), ("5", "a", 1)):
         with pytest.raises(LeaseLost):
-            store.write(lambda s, name=name, me=me, epoch=epoch: leases.check(s, name, me, epoch))
+            store.write(lambda s, name=name, me=me, epoch=epoch: leases.hand_over(s, name, me, epoch, "a"))
+        store.write(lambda s, name=name, me=me, epoch=epoch: leases.release(s, name, me, epoch))
+    assert everything(store) == now, "who lost a lease has no say in it"
     store.write(lambda s: leases.leave(s, "a"))
     assert everything(store) == now | {"1": (None, 1)}
 
