@@ -213,6 +213,24 @@ def test_what_is_not_held_may_be_read_and_nothing_else(planes, job):
             planes[0].leases.epoch(job, method)
 
 
+def test_what_is_claimed_while_all_is_looked_at_is_not_taken_for_lost(planes):
+    (one, _), held = planes, []
+    read = one.store.read_async
+
+    async def read_and_claim(query):
+        seen = await read(query)
+        one.store.read_async = read
+        held.append(await one.leases.claim("job_2"))
+        return seen
+
+    async def body():
+        one.store.read_async = read_and_claim
+        await one.leases.look()
+        assert one.leases.of("job_2") is held[0] is not None
+
+    story(body)
+
+
 def test_job_that_is_handed_over_is_found_by_the_other(planes, job):
     one, two = planes
 
