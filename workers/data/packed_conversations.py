@@ -70,7 +70,7 @@ class PackedConversations:
                 f"no conversation for training in {self._name}: none has an answer within its first {self._length} "
                 "tokens (model.sequence_length), or all are held out"
             )
-        if spec.train.validate_every and spec.data.validation_fraction and len(self) - training <= self._length:
+        if spec.train.validate_every and spec.data.validation_fraction and self._training == len(self._ends):
             off = "data.validation_fraction: 0" if spec.data.validation else "train.validate_every: 0"
             raise DataError(
                 f"no conversation of {self._name} is held out: raise data.validation_fraction or turn validation off "

@@ -20,6 +20,8 @@ def test_tokens_of_every_type_are_read_as_one_row(tmp_path, code, kind):
     assert len(row) == 10
     assert row.read(0, 10).tolist() == list(range(1, 11))
     assert (row.read(4, 3).tolist(), row.read(4, 3).dtype) == ([5, 6, 7], np.int64)
+    with pytest.raises(DataError, match=r"a\.bin is cut short: .*, where 11 tokens"):
+        IndexedTokens(tmp_path / "a", (kind, 11))
     for start, length in ((-1, 2), (5, 6), (11, 0)):
         with pytest.raises(IndexError):
             row.read(start, length)
@@ -52,6 +54,7 @@ def test_what_was_read_does_not_stay_memory_of_the_process(tmp_path, monkeypatch
     before = int(Path("/proc/self/statm").read_text().split()[2]) * pages
     for start in range(0, 2**24, 2**12):
         assert row.read(start, 3).tolist() == [start, start + 1, start + 2]
+    assert row._resident <= 2**20, "it counts anew after each time"
     assert int(Path("/proc/self/statm").read_text().split()[2]) * pages - before < 16 * 2**20
 
 

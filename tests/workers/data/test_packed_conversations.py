@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron_files import megatron_dataset
 
-from workers.data import shards
+from workers.data import packed_conversations, shards
 from workers.data.batches import NO_TARGET, Batches
 from workers.data.indexed_dataset import IndexedTokens
 from workers.data.packed_conversations import OPEN_SAMPLES, PackedConversations, packed
@@ -75,6 +75,7 @@ def read_back(batches, steps):
         for batch in batches.training(step):
             inputs, targets = batch.inputs_sb.t().tolist(), batch.targets_sb.t().tolist()
             for tokens, following, begins in zip(inputs, targets, batch.documents.starts, strict=True):
+                assert begins[-1] < len(tokens), "a conversation has a token here"
                 # Learned is a token that is the target of the one before it.
                 learned = [0, *(int(target != NO_TARGET) for target in following)]
                 assert all(b in (NO_TARGET, a) for a, b in zip(tokens[1:], following, strict=False))
@@ -268,3 +269,19 @@ def test_reads_are_the_same_wherever_they_begin(tmp_path, folder):
         assert list(part.begins) == sorted({0, *inside})
     with pytest.raises(IndexError, match="of a row of"):
         row.read(len(row), 1)
+
+
+def test_the_fullest_sample_is_closed_first(monkeypatch):
+    monkeypatch.setattr(packed_conversations, "OPEN_SAMPLES", 2)
+    assert packed(range(4), np.array([9, 8, 7, 2]), 10) == [[0], [1, 3], [2]]
+
+
+def test_held_out_is_a_fraction_of_the_conversations_that_are_used(tmp_path):
+    """Two of four have no answer in a sample."""
+    rows = {"tokens": [[1] * 5, [2] * 5, [3, 3], [4, 4]], "marks": [[0] * 5, [0] * 5, [0, 1], [0, 1]]}
+    of_tokens, of_marks = (
+        IndexedTokens(megatron_dataset(tmp_path / name, [[each] for each in each_row]))
+        for name, each_row in rows.items()
+    )
+    row = PackedConversations(of_tokens, of_marks, 4, 0.5, "chats")
+    assert row.split(spec()) == (4, 4 + 1)

@@ -70,6 +70,28 @@ def test_a_huge_corpus_has_no_more_shards_than_can_be_kept(tmp_path):
     assert 3000 <= len(made) <= shards.MOST_SHARDS
 
 
+def test_a_place_to_split_is_found_wherever_windows_end(small, tmp_path):
+    """The only one of its file; what decides about it may be on either side."""
+    data = DataConfig(source="text", paths=[str(tmp_path)])
+    for position in range(500, 700):
+        (tmp_path / "a.txt").write_bytes(b"x" * position + b"\n" + b"y" * (3000 - position))
+        made = shards_of(corpus_files(data), data, True)
+        assert [section.stop for shard in made for section in shard] == [position + 1, 3001]
+
+
+def test_what_is_left_at_the_end_of_a_file_is_no_shard_by_itself(small, tmp_path):
+    (tmp_path / "a.txt").write_text("a line\n" * 100)
+    data = DataConfig(source="text", paths=[str(tmp_path)])
+    assert [section.stop for shard in shards_of(corpus_files(data), data, True) for section in shard] == [700]
+
+
+def test_row_groups_are_shared_out_and_the_last_section_may_have_fewer(small, monkeypatch):
+    monkeypatch.setattr("workers.data.parquet_documents.row_group_count", lambda path: 5)
+    made = shards_of([CorpusFile("a.parquet", 1250)], DataConfig(source="parquet", paths=["a"]), False)
+    sections = [(each.start, each.stop, each.bytes) for shard in made for each in shard]
+    assert sections == [(0, 2, 500), (2, 4, 500), (4, 5, 250)]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.text("ab \n\r\t;é日#"), st.integers(1, 10))
 def test_pieces_make_up_the_text_and_are_whole_characters(text, size):
