@@ -18,9 +18,10 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from workers.checkpoint.catalog import checkpoint_at
 from workers.inference import tasks
 from workers.inference.chats import ChatResult, chat, read_conversations, template_of
-from workers.inference.command import add_template_to, checkpoint_at, loaded, options_for, positive, run
+from workers.inference.command import add_template_to, loaded, options_for, positive, run
 
 
 def main(arguments: list[str] | None = None, called: str = "python -m workers.evaluate") -> int:

@@ -14,8 +14,9 @@ import argparse
 import json
 from pathlib import Path
 
+from workers.checkpoint.catalog import checkpoint_at
 from workers.inference.chats import End, end_of_answer, question, template_of
-from workers.inference.command import add_template_to, checkpoint_at, loaded, options_for, run
+from workers.inference.command import add_template_to, loaded, options_for, run
 from workers.inference.generation import generate
 from workers.inference.sampling import Sampling
 from workers.inference.tasks import read_texts

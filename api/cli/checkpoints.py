@@ -34,7 +34,7 @@ from api.cli.render import size
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.schemas import Checkpoint, Items
 from service.ids import is_job_id
-from workers.checkpoint.catalog import Manifest, generation_of, list_checkpoints, verify
+from workers.checkpoint.catalog import Manifest, generation_of, is_checkpoint, list_checkpoints, manifest_of, verify
 from workers.checkpoint.checksums import DamagedCheckpoint
 from workers.checkpoint.transfer import copy
 from workers.errors import MantaError
@@ -200,7 +200,9 @@ def _in_place(place: Place, step: int | None) -> Place:
     """The checkpoint at `place`, or the newest in it."""
     if isinstance(place, Path) and not place.exists():
         raise NoCheckpoint(f"{place} is neither a job's id nor an existing folder; `manta ps` lists the jobs")
-    if generation_of(place) is not None:
+    if is_checkpoint(place):
+        if step is not None and (found := manifest_of(place).step) != step:
+            raise NoCheckpoint(f"{place} is a checkpoint of step {found}, not {step}")
         return place
     listing = list_checkpoints(place)
     if listing.problem is not None:

@@ -28,6 +28,7 @@ from workers.checkpoint.checksums import (
     damaged,
     unreadable,
 )
+from workers.errors import CheckpointError
 from workers.storage.files import files_of
 from workers.storage.places import Place, place_of
 
@@ -146,6 +147,16 @@ def generation_of(path: str | Place) -> int | None:
     """The generation that saved the checkpoint at `path`; None if it is not a checkpoint's name."""
     match = _FOLDER.match(place_of(path).name)
     return int(match[2]) if match else None
+
+
+def is_checkpoint(place: Place) -> bool:
+    """Whether `place` is a single checkpoint, complete or not: by its name, or by its manifest, since a copy may have
+    another name. Raises UnreadableCheckpoint if that is unknown."""
+    file = place / MANIFEST
+    try:
+        return generation_of(place) is not None or files_of(file).is_there(file)
+    except OSError as error:
+        raise UnreadableCheckpoint(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def seal(path: Place, manifest: Manifest) -> None:
@@ -289,6 +300,23 @@ def list_checkpoints(folder: str | Place) -> Listing:
         return Listing(folder, exists=False)
     listed = (ListedCheckpoint(path, step, made_by, *look_at(path)) for path, step, made_by in named)
     return Listing(folder, tuple(listed))
+
+
+def checkpoint_at(place: Place) -> Place:
+    """The checkpoint at `place`, or the newest complete one in that folder. Raises CheckpointError."""
+    if is_checkpoint(place):
+        return place
+    listing = list_checkpoints(place)
+    if listing.problem is not None:
+        raise CheckpointError(listing.problem)
+    skipped = []
+    for each in reversed(listing.checkpoints):
+        if each.condition is Condition.WHOLE:
+            return each.path
+        if each.condition is Condition.UNKNOWN:  # otherwise an older one would be taken for the newest
+            raise CheckpointError(each.problem)
+        skipped.append(each.problem)
+    raise CheckpointError("; ".join([f"there is no whole checkpoint at {place}", *skipped]))
 
 
 def whole_checkpoints(folder: str | Place) -> list[tuple[Place, Manifest]]:

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-from workers.checkpoint.catalog import MANIFEST, Condition, list_checkpoints
-from workers.errors import CheckpointError, MantaError
+from workers.checkpoint.catalog import checkpoint_at
+from workers.errors import MantaError
 from workers.inference.loaded_model import LoadedModel
 from workers.inference.text_tokens import TextTokens, text_tokens_of
 from workers.spec.problems import SpecError
-from workers.storage.files import files_of
 from workers.storage.places import BadPlace, Place, place_of
 from workers.system import gpu
 
@@ -68,23 +67,6 @@ def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespa
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-def checkpoint_at(place: Place) -> Place:
-    """The checkpoint at `place`, or the newest complete one in that folder. Raises CheckpointError."""
-    if files_of(place).is_there(place / MANIFEST):
-        return place
-    listing = list_checkpoints(place)
-    if listing.problem is not None:
-        raise CheckpointError(listing.problem)
-    skipped = []
-    for each in reversed(listing.checkpoints):
-        if each.condition is Condition.WHOLE:
-            return each.path
-        if each.condition is Condition.UNKNOWN:  # otherwise an older one would be taken for the newest
-            raise CheckpointError(each.problem)
-        skipped.append(each.problem)
-    raise CheckpointError("; ".join([f"there is no whole checkpoint at {place}", *skipped]))
 
 
 def _place(text: str) -> Place:

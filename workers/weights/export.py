@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.checkpoint.archives import ITEM_BYTES
-from workers.checkpoint.catalog import Manifest, manifest_of
+from workers.checkpoint.catalog import Manifest, checkpoint_at, manifest_of
 from workers.checkpoint.contents import Contents
 from workers.checkpoint.opening import read_contents
 from workers.config import JobSpec
@@ -132,7 +132,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m workers.weights.export", description="Export a checkpoint's weights."
     )
-    parser.add_argument("checkpoint", help="folder or s3:// URL of one checkpoint")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint, or a folder or s3:// URL of several, whose newest whole one counts"
+    )
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where nothing may be yet")
     parser.add_argument("--format", choices=("hf", "safetensors"), default="hf")
     parser.add_argument(
@@ -146,7 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
     tell = _tell if options.json else lambda done, of: None
     try:
         target = options.to.absolute()
-        done = export(options.checkpoint, target, options.format, options.dtype, options.shard_bytes, tell)
+        checkpoint = str(checkpoint_at(place_of(options.checkpoint)))
+        done = export(checkpoint, target, options.format, options.dtype, options.shard_bytes, tell)
     except MantaError as error:
         print(error, file=sys.stderr)
         return 1

@@ -102,7 +102,10 @@ def test_copies_go_where_they_are_asked_for_and_are_whole(manta, job, folder, tm
     manta("checkpoints", "push", folder, "--to", tmp_path / "there", "--step", 10)
     assert verify(tmp_path / "there" / "step-00000010-generation-1").step == 10
     assert f"{tmp_path}/mine is a copy of {folder}/step-" in manta("export", job, "--to", tmp_path / "mine")
-    assert verify(tmp_path / "mine").step == 20
+    assert "is intact" in manta("checkpoints", "verify", tmp_path / "mine")
+    assert "is a checkpoint of step 20, not 10" in manta(
+        "checkpoints", "verify", tmp_path / "mine", "--step", 10, code=2
+    )
     assert "there is something at" in manta("export", job, "--to", tmp_path / "mine", code=2)
 
 

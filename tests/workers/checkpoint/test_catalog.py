@@ -16,6 +16,7 @@ from workers.checkpoint.catalog import (
     Condition,
     Listing,
     Manifest,
+    checkpoint_at,
     checkpoint_path,
     generation_of,
     list_checkpoints,
@@ -27,6 +28,7 @@ from workers.checkpoint.catalog import (
 )
 from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, UnreadableCheckpoint
 from workers.checkpoint.pruning import prune
+from workers.errors import CheckpointError
 
 WHOLE, NOT_WHOLE, UNKNOWN = Condition.WHOLE, Condition.NOT_WHOLE, Condition.UNKNOWN
 ERRORS = (errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
@@ -74,6 +76,27 @@ def test_what_was_saved_is_whole_and_what_was_interrupted_is_not(tmp_path):
     checkpoint_path(tmp_path, 60, 1).write_bytes(b"no folder")
     assert conditions(tmp_path) == [WHOLE, *[NOT_WHOLE] * 5]
     assert [manifest.step for _, manifest in whole_checkpoints(tmp_path)] == [10]
+
+
+def test_place_is_a_checkpoint_by_any_name_or_stands_for_its_newest_whole_one(tmp_path):
+    older, newer = saved(tmp_path, 5), saved(tmp_path, 6)
+    assert [checkpoint_at(place) for place in (older, newer, tmp_path)] == [older, newer, newer]
+    (newer / "data").unlink()
+    assert checkpoint_at(tmp_path) == older
+    copy = older.rename(tmp_path / "copy")
+    assert checkpoint_at(copy) == copy
+    (newer / MANIFEST).unlink()
+    assert checkpoint_at(newer) == newer, "reading it tells what is wrong with it"
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint at .*; .*manifest\.json is missing"):
+        checkpoint_at(tmp_path)
+
+
+@pytest.mark.parametrize("number", ERRORS)
+def test_whether_a_place_is_a_checkpoint_may_be_unknown(tmp_path, fail, number):
+    path = saved(tmp_path, 10).rename(tmp_path / "copy")
+    fail(path, number)
+    with pytest.raises(UnreadableCheckpoint, match=os.strerror(number)):
+        checkpoint_at(path)
 
 
 @pytest.mark.parametrize("number", ERRORS)

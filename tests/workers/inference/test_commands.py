@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 
 import pytest
 from checkpoint_programs import job, lone, save
 
 from workers import evaluate, generate
-from workers.checkpoint.catalog import checkpoint_path
-from workers.errors import CheckpointError
-from workers.inference.command import checkpoint_at
 from workers.protocol.messages import Resume
 
 
@@ -48,18 +44,6 @@ def test_prompts_are_continued(checkpoints, tmp_path, capsys):
     assert json.loads(said(generate, capsys, checkpoints, *options)) == both
     said(generate, capsys, checkpoints, *options, "--seed", 10**18)
     assert said(generate, capsys, checkpoints, "--prompt", "to", "--tokens", 2).startswith("to")
-
-
-def test_of_several_checkpoints_the_newest_whole_one_counts(checkpoints, tmp_path):
-    (whole,) = (path for path in checkpoints.iterdir() if path.is_dir())
-    for step in (5, 6):
-        shutil.copytree(whole, tmp_path / checkpoint_path(tmp_path, step, 1).name)
-    assert checkpoint_at(tmp_path).name.startswith("step-00000006")
-    next((tmp_path / "step-00000006-generation-1").glob("*.distcp")).unlink()
-    assert checkpoint_at(tmp_path).name.startswith("step-00000005")
-    (tmp_path / "step-00000005-generation-1" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no whole .*; .*\.distcp is missing; .*manifest.json is missing"):
-        checkpoint_at(tmp_path)
 
 
 def test_what_cannot_be_done_is_one_sentence(checkpoints, tmp_path, capsys):

@@ -200,7 +200,8 @@ def test_no_torch_is_loaded(checkpoint, tmp_path):
 
 
 def test_the_command_says_what_it_wrote(checkpoint, tmp_path, capsys):
-    assert main([checkpoint, "--to", str(tmp_path / "out"), "--dtype", "bf16", "--json"]) == 0
+    newest_of = str(Path(checkpoint).parent)
+    assert main([newest_of, "--to", str(tmp_path / "out"), "--dtype", "bf16", "--json"]) == 0
     *progress, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert progress[-1]["done"] == progress[-1]["of"] == last["bytes"]
     assert (last["path"], last["step"], last["dtype"]) == (str(tmp_path / "out"), 1, "bfloat16")
