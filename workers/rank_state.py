@@ -1,7 +1,7 @@
 """The state of one rank: which committed step it belongs to, and the copies of it from which the job can continue.
 
-The state itself lies in the engine. Outside of it are snapshots in the node's shared memory, durable checkpoints, and
-the copies in host memory that a roll back needs (`numerics/guard.py`).
+The state itself is in the engine. The copies are snapshots in the node's shared memory, durable checkpoints, and those
+in host memory that a rollback needs (`numerics/guard.py`).
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Places:
     checkpoints: str | None = None
     """Folder for durable checkpoints."""
     corpus_record: Place | None = None
-    """File that says what the corpus was when the job began."""
+    """File that describes the corpus as it was when the job began."""
     token_cache: Path | None = None
-    """Folder for tokens; None where the corpus needs none."""
+    """Folder for tokens; None if the corpus needs none."""
     deletes_old_checkpoints: bool = True
-    """Whether no more than `checkpoint.keep` durable checkpoints stay; False: others see to that."""
+    """Whether durable checkpoints beyond `checkpoint.keep` are deleted here; False: by someone else."""
     memory: SnapshotMemory = ANY_MEMORY
-    """Where the snapshots themselves lie."""
+    """Which memory the snapshots use."""
 
 
 NO_PLACES = Places()
@@ -65,14 +65,14 @@ class RankState:
     training threads."""
 
     def __init__(self, spec: JobSpec, engine: Engine, comm: Comm, reporter: Reporter, places: Places):
-        """Raises SharedMemoryError when there is no room for the snapshots."""
+        """Raises SharedMemoryError if there is no room for the snapshots."""
         self.spec, self.engine, self.comm, self.reporter = spec, engine, comm, reporter
         self._places = places
         self.guard = NumberGuard(spec.recovery, engine, comm)
         self.interval = SnapshotInterval(spec.checkpoint.snapshot_every_steps)
         self.snapshots = open_snapshots(spec, engine, comm, places)
         self._journal = RowJournal()
-        # Of no method of this object: a reference back would keep its memory from being freed at once.
+        # Not a method of this object: a reference back to it would delay freeing its memory.
         make_note = partial(_note_of, self._journal, self.guard)
         self.checkpoints: Checkpointer | None = None
         if places.checkpoints is not None:
@@ -82,17 +82,17 @@ class RankState:
         self.step = 0
         """Last committed step."""
         self._restored = False
-        # Ranks with the same state as rank 0 stand in for it, so they keep its rows as well.
+        # Rank 0 may be restored from a rank with the same state, so those keep its rows as well.
         self._keeps_rows = state_peers(spec.layout, comm.rank)[0] == 0
 
     @property
     def settled_step(self) -> int | None:
-        """The committed step to which the state belongs; None when an update was broken off."""
+        """The committed step that the state belongs to; None if an update was aborted."""
         return self.step if self._restored and self.engine.settled else None
 
     def restore(self, resume: Resume, roll_backs: Sequence[dict[str, Any]] = ()) -> None:
-        """Bring the state to committed step `resume.step`; one that is there already stays. `roll_backs`: those of the
-        job that are known outside of it. Raises CheckpointError when the state cannot be had."""
+        """Bring the state to committed step `resume.step`, unless it is there already. `roll_backs`: those of the job
+        that are known from outside. Raises CheckpointError if the state cannot be read."""
         self.comm.progress.belongs_to(self.comm.generation)
         self.comm.step.enter("restoring")
         self.comm.step.parts.drop()
@@ -125,14 +125,14 @@ class RankState:
             if resume.source != "snapshot":
                 self.snapshots.clear()
                 self.snapshots.save(self.step, self._note())
-            # Every rank has read what it needs of other layouts then, and has a snapshot of its own.
-            self._say_where_snapshots_lie()
+            # After its sum over all ranks, each has its own snapshot, and has read what it needs of other layouts'.
+            self._report_snapshot_memory()
             if remove_other_layouts(self.snapshots.path.parent, layout_tag(self.spec.model_dump(mode="json"))):
                 self._places.memory.give_back()
 
-    def _say_where_snapshots_lie(self) -> None:
-        """An event, where some of the ranks have found no room in shared memory, or a GPU's driver does not pin what
-        they found. All ranks come to it together."""
+    def _report_snapshot_memory(self) -> None:
+        """Report if the snapshots of some ranks did not fit into shared memory, or are in memory that a GPU's driver
+        does not pin. All ranks call it together."""
         assert self.snapshots is not None
         outside, refused = self.snapshots.bytes_outside, self.snapshots.pin_error != 0
         counts = torch.tensor([outside, outside > 0, refused], dtype=torch.float64, device=self.comm.device)
@@ -142,8 +142,8 @@ class RankState:
         everybody = self.comm.size("world")
         if ranks and self.spec.checkpoint.snapshots == "auto":
             message = (
-                f"shared memory has no room for the snapshots of {ranks} of {everybody} ranks: their {total} bytes lie "
-                "in the memory of the nodes' daemons, and end with those"
+                f"shared memory has no room for the snapshots of {ranks} of {everybody} ranks: their {total} bytes are "
+                "in the memory of the nodes' daemons, and lost with those"
             )
             data = {"ranks": ranks, "bytes": total}
             announce(self.comm, self.reporter, "snapshots_in_node_memory", self.step, message, data)
@@ -156,7 +156,8 @@ class RankState:
             announce(self.comm, self.reporter, "snapshots_not_pinned", self.step, message, data)
 
     def _load(self, resume: Resume) -> tuple[bytes, NumericsHistory]:
-        """Load the state that `resume` names: the note that came with it, and the history where that came apart."""
+        """Load the state that `resume` names. Returns the snapshot's note, empty if there is none, and the history that
+        applies if the note has none. Raises CheckpointError, WeightsError."""
         if resume.source == "start":
             self._begin()
         elif resume.source == "snapshot" and self.snapshots is not None:
@@ -175,7 +176,7 @@ class RankState:
         if self.spec.model.from_ is None:
             self.engine.initialise(self.spec.train.seed)
         else:
-            # Here, since only such a job needs safetensors, which bare GPU images lack.
+            # Imported here, since only these jobs need safetensors, which bare GPU images lack.
             from workers.weights.reading import Weights
 
             self.engine.begin_with(Weights(self.spec, self.comm.progress.moved).fill)
@@ -190,7 +191,7 @@ class RankState:
     def _agree_on_history(self, history: NumericsHistory | None, roll_backs: Sequence[dict[str, Any]]) -> None:
         known = [RollBack.from_json(each) for each in roll_backs]
         for each in self.guard.restored(self.step, history, known):
-            # The rank that reported it may have died before that arrived.
+            # The rank that announced it may have died before the event arrived.
             self._announce(each, f"step {each.step} had bad numbers")
 
     def _settle(self, step: int) -> None:
@@ -205,9 +206,9 @@ class RankState:
         self.guard.committed(step, statistics)
 
     def keep(self, step: int, make_row: Callable[[], dict[str, Any]]) -> None:
-        """Begin a snapshot of committed step `step`, where one is due, and report the step's row once that is whole.
-        The snapshot holds the rows of the last steps too: a process that is killed takes the rows with it that it had
-        not shipped yet. So do those that may stand in for it."""
+        """Begin a snapshot of committed step `step` if one is due, and report the step's row once it is complete. The
+        snapshot also holds the rows of the last steps, since a killed process loses those that it has not shipped; so
+        do the snapshots of ranks with the same state as rank 0."""
         report: Callable[[], None] | None = None
         if self._keeps_rows:
             row = make_row() | self._when() | ({"rank": self.comm.rank} if self.comm.rank else {})
@@ -221,37 +222,38 @@ class RankState:
             report()
 
     def _when(self) -> dict[str, Any]:
-        """When and by which generation the step was committed, and where the seconds since the one before went."""
+        """When and by which generation the step was committed, and what the time since the previous one was spent
+        on."""
         return {"time": time.time(), "generation": self.comm.generation, "seconds": self.comm.step.clock.lap()}
 
     def _note(self) -> bytes:
         return _note_of(self._journal, self.guard)
 
     def finish_copies(self) -> None:
-        """The state is about to change: make sure of what is being copied of it."""
+        """The state is about to change: wait until pending copies of it are complete."""
         self.guard.finish()
         if self.snapshots is not None:
             with self.comm.step.phase("snapshot"):
                 if self.snapshots.finish():
                     self.interval.note_stall(self.snapshots.stall_seconds)
-        if self.checkpoints is not None and self.checkpoints.copying:  # else the step is in no such phase
+        if self.checkpoints is not None and self.checkpoints.copying:  # otherwise the step has no such phase
             with self.comm.step.phase("checkpoint"):
                 self.checkpoints.finish_copy()
         self.comm.saving = self.checkpoints is not None and self.checkpoints.writing
 
     def note_step_seconds(self, step: int, seconds: float) -> None:
-        """What step `step` took, from which the interval between snapshots follows. Raises PeerLost."""
+        """Step `step` took `seconds`, which the interval between snapshots depends on. Raises PeerLost."""
         if self.snapshots is not None:
             self.interval.note_step(step, seconds, self.comm)
 
     @property
     def stall_seconds(self) -> float:
-        """For how long the last snapshot held the training thread up."""
+        """Seconds by which the last snapshot delayed the training thread."""
         return self.snapshots.stall_seconds if self.snapshots is not None else 0.0
 
     def kept_parameters(self) -> list[torch.Tensor] | None:
-        """This rank's weights of the last committed step as its snapshot has them, frozen ones last; None where there
-        is none."""
+        """This rank's weights of the last committed step, read from its snapshot, frozen ones last; None if it has no
+        snapshot of that step."""
         kept = self.snapshots.kept(self.step) if self.snapshots is not None else None
         if kept is None:
             return None
@@ -259,9 +261,9 @@ class RankState:
         return [*kept[: len(self.engine.optimizer.parameters)], *kept[changing:]]
 
     def snapshot_figures(self) -> dict[str, float]:
-        """For the row of metrics: the interval between snapshots in force, in steps, and for how long the last one held
-        the training thread up, in seconds. While a snapshot is held, since it is written out as a checkpoint, it may be
-        the only one that all ranks have."""
+        """For the row of metrics: the current interval between snapshots, in steps, and the seconds by which the last
+        one delayed the training thread. A snapshot that is held while it is written as a checkpoint may be the only one
+        that all ranks have, so its age counts too."""
         if self.snapshots is None:
             return {}
         held = self.snapshots.held_step
@@ -269,11 +271,11 @@ class RankState:
         return {"snapshot_every_steps": every, "snapshot_stall_seconds": self.stall_seconds}
 
     def roll_back(self, step: int, samples: list[range], bad: BadStep, sentence: str) -> None:
-        """Go on from an earlier step than `step`, which is bad and would have used `samples`.
+        """Continue from a step before `step`, which is bad and would have used `samples`.
 
-        Until the barrier every rank still has the snapshots of before, after it every rank has one of the step gone
-        back to. Whatever dies in between, all ranks have a step in common, and the samples are skipped again. Raises
-        PeerLost; NonFiniteError or SpikeError when the job has rolled back often enough.
+        Until the barrier every rank still has its earlier snapshots; after it every rank has one of the restored step.
+        So all ranks always have a step in common, whichever of them dies, and the samples are skipped again. Raises
+        PeerLost; NonFiniteError or SpikeError if the job has reached its limit of rollbacks.
         """
         self.comm.step.enter("restoring")
         if self.checkpoints is not None:
@@ -299,7 +301,7 @@ class RankState:
         announce(self.comm, self.reporter, "rolled_back", done.step, message, data)
 
     def save_checkpoint(self, step: int) -> None:
-        """Begin a durable checkpoint of committed step `step`, where one is due. Raises PeerLost."""
+        """Begin a durable checkpoint of committed step `step` if one is due. Raises PeerLost."""
         if self.checkpoints is not None and self.checkpoints.wanted(step):
             with self.comm.step.phase("checkpoint"):
                 self.checkpoints.begin(step, self._numbers())
@@ -308,16 +310,16 @@ class RankState:
         return self.guard.history.to_json() if self.guard.active else None
 
     def save_missing_checkpoint(self) -> None:
-        """Save what generations before should have saved and did not get to. Raises PeerLost."""
+        """Begin the checkpoint that earlier generations should have completed and did not. Raises PeerLost."""
         with self.comm.step.phase("checkpoint"):
             if self.checkpoints is not None:
-                self.checkpoints.failure = None  # of a generation before this one
+                self.checkpoints.failure = None  # of an earlier generation
                 self.checkpoints.begin_missing(self.step, self._numbers())
                 self.checkpoints.make_room()
 
     def finish(self) -> None:
-        """After the job's last step: return once all ranks have everything saved. Raises CheckpointNotSaved when the
-        last checkpoint cannot be saved."""
+        """After the job's last step: return once all ranks have saved everything. Raises CheckpointNotSaved if the last
+        checkpoint cannot be saved."""
         if self.snapshots is not None:
             self.snapshots.finish()
         with self.comm.step.phase("checkpoint"):
@@ -329,8 +331,8 @@ class RankState:
             raise CheckpointNotSaved(f"{reason}; it is tried again, make it possible meanwhile")
 
     def save_before_end(self) -> None:
-        """All ranks end after this step, and when or where the job continues is not known: return once its state is in
-        memory and on disk, or cannot be written there, which is an event. Raises PeerLost."""
+        """All ranks end after this step, and it is unknown when and where the job continues: return once the state is
+        in memory and on disk. A failure to write it to disk is an event. Raises PeerLost."""
         with self.comm.step.phase("checkpoint"):
             self._keep_in_memory()
             if self.checkpoints is not None:
@@ -344,17 +346,17 @@ class RankState:
             self.checkpoints.leave()
 
     def _keep_in_memory(self) -> None:
-        """Have the newest state in this rank's snapshot, as others may read it."""
+        """Make sure that this rank's snapshot has the newest state, since other ranks may read it."""
         if self.snapshots is None:
             return
-        self.snapshots.finish()  # before this rank says what it can resume from
+        self.snapshots.finish()  # before this rank reports which step it can resume from
         held = self.settled_step
         if held is not None and held not in committed_steps(self.snapshots.path):
             self.snapshots.save(held, self._note())  # for ranks of another layout
-        self.snapshots.wait_for_sums()  # other nodes are given none without
+        self.snapshots.wait_for_sums()  # snapshots are only copied to other nodes with their checksums
 
     def close(self) -> None:
-        """End all threads; the object is of no use any more."""
+        """End all threads; the object cannot be used any more."""
         self.rest()
         self.guard.close()
         if self.snapshots is not None:
@@ -368,7 +370,7 @@ def _note_of(journal: RowJournal, guard: NumberGuard) -> bytes:
 
 
 def open_snapshots(spec: JobSpec, engine: Engine, comm: Comm, places: Places) -> Snapshots | None:
-    """The snapshots of a rank, None where `places` has no folder for them. Raises SharedMemoryError when there is no
+    """The snapshots of a rank; None if `places` has no folder for them. Raises SharedMemoryError if there is no
     room for them."""
     if places.snapshots is None:
         return None

@@ -131,8 +131,8 @@ class Trainer:
         if bad is not None and not self._apply_policy(step, bad):
             return statistics
         self.comm.progress.commit(step, self.comm.device_step_seconds)
-        self._tell_of_ranks(step, statistics)
-        self._tell_of_recording(step)
+        self._report_ranks(step, statistics)
+        self._report_not_recorded(step)
         more = mean_part_seconds(self.comm, self.state.stall_seconds) if self._measures(step) else {}
         if self.validation.due(step):
             more |= self.validation.losses()
@@ -195,7 +195,7 @@ class Trainer:
             announce(self.comm, self.reporter, "step_skipped", step, message, sample_data(samples))
         return True
 
-    def _tell_of_ranks(self, step: int, statistics: StepStatistics) -> None:
+    def _report_ranks(self, step: int, statistics: StepStatistics) -> None:
         """On rank 0: report stragglers, and every few seconds the state of all ranks."""
         if self._sampler is None:
             return
@@ -206,8 +206,8 @@ class Trainer:
         if sample is not None:
             self.reporter.ranks(sample)
 
-    def _tell_of_recording(self, step: int) -> None:
-        """Say once that micro-batches are computed which `train.cuda_graphs` would replay."""
+    def _report_not_recorded(self, step: int) -> None:
+        """Report, once, that `train.cuda_graphs` has no effect because recording a micro-batch failed."""
         reason = self.engine.not_recorded
         if reason is None or self._recording_reported:
             return

@@ -1,9 +1,8 @@
-"""The pipeline of a rank that has the whole model, which replays micro-batches where it can (`recording.py`).
+"""The pipeline of a rank that has the whole model: most micro-batches are replayed from a CUDA graph (`recording.py`).
 
-Of a step these are computed as ever: the first micro-batch, before which parameters may still be gathered and whose
-gradients take the place of what was there; the last one, where its backward starts sums over replicas; one of another
-size; all, where the step is measured or traced. The bits are those of a step without replays, where kernels give the
-same each time.
+Some are computed normally: the first of a step, during which parameters may still be gathered, and whose gradients
+overwrite those of the last step; the last one, if its backward starts sums over replicas; those of another size; and
+all of a step that is measured or traced. With deterministic kernels, replays do not change the bits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from workers.parallel.pipeline.schedules.action import Action
 
 
 class GraphedPipeline(Pipeline):
-    """For layouts without tensor and pipeline parallelism, under 1F1B: a micro-batch's backward follows its forward."""
+    """For layouts without tensor and pipeline parallelism, with 1F1B: each backward directly follows its forward."""
 
     def __init__(
         self,
@@ -37,14 +36,15 @@ class GraphedPipeline(Pipeline):
         super().__init__(spec, model, comm, when_done, when_added)
         self.recorder = MicroBatchRecorder(new_recording)
         self._replayed: set[int] = set()
-        """Micro-batches of the step whose backward is done with their forward."""
+        """Micro-batches of the step that were replayed, backward included."""
         self._place: Hashable = None
+        """Addresses of all parameters and gradients; the same object as long as they stay there."""
 
     def train(self, batch: list[MicroBatch], loss_scale: float) -> Loss:
-        """As `Pipeline.train`."""
+        """See `Pipeline.train`."""
         self._replayed.clear()
         place = tuple(_addresses(each) for each in self.model.parameters())
-        if place != self._place:  # else the same object, which is compared at once
+        if place != self._place:  # comparing an object with itself takes no time
             self._place = place
         return super().train(batch, loss_scale)
 
@@ -72,7 +72,7 @@ class GraphedPipeline(Pipeline):
         return micro_batch > 0 and len(held.batch[micro_batch].samples) == self.spec.train.micro_batch_size
 
     def _replay(self, micro_batch: int, held: Step) -> bool:
-        """Forward and backward of a micro-batch; False where that cannot be recorded, and nothing was done."""
+        """Replay forward and backward of a micro-batch; False, with nothing done, if that cannot be recorded."""
         given, again = held.batch[micro_batch], (micro_batch, 0) in held.recomputed
         assert given.inputs_sb is not None and given.targets_sb is not None
         keys_b = held.dropout_keys[micro_batch] if held.dropout_keys else None
@@ -95,7 +95,7 @@ class GraphedPipeline(Pipeline):
         return True
 
     def _computed(self, inputs: Inputs, sums: torch.Tensor, again: bool) -> Sequence[nn.Parameter]:
-        """Compute a micro-batch, as `recording.Compute` says. It is the only one of a step of its own."""
+        """See `recording.Compute`. The micro-batch is computed as the only one of a separate step."""
         sums.zero_()
         batch = MicroBatch(range(inputs.inputs_sb.shape[1]), inputs.inputs_sb, inputs.targets_sb)
         recomputed = frozenset({(0, 0)} if again else ())
@@ -109,6 +109,6 @@ class GraphedPipeline(Pipeline):
 
 
 def _addresses(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Of a parameter and its gradients."""
+    """Addresses of a parameter and its gradients; 0 for one that does not exist."""
     gradients = (getattr(parameter, "main_grad", None), parameter.grad)
     return (parameter.data_ptr(), *(0 if each is None else each.data_ptr() for each in gradients))

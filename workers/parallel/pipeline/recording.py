@@ -1,8 +1,8 @@
-"""Forward and backward of one micro-batch, recorded once and replayed for others: a GPU's host launches the hundreds of
-kernels of a recording as one, a CUDA graph.
+"""Forward and backward of one micro-batch, recorded once and replayed for others: as a CUDA graph, hundreds of kernels
+cost the host a single launch.
 
-A replay repeats what the device did, on the same memory, and nothing that Python did beside it. So each micro-batch is
-copied into memory that stays, and what comes of it is read from there before the next replay.
+A replay repeats only what the device did, on the same memory, not what Python did meanwhile. So each micro-batch is
+copied into fixed memory, and its results are read from fixed memory before the next replay.
 
 Shapes: s sequence, b micro-batch.
 """
@@ -18,36 +18,36 @@ import torch
 from torch import nn
 
 WARM_UP = 2
-"""Micro-batches that are computed before one is recorded: libraries choose their kernels and take workspaces, and
-tables that layers share are made. A recording must do none of that."""
+"""Micro-batches that are computed before one is recorded: meanwhile libraries choose kernels and allocate workspaces,
+and tables that layers share are built, which must not happen in a recording."""
 
 
 class Recording(Protocol):
-    """What a device was asked to do."""
+    """Recorded work of a device."""
 
     def capture(self, compute: Callable[[], None]) -> None:
-        """Have the device do what `compute` asks of it, once, and record that. Raises an exception where it cannot be
-        recorded; on a GPU nothing has been done then."""
+        """Do the work of `compute` once, and record it. Raises an exception of any type if it cannot be recorded; on a
+        GPU nothing has been computed then."""
         ...
 
     def replay(self) -> None:
-        """Have the device do it again."""
+        """Do the recorded work again."""
         ...
 
 
 class CudaRecording:
-    """A CUDA graph of the current device, with memory of its own."""
+    """A CUDA graph of the current device, with its own memory pool."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, compute: Callable[[], None]) -> None:
-        """Record, which computes nothing, then replay."""
+        """Record, which on a GPU computes nothing, then replay."""
         pool = torch.cuda.graph_pool_handle()
-        # Other threads go on meanwhile: they copy snapshots, and ask how far the device has come.
+        # thread_local: other threads continue to copy snapshots and to query the device's progress.
         captured = torch.cuda.graph(self._graph, pool, capture_error_mode="thread_local")
         try:
-            # A capture that fails leaves its own stream the current one.
+            # A failed capture would otherwise leave its own stream as the current one.
             with torch.cuda.stream(torch.cuda.current_stream()), captured:
                 compute()
         except BaseException:
@@ -61,17 +61,17 @@ class CudaRecording:
 
 
 def _end_allocations(pool: tuple[int, int]) -> None:
-    """After a capture that failed: torch's allocator would go on as if it were under way, and neither give memory back
-    nor reuse what other streams have read. Raises nothing, also where the allocator has ended it itself."""
+    """After a failed capture: otherwise torch's allocator behaves as if it were still in progress, and neither frees
+    memory nor reuses memory that other streams have read. Does nothing if the allocator has already ended it."""
     device = torch.cuda.current_device()
-    with suppress(RuntimeError, AttributeError):  # the latter: another release of torch has no such functions
+    with suppress(RuntimeError, AttributeError):  # AttributeError: other releases of torch may lack these functions
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a micro-batch is computed from."""
+    """The inputs of a micro-batch."""
 
     inputs_sb: torch.Tensor
     """Tokens, int64 [s, b]."""
@@ -83,19 +83,19 @@ class Inputs:
     """Dropout keys of the samples, int32 [b]; None: no dropout."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that are there."""
+        """All that are set."""
         every = (self.inputs_sb, self.targets_sb, self.scale, self.keys_b)
         return [each for each in every if each is not None]
 
     def in_new_memory(self) -> Inputs:
-        """The same values."""
+        """A copy."""
         keys_b = None if self.keys_b is None else self.keys_b.clone()
         return Inputs(self.inputs_sb.clone(), self.targets_sb.clone(), self.scale.clone(), keys_b)
 
 
 Compute = Callable[[Inputs, torch.Tensor], Sequence[nn.Parameter]]
-"""Computes a micro-batch, adds its gradients, and puts (loss, z-loss, tokens that have a target), fp64 [3], into the
-tensor that it is given. Returns the parameters to whose gradients it has added, as often as it has."""
+"""Computes a micro-batch, adds its gradients, and writes (loss, z-loss, tokens with a target), fp64 [3], into the given
+tensor. Returns the parameters to whose gradients it has added, once for each time."""
 
 
 @dataclass(frozen=True)
@@ -104,25 +104,26 @@ class Recorded:
 
     recording: Recording
     place: Hashable
-    """Where in memory lies what it computes with."""
+    """Addresses of the parameters and gradients that it uses; a different value makes it invalid."""
     inputs: Inputs
     sums: torch.Tensor
-    """Loss, z-loss, tokens of the micro-batch that was computed last, fp64 [3]."""
+    """Loss, z-loss and tokens of the last micro-batch, fp64 [3]."""
     added: Sequence[nn.Parameter]
     """Parameters to whose gradients each micro-batch adds."""
 
 
 class MicroBatchRecorder:
-    """Computes micro-batches by replaying one. Those of a step whose parameters lie elsewhere are recorded again."""
+    """Computes micro-batches by replaying one. It is recorded again if parameters or gradients have moved."""
 
     def __init__(self, new_recording: Callable[[], Recording]):
         self._new_recording = new_recording
         self._recorded: Recorded | None = None
         self._failed: Recording | None = None
-        """Stays, since torch's allocators may go on asking a graph that failed."""
+        """Kept alive, since torch's allocators may still refer to a graph that failed."""
         self._computed = 0
+        """Number of similar micro-batches that were computed normally."""
         self.refusal: str | None = None
-        """Why nothing could be recorded; from then on nothing is tried."""
+        """Why recording failed; it is not tried again."""
 
     @property
     def ready(self) -> bool:
@@ -130,15 +131,15 @@ class MicroBatchRecorder:
         return self._computed >= WARM_UP and self.refusal is None
 
     def computed(self) -> None:
-        """A micro-batch like those that are to be replayed was computed without."""
+        """A micro-batch like those to be replayed was computed normally."""
         self._computed += 1
 
     def run(self, given: Inputs, place: Hashable, compute: Compute) -> Recorded | None:
-        """Do with `given` what `compute` does; `place`: where in memory lies what it computes with. None where it
-        cannot be recorded: then nothing has been done."""
+        """Do what `compute` does with `given`; `place`: see `Recorded`. None, with nothing done, if it cannot be
+        recorded."""
         recorded = self._recorded
         if recorded is None or recorded.place != place:
-            self._recorded = recorded = None  # frees its memory before more is taken
+            self._recorded = recorded = None  # frees its memory before more is allocated
             self._recorded = self._record(given, place, compute)
             return self._recorded
         for mine, new in zip(recorded.inputs.tensors(), given.tensors(), strict=True):
@@ -152,7 +153,7 @@ class MicroBatchRecorder:
         added: list[nn.Parameter] = []
         try:
             recording.capture(lambda: added.extend(compute(inputs, sums)))
-        except Exception as error:  # noqa: BLE001 - whatever it is, computing without meets it too or does without it
+        except Exception as error:  # noqa: BLE001 - an error that is not the recording's is raised again by computing normally
             lines = str(error).strip().splitlines() or [""]
             self.refusal, self._failed = f"{type(error).__name__}: {lines[0]}", recording
             return None
