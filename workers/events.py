@@ -17,12 +17,13 @@ def announce(comm: Comm, reporter: Reporter, kind: str, step: int, message: str,
 
 
 def named_samples(samples: Sequence[range]) -> str:
-    """For people: the samples of a step."""
+    """The samples of a step as text, such as `32 to 47`."""
     return " and ".join(f"{each.start} to {each.stop - 1}" for each in samples)
 
 
 def sample_data(samples: Sequence[range]) -> dict[str, Any]:
-    """For events: the samples of a step, as [first, one past the last] of each range of them."""
+    """The samples of a step as an event's data: the first and the last, and [first, one past the last] of each
+    range."""
     return {
         "first_sample": samples[0].start,
         "last_sample": samples[-1].stop - 1,

@@ -16,7 +16,7 @@ from workers.protocol.reports import Event, Message, Metrics
 
 
 class MetricsFile:
-    """Writes metrics as JSON lines, and a short line a step for the person who waits."""
+    """Writes metrics as JSON lines, and prints a short line for each step."""
 
     def __init__(self, path: Path | None, steps: int):
         self._path, self._steps = path, steps
@@ -63,7 +63,7 @@ class MetricsFile:
         if self._file is not None:
             try:
                 self._add(self._file, row)
-            except OSError as error:  # a full disk: that ends no training, and words still go out
+            except OSError as error:  # such as a full disk, which does not end the training
                 self._failure = error
                 self._close()
                 print(f"{self._unwritable(error)}; training goes on", file=sys.stderr, flush=True)
@@ -76,18 +76,18 @@ class MetricsFile:
         )
 
     def _say(self, words: str) -> None:
-        """To the person who waits, as long as somebody reads: the end of a pipe (`| head`) ends no file."""
+        """Print `words`, until stdout is closed: a closed pipe (`| head`) must not end the file."""
         if not self._is_heard:
             return
         try:
             print(words, flush=True)
         except OSError:
             self._is_heard = False
-            with contextlib.suppress(OSError):  # or what could not be written would be an error at the end
+            with contextlib.suppress(OSError):  # otherwise flushing the rest would fail at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _add(self, file: BinaryIO, row: dict[str, Any]) -> None:
-        if not self._has_begun and self._path is not None and self._path.is_file():  # and no pipe
+        if not self._has_begun and self._path is not None and self._path.is_file():  # not a pipe
             file.truncate(_end_of_rows_before(self._path, row["step"]))
         self._has_begun = True
         file.write(json.dumps(spell(row), allow_nan=False).encode() + b"\n")
@@ -95,13 +95,13 @@ class MetricsFile:
 
 
 def _end_of_rows_before(path: Path, step: int) -> int:
-    """Bytes at the beginning of a file of metrics that are rows of steps before `step`."""
+    """Length in bytes of the rows of steps before `step` at the beginning of a file of metrics."""
     end = 0
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             if not line.endswith(b"\n") or not json.loads(line)["step"] < step:
                 break
-        except (ValueError, KeyError, TypeError):  # of something else
+        except (ValueError, KeyError, TypeError):  # not a row of metrics
             break
         end += len(line)
     return end

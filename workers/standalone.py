@@ -41,9 +41,9 @@ def train(
     trace: TraceFile | None = None,
 ) -> Trainer:
     """Train `spec` in this process as the rank that `launcher` names; returns the trainer after its last step."""
-    os.environ.update(spec.resources.environment)  # nothing that reads it has been used yet
+    os.environ.update(spec.resources.environment)  # before anything that reads it is used
     device = pick_device(spec, launcher.local_rank if launcher else 0)
-    # Every rank looks before the first of them can write.
+    # Before ranks meet, so that every rank looks before any can write.
     generation = next_generation(checkpoints) if checkpoints else 1
     store = _store_of(launcher)
     spec = _with_threads(spec, device, launcher, store, checkpoints)
@@ -78,7 +78,7 @@ def train(
 
 
 def _store_of(launcher: Launcher | None) -> dist.Store | None:
-    """Where the ranks meet; None where there is only one."""
+    """The store through which the ranks meet; None if there is only one rank."""
     if launcher is None or launcher.world_size == 1:
         return None
     ask_for_none()
@@ -89,8 +89,8 @@ def _store_of(launcher: Launcher | None) -> dist.Store | None:
 def _comm_of(
     spec: JobSpec, launcher: Launcher | None, device: torch.device, generation: int, store: dist.Store | None
 ) -> Comm:
-    """This rank's, connected to the others."""
-    # More processes than GPUs share them, which NCCL does not allow.
+    """This rank's communication, connected to the other ranks."""
+    # If there are more processes than GPUs, they share GPUs, which NCCL does not allow.
     shared = device.type == "cuda" and launcher is not None and launcher.local_world_size > torch.cuda.device_count()
     backend: BackendKind | None = "links" if shared else None
     comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device, backend)
@@ -103,7 +103,7 @@ def _comm_of(
 def _with_threads(
     spec: JobSpec, device: torch.device, launcher: Launcher | None, store: dist.Store | None, checkpoints: Place | None
 ) -> JobSpec:
-    """`spec` with the number of threads that rank 0 finds for all ranks."""
+    """`spec` with the number of threads, which rank 0 decides for all ranks."""
     if spec.resources.threads != "auto":
         return spec
     is_first = launcher is None or launcher.rank == 0
@@ -116,7 +116,7 @@ def _with_threads(
 
 
 def _threads_for(spec: JobSpec, device: torch.device, launcher: Launcher | None, checkpoints: Place | None) -> int:
-    """What the job has begun with, else what suits this machine."""
+    """The number that the job began with; for a new job, the one that suits this machine."""
     begun_with = threads_begun_with(checkpoints) if checkpoints else None
     if begun_with is not None:
         return begun_with
@@ -125,20 +125,20 @@ def _threads_for(spec: JobSpec, device: torch.device, launcher: Launcher | None,
 
 
 def threads_begun_with(checkpoints: Place) -> int | None:
-    """Threads of the job that has saved checkpoints in this folder; None where none is whole."""
+    """Threads of the job that saved checkpoints in this folder; None if no checkpoint is complete."""
     whole = whole_checkpoints(checkpoints)
     return stored_threads(whole[-1][1].spec) if whole else None
 
 
 def _shared_secret(store: dist.Store) -> str:
-    """The same random one on all ranks. It goes through torchrun's store, so it does not keep out processes that reach
-    that."""
+    """A random secret, the same on all ranks. It is passed through torchrun's store, so it does not protect against
+    processes that can reach that store."""
     return store.compare_set("manta/secret", "", secrets.token_hex(SECRET_LENGTH // 2)).decode()
 
 
 def restore_newest(trainer: Trainer, checkpoints: Place | None) -> None:
-    """Go on from the newest checkpoint that is not damaged; from the start where none was ever whole. Raises
-    CheckpointError when all that were are damaged now."""
+    """Continue from the newest undamaged checkpoint, or start if none was ever complete. Raises CheckpointError if all
+    complete ones are damaged now."""
     path: Place | None = None
     skipped: list[str] = []
     if checkpoints is not None:
@@ -158,7 +158,7 @@ def restore_newest(trainer: Trainer, checkpoints: Place | None) -> None:
 
 
 def pick_device(spec: JobSpec, local_rank: int) -> torch.device:
-    """The device that `resources.accelerator` asks for. Raises MantaError for a GPU where there is none."""
+    """The device that `resources.accelerator` asks for. Raises MantaError for a GPU if there is none."""
     wanted = spec.resources.accelerator
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Where the demo's job runs: on GPUs where there are enough of them, else on CPU slots."""
+"""Where the demo's job runs: on GPUs if there are enough of them, otherwise on CPU slots."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from workers.config import JobSpec
 def on_slots_where_gpus_are_few(
     document: dict[str, Any], spec: JobSpec, cluster: Cluster
 ) -> tuple[dict[str, Any], str | None]:
-    """The document to submit, and a sentence for the user where it is not the given one.
+    """The document to submit, and a sentence for the user if it differs from the given one.
 
-    A job takes GPUs where the cluster has any, and one with more ranks than there are GPUs would wait for ever."""
+    By default a job uses GPUs if the cluster has any; with more ranks than GPUs it would wait forever."""
     gpus = sum(int(node.total) for node in cluster.nodes if node.accelerator == "gpu")
     ranks = spec.layout.world_size
     if gpus == 0 or gpus >= ranks:

@@ -1,8 +1,8 @@
-"""The constants of a core, fitted on what `python -m workers.calibration` has measured. Pure Python.
+"""The constants of a core, fitted to the measurements of `python -m workers.calibration`. Pure Python.
 
-Rates are medians; what is fitted on several kinds of rows at once is a least-squares fit of relative errors, in which
-every row counts the same. Nothing is fitted on layouts: the rows are single operations, steps of one rank, and
-collectives between products of the same size on all ranks.
+Rates are medians; constants that several kinds of rows depend on are fitted by least squares of relative errors, with
+equal weights. Nothing is fitted to layouts: the rows are single operations, steps of one rank, and collectives between
+products of the same size on all ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from service.planner.step_time import StepModel
 from workers.calibration.measurements import AttentionTime, CollectiveTime, Measurements, StepSeconds, step_job
 
 NEVER = 1e30
-"""A rate at which what it is the rate of takes no time."""
+"""A rate so high that nothing takes time."""
 FREE = Core(NEVER, NEVER, 0.0, NEVER, 0.0, NEVER, 0.0, 1.0)
 """A core on which nothing takes time."""
 
 
 def fit_core(measurements: Measurements) -> Core:
-    """What a core reaches. Raises ValueError where rows are missing."""
+    """The constants of a core. Raises ValueError if rows are missing."""
     wide = statistics.median(each.rate for each in measurements.products if each.precision == "float32")
     narrow = statistics.median(each.rate for each in measurements.products if each.precision == "bfloat16")
     width = statistics.median(_attention_width(each, wide) for each in measurements.attention)
@@ -46,14 +46,15 @@ def fit_core(measurements: Measurements) -> Core:
 
 
 def _attention_width(row: AttentionTime, rate: float) -> float:
-    """Elements of a head's width that products of that rate would have done beside those of the row: a forward has two
-    products over all scores, and a backward counts as two and a half forwards."""
+    """The additional width of a head, in elements, that would take as long as the softmax: what is left of the row's
+    time after its products at `rate` FLOP/s. A forward has two products over all scores, a backward counts as two and a
+    half forwards."""
     scores = row.batch * row.heads * row.sequence**2
     return max(0.0, row.seconds * rate / (3.5 * 4 * scores) - row.head_size)
 
 
 def _fit_steps(steps: Sequence[StepSeconds], known: Core) -> tuple[float, float]:
-    """Seconds of an operation, and of a byte that is moved: what steps of one rank take beside products."""
+    """Seconds of an operation and of a moved byte, which explain the time of steps of one rank without products."""
     rows = []
     for step in steps:
         products = _step_seconds(step, known)
@@ -68,7 +69,7 @@ def _step_seconds(step: StepSeconds, core: Core) -> float:
 
 
 def _fit_collectives(rows: Sequence[CollectiveTime], cores: int) -> tuple[float, float]:
-    """Seconds of a message and of one of its bytes, at either end."""
+    """Seconds of a message and of each of its bytes, at either end."""
     prepared = []
     for row in rows:
         messages = _collective_seconds(row, cores, replace(FREE, message_seconds=1.0))
@@ -84,8 +85,9 @@ def _collective_seconds(row: CollectiveTime, cores: int, core: Core) -> float:
 
 
 def least_squares(rows: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
-    """x, y > 0 with a x + b y near c for rows (a, b, c, scale), errors in units of the row's scale. Where the best fit
-    has none of one of them, that is a hundredth of what it would be alone. Raises ValueError without rows."""
+    """x, y > 0 that minimize the squares of (a x + b y - c) / scale over rows (a, b, c, scale). Each is at least a
+    hundredth of the value that would fit best without the other. Raises ValueError if the rows do not determine
+    both."""
     scaled = [(a / scale, b / scale, c / scale) for a, b, c, scale in rows]
     aa, ab, bb = (sum(row[i] * row[j] for row in scaled) for i, j in ((0, 0), (0, 1), (1, 1)))
     ac, bc = (sum(row[i] * row[2] for row in scaled) for i in (0, 1))

@@ -1,4 +1,4 @@
-"""The least time of a pipeline, without simulating it. Pure Python."""
+"""A lower bound of a pipeline's time, without simulating it. Pure Python."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def least_pipeline(
     messages: Sequence[float],
     micro_batches: int,
 ) -> float:
-    """No more than a pipeline takes: every rank begins when the first micro-batch has come through the ranks before it
-    and computes all of its passes; then the last one's gradients go back through them. Where the weights' half of
-    backward is apart, that of as many micro-batches as ranks need not be done by then. `chunks`: virtual stages of each
-    rank; `messages`: between each rank and the next."""
+    """Seconds that a pipeline takes at least: a rank begins when the first micro-batch has passed the ranks before it,
+    computes all of its passes, and then the gradients of the last micro-batch return through those ranks. If the
+    schedule separates the weights' half of backward, that half of up to as many micro-batches as there are ranks may
+    come later. `chunks`: virtual stages of each rank; `messages`: seconds of a message between each rank and the
+    next."""
     apart = schedule.startswith("zb")
     came, back, least = 0.0, 0.0, 0.0
     for rank, (own, message) in enumerate(zip(chunks, [*messages, 0.0], strict=True)):
@@ -34,22 +35,23 @@ def least_pipeline(
 
 
 class Shape(NamedTuple):
-    """How layers lie on virtual stages, as far as bounds depend on it."""
+    """The distribution of layers over virtual stages, as far as bounds depend on it."""
 
     between: tuple[tuple[int, int], ...]
-    """Numbers of layers, and how many of the ranks between the first and the last have so many on their first chunk."""
+    """(number of layers, how many of the ranks between the first and the last have that many on their first chunk)."""
     with_first: tuple[int, ...]
-    """Layers of the other chunks of the first rank, and of the last, where all chunks go round in the same way."""
+    """Layers of each chunk of the first rank except its first chunk, if chunks are assigned round-robin."""
     with_last: tuple[int, ...]
+    """Layers of each chunk of the last rank except its last chunk, likewise."""
     fewest: int
-    """Layers of an inner virtual stage; 0: there is none."""
+    """Fewest layers of an inner virtual stage; 0: there is none."""
     fullest: int
     """Most layers of a rank between the first and the last."""
 
 
 @lru_cache(maxsize=4096)
 def shape_of(counts: tuple[int, ...], pipeline: int, schedule: str) -> Shape:
-    """Of virtual stages with so many layers each."""
+    """The shape of virtual stages with these numbers of layers."""
     p, totals = pipeline, rank_totals(counts, pipeline, schedule)
     return Shape(
         tuple(Counter(counts[1 : p - 1]).items()),

@@ -14,13 +14,13 @@ class PartTimes:
     """Times of the parts of a model at one tensor size, micro-batch and recomputation."""
 
     def __init__(self, passes: Passes, frozen: FrozenPasses | None, machine: Machine):
-        """`frozen`: those of its layers, with `train.frozen`."""
+        """`frozen`: the passes of its layers, with `train.frozen`."""
         self.passes, self.frozen, self._machine = passes, frozen, machine
         self._stages: dict[tuple[int, bool, bool], StageTimes] = {}
 
     def stage(self, layers: int, first: bool = False, last: bool = False) -> StageTimes:
-        """Times of a virtual stage of so many layers, at one end of the model or at none; with `train.frozen`, where it
-        depends on the layers what else there is, of its forward alone (`FrozenPasses.times` knows them)."""
+        """Times of a virtual stage of `layers` layers, which may be the first or the last of the model. With
+        `train.frozen` only those of its forward: the others depend on which layers it has (`FrozenPasses.times`)."""
         key = layers, first, last
         if key not in self._stages:
             passes, machine = self.passes, self._machine
@@ -32,6 +32,6 @@ class PartTimes:
         return self._stages[key]
 
     def seconds(self, counts: Collection[int]) -> float:
-        """Of inner virtual stages with so many layers each, together."""
+        """Seconds of inner virtual stages with these numbers of layers, in total."""
         known = {layers: self.stage(layers).seconds for layers in set(counts)}
         return sum(map(known.__getitem__, counts))

@@ -1,4 +1,4 @@
-"""Collectives between ranks of one node, by their number and the size of the tensor."""
+"""Times of collectives between ranks of one node, by number of ranks and size of the tensor."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ROUNDS, TIMES = 5, 15
 
 
 def collective_times(comm: Comm, _: JobSpec) -> list[CollectiveTime]:
-    """Program for ranks: what each collective of the tensor group adds to the products between which it comes.
+    """Program for ranks: the time that each collective of the tensor group adds when it runs between products.
 
-    In a row, without anything between them, collectives take about half of that: there ranks never wait for one that
-    still computes, and connections and tensors stay in the caches.
+    Collectives one after the other, without products, take about half as long: no rank waits for one that still
+    computes, and connections and tensors stay in the caches.
     """
     ranks, times, work = comm.size("tensor"), [], _products(comm.device)
     for size in SIZES:
@@ -36,7 +36,7 @@ def collective_times(comm: Comm, _: JobSpec) -> list[CollectiveTime]:
 
 
 def _products(device: torch.device) -> Run:
-    """About what a small layer does between two collectives."""
+    """About the work of a small layer between two collectives."""
     tokens, weight = (torch.randn(rows, 256, device=device) for rows in (128, 256))
 
     def run() -> None:
@@ -47,19 +47,19 @@ def _products(device: torch.device) -> Run:
 
 
 def _added_seconds(comm: Comm, work: Run, collective: Run) -> float:
-    """The median over some rounds; at least nothing."""
+    """Seconds that `collective` adds to `work`: the median over ROUNDS; not negative."""
 
     def both() -> None:
         work()
         collective()
 
-    both()  # memory
+    both()  # allocates memory
     added = [_seconds(comm, both) - _seconds(comm, work) for _ in range(ROUNDS)]
     return max(0.0, statistics.median(added))
 
 
 def _seconds(comm: Comm, run: Run) -> float:
-    """Of one run, until all ranks have done some."""
+    """Mean seconds of a run, over TIMES runs on all ranks."""
     comm.barrier()
     began = time.perf_counter()
     for _ in range(TIMES):

@@ -1,5 +1,5 @@
-"""Steps of the engine on one rank, whose times beside products and attention say what single operations and moved bytes
-take."""
+"""Times of whole steps of the engine on one rank. Without their products and attention, they show the time of single
+operations and of moved bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Shape = tuple[int, int, int, int, int, int, int]
 
 
 def document_of(shape: Shape, precision: str) -> dict[str, Any]:
-    """The job of one rank with such a shape."""
+    """A job of one rank with this shape."""
     layers, hidden, heads, sequence, size, count, vocabulary = shape
     model = {"layers": layers, "hidden_size": hidden, "heads": heads, "sequence_length": sequence}
     return {
@@ -53,13 +53,13 @@ def document_of(shape: Shape, precision: str) -> dict[str, Any]:
 
 
 def layout_document(**parallel: int) -> dict[str, Any]:
-    """A job that only says along which axes how many ranks are: what they do, a program says."""
+    """A minimal job with this number of ranks along each axis; a separate program decides what the ranks do."""
     layers, batch = parallel.get("pipeline", 1), parallel.get("data", 1)
     return document_of((layers, 64, 8, 16, 1, batch, 256), "fp32") | {"parallel": parallel}
 
 
 def random_batch(spec: JobSpec, device: torch.device) -> list[MicroBatch]:
-    """A replica's micro-batches, of any tokens."""
+    """A replica's micro-batches, of random tokens."""
     size, length = spec.train.micro_batch_size, spec.model.sequence_length
     batch = []
     for number in range(spec.micro_batches):
@@ -83,15 +83,15 @@ class OneRank:
 
 
 def step_times(device: torch.device, documents: Sequence[dict[str, Any]] | None = None) -> list[StepSeconds]:
-    """Of these jobs of one rank, by default of those in which different things count on a core."""
+    """Step times of these jobs of one rank; by default of ON_CPU, whose time is dominated by different costs."""
     chosen = documents or [document_of(shape, "fp32") for shape in ON_CPU]
     return [StepSeconds(each, median_seconds(OneRank(each, device).step, device, 0.5)) for each in chosen]
 
 
 def busy_seconds(comm: Comm, _: JobSpec, counts: Sequence[int]) -> list[list[float]]:
-    """Program for ranks: what steps of a job of one rank take while so many of the ranks have such a job each, and the
-    others wait; for each count, if this is one of them. All counts in turn, several times: the machine may be slower
-    for a while."""
+    """Program for ranks: for each of `counts`, the seconds of a step of a job of one rank while that many ranks run
+    such a job each and the others wait; empty if this rank waits. The counts take turns, BUSY_ROUNDS times, since the
+    machine may be slower for a while."""
     rank = OneRank(document_of(BUSY, "fp32"), comm.device)
     rank.step()
     taken: list[list[float]] = [[] for _ in counts]
@@ -105,7 +105,7 @@ def busy_seconds(comm: Comm, _: JobSpec, counts: Sequence[int]) -> list[list[flo
 
 
 def as_busy(counts: Sequence[int], by_rank: Sequence[list[list[float]]]) -> list[BusyTime]:
-    """What all ranks measured together: of each round the mean, and of those the median."""
+    """Combines the measurements of all ranks: the mean over ranks for each round, and the median of these."""
     return [
         BusyTime(
             count,

@@ -22,10 +22,10 @@ from workers.storage.places import Place
 
 
 class LoadedModel:
-    """What computes logits. Shapes: b sequences, s tokens, v vocabulary."""
+    """Computes logits. Shapes: b sequences, s tokens, v vocabulary."""
 
     def __init__(self, spec: JobSpec, device: torch.device):
-        """A model without weights yet, of the shape of `spec`."""
+        """A model of the shape of `spec`; its weights are not set yet."""
         self.spec = spec.model_copy(update={"parallel": ParallelConfig()})
         with torch.device(device):
             self._stage = ModelStage(self.spec, Comm(RankGrid(self.spec.layout), 0, device))
@@ -40,7 +40,7 @@ class LoadedModel:
     ) -> tuple[LoadedModel, Manifest]:
         """The model that `checkpoint` holds, in `dtype`, and the checkpoint's manifest. Only the weights are read.
 
-        Raises CheckpointError, and SpecError for a checkpoint of another release whose job this one does not know."""
+        Raises CheckpointError, and SpecError if this release does not understand the checkpoint's job."""
         model = cls(parse_job_spec(manifest_of(checkpoint).spec), device)
         shards = model.named_shards()
         rectangles, length = [], 0
@@ -54,26 +54,26 @@ class LoadedModel:
         return model, manifest
 
     def named_shards(self) -> list[NamedShard]:
-        """Its parameters, whole, by their names."""
+        """All parameters with their names, each of them whole."""
         return self._stage.named_shards()
 
     def tie(self) -> None:
-        """Have the output layer use the token embedding's weight, where the model does."""
+        """Let the output layer use the token embedding's weight, if the model ties them."""
         output, embedding = self._chunk.output, self._chunk.embedding
         if self._stage.used_twice is not None and output is not None and embedding is not None:
             output.weight = embedding.token.weight
 
     @property
     def longest(self) -> int:
-        """Most tokens that it reads at once."""
+        """The maximum number of tokens in its context."""
         return self.spec.model.sequence_length
 
     def logits(self, tokens_bs: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [b, s, v] of what follows each token."""
+        """fp32 logits [b, s, v] for the token after each one."""
         return self._run(tokens_bs, ForwardPass()).float()
 
     def next_logits(self, tokens_bs: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
-        """fp32 logits [b, v] of what follows these tokens, which are read behind those that `cache` has."""
+        """fp32 logits [b, v] for the token after these, which continue those in `cache` and are added to it."""
         logits = self._run(tokens_bs, replace(ForwardPass(), cache=cache))[:, -1].float()
         cache.advance(tokens_bs.shape[1])
         return logits
@@ -85,6 +85,6 @@ class LoadedModel:
 
 
 def _whole(shard: NamedShard, start: int) -> Rectangle:
-    """All of a parameter, kept in a row from element `start` on."""
+    """A whole parameter, stored from element `start` on."""
     shape = shard.shard.shape
     return Rectangle(shard.name, shape, (0,) * len(shape), shape, start, shape[-1])

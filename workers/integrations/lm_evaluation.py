@@ -4,7 +4,7 @@
 
     lm_eval.simple_evaluate(MantaModel("checkpoints"), tasks=["lambada_openai"])
 
-Nothing else of Manta needs that library.
+No other module needs that library.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from workers.inference.text_tokens import TextTokens, text_tokens_of
 from workers.storage.places import place_of
 
 TOKENS = 256
-"""Most tokens that are written where a task does not say."""
+"""Maximum number of generated tokens if a task does not set one."""
 
 
 class MantaModel(LM):
-    """What the harness asks of a model, answered by a checkpoint of any layout."""
+    """The harness's interface of a model, for a checkpoint of any layout."""
 
     def __init__(self, checkpoint: str, device: str = "cpu", dtype: torch.dtype = torch.float32, batch_size: int = 8):
-        """`checkpoint`: a checkpoint, or the folder or URL of several, whose newest whole one counts. Raises
+        """`checkpoint`: a checkpoint, or the folder or URL of several, of which the newest complete one is used. Raises
         CheckpointError."""
         super().__init__()
         place = checkpoint_at(place_of(checkpoint))
@@ -40,7 +40,7 @@ class MantaModel(LM):
         self._batch_size = batch_size
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is the greedy one) of each (context, continuation)."""
+        """For each (context, continuation), the log-likelihood, and whether greedy decoding yields the continuation."""
         pairs = [self._pair(*request.args) for request in requests]
         return [(each.log_likelihood, each.is_greedy) for each in score(self._model, pairs, self._batch_size)]
 
@@ -50,15 +50,15 @@ class MantaModel(LM):
         return [text_log_likelihood(self._model, text, batch_size=self._batch_size)[0] for text in texts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What follows each context, up to the first of the texts that end it."""
+        """The generated continuation of each context, up to the first of its stop texts."""
         return [self._written(*request.args) for request in requests]
 
     def _start(self) -> list[int]:
-        """What stands before a text that begins: the end of the document before."""
+        """Tokens before the beginning of a text: the end of the previous document, if the tokenizer has one."""
         return [] if self._tokens.end is None else [self._tokens.end]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of both. Words may continue across the border, so both are encoded together."""
+        """Token ids of both. They are encoded together, since a word may span the boundary."""
         if not context:
             return self._start(), self._tokens.encode(continuation)
         spaces = len(context) - len(context.rstrip())
@@ -73,7 +73,7 @@ class MantaModel(LM):
         sampled = bool(options.get("do_sample")) and options.get("temperature", 1.0) > 0
         sampling = Sampling(options.get("temperature", 1.0) if sampled else 0.0, top_p=options.get("top_p", 1.0))
         prompt, longest = self._start() + self._tokens.encode(context), self._model.longest
-        # A context that fits is read as a whole, of a longer one at least half of what the model reads at once.
+        # A context that fits is read as a whole; of a longer one, at least half the model's context length.
         most = min(int(options.get("max_gen_toks", TOKENS)), max(longest // 2, longest - len(prompt)))
         (written,) = generate(self._model, [prompt[-(longest - most) :]], most, sampling, self._tokens.end)
         text = self._tokens.decode(written.tokens)

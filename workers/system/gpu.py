@@ -15,10 +15,10 @@ from workers.config import JobSpec
 from workers.errors import DeviceLost, ModelError
 
 _NO_KERNEL = "No available kernel"
-"""In what torch says where no attention kernel that is allowed takes its inputs."""
+"""Part of torch's error message if no allowed attention kernel supports the inputs."""
 
 _CHOSEN = ExitStack()
-"""Holds the choice of attention kernels, which ends with the block that torch offers for it."""
+"""Keeps the context manager open that selects the attention kernels, since the selection ends with it."""
 
 _HARDWARE = re.compile(
     r"uncorrectable (ECC|NVLink) error|hardware stack error|or a hardware error|busy or unavailable|"
@@ -26,18 +26,19 @@ _HARDWARE = re.compile(
     r"CUDA (error: )?unknown error",
     re.IGNORECASE,
 )
-"""How CUDA, torch and NCCL say that a GPU, its memory or its link has failed, or is not there: no program does that."""
+"""Messages of CUDA, torch and NCCL that a GPU, its memory or its link has failed or is missing, which no program can
+cause."""
 
 
 def use(device: torch.device, same_bits: bool = False) -> None:
-    """Compute on `device` from now on; does nothing on a CPU. `same_bits`: by kernels that give the same each time.
+    """Compute on `device` from now on; does nothing on a CPU. `same_bits`: with deterministic kernels only.
 
-    Sums of 16-bit products stay in fp32 whatever the library's default is, and attention by the kernel that keeps an
-    s x s tensor for each head is nothing that it falls back to in silence: see `named`.
+    Sums of 16-bit products stay in fp32, whatever the library's default is. Attention never falls back silently to the
+    kernel that keeps an s x s tensor for each head: see `named`.
     """
     if device.type != "cuda":
         return
-    device = torch.device("cuda", device.index or 0)  # torch takes none that says only that it is a GPU
+    device = torch.device("cuda", device.index or 0)  # torch does not accept one without an index
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -45,30 +46,30 @@ def use(device: torch.device, same_bits: bool = False) -> None:
     _CHOSEN.close()
     _CHOSEN.enter_context(sdpa_kernel(list(kernels), set_priority=True))
     if same_bits:
-        # Of these cuBLAS takes the size of its workspace, without which it may add in another order on each stream.
+        # A fixed workspace of cuBLAS, without which the order of its sums may differ from stream to stream.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Deterministic algorithms leave each compiled sum one size of blocks. With this a second one is tried where
-        # kernels need many registers, and the faster one on the day taken, which another process may not take. It is
-        # read when the compiler is imported, which is later; an assignment would be for one thread, not backward's.
+        # Deterministic algorithms leave each compiled sum one block size. Without this variable, a second one is timed
+        # for kernels that need many registers, and the choice may differ between processes. The compiler, imported
+        # later, reads it; assigning its configuration would affect this thread only, not that of backward.
         os.environ.setdefault("TORCHINDUCTOR_DYNAMIC_SCALE_RBLOCK", "0")
-        # What torch has no such kernel for is an error that names it. Were it a warning, flash attention's backward
-        # would take that for leave to add in any order.
+        # An operation without a deterministic kernel is an error that names it. With warn_only, the backward of flash
+        # attention would add in any order.
         torch.use_deterministic_algorithms(True)
-        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # with what is never read
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # which is never read
 
 
 def leave() -> None:
-    """Choose attention kernels, and among kernels at all, as torch does by itself again."""
+    """Undo `use`: torch selects kernels by itself again."""
     _CHOSEN.close()
     torch.use_deterministic_algorithms(False)
 
 
 def attention_kernels(capability: tuple[int, int], same_bits: bool) -> Sequence[SDPBackend]:
-    """Those of `scaled_dot_product_attention` that a GPU of this compute capability may use, the first that takes the
-    inputs first, whatever torch's own order is.
+    """The kernels of `scaled_dot_product_attention` that a GPU of this compute capability may use, in the order in
+    which they are tried, whatever torch's own order is.
 
-    cuDNN's are made for Hopper and what came after it, where flash attention 2, which torch brings, does not reach its
-    products; on older ones that comes first. cuDNN's have no backward that gives the same bits each time.
+    cuDNN's come first on Hopper and later GPUs, whose rate of products torch's flash attention 2 does not reach, and
+    last on older ones. Their backward is not deterministic.
     """
     plain = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
     if same_bits:
@@ -77,13 +78,13 @@ def attention_kernels(capability: tuple[int, int], same_bits: bool) -> Sequence[
 
 
 def use_for(spec: JobSpec, device: torch.device) -> None:
-    """`use`, as the job wants it."""
+    """`use`, as the job requires."""
     use(device, spec.train.deterministic_kernels or spec.train.deterministic == "elastic")
 
 
 def named(error: RuntimeError) -> Exception:
-    """What to raise for an error of `scaled_dot_product_attention`: where no kernel is left, a sentence with a way
-    out."""
+    """The error to raise for one of `scaled_dot_product_attention`: if no kernel supports the inputs, a ModelError that
+    says what to change."""
     if _NO_KERNEL not in str(error):
         return error
     return ModelError(
@@ -93,8 +94,7 @@ def named(error: RuntimeError) -> Exception:
 
 
 def as_lost(error: Exception) -> Exception:
-    """`error`; where it says that the GPU itself has failed, DeviceLost in its place: the machine's fault, which
-    another GPU does not have."""
+    """`error`, or DeviceLost if it says that the GPU itself has failed: the job can continue on another one."""
     lines = str(error).splitlines() if isinstance(error, RuntimeError) else []
     said = next((line.strip() for line in lines if _HARDWARE.search(line)), None)
     if said is None:
