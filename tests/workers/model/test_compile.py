@@ -16,7 +16,7 @@ from workers.data.batches import MicroBatch
 from workers.engine import Engine
 from workers.model.layer import Layer
 from workers.model.parallelize import compile_layers
-from workers.parallel.pipeline import runtime
+from workers.parallel.pipeline import micro_batch_loss
 from workers.parallel.recompute import offload, policy
 from workers.parallel.tensor.cross_entropy import BY_BLOCKS, LossKernels
 from workers.spec.reading import parse_job_spec
@@ -128,7 +128,7 @@ def test_the_loss_of_a_compiled_job_is_compiled(monkeypatch, wanted, z_loss, hea
         noting("scaled", BY_BLOCKS.scaled),
     )
     monkeypatch.setattr(Layer, "compile", lambda layer, backend: None)
-    monkeypatch.setattr(runtime, "compiled_kernels", lambda: fused)
+    monkeypatch.setattr(micro_batch_loss, "compiled_kernels", lambda: fused)
     job = spec(
         model={"layers": 1},
         train={"compile": wanted, "precision": "bf16", "z_loss": z_loss, "head_tokens": head_tokens},

@@ -17,8 +17,9 @@ from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.parallel.data.step_statistics import Loss
 from workers.parallel.pipeline.recording import Inputs, MicroBatchRecorder, Recording
-from workers.parallel.pipeline.runtime import Pipeline, Stage, Step
+from workers.parallel.pipeline.runtime import Pipeline, Stage
 from workers.parallel.pipeline.schedules.action import Action
+from workers.parallel.pipeline.step_state import Step
 
 
 class GraphedPipeline(Pipeline):

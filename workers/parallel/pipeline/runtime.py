@@ -1,6 +1,6 @@
 """Runs one rank's actions of a schedule: the only module that depends on both the schedule and the model.
 
-Shapes: s sequence, b micro-batch, h hidden, n tokens of a micro-batch; t tensor-parallel size.
+Shapes: s sequence, b micro-batch, h hidden, m micro-batches; t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -8,80 +8,30 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
-from workers.comm.backend import Handle, Transfer
 from workers.comm.comm import Comm
 from workers.config import JobSpec
-from workers.data.batches import NO_TARGET, MicroBatch
+from workers.data.batches import MicroBatch
 from workers.parallel.data.step_statistics import Loss
 from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.pipeline.micro_batch_loss import MicroBatchLoss
 from workers.parallel.pipeline.schedules import forward_only, schedule
 from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.stages import neighbours, virtual_stage
+from workers.parallel.pipeline.step_state import Key, Receiving, Step
 from workers.parallel.recompute.policy import NOTHING, Recompute, recomputed
-from workers.parallel.tensor.cross_entropy import (
-    BY_BLOCKS,
-    LossKernels,
-    compiled_kernels,
-    cross_entropy_and_log_z,
-    vocabulary_parallel_cross_entropy,
-)
 from workers.parallel.tensor.dropout import sample_keys
-from workers.parallel.tensor.head_loss import Gradients, HeadLoss
-from workers.parallel.tensor.layers import VocabularyParallelOutput
-from workers.parallel.tensor.weight_gradients import Task, WeightGradients
+from workers.parallel.tensor.head_loss import Gradients
+from workers.parallel.tensor.weight_gradients import WeightGradients
 from workers.spec.parameters import takes_gradient
-
-Key = tuple[int, int]
-"""(chunk, micro-batch)."""
 
 _Plan = tuple[list[Action], frozenset[tuple[int, int]]]
 """Actions, and the (micro-batch, chunk) pairs that are recomputed."""
-
-
-@dataclass
-class _Receiving:
-    """A receive that has been posted."""
-
-    buffer: torch.Tensor
-    work: Handle
-    shape: tuple[int, ...]
-    """Shape of the whole tensor; the message may be one tensor rank's part of it."""
-
-
-@dataclass
-class Step:
-    """State of a rank's micro-batches during one step."""
-
-    batch: list[MicroBatch]
-    scale: torch.Tensor
-    """Factor on the loss in backward, a scalar in the precision of losses."""
-    recomputed: frozenset[tuple[int, int]]
-    losses_m: torch.Tensor
-    z_losses_m: torch.Tensor
-    valid_tokens: torch.Tensor
-    dropout_keys: tuple[torch.Tensor, ...]
-    """Keys of each micro-batch's samples; empty without dropout."""
-    messages: dict[tuple[str, int, int], _Receiving] = field(default_factory=dict)
-    inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Leaves of the graphs, whose .grad is sent to the previous virtual stage."""
-    outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Results that were not sent yet."""
-    edges: dict[Key, GradientEdge] = field(default_factory=dict)
-    """Where backward begins. The output itself is freed once sent: backward does not need its values."""
-    head_inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Inputs of the output layer, for backward with `train.head_tokens`."""
-    gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Gradients of outputs that went to another chunk of this rank."""
-    input_gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
-    weight_tasks: dict[Key, list[Task]] = field(default_factory=dict)
-    sends: deque[tuple[Transfer, torch.Tensor]] = field(default_factory=deque)
 
 
 class Stage(Protocol):
@@ -137,16 +87,7 @@ class Pipeline:
         self.dtype = next(model.parameters()).dtype
         self._when_done, self._when_added = when_done, when_added
         self._known: dict[tuple[bool, int], _Plan] = {}
-        self.head_loss = self._head_loss()
-        """Output layer and loss combined, if they process a few tokens at a time."""
-
-    def _head_loss(self) -> HeadLoss | None:
-        at_once, size = self.spec.train.head_tokens, self.spec.vocabulary_size
-        if at_once:
-            for chunk in self.model.chunks:
-                if isinstance(chunk.output, VocabularyParallelOutput):
-                    return HeadLoss(chunk.output, size, at_once, self._kernels)
-        return None
+        self._loss = MicroBatchLoss(spec, comm, model.chunks)
 
     def _plan(self, micro_batches: int, training: bool) -> _Plan:
         """This rank's actions, and the (micro-batch, chunk) pairs that it recomputes."""
@@ -221,12 +162,12 @@ class Pipeline:
         y = chunk(x, self._forward_pass(action, held))
         _, behind = self.places[action.chunk]
         takes = torch.is_grad_enabled() and self.takes_gradient[action.chunk]
-        if chunk.is_last and self.head_loss is None:
-            y = self._loss(y, action.micro_batch, held)
+        if chunk.is_last and self._loss.head is None:
+            y = self._loss.of_logits(y, action.micro_batch, held)
         elif chunk.is_last and takes:
             held.head_inputs[key] = y.detach()
         elif chunk.is_last:
-            self._loss_by_parts(y, action.micro_batch, held, None)
+            self._loss.of_head_input(y, action.micro_batch, held, None)
         if behind is not None and behind[0] == self.rank:
             held.inputs[behind[1], action.micro_batch] = y.detach().requires_grad_(takes)
         elif behind is not None:
@@ -254,59 +195,7 @@ class Pipeline:
         documents = held.batch[action.micro_batch].documents
         again = (action.micro_batch, action.chunk) in held.recomputed
         recompute = Recompute.of(self.spec.layout) if again else NOTHING
-        return ForwardPass(keys, recompute, documents=documents, logits=self.head_loss is None)
-
-    def _loss(self, logits: torch.Tensor, micro_batch: int, held: Step) -> torch.Tensor:
-        """Sum of the micro-batch's losses, z-loss included, for backward; also counts both."""
-        logits, targets_n = self._with_targets(logits, micro_batch, held)
-        given = (logits.flatten(0, 1), targets_n, self.spec.vocabulary_size, self.comm, self._kernels)
-        weight = self.spec.train.z_loss
-        if weight and torch.is_grad_enabled():
-            losses_n, squares_n = cross_entropy_and_log_z(*given)
-            self._count(micro_batch, targets_n, losses_n, squares_n, held)
-            return losses_n.sum() + weight * squares_n.sum()
-        losses_n = vocabulary_parallel_cross_entropy(*given)
-        self._count(micro_batch, targets_n, losses_n, None, held)
-        return losses_n.sum()
-
-    @property
-    def _kernels(self) -> LossKernels:
-        return compiled_kernels() if self.spec.train.compile else BY_BLOCKS
-
-    @staticmethod
-    def _with_targets(x: torch.Tensor, micro_batch: int, held: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's output for each token, in memory order, and the targets [n] in the same order."""
-        targets_sb = held.batch[micro_batch].targets_sb
-        assert targets_sb is not None
-        if not x.is_contiguous():  # a sample's tokens are contiguous
-            x, targets_sb = x.transpose(0, 1), targets_sb.t()
-        return x, targets_sb.flatten()
-
-    def _count(
-        self,
-        micro_batch: int,
-        targets_n: torch.Tensor,
-        losses_n: torch.Tensor,
-        squares_n: torch.Tensor | None,
-        held: Step,
-    ) -> None:
-        if self.comm.index("tensor") == 0:
-            if squares_n is not None:
-                squares = squares_n.detach().sum(dtype=torch.float64)
-                held.z_losses_m[micro_batch] = self.spec.train.z_loss * squares
-            held.losses_m[micro_batch] = losses_n.detach().sum(dtype=torch.float64)
-            held.valid_tokens += (targets_n != NO_TARGET).sum()
-
-    def _loss_by_parts(
-        self, x: torch.Tensor, micro_batch: int, held: Step, gradients: Gradients | None
-    ) -> torch.Tensor | None:
-        """Counts the losses like `_loss`, from the output layer's input x; with `gradients` returns x's gradient."""
-        rows, targets_n = self._with_targets(x, micro_batch, held)
-        assert self.head_loss is not None
-        weight = self.spec.train.z_loss if gradients is not None else 0.0
-        losses = self.head_loss(rows, targets_n, weight, gradients)
-        self._count(micro_batch, targets_n, losses.losses_n, losses.squares_n, held)
-        return losses.grad_x if losses.grad_x is None or rows is x else losses.grad_x.transpose(0, 1)
+        return ForwardPass(keys, recompute, documents=documents, logits=self._loss.head is None)
 
     def _backward(self, action: Action, held: Step) -> None:
         if not self.takes_gradient[action.chunk]:
@@ -331,10 +220,10 @@ class Pipeline:
         key = (action.chunk, action.micro_batch)
         _, behind = self.places[action.chunk]
         if behind is None:
-            if self.head_loss is None:
+            if self._loss.head is None:
                 return held.scale
             x = held.head_inputs.pop(key)
-            return self._loss_by_parts(x, action.micro_batch, held, Gradients(held.scale, wanted))
+            return self._loss.of_head_input(x, action.micro_batch, held, Gradients(held.scale, wanted))
         if behind[0] == self.rank:
             return held.gradients.pop(key)
         return self._arrived("backward", key, held)
@@ -392,7 +281,7 @@ class Pipeline:
         mine = (math.prod(shape) // self.comm.size("tensor"),) if self.scatters else shape
         buffer = torch.empty(mine, dtype=self.dtype, device=self.comm.device)
         work = self.comm.receive(rank, buffer)
-        held.messages[direction, action.chunk, action.micro_batch] = _Receiving(buffer, work, shape)
+        held.messages[direction, action.chunk, action.micro_batch] = Receiving(buffer, work, shape)
 
     def _arrived(self, direction: str, key: Key, held: Step) -> torch.Tensor:
         """Wait for a message; if it was sent in parts, gather them."""
