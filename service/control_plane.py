@@ -103,6 +103,12 @@ class ControlPlane:
         """By loop, how far it is behind."""
 
     @property
+    def _started_cluster(self) -> Cluster:
+        """The cluster; only after `start`."""
+        assert self._cluster is not None
+        return self._cluster
+
+    @property
     def store(self) -> Store:
         """The job database."""
         return self._store
@@ -215,8 +221,7 @@ class ControlPlane:
 
     def _node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
         """Repeated with every heartbeat."""
-        assert self._cluster is not None
-        if self._cluster.nodes.drain(node, seconds, reason):
+        if self._started_cluster.nodes.drain(node, seconds, reason):
             for owner in self._owners.all():
                 owner.node_draining(node, seconds, reason)
 
@@ -226,9 +231,8 @@ class ControlPlane:
         return self._call(self._drain(node, seconds))
 
     async def _drain(self, node: str, seconds: float) -> dict[str, Any]:
-        assert self._cluster is not None
         about = await self._node(node)
-        if not await self._cluster.daemons.drain(about["id"], seconds):
+        if not await self._started_cluster.daemons.drain(about["id"], seconds):
             raise NodeUnreachable(about["id"])
         self._node_draining(about["id"], seconds)
         return {**about, "draining": True}
@@ -239,9 +243,8 @@ class ControlPlane:
         return self._call(self._undrain(node))
 
     async def _undrain(self, node: str) -> dict[str, Any]:
-        assert self._cluster is not None
         about = await self._node(node)
-        reason = await self._cluster.daemons.undrain(about["id"])
+        reason = await self._started_cluster.daemons.undrain(about["id"])
         if reason is None:
             raise NodeUnreachable(about["id"])
         if reason:
@@ -252,8 +255,7 @@ class ControlPlane:
 
     async def _node(self, node: str) -> dict[str, Any]:
         """The node whose id begins with `node`. Raises NodeNotFound, ClusterUnavailable."""
-        assert self._cluster is not None
-        nodes = (await cluster_view(self._cluster, self._store))["nodes"]
+        nodes = (await cluster_view(self._started_cluster, self._store))["nodes"]
         matching = [each for each in nodes if each["id"].startswith(node)]
         if len(matching) != 1:
             raise NodeNotFound(node, len(matching))
@@ -351,11 +353,10 @@ class ControlPlane:
     async def _forget_if_cancelled(self, job_id: str) -> None:
         """A job that was cancelled in the queue or in a pause may have run before and left its snapshots. Its owner at
         that time may not have left yet."""
-        assert self._cluster is not None
         if (await asyncio.to_thread(self._job, job_id)).state == JobState.CANCELLED:
             async with self._leases.borrowed(job_id, CALL_SECONDS) as lease:
                 if lease is not None:
-                    await self._cluster.end_job(job_id)
+                    await self._started_cluster.end_job(job_id)
 
     def _job(self, job_id: str) -> Job:
         with self._store.read() as session:
@@ -363,24 +364,22 @@ class ControlPlane:
 
     def cluster(self) -> dict[str, Any]:
         """Nodes, slots and which ranks run where, in the form of `api.schemas.Cluster`. Raises ClusterUnavailable."""
-        assert self._cluster is not None
-        return self._call(cluster_view(self._cluster, self._store))
+        return self._call(cluster_view(self._started_cluster, self._store))
 
     def check_cluster(self) -> dict[str, Any]:
         """Problems between the nodes, and what the end of Ray's head would mean, in the form of
         `api.schemas.ClusterCheck`. Raises ClusterUnavailable."""
-        assert self._cluster is not None
-        ports = self._call(check_ports(self._cluster), CHECK_SECONDS)
+        ports = self._call(check_ports(self._started_cluster), CHECK_SECONDS)
         head = self._head.problem_of_head() if isinstance(self._head, ExistingRay) else None
         warnings = [*ports.left_out, *([head] if head is not None else [])]
         return {"problems": list(ports.problems), "warnings": warnings, "nodes": ports.nodes, "tries": ports.tries}
 
     def problem_of_data(self, spec: JobSpec) -> str | None:
         """Why a job cannot be trained on its data; None if it can, or if no node says. Raises ClusterUnavailable."""
-        assert self._cluster is not None
-        if not self._cluster.is_elsewhere:
+        cluster = self._started_cluster
+        if not cluster.is_elsewhere:
             return self.data_roots.problem_of_data(spec)
-        return self._call(self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self.data_roots.names))
+        return self._call(cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self.data_roots.names))
 
     def measurements(self) -> Measurements:
         """What is known here about this control plane and the nodes. Raises ClusterUnavailable if the control plane's
