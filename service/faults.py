@@ -10,7 +10,7 @@ class FaultsNotAllowed(MantaError):
     """This service does not inject faults."""
 
     def __init__(self) -> None:
-        super().__init__("this service makes no faults; start it with `manta up --allow-faults` where it may")
+        super().__init__("this service does not inject faults; `manta up --allow-faults` starts one that does")
 
 
 class FaultNotPossible(MantaError):

@@ -101,12 +101,12 @@ class Scheduler:
     async def run(self) -> None:
         """Look at the queue whenever woken, and regularly for capacity that others have given back."""
         try:
-            await self._look_again_and_again()
+            await self._check_repeatedly()
         finally:
             with contextlib.suppress(ClusterUnavailable):  # otherwise the request disappears with this process
                 await self._cluster.requests.withdraw()
 
-    async def _look_again_and_again(self) -> None:
+    async def _check_repeatedly(self) -> None:
         while True:
             self._wake.clear()
             self.lag.begin()
@@ -149,7 +149,7 @@ class Scheduler:
                 job = await self._store.read_async(partial(_if_queued, job_id=each.id))
                 if job is None:
                     continue
-                outcome = await (self._ask_ahead(job) if unit in behind else self._look_at(job))
+                outcome = await (self._request_nodes_ahead(job) if unit in behind else self._look_at(job))
             except Exception as error:  # one job must not keep those behind it waiting
                 if may_pass(error) or isinstance(error, ClusterUnavailable | LeaseLost):
                     raise
@@ -182,13 +182,13 @@ class Scheduler:
             if shortage is None:
                 await self._cluster.daemons.wake()
             elif needs_no_look:
-                await self._let_wait(job, spec, shortage)
+                await self._keep_waiting(job, spec, shortage)
                 return await self._waits(spec)
         try:
             if not await self._data_is_good(job, spec):
                 return Look.DONE
         except DataSilent as error:
-            return await self._let_data_answer(job, error)
+            return await self._wait_for_data(job, error)
         self.placing.add(job.id)
         try:
             if await self._try_to_place(job, spec):
@@ -200,14 +200,14 @@ class Scheduler:
     async def _waits(self, spec: JobSpec) -> Look:
         return Look.NEVER_FITS if await self._never_fits(spec) else Look.WAITS
 
-    async def _ask_ahead(self, job: Job) -> Look:
+    async def _request_nodes_ahead(self, job: Job) -> Look:
         """Have nodes requested for a job that will have its turn later."""
         spec = await self._read_spec(job)
         if spec is not None and not await self._never_fits(spec):
-            await self._asks_for(job, spec)
+            await self._request_nodes(job, spec)
         return Look.WAITS
 
-    async def _asks_for(self, job: Job, spec: JobSpec) -> int | None:
+    async def _request_nodes(self, job: Job, spec: JobSpec) -> int | None:
         """For how many ranks of the job nodes are requested: as many as it may have and could get; None if none are
         requested."""
         if not self._cluster.nodes.shapes:
@@ -242,7 +242,7 @@ class Scheduler:
         self._good_data.add(job.id)
         return True
 
-    async def _let_data_answer(self, job: Job, error: DataSilent) -> Look:
+    async def _wait_for_data(self, job: Job, error: DataSilent) -> Look:
         if error.keeps_turn:
             return Look.WAITS
         await self._say_why(job, None, "data_silent", str(error))
@@ -275,7 +275,7 @@ class Scheduler:
             if spec.layout.stage_accelerators is not None:
                 return "; which GPUs nodes of the autoscaler have is not known, so none are asked for: start some"
             return f"; that would be too little even with all that can be added: {in_words(shapes, unit)}"
-        asked = await self._asks_for(job, spec)
+        asked = await self._request_nodes(job, spec)
         if asked is None:
             return f"; jobs that run take too much of what can be added: {in_words(shapes, unit)}"
         return f"; nodes for {asked} of them are asked for: {in_words(shapes, unit)}"
@@ -287,7 +287,7 @@ class Scheduler:
         largest = fitting(shapes_of(spec), wanted, await self._cluster.nodes.capacity(await self._unit(spec)))
         return largest or resized(spec, wanted)
 
-    async def _let_wait(self, job: Job, spec: JobSpec, shortage: Shortage) -> None:
+    async def _keep_waiting(self, job: Job, spec: JobSpec, shortage: Shortage) -> None:
         kind = plural_of(shortage.unit).lower()
         # A job that waits for another cluster is looked at only now and then: it does not report what others hold.
         available = shortage.possible if shortage.waits_in_vain else shortage.available
@@ -316,7 +316,7 @@ class Scheduler:
         spec = await self._sized(job, submitted)
         shortage = await self._shortage(spec)
         if shortage is not None:
-            await self._let_wait(job, submitted, shortage)
+            await self._keep_waiting(job, submitted, shortage)
             return False
         unit = await self._unit(spec)
         accelerator = "gpu" if unit == "GPU" else "cpu"

@@ -74,7 +74,6 @@ class Nodes:
         """Nodes where finished jobs may have left something, since the daemon could not be notified."""
         self.problems: dict[str, str] = {}
         """By node, if an operator has to act: a sentence that says why nothing is placed there and what to do."""
-
         self.gpus: dict[str, GpuReadings] = {}
         """By node, its last report about the GPUs of its machine."""
 

@@ -19,17 +19,17 @@ from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Repo
 
 POLL_SECONDS = 30.0
 POLLS_A_SECOND = 0.5
-"""Of a gang as a whole: a rank that has nothing to say is asked the less often the more there are, so that a job that
-runs costs the same whatever its size."""
-# An agent that takes that much longer to answer stands still, or its node does.
+"""Requests to a whole gang that has nothing to report: the more ranks it has, the less often each is asked, so that a
+running job costs the same whatever its size."""
+# If an agent takes that much longer to answer, it or its node is hanging.
 ANSWER_SECONDS = 20.0
 # After the first rank that merely lost a peer, how long to wait for the death that explains it.
 CULPRIT_SECONDS = 0.3
 # An agent that takes longer to stop its trainer is given up.
 STOP_SECONDS = 15.0
-HEAR_OUT_TURN_SECONDS = 0.5
-# Kinds of failure whose message is a sentence that needs no exception's name before it.
-SAY_ALL = frozenset(
+LAST_REPORTS_TURN_SECONDS = 0.5
+# Kinds of failure whose message is a complete sentence, without the name of an exception.
+SENTENCE_KINDS = frozenset(
     {"no_shared_memory", "bad_data", "bad_checkpoint", "unreadable_checkpoint", "not_saved", "not_finite", "spike"}
     | {"device_lost"}
 )
@@ -80,7 +80,7 @@ class RunningGeneration:
         self._alongside.append(asyncio.create_task(work))
 
     def lose(self, rank: int, why: str) -> None:
-        """Give up the agent of `rank`, which `why` says about it, unless its end is known already."""
+        """Give up the agent of `rank` for the reason `why`, unless its end is known already."""
         if self._watchers[rank].done():
             return
         self._watchers[rank].cancel()
@@ -98,7 +98,7 @@ class RunningGeneration:
 
     @property
     def culprit(self) -> Death:
-        """The death behind it all; a lost connection where no process has died."""
+        """The death that caused the others; a lost connection if no process has died."""
         return culprit_of([*self.deaths, *self._peers_lost])
 
     async def wait(self, *signals: asyncio.Event) -> None:
@@ -119,7 +119,7 @@ class RunningGeneration:
                 wait.cancel()
 
     async def wait_for_culprit(self) -> None:
-        """After a death that is only a consequence, give the death behind it a moment to be seen."""
+        """After a death that is only a consequence, wait a moment for the death that caused it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CULPRIT_SECONDS):
                 while self.culprit.kind == "peer_lost" and self._running():
@@ -127,8 +127,8 @@ class RunningGeneration:
                     await self._changed.wait()
 
     async def rest(self, grace: float, patience: float = 0.0) -> None:
-        """Bring every trainer that still runs to rest, and hear what each of them said before. They finish the step
-        under way first, if that takes no more than `patience` seconds: all rest at the same committed step then. One
+        """Bring every trainer that still runs to rest, and handle what each of them reported before. They finish the
+        step in progress first, if that takes at most `patience` seconds: then all rest at the same committed step. One
         that takes longer than `grace` seconds after that is killed."""
         running = [agent for agent, watcher in zip(self.agents, self._watchers, strict=True) if not watcher.done()]
         await self._end_all(
@@ -136,7 +136,7 @@ class RunningGeneration:
         )
 
     async def stop(self) -> None:
-        """Kill every trainer, and hear what each of them said before it ended."""
+        """Kill every trainer, and handle what each of them reported before it ended."""
         await self._end_all(self.agents, lambda agent: agent.stop(), STOP_SECONDS)
 
     async def _end_all(self, agents: Sequence[AgentClient | None], ask: Question, seconds: float) -> None:
@@ -144,19 +144,19 @@ class RunningGeneration:
         for task in self._alongside:
             task.cancel()
         await asyncio.gather(*(self._ask(ask, agent, seconds) for agent in agents))
-        await self._hear_out(STOP_SECONDS)
+        await self._receive_last_reports(STOP_SECONDS)
         self._raise_errors()
         for rank, watcher in enumerate(self._watchers):
             if not watcher.done():
                 self._note_death(Death(rank, "agent_lost", message="has an agent that does not answer"))
         await self.close()
 
-    async def _hear_out(self, seconds: float) -> None:
-        """Wait until all ranks have said their last, `seconds` at most: time in which a report is being stored, which
-        is the database's and no agent's, does not count."""
+    async def _receive_last_reports(self, seconds: float) -> None:
+        """Wait until the last report of every rank is handled, at most `seconds`, not counting time in which reports
+        are being stored: the database needs that, not an agent."""
         while seconds > 0 and self._running():
             began, storing = time.monotonic(), bool(self._handling)
-            await asyncio.wait(self._running(), timeout=min(seconds, HEAR_OUT_TURN_SECONDS))
+            await asyncio.wait(self._running(), timeout=min(seconds, LAST_REPORTS_TURN_SECONDS))
             if not (storing or self._handling):
                 seconds -= time.monotonic() - began
 
@@ -202,8 +202,8 @@ class RunningGeneration:
                     return
 
     async def _next_reports(self, rank: int, agent: AgentClient) -> list[Report]:
-        """Raises AgentError, AgentSilent where it does not answer when it is asked once more: the first time it may be
-        this process that stood still."""
+        """Raises AgentError; AgentSilent if it does not answer a second request either: after the first, this process
+        itself may have been delayed."""
         after = self._after.get(rank, 0)
         try:
             async with asyncio.timeout(self._poll_seconds + ANSWER_SECONDS) as self._polls[rank]:
@@ -217,7 +217,7 @@ class RunningGeneration:
         return () if self._kept is None else ((rank, *self._kept(rank)),)
 
     def _expect_the_end(self) -> None:
-        """A rank has finished, and the others are about to: from now on none of them is silent for long."""
+        """A rank has finished, and the others are about to: from now on all are asked frequently."""
         self._poll_seconds = POLL_SECONDS
         soon = asyncio.get_running_loop().time() + POLL_SECONDS + ANSWER_SECONDS
         for poll in self._polls.values():
@@ -247,7 +247,7 @@ class RunningGeneration:
         return False
 
     def _note_stall(self, rank: int, status: TrainerStatus, at: float) -> None:
-        """A rank stands still for longer than it may, or moves on."""
+        """A rank is overdue, or no longer."""
         if status.overdue:
             self._stalled_since[rank] = at - status.standing_seconds
         else:
@@ -265,12 +265,12 @@ class RunningGeneration:
             self._changed.set()
         elif failure is not None:
             message = f"failed with {failure.exception}: {failure.message}"
-            if failure.kind in SAY_ALL:
+            if failure.kind in SENTENCE_KINDS:
                 message = failure.message
             text = failure.traceback
             self._note_death(Death(rank, failure.kind, failure.step, failure.exception, message, text, failure.at))
         elif reason is not None:
-            since = self._stalled_since.get(rank, at)  # it has been of no use for longer than it has been dead
+            since = self._stalled_since.get(rank, at)  # the failure began when it stopped making progress
             self._note_death(Death(rank, reason.kind, message=reason.message, at=since))
         else:
             kind = "stopped" if self._stopping else "killed"

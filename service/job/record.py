@@ -39,7 +39,7 @@ T = TypeVar("T")
 Outcome = Mapping[str, Any]
 """How a job ends: `state`, `reason`, `message`."""
 
-NO_ROOM = "nodes_to_be_left"
+NODES_TO_BE_LEFT = "nodes_to_be_left"
 """The reason code of a job that waits, or is about to wait, because its nodes are being drained and there is no room
 elsewhere."""
 
@@ -248,7 +248,7 @@ class JobRecord:
 
         def note(session: Session) -> None:
             if can(JobState(jobs.get(session, self.id, lock=True).state), JobState.RESIZING):
-                jobs.transition(session, self.id, JobState.RESIZING, NO_ROOM, why)
+                jobs.transition(session, self.id, JobState.RESIZING, NODES_TO_BE_LEFT, why)
 
         await self.write(note)
 
@@ -264,8 +264,8 @@ class JobRecord:
             if job.state == JobState.PAUSING:
                 return _pause(session, job)
             if job.state == JobState.RUNNING:  # it has gone through another generation since it was to leave
-                jobs.transition(session, self.id, JobState.RESIZING, NO_ROOM, why)
-            jobs.transition(session, self.id, JobState.QUEUED, NO_ROOM, why)
+                jobs.transition(session, self.id, JobState.RESIZING, NODES_TO_BE_LEFT, why)
+            jobs.transition(session, self.id, JobState.QUEUED, NODES_TO_BE_LEFT, why)
             return True
 
         return await self.write(queue)

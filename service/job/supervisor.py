@@ -41,7 +41,7 @@ from service.job.launch import STARTING, LaunchFailed, finish_launch, launch_gen
 from service.job.leave import ask_to_save, keep_time, leave
 from service.job.lost_agents import place_all, replace_lost
 from service.job.planning import plan_generation
-from service.job.record import NO_ROOM
+from service.job.record import NODES_TO_BE_LEFT
 from service.job.resize_and_drain import ElasticityPlanner
 from service.job.resume import known_checkpoints
 from service.job.time_to_rest import time_to_rest
@@ -176,7 +176,7 @@ class Supervisor:
             self._job.leaving.set()
             if outcome is not None or self._unlaunched:
                 return Leave()
-        if job.state == JobState.RESIZING and job.reason == NO_ROOM:
+        if job.state == JobState.RESIZING and job.reason == NODES_TO_BE_LEFT:
             self._job.wait_in_queue(job.message or "")
         elif outcome is not None and outcome["state"] == JobState.QUEUED and job.state != JobState.STARTING:
             self._job.wait_in_queue(outcome["message"])
@@ -444,8 +444,8 @@ class Supervisor:
 
     def _dismiss_departing(self) -> None:
         departing, self._job.departing = self._job.departing, []
-        for people in departing:
-            self._in_background(self._gang.dismiss(people))
+        for agents in departing:
+            self._in_background(self._gang.dismiss(agents))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         self._background_tasks.start(work, f"beside {self._job.id}")

@@ -42,12 +42,12 @@ REACH_SECONDS = 20.0
 """Seconds after which a port that does not accept a connection counts as closed: kernels accept connections for busy
 processes."""
 DISBELIEF_SECONDS = 10.0
-"""How long another process's words may be in the place of a rank's address before the reader gives up."""
+"""How long an entry of another process may stand in place of a rank's address before the reader gives up."""
 _HELLO = struct.Struct(f"<QQ{NONCE_BYTES}s")  # generation, rank, nonce
 _BACKLOG = 4096
 # How often a rank that waits for connections checks whether its generation is over: nothing else can wake it there.
 _LOOK = timedelta(seconds=0.1)
-_SAY_AGAIN_SECONDS = 1.0
+_REPUBLISH_SECONDS = 1.0
 
 
 class _HungUp(Exception):
@@ -59,33 +59,33 @@ class _Conversation:
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
-        self._heard = b""
+        self._received = b""
         connection.setblocking(False)
 
-    def _hear(self, size: int) -> bytes | None:
+    def _receive(self, size: int) -> bytes | None:
         """The next `size` bytes; None until all have arrived. Raises _HungUp."""
-        while len(self._heard) < size:
+        while len(self._received) < size:
             try:
-                more = self.connection.recv(size - len(self._heard))
+                more = self.connection.recv(size - len(self._received))
             except BlockingIOError:
                 return None
             except OSError as error:
                 raise _HungUp(error.strerror or str(error)) from error
             if not more:
                 raise _HungUp("it closed the connection")
-            self._heard += more
-        heard, self._heard = self._heard, b""
-        return heard
+            self._received += more
+        received, self._received = self._received, b""
+        return received
 
-    def _say(self, words: bytes) -> None:
-        """Sends few bytes, which the kernel accepts at once. Raises _HungUp, BlockingIOError without a connection."""
+    def _send(self, message: bytes) -> None:
+        """Send a few bytes, which the kernel accepts at once. Raises _HungUp, BlockingIOError without a connection."""
         try:
-            count = self.connection.send(words)
+            count = self.connection.send(message)
         except BlockingIOError:
             raise
         except OSError as error:
             raise _HungUp(error.strerror or str(error)) from error
-        if count < len(words):
+        if count < len(message):
             raise _HungUp("it does not listen")
 
 
@@ -108,30 +108,30 @@ class _Call(_Conversation):
         if number not in (0, errno.EINPROGRESS):
             raise self.unreached(os.strerror(number))
         with contextlib.suppress(BlockingIOError):
-            self._or_lost(lambda: self._say(_HELLO.pack(self._secret.generation, self._rank, self._nonce)))
+            self._or_lost(lambda: self._send(_HELLO.pack(self._secret.generation, self._rank, self._nonce)))
             self.greeted = True
 
     def unreached(self, why: str) -> PeerLost:
         """The error if the connection is not accepted."""
         return PeerLost(f"rank {self.peer} cannot be reached at {self._address} from {self._here}: {why}")
 
-    def go_on(self) -> bool:
+    def proceed(self) -> bool:
         """Whether both ends are authenticated. Raises PeerLost."""
-        return self._or_lost(self._go_on)
+        return self._or_lost(self._continue)
 
-    def _go_on(self) -> bool:
-        answer = self._hear(NONCE_BYTES + PROOF_BYTES)
+    def _continue(self) -> bool:
+        answer = self._receive(NONCE_BYTES + PROOF_BYTES)
         if answer is None:
             return False
         nonces = (self._nonce.hex(), answer[:NONCE_BYTES].hex())
         if not self._secret.proves(answer[NONCE_BYTES:], "called", self.peer, self._rank, *nonces):
             raise PeerLost(f"what answers at {self._address} is not rank {self.peer}: it does not know the secret")
-        self._say(self._secret.proof("caller", self.peer, self._rank, *nonces))
+        self._send(self._secret.proof("caller", self.peer, self._rank, *nonces))
         return True
 
-    def _or_lost(self, talk: Callable[[], bool | None]) -> bool:
+    def _or_lost(self, exchange: Callable[[], bool | None]) -> bool:
         try:
-            return bool(talk())
+            return bool(exchange())
         except _HungUp as error:
             raise PeerLost(f"rank {self.peer} is gone: {error}") from error
 
@@ -146,17 +146,17 @@ class _Caller(_Conversation):
         self._nonces = ("", "")
         self.since = time.monotonic()
 
-    def go_on(self, awaited: set[int]) -> int | None:
+    def proceed(self, awaited: set[int]) -> int | None:
         """The rank of `awaited` that it is, once it has proved that; None until then. Raises _HungUp."""
         if self._peer < 0:
-            hello = self._hear(_HELLO.size)
+            hello = self._receive(_HELLO.size)
             if hello is None:
                 return None
             generation, peer, nonce = _HELLO.unpack(hello)
             if generation != self._secret.generation or peer not in awaited:
                 raise _HungUp("a process of another generation, or one that is not expected")
             self._answer(peer, nonce)
-        proof = self._hear(PROOF_BYTES)
+        proof = self._receive(PROOF_BYTES)
         if proof is None:
             return None
         proved = self._secret.proves(proof, "caller", self._rank, self._peer, *self._nonces)
@@ -167,7 +167,7 @@ class _Caller(_Conversation):
     def _answer(self, peer: int, nonce: bytes) -> None:
         own = secrets.token_bytes(NONCE_BYTES)
         self._peer, self._nonces = peer, (nonce.hex(), own.hex())
-        self._say(own + self._secret.proof("called", self._rank, peer, *self._nonces))
+        self._send(own + self._secret.proof("called", self._rank, peer, *self._nonces))
 
 
 class Meeting:
@@ -190,7 +190,7 @@ class Meeting:
         self._is_over, self._progress = is_over, progress
         self._below = sorted(peer for peer in peers if peer < rank)
         self._awaited = {peer for peer in peers if peer > rank}
-        self._address, self._say_again_at = "", 0.0
+        self._address, self._republish_at = "", 0.0
         self._calls: set[_Call] = set()
         self._callers: dict[_Caller, None] = {}  # the oldest first
         self._met: dict[int, socket.socket] = {}
@@ -202,13 +202,13 @@ class Meeting:
         try:
             with self._selector, listen(self._host, self._ports, _BACKLOG) as listener:
                 self._address = f"{self._host}:{listener.getsockname()[1]}"
-                self._say_where()
+                self._publish_address()
                 # All addresses are read before the first connection: ranks that connect here must not be kept waiting.
                 for peer, address in [(peer, self._address_of(peer)) for peer in self._below]:
                     self._call(peer, address)
                 listener.setblocking(False)
                 self._selector.register(listener, selectors.EVENT_READ)
-                self._talk(listener)
+                self._handle_connections(listener)
         except BaseException:
             for connection in self._met.values():
                 connection.close()
@@ -218,32 +218,33 @@ class Meeting:
                 conversation.connection.close()
         return self._met
 
-    def _say_where(self) -> None:
+    def _publish_address(self) -> None:
         """Publish in the store where this rank listens: repeatedly, since others may write there too."""
         proof = self._secret.proof("address", self._rank, self._address).decode()
         self._store.set(f"address/{self._rank}", f"{self._address} {proof}")
-        self._say_again_at = time.monotonic() + _SAY_AGAIN_SECONDS
+        self._republish_at = time.monotonic() + _REPUBLISH_SECONDS
 
-    def _keep_saying_where(self) -> None:
-        if time.monotonic() >= self._say_again_at:
+    def _republish_address(self) -> None:
+        if time.monotonic() >= self._republish_at:
             with contextlib.suppress(RuntimeError):  # if the store is gone, those that still need it will notice
-                self._say_where()
+                self._publish_address()
 
     def _address_of(self, peer: int) -> str:
-        """The address that `peer` has published. Anything that others have written in its place is waited out."""
+        """The address that `peer` has published; waits while something that others have written is in its place. Raises
+        PeerLost."""
         key, disbelieved = f"address/{peer}", 0.0
         while True:
             self._raise_if_over()
-            self._keep_saying_where()
+            self._republish_address()
             self._progress.waits_for(peer, CONNECTING_CHANNEL, sending=False)
             try:
                 self._store.wait([key], _LOOK)
                 address, _, proof = self._store.get(key).partition(b" ")
             except dist.DistStoreError:  # not there yet
                 continue
-            said = address.decode(errors="replace")
-            if self._secret.proves(proof, "address", peer, said):
-                return said
+            text = address.decode(errors="replace")
+            if self._secret.proves(proof, "address", peer, text):
+                return text
             if disbelieved > DISBELIEF_SECONDS:
                 raise PeerLost(f"the address of rank {peer} in the rendezvous store was not written by it")
             time.sleep(_LOOK.total_seconds())
@@ -253,18 +254,18 @@ class Meeting:
         if self._is_over():
             raise PeerLost("this generation is over")
 
-    def _talk(self, listener: socket.socket) -> None:
+    def _handle_connections(self, listener: socket.socket) -> None:
         while self._awaited or self._calls:
             self._raise_if_over()
-            self._keep_saying_where()
+            self._republish_address()
             self._progress.waits_for(self._missing(), CONNECTING_CHANNEL, sending=False)
             for key, _ in self._selector.select(_LOOK.total_seconds()):
                 if key.fileobj is listener:
                     self._accept(listener)
                 elif isinstance(key.data, _Call):
-                    self._go_on_with_call(key.data)
+                    self._proceed_with_call(key.data)
                 elif key.data in self._callers:  # otherwise it was just closed to make room
-                    self._go_on_with_caller(key.data)
+                    self._proceed_with_caller(key.data)
             self._turn_away_the_slow()
             self._give_up_the_unreached()
 
@@ -283,12 +284,12 @@ class Meeting:
         call.greet()  # on the same machine the connection is established at once
         self._selector.register(call.connection, selectors.EVENT_READ if call.greeted else selectors.EVENT_WRITE, call)
 
-    def _go_on_with_call(self, call: _Call) -> None:
+    def _proceed_with_call(self, call: _Call) -> None:
         if not call.greeted:
             call.greet()
             if call.greeted:
                 self._selector.modify(call.connection, selectors.EVENT_READ, call)
-        elif call.go_on():
+        elif call.proceed():
             self._selector.unregister(call.connection)
             self._calls.discard(call)
             self._met[call.peer] = call.connection
@@ -302,11 +303,11 @@ class Meeting:
         self._selector.register(caller.connection, selectors.EVENT_READ, caller)
         if len(self._callers) > len(self._awaited) + MOST_UNAUTHENTICATED:
             self._turn_away(next(iter(self._callers)))
-        self._go_on_with_caller(caller)  # its greeting may have arrived already
+        self._proceed_with_caller(caller)  # its greeting may have arrived already
 
-    def _go_on_with_caller(self, caller: _Caller) -> None:
+    def _proceed_with_caller(self, caller: _Caller) -> None:
         try:
-            peer = caller.go_on(self._awaited)
+            peer = caller.proceed(self._awaited)
         except _HungUp:
             self._turn_away(caller)
             return

@@ -40,7 +40,7 @@ class _Worker:
     begun: Counts = field(default_factory=Counts)
     """Progress with its present shard."""
     cpu_seconds: float = 0.0
-    heard: bytes = b""
+    received: bytes = b""
     """Incomplete last line."""
 
     @property
@@ -58,7 +58,7 @@ class _Worker:
     def lines(self) -> list[bytes] | None:
         """Messages since the last call; None at the end of the process."""
         content = os.read(self.answers.fileno(), 2**16)
-        *lines, self.heard = (self.heard + content).split(b"\n")
+        *lines, self.received = (self.received + content).split(b"\n")
         return lines if content else None
 
 
@@ -104,8 +104,8 @@ class _Work:
             self._start()
         while len(self._results) < len(self._shards):
             for key, _ in self._selector.select(LOOK_SECONDS):
-                self._hear(key.data)
-            self._look()
+                self._receive(key.data)
+            self._check_cpu_time()
         return self._results
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class _Work:
         self._tries[number] += 1
         worker.ask({"shard": number, "sections": [asdict(section) for section in self._shards[number]]})
 
-    def _hear(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         lines = worker.lines()
         if lines is None:
             self._ended(worker)
@@ -167,15 +167,15 @@ class _Work:
         if self._tries[worker.shard] >= MOST_TRIES or worker.process.returncode >= 0:
             raise DataError(
                 f"the process that tokenizes {sections[0].path} ended with exit code {worker.process.returncode}, "
-                "perhaps for want of memory"
+                "perhaps for lack of memory"
             )
         self._done.bytes -= worker.begun.bytes
         self._done.tokens -= worker.begun.tokens
         self._waiting.append(worker.shard)
         self._start()
 
-    def _look(self) -> None:
-        """Whether any of them uses CPU time, if none reports progress."""
+    def _check_cpu_time(self) -> None:
+        """Count CPU time of any of them as progress, since a large shard takes long without a message."""
         for worker in self._workers:
             state = process_state(worker.process.pid)
             if state is not None and state.cpu_seconds > worker.cpu_seconds:

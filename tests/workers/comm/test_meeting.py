@@ -169,7 +169,7 @@ def test_caller_that_has_just_made_room_for_another_is_asked_nothing_more():
         room._selector = OneLook(room._selector, keys)
         room._is_over = lambda: not room._selector.looks
         with pytest.raises(PeerLost, match="is over"):
-            room._talk(listener)
+            room._handle_connections(listener)
         assert oldest not in room._callers
         for caller in room._callers:
             caller.connection.close()
@@ -217,7 +217,7 @@ FORGED = {
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
 def test_an_address_that_is_not_the_ranks_own_words_is_waited_out(monkeypatch, stranger, forge):
     """The rank goes on saying where it is."""
-    monkeypatch.setattr(meeting, "_SAY_AGAIN_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_REPUBLISH_SECONDS", 0.2)
     store = dist.HashStore()
 
     def body(rank: int) -> Links:
@@ -246,7 +246,7 @@ class VanishingStore:
 
 def test_a_store_that_is_gone_is_missed_by_nobody_who_has_no_need_of_it(monkeypatch):
     """Its owner may have died; whoever still looks for an address finds that out."""
-    monkeypatch.setattr(meeting, "_SAY_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(meeting, "_REPUBLISH_SECONDS", 0.0)
     store = dist.HashStore()
     assert they_train(*run_threads(2, lambda rank: rank_links(rank, store if rank else VanishingStore(store))))
 

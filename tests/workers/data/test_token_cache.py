@@ -222,7 +222,7 @@ def test_a_shard_that_kills_every_process_is_no_endless_task(tmp_path, file, mon
         worker.process.kill()
 
     monkeypatch.setattr(token_processes._Work, "_give_next", give)
-    with pytest.raises(DataError, match=r"tokenizes .*a.jsonl ended with exit code -9, perhaps for want of memory"):
+    with pytest.raises(DataError, match=r"tokenizes .*a.jsonl ended with exit code -9, perhaps for lack of memory"):
         make(tmp_path / "cache", [jsonl(tmp_path)], file)
 
 
