@@ -15,6 +15,10 @@ class ModelError(MantaError):
     """A model cannot be computed; the message names the entry point of a custom model, or what no kernel supports."""
 
 
+class DataNotStored(DataError):
+    """What is made of the corpus cannot be stored now; the message names the folder. It may be possible later."""
+
+
 class WeightsError(DataError):
     """A folder of weights cannot be used; the message names the file, and the tensor or key."""
 

@@ -124,9 +124,9 @@ def decide(
 
 
 def _is_waited_out(failure: PastFailure) -> bool:
-    """Whether a failure is of the storage alone: a checkpoint that cannot be read at the moment, or a last one that
-    cannot be saved in a generation that had nothing else left to do. One that had trained first does count, since
-    without snapshots its steps are repeated each time."""
+    """Whether a failure is of the storage alone: a checkpoint that cannot be read at the moment, a last one that cannot
+    be saved in a generation that had nothing else left to do, or tokens that cannot be stored before the first step.
+    One that had trained first does count, since without snapshots its steps are repeated each time."""
     return failure.kind == UNREADABLE or (failure.kind == NOT_SAVED and not failure.progressed)
 
 

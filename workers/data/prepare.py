@@ -295,7 +295,8 @@ def _bounds(row: IndexedTokens, files: Sequence[CorpusFile], cache: Path | None,
             return int(said["lowest"]), int(said["highest"])
         except (OSError, ValueError, KeyError, TypeError):
             lowest, highest = _scan(row, watcher)
-            write_json(path, {"lowest": lowest, "highest": highest, "prefix": row.prefix})
+            with contextlib.suppress(OSError):  # a full disk: the next start reads the dataset again
+                write_json(path, {"lowest": lowest, "highest": highest, "prefix": row.prefix})
             return lowest, highest
 
 

@@ -34,7 +34,7 @@ from workers.data.sources import CorpusFile, in_words
 from workers.data.token_process import Order, ShardResult
 from workers.data.token_processes import Counts, tokenize_shards
 from workers.data.tokenizer import Tokenizer
-from workers.errors import DataError
+from workers.errors import DataError, DataNotStored
 
 if TYPE_CHECKING:
     from workers.data.chat_template import ChatTemplate
@@ -111,13 +111,14 @@ def dtype_for(vocabulary: int) -> str:
 
 @contextmanager
 def locked(folder: Path, watcher: Watcher) -> Iterator[None]:
-    """Create `folder` and hold its lock, waiting while another process holds it. Raises DataError if the folder cannot
-    be created or locked."""
+    """Create `folder` and hold its lock, waiting while another process holds it. Raises DataNotStored if the folder
+    cannot be created, DataError if its file system has no locks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise DataError(f"the tokens cannot be kept in {folder} ({error.strerror}): make it writable") from error
+        what = f"the tokens cannot be kept in {folder} ({error.strerror}): make it writable"
+        raise DataNotStored(what) from error
     try:
         _wait_for(descriptor, folder, watcher)
         with suppress(OSError):  # a full disk: then others do not know which process it is
@@ -157,7 +158,7 @@ def cached_tokens(
     watcher: Watcher = SILENT,
 ) -> tuple[IndexedTokens, TokenInfo, bool]:
     """The tokens of `files`, created if missing, and whether this process created them. `trained`: the file of a
-    trained tokenizer. Raises DataError."""
+    trained tokenizer. Raises DataError, DataNotStored."""
     description = describe(files, data, tokenizer)
     folder = root / key_of(description)
     info = read_info(folder)
@@ -169,7 +170,7 @@ def cached_tokens(
             try:
                 info, made = _make(folder, description, files, data, tokenizer, trained, watcher), True
             except OSError as error:
-                raise DataError(f"the tokens cannot be kept in {folder} ({error.strerror or error})") from error
+                raise DataNotStored(f"the tokens cannot be kept in {folder} ({error.strerror or error})") from error
         return IndexedTokens(folder / TOKENS, (info.dtype, info.tokens)), info, made
 
 

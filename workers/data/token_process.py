@@ -2,9 +2,9 @@
 starts it (`token_processes.py`), and ends together with that.
 
 Its stdin has the `Order` and then one shard per line, `{"shard", "sections"}`; its stdout has lines of JSON: its
-progress, `{"bytes", "tokens"}`, and at the shard's end its `ShardResult`, or `{"error"}` and then nothing more. A shard
-has three files, one of conversations four (with marks: a byte per token, 1 if it is learned). The last one exists when
-the others are complete; all are written under a temporary name first.
+progress, `{"bytes", "tokens"}`, and at the shard's end its `ShardResult`, or `{"error"}` or `{"not_stored"}` and then
+nothing more. A shard has three files, one of conversations four (with marks: a byte per token, 1 if it is learned). The
+last one exists when the others are complete; all are written under a temporary name first.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main(parent: int, requests: IO[str], answers: IO[str]) -> int:
         answer({"error": str(error)})
         return 1
     except OSError as error:
-        answer({"error": f"cannot write tokens: {error.filename or order.folder} ({error.strerror or error})"})
+        answer({"not_stored": f"cannot write tokens: {error.filename or order.folder} ({error.strerror or error})"})
         return 1
     return 0
 

@@ -27,7 +27,7 @@ from workers.data.shards import Section, Shard, shards_of
 from workers.data.sources import CorpusFile, in_words
 from workers.data.token_cache import FORMAT, Watcher, describe, key_of, locked
 from workers.data.tokenizer import FILE_NAME, ByteTokenizer, library
-from workers.errors import DataError
+from workers.errors import DataError, DataNotStored
 from workers.liveness.process_state import process_state
 from workers.system.parent_death import ParentDeathSignal
 
@@ -132,14 +132,17 @@ def _run(order: dict[str, Any], watcher: Watcher) -> None:
         finally:
             process.kill()
         said = process.stdout.read() if process.stdout is not None else ""
-    if said:
-        raise DataError(json.loads(said)["error"])
+    answer = json.loads(said) if said else {}
+    if "not_stored" in answer:
+        raise DataNotStored(answer["not_stored"])
+    if answer:
+        raise DataError(answer["error"])
     if process.returncode:
         raise DataError(f"the process that trains the tokenizer ended with exit code {process.returncode}")
 
 
 def main(parent: int, order: dict[str, Any]) -> int:
-    """Carry out an order; errors are written to stdout as `{"error"}`."""
+    """Carry out an order; errors are written to stdout as `{"error"}` or `{"not_stored"}`."""
     ParentDeathSignal().arm(parent)
     files = [CorpusFile(path, size) for path, size in zip(order["files"], order["sizes"], strict=True)]
     try:
@@ -149,7 +152,7 @@ def main(parent: int, order: dict[str, Any]) -> int:
         return 1
     except OSError as error:
         where = error.filename or order["path"]
-        print(json.dumps({"error": f"the tokenizer cannot be kept: {where} ({error.strerror or error})"}))
+        print(json.dumps({"not_stored": f"the tokenizer cannot be kept: {where} ({error.strerror or error})"}))
         return 1
     return 0
 

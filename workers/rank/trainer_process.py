@@ -32,6 +32,7 @@ from workers.errors import (
     CheckpointError,
     CheckpointNotSaved,
     DataError,
+    DataNotStored,
     DeviceLost,
     NonFiniteError,
     PeerLost,
@@ -84,6 +85,7 @@ STORE_TIMEOUT = timedelta(seconds=20)
 _KINDS: dict[type[BaseException], str] = {
     PeerLost: "peer_lost",
     SharedMemoryError: "no_shared_memory",
+    DataNotStored: "not_saved",
     DataError: "bad_data",
     NonFiniteError: "not_finite",
     SpikeError: "spike",

@@ -187,6 +187,25 @@ def test_job_is_held_for_a_checkpoint_too_of_which_nobody_heard_that_it_is_compl
     assert states(job) == ["complete"]
 
 
+def test_tokens_that_cannot_be_stored_are_waited_for_without_end_and_the_job_says_so(two_replicas, cluster):
+    job = two_replicas(cluster, recovery={"max_restarts": 1})
+
+    async def body():
+        await job.start()
+        for generation in (1, 2, 3, 4):
+            await job.watched(generation)
+            job.ranks[0].fail("not_saved", 1, "the tokens cannot be kept in /cache (No space left on device)")
+        await job.watched(5)
+        await job.finish()
+
+    story(body)
+    assert job.message("held") == (
+        "held until this is possible: the tokens cannot be kept in /cache (No space left on device). "
+        f"`manta cancel {job.id}` ends it"
+    )
+    assert (job.row.state, job.log.count("held")) == ("SUCCEEDED", 1)
+
+
 @pytest.mark.parametrize("trouble", ["the folder is gone", "an error"])
 def test_job_that_has_succeeded_has_whatever_its_checkpoints_say(job, monkeypatch, trouble):
     async def body():

@@ -22,13 +22,13 @@ import pytest
 from tokenizer_files import TEXT, byte_level, plain_tokens, sentence_piece_like
 
 from workers.config import DataConfig
-from workers.data import shards, token_processes
+from workers.data import shards, token_cache, token_process, token_processes
 from workers.data.corpus_record import with_heads
 from workers.data.indexed_dataset import read_index
 from workers.data.sources import corpus_files
 from workers.data.token_cache import Watcher, cached_tokens, locked, read_info
 from workers.data.tokenizer import open_tokenizer
-from workers.errors import DataError
+from workers.errors import DataError, DataNotStored
 
 DOCUMENTS = ["".join(TEXT[n : n + 7]) for n in range(0, 280, 7)] + ["x", "end"]
 
@@ -60,6 +60,10 @@ def file(tmp_path_factory) -> Path:
 @pytest.fixture
 def many_shards(monkeypatch):
     monkeypatch.setattr(shards, "SHARD_BYTES", 4000)
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def jsonl(folder: Path, documents=DOCUMENTS, name="a.jsonl") -> Path:
@@ -181,7 +185,7 @@ def test_what_is_wrong_with_a_document_ends_the_work_and_is_said(tmp_path, file,
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, file):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(DataError, match=rf"the tokens cannot be kept in {tmp_path / 'cache'}"):
+    with pytest.raises(DataNotStored, match=rf"the tokens cannot be kept in {tmp_path / 'cache'}"):
         make(tmp_path / "cache", [jsonl(tmp_path)], file)
 
 
@@ -196,6 +200,24 @@ def test_a_file_system_without_locks_is_named_and_a_full_one_can_be_locked(tmp_p
     expected = r"cannot be locked \(No locks available\): set MANTA_TOKEN_CACHE to"
     with pytest.raises(DataError, match=expected), locked(tmp_path / "cache", RecordingWatcher()):
         pass
+
+
+def test_tokens_that_a_full_disk_does_not_take_may_be_stored_later(tmp_path, file, monkeypatch):
+    cannot = r"the tokens cannot be kept in .* \(No space left on device\)"
+    with monkeypatch.context() as patch, pytest.raises(DataNotStored, match=cannot):
+        patch.setattr(token_cache, "write_index", full)
+        make(tmp_path / "cache", [jsonl(tmp_path)], file)
+    assert make(tmp_path / "cache", [tmp_path / "a.jsonl"], file)[2]
+
+
+def test_a_process_that_cannot_write_its_shard_says_so(tmp_path, file):
+    config = DataConfig(source="jsonl", paths=[str(jsonl(tmp_path))], tokenizer=str(file))
+    order = token_process.Order(
+        config.model_dump(mode="json"), None, open_tokenizer(config).digest, "uint16", str(tmp_path / "none"), None
+    )
+    (shard,) = shards.shards_of(corpus_files(config), config, True)
+    with pytest.raises(DataNotStored, match=r"cannot write tokens: .*/none/"):
+        token_processes.tokenize_shards(order, {0: shard}, lambda: None, lambda counts: None, 1)
 
 
 def test_a_process_that_is_killed_is_replaced(tmp_path, file, many_shards, monkeypatch):

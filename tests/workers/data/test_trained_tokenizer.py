@@ -16,7 +16,7 @@ from workers.data.corpus_record import with_heads
 from workers.data.sources import CorpusFile, corpus_files
 from workers.data.token_cache import Watcher
 from workers.data.tokenizer import open_tokenizer
-from workers.errors import DataError
+from workers.errors import DataError, DataNotStored
 
 
 class RecordingWatcher(Watcher):
@@ -120,7 +120,7 @@ def test_a_process_that_cannot_do_it_is_a_sentence(tmp_path, corpus, monkeypatch
         "data": DataConfig(source="text", paths=[str(corpus)], tokenizer="bpe").model_dump(mode="json"),
         "files": [str(corpus)], "sizes": [corpus.stat().st_size], "path": str(tmp_path / "none" / "tokenizer.json"),
     }  # fmt: skip
-    with pytest.raises(DataError, match=r"the tokenizer cannot be kept: .*/none/.* \(No such file or directory\)"):
+    with pytest.raises(DataNotStored, match=r"the tokenizer cannot be kept: .*/none/.* \(No such file or directory\)"):
         module._run(order, RecordingWatcher())
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
     with pytest.raises(DataError, match="the process that trains the tokenizer ended with exit code 1"):
