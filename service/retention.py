@@ -95,6 +95,8 @@ def has_newer_files(paths: Paths, job_id: str, moment: float) -> bool:
     folder, checkpoints, logs = paths.job_folder(job_id), paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
     elsewhere = [place for place in (checkpoints, logs) if place is not None and place.parent != folder]
     try:
+        if any(isinstance(place, Path) and _are_all_away(place.parent) for place in elsewhere):
+            return True
         times = [newest for place in elsewhere if (newest := files_of(place).newest(place)) is not None]
     except OSError:
         return True
@@ -108,7 +110,7 @@ def written_since(folder: Path, moment: float) -> bool:
     as unchanged only if its siblings exist: the folder of all of them may be unmounted."""
     try:
         if not os.path.lexists(folder):
-            return not any(folder.parent.iterdir())
+            return _are_all_away(folder)
         if folder.lstat().st_mtime > moment:
             return True
         for place, folders, files in os.walk(folder, onerror=_raise):
@@ -117,6 +119,12 @@ def written_since(folder: Path, moment: float) -> bool:
     except OSError:
         return True
     return False
+
+
+def _are_all_away(folder: Path) -> bool:
+    """Whether neither `folder` nor any of its siblings is there. Raises OSError, also if the folder of all of them is
+    missing."""
+    return not os.path.lexists(folder) and not any(folder.parent.iterdir())
 
 
 def _raise(error: OSError) -> None:

@@ -260,6 +260,17 @@ def test_job_of_which_anything_is_newer_wherever_it_is_is_not_old(tmp_path, newe
     assert has_newer_files(paths, "j", time.time() - DAYS * DAY_SECONDS) is (newer is not None)
 
 
+def test_job_whose_checkpoints_are_away_together_with_all_others_is_not_old(tmp_path):
+    paths, moment = Paths.of(tmp_path / "home", tmp_path / "shared"), time.time() - DAYS * DAY_SECONDS
+    paths.job_folder("j").mkdir(parents=True)
+    os.utime(paths.job_folder("j"), (OLD, OLD))
+    assert has_newer_files(paths, "j", moment), "the file system is not mounted"
+    (tmp_path / "shared").mkdir()
+    assert has_newer_files(paths, "j", moment), "nor is it here"
+    paths.checkpoint_folder("other").mkdir(parents=True)
+    assert not has_newer_files(paths, "j", moment), "it never saved anything, or its checkpoints were removed by hand"
+
+
 def test_job_whose_store_does_not_answer_is_not_old(tmp_path, monkeypatch):
     paths = Paths.of(tmp_path / "home", logs=tmp_path / "logs")
     monkeypatch.setattr(LocalFiles, "newest", Mock(side_effect=OSError("no answer")))
