@@ -411,10 +411,12 @@ class Checkpointer:
         self._report("checkpoint_saved", save.step, f"checkpoint of step {save.step} is complete", data)
 
     def _prune(self, save: Save) -> None:
-        """Delete checkpoints that the completed save makes superfluous. Raises nothing."""
+        """Delete checkpoints that the completed save makes superfluous, and remains of earlier saves. Raises
+        nothing."""
         recovery = self.spec.recovery
         undoes = 2 * recovery.roll_back_steps if recovery.rolls_back else 0
-        for old in pruning.prune(self.folder, self.spec.checkpoint.keep, save.generation, undoes, self.began):
+        keep = self.spec.checkpoint.keep
+        for old in pruning.prune(self.folder, keep, save.generation, undoes, self.began, save.step):
             self._report("checkpoint_deleted", save.step, f"deleted {old.name}", {"path": str(old)})
 
     def _report(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:

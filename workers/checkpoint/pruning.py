@@ -16,10 +16,10 @@ from workers.storage.places import Place
 
 
 def to_prune(
-    listed: Sequence[ListedCheckpoint], keep: int, generation: int, undoes: int = 0, began: int = 0
+    listed: Sequence[ListedCheckpoint], keep: int, generation: int, undoes: int = 0, began: int = 0, step: int = 0
 ) -> list[ListedCheckpoint]:
-    """Of the checkpoints `listed`, in order of creation: all except the newest `keep` complete ones, and those of
-    generations before `generation` that are known to be incomplete.
+    """Of the checkpoints `listed`, in order of creation: all except the newest `keep` complete ones, and those known to
+    be incomplete that were begun before `step` of `generation`: remains of what could not be saved, or not be removed.
 
     `undoes`: number of steps that may yet be undone, with their checkpoints; one from before them is kept too, and the
     one that will replace it. `began`: no checkpoint of an earlier generation is deleted while any of those is complete
@@ -36,7 +36,7 @@ def to_prune(
     if all(each.condition is Condition.NOT_WHOLE for each in earlier):
         own = list(listed)
     not_whole = [each for each in own if each.condition is Condition.NOT_WHOLE]
-    return [*to_delete, *(each for each in not_whole if each.generation < generation)]
+    return [*to_delete, *(each for each in not_whole if (each.generation, each.step) < (generation, step))]
 
 
 def to_undo(listed: Sequence[ListedCheckpoint], step: int, began: int) -> list[ListedCheckpoint]:
@@ -45,9 +45,11 @@ def to_undo(listed: Sequence[ListedCheckpoint], step: int, began: int) -> list[L
     return [each for each in whole if each.step > step and each.generation >= began]
 
 
-def prune(folder: str | Place, keep: int, generation: int, undoes: int = 0, began: int = 0) -> list[Place]:
+def prune(
+    folder: str | Place, keep: int, generation: int, undoes: int = 0, began: int = 0, step: int = 0
+) -> list[Place]:
     """Delete what `to_prune` returns. Returns what was deleted; the rest stays."""
-    return _removed(to_prune(list_checkpoints(folder).checkpoints, keep, generation, undoes, began))
+    return _removed(to_prune(list_checkpoints(folder).checkpoints, keep, generation, undoes, began, step))
 
 
 def remove_after(folder: str | Place, step: int, began: int = 0) -> list[Place]:

@@ -406,13 +406,13 @@ def test_a_save_that_failed_leaves_nothing_that_would_keep_a_full_disk_full(trai
     assert [message.rpartition("; ")[2] for message in failed] == ["training continues", "it is tried again"]
 
 
-def test_what_a_later_generation_saves_takes_the_place_of_what_was_interrupted_before_it(trainer):
+def test_what_is_saved_takes_the_place_of_what_was_interrupted_or_failed_before_it(trainer):
     folder, trainer.comm.generation = trainer.state.checkpoints.folder, 2
-    interrupted, under_way = checkpoint_path(folder, 3, 1), checkpoint_path(folder, 4, 2)
-    for path in (interrupted, under_way):
+    interrupted, failed, under_way = (checkpoint_path(folder, *each) for each in ((3, 1), (1, 2), (4, 2)))
+    for path in (interrupted, failed, under_way):
         path.mkdir(parents=True)
     save(trainer, 2)
-    assert (interrupted.exists(), under_way.exists()) == (False, True)
+    assert (interrupted.exists(), failed.exists(), under_way.exists()) == (False, False, True)
     assert [manifest.generation for _, manifest in whole_checkpoints(folder)] == [2]
 
 

@@ -30,6 +30,7 @@ def folders(draw: st.DrawFn) -> list[ListedCheckpoint]:
 
 
 listed, keep, generation = folders(), st.integers(1, 4), st.integers(1, 6)
+saved_step = st.integers(0, 12)
 undoes, began = st.integers(0, 8), st.integers(0, 6)
 
 
@@ -59,13 +60,13 @@ def test_nothing_is_deleted_across_a_start_from_nothing(listed, keep, generation
     assert not [each for each in to_undo(listed, 0, began) if each in earlier]
 
 
-@given(listed, keep, generation, undoes, began)
-def test_newest_ones_stay_and_what_this_generation_writes_stays(listed, keep, generation, undoes, began):
-    deleted = to_prune(listed, keep, generation, undoes, began)
+@given(listed, keep, generation, undoes, began, saved_step)
+def test_newest_ones_stay_and_what_this_generation_writes_stays(listed, keep, generation, undoes, began, saved_step):
+    deleted = to_prune(listed, keep, generation, undoes, began, saved_step)
     own = whole_ones([each for each in listed if each.generation >= began])
     assert not [each for each in own[-keep:] if each in deleted]
     not_whole = [each for each in deleted if each.condition is Condition.NOT_WHOLE]
-    assert all(each.generation < generation for each in not_whole)
+    assert all((each.generation, each.step) < (generation, saved_step) for each in not_whole)
 
 
 @given(listed, keep, generation)
@@ -133,6 +134,16 @@ def test_nothing_is_pruned_where_nothing_is(tmp_path):
 def test_the_generation_that_began_at_step_0_prunes_its_own(tmp_path):
     paths = [saved(tmp_path, step, 2) for step in (10, 20)]
     assert prune(tmp_path, 1, generation=2, began=2) == paths[:1]
+
+
+def test_what_this_generation_could_neither_save_nor_remove_goes_with_its_next_checkpoint(tmp_path):
+    remains, _, under_way = (
+        saved(tmp_path, 10, 1, whole=False),
+        saved(tmp_path, 20, 1),
+        saved(tmp_path, 30, 1, whole=False),
+    )
+    assert prune(tmp_path, 1, generation=1, step=20) == [remains]
+    assert under_way.exists()
 
 
 def test_the_newest_one_from_before_what_may_be_undone_is_enough(tmp_path):
