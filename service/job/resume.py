@@ -75,7 +75,7 @@ async def _in_memory(job: JobContext, generation: int) -> tuple[rank_backups.Bro
     departing = [agent for people in job.departing for agent in people.agents if agent is not None]
     own = await asyncio.gather(*(agent.snapshot_steps(gang.tag) for agent in agents))
     brought = rank_backups.Brought([list(steps) for steps in own], {})
-    others = _other_layouts(job.submitted, gang.tag) if generation else {}
+    others = _other_layouts(job.submitted, gang.tag)
     foreign: list[tuple[int, list[str]]] = []
     needy = list(range(len(agents))) if departing else rank_backups.without_state(own)
     if generation and (needy or others):

@@ -43,7 +43,7 @@ class ZeroOptimizer:
         self.flat, self.config, self.comm, self.reduction, self.sums = flat, config, comm, reduction, sums
         self.owned = reduction.parts
         """Ranges of the flat buffer that this replica saves; together the replicas save each element once."""
-        self.held = self.owned if stage == 1 and comm.size("data") > 1 else [(0, flat.size)]
+        self.held = self.owned if stage == 1 else [(0, flat.size)]
         """Ranges of the flat buffer whose state this rank keeps: the vectors below have them one after the other."""
         everything = self.held != self.owned
         self.frozen_owned = flat.frozen_part(comm.index("data"))

@@ -92,3 +92,12 @@ def test_loaded_weights_are_those_that_are_computed_with_and_those_that_are_upda
         assert torch.equal(engine.flat.parameters, values.to(engine.flat.parameters.dtype))
         held = torch.cat([values[start:end] for start, end in engine.flat.parts(rank)])
         assert torch.equal(torch.cat(engine.optimizer.parameters), held)
+
+
+@pytest.mark.parametrize(("zero", "parts"), [(0, 1), (1, 2)])
+def test_frozen_parameters_are_kept_as_a_whole_where_the_state_is(zero, parts):
+    """Replicas with the same state may use each other's snapshots, which must have the same frozen parameters."""
+    job = spec(train={"frozen": ["embedding"]}, parallel={"data": 2, "zero": zero})
+    for rank in (0, 1):
+        engine = Engine(job, lone_rank(job, rank))
+        assert sum(map(len, engine.frozen_state())) == (engine.flat.whole - engine.flat.size) // parts > 0
